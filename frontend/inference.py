@@ -1,0 +1,250 @@
+"""The hot path: one inference request from ASGI to a worker pool and its answer back to the client.
+
+The front end relays bytes. It reads the path, the query and the headers, never the body (but for the name of the model
+in an OpenAI request, where several models are served).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+from urllib.parse import parse_qsl
+from uuid import uuid4
+
+from frontend.http_protocol import connection_of
+from frontend.metrics import Metrics
+from frontend.models import MissingModelError, ServedModels
+from lmi_server.dialects.errors import error_event, error_reply
+from lmi_server.errors import LmiServerError, PayloadTooLargeError, error_from_kind
+from lmi_server.job import CANCELLED, Job
+from lmi_server.job_queue import parse_priority
+from lmi_server.protocol import End, Error, Head, Input, Reply
+from lmi_server.worker_pool import WorkerPool
+
+logger = logging.getLogger(__name__)
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+_CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
+_OPENAI_ROUTES = frozenset({"completions", "chat/completions"})
+_CLIENT_GONE = 499  # the status in the metrics of a request whose client left; nobody reads it
+_CACHE_HEADERS = [
+    (b"pragma", b"no-cache"),
+    (b"cache-control", b"no-cache; no-store, must-revalidate, private"),
+    (b"expires", b"Thu, 01 Jan 1970 00:00:00 UTC"),
+]
+
+
+class ClientGoneError(Exception):
+    """The client went away before its request was complete."""
+
+
+class Relay:
+    """Answers inference requests. `draining` is set once the server shuts down."""
+
+    def __init__(
+        self, models: ServedModels, metrics: Metrics, max_request_size: int, request_id_header: str = "x-request-id"
+    ) -> None:
+        self.draining = False
+        self._models = models
+        self._metrics = metrics
+        self._max_request_size = max_request_size
+        self._request_id_header = request_id_header.lower()
+
+    async def __call__(self, route: str, model: str | None, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request. `route` is that of Input; `model` is the name in the path, None where it has none."""
+        arrived = time.monotonic()
+        properties = _properties(scope)
+        request_id = properties.get(self._request_id_header) or str(uuid4())
+        properties["x-request-id"] = request_id
+        response = Response(send, request_id)
+        pool: WorkerPool | None = None
+        connection = connection_of(scope)
+        try:
+            query = _query(scope)
+            pool = self._choose(model, properties, query)
+            body = await self._body(properties, receive)
+            pool = pool or self._models.named_in(body)
+            content = [*query, ("data", body)]
+            priority = parse_priority(properties.get("x-priority"))
+            job = pool.submit(Input(route, properties, content), priority, connection.abort)
+        except LmiServerError as error:
+            await self._refuse(pool, route, error, properties, response)
+            return
+        except ClientGoneError:
+            self._metrics.of(pool).refused(_CLIENT_GONE)
+            return
+        connection.watch(lambda: pool.cancel(job))
+        try:
+            status = await _relay(route, job, response)
+        finally:
+            pool.cancel(job)
+            connection.unwatch()
+        self._metrics.of(pool).answered(status, *_times(job, arrived))
+
+    def _choose(
+        self, model: str | None, properties: dict[str, str], query: list[tuple[str, bytes]]
+    ) -> WorkerPool | None:
+        """Return the pool that path, query or headers name, or the only one; None where only the body can tell."""
+        name = model or _last(query, "model_name") or properties.get("model_name")
+        if name:
+            return self._models.named(name)
+        return self._models.only
+
+    async def _body(self, properties: dict[str, str], receive: Receive) -> bytes:
+        length = properties.get("content-length")
+        if length is not None and int(length) > self._max_request_size:  # uvicorn has checked that it is a number
+            raise self._too_large()
+        message = await receive()
+        body: bytes = message.get("body", b"")
+        if message.get("more_body"):
+            body = await self._rest_of_body(body, receive)
+        elif message["type"] == "http.disconnect":
+            raise ClientGoneError
+        if len(body) > self._max_request_size:
+            raise self._too_large()
+        return body
+
+    async def _rest_of_body(self, start: bytes, receive: Receive) -> bytes:
+        parts = [start]
+        size = len(start)
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError
+            parts.append(message["body"])
+            size += len(message["body"])
+            if size > self._max_request_size:
+                raise self._too_large()
+            if not message["more_body"]:
+                return b"".join(parts)
+
+    def _too_large(self) -> LmiServerError:
+        return PayloadTooLargeError(
+            f"the body is longer than max_request_size={self._max_request_size} bytes; send less, or raise it"
+        )
+
+    async def _refuse(
+        self,
+        pool: WorkerPool | None,
+        route: str,
+        error: LmiServerError,
+        properties: dict[str, str],
+        response: Response,
+    ) -> None:
+        status, headers, data = error_reply(route, error)
+        if isinstance(error, MissingModelError):
+            status = 400
+        # A client that waits for "100 Continue" will not send the body that was announced.
+        if self.draining or "expect" in properties:
+            headers.append(("connection", "close"))
+        self._metrics.of(pool).refused(status)
+        await response.whole(status, headers, data)
+
+
+class Response:
+    """Writes the answer to one request in ASGI's terms."""
+
+    __slots__ = ("_request_id", "_send")
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send = send
+        self._request_id = (b"x-request-id", request_id.encode("latin-1"))
+
+    async def whole(self, status: int, headers: list[tuple[str, str]], data: bytes) -> None:
+        await self._start(status, headers, (b"content-length", b"%d" % len(data)))
+        await self._send({"type": "http.response.body", "body": data})
+
+    async def begin(self, head: Head) -> None:
+        await self._start(head.status, head.headers)
+
+    async def chunk(self, data: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self, data: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": data})
+
+    async def _start(self, status: int, headers: list[tuple[str, str]], *more: tuple[bytes, bytes]) -> None:
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
+        await self._send(
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [*raw, *more, self._request_id, *_CACHE_HEADERS],
+            }
+        )
+
+
+async def _relay(route: str, job: Job, response: Response) -> int:
+    """Send the answer of `job` as it arrives; return its status."""
+    reply = job.reply
+    await reply.wait()
+    head = reply.head
+    if head is None:
+        return await _send_whole(route, reply.terminal, response)
+    await response.begin(head)
+    while True:
+        terminal = reply.terminal
+        data = reply.take()
+        if terminal is not None:
+            await response.end(data + _ending(route, head, terminal))
+            return head.status
+        if data:
+            await response.chunk(data)
+        await reply.wait()
+
+
+async def _send_whole(route: str, terminal: Reply | End | Error | None, response: Response) -> int:
+    if isinstance(terminal, Reply):
+        await response.whole(terminal.status, terminal.headers, terminal.data)
+        return terminal.status
+    assert isinstance(terminal, Error), "a stream has a head before its end"
+    if terminal.kind == CANCELLED:
+        return _CLIENT_GONE
+    status, headers, data = error_reply(route, error_from_kind(terminal.kind, terminal.message))
+    await response.whole(status, headers, data)
+    return status
+
+
+def _ending(route: str, head: Head, terminal: Reply | End | Error) -> bytes:
+    """Return what a stream sends after its last chunk: nothing, unless it ends in an error."""
+    if not isinstance(terminal, Error):
+        return b""
+    content_type = next((value for name, value in head.headers if name == "content-type"), "")
+    return error_event(route, content_type, error_from_kind(terminal.kind, terminal.message))
+
+
+def _properties(scope: Scope) -> dict[str, str]:
+    """Return the headers (names in lower case, the last of several wins) and SageMaker's custom attributes."""
+    properties = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+    attributes = properties.pop(_CUSTOM_ATTRIBUTES, None)
+    if attributes is not None:
+        for attribute in attributes.split(";"):
+            name, separator, value = attribute.partition("=")
+            if separator:
+                properties[name.strip().lower()] = value.strip()
+    return properties
+
+
+def _query(scope: Scope) -> list[tuple[str, bytes]]:
+    query: bytes = scope["query_string"]
+    if not query:
+        return []
+    return [(name, value.encode()) for name, value in parse_qsl(query.decode("latin-1"), keep_blank_values=True)]
+
+
+def _last(entries: list[tuple[str, bytes]], key: str) -> str | None:
+    values = [value.decode() for name, value in entries if name == key]
+    return values[-1] if values else None
+
+
+def _times(job: Job, arrived: float) -> tuple[float, float, float]:
+    """Return the seconds in the queue, to the first byte and to the end."""
+    now = time.monotonic()
+    started = job.started_at or now
+    first_byte = job.reply.first_byte_at or now
+    return started - job.queued_at, first_byte - arrived, now - arrived

@@ -1,0 +1,86 @@
+"""The echo handler: answers with the words of the prompt. It needs no engine, so it measures and tests the relay."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from itertools import cycle, islice
+from typing import Annotated
+
+from pydantic import Field
+
+from lmi_server.configuration.declaration import Allowed
+from lmi_server.configuration.options import ModelOptions
+from lmi_server.generation import Delta, GenerationRequest, Token, Usage
+from lmi_server.handler import LLMHandler, ModelInfo
+
+_MAX_MODEL_LEN = 1 << 20
+
+
+class EchoOptions(ModelOptions):
+    """Keys of serving.properties for a model that only echoes."""
+
+    echo_delay_ms: Annotated[float, Field(ge=0, allow_inf_nan=False), Allowed("a number, 0 or more")] = Field(
+        0.0, description="Milliseconds before each token; 0 is as fast as it goes."
+    )
+    echo_step: bool = Field(False, description="One token of each request per turn of the event loop, as engines step.")
+
+
+class EchoHandler(LLMHandler):
+    """Emits the words of the prompt as tokens, over and over until there are `max_new_tokens` of them."""
+
+    options_type = EchoOptions
+
+    def __init__(self) -> None:
+        self._delay_s: float | None = None
+        self._running = 0
+
+    async def start(self, model_dir: str, options: EchoOptions) -> ModelInfo:
+        if options.echo_step or options.echo_delay_ms:
+            self._delay_s = options.echo_delay_ms / 1000
+        return ModelInfo(max_model_len=_MAX_MODEL_LEN, details={"echo_delay_ms": options.echo_delay_ms})
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+        self._running += 1
+        try:
+            text = _prompt_text(request)
+            words = text.split() or ["echo"]
+            tokens = [Token(index, f" {word}", 0.0) for index, word in enumerate(words)]
+            count = request.sampling.max_new_tokens
+            for delta in _deltas(tokens, len(words) if count is None else count, text):
+                if self._delay_s is not None:
+                    await asyncio.sleep(self._delay_s)
+                yield delta
+        finally:
+            self._running -= 1
+
+    async def tokenize(self, text: str) -> list[int]:
+        return list(range(len(text.split())))
+
+    def stats(self) -> dict[str, float]:
+        return {"running_requests": self._running}
+
+
+def _deltas(tokens: list[Token], count: int, prompt_text: str) -> Iterator[Delta]:
+    usage = Usage(prompt_tokens=len(tokens), completion_tokens=count)
+    deltas = [Delta(token.text, (token,)) for token in tokens]
+    for index, delta in enumerate(islice(cycle(deltas), count)):
+        first, last = index == 0, index == count - 1
+        if not first and not last:
+            yield delta
+            continue
+        yield Delta(
+            delta.text,
+            delta.tokens,
+            finish_reason="length" if last else None,
+            usage=usage if last else None,
+            prompt_text=prompt_text if first else None,
+        )
+
+
+def _prompt_text(request: GenerationRequest) -> str:
+    if request.messages is not None:
+        return "\n".join(str(message.get("content") or "") for message in request.messages)
+    if isinstance(request.prompt, tuple):
+        return " ".join(str(token_id) for token_id in request.prompt)
+    return request.prompt or ""

@@ -1,0 +1,80 @@
+"""The huggingface handler: any transformers causal language model under the rolling batch (`option.rolling_batch`).
+
+Torch and transformers are imported when the model loads, never with this module.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Mapping
+from typing import TYPE_CHECKING
+
+from handlers.huggingface_options import HuggingFaceOptions
+from lmi_server.errors import ModelLoadError
+from lmi_server.generation import Delta, GenerationRequest
+from lmi_server.handler import LLMHandler, ModelInfo
+
+if TYPE_CHECKING:
+    from handlers.rolling_batch.loading import LoadedEngine
+    from handlers.step_loop import StepLoop
+
+# OpenMP threads that wait for the next operation spin. On cores that the front end and the kernel's network work share
+# with them, spinning for libgomp's default of milliseconds takes the time slice of those who have work.
+_SPIN_COUNT = "10000"
+
+
+class HuggingFaceHandler(LLMHandler):
+    """Serves a directory that `AutoModelForCausalLM` and `AutoTokenizer` can load."""
+
+    options_type = HuggingFaceOptions
+
+    def __init__(self) -> None:
+        self._engine: LoadedEngine
+        self._loop: StepLoop
+
+    async def start(self, model_dir: str, options: HuggingFaceOptions) -> ModelInfo:
+        """Load the model in a thread, so that the worker's heartbeat goes on."""
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        self._engine = await asyncio.to_thread(_load, model_dir, options)
+        from handlers.step_loop import StepLoop
+
+        self._loop = StepLoop(self._engine.engine, asyncio.get_running_loop())
+        self._loop.start()
+        return ModelInfo(max_model_len=self._engine.max_model_len, details=self._engine.details)
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+        """Yield the deltas of one request."""
+        prompt, text = await self._engine.prompts.encode(request)
+        self._engine.engine.check(prompt, request.sampling)
+        deltas = self._loop.generate(
+            request.request_id,
+            lambda emit: self._engine.engine.add(
+                request.request_id, prompt, request.sampling, text, request.priority, emit
+            ),
+        )
+        try:
+            async for delta in deltas:
+                yield delta
+        finally:
+            await deltas.aclose()
+
+    async def tokenize(self, text: str) -> list[int]:
+        return self._engine.prompts.tokenize(text)
+
+    def stats(self) -> Mapping[str, float]:
+        return self._engine.stats()
+
+    async def stop(self) -> None:
+        await self._loop.stop()
+
+
+def _load(model_dir: str, options: HuggingFaceOptions) -> LoadedEngine:
+    try:
+        from handlers.rolling_batch.loading import load_engine
+    except ImportError as error:
+        raise ModelLoadError(
+            f"the huggingface handler needs the extra 'huggingface' ({error}); install lmi-server[huggingface]"
+        ) from error
+    return load_engine(model_dir, options)

@@ -1,0 +1,262 @@
+"""Attention of one flat forward pass over the slots of the KV cache, as an attention function of transformers.
+
+transformers calls the function registered under the model's `attn_implementation` in every layer with the layer's
+queries, keys and values (its documented AttentionInterface). The pass holds one token of each decoding sequence, then
+the prompt chunks; each part attends to its own slot only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+from transformers import AttentionInterface
+
+from handlers.rolling_batch.kv_cache import KVCache, LayerShape
+
+
+@dataclass(frozen=True)
+class ChunkRows:
+    """Rows `first:last` of the pass are tokens `start:end` of the sequence in `slot`."""
+
+    slot: int
+    start: int
+    end: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """Where the rows of the pass belong: row i of the first ones is token `positions[i]` of `slots[i]`, then chunks."""
+
+    slots: np.ndarray
+    positions: np.ndarray
+    chunks: list[ChunkRows]
+
+
+class UnsupportedAttentionError(Exception):
+    """The model's attention needs an input that the slotted KV cache does not provide; the message names it."""
+
+
+class SlotAttention:
+    """Callable as an attention function; `rows` says what the current pass holds.
+
+    Queries (1, heads, rows, dim), keys and values (1, kv_heads, rows, dim) -> ((1, rows, heads, value_dim), None).
+    """
+
+    def __init__(self, cache: KVCache, name: str) -> None:
+        self._cache = cache
+        self._single = _single_row_attention(cache)
+        self._masks: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._rows = StepRows(np.empty(0, np.int64), np.empty(0, np.int64), [])
+        AttentionInterface.register(name, self)
+
+    def row_by_row(self, start: int, end: int) -> bool:
+        """Whether a chunk of tokens `start:end` is attended to row by row, like decode rows, rather than at once."""
+        return (end - start) * end <= self._single.chunk_area
+
+    def begin(self, rows: StepRows) -> None:
+        """Set what the next forward pass holds."""
+        self._rows = rows
+        self._masks.clear()
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        out = query.new_empty((query.shape[2], query.shape[1], value.shape[3]))
+        settings = _Settings(scaling, sliding_window or 0, softcap or 0.0)
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        if len(self._rows.slots):
+            self._single(layer, query[0], key[0], value[0], self._rows, out, settings)
+        for chunk in self._rows.chunks:
+            self._prefill(layer, chunk, query[0], key[0], value[0], out, settings)
+        return out.unsqueeze(0), None
+
+    def _prefill(
+        self,
+        layer: int,
+        chunk: ChunkRows,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        settings: _Settings,
+    ) -> None:
+        rows = slice(chunk.first, chunk.last)
+        keys = self._cache.keys[layer][chunk.slot]
+        values = self._cache.values[layer][chunk.slot]
+        keys[:, chunk.start : chunk.end] = key[:, rows]
+        values[:, chunk.start : chunk.end] = value[:, rows]
+        begin = max(0, chunk.start + 1 - settings.window) if settings.window else 0
+        mask = self._mask(chunk, begin, settings.window)
+        seen = slice(begin, chunk.end)
+        attended = _grouped_attention(query[:, rows], keys[:, seen], values[:, seen], mask, settings)
+        out[rows] = attended.transpose(0, 1)
+
+    def _mask(self, chunk: ChunkRows, begin: int, window: int) -> torch.Tensor:
+        """Which of tokens `begin:end` each row of the chunk may see; layers of one window share it."""
+        at = (chunk.first, begin, window)
+        if at not in self._masks:
+            device = self._cache.keys[0].device
+            rows = torch.arange(chunk.start, chunk.end, device=device)[:, None]
+            columns = torch.arange(begin, chunk.end, device=device)[None, :]
+            seen = columns <= rows
+            self._masks[at] = seen & (columns > rows - window) if window else seen
+        return self._masks[at]
+
+
+@dataclass(frozen=True)
+class _Settings:
+    scaling: float
+    window: int  # tokens seen; 0 for all
+    softcap: float  # 0 for none
+
+
+def _single_row_attention(cache: KVCache) -> _KernelAttention | _TorchAttention:
+    keys = cache.keys[0]
+    if keys.device.type == "cpu" and keys.dtype in (torch.bfloat16, torch.float32):
+        return _KernelAttention(cache)
+    return _TorchAttention(cache)
+
+
+class _KernelAttention:
+    """Attention of single rows by the compiled CPU kernel."""
+
+    chunk_area = 64 * 1024  # rows times tokens seen: above it torch's matrix products are faster
+
+    def __init__(self, cache: KVCache) -> None:
+        from handlers.rolling_batch import kernels
+
+        self._kernel = kernels.slot_attention
+        self._keys = [as_numpy(keys) for keys in cache.keys]
+        self._values = [as_numpy(values) for values in cache.values]
+
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rows: StepRows,
+        out: torch.Tensor,
+        settings: _Settings,
+    ) -> None:
+        self._kernel(
+            as_numpy(query),
+            as_numpy(key),
+            as_numpy(value),
+            self._keys[layer],
+            self._values[layer],
+            rows.slots,
+            rows.positions,
+            as_numpy(out),
+            np.float32(settings.scaling),
+            settings.window,
+            np.float32(settings.softcap),
+        )
+
+
+class _TorchAttention:
+    """Attention of decode rows by torch's own operators: one padded batch over the slots in use."""
+
+    chunk_area = 0
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rows: StepRows,
+        out: torch.Tensor,
+        settings: _Settings,
+    ) -> None:
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        count = len(rows.slots)
+        slots = torch.as_tensor(rows.slots, device=keys.device)
+        positions = torch.as_tensor(rows.positions, device=keys.device)
+        keys[slots, :, positions] = key[:, :count].transpose(0, 1)
+        values[slots, :, positions] = value[:, :count].transpose(0, 1)
+        longest = int(rows.positions.max()) + 1
+        columns = torch.arange(longest, device=keys.device)
+        seen = columns <= positions[:, None]
+        if settings.window:
+            seen &= columns > positions[:, None] - settings.window
+        queries = query[:, :count].transpose(0, 1).unflatten(1, (keys.shape[1], -1))
+        out[:count] = _attention(
+            queries, keys[slots, :, :longest], values[slots, :, :longest], seen[:, None, None], settings
+        ).flatten(1, 2)
+
+
+def _grouped_attention(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, settings: _Settings
+) -> torch.Tensor:
+    """(heads, rows, dim) over (kv_heads, tokens, dim) -> (heads, rows, value_dim); a group of heads shares keys."""
+    kv_heads = keys.shape[0]
+    grouped = query.unflatten(0, (kv_heads, -1))
+    shared = (kv_heads, grouped.shape[1], -1, -1)
+    attended = _attention(grouped, keys[:, None].expand(shared), values[:, None].expand(shared), mask, settings)
+    return attended.flatten(0, 1)
+
+
+def _attention(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, settings: _Settings
+) -> torch.Tensor:
+    if not settings.softcap:
+        return functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=settings.scaling)
+    scores = torch.matmul(query, keys.transpose(-1, -2)) * settings.scaling
+    scores = settings.softcap * torch.tanh(scores / settings.softcap)
+    weights = torch.softmax(scores.masked_fill(~mask, -torch.inf), dim=-1, dtype=torch.float32)
+    return torch.matmul(weights.to(values.dtype), values)
+
+
+def as_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """View a CPU tensor as numpy sees it: bfloat16 as its bits (uint16)."""
+    return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+
+
+def probe_layers(model: Any, name: str) -> list[LayerShape]:
+    """Run one token through `model` and return what each of its attention layers keeps.
+
+    Raises UnsupportedAttentionError where a layer does not go through transformers' AttentionInterface, or needs more
+    than queries, keys, values, a window and a soft cap.
+    """
+    shapes: dict[int, LayerShape] = {}
+
+    def record(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **more: Any
+    ) -> tuple[torch.Tensor, None]:
+        extra = [name for name in ("s_aux", "sinks", "position_bias", "alibi") if more.get(name) is not None]
+        if extra:
+            raise UnsupportedAttentionError(f"{type(module).__name__} attends with {extra[0]}")
+        shapes[module.layer_idx] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+    AttentionInterface.register(name, record)
+    model.set_attn_implementation(name)
+    with torch.inference_mode():
+        model(
+            input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device),
+            position_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device),
+            use_cache=False,
+        )
+    if sorted(shapes) != list(range(len(shapes))) or not shapes:
+        raise UnsupportedAttentionError(f"{type(model).__name__} does not use transformers' attention interface")
+    return [shapes[layer] for layer in range(len(shapes))]

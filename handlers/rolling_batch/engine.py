@@ -1,0 +1,218 @@
+"""The rolling batch engine: one `step` runs one token of every sequence and a bounded piece of the waiting prompts."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from handlers.rolling_batch.detokenizer import IncrementalDetokenizer, StopMatcher
+from handlers.rolling_batch.model_runner import ModelRunner, StepLogits
+from handlers.rolling_batch.sampler import Sampled, SamplingState, sample, score
+from handlers.rolling_batch.scheduler import Scheduler, Sequence, StepPlan, advance
+from lmi_server.errors import ContextLengthError, HandlerError, LmiServerError, RequestError
+from lmi_server.generation import Delta, FinishReason, SamplingParameters, Token, TopToken, Usage
+
+_log = logging.getLogger(__name__)
+
+Output = Delta | LmiServerError
+
+
+@dataclass(slots=True)
+class _Request:
+    """A sequence with what its answer needs. `emit` takes its deltas, or the error that ends it."""
+
+    sequence: Sequence
+    parameters: SamplingParameters
+    sampling: SamplingState
+    detokenizer: IncrementalDetokenizer
+    stop: StopMatcher
+    emit: Callable[[Output], None]
+    prompt_text: str
+    prompt_tokens: list[Token] = field(default_factory=list)
+    started: bool = False
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters since the start, and the state after the last step."""
+
+    steps: int = 0
+    generated_tokens: int = 0
+    prompt_tokens: int = 0
+    running: int = 0
+    waiting: int = 0
+    used_tokens: int = 0
+    step_seconds: float = 0.0
+
+
+class RollingBatchEngine:
+    """Not thread-safe: a `StepLoop` calls it from its own thread."""
+
+    def __init__(
+        self, runner: ModelRunner, scheduler: Scheduler, tokenizer: Any, eos_ids: frozenset[int], max_len: int
+    ) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self._tokenizer = tokenizer
+        self._special_ids = frozenset(tokenizer.all_special_ids)
+        self._eos_ids = eos_ids
+        self._max_len = max_len
+        self._requests: dict[str, _Request] = {}
+        self.stats = EngineStats()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    def check(self, prompt: list[int], parameters: SamplingParameters) -> int:
+        """Return how many tokens the request may generate.
+
+        Raises ContextLengthError or RequestError where it cannot be served at all.
+        """
+        if not prompt:
+            raise RequestError("the prompt has no tokens; send at least one character")
+        room = min(self._max_len, self._scheduler.limits.kv_tokens) - len(prompt)
+        wanted = parameters.max_new_tokens if parameters.max_new_tokens is not None else max(room, 1)
+        if wanted > room:
+            raise ContextLengthError(
+                f"the prompt has {len(prompt)} tokens and max_new_tokens is {wanted}, but the model's context holds"
+                f" {len(prompt) + room}; shorten the prompt or lower max_new_tokens to {max(room, 0)} at most"
+            )
+        vocabulary = len(self._tokenizer)
+        unknown = [token for token in (*prompt, *parameters.logit_bias) if not 0 <= token < vocabulary]
+        if unknown:
+            raise RequestError(f"token id {unknown[0]} is not in the vocabulary of {vocabulary} tokens")
+        return wanted
+
+    def add(
+        self,
+        request_id: str,
+        prompt: list[int],
+        parameters: SamplingParameters,
+        prompt_text: str,
+        priority: int,
+        emit: Callable[[Output], None],
+    ) -> None:
+        """Queue a request that `check` accepts; `emit` gets its deltas from `step`."""
+        sequence = Sequence(request_id, list(prompt), len(prompt), self.check(prompt, parameters), priority)
+        self._requests[request_id] = _Request(
+            sequence,
+            parameters,
+            SamplingState(parameters, prompt),
+            IncrementalDetokenizer(self._tokenizer, prompt, parameters.skip_special_tokens),
+            StopMatcher(parameters.stop, parameters.include_stop_str_in_output),
+            emit,
+            prompt_text,
+            [self._token(Sampled(prompt[0]), self._piece(prompt[0]))] if parameters.prompt_logprobs else [],
+        )
+        self._scheduler.add(sequence)
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request: its slot is free for the next step. One that has ended is none of ours any more."""
+        request = self._requests.pop(request_id, None)
+        if request:
+            self._leave(request)
+
+    def step(self) -> None:
+        """Run one forward pass and emit what it gave."""
+        began = time.perf_counter()
+        for sequence in self._scheduler.admit():
+            sequence.slot = self._runner.cache.acquire(sequence.reserved)
+        plan = self._scheduler.plan()
+        scored = {
+            chunk.sequence.request_id
+            for chunk in plan.prefill
+            if self._requests[chunk.sequence.request_id].parameters.prompt_logprobs
+        }
+        logits = self._runner.run(plan, scored)
+        advance(plan)
+        self._score_prompts(logits)
+        states = [self._requests[sequence.request_id].sampling for sequence in logits.sampled]
+        count = len(states)
+        for sequence, sampled in zip(
+            logits.sampled, sample(logits.logits[:count], states) if count else [], strict=True
+        ):
+            self._accept(self._requests[sequence.request_id], sampled)
+        self._account(plan, count, time.perf_counter() - began)
+
+    def fail_running(self, error: Exception) -> None:
+        """End every request that a failed step may have touched; those that wait are untouched."""
+        for sequence in list(self._scheduler.running):
+            request = self._requests.pop(sequence.request_id)
+            self._leave(request)
+            request.emit(HandlerError(f"the step failed: {type(error).__name__}: {error}"))
+
+    def _leave(self, request: _Request) -> None:
+        self._scheduler.remove(request.sequence)
+        if request.sequence.slot >= 0:
+            self._runner.cache.release(request.sequence.slot)
+            request.sequence.slot = -1
+
+    def _score_prompts(self, logits: StepLogits) -> None:
+        for sequence, first, rows in logits.prompt_rows:
+            request = self._requests[sequence.request_id]
+            ids = sequence.tokens[first : first + rows.stop - rows.start]
+            if not ids:
+                continue
+            top = [request.parameters.logprobs or 0] * len(ids)
+            scored = score(logits.logits[rows], ids, top)
+            request.prompt_tokens.extend(self._token(entry, self._piece(entry.token)) for entry in scored)
+
+    def _accept(self, request: _Request, sampled: Sampled) -> None:
+        """Append a token to its sequence and emit its delta; the last one ends the request."""
+        sequence, parameters = request.sequence, request.parameters
+        sequence.tokens.append(sampled.token)
+        piece = request.detokenizer.feed(sampled.token)
+        text, stopped = request.stop.feed(piece)
+        reason = self._finish_reason(request, sampled.token, stopped)
+        if reason and not stopped:
+            text += self._rest(request, reason)
+        first, request.started = not request.started, True
+        delta = Delta(
+            text,
+            (self._token(sampled, piece),),
+            reason,
+            Usage(sequence.prompt_len, len(sequence.tokens) - sequence.prompt_len) if reason else None,
+            request.prompt_text if first else None,
+            tuple(request.prompt_tokens) if first and parameters.prompt_logprobs else None,
+        )
+        if reason:
+            del self._requests[sequence.request_id]
+            self._leave(request)
+        request.emit(delta)
+
+    def _finish_reason(self, request: _Request, token: int, stopped: bool) -> FinishReason | None:
+        parameters, sequence = request.parameters, request.sequence
+        if stopped or token in parameters.stop_token_ids:
+            return "stop_sequence"
+        if token in self._eos_ids and not parameters.ignore_eos:
+            return "eos_token"
+        if len(sequence.tokens) - sequence.prompt_len >= sequence.max_new_tokens:
+            return "length"
+        return None
+
+    @staticmethod
+    def _rest(request: _Request, reason: FinishReason) -> str:
+        """Text that was held back and now belongs to the answer: nothing more can complete it."""
+        tail, stopped = request.stop.feed(request.detokenizer.flush())
+        return tail if stopped else tail + request.stop.flush()
+
+    def _token(self, sampled: Sampled, piece: str) -> Token:
+        top = tuple(TopToken(token, self._piece(token), logprob) for token, logprob in sampled.top)
+        return Token(sampled.token, piece, sampled.logprob, sampled.token in self._special_ids, top)
+
+    def _piece(self, token: int) -> str:
+        return self._tokenizer.decode([token])
+
+    def _account(self, plan: StepPlan, sampled: int, seconds: float) -> None:
+        stats = self.stats
+        stats.steps += 1
+        stats.generated_tokens += sampled
+        stats.prompt_tokens += sum(chunk.end - chunk.start for chunk in plan.prefill)
+        stats.running = len(self._scheduler.running)
+        stats.waiting = len(self._scheduler.waiting)
+        stats.used_tokens = sum(sequence.computed for sequence in self._scheduler.running)
+        stats.step_seconds = seconds

@@ -1,0 +1,195 @@
+"""Faster modules in the place of a transformers model's own, on the CPU.
+
+A module is recognised by its structure and replaced only where the replacement gives the same result on a random
+input, so that a model family with a variant of its own keeps its own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from handlers.rolling_batch.attention import as_numpy
+
+_DECODE_ROWS = 32  # the row count that oneDNN lays the weights out for
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+
+
+def fuse(model: nn.Module) -> dict[str, int]:
+    """Replace what can be replaced in `model` (on the CPU, float32 or bfloat16); return how many of each kind."""
+    counts = {"norms": 0, "attentions": 0, "mlps": 0, "linears": 0}
+    for module in list(model.modules()):
+        counts["attentions"] += _fuse_projections(module)
+        for name, child in list(module.named_children()):
+            counts["norms"] += _replace(module, name, child, _is_rms_norm, FusedRMSNorm)
+            counts["mlps"] += _replace(module, name, child, _is_gated_mlp, FusedGatedMLP)
+    if next(model.parameters()).dtype == torch.bfloat16:
+        counts["linears"] = _pack_linears(model)
+    return counts
+
+
+def _replace(
+    parent: nn.Module,
+    name: str,
+    child: nn.Module,
+    matches: Callable[[nn.Module], bool],
+    build: Callable[[Any], nn.Module],
+) -> int:
+    if not matches(child):
+        return 0
+    fused = build(child)
+    if not _same_result(child, fused):
+        return 0
+    setattr(parent, name, fused)
+    return 1
+
+
+def _same_result(original: nn.Module, fused: nn.Module) -> bool:
+    parameter = next(original.parameters())
+    width = parameter.shape[-1]
+    rows = torch.randn((1, 5, width), generator=torch.Generator().manual_seed(0)).to(parameter.dtype)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if parameter.dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    with torch.inference_mode():
+        return torch.allclose(original(rows), fused(rows), **tolerance)
+
+
+def _is_rms_norm(module: nn.Module) -> bool:
+    parameters = dict(module.named_parameters())
+    return type(module).__name__.endswith("RMSNorm") and list(parameters) == ["weight"] and _epsilon(module) is not None
+
+
+def _epsilon(module: nn.Module) -> float | None:
+    return getattr(module, "variance_epsilon", getattr(module, "eps", None))
+
+
+class FusedRMSNorm(nn.Module):
+    """Llama's RMS norm in one pass over memory."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        from handlers.rolling_batch.kernels import rms_norm
+
+        self.weight: nn.Parameter = norm.weight  # type: ignore[assignment]
+        self._kernel = rms_norm
+        self._weight = as_numpy(self.weight.detach())
+        self._eps = float(_epsilon(norm) or 0.0)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """(..., width) -> the same shape."""
+        flat = rows.reshape(-1, rows.shape[-1])
+        out = torch.empty_like(flat)
+        self._kernel(as_numpy(flat), self._weight, as_numpy(out), self._eps)
+        return out.view(rows.shape)
+
+
+def _is_gated_mlp(module: nn.Module) -> bool:
+    children = dict(module.named_children())
+    linears = all(isinstance(children.get(name), nn.Linear) for name in ("gate_proj", "up_proj", "down_proj"))
+    return linears and "act_fn" in children and not (set(children) - {"gate_proj", "up_proj", "down_proj", "act_fn"})
+
+
+class FusedGatedMLP(nn.Module):
+    """`down(act(gate(x)) * up(x))` with gate and up as one product."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        self.gate_up_proj = _concatenated([mlp.gate_proj, mlp.up_proj])
+        self.down_proj = mlp.down_proj
+        self.act_fn = mlp.act_fn
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(..., width) -> the same shape."""
+        gate, up = self.gate_up_proj(hidden).chunk(2, dim=-1)
+        return self.down_proj(self.act_fn(gate).mul_(up))
+
+
+def _fuse_projections(module: nn.Module) -> int:
+    projections = [getattr(module, name, None) for name in _PROJECTIONS]
+    if not all(isinstance(projection, nn.Linear) for projection in projections):
+        return 0
+    if len({projection.in_features for projection in projections}) > 1:
+        return 0
+    shared = SharedProjection(projections)
+    for index, name in enumerate(_PROJECTIONS):
+        setattr(module, name, ProjectionPart(shared if index == 0 else None, shared, index))
+    return 1
+
+
+class SharedProjection(nn.Module):
+    """Several linear layers of one input as one product; the parts ask for it one after the other."""
+
+    def __init__(self, projections: list[nn.Linear]) -> None:
+        super().__init__()
+        self.linear = _concatenated(projections)
+        self._widths = [projection.out_features for projection in projections]
+        self._input: torch.Tensor | None = None
+        self._outputs: tuple[torch.Tensor, ...] = ()
+
+    def part(self, hidden: torch.Tensor, index: int) -> torch.Tensor:
+        """Return output `index` for `hidden`; the product is made when the first part asks."""
+        if hidden is not self._input:
+            self._input, self._outputs = hidden, self.linear(hidden).split(self._widths, dim=-1)
+        output = self._outputs[index]
+        if index == len(self._widths) - 1:
+            self._input, self._outputs = None, ()  # activations must not outlive the layer
+        return output
+
+
+class ProjectionPart(nn.Module):
+    """One of the projections that a `SharedProjection` computes; the first of them owns it."""
+
+    def __init__(self, owned: SharedProjection | None, shared: SharedProjection, index: int) -> None:
+        super().__init__()
+        self.shared = owned
+        self._part = shared.part
+        self._index = index
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(..., width) -> (..., out_features)."""
+        return self._part(hidden, self._index)
+
+
+def _concatenated(linears: list[nn.Linear]) -> nn.Linear:
+    biased = any(linear.bias is not None for linear in linears)
+    weight = torch.cat([linear.weight.detach() for linear in linears])
+    fused = nn.Linear(weight.shape[1], weight.shape[0], bias=biased, device="meta", dtype=weight.dtype)
+    fused.weight = nn.Parameter(weight, requires_grad=False)
+    if biased:
+        biases = [
+            weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach() for linear in linears
+        ]
+        fused.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+    return fused
+
+
+def _pack_linears(model: nn.Module) -> int:
+    if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return 0
+    count = 0
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear):
+                setattr(module, name, PackedLinear(child))
+                count += 1
+    return count
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose bfloat16 weight is laid out for oneDNN once instead of in every call.
+
+    The operators are those that torch.compile's own freezing pass emits for a constant weight.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _DECODE_ROWS)
+        self._bias = None if linear.bias is None else linear.bias.detach()
+        self._linear = torch.ops.mkldnn._linear_pointwise.default
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(..., in_features) -> (..., out_features)."""
+        return self._linear(hidden, self._weight, self._bias, "none", [], "")

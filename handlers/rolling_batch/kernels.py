@@ -1,0 +1,140 @@
+"""CPU kernels of the decode step, compiled by numba when the model loads.
+
+torch's own attention pays per call for one query token per sequence, and its bfloat16 element-wise operations run one
+by one over memory; here each is one pass over it, parallel over rows. bfloat16 tensors come in as uint16 arrays (numpy
+has no bfloat16) and are computed in float32.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, prange, types
+from numba.extending import intrinsic
+
+
+@intrinsic
+def _load(context, element):  # type: ignore[no-untyped-def]
+    """Element of a cache or activation -> float32."""
+    if element == types.float32:
+        return types.float32(types.float32), lambda ctx, builder, sig, args: args[0]
+
+    def widen(ctx, builder, sig, args):  # type: ignore[no-untyped-def]
+        wide = builder.zext(args[0], ir.IntType(32))
+        return builder.bitcast(builder.shl(wide, ir.Constant(ir.IntType(32), 16)), ir.FloatType())
+
+    return types.float32(types.uint16), widen
+
+
+@intrinsic
+def _store(context, value, like):  # type: ignore[no-untyped-def]
+    """float32 -> element of the type of `like`; bfloat16 is rounded to nearest, ties to even."""
+    if like == types.float32:
+        return types.float32(types.float32, like), lambda ctx, builder, sig, args: args[0]
+
+    def narrow(ctx, builder, sig, args):  # type: ignore[no-untyped-def]
+        word = ir.IntType(32)
+        bits = builder.bitcast(args[0], word)
+        odd = builder.and_(builder.lshr(bits, ir.Constant(word, 16)), ir.Constant(word, 1))
+        rounded = builder.add(builder.add(bits, ir.Constant(word, 0x7FFF)), odd)
+        return builder.trunc(builder.lshr(rounded, ir.Constant(word, 16)), ir.IntType(16))
+
+    return types.uint16(types.float32, like), narrow
+
+
+@njit(parallel=True, fastmath=True, nogil=True, cache=True)
+def slot_attention(  # type: ignore[no-untyped-def]
+    query, key, value, keys, values, slots, positions, out, scaling, window, softcap
+):
+    """Write each row's key and value into its slot, then let it attend to the slot's tokens up to its own position.
+
+    query (heads, rows, dim), key and value (kv_heads, rows, dim): any strides, of which the first `len(slots)` rows
+    are read. keys, values: (slots, kv_heads, max_len, dim), contiguous. slots, positions: (n,) int64, several rows may
+    be of one slot. out: (rows, heads, value_dim), contiguous. window: tokens seen, 0 for all. softcap: 0 for none.
+    """
+    dim, value_dim, kv_heads = query.shape[2], value.shape[2], key.shape[0]
+    group = query.shape[0] // kv_heads
+    for row in prange(len(slots)):
+        for kv_head in range(kv_heads):
+            slot_key = keys[slots[row], kv_head, positions[row]]
+            slot_value = values[slots[row], kv_head, positions[row]]
+            for d in range(dim):
+                slot_key[d] = key[kv_head, row, d]
+            for d in range(value_dim):
+                slot_value[d] = value[kv_head, row, d]
+    for work in prange(len(slots) * kv_heads):
+        row, kv_head = work // kv_heads, work % kv_heads
+        slot, last = slots[row], positions[row]
+        slot_keys, slot_values = keys[slot, kv_head], values[slot, kv_head]
+        begin = max(0, last + 1 - window) if window > 0 else 0
+        count = last + 1 - begin
+        scaled = np.empty((group, dim), np.float32)
+        scores = np.empty((group, count), np.float32)
+        mixed = np.zeros((group, value_dim), np.float32)
+        for g in range(group):
+            for d in range(dim):
+                scaled[g, d] = _load(query[kv_head * group + g, row, d]) * scaling
+        for t in range(count):
+            for g in range(group):
+                score = np.float32(0)
+                for d in range(dim):
+                    score += scaled[g, d] * _load(slot_keys[begin + t, d])
+                scores[g, t] = score
+        for g in range(group):
+            if softcap > 0:
+                for t in range(count):
+                    scores[g, t] = softcap * math.tanh(scores[g, t] / softcap)
+            highest = np.float32(-np.inf)
+            for t in range(count):
+                highest = max(highest, scores[g, t])
+            total = np.float32(0)
+            for t in range(count):
+                weight = math.exp(scores[g, t] - highest)
+                scores[g, t] = weight
+                total += weight
+            for t in range(count):
+                scores[g, t] /= total
+        for t in range(count):
+            for g in range(group):
+                weight = scores[g, t]
+                for d in range(value_dim):
+                    mixed[g, d] += weight * _load(slot_values[begin + t, d])
+        for g in range(group):
+            for d in range(value_dim):
+                out[row, kv_head * group + g, d] = _store(mixed[g, d], out[row, 0, 0])
+
+
+@njit(parallel=True, fastmath=True, nogil=True, cache=True)
+def rms_norm(rows, weight, out, eps):  # type: ignore[no-untyped-def]
+    """`rows / rms(rows)`, rounded to the element type, times `weight`: (n, width) -> (n, width), as Llama's norm."""
+    width = rows.shape[1]
+    for n in prange(rows.shape[0]):
+        squares = np.float32(0)
+        for d in range(width):
+            element = _load(rows[n, d])
+            squares += element * element
+        factor = np.float32(1) / np.float32(math.sqrt(squares / width + eps))
+        for d in range(width):
+            normed = _load(_store(_load(rows[n, d]) * factor, rows[n, d]))
+            out[n, d] = _store(normed * _load(weight[d]), rows[n, d])
+
+
+@njit(parallel=True, fastmath=True, nogil=True, cache=True)
+def argmax_rows(logits, best):  # type: ignore[no-untyped-def]
+    """Index of the greatest logit of each row, the first of equals: (n, vocabulary) -> best (n,) int64."""
+    width = logits.shape[1]
+    block = 1024  # the greatest of a block is found with vector instructions, its place only in the best block
+    for n in prange(logits.shape[0]):
+        best_block, highest = 0, np.float32(-np.inf)
+        for start in range(0, width, block):
+            inside = np.float32(-np.inf)
+            for v in range(start, min(start + block, width)):
+                inside = max(inside, _load(logits[n, v]))
+            if inside > highest:
+                best_block, highest = start, inside
+        for v in range(best_block, min(best_block + block, width)):
+            if _load(logits[n, v]) == highest:
+                best[n] = v
+                break

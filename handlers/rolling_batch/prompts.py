@@ -1,0 +1,67 @@
+"""From a generation request to token ids: the tokenizer and its chat template."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from jinja2 import TemplateError
+
+from lmi_server.errors import RequestError
+from lmi_server.generation import GenerationRequest
+
+_LONG_TEXT = 20_000  # characters from which tokenizing would hold up the event loop for milliseconds
+
+
+class PromptEncoder:
+    """Turns the prompt of a request, in any of its forms, into token ids."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        # The wrapper sets truncation and padding in every call, which fails while another thread decodes.
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        if self._backend is not None:
+            self._backend.no_truncation()
+            self._backend.no_padding()
+
+    async def encode(self, request: GenerationRequest) -> tuple[list[int], str]:
+        """Return the token ids and the text of the request's prompt.
+
+        Raises RequestError where the chat cannot be rendered.
+        """
+        if isinstance(request.prompt, tuple):
+            ids = list(request.prompt)
+            text = self._tokenizer.decode(ids)
+        else:
+            chat = request.prompt is None
+            text = self._render(request) if request.prompt is None else request.prompt
+            special = request.add_special_tokens and not chat  # a template writes its own
+            ids = (
+                await asyncio.to_thread(self.tokenize, text, special)
+                if len(text) > _LONG_TEXT
+                else self.tokenize(text, special)
+            )
+        truncate = request.sampling.truncate
+        return (ids[-truncate:], text) if truncate else (ids, text)
+
+    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of `text`."""
+        if self._backend is not None:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _render(self, request: GenerationRequest) -> str:
+        if not self._tokenizer.chat_template:
+            raise RequestError(
+                "the model's tokenizer has no chat template, so `messages` cannot be served; send `prompt` or `inputs`,"
+                " or put a chat_template.jinja into the model directory"
+            )
+        try:
+            return self._tokenizer.apply_chat_template(
+                list(request.messages or ()),
+                tools=list(request.tools) if request.tools else None,
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise RequestError(f"the chat template refuses these messages: {error}") from error

@@ -1,0 +1,151 @@
+"""Drives an engine that lives in the worker's process: a thread of its own steps it, the event loop gets the deltas."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from typing import Protocol
+
+from lmi_server.errors import LmiServerError, ModelNotReadyError
+from lmi_server.generation import Delta
+
+_log = logging.getLogger(__name__)
+
+Output = Delta | LmiServerError
+
+
+class SteppedEngine(Protocol):
+    """What a step loop needs of an engine; every call comes from the loop's thread."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would compute something."""
+        ...
+
+    def step(self) -> None:
+        """Compute one step; hands deltas to the requests' `emit`."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """Free the request's place; unknown ids are ignored."""
+        ...
+
+    def fail_running(self, error: Exception) -> None:
+        """End what the failed step may have touched."""
+        ...
+
+
+class StepLoop:
+    """Runs `engine` in a thread. Commands are applied between steps, deltas reach the event loop once per step."""
+
+    def __init__(self, engine: SteppedEngine, loop: asyncio.AbstractEventLoop) -> None:
+        self._engine = engine
+        self._loop = loop
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._outbox: list[tuple[_Inbox, Output]] = []
+        self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """End the thread after the step that it is in."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    async def generate(
+        self, request_id: str, add: Callable[[Callable[[Output], None]], None]
+    ) -> AsyncGenerator[Delta, None]:
+        """Yield the deltas of one request; `add(emit)` gives it to the engine, in the engine's thread.
+
+        Closing the generator aborts the request before the next step.
+        """
+        if self._stopping:
+            raise ModelNotReadyError("the model is shutting down")
+        inbox = _Inbox()
+        self._command(lambda: self._add(inbox, add))
+        try:
+            while True:
+                for output in await inbox.take():
+                    if isinstance(output, LmiServerError):
+                        raise output
+                    yield output
+                    if output.finish_reason:
+                        return
+        finally:
+            if not inbox.ended:
+                self._command(lambda: self._engine.abort(request_id))
+
+    def _add(self, inbox: _Inbox, add: Callable[[Callable[[Output], None]], None]) -> None:
+        def emit(output: Output) -> None:
+            self._outbox.append((inbox, output))
+
+        try:
+            add(emit)
+        except LmiServerError as error:
+            emit(error)
+
+    def _command(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    def _run(self) -> None:
+        while self._wait_for_work():
+            while self._commands:
+                self._commands.popleft()()
+            if self._engine.has_work:
+                self._step()
+            if self._outbox:
+                outputs, self._outbox = self._outbox, []
+                self._loop.call_soon_threadsafe(_deliver, outputs)
+
+    def _wait_for_work(self) -> bool:
+        if self._engine.has_work and not self._stopping:
+            return True
+        with self._wake:
+            self._wake.wait_for(lambda: self._commands or self._stopping or self._engine.has_work)
+        return not self._stopping
+
+    def _step(self) -> None:
+        try:
+            self._engine.step()
+        # The border to the engine: whatever it raises ends the requests of this step, not the thread.
+        except Exception as error:  # noqa: BLE001
+            _log.exception("a step failed")
+            self._engine.fail_running(error)
+
+
+class _Inbox:
+    """Deltas of one request on their way to its generator; used on the event loop only."""
+
+    def __init__(self) -> None:
+        self._outputs: list[Output] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self.ended = False
+
+    def put(self, output: Output) -> None:
+        self._outputs.append(output)
+        self.ended = isinstance(output, LmiServerError) or output.finish_reason is not None
+        if self._waiter and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> list[Output]:
+        """Return all that arrived, at least one."""
+        if not self._outputs:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+
+def _deliver(outputs: list[tuple[_Inbox, Output]]) -> None:
+    for inbox, output in outputs:
+        inbox.put(output)

@@ -1,0 +1,139 @@
+"""What a declared option is made of: `Options`, the base of every options class, and the marks that fields carry.
+
+An option is a pydantic field with a default and a one-line description, and, where its type does not say it all, marks
+in `Annotated`. Reading, checking and documentation work on these declarations; adding a key is only that.
+
+    dtype: Annotated[Dtype, Key(also=("option.data_type",))] = Field("auto", description="...")
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict
+from pydantic.fields import FieldInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """How the option is written, where that is not the field's name: `name` without prefix, `also` in full."""
+
+    name: str | None = None
+    also: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """What may be given, in words: "true or false"."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Deprecated:
+    """The option still works; `advice` says what to write today."""
+
+    advice: str
+
+
+@dataclass(frozen=True, slots=True)
+class NoEffect:
+    """The option is documented and accepted, but changes nothing here; `reason` says why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unavailable:
+    """Documented values (those for which `applies`) that this version cannot serve; `instead` says what it can."""
+
+    applies: Callable[[Any], bool]
+    instead: str
+
+    @classmethod
+    def values(cls, *values: Any, instead: str) -> Unavailable:
+        return cls(lambda value: value in values, instead)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One declared option: `key` in full ("option.dtype"), its other spellings, and what the reference page needs."""
+
+    field: str
+    key: str
+    aliases: tuple[str, ...]
+    default: Any
+    description: str
+    allowed: str
+    marks: tuple[Deprecated | NoEffect | Unavailable, ...]
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Return every spelling; where several are given, the first of them wins."""
+        return (self.key, *self.aliases)
+
+
+class Options(BaseModel):
+    """Base of the options classes: frozen, and built from strings as they stand in files and variables."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    prefix: ClassVar[str] = ""
+
+    @classmethod
+    def declared(cls) -> tuple[Option, ...]:
+        """Return the options of this class and of its bases, in the order of their declaration."""
+        return tuple(_option(cls.prefix, name, info) for name, info in cls.model_fields.items())
+
+    @classmethod
+    def from_raw(cls, raw: Mapping[str, str]) -> Self:
+        """Build from raw values by key without prefix; keys that this class does not declare are left out.
+
+        Raises pydantic.ValidationError.
+        """
+        fields = {option.key.removeprefix(cls.prefix): option.field for option in cls.declared()}
+        return cls.model_validate({fields[key]: value.strip() for key, value in raw.items() if key in fields})
+
+
+def _option(prefix: str, field: str, info: FieldInfo) -> Option:
+    key = next((mark for mark in info.metadata if isinstance(mark, Key)), Key())
+    return Option(
+        field=field,
+        key=prefix + (key.name or field),
+        aliases=key.also,
+        default=info.get_default(call_default_factory=False),
+        description=info.description or "",
+        allowed=_allowed(info.annotation, info.metadata),
+        marks=tuple(mark for mark in info.metadata if isinstance(mark, Deprecated | NoEffect | Unavailable)),
+    )
+
+
+def _allowed(annotation: Any, metadata: list[Any] | tuple[Any, ...] = ()) -> str:
+    for mark in metadata:
+        if isinstance(mark, Allowed):
+            return mark.text
+    return " or ".join(dict.fromkeys(_parts(annotation)))
+
+
+def _parts(annotation: Any) -> Iterator[str]:
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield _allowed(annotation.__origin__, annotation.__metadata__)
+    elif origin is Literal:
+        yield ", ".join(str(value) for value in get_args(annotation))
+    elif origin in (Union, types.UnionType):
+        for member in get_args(annotation):
+            yield from _parts(member)
+    elif annotation is not types.NoneType:
+        yield _NAMES[annotation]
+
+
+_NAMES: dict[Any, str] = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a text",
+}

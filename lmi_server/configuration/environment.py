@@ -1,0 +1,126 @@
+"""What environment variables say about a model and about the server; the only module that reads the environment.
+
+Everything else takes the variables as a mapping. The names and their precedence are LMI's.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+_ALL_CAPS = re.compile(r"[A-Z0-9_]+")
+
+# Under OPTION_, these are written in capitals and mean a key that is not just the lower-cased rest.
+_OPTION_NAMES = {"ENTRYPOINT": "option.entryPoint", "ENGINE": "engine"}
+
+_SAGEMAKER = {
+    "SAGEMAKER_NUM_MODEL_WORKERS": ("minWorkers", "maxWorkers"),
+    "SAGEMAKER_STARTUP_TIMEOUT": ("option.model_loading_timeout",),
+    "SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS": ("option.predict_timeout",),
+}
+_HUGGING_FACE = {"HF_MODEL_ID": "option.model_id", "HF_REVISION": "option.revision", "HF_TASK": "option.task"}
+_MODEL_DEFAULTS = {
+    "TENSOR_PARALLEL_DEGREE": "option.tensor_parallel_degree",
+    "MODEL_LOADING_TIMEOUT": "option.model_loading_timeout",
+    "PREDICT_TIMEOUT": "option.predict_timeout",
+    "DJL_ENTRY_POINT": "option.entryPoint",
+}
+_GLOBAL_DEFAULTS = {
+    "SERVING_JOB_QUEUE_SIZE": "job_queue_size",
+    "SERVING_BATCH_SIZE": "batch_size",
+    "SERVING_MAX_BATCH_DELAY": "max_batch_delay",
+    "SERVING_MAX_IDLE_TIME": "max_idle_time",
+    "SERVING_LOAD_ON_DEVICES": "load_on_devices",
+    "SERVING_MIN_WORKERS": "minWorkers",
+    "SERVING_MAX_WORKERS": "maxWorkers",
+    "SERVING_RETRY_THRESHOLD": "retry_threshold",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One variable that stands for `key` (in full: "option.dtype", "job_queue_size")."""
+
+    name: str
+    key: str
+    value: str
+
+
+def process_environment() -> dict[str, str]:
+    """Return a copy of this process's environment."""
+    return dict(os.environ)
+
+
+def sagemaker_overrides(environment: Mapping[str, str]) -> list[Variable]:
+    """Return what SageMaker decides over everything else."""
+    return [
+        Variable(name, key, value)
+        for name, keys in _SAGEMAKER.items()
+        for value in _given(environment, name)
+        for key in keys
+    ]
+
+
+def model_variables(environment: Mapping[str, str]) -> list[Variable]:
+    """Return `OPTION_*` and `ARGS_*`: what serving.properties would say if it said anything about these keys."""
+    found = []
+    for name in sorted(environment):
+        for value in _given(environment, name):
+            if name.startswith("OPTION_"):
+                found.append(Variable(name, _option_key(name.removeprefix("OPTION_")), value))
+            elif name.startswith("ARGS_"):
+                found.append(Variable(name, _lower_capitals(name.removeprefix("ARGS_")), value))
+    return found
+
+
+def hugging_face_variables(environment: Mapping[str, str]) -> list[Variable]:
+    """Return `HF_MODEL_ID` with `HF_REVISION` and `HF_TASK`, which mean nothing without it."""
+    if not list(_given(environment, "HF_MODEL_ID")):
+        return []
+    return _named(environment, _HUGGING_FACE)
+
+
+def default_variables(environment: Mapping[str, str]) -> list[Variable]:
+    """Return what stands just above the defaults: `TENSOR_PARALLEL_DEGREE` and its like, then `SERVING_*` globals."""
+    return _named(environment, _MODEL_DEFAULTS) + _named(environment, _GLOBAL_DEFAULTS)
+
+
+def server_variables(environment: Mapping[str, str]) -> list[Variable]:
+    """Return `SERVING_*` settings of the server itself by their lower-cased names, and SageMaker's request limit."""
+    found = [
+        Variable(name, name.removeprefix("SERVING_").lower(), value)
+        for name in sorted(environment)
+        if name.startswith("SERVING_") and name not in _GLOBAL_DEFAULTS
+        for value in _given(environment, name)
+    ]
+    return [*_sagemaker_request_limit(environment), *found]
+
+
+def _sagemaker_request_limit(environment: Mapping[str, str]) -> Iterator[Variable]:
+    for value in _given(environment, "SAGEMAKER_MAX_REQUEST_SIZE"):
+        yield Variable("SAGEMAKER_MAX_REQUEST_SIZE", "max_request_size", value)
+        return
+    for value in _given(environment, "SAGEMAKER_MAX_PAYLOAD_IN_MB"):
+        size = str(int(value) * 1024 * 1024) if value.isascii() and value.isdigit() else value
+        yield Variable("SAGEMAKER_MAX_PAYLOAD_IN_MB", "max_request_size", size)
+
+
+def _named(environment: Mapping[str, str], names: Mapping[str, str]) -> list[Variable]:
+    return [Variable(name, key, value) for name, key in names.items() for value in _given(environment, name)]
+
+
+def _given(environment: Mapping[str, str], name: str) -> Iterator[str]:
+    """Yield the variable's value where it has one; an empty variable counts as not set."""
+    value = environment.get(name, "").strip()
+    if value:
+        yield value
+
+
+def _option_key(rest: str) -> str:
+    return _OPTION_NAMES.get(rest) or "option." + _lower_capitals(rest)
+
+
+def _lower_capitals(name: str) -> str:
+    return name.lower() if _ALL_CAPS.fullmatch(name) else name

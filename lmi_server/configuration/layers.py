@@ -1,0 +1,119 @@
+"""Where values come from: the layers of the configuration, and how they lie on top of each other."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lmi_server.configuration.declaration import Option
+from lmi_server.configuration.environment import Variable
+from lmi_server.configuration.properties import Properties
+
+Layer = Literal[
+    "command line",  # of the server's own settings only
+    "sagemaker",  # SageMaker's overriding variables
+    "registration",  # the call that registered the model
+    "serving.properties",
+    "environment",  # OPTION_* and ARGS_*, HF_MODEL_ID
+    "recommender",  # derived from the model
+    "environment default",  # TENSOR_PARALLEL_DEGREE and its like, SERVING_*
+    "default",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a value comes from: its layer, the text as it was given, and file and line or the variable's name."""
+
+    layer: Layer
+    raw: str
+    file: str | None = None
+    line: int | None = None
+    variable: str | None = None
+
+    @property
+    def where(self) -> str:
+        """Return the place in the words of a message."""
+        if self.variable is not None:
+            return f"variable {self.variable}"
+        return f"{self.file}:{self.line}" if self.file is not None else self.layer
+
+
+Given = Mapping[str, Source]
+"""What one layer (or several, merged) says, by key in full."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sorted:
+    """One layer under the declared spellings: values of `known` options, keys that nobody declared, and warnings."""
+
+    known: Given
+    unknown: Given
+    warnings: tuple[str, ...]
+
+
+def from_file(properties: Properties, file: str) -> Given:
+    return {
+        key: Source("serving.properties", entry.value.strip(), file=file, line=entry.line)
+        for key, entry in properties.entries.items()
+    }
+
+
+def from_variables(layer: Layer, variables: Iterable[Variable]) -> Given:
+    """Return the layer; of several variables for one key, the first is used."""
+    given: dict[str, Source] = {}
+    for variable in variables:
+        given.setdefault(variable.key, Source(layer, variable.value, variable=variable.name))
+    return given
+
+
+def from_values(layer: Layer, values: Mapping[str, str]) -> Given:
+    return {key: Source(layer, raw.strip()) for key, raw in values.items()}
+
+
+def merge(layers: Sequence[Given]) -> Given:
+    """Put the layers on top of each other, the highest first."""
+    merged: dict[str, Source] = {}
+    for layer in layers:
+        merged = {**layer, **merged}
+    return merged
+
+
+def sort_keys(layer: Given, declared: Sequence[Option]) -> Sorted:
+    """Tell declared from unknown keys, and put other spellings under the option's own key."""
+    known: dict[str, Source] = {}
+    warnings: list[str] = []
+    for option in declared:
+        spellings = [key for key in option.keys if key in layer]
+        for spare in spellings[1:]:
+            warnings.append(f"{layer[spare].where}: {spare} is ignored, because {spellings[0]} is given too")
+        for key in spellings[:1]:
+            known[option.key] = layer[key]
+    spelled = {key for option in declared for key in option.keys}
+    unknown = {key: source for key, source in layer.items() if key not in spelled}
+    empty = [key for key, source in known.items() if not source.raw]
+    warnings += [f"{known[key].where}: {key} has no value and is ignored" for key in empty]
+    return Sorted({key: known[key] for key in known if key not in empty}, unknown, tuple(warnings))
+
+
+def unknown_key_warning(key: str, source: Source, declared: Sequence[Option]) -> str:
+    """Return the warning on a key that nobody declared, naming the nearest one that somebody did."""
+    nearest = nearest_key(key, [name for option in declared for name in option.keys])
+    fate = "it is passed on to the handler" if key.startswith("option.") else "it is ignored"
+    advice = f"; did you mean {nearest}?" if nearest else ""
+    return f"{source.where}: unknown key {key}, {fate}{advice}"
+
+
+def nearest_key(key: str, known: Sequence[str]) -> str | None:
+    """Return the known key most like `key`, whatever its prefix, capitals and underscores."""
+    by_core: dict[str, str] = {}
+    for name in known:
+        by_core.setdefault(_core(name), name)
+    found = difflib.get_close_matches(_core(key), by_core, n=1, cutoff=0.7)
+    return by_core[found[0]] if found else None
+
+
+def _core(key: str) -> str:
+    return key.removeprefix("option.").replace("_", "").lower()

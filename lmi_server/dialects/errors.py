@@ -1,0 +1,86 @@
+"""How an error reads on the wire, by route; the worker and the front end both use it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from lmi_server import errors
+from lmi_server.dialects.framing import JSON_LINES, SSE, encode
+from lmi_server.errors import LmiServerError
+
+_OPENAI_ROUTES = frozenset({"completions", "chat/completions", "models", "v1"})
+
+
+class _Row(NamedTuple):
+    """How one class of error is told: status, `type` and `code` of OpenAI's body; status and `type` of LMI's."""
+
+    openai_status: int
+    openai_type: str
+    openai_code: str | None
+    lmi_status: int
+    lmi_type: str
+
+
+# The first row along an error's class hierarchy counts. LMI answers 424 to what its Python side refuses.
+_ROWS: dict[type[LmiServerError], _Row] = {
+    errors.ContextLengthError: _Row(
+        400, "invalid_request_error", "context_length_exceeded", 424, "BadRequestException"
+    ),
+    errors.PayloadTooLargeError: _Row(413, "invalid_request_error", None, 413, "PayloadTooLargeException"),
+    errors.ModelNotFoundError: _Row(404, "invalid_request_error", "model_not_found", 404, "ModelNotFoundException"),
+    errors.RouteNotFoundError: _Row(404, "invalid_request_error", "unknown_url", 404, "ResourceNotFoundException"),
+    errors.MethodNotAllowedError: _Row(
+        405, "invalid_request_error", "method_not_supported", 405, "MethodNotAllowedException"
+    ),
+    errors.RequestError: _Row(400, "invalid_request_error", None, 424, "BadRequestException"),
+    errors.QueueFullError: _Row(503, "service_unavailable_error", "queue_full", 503, "WlmCapacityException"),
+    errors.ModelNotReadyError: _Row(503, "service_unavailable_error", "model_not_ready", 503, "WlmException"),
+    errors.WorkerDiedError: _Row(503, "service_unavailable_error", "worker_died", 503, "WlmException"),
+    errors.ModelLoadError: _Row(503, "service_unavailable_error", "model_not_ready", 503, "WlmException"),
+    errors.HandlerError: _Row(500, "server_error", None, 424, "EngineException"),
+    LmiServerError: _Row(500, "server_error", None, 500, "InternalServerException"),
+}
+
+
+def is_openai(route: str) -> bool:
+    """Tell whether `route` (an Input's route, or a path) speaks OpenAI's protocol: everything under /v1 does."""
+    path = route.strip("/")
+    return path in _OPENAI_ROUTES or path.startswith("v1/")
+
+
+def _row(error: LmiServerError) -> _Row:
+    return next(_ROWS[cls] for cls in type(error).__mro__ if cls in _ROWS)
+
+
+def _openai_body(error: LmiServerError) -> dict[str, object]:
+    row = _row(error)
+    return {"error": {"message": error.message, "type": row.openai_type, "param": None, "code": row.openai_code}}
+
+
+def _lmi_body(error: LmiServerError) -> dict[str, object]:
+    row = _row(error)
+    return {"code": row.lmi_status, "type": row.lmi_type, "message": error.message, "error": error.message}
+
+
+def error_reply(route: str, error: LmiServerError) -> tuple[int, list[tuple[str, str]], bytes]:
+    """Return status, headers and body of an answer that fails before its first byte was sent."""
+    row = _row(error)
+    headers = [("content-type", "application/json")]
+    if error.retry_after is not None:
+        headers.append(("retry-after", str(error.retry_after)))
+    if is_openai(route):
+        return row.openai_status, headers, encode(_openai_body(error))
+    return row.lmi_status, headers, encode(_lmi_body(error))
+
+
+def error_event(route: str, content_type: str, error: LmiServerError) -> bytes:
+    """Return the last bytes of a stream that fails after it began, framed as its content type asks.
+
+    No `[DONE]` follows: OpenAI's SDK raises at the error event, and a reader of raw bytes must not see a proper end.
+    """
+    body = _openai_body(error) if is_openai(route) else _lmi_body(error)
+    if content_type.startswith(SSE.content_type):
+        return SSE.frame(body)
+    if content_type.startswith(JSON_LINES.content_type):
+        return JSON_LINES.frame(body)
+    return encode(body)

@@ -1,0 +1,262 @@
+"""Reads a request's body and its fields; what is wrong becomes a RequestError naming field, value and remedy."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from lmi_server.errors import RequestError
+from lmi_server.protocol import Input
+
+Reader = Callable[[str, Any], Any]
+"""Takes a field's name and its value (never null); returns the value to use or raises RequestError."""
+
+_SHOWN_CHARACTERS = 60
+_SHOWN_UNKNOWN = 8  # looking up the nearest known name is slow: a hostile body may hold thousands of names
+_FLOAT_LIMIT = 1.7e308
+
+_decode = msgspec.json.Decoder().decode
+
+
+class Field(NamedTuple):
+    """A known field: the key under which `read_fields` returns it (None: only checked) and how it is read."""
+
+    target: str | None
+    read: Reader
+
+
+def show(value: Any) -> str:
+    """Return `value` for an error message: as JSON, shortened; containers by their kind and size only."""
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, str):
+        cut = value if len(value) <= _SHOWN_CHARACTERS else value[:_SHOWN_CHARACTERS] + "..."
+        return msgspec.json.encode(cut).decode()
+    return msgspec.json.encode(value).decode()[:_SHOWN_CHARACTERS]
+
+
+def not_allowed(name: str, value: Any, remedy: str) -> RequestError:
+    return RequestError(f"{name}: {show(value)} is not allowed; {remedy}")
+
+
+# --- the body ---
+
+
+def media_type(request: Input) -> str:
+    """Return the body's media type in lower case without its parameters; "" where none was sent."""
+    return request.properties.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def json_object(request: Input) -> dict[str, Any]:
+    """Return the body, which must be a JSON object."""
+    kind = media_type(request)
+    if kind and not kind.startswith("application/json"):
+        raise RequestError(f"Content-Type: {show(kind)} is not supported; send application/json")
+    body = request.body()
+    if not body.strip():
+        raise RequestError("the body is empty; send a JSON object")
+    value = _json(body)
+    if not isinstance(value, dict):
+        raise RequestError(f"the body is {show(value)}; send a JSON object")
+    return value
+
+
+def _json(body: bytes) -> Any:
+    try:
+        return _decode(body)
+    except RecursionError:
+        raise RequestError("the body is nested too deeply; send a flat JSON object") from None
+    except ValueError as error:  # msgspec's DecodeError, and UnicodeDecodeError
+        raise RequestError(f"the body is not valid JSON: {error}; send a JSON object in UTF-8") from None
+
+
+def plain_text(request: Input) -> str:
+    try:
+        return request.body().decode()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the body is not valid UTF-8: {error}; send the prompt in UTF-8") from None
+
+
+def priority(request: Input) -> int:
+    """Return the `x-priority` header (lower runs sooner), 3 where there is none."""
+    value = request.properties.get("x-priority")
+    if value is None:
+        return 3
+    return int(_INTEGER_TEXT("x-priority", value))
+
+
+# --- fields ---
+
+
+def read_fields(
+    body: Mapping[str, Any], known: Mapping[str, Field], prefix: str = ""
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the values of the known fields by target, and the unknown names. Null is the same as absent."""
+    values: dict[str, Any] = {}
+    unknown: list[str] = []
+    for name, value in body.items():
+        if value is None:
+            continue
+        field = known.get(name)
+        if field is None:
+            unknown.append(name)
+            continue
+        read = field.read(prefix + name, value)
+        if field.target is not None:
+            values[field.target] = read
+    return values, unknown
+
+
+def unknown_warnings(unknown: list[str], known: Mapping[str, Field], prefix: str = "") -> tuple[str, ...]:
+    """Return one warning per unknown name with the nearest known one; the rest is counted after the first few."""
+    if not unknown:
+        return ()
+    names = [name for name, field in known.items() if field.target is not None]
+    warnings = [_unknown_warning(name, names, prefix) for name in unknown[:_SHOWN_UNKNOWN]]
+    if len(unknown) > _SHOWN_UNKNOWN:
+        warnings.append(f"{len(unknown) - _SHOWN_UNKNOWN} more unknown fields are ignored")
+    return tuple(warnings)
+
+
+def _unknown_warning(name: str, known: list[str], prefix: str) -> str:
+    near = difflib.get_close_matches(name[:_SHOWN_CHARACTERS], known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"{prefix}{name[:_SHOWN_CHARACTERS]} is not known and is ignored{hint}"
+
+
+def integer(minimum: int, maximum: int | None = None) -> Reader:
+    remedy = f"send an integer >= {minimum}" if maximum is None else f"send an integer from {minimum} to {maximum}"
+
+    def read(name: str, value: Any) -> int:
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise not_allowed(name, value, remedy)
+        if value < minimum or (maximum is not None and value > maximum):
+            raise not_allowed(name, value, remedy)
+        return value
+
+    return read
+
+
+def integer_or_text(minimum: int, maximum: int) -> Reader:
+    """Reads an integer, also as decimal text (LMI hands out its seeds as text)."""
+    number = integer(minimum, maximum)
+
+    def read(name: str, value: Any) -> Any:
+        if isinstance(value, str) and len(value) <= 20 and value.isascii() and value.removeprefix("-").isdecimal():
+            value = int(value)
+        return number(name, value)
+
+    return read
+
+
+_INTEGER_TEXT = integer_or_text(-(2**31), 2**31 - 1)
+
+
+def number(allowed: Callable[[float], bool], description: str) -> Reader:
+    remedy = f"send {description}"
+
+    def read(name: str, value: Any) -> float:
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise not_allowed(name, value, remedy)
+        if not -_FLOAT_LIMIT < value < _FLOAT_LIMIT or not allowed(value):
+            raise not_allowed(name, value, remedy)
+        return float(value)
+
+    return read
+
+
+def boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise not_allowed(name, value, "send true or false")
+    return value
+
+
+def string(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise not_allowed(name, value, "send a string")
+    return value
+
+
+def stop_strings(name: str, value: Any) -> tuple[str, ...]:
+    """Reads a non-empty string, or a list of them."""
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, list):
+        raise not_allowed(name, value, "send a string or a list of strings")
+    for item in items:
+        if not isinstance(item, str) or not item:
+            raise not_allowed(name, item, "send strings that are not empty")
+    return tuple(items)
+
+
+def token_ids(name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise not_allowed(name, value, "send a list of token ids")
+    return tuple([_TOKEN_ID(name, item) for item in value])
+
+
+_TOKEN_ID = integer(0, 2**31 - 1)
+
+
+def top_k(name: str, value: Any) -> int:
+    """Reads top_k; -1 and 0 are both off."""
+    return max(0, int(_TOP_K(name, value)))
+
+
+_TOP_K = integer(-1, 2**31 - 1)
+
+
+def logit_bias(name: str, value: Any) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise not_allowed(name, value, "send an object of token id to bias")
+    return {int(_BIAS_TOKEN(name, token)): _BIAS(f"{name}.{token[:20]}", bias) for token, bias in value.items()}
+
+
+_BIAS_TOKEN = integer_or_text(0, 2**31 - 1)
+_BIAS = number(lambda value: -100 <= value <= 100, "a number from -100 to 100")
+
+
+def one(remedy: str) -> Reader:
+    """Reads a count that must be 1."""
+
+    def read(name: str, value: Any) -> None:
+        if isinstance(value, bool) or value != 1:
+            raise not_allowed(name, value, remedy)
+
+    return read
+
+
+def off(remedy: str) -> Reader:
+    """Reads a feature that is not served: what switches it off (false, 0, nothing in it) passes."""
+
+    def read(name: str, value: Any) -> None:
+        if value:
+            raise RequestError(f"{name} is not supported; {remedy}")
+
+    return read
+
+
+def plain_text_format(name: str, value: Any) -> None:
+    if not isinstance(value, dict) or value.get("type") != "text":
+        raise RequestError(f'{name} is not supported except {{"type": "text"}}; leave it out')
+
+
+def ignored(name: str, value: Any) -> None:
+    """Reads a field that has no bearing on the answer."""
+
+
+# What the dialects share.
+LOGPROBS = integer(0, 20)
+MAX_TOKENS = integer(1, 2**31 - 1)
+SEED = integer_or_text(-(2**63), 2**64 - 1)
+TEMPERATURE = number(lambda value: value >= 0, "a number >= 0 (0 is greedy)")
+PROBABILITY = number(lambda value: 0 < value <= 1, "a number above 0 and up to 1")
+MIN_P = number(lambda value: 0 <= value <= 1, "a number from 0 to 1")
+REPETITION = number(lambda value: value > 0, "a number above 0 (1 is off)")
+PENALTY = number(lambda value: -2 <= value <= 2, "a number from -2 to 2 (0 is off)")

@@ -1,0 +1,107 @@
+"""Every error that the server raises on purpose.
+
+    LmiServerError
+    ├── ConfigurationError      the model directory or its serving.properties cannot be used
+    ├── ModelLoadError          the handler could not load the model
+    ├── RequestError            the request cannot be served as sent (the client's fault)
+    │   ├── ContextLengthError  prompt and new tokens do not fit in the model's context
+    │   ├── PayloadTooLargeError
+    │   ├── ModelNotFoundError
+    │   ├── RouteNotFoundError
+    │   └── MethodNotAllowedError
+    └── ServingError            a sound request that the server failed to serve
+        ├── QueueFullError      the job queue holds `job_queue_size` requests
+        ├── ModelNotReadyError  loading, failed, or the server is draining
+        ├── WorkerDiedError     the worker process ended while it held the request
+        └── HandlerError        the handler raised
+
+Between processes travels a `kind` (the class name) and a message, never a pickled exception:
+`error_from_kind` turns them back into an exception of this tree.
+"""
+
+from __future__ import annotations
+
+
+class LmiServerError(Exception):
+    """Base of the tree. `retry_after` is in seconds; None where a retry does not help."""
+
+    retry_after: int | None = None
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+    @property
+    def kind(self) -> str:
+        """The name under which this error travels between processes."""
+        return type(self).__name__
+
+
+class ConfigurationError(LmiServerError):
+    """A setting that cannot be used; the message names file, line, key, value and what is allowed."""
+
+
+class ModelLoadError(LmiServerError):
+    """The handler could not load the model."""
+
+
+class RequestError(LmiServerError):
+    """The client must change the request before sending it again."""
+
+
+class ContextLengthError(RequestError):
+    """Prompt and new tokens do not fit in the model's context."""
+
+
+class PayloadTooLargeError(RequestError):
+    """The body is longer than `max_request_size`."""
+
+
+class ModelNotFoundError(RequestError):
+    """No model of that name is served here."""
+
+
+class RouteNotFoundError(RequestError):
+    """No such path."""
+
+
+class MethodNotAllowedError(RequestError):
+    """The path exists and does not take this HTTP method."""
+
+
+class ServingError(LmiServerError):
+    """A sound request that the server failed to serve."""
+
+
+class QueueFullError(ServingError):
+    """The job queue holds `job_queue_size` requests."""
+
+    retry_after = 1
+
+
+class ModelNotReadyError(ServingError):
+    """The model is loading, has failed, or the server is draining."""
+
+    retry_after = 5
+
+
+class WorkerDiedError(ServingError):
+    """The worker process ended while it held the request."""
+
+    retry_after = 1
+
+
+class HandlerError(ServingError):
+    """The handler raised while serving the request."""
+
+
+def _subclasses(cls: type[LmiServerError]) -> list[type[LmiServerError]]:
+    return [cls, *(found for child in cls.__subclasses__() for found in _subclasses(child))]
+
+
+_BY_KIND = {cls.__name__: cls for cls in _subclasses(LmiServerError)}
+
+
+def error_from_kind(kind: str, message: str) -> LmiServerError:
+    """Return the exception that `kind` names; an unknown kind becomes a `HandlerError`."""
+    return _BY_KIND.get(kind, HandlerError)(message)

@@ -1,0 +1,49 @@
+"""The contract between a worker and the handlers: one adapter per engine implements `LLMHandler`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+import msgspec
+
+from lmi_server.generation import Delta, GenerationRequest
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a handler tells about the model that it loaded. `max_model_len` is in tokens (prompt and output)."""
+
+    max_model_len: int
+    details: Mapping[str, Any] = {}  # dtype, KV cache bytes, threads, ...: shown in the log and by `explain`
+
+
+class LLMHandler(ABC):
+    """Serves text generation. One instance per worker; every method runs on the worker's event loop."""
+
+    @abstractmethod
+    async def start(self, model_dir: str, options: Any) -> ModelInfo:
+        """Load the model. `options` is an instance of the handler's own options class.
+
+        Raises ModelLoadError (or anything else, which fails the load with its message).
+        """
+
+    @abstractmethod
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+        """Yield the deltas of `request`; the last one has a `finish_reason`.
+
+        Closing the generator (`aclose`, or cancelling the task that iterates it) aborts the request: its slot is free
+        within one step. Raises RequestError where the request cannot be served as sent.
+        """
+
+    @abstractmethod
+    async def tokenize(self, text: str) -> list[int]:
+        """Return the token ids of `text`, special tokens added."""
+
+    def stats(self) -> Mapping[str, float]:
+        """Return gauges of the engine, by Prometheus name without prefix (`running_requests`, ...)."""
+        return {}
+
+    async def stop(self) -> None:
+        """Release the engine; no `generate` is running any more."""
+        return

@@ -1,0 +1,91 @@
+"""The job queue of one model: bounded, FIFO within a priority. Plain data: no I/O, no clock, no asyncio."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from typing import Generic, Protocol, TypeVar
+
+from lmi_server.errors import QueueFullError, RequestError
+
+DEFAULT_PRIORITY = 3
+
+
+def parse_priority(value: str | None) -> int:
+    """Return the value of an `x-priority` header: lower is served sooner, 3 where it is absent.
+
+    Raises RequestError where it is not an integer.
+    """
+    if value is None:
+        return DEFAULT_PRIORITY
+    try:
+        return int(value)
+    except ValueError:
+        raise RequestError(f"Header x-priority is {value!r}; it takes an integer (lower is served sooner)") from None
+
+
+class Queueable(Protocol):
+    """What the queue needs to know of a job."""
+
+    id: int
+    priority: int
+
+
+J = TypeVar("J", bound=Queueable)
+
+
+class JobQueue(Generic[J]):
+    """Jobs that wait for a worker with room. Every operation takes constant time in the number of jobs."""
+
+    def __init__(self, model_name: str, capacity: int) -> None:
+        self._model_name = model_name
+        self._capacity = capacity
+        self._levels: dict[int, OrderedDict[int, J]] = {}
+        self._priorities: list[int] = []  # sorted; exactly the keys of _levels
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def push(self, job: J) -> None:
+        """Add `job` behind those of its priority. Raises QueueFullError where `capacity` jobs wait."""
+        if self._length >= self._capacity:
+            raise QueueFullError(f"Worker queue capacity exceeded for model: {self._model_name}")
+        self._level(job.priority)[job.id] = job
+        self._length += 1
+
+    def push_front(self, job: J) -> None:
+        """Put back a job that was accepted before, ahead of those of its priority; the capacity is not asked."""
+        level = self._level(job.priority)
+        level[job.id] = job
+        level.move_to_end(job.id, last=False)
+        self._length += 1
+
+    def pop(self) -> J:
+        """Remove and return the next job. Raises IndexError where none waits."""
+        priority = self._priorities[0]
+        level = self._levels[priority]
+        _, job = level.popitem(last=False)
+        self._removed(priority, level)
+        return job
+
+    def remove(self, job: J) -> bool:
+        """Remove `job`; return False where it does not wait here."""
+        level = self._levels.get(job.priority)
+        if level is None or level.pop(job.id, None) is None:
+            return False
+        self._removed(job.priority, level)
+        return True
+
+    def _level(self, priority: int) -> OrderedDict[int, J]:
+        level = self._levels.get(priority)
+        if level is None:
+            level = self._levels[priority] = OrderedDict()
+            insort(self._priorities, priority)
+        return level
+
+    def _removed(self, priority: int, level: OrderedDict[int, J]) -> None:
+        self._length -= 1
+        if not level:
+            del self._levels[priority]
+            del self._priorities[bisect_left(self._priorities, priority)]

@@ -1,0 +1,163 @@
+"""The link between the front end and one worker: messages of `lmi_server.protocol` over a Unix socket.
+
+On the wire a message is a 4-byte big-endian length and that many bytes of msgpack. End of file means that the other
+side is dead, at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, cast
+
+import msgspec
+
+from lmi_server.protocol import FromWorker, Message, ToWorker
+
+logger = logging.getLogger(__name__)
+
+_PREFIX = 4
+_MAX_FRAME = 2**32 - 1
+_WRITE_HIGH_WATER = 1 << 20  # bytes in the transport's buffer from which `writable` blocks
+
+_encode = msgspec.msgpack.Encoder().encode
+to_worker_decoder = msgspec.msgpack.Decoder(ToWorker)
+from_worker_decoder = msgspec.msgpack.Decoder(FromWorker)
+
+M = TypeVar("M")
+
+
+def frame(message: Message) -> tuple[bytes, bytes]:
+    """Return the length prefix and the payload of `message`. Raises OverflowError over 4 GiB."""
+    payload = _encode(message)
+    if len(payload) > _MAX_FRAME:
+        raise OverflowError(f"a {type(message).__name__} of {len(payload)} bytes does not fit in one frame of the link")
+    return len(payload).to_bytes(_PREFIX, "big"), payload
+
+
+class Link(asyncio.Protocol, Generic[M]):
+    """One end of the link; `M` is what arrives here.
+
+    `on_message` gets each message, in order; `on_lost` is called once, when the other side is gone or `close` was
+    called. Messages given to `send` during one tick of the loop leave in one write.
+    """
+
+    def __init__(
+        self,
+        decoder: msgspec.msgpack.Decoder[M],
+        on_message: Callable[[M], None],
+        on_lost: Callable[[], None],
+        on_connected: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._decode = decoder.decode
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._on_connected = on_connected
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._incoming = bytearray()
+        self._needed = _PREFIX
+        self._outgoing: list[bytes] = []
+        self._writable = asyncio.Event()
+        self._writable.set()
+
+    @property
+    def connected(self) -> bool:
+        return self._transport is not None
+
+    @property
+    def congested(self) -> bool:
+        """True while the other side reads more slowly than this one writes."""
+        return not self._writable.is_set()
+
+    async def writable(self) -> None:
+        """Wait until the other side has caught up (or is gone)."""
+        await self._writable.wait()
+
+    def send(self, message: Message) -> None:
+        """Send `message` at the end of this tick, together with the others of the tick."""
+        if not self._outgoing:
+            self._loop.call_soon(self.flush)
+        self._outgoing += frame(message)
+
+    def flush(self) -> None:
+        """Write what `send` collected. On a lost link it is dropped: `on_lost` has told about it."""
+        outgoing, self._outgoing = self._outgoing, []
+        if outgoing and self._transport is not None:
+            self._transport.write(b"".join(outgoing))
+
+    def close(self) -> None:
+        """Write what was sent, then close this end."""
+        self.flush()
+        if self._transport is not None:
+            self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=_WRITE_HIGH_WATER)
+        self._on_connected()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._writable.set()
+        self._on_lost()
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
+    def data_received(self, data: bytes) -> None:
+        self._incoming += data
+        if len(self._incoming) < self._needed:
+            return
+        try:
+            messages = self._take_messages()
+        except msgspec.DecodeError:
+            logger.exception("the other side of the link sent a frame that is not a message; closing the link")
+            self._abort()
+            return
+        for message in messages:
+            self._on_message(message)
+
+    def _take_messages(self) -> list[M]:
+        incoming = self._incoming
+        messages: list[M] = []
+        start = 0
+        with memoryview(incoming) as view:
+            while True:
+                self._needed = _PREFIX
+                body = start + _PREFIX
+                if len(incoming) < body:
+                    break
+                length = int.from_bytes(incoming[start:body], "big")
+                if len(incoming) < body + length:
+                    self._needed = _PREFIX + length
+                    break
+                messages.append(self._decode(view[body : body + length]))
+                start = body + length
+        del incoming[:start]
+        return messages
+
+    def _abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+
+WorkerLink = Link[FromWorker]
+"""The front end's end: what arrives is from the worker."""
+
+FrontendLink = Link[ToWorker]
+"""The worker's end."""
+
+
+def worker_link(on_message: Callable[[FromWorker], None], on_lost: Callable[[], None], **events: Any) -> WorkerLink:
+    """Return the front end's end of a link."""
+    return Link(from_worker_decoder, on_message, on_lost, **events)
+
+
+def frontend_link(on_message: Callable[[ToWorker], None], on_lost: Callable[[], None], **events: Any) -> FrontendLink:
+    """Return the worker's end of a link."""
+    return Link(to_worker_decoder, on_message, on_lost, **events)

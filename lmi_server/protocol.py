@@ -1,0 +1,152 @@
+"""The messages between the front end and a worker: everything that crosses the link is one of these types.
+
+On the wire each message is a 4-byte big-endian length and that many bytes of msgpack (see `lmi_server.link`). Fields
+are positional (`array_like`), tagged by the class name. Ids are the front end's, unique per worker process.
+
+    front end -> worker   Load (once, first), Submit, Cancel, Control, Shutdown
+    worker -> front end   Ready or Failed (once), Frames, Stats
+
+For every Submit the worker sends exactly one terminal item: Reply, End or Error. A streamed answer is
+Head, Chunk*, End; an Error may replace the Head or follow it. Nothing follows a terminal item. A Submit that was
+cancelled is answered too (with Error kind "Cancelled"): the front end frees the place only then, so that it never
+counts more room than the engine has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class Input(msgspec.Struct, array_like=True, frozen=True):
+    """A request as the front end saw it; the front end has not looked into the body.
+
+    `route` is one of "invocations", "predictions", "completions", "chat/completions". `properties` are the HTTP
+    headers (lower-cased names), with `X-Amzn-SageMaker-Custom-Attributes` exploded into entries of its own.
+    `content` holds the query parameters, then the body under the key "data".
+    """
+
+    route: str
+    properties: dict[str, str]
+    content: list[tuple[str, bytes]]
+
+    def body(self) -> bytes:
+        """Return the bytes under "data", or the first entry, or nothing."""
+        for key, value in self.content:
+            if key == "data":
+                return value
+        return self.content[0][1] if self.content else b""
+
+
+class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """Base of everything on the link."""
+
+
+class Load(Message, frozen=True):
+    """Load a model: `handler` is "module:Class", `options` the resolved raw values, keys without "option."."""
+
+    model_name: str
+    model_dir: str
+    handler: str
+    options: dict[str, str]
+    served_names: list[str]
+    log_level: str = "INFO"
+
+
+class Submit(Message, frozen=True):
+    """Serve one request."""
+
+    id: int
+    input: Input
+
+
+class Cancel(Message, frozen=True):
+    """The client went away: free the request's place."""
+
+    id: int
+
+
+class Control(Message, frozen=True):
+    """An operation on the model itself (adapters, log level); answered by a Reply under the same id."""
+
+    id: int
+    operation: str
+    arguments: dict[str, Any]
+
+
+class Shutdown(Message, frozen=True):
+    """Finish what runs within `deadline_s` seconds, then exit."""
+
+    deadline_s: float
+
+
+class Ready(Message, frozen=True):
+    """The model is loaded."""
+
+    max_model_len: int
+    details: dict[str, Any]
+
+
+class Failed(Message, frozen=True):
+    """The model could not be loaded; the worker exits."""
+
+    kind: str
+    message: str
+
+
+class Head(Message, frozen=True):
+    """Status and headers of a streamed answer."""
+
+    id: int
+    status: int
+    headers: list[tuple[str, str]]
+
+
+class Chunk(Message, frozen=True):
+    """Bytes of a streamed answer."""
+
+    id: int
+    data: bytes
+
+
+class End(Message, frozen=True):
+    """The streamed answer is complete."""
+
+    id: int
+
+
+class Error(Message, frozen=True):
+    """The request failed; `kind` names a class of `lmi_server.errors`, or is "Cancelled"."""
+
+    id: int
+    kind: str
+    message: str
+
+
+class Reply(Message, frozen=True):
+    """A whole answer in one item: head, body and end."""
+
+    id: int
+    status: int
+    headers: list[tuple[str, str]]
+    data: bytes
+
+
+Item = Head | Chunk | End | Error | Reply
+
+
+class Frames(Message, frozen=True):
+    """What one tick of the worker's loop produced, for all requests together, in order."""
+
+    items: list[Item]
+
+
+class Stats(Message, frozen=True):
+    """Sent once a second; its absence means that the worker hangs."""
+
+    gauges: dict[str, float]
+
+
+ToWorker = Load | Submit | Cancel | Control | Shutdown
+FromWorker = Ready | Failed | Frames | Stats

@@ -1,0 +1,113 @@
+"""One request in the worker: parse it, let the handler generate, write the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import aclosing
+
+from lmi_server import dialects
+from lmi_server.dialects.base import Exchange, ServedModel
+from lmi_server.dialects.errors import error_reply
+from lmi_server.errors import HandlerError, LmiServerError
+from lmi_server.generation import GenerationRequest
+from lmi_server.handler import LLMHandler
+from lmi_server.job import CANCELLED
+from lmi_server.protocol import Input
+from lmi_server.worker.outbox import Answer, Outbox
+
+logger = logging.getLogger(__name__)
+
+_BURST = 8  # deltas that a sequence which never waits may hand out before the others have their turn
+
+
+async def serve(request: Input, handler: LLMHandler, served: ServedModel, answer: Answer, outbox: Outbox) -> None:
+    """Answer `request`; `answer` has ended exactly once when this returns, whatever the handler raises."""
+    exchange: Exchange | None = None
+    try:
+        exchange = dialects.parse(request, served)
+        _log_warnings(request, exchange)
+        if exchange.stream:
+            await _stream(exchange, handler, answer, outbox)
+        else:
+            await _generate(exchange, handler, outbox, _ignore)
+            answer.reply(200, [("content-type", exchange.content_type)], exchange.body())
+    except asyncio.CancelledError:
+        answer.error(CANCELLED, "cancelled by the front end")
+    except LmiServerError as error:
+        _fail(request, exchange, answer, error)
+    except Exception as error:  # the border to handlers and engines, which raise anything; the request ends with it
+        logger.exception("request %s: the handler raised", _request_id(request))
+        _fail(request, exchange, answer, HandlerError(f"{type(error).__name__}: {error}"))
+
+
+async def _stream(exchange: Exchange, handler: LLMHandler, answer: Answer, outbox: Outbox) -> None:
+    answer.open(200, [("content-type", exchange.content_type)], exchange.first())
+    await _generate(exchange, handler, outbox, answer.chunk)
+    last = exchange.last()
+    if last:
+        answer.chunk(last)
+    answer.end()
+
+
+async def _generate(exchange: Exchange, handler: LLMHandler, outbox: Outbox, emit: Callable[[bytes], None]) -> None:
+    requests = exchange.requests
+    if len(requests) == 1:
+        await _generate_one(exchange, 0, requests[0], handler, outbox, emit)
+        return
+    try:
+        async with asyncio.TaskGroup() as group:
+            for index, request in enumerate(requests):
+                group.create_task(_generate_one(exchange, index, request, handler, outbox, emit))
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+
+
+async def _generate_one(
+    exchange: Exchange,
+    index: int,
+    request: GenerationRequest,
+    handler: LLMHandler,
+    outbox: Outbox,
+    emit: Callable[[bytes], None],
+) -> None:
+    finished = False
+    burst = _BURST
+    add = exchange.add
+    async with aclosing(handler.generate(request)) as deltas:
+        async for delta in deltas:
+            data = add(index, delta)
+            if data:
+                emit(data)
+            if delta.finish_reason is not None:
+                finished = True
+            burst -= 1
+            if not burst:
+                burst = _BURST
+                await outbox.breathe()
+    if not finished:
+        raise HandlerError("the handler ended a sequence without a finish reason")
+
+
+def _ignore(data: bytes) -> None:
+    """An answer that does not stream keeps its text in the exchange."""
+
+
+def _fail(request: Input, exchange: Exchange | None, answer: Answer, error: LmiServerError) -> None:
+    if exchange is None or not answer.started:
+        answer.reply(*error_reply(request.route, error))
+        return
+    data = exchange.error_chunk(error)
+    if data:
+        answer.chunk(data)
+    answer.end()
+
+
+def _log_warnings(request: Input, exchange: Exchange) -> None:
+    for warning in exchange.warnings:
+        logger.warning("request %s: %s", _request_id(request), warning)
+
+
+def _request_id(request: Input) -> str:
+    return request.properties.get("x-request-id", "-")

@@ -1,0 +1,220 @@
+"""One worker process: spawned in a session of its own, spoken to over its link, killed with all its children."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from asyncio.subprocess import Process
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lmi_server.configuration.environment import process_environment
+from lmi_server.errors import ModelLoadError, error_from_kind
+from lmi_server.job import Job
+from lmi_server.link import worker_link
+from lmi_server.protocol import Cancel, Failed, Frames, FromWorker, Item, Load, Ready, Shutdown, Stats, Submit
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_LOG_LINE = 64 * 1024
+_EXIT_GRACE_S = 1.0  # from the end of the link to the end of the process
+_SILENT_CHECKS = 3  # a worker is hung after so many checks without Stats; more than one, so that a pause of ours passes
+
+
+class WorkerProcess:
+    """A worker from its spawning to its end.
+
+    `in_flight` holds the jobs that it has, by id; `on_items` gets what it sends for them; `on_lost` is called once, as
+    soon as a worker that was ready is dead. A hung worker (no Stats for `heartbeat_timeout_s`) is killed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        link_path: Path,
+        on_items: Callable[[WorkerProcess, list[Item]], None],
+        on_lost: Callable[[WorkerProcess], None],
+        heartbeat_timeout_s: float,
+    ) -> None:
+        self.name = name
+        self.in_flight: dict[int, Job] = {}
+        self.gauges: Mapping[str, float] = {}
+        self.lost = asyncio.Event()
+        self._link_path = link_path
+        self._on_items = on_items
+        self._on_lost = on_lost
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._loaded: asyncio.Future[Ready] = self._loop.create_future()
+        self._connected: asyncio.Future[None] = self._loop.create_future()
+        self._exited = asyncio.Event()
+        self._link = worker_link(self._on_message, self._on_link_lost, on_connected=self._on_connected)
+        self._process: Process | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._heartbeat: asyncio.TimerHandle | None = None
+        self._silent_checks = 0
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    async def load(self, load: Load, timeout_s: float) -> Ready:
+        """Spawn the process and load the model. Raises ModelLoadError; the process is gone then."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._spawn()
+                self._link.send(load)
+                ready = await self._loaded
+        except TimeoutError:
+            self.kill()
+            raise ModelLoadError(
+                f"the model was not loaded within model_loading_timeout={timeout_s:g} seconds; raise it, or see the log"
+            ) from None
+        except BaseException:
+            self.kill()
+            raise
+        self._heartbeat = self._loop.call_later(self._heartbeat_timeout_s / _SILENT_CHECKS, self._check_heartbeat)
+        return ready
+
+    def submit(self, job: Job) -> None:
+        self.in_flight[job.id] = job
+        self._link.send(Submit(job.id, job.request))
+
+    def cancel(self, job: Job) -> None:
+        """Ask the worker to free the place of `job`; it is free once the worker says so."""
+        self._link.send(Cancel(job.id))
+
+    async def shutdown(self, deadline_s: float) -> None:
+        """Let the worker finish and exit; kill it when it has not within `deadline_s` seconds."""
+        self._link.send(Shutdown(deadline_s))
+        await self._exit_within(deadline_s)
+        self.kill()
+        await self.reap()
+
+    def kill(self) -> None:
+        """Kill the process and every process that it started."""
+        if self._process is not None and not self._exited.is_set():
+            _kill_group(self._process.pid)
+
+    async def reap(self) -> None:
+        """Wait for the worker's end and for the last lines of its log; kill it where it does not end by itself."""
+        self._stop_heartbeat()
+        if self._process is None:
+            return
+        await self._exit_within(_EXIT_GRACE_S)
+        self.kill()
+        await self._exited.wait()
+        _, open_pipes = await asyncio.wait(self._tasks, timeout=_EXIT_GRACE_S)
+        for task in open_pipes:
+            task.cancel()
+
+    async def _exit_within(self, limit_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._exited.wait()
+
+    async def _spawn(self) -> None:
+        server = await self._loop.create_unix_server(lambda: self._link, str(self._link_path))
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "lmi_server.worker", "--link", str(self._link_path)),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                start_new_session=True,
+                env={**process_environment(), "PYTHONUNBUFFERED": "1"},
+            )
+            self._watch(self._process)
+            either: list[asyncio.Future[Any]] = [self._connected, self._loaded]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            server.close()
+            self._link_path.unlink(missing_ok=True)
+
+    def _watch(self, process: Process) -> None:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._tasks = [
+            asyncio.create_task(self._wait_exit(process)),
+            asyncio.create_task(self._forward_log(process.stdout)),
+            asyncio.create_task(self._forward_log(process.stderr)),
+        ]
+
+    async def _wait_exit(self, process: Process) -> None:
+        code = await process.wait()
+        _kill_group(process.pid)  # children that the worker left behind
+        self._exited.set()
+        self._fail_loading(ModelLoadError(f"the worker process {_exit_reason(code)} while it loaded the model"))
+        logger.info("[%s] process %d %s", self.name, process.pid, _exit_reason(code))
+
+    async def _forward_log(self, stream: asyncio.StreamReader) -> None:
+        rest = b""
+        while data := await stream.read(_LONGEST_LOG_LINE):
+            *lines, rest = (rest + data).split(b"\n")
+            if len(rest) > _LONGEST_LOG_LINE:
+                lines, rest = [*lines, rest], b""
+            for line in lines:
+                self._log_line(line)
+        if rest:
+            self._log_line(rest)
+
+    def _log_line(self, line: bytes) -> None:
+        text = line.decode(errors="replace").rstrip()
+        level = logging.getLevelName(text.partition(" ")[0])  # the worker's own log begins with the level
+        logger.log(level if isinstance(level, int) else logging.INFO, "[%s] %s", self.name, text)
+
+    def _on_connected(self) -> None:
+        self._connected.set_result(None)
+
+    def _on_message(self, message: FromWorker) -> None:
+        match message:
+            case Frames(items):
+                self._on_items(self, items)
+            case Stats(gauges):
+                self.gauges = gauges
+                self._silent_checks = 0
+            case Ready():
+                if not self._loaded.done():
+                    self._loaded.set_result(message)
+            case Failed(kind, text):
+                cause = error_from_kind(kind, text)
+                self._fail_loading(cause if isinstance(cause, ModelLoadError) else ModelLoadError(cause.message))
+
+    def _on_link_lost(self) -> None:
+        self._stop_heartbeat()
+        if not self._loaded.done():
+            # The exit code says more than the end of the link, so it gets a moment to arrive.
+            self._loop.call_later(_EXIT_GRACE_S, self.kill)
+            return
+        self.lost.set()
+        self._on_lost(self)
+
+    def _fail_loading(self, error: ModelLoadError) -> None:
+        if not self._loaded.done():
+            self._loaded.set_exception(error)
+
+    def _check_heartbeat(self) -> None:
+        self._silent_checks += 1
+        if self._silent_checks > _SILENT_CHECKS:
+            logger.error("[%s] no sign of life for %g seconds; killing it", self.name, self._heartbeat_timeout_s)
+            self.kill()
+            return
+        self._heartbeat = self._loop.call_later(self._heartbeat_timeout_s / _SILENT_CHECKS, self._check_heartbeat)
+
+    def _stop_heartbeat(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _exit_reason(code: int) -> str:
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"

@@ -1,0 +1,457 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from dialect_helpers import DELTAS, SERVED, TEXT, UNTIMED, answer, generations, outcome, request, serving
+from huggingface_hub import InferenceClient
+from huggingface_hub.errors import UnknownError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmi_server.dialects import Exchange, ServedModel, parse
+from lmi_server.dialects.lmi import PARAMETERS
+from lmi_server.errors import HandlerError, RequestError, RouteNotFoundError
+from lmi_server.generation import Delta, SamplingParameters, Token, Usage
+from lmi_server.protocol import Input
+
+TGI = ServedModel(name="model", tgi_compat=True)
+
+
+def lmi(stream: bool = False, served: ServedModel = SERVED, **parameters: Any) -> Exchange:
+    return parse(request("invocations", {"inputs": "Hello", "parameters": parameters, "stream": stream}), served)
+
+
+def sampling(**parameters: Any) -> SamplingParameters:
+    return lmi(**parameters).requests[0].sampling
+
+
+def formatted(name: str | None, tgi_compat: bool = False) -> ServedModel:
+    return ServedModel(name="model", output_formatter=name, tgi_compat=tgi_compat)
+
+
+def lines(data: bytes) -> list[Any]:
+    return [json.loads(line) for line in data.decode().splitlines()]
+
+
+def events(data: bytes) -> list[Any]:
+    parts = data.decode().split("\n\n")
+    assert parts.pop() == ""
+    return [json.loads(part.removeprefix("data: ")) for part in parts]
+
+
+# --- requests ---
+
+
+def test_defaults() -> None:
+    exchange = parse(request("invocations", {"inputs": "Hello"}), SERVED)
+    assert exchange.requests[0].prompt == "Hello"
+    assert exchange.requests[0].sampling == SamplingParameters(max_new_tokens=30, do_sample=False)
+    assert exchange.requests[0].priority == 3
+    assert (exchange.stream, exchange.content_type, exchange.warnings) == (False, "application/json", ())
+
+
+def test_every_parameter() -> None:
+    exchange = lmi(
+        max_new_tokens=7,
+        do_sample=True,
+        temperature=0.7,
+        top_k=-1,
+        top_p=0.9,
+        typical_p=0.95,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        seed="42",
+        stop="END",
+        stop_sequences=["END", "\n\n"],
+        stop_token_ids=[5, 6],
+        include_stop_str_in_output=True,
+        ignore_eos_token=True,
+        skip_special_tokens=False,
+        truncate=100,
+        details=True,
+        decoder_input_details=True,
+        top_n_tokens=2,
+        logprobs=1,
+    )
+    assert exchange.warnings == ()
+    assert exchange.requests[0].sampling == SamplingParameters(
+        max_new_tokens=7,
+        do_sample=True,
+        temperature=0.7,
+        top_k=0,
+        top_p=0.9,
+        typical_p=0.95,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        seed=42,
+        stop=("END", "\n\n"),
+        stop_token_ids=(5, 6),
+        include_stop_str_in_output=True,
+        ignore_eos=True,
+        skip_special_tokens=False,
+        truncate=100,
+        logprobs=2,
+        prompt_logprobs=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("parameters", "greedy"),
+    [
+        ({}, True),
+        ({"top_p": 0.9}, True),
+        ({"temperature": 0.5}, False),
+        ({"temperature": 0}, True),
+        ({"temperature": 0.5, "do_sample": False}, True),
+        ({"do_sample": True}, False),
+        ({"do_sample": None, "temperature": None}, True),
+    ],
+)
+def test_sampling_follows_from_do_sample_or_temperature(parameters: dict[str, Any], greedy: bool) -> None:
+    assert sampling(**parameters).greedy is greedy
+
+
+def test_log_probabilities_are_asked_for_only_where_they_are_told() -> None:
+    assert lmi().requests[0].sampling.logprobs is None
+    assert lmi(details=True).requests[0].sampling.logprobs == 0
+    assert lmi(stream=True).requests[0].sampling.logprobs == 0
+    assert lmi(stream=True, top_n_tokens=3).requests[0].sampling.logprobs == 3
+    ineffective = lmi(decoder_input_details=True)
+    assert not ineffective.requests[0].sampling.prompt_logprobs
+    assert "decoder_input_details" in ineffective.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (b"", "empty"),
+        (b"{", "not valid JSON"),
+        (b'{"inputs": "\xff"}', "UTF-8"),
+        (b"[" * 100_000, "nested"),
+        (["Hello"], "a list of 1"),
+        ("Hello", "Hello"),
+        ({}, "inputs is missing"),
+        ({"inputs": None}, "inputs is missing"),
+        ({"inputs": ""}, 'inputs: "" is not allowed'),
+        ({"inputs": 3}, "inputs: 3 is not allowed"),
+        ({"inputs": ["a", "b"]}, "send one request for each prompt"),
+        ({"inputs": "a", "parameters": []}, "parameters: a list of 0"),
+        ({"inputs": "a", "stream": "yes"}, 'stream: "yes" is not allowed; send true or false'),
+        ({"inputs": "a", "adapters": "french"}, "adapters is not supported"),
+    ],
+)
+def test_bad_bodies(body: Any, told: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse(request("predictions", body), SERVED)
+    assert told in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_new_tokens", 0),
+        ("max_new_tokens", 1.5),
+        ("max_new_tokens", True),
+        ("max_new_tokens", "12"),
+        ("max_new_tokens", 10**400),
+        ("temperature", -0.1),
+        ("temperature", "hot"),
+        ("temperature", 10**400),
+        ("top_p", 0),
+        ("top_p", 1.01),
+        ("typical_p", 0),
+        ("min_p", 2),
+        ("top_k", -2),
+        ("repetition_penalty", 0),
+        ("presence_penalty", 2.5),
+        ("seed", "4x"),
+        ("seed", 1.5),
+        ("seed", 2**64),
+        ("stop", 3),
+        ("stop", [""]),
+        ("stop_sequences", ["a", 1]),
+        ("stop_token_ids", 3),
+        ("stop_token_ids", [-1]),
+        ("ignore_eos", 1),
+        ("details", "true"),
+        ("top_n_tokens", 21),
+        ("truncate", 0),
+        ("n", 2),
+        ("best_of", 2),
+        ("num_beams", 4),
+        ("grammar", {"type": "json"}),
+        ("adapter_id", "french"),
+        ("response_format", {"type": "json_object"}),
+    ],
+)
+def test_bad_parameters_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        lmi(**{name: value})
+    assert caught.value.message.startswith(f"parameters.{name}")
+    assert "; " in caught.value.message
+
+
+def test_one_sequence_may_be_asked_for() -> None:
+    assert lmi(n=1, best_of=1, num_beams=1, grammar=None, use_beam_search=False).warnings == ()
+    assert sampling(max_new_tokens=8.0).max_new_tokens == 8
+
+
+def test_unknown_parameters_are_warned_of_with_the_nearest_known_one() -> None:
+    body = {"inputs": "Hello", "input": 1, "parameters": {"max_tokens": 5, "watermark": True, "stream": True}}
+    warnings = parse(request("invocations", body), SERVED).warnings
+    assert warnings[0] == "input is not known and is ignored; did you mean inputs?"
+    assert warnings[1] == "parameters.max_tokens is not known and is ignored; did you mean max_new_tokens?"
+    assert any("parameters.watermark" in warning for warning in warnings)
+    assert any("parameters.stream" in warning for warning in warnings)
+
+
+def test_a_thousand_unknown_parameters_are_counted() -> None:
+    warnings = lmi(**{f"x{i}": i for i in range(1000)}).warnings
+    assert len(warnings) == 9
+    assert warnings[-1] == "992 more unknown fields are ignored"
+
+
+def test_plain_text_is_the_prompt() -> None:
+    exchange = parse(request("invocations", "Grüße".encode(), content_type="text/plain; charset=utf-8"), SERVED)
+    assert exchange.requests[0].prompt == "Grüße"
+    for bad in (b"", b"\xff"):
+        with pytest.raises(RequestError):
+            parse(request("invocations", bad, content_type="text/plain"), SERVED)
+
+
+def test_content_types() -> None:
+    for kind in ("", "application/json; charset=utf-8", "APPLICATION/JSON"):
+        assert parse(request("invocations", {"inputs": "a"}, content_type=kind), SERVED).requests
+    with pytest.raises(RequestError, match="text/csv"):
+        parse(request("invocations", {"inputs": "a"}, content_type="text/csv"), SERVED)
+
+
+def test_headers() -> None:
+    assert parse(request("invocations", {"inputs": "a"}, x_priority="1"), SERVED).requests[0].priority == 1
+    with pytest.raises(RequestError, match="x-priority"):
+        parse(request("invocations", {"inputs": "a"}, x_priority="soon"), SERVED)
+    with pytest.raises(RequestError, match="Adapter"):
+        parse(request("invocations", {"inputs": "a"}, x_amzn_sagemaker_adapter_identifier="french"), SERVED)
+
+
+def test_an_unknown_route() -> None:
+    with pytest.raises(RouteNotFoundError):
+        parse(request("embeddings", {"inputs": "a"}), SERVED)
+
+
+# --- answers ---
+
+
+def test_json() -> None:
+    assert answer(lmi(), DELTAS) == b'{"generated_text":" Par\xc3\xads\xe2\x80\xa8"}'
+    assert json.loads(answer(lmi(return_full_text=True), DELTAS)) == {"generated_text": "Hello" + TEXT}
+
+
+def test_json_details() -> None:
+    body = json.loads(answer(lmi(details=True, decoder_input_details=True, top_n_tokens=1), DELTAS))
+    tokens = [
+        {"id": 10, "text": " Par", "log_prob": -0.5},
+        {"id": 12, "text": "", "log_prob": -0.25},
+        {"id": 13, "text": "ís\u2028", "log_prob": 0.0},
+        {"id": 2, "text": "", "log_prob": -0.125, "special_token": True},
+    ]
+    assert body == {
+        "generated_text": TEXT,
+        "details": {
+            "finish_reason": "eos_token",
+            "generated_tokens": 4,
+            "inputs": "Hello",
+            "tokens": tokens,
+            "prefill": [{"id": 1, "text": "Hel", "log_prob": None}, {"id": 2, "text": "lo", "log_prob": -1.5}],
+            "top_tokens": [
+                [tokens[0]],
+                [{"id": 12, "text": "\ufffd", "log_prob": -0.25}],
+                [tokens[2]],
+                [],
+            ],
+        },
+    }
+
+
+def test_one_token_is_told_once() -> None:
+    only = Delta("He", (Token(5, "He", -1.0),), "length", Usage(1, 1))
+    assert json.loads(answer(lmi(), [only])) == {"generated_text": "He"}
+    assert lines(answer(lmi(stream=True), [only])) == [
+        {"token": {"id": 5, "text": "He", "log_prob": -1.0}, "generated_text": "He"}
+    ]
+
+
+def test_jsonlines() -> None:
+    exchange = lmi(stream=True)
+    assert exchange.content_type == "application/jsonlines"
+    assert lines(answer(exchange, DELTAS)) == [
+        {"token": {"id": 10, "text": " Par", "log_prob": -0.5}},
+        {"token": {"id": 12, "text": "", "log_prob": -0.25}},
+        {"token": {"id": 13, "text": "ís\u2028", "log_prob": 0.0}},
+        {"token": {"id": 2, "text": "", "log_prob": -0.125, "special_token": True}, "generated_text": TEXT},
+    ]
+
+
+def test_jsonlines_details_are_on_the_last_line() -> None:
+    told = lines(answer(lmi(stream=True, details=True, return_full_text=True), DELTAS))
+    assert [sorted(line) for line in told[:-1]] == [["token"]] * 3
+    assert told[-1]["generated_text"] == "Hello" + TEXT
+    assert told[-1]["details"] == {"finish_reason": "eos_token", "generated_tokens": 4, "inputs": "Hello"}
+
+
+def test_several_tokens_in_a_step_and_text_without_a_token() -> None:
+    deltas = [
+        Delta("ab", (Token(1, "a", -1.0), Token(2, "b", -2.0))),
+        Delta("", ()),
+        Delta("c", (Token(3, "cST", -3.0), Token(4, "OP", -4.0))),  # a stop sequence was cut
+        Delta("!", (), "stop_sequence", Usage(1, 4)),
+    ]
+    told = lines(answer(lmi(stream=True), deltas))
+    assert [(line["token"]["id"], line["token"]["text"]) for line in told] == [
+        (1, "a"),
+        (2, "b"),
+        (3, ""),
+        (4, "c"),
+        (-1, "!"),
+    ]
+    assert told[-1]["generated_text"] == "abc!"
+    assert answer(lmi(stream=True, served=formatted("sse")), deltas).count(b"data: ") == 5
+
+
+@pytest.mark.parametrize(
+    ("formatter", "tgi_compat", "stream", "accept", "streams", "content_type"),
+    [
+        (None, False, False, "*/*", False, "application/json"),
+        (None, False, True, "*/*", True, "application/jsonlines"),
+        (None, False, True, "text/event-stream", True, "text/event-stream"),
+        (None, False, False, "text/event-stream", False, "application/json"),
+        (None, True, True, "*/*", True, "text/event-stream"),
+        (None, True, False, "*/*", False, "application/json"),
+        ("json", False, True, "*/*", False, "application/json"),
+        ("jsonlines", False, False, "text/event-stream", True, "application/jsonlines"),
+        ("sse", False, False, "*/*", True, "text/event-stream"),
+        ("sse_chat", False, False, "*/*", False, "application/json"),
+        ("unheard", False, True, "*/*", True, "application/jsonlines"),
+    ],
+)
+def test_which_form_the_answer_has(
+    formatter: str | None, tgi_compat: bool, stream: bool, accept: str, streams: bool, content_type: str
+) -> None:
+    received = request("invocations", {"inputs": "Hello", "stream": stream}, accept=accept)
+    exchange = parse(received, formatted(formatter, tgi_compat))
+    assert (exchange.stream, exchange.content_type) == (streams, content_type)
+    assert bool(exchange.warnings) == (formatter == "unheard")
+
+
+def test_sse() -> None:
+    told = events(answer(lmi(served=formatted("sse")), DELTAS))
+    assert told == lines(answer(lmi(stream=True), DELTAS))
+
+
+def test_no_line_is_split_by_readers_of_unicode_lines() -> None:
+    ends = "a\u2028b\u2029c\x85d\r\ne\x0bf\x1cg"
+    delta = Delta(ends, (Token(1, ends, -1.0),), "length", Usage(1, 1))
+    told = lines(answer(lmi(stream=True), [delta]))
+    assert told[0]["generated_text"] == ends
+
+
+@UNTIMED
+@given(generations(), st.booleans(), st.sampled_from(["json", "jsonlines", "sse"]))
+def test_a_stream_tells_the_same_as_a_whole_answer(deltas: list[Delta], tgi: bool, formatter: str) -> None:
+    whole = json.loads(answer(lmi(details=True, served=formatted("json", tgi)), deltas))
+    whole = whole[0] if tgi else whole
+    data = answer(lmi(details=True, served=formatted(formatter, tgi)), deltas)
+    if formatter == "json":
+        assert whole["generated_text"] == "".join(delta.text for delta in deltas)
+        return
+    told = lines(data) if formatter == "jsonlines" else events(data)
+    assert "".join(line["token"]["text"] for line in told) == whole["generated_text"] == told[-1]["generated_text"]
+    assert [line["token"] for line in told if line["token"]["id"] >= 0] == whole["details"]["tokens"]
+    assert told[-1]["details"]["finish_reason"] == whole["details"]["finish_reason"] == deltas[-1].finish_reason
+    assert not any(line.get("generated_text") for line in told[:-1])
+
+
+def test_a_stream_that_fails_ends_in_an_error() -> None:
+    exchange = lmi(stream=True)
+    data = exchange.add(0, DELTAS[0]) + exchange.error_chunk(HandlerError("the engine broke"))
+    error = lines(data)[-1]
+    assert (error["error"], error["code"]) == ("the engine broke", 424)
+
+
+# --- huggingface_hub ---
+
+
+def test_inference_client_streams_from_tgi_compat() -> None:
+    with serving(TGI, DELTAS) as url, InferenceClient(base_url=f"{url}/invocations") as client:
+        told = list(client.text_generation("Hello", stream=True, details=True, top_n_tokens=2, seed=7))
+        texts = list(client.text_generation("Hello", stream=True, max_new_tokens=4))
+    assert "".join(texts) == "".join(output.token.text for output in told) == TEXT
+    assert [output.index for output in told] == [1, 2, 3, 4]
+    assert [output.token.special for output in told] == [False, False, False, True]
+    assert [output.token.logprob for output in told] == [-0.5, -0.25, 0.0, -0.125]
+    assert [top.text for top in told[0].top_tokens] == [" Par", " Lon"]
+    assert all(output.generated_text is None and output.details is None for output in told[:-1])
+    assert told[-1].generated_text == TEXT
+    details = told[-1].details
+    assert (details.finish_reason, details.generated_tokens, details.input_length, details.seed) == (
+        "eos_token",
+        4,
+        2,
+        7,
+    )
+
+
+def test_inference_client_reads_a_whole_answer_from_tgi_compat() -> None:
+    with serving(TGI, DELTAS) as url, InferenceClient(base_url=f"{url}/invocations") as client:
+        assert client.text_generation("Hello") == TEXT
+        output = client.text_generation("Hello", details=True, decoder_input_details=True, seed=7)
+    assert output.generated_text == TEXT
+    assert (output.details.finish_reason, output.details.generated_tokens, output.details.seed) == ("eos_token", 4, 7)
+    first = output.details.tokens[0]
+    assert (first.id, first.text, first.logprob) == (10, " Par", -0.5)
+    assert [token.text for token in output.details.prefill] == ["Hel", "lo"]
+
+
+def test_inference_client_reads_plain_lmi() -> None:
+    with serving(SERVED, DELTAS) as url, InferenceClient(base_url=f"{url}/invocations") as client:
+        assert client.text_generation("Hello", stop=["END"], do_sample=True, temperature=0.7) == TEXT
+
+
+def test_inference_client_raises_where_a_stream_breaks() -> None:
+    with serving(TGI, DELTAS, breaks=True) as url, InferenceClient(base_url=f"{url}/invocations") as client:
+        stream = client.text_generation("Hello", stream=True)
+        with pytest.raises(UnknownError, match="the engine broke"):
+            list(stream)
+
+
+# --- anything at all ---
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+ANY_PARAMETERS = st.dictionaries(st.sampled_from(sorted(PARAMETERS)) | st.text(max_size=4), JSON, max_size=4)
+
+
+@UNTIMED
+@given(
+    JSON
+    | st.fixed_dictionaries({"inputs": JSON}, optional={"parameters": JSON, "stream": JSON})
+    | st.fixed_dictionaries({"inputs": st.just("Hello"), "parameters": ANY_PARAMETERS})
+)
+def test_any_json_is_answered_or_refused(body: Any) -> None:
+    assert outcome(request("invocations", body))
+
+
+@UNTIMED
+@given(st.binary(max_size=40), st.sampled_from(["invocations", "predictions", "completions", "chat/completions"]))
+def test_any_bytes_are_answered_or_refused(body: bytes, route: str) -> None:
+    for kind in ("", "application/json", "text/plain", "text/csv"):
+        assert outcome(Input(route, {"content-type": kind}, [("data", body)]))

@@ -1,0 +1,524 @@
+"""The whole server over HTTP: a real process with real workers, with the echo handler and handlers that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from relay_helpers import FAULTS, HANDLERS, on_loop
+
+TESTS = Path(__file__).parent
+
+
+class Server:
+    """A server process on a port that the system chose."""
+
+    def __init__(self, directory: Path, handler: str, variables: dict[str, str]) -> None:
+        self.directory = directory
+        self.lines: list[str] = []
+        path = os.pathsep.join([HANDLERS, str(TESTS.parent)])
+        self.process = subprocess.Popen(
+            [sys.executable, str(TESTS / "models" / "fault_server.py"), str(directory), handler],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | variables | {"PYTHONPATH": path},
+        )
+        self.port = int(self.log_line(r"listening on http://127\.0\.0\.1:(\d+)")[1])
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=30)
+
+    def log_line(self, pattern: str) -> re.Match[str]:
+        """Wait for a line of the log and return its match."""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+            found = re.search(pattern, line)
+            if found is not None:
+                return found
+        raise AssertionError(f"no {pattern!r} in the log:\n{''.join(self.lines)}")
+
+    def worker_pid(self) -> int:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return int(children[0])
+
+    def metric(self, name: str) -> float | None:
+        """Return a gauge; None where there is none, as those of the handler while no worker is ready."""
+        found = re.search(rf"^{name}{{[^}}]*}} (\S+)$", self.http.get("/metrics").text, re.MULTILINE)
+        return None if found is None else float(found[1])
+
+    def until(self, name: str, value: float) -> None:
+        """Ask for a metric until it has this value; the suite's own limit ends it where it never has."""
+        while self.metric(name) != value:
+            pass
+
+    def invoke(self, prompt: str, tokens: int = 3, stream: bool = False, **more: Any) -> httpx.Response:
+        return self.http.post("/invocations", json=request(prompt, tokens, stream), **more)
+
+    def stop(self) -> int:
+        self.process.terminate()
+        return self.ended()
+
+    def ended(self) -> int:
+        assert self.process.stderr is not None
+        self.http.close()
+        self.lines += self.process.stderr.readlines()
+        self.process.stderr.close()
+        return self.process.wait(30)
+
+
+@contextlib.contextmanager
+def serving(
+    directory: Path, handler: str = FAULTS, ready: bool = True, variables: dict[str, str] | None = None, **options: Any
+) -> Iterator[Server]:
+    """Serve a model with these options (`job_queue_size` is not an "option.")."""
+    model = directory / "model"
+    model.mkdir()
+    keys = {name if name == "job_queue_size" else f"option.{name}": value for name, value in options.items()}
+    lines = [f"{key}={value}" for key, value in {"option.entryPoint": "djl_python.echo", **keys}.items()]
+    (model / "serving.properties").write_text("\n".join(lines))
+    server = Server(model, handler, variables or {})
+    try:
+        if ready:
+            server.log_line(r"\] ready: process")
+        yield server
+    finally:
+        if server.process.returncode is None:
+            server.stop()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    variables = {"SERVING_MAX_REQUEST_SIZE": "100000"}
+    with serving(tmp_path_factory.mktemp("server"), max_rolling_batch_size=4, variables=variables) as server:
+        yield server
+
+
+def request(prompt: str, tokens: int = 3, stream: bool = False) -> dict[str, Any]:
+    return {"inputs": prompt, "parameters": {"max_new_tokens": tokens}, "stream": stream}
+
+
+def raw_request(prompt: str, tokens: int = 3, stream: bool = False, close: bool = False) -> bytes:
+    body = json.dumps(request(prompt, tokens, stream)).encode()
+    connection = "connection: close\r\n" if close else ""
+    head = f"POST /invocations HTTP/1.1\r\nhost: x\r\n{connection}content-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def connect(server: Server, data: bytes) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    connection.sendall(data)
+    return connection
+
+
+def received(connection: socket.socket, until: bytes = b"") -> bytes:
+    """Return what arrives until `until` is in it, or to the end."""
+    data = b""
+    while not (until and until in data):
+        part = connection.recv(65536)
+        if not part:
+            break
+        data += part
+    return data
+
+
+# --- routes ---
+
+
+@pytest.mark.parametrize("path", ["/invocations", "/predictions/model", "/predictions/model/1", "/models/model/invoke"])
+def test_lmi_paths(server: Server, path: str) -> None:
+    response = server.http.post(path, json=request("a b"))
+    assert response.status_code == 200
+    assert response.json() == {"generated_text": " a b a"}
+    assert response.headers["content-length"] == str(len(response.content))
+    assert len(response.headers["x-request-id"]) == 36
+    assert response.headers["cache-control"].startswith("no-cache")
+
+
+def test_openai_paths(server: Server) -> None:
+    response = server.http.post("/v1/completions", json={"prompt": "a b", "max_tokens": 2})
+    assert response.json()["choices"][0]["text"] == " a b"
+    response = server.http.post(
+        "/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "stream": True}
+    )
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.text.endswith("data: [DONE]\n\n")
+    models = server.http.get("/v1/models").json()
+    assert [model["id"] for model in models["data"]] == ["model"]
+    assert server.http.get("/v1/models/model").json()["id"] == "model"
+    assert server.http.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
+
+
+def test_a_stream_is_chunked(server: Server) -> None:
+    with server.http.stream("POST", "/invocations", json=request("a b", 500, stream=True)) as response:
+        assert response.headers["transfer-encoding"] == "chunked"
+        assert len(list(response.iter_lines())) == 500
+
+
+def test_the_request_id_comes_back(server: Server) -> None:
+    assert server.invoke("a", headers={"x-request-id": "mine"}).headers["x-request-id"] == "mine"
+
+
+def test_ping(server: Server) -> None:
+    response = server.http.get("/ping")
+    assert (response.status_code, response.json()) == (200, {"model": {"status": "Healthy"}})
+
+
+def test_options(server: Server) -> None:
+    for path in ("/", "/invocations", "/predictions/model"):
+        response = server.http.options(path)
+        assert (response.status_code, response.json()) == (200, {})
+    assert server.http.options("/predictions/other").status_code == 404
+
+
+def test_metrics_count_by_code(server: Server) -> None:
+    server.invoke("a")
+    text = server.http.get("/metrics").text
+    assert re.search(r'lmi_requests_total{code="200",model="model"} \d', text)
+    assert re.search(r'lmi_request_duration_seconds_bucket{le="0.005",model="model"} \d', text)
+    assert re.search(r'lmi_queue_time_seconds_count{model="model"} \d', text)
+    assert re.search(r'lmi_time_to_first_byte_seconds_count{model="model"} \d', text)
+    assert 'lmi_workers_ready{model="model"} 1.0' in text
+
+
+def test_query_header_and_custom_attribute_name_the_model(server: Server) -> None:
+    body = request("a")
+    attributes = {"X-Amzn-SageMaker-Custom-Attributes": "model_name=other;b=2"}
+    assert server.http.post("/invocations?model_name=model", json=body).status_code == 200
+    for response in (
+        server.http.post("/invocations?model_name=other", json=body),
+        server.http.post("/invocations", json=body, headers={"model_name": "other"}),
+        server.http.post("/invocations", json=body, headers=attributes),
+    ):
+        assert response.status_code == 404
+        assert response.json()["message"] == "Model or workflow not found: other"
+
+
+# --- errors ---
+
+
+def test_errors_are_json_and_keep_the_connection(server: Server) -> None:
+    calls: list[tuple[int, httpx.Response]] = [
+        (404, server.http.post("/predictions/other", json=request("a"))),
+        (404, server.http.get("/no/such/path")),
+        (405, server.http.get("/invocations")),
+        (405, server.http.post("/ping")),
+        (424, server.http.post("/invocations", content=b"{")),
+        (424, server.invoke("refuse")),
+        (424, server.invoke("raise")),
+        (424, server.invoke("a", headers={"x-priority": "soon"})),
+        (413, server.http.post("/invocations", content=b"x" * 100_001)),
+    ]
+    for status, response in calls:
+        assert (response.status_code, response.json()["code"]) == (status, status)
+        assert "connection" not in response.headers
+    assert calls[2][1].headers["allow"] == "OPTIONS, POST"
+    assert calls[3][1].headers["allow"] == "GET, HEAD"
+    assert server.http.get("/v1/nope").json()["error"]["code"] == "unknown_url"
+    assert server.invoke("a").status_code == 200
+
+
+def test_a_body_that_grows_over_the_limit(server: Server) -> None:
+    response = server.http.post("/invocations", content=(b"x" * 10_000 for _ in range(11)))
+    assert response.status_code == 413
+    assert "max_request_size=100000" in response.json()["message"]
+
+
+def test_a_body_under_the_limit_in_pieces(server: Server) -> None:
+    body = json.dumps(request("a" * 90_000, 1)).encode()
+    response = server.http.post("/invocations", content=(body[start : start + 999] for start in range(0, 90_999, 999)))
+    assert response.json() == {"generated_text": " " + "a" * 90_000}
+
+
+def test_expect_continue_over_the_limit_closes(server: Server) -> None:
+    head = b"POST /invocations HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 100001\r\n\r\n"
+    with connect(server, head) as connection:
+        answer = received(connection)
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"connection: close" in answer
+
+
+def test_bytes_that_are_not_http(server: Server) -> None:
+    with connect(server, b"what is this\r\n\r\n") as connection:
+        head, _, body = received(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(body)["message"] == "Invalid HTTP message."
+
+
+def test_an_error_after_the_first_byte_ends_the_stream_properly(server: Server) -> None:
+    response = server.invoke("token-then-raise", stream=True)
+    assert response.status_code == 200
+    assert "raised after a token" in json.loads(response.text.splitlines()[-1])["error"]
+
+
+# --- clients that leave ---
+
+
+@pytest.mark.parametrize(("prompt", "stream"), [("wait", False), ("wait", True), ("token-then-wait", True)])
+def test_a_client_that_leaves_frees_its_place(server: Server, prompt: str, stream: bool) -> None:
+    connections = [connect(server, raw_request(prompt, stream=stream)) for _ in range(6)]
+    server.until("lmi_requests_in_flight", 4)
+    server.until("lmi_queue_depth", 2)
+    server.until("lmi_handler_running_requests", 4)
+    for connection in reversed(connections):
+        connection.close()
+    server.until("lmi_queue_depth", 0)
+    server.until("lmi_requests_in_flight", 0)
+    server.until("lmi_handler_running_requests", 0)
+    assert server.invoke("a").status_code == 200
+
+
+def test_a_client_that_leaves_while_it_sends(server: Server) -> None:
+    with connect(server, raw_request("a")[:-5]):
+        pass
+    assert server.invoke("a").status_code == 200
+    assert server.metric("lmi_requests_in_flight") == 0
+
+
+def test_a_client_that_leaves_after_a_long_body(server: Server) -> None:
+    with connect(server, raw_request("wait " + "x" * 90_000)):
+        server.until("lmi_requests_in_flight", 1)
+    server.until("lmi_requests_in_flight", 0)
+
+
+def test_a_client_that_does_not_read_is_dropped(server: Server) -> None:
+    with connect(server, raw_request("flood", stream=True)) as connection:
+        server.log_line("its client has left .* unread")
+        server.until("lmi_requests_in_flight", 0)
+        with contextlib.suppress(ConnectionResetError):
+            received(connection)
+    assert server.invoke("a").status_code == 200
+
+
+def test_pipelined_requests_are_answered_in_order(server: Server) -> None:
+    with connect(server, raw_request("a") + raw_request("b") + raw_request("c", close=True)) as connection:
+        answer = received(connection)
+    assert re.findall(rb'"generated_text":" (\w)', answer) == [b"a", b"b", b"c"]
+
+
+# --- full, loading, failed, dead ---
+
+
+def test_a_full_queue(tmp_path: Path) -> None:
+    with serving(tmp_path, max_rolling_batch_size=1, job_queue_size=1) as server:
+        connections = [connect(server, raw_request("wait")) for _ in range(2)]
+        server.until("lmi_queue_depth", 1)
+        response = server.invoke("a")
+        assert response.status_code == 503
+        assert response.headers["retry-after"] == "1"
+        assert response.json() == {
+            "code": 503,
+            "type": "WlmCapacityException",
+            "message": "Worker queue capacity exceeded for model: model",
+            "error": "Worker queue capacity exceeded for model: model",
+        }
+        for connection in connections:
+            connection.close()
+
+
+def test_loading_is_told_while_the_socket_is_bound(tmp_path: Path) -> None:
+    with serving(tmp_path, "fault_handlers:GatedHandler", ready=False) as server:
+        response = server.http.get("/ping")
+        assert (response.status_code, response.json()) == (503, {"model": {"status": "PENDING"}})
+        refused = server.invoke("a")
+        assert (refused.status_code, refused.json()["message"]) == (503, "Model is not ready: model: it is loading")
+        assert refused.headers["retry-after"]
+        (server.directory / "go").touch()
+        server.log_line(r"\] ready: process")
+        assert server.http.get("/ping").status_code == 200
+        assert server.invoke("a").status_code == 200
+
+
+def test_a_failed_load(tmp_path: Path) -> None:
+    with serving(tmp_path, "fault_handlers:FailingHandler", ready=False) as server:
+        server.log_line("model model could not be loaded: the weights are missing")
+        response = server.http.get("/ping")
+        assert (response.status_code, response.json()) == (500, {"model": {"status": "FAILED"}})
+        refused = server.invoke("a")
+        assert refused.status_code == 503
+        assert "the weights are missing" in refused.json()["message"]
+        assert server.stop() == 0
+
+
+def test_a_worker_that_dies_in_the_middle_of_a_stream(server: Server) -> None:
+    response = server.invoke("token-then-exit", stream=True)
+    assert response.status_code == 200
+    first, last = response.text.splitlines()
+    assert "token" in json.loads(first)
+    assert "worker process ended" in json.loads(last)["error"]
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    assert server.http.post("/v1/chat/completions", json=chat).status_code == 200
+
+
+def test_ping_tells_of_a_dead_worker(server: Server) -> None:
+    os.kill(server.worker_pid(), signal.SIGSTOP)
+    os.kill(server.worker_pid(), signal.SIGKILL)
+    server.until("lmi_workers_ready", 0)
+    response = server.http.get("/ping")
+    assert (response.status_code, response.json()["model"]["status"]) in [(503, "Unhealthy"), (200, "Healthy")]
+    server.until("lmi_workers_ready", 1)
+    assert server.http.get("/ping").status_code == 200
+
+
+def endings(response: bytes) -> int:
+    """Return 1 for a response that is complete as HTTP counts; raise for one that is cut or carries too much."""
+    head, _, body = response.partition(b"\r\n\r\n")
+    assert re.match(rb"HTTP/1.1 (200|503) ", head), response[:200]
+    length = re.search(rb"content-length: (\d+)", head)
+    if length is not None:
+        assert len(body) == int(length[1])
+        return 1
+    assert body.endswith(b"0\r\n\r\n"), response[-200:]
+    return body.count(b"\r\n0\r\n\r\n")
+
+
+async def call(port: int, choose: random.Random, limit: asyncio.Semaphore) -> int | None:
+    """Return the number of endings of one request; None where this client left."""
+    async with limit:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        stream, tokens = choose.random() < 0.5, choose.choice([1, 20, 2000])
+        writer.write(raw_request("a b c", tokens, stream, close=True))
+        leaves = choose.random() < 0.3
+        try:
+            if leaves:
+                await reader.read(choose.choice([1, 100, 10_000]) if choose.random() < 0.7 else 0)
+                return None
+            return endings(await reader.read())
+        finally:
+            writer.transport.abort()
+
+
+@on_loop
+async def test_a_thousand_requests_with_disconnects_and_a_kill(server: Server) -> None:
+    choose = random.Random(7)
+    limit = asyncio.Semaphore(100)
+    calls = [asyncio.create_task(call(server.port, choose, limit)) for _ in range(1000)]
+    for done, finished in enumerate(asyncio.as_completed(calls)):
+        await finished
+        if done == 400:
+            os.kill(server.worker_pid(), signal.SIGKILL)
+    results = [task.result() for task in calls]
+    assert set(results) == {1, None}
+    server.until("lmi_requests_in_flight", 0)
+    server.until("lmi_queue_depth", 0)
+    server.until("lmi_handler_running_requests", 0)
+    assert server.invoke("a").status_code == 200
+
+
+@on_loop
+async def test_a_killed_worker_costs_nobody_their_answer(server: Server) -> None:
+    limit = asyncio.Semaphore(50)
+    waiting = [asyncio.create_task(call(server.port, NeverLeaves(n), limit)) for n in range(50)]
+    await asyncio.sleep(0)
+    os.kill(server.worker_pid(), signal.SIGKILL)
+    assert set(await asyncio.gather(*waiting)) == {1}
+    server.until("lmi_workers_ready", 1)
+
+
+class NeverLeaves(random.Random):
+    """Asks for whole answers, and reads them to the end."""
+
+    def random(self) -> float:
+        return 0.9
+
+
+# --- the end ---
+
+
+def test_sigterm_drains(tmp_path: Path) -> None:
+    with (
+        serving(tmp_path, max_rolling_batch_size=1, echo_delay_ms=2) as server,
+        connect(server, raw_request("a", 200, stream=True)) as running,
+        connect(server, raw_request("b", 2, close=True)) as queued,
+        connect(server, raw_request("c")[:-5]) as late,
+    ):
+        server.until("lmi_queue_depth", 1)
+        server.process.terminate()
+        server.log_line("draining")
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+            late.sendall(raw_request("c")[-5:])
+            refused = received(late)
+            assert refused.startswith(b"HTTP/1.1 503 ")
+            assert b"connection: close" in refused
+        assert received(running).count(b'"token"') == 200
+        assert b'{"generated_text":" b b"}' in received(queued)
+        assert server.ended() == 0
+
+
+def test_a_drain_has_an_end(tmp_path: Path) -> None:
+    with (
+        serving(tmp_path, variables={"SERVING_DRAIN_TIMEOUT": "0.2"}) as server,
+        connect(server, raw_request("wait")) as unseen,
+        connect(server, raw_request("token-then-wait", stream=True)) as seen,
+    ):
+        received(seen, until=b'"token"')
+        server.until("lmi_requests_in_flight", 2)
+        server.process.terminate()
+        assert received(unseen).startswith(b"HTTP/1.1 503 ")
+        rest = received(seen)
+        assert b"shutting down" in rest
+        assert rest.endswith(b"0\r\n\r\n")
+        assert server.ended() == 0
+
+
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    with serving(tmp_path) as server, connect(server, raw_request("wait")):
+        worker = server.worker_pid()
+        server.until("lmi_requests_in_flight", 1)
+        server.process.terminate()
+        server.log_line("draining")
+        server.process.terminate()
+        assert server.ended() == 1
+        assert is_gone(worker)
+
+
+def test_sigterm_while_loading(tmp_path: Path) -> None:
+    with serving(tmp_path, "fault_handlers:GatedHandler", ready=False) as server:
+        server.process.terminate()
+        assert server.ended() == 0
+
+
+@pytest.mark.parametrize("prompt", ["a", "hang"])
+def test_no_worker_outlives_a_killed_server(tmp_path: Path, prompt: str) -> None:
+    with serving(tmp_path) as server, connect(server, raw_request(prompt, 100_000_000, stream=True)):
+        worker = server.worker_pid()
+        server.until("lmi_requests_in_flight", 1)
+        server.process.kill()
+        server.ended()
+        assert is_gone(worker)
+
+
+def is_gone(pid: int) -> bool:
+    """Wait for the end of a process that is not our child."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], 30)[0])
+    finally:
+        os.close(descriptor)
+
+
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        source = (
+            "from frontend.server import run; from lmi_server.configuration.server import ServerSettings\n"
+            f"raise SystemExit(run([], ServerSettings(port={port})))"
+        )
+        ended = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=30)
+    assert ended.returncode == 1
+    assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in ended.stderr

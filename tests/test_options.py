@@ -1,0 +1,184 @@
+"""The declared options: names, defaults, what they accept, and what the declaration tells about itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from handlers.huggingface_options import HuggingFaceOptions
+from lmi_server.configuration.declaration import Options
+from lmi_server.configuration.handlers import HANDLERS, find_handler, load_options_type, options_type_of
+from lmi_server.configuration.options import ModelOptions, ServingOptions
+from lmi_server.configuration.server import ServerSettings
+
+CLASSES = [ServingOptions, ModelOptions, HuggingFaceOptions, ServerSettings]
+
+
+def one(options_type: type[Options], field: str, raw: str) -> Any:
+    key = next(option.key for option in options_type.declared() if option.field == field)
+    return getattr(options_type.from_raw({key.removeprefix(options_type.prefix): raw}), field)
+
+
+@pytest.mark.parametrize("options_type", CLASSES)
+def test_every_option_is_described_in_one_line(options_type: type[Options]) -> None:
+    for option in options_type.declared():
+        assert option.description.endswith("."), option.key
+        assert "\n" not in option.description
+        assert option.allowed, option.key
+
+
+@pytest.mark.parametrize("options_type", CLASSES)
+def test_no_two_options_share_a_spelling(options_type: type[Options]) -> None:
+    spellings = [key for option in (*ServingOptions.declared(), *ModelOptions.declared()) for key in option.keys]
+    assert len(spellings) == len(set(spellings))
+
+
+@pytest.mark.parametrize("options_type", CLASSES)
+def test_defaults_are_values_that_may_be_given(options_type: type[Options]) -> None:
+    defaults = {name: value for name, value in options_type() if value is not None}
+    assert options_type.model_validate(defaults) == options_type()
+
+
+@pytest.mark.parametrize(
+    ("key", "default"),
+    [
+        ("engine", "Python"),
+        ("job_queue_size", 1000),
+        ("minWorkers", 1),
+        ("maxWorkers", 1),
+        ("batch_size", 1),
+        ("max_batch_delay", 100),
+        ("max_idle_time", 60),
+        ("load_on_devices", "*"),
+        ("option.dtype", "auto"),
+        ("option.rolling_batch", "auto"),
+        ("option.max_rolling_batch_size", 32),
+        ("option.trust_remote_code", False),
+        ("option.model_loading_timeout", 1800),
+        ("option.predict_timeout", 120),
+        ("option.output_formatter", None),
+        ("option.tgi_compat", False),
+        ("option.parallel_loading", False),
+        ("option.mpi_mode", False),
+        ("option.tensor_parallel_degree", -1),
+        ("option.decoding_strategy", "greedy"),
+        ("option.max_sparsity", 0.33),
+        ("option.max_splits", 3),
+        ("option.disable_flash_attn", True),
+        ("option.max_model_len", None),
+        ("option.chunked_prefill_size", None),
+        ("option.enable_torch_compile", False),
+    ],
+)
+def test_the_documented_defaults(key: str, default: Any) -> None:
+    declared = {option.key: option.default for option in (*ServingOptions.declared(), *HuggingFaceOptions.declared())}
+    assert declared[key] == default
+
+
+@pytest.mark.parametrize(
+    ("raw", "short"),
+    [
+        ("float32", "fp32"),
+        ("FP32", "fp32"),
+        (" bfloat16 ", "bf16"),
+        ("Float16", "fp16"),
+        ("AUTO", "auto"),
+        ("int8", "int8"),
+    ],
+)
+def test_dtypes_become_short_names(raw: str, short: str) -> None:
+    assert one(ModelOptions, "dtype", raw) == short
+
+
+@pytest.mark.parametrize(
+    ("field", "raw", "value"),
+    [
+        ("trust_remote_code", " True ", True),
+        ("trust_remote_code", "no", False),
+        ("max_rolling_batch_size", " 64 ", 64),
+        ("tensor_parallel_degree", "Max", "max"),
+        ("tensor_parallel_degree", "-1", -1),
+        ("tensor_parallel_degree", "2", 2),
+        ("served_model_name", "a, b ,", ("a", "b")),
+        ("rolling_batch", "Scheduler", "scheduler"),
+        ("decoding_strategy", "sampling", "sample"),
+        ("kv_cache_memory_gb", "1.5", 1.5),
+        ("revision", " main ", "main"),
+    ],
+)
+def test_values_arrive_as_text(field: str, raw: str, value: Any) -> None:
+    assert one(HuggingFaceOptions, field, raw) == value
+
+
+@pytest.mark.parametrize(
+    ("field", "raw"),
+    [
+        ("dtype", "fp64"),
+        ("trust_remote_code", "maybe"),
+        ("max_rolling_batch_size", "0"),
+        ("max_rolling_batch_size", "1.5"),
+        ("tensor_parallel_degree", "0"),
+        ("tensor_parallel_degree", "most"),
+        ("rolling_batch", "continuous"),
+        ("output_formatter", "xml"),
+        ("mem_fraction_static", "1.0"),
+        ("kv_cache_memory_gb", "nan"),
+        ("kv_cache_memory_gb", "inf"),
+        ("max_sparsity", "0"),
+    ],
+)
+def test_bad_values_are_refused(field: str, raw: str) -> None:
+    with pytest.raises(ValidationError):
+        one(HuggingFaceOptions, field, raw)
+
+
+@given(st.sampled_from([option.field for option in HuggingFaceOptions.declared()]), st.text())
+def test_any_text_is_a_value_or_a_validation_error(field: str, raw: str) -> None:
+    blamed = field
+    try:
+        one(HuggingFaceOptions, field, raw)
+    except ValidationError as error:
+        blamed = str(error.errors()[0]["loc"][0])
+    assert blamed == field
+
+
+def test_options_are_frozen() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        ModelOptions().dtype = "fp16"  # type: ignore[misc]
+
+
+def test_raw_values_of_other_handlers_are_left_out() -> None:
+    assert ModelOptions.from_raw({"dtype": "fp16", "entryPoint": "echo", "threads": "2"}) == ModelOptions(
+        dtype="fp16", entry_point="echo"
+    )
+
+
+def test_every_handler_is_found_by_each_of_its_names() -> None:
+    for row in HANDLERS:
+        assert issubclass(load_options_type(row), ModelOptions)
+        assert options_type_of(row.handler) is load_options_type(row)
+        assert all(find_handler(name) is row for name in row.names)
+    assert find_handler("vllm") is None
+
+
+def test_a_handler_outside_the_table_names_its_options_itself() -> None:
+    assert options_type_of(f"{__name__}:OwnHandler") is HuggingFaceOptions
+
+
+class OwnHandler:
+    options_type = HuggingFaceOptions
+
+
+def test_options_are_read_without_importing_an_engine() -> None:
+    program = (
+        "import sys; from lmi_server.configuration.handlers import *; [load_options_type(row) for row in HANDLERS]; "
+        "sys.exit(str({'torch', 'transformers', 'vllm'} & set(sys.modules) or ''))"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.stderr.strip() == ""

@@ -1,0 +1,344 @@
+"""From a model directory and the environment to a resolved model: layers, sources, warnings, refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from handlers.huggingface_options import HuggingFaceOptions
+from lmi_server.configuration.resolve import ResolvedModel, model_name, rebuild_options, resolve_model
+from lmi_server.configuration.server import resolve_server
+from lmi_server.errors import ConfigurationError
+
+LLAMA = {"architectures": ["LlamaForCausalLM"]}
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Return a function that writes a model directory."""
+
+    def write_directory(properties: str | None = None, config: object = LLAMA) -> Path:
+        directory = tmp_path / "my-model.v1"
+        directory.mkdir()
+        if properties is not None:
+            (directory / "serving.properties").write_text(properties, encoding="utf-8")
+        if config is not None:
+            (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        return directory
+
+    return write_directory
+
+
+def hugging_face(model: ResolvedModel) -> HuggingFaceOptions:
+    assert isinstance(model.options, HuggingFaceOptions)
+    return model.options
+
+
+def refusal(directory: Path, environment: Mapping[str, str] = {}) -> list[str]:
+    with pytest.raises(ConfigurationError) as raised:
+        resolve_model(directory, environment)
+    return raised.value.message.split("\n")
+
+
+def test_a_directory_with_a_config_json_is_enough(write: Write) -> None:
+    directory = write()
+    model = resolve_model(directory, {})
+    assert model.name == "my_model_v1"
+    assert model.model_dir == str(directory)
+    assert model.handler == "handlers.huggingface:HuggingFaceHandler"
+    assert model.options == HuggingFaceOptions(model_id=str(directory), rolling_batch="scheduler")
+    assert model.warnings == ()
+
+
+def test_layers_lie_on_top_of_each_other(write: Write) -> None:
+    directory = write("option.dtype=fp16\noption.max_rolling_batch_size=8\nminWorkers=3\n")
+    environment = {
+        "OPTION_DTYPE": "fp32",
+        "OPTION_THREADS": "2",
+        "OPTION_TENSOR_PARALLEL_DEGREE": "1",
+        "TENSOR_PARALLEL_DEGREE": "4",
+        "PREDICT_TIMEOUT": "7",
+        "SERVING_JOB_QUEUE_SIZE": "5",
+        "SAGEMAKER_NUM_MODEL_WORKERS": "2",
+    }
+    model = resolve_model(directory, environment, {"option.max_rolling_batch_size": "16", "minWorkers": "9"})
+    options = hugging_face(model)
+    layers = {key: model.sources[key].layer for key in model.sources}
+    assert (options.max_rolling_batch_size, layers["option.max_rolling_batch_size"]) == (16, "registration")
+    assert (options.dtype, layers["option.dtype"]) == ("fp16", "serving.properties")
+    assert (options.threads, layers["option.threads"]) == (2, "environment")
+    assert (options.rolling_batch, layers["option.rolling_batch"]) == ("scheduler", "recommender")
+    assert (options.tensor_parallel_degree, layers["option.tensor_parallel_degree"]) == (1, "environment")
+    assert (options.predict_timeout, layers["option.predict_timeout"]) == (7, "environment default")
+    assert (model.serving.job_queue_size, layers["job_queue_size"]) == (5, "environment default")
+    assert (model.serving.min_workers, layers["minWorkers"]) == (2, "sagemaker")
+    assert (options.revision, layers["option.revision"]) == (None, "default")
+
+
+def test_a_source_tells_file_and_line_or_the_variable(write: Write) -> None:
+    directory = write("# comment\n\noption.dtype = fp16 \n")
+    sources = resolve_model(directory, {"OPTION_REVISION": "main"}).sources
+    assert sources["option.dtype"].raw == "fp16"
+    assert sources["option.dtype"].where == f"{directory / 'serving.properties'}:3"
+    assert sources["option.revision"].where == "variable OPTION_REVISION"
+
+
+def test_names_of_option_variables(write: Write) -> None:
+    environment = {
+        "OPTION_ENTRYPOINT": "djl_python.echo",
+        "OPTION_ENGINE": "Python",
+        "OPTION_MAX_ROLLING_BATCH_SIZE": "3",
+        "OPTION_modelName": "x",
+        "OPTION_REVISION": "",
+        "ARGS_job_queue_size": "4",
+    }
+    model = resolve_model(write(config=None), environment)
+    assert model.handler == "handlers.echo:EchoHandler"
+    assert not isinstance(model.options, HuggingFaceOptions)
+    assert model.options.max_rolling_batch_size == 3
+    assert model.options.revision is None
+    assert model.serving.job_queue_size == 4
+    assert model.sources["engine"].variable == "OPTION_ENGINE"
+    assert model.raw_options()["modelName"] == "x"
+
+
+@pytest.mark.parametrize("entry_point", ["djl_python.huggingface", "huggingface"])
+def test_entry_points_of_the_huggingface_handler(write: Write, entry_point: str) -> None:
+    model = resolve_model(write(f"option.entryPoint={entry_point}"), {})
+    assert model.handler == "handlers.huggingface:HuggingFaceHandler"
+    assert model.options.entry_point == entry_point
+
+
+@pytest.mark.parametrize("properties", ["", "option.rolling_batch=auto", "option.rolling_batch=scheduler"])
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "GPT2LMHeadModel"])
+def test_a_causal_lm_gets_the_scheduler(write: Write, properties: str, architecture: str) -> None:
+    model = resolve_model(write(properties, {"architectures": [architecture]}), {})
+    assert model.options.rolling_batch == "scheduler"
+
+
+def test_hf_model_id_brings_revision_and_task(write: Write) -> None:
+    environment = {"HF_MODEL_ID": "org/model", "HF_REVISION": "abc", "HF_TASK": "text-generation"}
+    options = resolve_model(write(config=None), environment).options
+    assert (options.model_id, options.revision, options.task) == ("org/model", "abc", "text-generation")
+
+
+def test_hf_variables_do_not_change_a_model_of_its_own(write: Write) -> None:
+    directory = write()
+    model = resolve_model(directory, {"HF_MODEL_ID": "org/model", "HF_REVISION": "abc"})
+    assert (model.options.model_id, model.options.revision) == (str(directory), None)
+    assert "HF_MODEL_ID is ignored" in model.warnings[0]
+    (directory / "config.json").unlink()
+    (directory / "serving.properties").write_text("option.model_id=org/other")
+    assert resolve_model(directory, {"HF_REVISION": "abc"}).options.revision is None
+
+
+@pytest.mark.parametrize("model_id", ["weights", "./weights", "{directory}/weights"])
+def test_a_local_model_id_is_relative_to_the_model_directory(write: Write, model_id: str) -> None:
+    directory = write(config=None)
+    (directory / "weights").mkdir()
+    (directory / "weights" / "config.json").write_text(json.dumps(LLAMA))
+    (directory / "serving.properties").write_text(f"option.model_id={model_id.format(directory=directory)}")
+    assert resolve_model(directory, {}).options.model_id == str(directory / "weights")
+
+
+def test_min_workers_alone_sets_the_maximum_too(write: Write) -> None:
+    directory = write("minWorkers=3")
+    assert resolve_model(directory, {}).serving.max_workers == 3
+    assert resolve_model(directory, {"SERVING_MAX_WORKERS": "4"}).serving.max_workers == 4
+
+
+def test_served_names(write: Write) -> None:
+    model = resolve_model(write("option.served_model_name=gpt, my_model_v1"), {})
+    assert model.served_names == ("my_model_v1", "gpt")
+
+
+@pytest.mark.parametrize(
+    ("properties", "warning"),
+    [
+        ("option.dtpye=fp16", "unknown key option.dtpye, it is passed on to the handler; did you mean option.dtype?"),
+        ("option.entry_point=huggingface", "did you mean option.entryPoint?"),
+        ("dtype=fp16", "unknown key dtype, it is ignored; did you mean option.dtype?"),
+        ("minworkers=2", "did you mean minWorkers?"),
+        ("option.zzz=1", "unknown key option.zzz, it is passed on to the handler"),
+        ("option.data_type=fp16\noption.dtype=fp32", "option.data_type is ignored, because option.dtype is given too"),
+        ("option.dtype=", "option.dtype has no value and is ignored"),
+        ("option.dtype=fp16\noption.dtype=fp32", ":2: option.dtype was given in line 1 already; this one is used"),
+        ("option.enable_streaming=true", "option.enable_streaming is deprecated"),
+        ("option.max_sparsity=0.5", "option.max_sparsity has no effect here"),
+    ],
+)
+def test_doubtful_keys_are_warnings(write: Write, properties: str, warning: str) -> None:
+    directory = write(properties)
+    (found,) = resolve_model(directory, {}).warnings
+    assert found.startswith(f"{directory / 'serving.properties'}:")
+    assert warning in found
+
+
+def test_a_warning_on_a_variable_names_it(write: Write) -> None:
+    (found,) = resolve_model(write(), {"OPTION_DTPYE": "fp16"}).warnings
+    assert found.startswith("variable OPTION_DTPYE: unknown key option.dtpye")
+
+
+def test_every_bad_value_is_reported_in_a_line_of_its_own(write: Write) -> None:
+    directory = write("option.dtype=fp64\n# ok\njob_queue_size=none\noption.rolling_batch=vllm\n")
+    file = directory / "serving.properties"
+    assert sorted(refusal(directory, {"OPTION_THREADS": "many"})) == sorted(
+        [
+            f'{file}:1: option.dtype = "fp64" is not allowed; '
+            "allowed: auto, fp32 (float32), fp16 (float16), bf16 (bfloat16), int8",
+            f'{file}:3: job_queue_size = "none" is not allowed; allowed: an integer of 1 or more',
+            f'{file}:4: option.rolling_batch = "vllm" is not available in this version; use scheduler or auto',
+            'variable OPTION_THREADS: option.threads = "many" is not allowed; allowed: an integer of 1 or more',
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    "properties",
+    [
+        "engine=MPI",
+        "engine=DeepSpeed",
+        "option.rolling_batch=vllm",
+        "option.rolling_batch=lmi-dist",
+        "option.rolling_batch=trtllm",
+        "option.rolling_batch=deepspeed",
+        "option.rolling_batch=disable",
+        "option.entryPoint=djl_python.deepspeed",
+        "option.entryPoint=model.py",
+        "option.mpi_mode=true",
+        "option.tensor_parallel_degree=2",
+        "option.quantize=awq",
+        "option.load_in_8bit=true",
+        "option.dtype=int8",
+        "option.decoding_strategy=contrastive",
+        "option.task=text-classification",
+        "option.model_id=s3://bucket/model",
+        "batch_size=4",
+        "option.batch_size=4",
+        "load_on_devices=gpu0",
+    ],
+)
+def test_what_cannot_be_served_yet_is_refused(write: Write, properties: str) -> None:
+    directory = write(properties)
+    key, _, value = properties.partition("=")
+    (problem,) = refusal(directory)
+    assert problem.startswith(f"{directory / 'serving.properties'}:1: ")
+    assert f'{key.replace("option.batch", "batch")} = "{value}" is not available in this version; ' in problem
+
+
+def test_a_handler_of_ones_own_is_refused(write: Write) -> None:
+    directory = write()
+    (directory / "model.py").touch()
+    (problem,) = refusal(directory)
+    assert problem.startswith(f"{directory / 'model.py'}: ")
+    assert resolve_model(directory, {"OPTION_ENTRYPOINT": "huggingface"}).options.entry_point == "huggingface"
+
+
+@pytest.mark.parametrize(
+    "config", [{"architectures": ["BertModel"]}, {"architectures": ["T5ForConditionalGeneration"]}]
+)
+def test_another_architecture_is_refused(write: Write, config: object) -> None:
+    (problem,) = refusal(write(config=config))
+    assert "is not available in this version; use a causal language model" in problem
+
+
+def test_a_model_id_that_is_nowhere_is_refused(write: Write) -> None:
+    (problem,) = refusal(write("option.model_id=./nowhere"))
+    assert 'option.model_id = "./nowhere" is not allowed; there is no directory' in problem
+
+
+def test_contradicting_workers_are_refused(write: Write) -> None:
+    (problem,) = refusal(write("minWorkers=3\nmaxWorkers=2"))
+    assert 'serving.properties:2: maxWorkers = "2" is not allowed' in problem
+
+
+def test_an_empty_directory_is_refused(tmp_path: Path) -> None:
+    (problem,) = refusal(tmp_path)
+    assert "holds no config.json" in problem
+
+
+def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
+    (problem,) = refusal(tmp_path / "nowhere")
+    assert problem == f"{tmp_path / 'nowhere'}: there is no such directory"
+
+
+def test_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (problem,) = refusal(tmp_path / "file")
+    assert "is a file; name the directory" in problem
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\xff"])
+def test_a_broken_config_json_is_refused(write: Write, text: str) -> None:
+    directory = write()
+    (directory / "config.json").write_bytes(text.encode("iso-8859-1"))
+    (problem,) = refusal(directory)
+    assert problem.startswith(f"{directory / 'config.json'}: is not")
+
+
+@pytest.mark.parametrize(
+    ("directory", "name"), [("/opt/ml/model", "model"), ("/x/a-b.c d", "a_b_c_d"), ("/x/é_1", "__1"), ("/", "model")]
+)
+def test_the_name_is_that_of_the_directory(directory: str, name: str) -> None:
+    assert model_name(Path(directory)) == name
+
+
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "OPTION_DTYPE": st.sampled_from(["auto", "Float16", "bf16"]),
+            "OPTION_THREADS": st.integers(1, 64).map(str),
+            "OPTION_MEM_FRACTION_STATIC": st.floats(0.01, 0.99).map(str),
+            "OPTION_ROLLING_BATCH": st.sampled_from(["auto", "scheduler"]),
+            "OPTION_SERVED_MODEL_NAME": st.sampled_from(["a", "a,b"]),
+            "OPTION_OF_MINE": st.text(st.characters(codec="ascii"), min_size=1),
+        },
+    )
+)
+def test_a_worker_rebuilds_the_same_options(
+    tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]
+) -> None:
+    directory = tmp_path_factory.mktemp("model")
+    (directory / "config.json").write_text(json.dumps(LLAMA))
+    model = resolve_model(directory, environment)
+    assert rebuild_options(model.handler, model.raw_options()) == model.options
+
+
+def test_server_settings_come_from_the_command_line_then_variables_then_defaults() -> None:
+    environment = {"SERVING_MAX_REQUEST_SIZE": "100", "SERVING_PORT": "81", "SERVING_REQUEST_ID_HEADER_KEY": "x-id"}
+    settings, warnings = resolve_server(environment, {"port": 82, "host": None})
+    assert settings.port == 82
+    assert settings.max_request_size == 100
+    assert settings.request_id_header == "x-id"
+    assert (settings.host, settings.drain_timeout, settings.log_level) == ("127.0.0.1", 30.0, "info")
+    assert warnings == ()
+
+
+def test_the_request_limit_of_sagemaker() -> None:
+    def limit(environment: dict[str, str]) -> int:
+        return resolve_server(environment | {"SERVING_MAX_REQUEST_SIZE": "7"}, {})[0].max_request_size
+
+    assert limit({"SAGEMAKER_MAX_PAYLOAD_IN_MB": "2"}) == 2 * 1024 * 1024
+    assert limit({"SAGEMAKER_MAX_PAYLOAD_IN_MB": "2", "SAGEMAKER_MAX_REQUEST_SIZE": "100"}) == 100
+
+
+def test_unknown_server_variables_are_warnings() -> None:
+    _, (warning,) = resolve_server({"SERVING_MAX_REQUESTSIZE": "1"}, {})
+    assert "did you mean max_request_size?" in warning
+
+
+def test_bad_server_settings_are_reported_together() -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        resolve_server({"SERVING_MAX_REQUEST_SIZE": "big"}, {"port": 70000})
+    assert sorted(raised.value.message.split("\n")) == [
+        'command line: port = "70000" is not allowed; allowed: an integer from 0 to 65535',
+        'variable SERVING_MAX_REQUEST_SIZE: max_request_size = "big" is not allowed; allowed: an integer of 1 or more',
+    ]

@@ -1,0 +1,280 @@
+"""The rolling batch gives every request, in any company, the tokens that `model.generate` gives it alone."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import CONTEXT, FAMILIES, byte_tokenizer, tiny_model
+
+from handlers.rolling_batch.engine import RollingBatchEngine
+from handlers.rolling_batch.model_runner import ModelRunner
+from handlers.rolling_batch.scheduler import Scheduler, SchedulerLimits
+from lmi_server.errors import ContextLengthError, LmiServerError, RequestError
+from lmi_server.generation import Delta, SamplingParameters, Token
+
+EOS = 258
+
+
+@dataclass
+class Answer:
+    """What one request was given."""
+
+    deltas: list[Delta] = field(default_factory=list)
+    error: LmiServerError | None = None
+
+    def take(self, output: Delta | LmiServerError) -> None:
+        assert self.error is None, "nothing follows an error"
+        assert self.finish_reason is None, "nothing follows the end"
+        if isinstance(output, Delta):
+            self.deltas.append(output)
+        else:
+            self.error = output
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.deltas[-1].finish_reason if self.deltas else None
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token.id for delta in self.deltas for token in delta.tokens]
+
+    @property
+    def text(self) -> str:
+        return "".join(delta.text for delta in self.deltas)
+
+
+class Engine:
+    """A rolling batch over a tiny model, and the untouched model to compare with."""
+
+    def __init__(self, model: Any, *, slots: int = 8, kv_tokens: int = 8 * CONTEXT, chunk: int = 16) -> None:
+        self.reference = copy.deepcopy(model)
+        self.tokenizer = byte_tokenizer()
+        runner = ModelRunner(model)
+        runner.prepare(slots, CONTEXT, kv_tokens)
+        self.cache = runner.cache
+        self.scheduler = Scheduler(SchedulerLimits(slots, kv_tokens, chunk, chunk))
+        self.engine = RollingBatchEngine(runner, self.scheduler, self.tokenizer, frozenset({EOS}), CONTEXT)
+        self._count = 0
+
+    def add(self, prompt: list[int], **parameters: Any) -> tuple[str, Answer]:
+        answer = Answer()
+        self._count += 1
+        request_id = str(self._count)
+        self.engine.add(request_id, prompt, SamplingParameters(**parameters), "", 3, answer.take)
+        return request_id, answer
+
+    def run(self, after_step: Callable[[], None] = lambda: None) -> None:
+        while self.engine.has_work:
+            self.engine.step()
+            after_step()
+
+    def generate(self, prompt: list[int], **parameters: Any) -> Answer:
+        _, answer = self.add(prompt, **parameters)
+        self.run()
+        return answer
+
+    def expected(self, prompt: list[int], max_new_tokens: int, **parameters: Any) -> list[int]:
+        """What transformers generates for the prompt alone."""
+        ids = torch.tensor([prompt])
+        out = self.reference.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            eos_token_id=EOS,
+            pad_token_id=0,
+            **parameters,
+        )
+        return out[0, len(prompt) :].tolist()
+
+
+def prompts(count: int, seed: int = 1) -> list[list[int]]:
+    chance = random.Random(seed)
+    return [[chance.randrange(256) for _ in range(chance.choice([1, 2, 7, 16, 17, 40, 90]))] for _ in range(count)]
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def family(request: pytest.FixtureRequest) -> Engine:
+    return Engine(tiny_model(request.param))
+
+
+@pytest.fixture(scope="module")
+def llama() -> Engine:
+    return Engine(tiny_model("llama"))
+
+
+def test_every_request_gets_what_generate_gives_it_alone(family: Engine) -> None:
+    """More requests than slots, of mixed lengths, arriving while others run, some of them cancelled."""
+    chance = random.Random(3)
+    pending = [(prompt, chance.choice([1, 2, 9, 25])) for prompt in prompts(20)]
+    running: list[tuple[list[int], int, str, Answer]] = []
+    cancelled: set[str] = set()
+
+    def arrive_and_cancel() -> None:
+        for _ in range(chance.choice([0, 0, 1, 3])):
+            if pending:
+                prompt, length = pending.pop()
+                running.append((prompt, length, *family.add(prompt, max_new_tokens=length)))
+        if running and chance.random() < 0.1:
+            request_id = chance.choice(running)[2]
+            cancelled.add(request_id)
+            family.engine.abort(request_id)
+
+    while pending:
+        arrive_and_cancel()
+        family.run(arrive_and_cancel)
+    for prompt, length, request_id, answer in running:
+        expected = family.expected(prompt, length)
+        if request_id in cancelled:
+            assert answer.tokens == expected[: len(answer.tokens)]
+        else:
+            assert answer.tokens == expected
+    assert any(request_id in cancelled for _, _, request_id, _ in running)
+    assert family.cache.used_slots == 0
+    assert family.scheduler.reserved_tokens == 0
+
+
+@pytest.mark.parametrize("penalty", [1.3, 0.8])
+def test_the_repetition_penalty_is_that_of_transformers(llama: Engine, penalty: float) -> None:
+    for prompt in prompts(4):
+        answer = llama.generate(prompt, max_new_tokens=20, repetition_penalty=penalty)
+        assert answer.tokens == llama.expected(prompt, 20, repetition_penalty=penalty)
+
+
+def test_a_long_prompt_is_computed_in_chunks_beside_the_decoding_of_others(llama: Engine) -> None:
+    _, short = llama.add([1, 2, 3], max_new_tokens=30)
+    llama.engine.step()
+    long_prompt = prompts(1, seed=5)[0] * 10
+    _, long = llama.add(long_prompt[:160], max_new_tokens=2)
+    steps_before_first_token = 0
+    while not long.deltas:
+        before = len(short.deltas)
+        llama.engine.step()
+        steps_before_first_token += 1
+        assert len(short.deltas) == before + 1, "a running stream gets a token in every step"
+    llama.run()
+    assert steps_before_first_token >= len(long_prompt[:160]) // 16
+    assert long.tokens == llama.expected(long_prompt[:160], 2)
+    assert short.tokens == llama.expected([1, 2, 3], 30)
+
+
+def test_finish_reasons_and_usage(llama: Engine) -> None:
+    answer = llama.generate([5, 6, 7], max_new_tokens=4)
+    assert answer.finish_reason == "length"
+    assert answer.deltas[-1].usage is not None
+    assert (answer.deltas[-1].usage.prompt_tokens, answer.deltas[-1].usage.completion_tokens) == (3, 4)
+    assert all(delta.usage is None for delta in answer.deltas[:-1])
+    third = answer.tokens[2]
+    stopped = llama.generate([5, 6, 7], max_new_tokens=9, stop_token_ids=(third,))
+    assert stopped.finish_reason == "stop_sequence"
+    assert stopped.tokens == answer.tokens[: answer.tokens.index(third) + 1]
+
+
+def test_the_end_of_sequence_token_ends_unless_it_is_ignored(llama: Engine) -> None:
+    forced = {"max_new_tokens": 5, "logit_bias": {EOS: 1000.0}}
+    assert llama.generate([1], **forced).finish_reason == "eos_token"
+    ignored = llama.generate([1], **forced, ignore_eos=True)
+    assert ignored.finish_reason == "length"
+    assert ignored.tokens == [EOS] * 5
+
+
+def test_a_stop_sequence_ends_the_text_before_it_and_is_never_partly_emitted(llama: Engine) -> None:
+    word = llama.tokenizer.encode("stop")
+    bias = {"max_new_tokens": 12, "ignore_eos": True}
+    full = llama.generate(word, **bias)
+    assert len(full.text) > 4
+    stop = full.text[2:4]
+    answer = llama.generate(word, **bias, stop=(stop, "never there"))
+    assert answer.finish_reason == "stop_sequence"
+    assert answer.text == full.text[: full.text.index(stop)]
+    included = llama.generate(word, **bias, stop=(stop,), include_stop_str_in_output=True)
+    assert included.text == full.text[: full.text.index(stop) + len(stop)]
+
+
+def test_seeds_repeat_in_any_company(llama: Engine) -> None:
+    sampled = {"max_new_tokens": 12, "do_sample": True, "temperature": 1.5, "ignore_eos": True}
+    alone = llama.generate([1, 2], **sampled, seed=11).tokens
+    answers = [llama.add([1, 2], **sampled, seed=seed)[1] for seed in (10, 11, 12)]
+    llama.run()
+    assert answers[1].tokens == alone
+    assert answers[0].tokens != alone
+    assert answers[2].tokens != alone
+
+
+def test_log_probabilities_are_the_models(llama: Engine) -> None:
+    prompt = [9, 8, 7, 6, 5]
+    answer = llama.generate(prompt, max_new_tokens=3, logprobs=2, prompt_logprobs=True)
+    with torch.inference_mode():
+        logits = llama.reference(torch.tensor([prompt + answer.tokens])).logits[0].log_softmax(-1)
+    scored: list[Token] = [token for delta in answer.deltas for token in delta.tokens]
+    for row, token in enumerate(scored, start=len(prompt) - 1):
+        assert token.logprob == pytest.approx(float(logits[row, token.id]), abs=1e-4)
+        assert [top.id for top in token.top] == logits[row].topk(2).indices.tolist()
+        assert token.top[0].logprob == pytest.approx(float(logits[row].max()), abs=1e-4)
+    prefill = answer.deltas[0].prompt_tokens
+    assert prefill is not None
+    assert [token.id for token in prefill] == prompt
+    assert prefill[0].logprob is None
+    for row, token in enumerate(prefill[1:]):
+        assert token.logprob == pytest.approx(float(logits[row, token.id]), abs=1e-4)
+    assert all(delta.prompt_tokens is None for delta in answer.deltas[1:])
+
+
+def test_prompt_log_probabilities_span_chunks(llama: Engine) -> None:
+    prompt = (prompts(3, seed=9)[2] * 40)[:50]
+    answer = llama.generate(prompt, max_new_tokens=1, prompt_logprobs=True)
+    prefill = answer.deltas[0].prompt_tokens
+    assert prefill is not None
+    assert [token.id for token in prefill] == prompt
+
+
+def test_what_cannot_fit_is_refused_by_its_numbers(llama: Engine) -> None:
+    with pytest.raises(ContextLengthError, match=f"250 tokens.*holds {CONTEXT}.*at most"):
+        llama.add([1] * 250, max_new_tokens=7)
+    with pytest.raises(RequestError, match="no tokens"):
+        llama.add([], max_new_tokens=7)
+    with pytest.raises(RequestError, match="token id 999"):
+        llama.add([999], max_new_tokens=7)
+    everything = llama.generate([1] * 250, max_new_tokens=None, ignore_eos=True)
+    assert len(everything.tokens) == 6
+    assert everything.finish_reason == "length"
+
+
+def test_requests_wait_where_the_kv_cache_is_full_and_all_are_answered() -> None:
+    engine = Engine(tiny_model("llama"), slots=8, kv_tokens=100)
+    answers = [(prompt, engine.add(prompt, max_new_tokens=8)[1]) for prompt in prompts(12, seed=4)]
+    most_resident = 0
+
+    def watch() -> None:
+        nonlocal most_resident
+        most_resident = max(most_resident, engine.cache.resident_tokens)
+
+    engine.run(watch)
+    for prompt, answer in answers:
+        assert answer.tokens == engine.expected(prompt, 8)
+    assert most_resident <= 100
+
+
+def test_a_failing_step_ends_what_runs_and_the_next_request_is_served() -> None:
+    engine = Engine(tiny_model("llama"), slots=2)
+    answers = [engine.add([1, 2, 3], max_new_tokens=5)[1] for _ in range(3)]
+    engine.engine.step()
+    engine.engine.fail_running(RuntimeError("out of luck"))
+    assert [answer.error is not None for answer in answers] == [True, True, False]
+    assert "out of luck" in str(answers[0].error)
+    engine.run()
+    assert answers[2].tokens == engine.expected([1, 2, 3], 5)
+    assert engine.cache.used_slots == 0
+
+
+def test_bfloat16_stays_near_float32() -> None:
+    """Rounding may flip a near tie, so the first token's log probability is compared, not the text."""
+    exact = Engine(tiny_model("llama")).generate([3, 4, 5], max_new_tokens=1, logprobs=0)
+    rounded = Engine(tiny_model("llama", torch.bfloat16)).generate([3, 4, 5], max_new_tokens=1, logprobs=0)
+    assert rounded.deltas[0].tokens[0].logprob == pytest.approx(exact.deltas[0].tokens[0].logprob, abs=0.2)

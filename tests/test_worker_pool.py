@@ -1,0 +1,286 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from relay_helpers import FAULTS, HANDLERS, on_loop
+
+from lmi_server.errors import ModelNotReadyError, QueueFullError
+from lmi_server.job import Job
+from lmi_server.protocol import End, Error, Input, Load, Reply
+from lmi_server.worker_pool import Backoff, ModelStatus, PoolSettings, WorkerPool
+
+
+@pytest.fixture(autouse=True)
+def _fault_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the workers, which inherit this environment, import the fault handlers."""
+    monkeypatch.setenv("PYTHONPATH", HANDLERS)
+
+
+@asynccontextmanager
+async def pool_of(directory: Path, handler: str = FAULTS, **changes: Any) -> AsyncIterator[WorkerPool]:
+    load = Load("model", str(directory), handler, {"model_id": str(directory)}, ["model"])
+    pool = WorkerPool(PoolSettings(load=load, **changes))
+    pool.start()
+    try:
+        await pool.settled()
+        yield pool
+    finally:
+        await pool.stop()
+
+
+def submit(pool: WorkerPool, prompt: str, stream: bool = False, priority: int = 3, tokens: int = 3) -> Job:
+    body = {"inputs": prompt, "parameters": {"max_new_tokens": tokens}, "stream": stream}
+    request = Input("invocations", {}, [("data", msgspec.json.encode(body))])
+    return pool.submit(request, priority, on_overflow=lambda: None)
+
+
+async def ended(job: Job) -> Reply | End | Error:
+    while job.reply.terminal is None:
+        await job.reply.wait()
+        job.reply.take()
+    return job.reply.terminal
+
+
+async def started(job: Job) -> None:
+    while job.reply.head is None:
+        await job.reply.wait()
+
+
+async def answer(job: Job) -> str:
+    terminal = await ended(job)
+    assert isinstance(terminal, Reply)
+    return str(msgspec.json.decode(terminal.data).get("generated_text"))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the loop run until `condition` holds; the test's own limit ends it where it never does."""
+    while not condition():  # noqa: ASYNC110 - the pool has no event for every state that a test may look for
+        await asyncio.sleep(0.001)
+
+
+@on_loop
+async def test_it_answers(tmp_path: Path) -> None:
+    async with pool_of(tmp_path, workers=2) as pool:
+        assert await answer(submit(pool, "a b c")) == " a b c"
+        job = submit(pool, "a b c", stream=True)
+        await started(job)
+        assert job.reply.head is not None
+        assert job.reply.head.status == 200
+        assert isinstance(await ended(job), End)
+        assert (pool.in_flight, pool.queued) == (0, 0)
+
+
+@on_loop
+async def test_no_worker_holds_more_than_it_has_room_for(tmp_path: Path) -> None:
+    async with pool_of(tmp_path, max_in_flight=2, job_queue_size=3) as pool:
+        jobs = [submit(pool, "wait") for _ in range(2)]
+        waiting = [submit(pool, "a", priority=priority) for priority in (3, 1, 3)]
+        assert (pool.in_flight, pool.queued) == (2, 3)
+        with pytest.raises(QueueFullError, match="capacity exceeded"):
+            submit(pool, "b")
+        pool.cancel(jobs[0])
+        assert pool.in_flight == 2, "the place is free only once the worker says so"
+        for job in waiting:
+            assert await answer(job) == " a a a"
+        assert waiting[1].started_at < waiting[0].started_at < waiting[2].started_at
+        assert (pool.in_flight, pool.queued) == (1, 0)
+
+
+@on_loop
+async def test_the_job_of_a_client_that_left_ends_once_and_frees_its_place(tmp_path: Path) -> None:
+    async with pool_of(tmp_path, max_in_flight=1) as pool:
+        running, waiting = submit(pool, "token-then-wait", stream=True), submit(pool, "a")
+        await started(running)
+        pool.cancel(waiting)
+        assert pool.queued == 0
+        pool.cancel(running)
+        pool.cancel(running)
+        for job in (waiting, running):
+            terminal = await ended(job)
+            assert isinstance(terminal, Error)
+            assert terminal.kind == "Cancelled"
+        await until(lambda: pool.in_flight == 0)
+        assert await answer(submit(pool, "b")) == " b b b"
+
+
+@on_loop
+async def test_a_job_that_is_cancelled_in_the_tick_of_its_submission_frees_its_place(tmp_path: Path) -> None:
+    async with pool_of(tmp_path) as pool:
+        for _ in range(20):
+            pool.cancel(submit(pool, "a"))
+        await until(lambda: pool.in_flight == 0)
+
+
+@on_loop
+async def test_a_dead_worker_costs_only_what_clients_have_seen(tmp_path: Path) -> None:
+    async with pool_of(tmp_path, max_in_flight=3) as pool:
+        seen = submit(pool, "token-then-wait", stream=True)
+        await started(seen)
+        gone = submit(pool, "wait")
+        pool.cancel(gone)
+        unseen = submit(pool, "exit-once now")
+        queued = [submit(pool, "a") for _ in range(3)]
+        terminal = await ended(seen)
+        assert isinstance(terminal, Error)
+        assert terminal.kind == "WorkerDiedError"
+        assert await answer(unseen) == " exit-once now exit-once"
+        assert [await answer(job) for job in queued] == [" a a a"] * 3
+        assert isinstance(await ended(gone), Error)
+        assert (pool.in_flight, pool.queued) == (0, 0)
+
+
+@on_loop
+async def test_a_request_that_kills_its_worker_is_retried_once(tmp_path: Path) -> None:
+    async with pool_of(tmp_path) as pool:
+        terminal = await ended(submit(pool, "exit"))
+        assert isinstance(terminal, Error)
+        assert terminal.kind == "WorkerDiedError"
+        assert pool.status is ModelStatus.UNHEALTHY
+        assert await answer(submit(pool, "a")) == " a a a"
+        assert pool.status is ModelStatus.HEALTHY
+
+
+@on_loop
+async def test_the_other_worker_takes_over_at_once(tmp_path: Path) -> None:
+    async with pool_of(tmp_path, workers=2, parallel_loading=True) as pool:
+        await until(lambda: pool.ready_workers == 2)
+        jobs = [submit(pool, "exit-once now"), submit(pool, "a")]
+        assert await answer(jobs[0]) == " exit-once now exit-once"
+        assert await answer(jobs[1]) == " a a a"
+        await until(lambda: pool.ready_workers == 2)
+
+
+@on_loop
+async def test_a_hung_worker_is_killed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with pool_of(tmp_path, heartbeat_timeout_s=1.5) as pool:
+        pid = pool.worker_pids()[0]
+        stream = submit(pool, "token-then-wait", stream=True)
+        await started(stream)
+        hung = submit(pool, "hang")
+        assert isinstance(await ended(stream), Error)
+        assert pool.worker_pids() != [pid]
+        pool.cancel(hung)
+        assert "no sign of life" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("handler", "reason"),
+    [
+        ("fault_handlers:FailingHandler", "the weights are missing"),
+        ("fault_handlers:RaisingHandler", "ValueError: not a model"),
+        ("fault_handlers:ExitingHandler", "the worker process exited with code 9 while it loaded the model"),
+        ("fault_handlers:NoSuchHandler", "NoSuchHandler"),
+        ("no_such_module:Handler", "No module named 'no_such_module'"),
+    ],
+)
+@on_loop
+async def test_a_failed_load_is_final(tmp_path: Path, handler: str, reason: str) -> None:
+    async with pool_of(tmp_path, handler, workers=2) as pool:
+        assert pool.status is ModelStatus.FAILED
+        assert pool.failure is not None
+        assert reason in pool.failure
+        with pytest.raises(ModelNotReadyError, match=r"Model is not ready: model: .*"):
+            submit(pool, "a")
+        await until(lambda: not children())
+
+
+@on_loop
+async def test_a_load_that_takes_too_long_fails(tmp_path: Path) -> None:
+    async with pool_of(tmp_path, "fault_handlers:GatedHandler", model_loading_timeout_s=0.5) as pool:
+        assert pool.status is ModelStatus.FAILED
+        assert pool.failure is not None
+        assert "model_loading_timeout=0.5" in pool.failure
+
+
+@on_loop
+async def test_nothing_is_accepted_while_the_model_loads(tmp_path: Path) -> None:
+    load = Load("model", str(tmp_path), "fault_handlers:GatedHandler", {}, ["model"])
+    pool = WorkerPool(PoolSettings(load=load))
+    pool.start()
+    assert pool.status is ModelStatus.PENDING
+    with pytest.raises(ModelNotReadyError, match="it is loading"):
+        submit(pool, "a")
+    (tmp_path / "go").touch()
+    assert await pool.settled() is ModelStatus.HEALTHY
+    assert await answer(submit(pool, "a")) == " a a a"
+    await pool.stop()
+
+
+@on_loop
+async def test_a_model_that_cannot_be_loaded_again_is_tried_again(tmp_path: Path) -> None:
+    async with pool_of(tmp_path, "fault_handlers:OnceHandler") as pool:
+        job = submit(pool, "a", tokens=100_000_000)
+        os.kill(pool.worker_pids()[0], signal.SIGKILL)
+        await until(lambda: pool.status is ModelStatus.UNHEALTHY)
+        (tmp_path / "loaded").unlink()
+        await until(lambda: pool.status is ModelStatus.HEALTHY)
+        pool.cancel(job)
+        assert await answer(submit(pool, "b")) == " b b b"
+
+
+@on_loop
+async def test_an_answer_that_nobody_reads_is_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with pool_of(tmp_path) as pool:
+        overflowed = asyncio.Event()
+        body = msgspec.json.encode({"inputs": "flood", "stream": True})
+        job = pool.submit(Input("invocations", {}, [("data", body)]), 3, overflowed.set)
+        await overflowed.wait()
+        assert job.reply.unread < 20 << 20
+        await until(lambda: pool.in_flight == 0)
+        assert "cancelled, the connection is closed" in caplog.text
+        assert await answer(submit(pool, "a")) == " a a a"
+
+
+@on_loop
+async def test_a_drain_finishes_what_was_accepted(tmp_path: Path) -> None:
+    async with pool_of(tmp_path, max_in_flight=1) as pool:
+        jobs = [submit(pool, "a", tokens=20_000), submit(pool, "b")]
+        draining = asyncio.create_task(pool.drain(30))
+        await asyncio.sleep(0)
+        with pytest.raises(ModelNotReadyError, match="shutting down"):
+            submit(pool, "c")
+        await draining
+        assert all(isinstance(job.reply.terminal, Reply) for job in jobs)
+
+
+@on_loop
+async def test_a_drain_fails_what_does_not_finish(tmp_path: Path) -> None:
+    async with pool_of(tmp_path, max_in_flight=1) as pool:
+        jobs = [submit(pool, "wait"), submit(pool, "a")]
+        await pool.drain(0.1)
+        for job in jobs:
+            assert isinstance(job.reply.terminal, Error)
+            assert job.reply.terminal.kind == "ModelNotReadyError"
+
+
+@on_loop
+async def test_the_worker_ends_with_exit_code_0_and_leaves_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with pool_of(tmp_path) as pool:
+        assert len(children()) == 1
+        assert pool.worker_gauges()
+    assert "exited with code 0" in caplog.text
+    assert not children()
+
+
+def test_the_pause_between_restarts() -> None:
+    backoff = Backoff()
+    pauses = [backoff.pause_s(healthy_s=0) for _ in range(10)]
+    assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0]
+    assert backoff.pause_s(healthy_s=61) == 0.1
+
+
+def children() -> list[str]:
+    """Return the processes that this one has started and not yet waited for."""
+    return Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()

@@ -1,0 +1,76 @@
+"""Small random models of every family that the rolling batch promises, and a byte tokenizer for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GemmaConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCABULARY = 259
+CONTEXT = 256
+_BASE = {"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT, "bos_token_id": 257, "eos_token_id": 258}
+_ROTARY = {
+    **_BASE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "pad_token_id": None,
+}
+_GROUPED = {**_ROTARY, "num_key_value_heads": 2}
+
+FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**_GROUPED),
+    "llama_with_biases": lambda: LlamaConfig(**_GROUPED, attention_bias=True, mlp_bias=True),
+    "qwen2": lambda: Qwen2Config(**_GROUPED),
+    "qwen3": lambda: Qwen3Config(**_GROUPED, head_dim=16),
+    "mistral_with_window": lambda: MistralConfig(**_GROUPED, sliding_window=8),
+    "gemma": lambda: GemmaConfig(**_GROUPED, head_dim=16),
+    "gemma2_with_soft_caps": lambda: Gemma2Config(
+        **_GROUPED, head_dim=16, sliding_window=8, attn_logit_softcapping=5.0, final_logit_softcapping=3.0
+    ),
+    "gpt2": lambda: GPT2Config(**_BASE, n_embd=64, n_layer=2, n_head=4),
+    "gpt_neox": lambda: GPTNeoXConfig(**_ROTARY, rotary_pct=0.5),
+    "opt": lambda: OPTConfig(
+        **_BASE, hidden_size=64, ffn_dim=96, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=64
+    ),
+}
+
+
+def tiny_model(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Return a random model whose logits differ enough that no two tokens tie."""
+    config = FAMILIES[family]()
+    config._attn_implementation = "eager"
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.15)
+    return model.to(dtype).eval()
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token per byte and three special ones."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {symbol: index for index, symbol in enumerate(alphabet)}
+    vocabulary |= {"<unk>": 256, "<s>": 257, "</s>": 258}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
