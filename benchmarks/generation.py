@@ -1,0 +1,213 @@
+"""Measures generation with the demo model: this server over HTTP, streaming, beside what else can serve it here.
+
+    python -m benchmarks.generation
+
+Every contender generates 64 tokens for 1, 8, 32 and 64 prompts at once, end of sequence ignored, in bfloat16. All run in
+one go, one after the other, each in a process of its own; each figure is the median of three runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+MODEL = Path("models/smollm2-135m-instruct")
+CONCURRENCIES = (1, 8, 32, 64)
+NEW_TOKENS = 64
+RUNS = 3
+OURS = "lmi-server, HTTP, streaming"
+CORES = os.cpu_count() or 1
+
+
+def prompts(count: int) -> list[str]:
+    """Prompts of about 20 tokens that share no prefix."""
+    topics = ("rivers", "engines", "bread", "the moon", "chess", "whales", "paper", "steel")
+    return [f"Number {index}: write what a child should know about {topics[index % 8]}, first of all" for index in range(count)]
+
+
+def measure(run: Callable[[int], None]) -> dict[int, list[float]]:
+    """Return tokens per second of each run at each concurrency; `run(count)` generates for `count` prompts at once."""
+    run(2)
+    rates: dict[int, list[float]] = {}
+    for concurrency in CONCURRENCIES:
+        rates[concurrency] = []
+        for _ in range(RUNS):
+            began = time.perf_counter()
+            run(concurrency)
+            rates[concurrency].append(concurrency * NEW_TOKENS / (time.perf_counter() - began))
+    return rates
+
+
+# --- this server ---
+
+
+def ours() -> dict[int, list[float]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [str(Path(sys.executable).parent / "lmi-server"), "serve", str(MODEL), "--port", str(port)]
+    command += ["--log-level", "warning"]
+    server = subprocess.Popen(command, env=os.environ | {"OPTION_MAX_ROLLING_BATCH_SIZE": "64"})
+    try:
+        wait_until_ready(port)
+        return measure(lambda count: asyncio.run(stream_all(port, count)))
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def wait_until_ready(port: int) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        try:
+            if httpx.get(f"http://127.0.0.1:{port}/ping").status_code == 200:
+                return
+        except httpx.ConnectError:
+            pass
+        time.sleep(0.1)
+    raise TimeoutError("the server was not ready in time")
+
+
+async def stream_all(port: int, count: int) -> None:
+    await asyncio.gather(*(stream(port, prompt) for prompt in prompts(count)))
+
+
+async def stream(port: int, prompt: str) -> None:
+    """Read one streamed answer to its end with as little client as possible; fail where tokens are missing."""
+    parameters = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True, "details": True}
+    body = json.dumps({"inputs": prompt, "parameters": parameters, "stream": True}).encode()
+    head = f"POST /invocations HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+    answer = await reader.read()
+    writer.close()
+    if f'"generated_tokens":{NEW_TOKENS}'.encode() not in answer.replace(b" ", b""):
+        raise AssertionError(f"the stream is not complete: {answer[-300:]!r}")
+
+
+# --- the others ---
+
+
+def load_transformers(**settings: Any) -> tuple[Any, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.set_num_threads(CORES)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16, **settings).eval()
+    model.generation_config.eos_token_id = None
+    return model, tokenizer
+
+
+def padded_generate() -> dict[int, list[float]]:
+    model, tokenizer = load_transformers()
+
+    def run(count: int) -> None:
+        batch = tokenizer(prompts(count), return_tensors="pt", padding=True)
+        out = model.generate(
+            **batch, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=tokenizer.pad_token_id or 0
+        )
+        assert out.shape[1] == batch["input_ids"].shape[1] + NEW_TOKENS
+
+    return measure(run)
+
+
+def transformers_continuous_batching() -> dict[int, list[float]]:
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    model, tokenizer = load_transformers(attn_implementation="sdpa")
+    generation = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    # Without sizes of our own it takes nine tenths of the machine's memory.
+    sizes = ContinuousBatchingConfig(num_blocks=256, page_size=32, max_batch_tokens=512, auto_switch_to_flash=False)
+
+    def run(count: int) -> None:
+        inputs = [tokenizer.encode(prompt) for prompt in prompts(count)]
+        out = model.generate_batch(inputs, generation_config=generation, continuous_batching_config=sizes)
+        assert [len(answer.generated_tokens) for answer in out.values()] == [NEW_TOKENS] * count
+
+    return measure(run)
+
+
+def vllm_in_process() -> dict[int, list[float]]:
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{CORES - 1}",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+    }
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(str(MODEL), dtype="bfloat16", enforce_eager=True, max_num_seqs=64, max_model_len=2048)
+    parameters = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+
+    def run(count: int) -> None:
+        out = llm.generate(prompts(count), parameters, use_tqdm=False)
+        assert [len(answer.outputs[0].token_ids) for answer in out] == [NEW_TOKENS] * count
+
+    return measure(run)
+
+
+CONTENDERS = {
+    OURS: ours,
+    "padded model.generate": padded_generate,
+    "transformers' continuous batching": transformers_continuous_batching,
+    "vLLM for the CPU, in process": vllm_in_process,
+}
+
+
+def run_apart(name: str) -> dict[int, list[float]] | None:
+    """Run a contender in a process of its own; None where it cannot run here, with the reason on standard error."""
+    command = [sys.executable, "-m", "benchmarks.generation", "--contender", name]
+    finished = subprocess.run(command, stdout=subprocess.PIPE, env=os.environ | {"HF_HUB_OFFLINE": "1"}, check=False)
+    if finished.returncode:
+        print(f"{name}: failed with exit code {finished.returncode}", file=sys.stderr)
+        return None
+    last_line = finished.stdout.decode().strip().rpartition("\n")[2]
+    return {int(concurrency): rates for concurrency, rates in json.loads(last_line).items()}
+
+
+def table(results: dict[str, dict[int, list[float]] | None]) -> Table:
+    """Tokens per second, and beside every other contender the ratio of ours to it."""
+    shown = Table(title=f"Output tokens/s of SmolLM2-135M (bf16, {NEW_TOKENS} tokens); in brackets: ours divided by it")
+    shown.add_column("")
+    for concurrency in CONCURRENCIES:
+        shown.add_column(f"{concurrency} at once", justify="right")
+    mine = results[OURS] or {}
+    for name, rates in results.items():
+        cells = []
+        for concurrency in CONCURRENCIES:
+            if rates is None:
+                cells.append("did not run")
+                continue
+            median = statistics.median(rates[concurrency])
+            own = statistics.median(mine[concurrency]) if mine else float("nan")
+            cells.append(f"{median:.0f}" if name == OURS else f"{median:.0f} ({own / median:.2f}x)")
+        shown.add_row(name, *cells)
+    return shown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--contender", choices=CONTENDERS, help="run only this one and print its rates as JSON")
+    arguments = parser.parse_args()
+    if arguments.contender:
+        print(json.dumps(CONTENDERS[arguments.contender]()))
+        return
+    Console().print(table({name: run_apart(name) for name in CONTENDERS}))
+
+
+if __name__ == "__main__":
+    main()

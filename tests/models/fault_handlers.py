@@ -1,0 +1,115 @@
+"""Handlers that misbehave on purpose, for tests only. The first word of the prompt says how."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+from handlers.echo import EchoHandler
+from lmi_server.errors import ModelLoadError, RequestError
+from lmi_server.generation import Delta, GenerationRequest
+from lmi_server.handler import ModelInfo
+
+
+class FaultHandler(EchoHandler):
+    """Echoes, unless the prompt's first word names a fault."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._model_dir = Path()
+
+    async def start(self, model_dir: str, options: Any) -> ModelInfo:
+        self._model_dir = Path(model_dir)
+        return await super().start(model_dir, options)
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+        self._running += 1
+        try:
+            async for delta in self._faulty(request):
+                yield delta
+        finally:
+            self._running -= 1
+
+    async def _faulty(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+        fault = str(request.prompt).split()[0]
+        if fault == "refuse":
+            raise RequestError("the prompt is refused")
+        if fault == "raise":
+            raise RuntimeError("raised before the first token")
+        if fault == "exit":
+            os._exit(7)
+        if fault == "exit-once":
+            self._exit_once()
+        if fault == "wait":
+            await asyncio.Event().wait()
+        if fault == "hang":
+            time.sleep(3600)  # noqa: ASYNC251 - the point: it blocks the worker's loop
+        if fault.startswith("token-then-"):
+            yield Delta("token ", prompt_text=str(request.prompt))
+            await asyncio.sleep(0.05)
+            await self._after_a_token(fault.removeprefix("token-then-"))
+        if fault == "flood":
+            while True:
+                yield Delta("x" * 65536)
+        async for delta in super().generate(request):
+            yield delta
+
+    def _exit_once(self) -> None:
+        marker = self._model_dir / "exited"
+        if not marker.exists():
+            marker.touch()
+            os._exit(7)
+
+    async def _after_a_token(self, fault: str) -> None:
+        if fault == "raise":
+            raise RuntimeError("raised after a token")
+        if fault == "exit":
+            os._exit(7)
+        if fault == "wait":
+            await asyncio.Event().wait()
+
+
+class UnfinishedHandler(EchoHandler):
+    """Ends a sequence without a finish reason."""
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+        yield Delta("token")
+
+
+class FailingHandler(EchoHandler):
+    async def start(self, model_dir: str, options: Any) -> ModelInfo:
+        raise ModelLoadError("the weights are missing")
+
+
+class RaisingHandler(EchoHandler):
+    async def start(self, model_dir: str, options: Any) -> ModelInfo:
+        raise ValueError("not a model")
+
+
+class ExitingHandler(EchoHandler):
+    async def start(self, model_dir: str, options: Any) -> ModelInfo:
+        os._exit(9)
+
+
+class GatedHandler(EchoHandler):
+    """Is loaded once the file `go` is in the model directory."""
+
+    async def start(self, model_dir: str, options: Any) -> ModelInfo:
+        while not (Path(model_dir) / "go").exists():  # noqa: ASYNC110 - the gate is in another process
+            await asyncio.sleep(0.01)
+        return await super().start(model_dir, options)
+
+
+class OnceHandler(EchoHandler):
+    """Loads the first time only."""
+
+    async def start(self, model_dir: str, options: Any) -> ModelInfo:
+        marker = Path(model_dir) / "loaded"
+        if marker.exists():
+            raise ModelLoadError("the model is loaded once")
+        marker.touch()
+        return await super().start(model_dir, options)
