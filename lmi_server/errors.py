@@ -3,7 +3,11 @@
     LmiServerError
     ├── ConfigurationError      the model directory or its serving.properties cannot be used
     ├── ModelLoadError          the handler could not load the model
+    │   ├── ArtifactError       the model's files could not be fetched, or are not what they should be
+    │   └── ModelMemoryError    the model does not fit in the memory of host or device
     ├── RequestError            the request cannot be served as sent (the client's fault)
+    │   ├── BadParameterError   a parameter of the path, the query or a management call
+    │   ├── ModelExistsError    a model of that name and version is registered
     │   ├── ContextLengthError  prompt and new tokens do not fit in the model's context
     │   ├── PayloadTooLargeError
     │   ├── ModelNotFoundError
@@ -13,6 +17,7 @@
         ├── QueueFullError      the job queue holds `job_queue_size` requests
         ├── ModelNotReadyError  loading, failed, or the server is draining
         ├── WorkerDiedError     the worker process ended while it held the request
+        ├── PredictTimeoutError the request made no progress for `predict_timeout`
         └── HandlerError        the handler raised
 
 Between processes travels a `kind` (the class name) and a message, never a pickled exception:
@@ -45,8 +50,24 @@ class ModelLoadError(LmiServerError):
     """The handler could not load the model."""
 
 
+class ModelMemoryError(ModelLoadError):
+    """The model does not fit in the memory of the host or of its devices."""
+
+
+class ArtifactError(ModelLoadError):
+    """The model's files could not be fetched, or are not what they should be."""
+
+
 class RequestError(LmiServerError):
     """The client must change the request before sending it again."""
+
+
+class BadParameterError(RequestError):
+    """A parameter that the front end itself reads is missing or cannot be used."""
+
+
+class ModelExistsError(RequestError):
+    """A model of that name and version is registered already."""
 
 
 class ContextLengthError(RequestError):
@@ -87,6 +108,12 @@ class ModelNotReadyError(ServingError):
 
 class WorkerDiedError(ServingError):
     """The worker process ended while it held the request."""
+
+    retry_after = 1
+
+
+class PredictTimeoutError(ServingError):
+    """The request made no progress in its worker for `predict_timeout` seconds."""
 
     retry_after = 1
 

@@ -1,0 +1,178 @@
+"""Extracts archives that nobody vouches for: nothing outside the target, no devices, no bombs."""
+
+from __future__ import annotations
+
+import gzip
+import lzma
+import os
+import shutil
+import stat
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from lmi_server.artifacts.progress import Activity, in_words
+from lmi_server.artifacts.store import file_errors
+from lmi_server.errors import ArtifactError
+
+_DAMAGED = (
+    *(tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, lzma.LZMAError, zlib.error),
+    *(EOFError, NotImplementedError),
+)
+_SMALL = 1 << 30  # bytes; whatever unpacks to less is no bomb, however well it was packed
+
+
+@dataclass(frozen=True, slots=True)
+class ArchiveLimits:
+    """The most that an archive may hold: entries, bytes in all, and bytes per byte of the archive (above 1 GiB)."""
+
+    entries: int = 100_000
+    size: int = 1 << 40
+    ratio: int = 100
+
+    def largest(self, archive_size: int) -> int:
+        """Return how many bytes an archive of `archive_size` bytes may unpack to."""
+        return min(self.size, max(_SMALL, self.ratio * archive_size))
+
+
+def extract_archive(archive: Path, target: Path, limits: ArchiveLimits, activity: Activity) -> None:
+    """Extract `archive` (tar in any compression, or zip) into the directory `target`.
+
+    Raises ArtifactError, naming the entry, where one is unsafe, and where the archive is damaged or over the limits;
+    `target` is to be thrown away then.
+    """
+    try:
+        # Not by content alone: a tar whose last file is a zip ends like a zip.
+        if archive.name.lower().endswith((".zip", ".mar")) and zipfile.is_zipfile(archive):
+            _extract_zip(archive, target, limits, activity)
+        else:
+            _extract_tar(archive, target, limits, activity)
+    except _DAMAGED as error:
+        raise ArtifactError(f"{archive}: is damaged, or no tar or zip archive: {error}") from error
+
+
+class _Allowance:
+    """Counts what comes out of an archive against its limits."""
+
+    def __init__(self, archive: Path, limits: ArchiveLimits, activity: Activity) -> None:
+        self._archive = archive
+        self._entries = limits.entries
+        self._largest = limits.largest(archive.stat().st_size)
+        self._activity = activity
+        self._count = 0
+        self._size = 0
+
+    def take(self, size: int) -> None:
+        self._count += 1
+        self._size += size
+        if self._count > self._entries:
+            raise ArtifactError(f"{self._archive}: holds more than {self._entries} entries; it is refused as a bomb")
+        if self._size > self._largest:
+            raise ArtifactError(
+                f"{self._archive}: unpacks to more than {in_words(self._largest)}; it is refused as a bomb"
+            )
+        self._activity.report(f"extracting {self._archive.name}", self._size)
+
+
+def _extract_tar(archive: Path, target: Path, limits: ArchiveLimits, activity: Activity) -> None:
+    allowance = _Allowance(archive, limits, activity)
+    guard = _TarGuard(archive)
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            allowance.take(member.size)
+            guard.check(member)
+            with file_errors(target):
+                tar.extract(member, target, filter="data")
+
+
+class _TarGuard:
+    """Refuses what the data filter lets through or mends silently, above all paths that lead through a link.
+
+    Without links in its way a path is where its letters say, so no two entries together can reach what one cannot.
+    """
+
+    def __init__(self, archive: Path) -> None:
+        self._archive = archive
+        self._links: set[PurePosixPath] = set()
+        self._files: set[PurePosixPath] = set()
+
+    def check(self, member: tarfile.TarInfo) -> None:
+        """Raise ArtifactError where `member`, after all that were checked before it, is unsafe."""
+        path = _safe_path(self._archive, member.name)
+        if any(step in self._links for step in (path, *path.parents)):
+            raise _refused(self._archive, member.name, "leads through a link")
+        if member.issym():
+            self._check_link(member, path)
+            self._links.add(path)
+        elif member.islnk():
+            # tarfile would look for another entry of that name, and for ever where it is this one.
+            if _safe_path(self._archive, member.linkname) not in self._files:
+                raise _refused(self._archive, member.name, f"is a link to {member.linkname}, no file before it")
+            self._files.add(path)
+        elif member.isreg():
+            self._files.add(path)
+        elif not member.isdir():
+            raise _refused(self._archive, member.name, "is a device or another special file")
+
+    def _check_link(self, member: tarfile.TarInfo, path: PurePosixPath) -> None:
+        link = PurePosixPath(member.linkname)
+        upwards = len([part for part in link.parts if part == ".."])
+        leads_out = link.is_absolute() or upwards > len(path.parts) - 1
+        if leads_out or ".." in link.parts[upwards:]:
+            raise _refused(self._archive, member.name, f"is a link out of the archive ({member.linkname})")
+
+
+def _extract_zip(archive: Path, target: Path, limits: ArchiveLimits, activity: Activity) -> None:
+    allowance = _Allowance(archive, limits, activity)
+    with zipfile.ZipFile(archive) as packed:
+        for member in packed.infolist():
+            allowance.take(member.file_size)
+            path = _safe_path(archive, member.filename)
+            kind = stat.S_IFMT(member.external_attr >> 16)
+            if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
+                raise _refused(archive, member.filename, "is a link or a special file")
+            if member.flag_bits & 1:
+                raise _refused(archive, member.filename, "is encrypted")
+            with file_errors(target):
+                _write_zip_member(packed, member, target / path)
+
+
+def _write_zip_member(packed: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path) -> None:
+    if member.is_dir():
+        path.mkdir(parents=True, exist_ok=True)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with packed.open(member) as source, path.open("wb") as copy:
+        shutil.copyfileobj(source, copy, 1 << 20)
+
+
+def _safe_path(archive: Path, name: str) -> PurePosixPath:
+    path = PurePosixPath(name)
+    if path.is_absolute():
+        raise _refused(archive, name, "is an absolute path")
+    if ".." in path.parts:
+        raise _refused(archive, name, "leads out of the archive")
+    if "\\" in name or "\0" in name:
+        raise _refused(archive, name, "holds a character that no path in an archive may have")
+    return path
+
+
+def _refused(archive: Path, name: str, reason: str) -> ArtifactError:
+    return ArtifactError(f"{archive}: entry {name!r} {reason}; the archive is refused")
+
+
+def content_root(directory: Path) -> Path:
+    """Return the only directory in `directory`, where that is all it holds; else `directory` itself."""
+    with os.scandir(directory) as found:
+        entries = list(found)
+    if len(entries) == 1 and entries[0].is_dir(follow_symlinks=False):
+        return directory / entries[0].name
+    return directory
+
+
+def visible_files(directory: Path) -> Iterator[Path]:
+    """Yield what is directly in `directory`, hidden files left out."""
+    return (path for path in directory.iterdir() if not path.name.startswith("."))

@@ -1,0 +1,176 @@
+"""The entry of this package: everything that has to be on this machine before a model's worker is started."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from lmi_server.artifacts.archive import ArchiveLimits, content_root, extract_archive, visible_files
+from lmi_server.artifacts.hub import fetch_hub_model
+from lmi_server.artifacts.location import (
+    HubModel,
+    LocalArchive,
+    LocalDirectory,
+    Location,
+    S3Location,
+    archive_stem,
+    parse_location,
+)
+from lmi_server.artifacts.progress import Activity, OnProgress, Progress
+from lmi_server.artifacts.requirements import Installer, install_requirements
+from lmi_server.artifacts.s3 import fetch_s3
+from lmi_server.artifacts.s3_clients import find_client
+from lmi_server.artifacts.store import claim, entry, file_errors
+from lmi_server.errors import ArtifactError
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class ArtifactSettings:
+    """Where files are kept and how they are fetched; `environment` goes to s5cmd, boto3 and pip.
+
+    `keep_free` are bytes of the disk that no download may take.
+    """
+
+    root: Path
+    environment: Mapping[str, str]
+    limits: ArchiveLimits = field(default_factory=ArchiveLimits)
+    keep_free: int = 256 << 20
+    python: str = sys.executable
+
+
+@dataclass(frozen=True, slots=True)
+class Artifacts:
+    """What a worker is started with: the local directory of its model, and what goes first on its PYTHONPATH."""
+
+    model_id: str
+    python_path: tuple[str, ...] = ()
+
+
+def artifact_settings(download_dir: str | None, environment: Mapping[str, str]) -> ArtifactSettings:
+    """Return the settings for `download_dir`, without one for the user's cache directory."""
+    cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    root = Path(download_dir) if download_dir else cache / "lmi-server"
+    return ArtifactSettings(root.absolute(), environment)
+
+
+async def fetch_artifacts(
+    model_dir: Path,
+    model_id: str,
+    settings: ArtifactSettings,
+    *,
+    revision: str | None = None,
+    limit_s: float = 1800.0,
+    on_progress: OnProgress = lambda progress: None,
+) -> Artifacts:
+    """Bring the model that `model_id` names here, and install the `requirements.txt` of `model_dir`.
+
+    `model_id` is a path (absolute, or relative to `model_dir`), an archive, a hub id (`revision` is for that) or
+    s3://bucket/prefix. pip gets `limit_s` seconds. `on_progress` is called on this event loop. Cancelling ends what
+    runs. Raises ArtifactError; nothing half-written is used by a later call.
+    """
+
+    def fetch(activity: Activity) -> Artifacts:
+        directory = _bring(_location(model_id, model_dir), revision, settings, activity)
+        installer = Installer(settings.python, settings.environment, limit_s, settings.root)
+        target = install_requirements(model_dir, installer, activity)
+        return Artifacts(str(directory), () if target is None else (str(target),))
+
+    return await _in_thread(fetch, on_progress)
+
+
+async def fetch_model_directory(
+    url: str, settings: ArtifactSettings, *, on_progress: OnProgress = lambda progress: None
+) -> Path:
+    """Return the local directory of the model at `url`: what holds serving.properties, before that can be read.
+
+    `url` is as `model_id` of `fetch_artifacts`. A directory that holds nothing but one archive stands for the archive.
+    The directory's name is that of the model. Raises ArtifactError.
+    """
+
+    def fetch(activity: Activity) -> Path:
+        directory = _bring(_location(url, Path.cwd()), None, settings, activity)
+        with file_errors(directory):
+            files = list(visible_files(directory))
+        if len(files) == 1 and files[0].is_file() and archive_stem(files[0].name):
+            return _extracted(files[0], settings, activity)
+        return directory
+
+    return await _in_thread(fetch, on_progress)
+
+
+async def _in_thread(fetch: Callable[[Activity], _Result], on_progress: OnProgress) -> _Result:
+    """Run `fetch` in a thread; a cancellation waits until it has let go of its files."""
+    loop = asyncio.get_running_loop()
+
+    def report(progress: Progress) -> None:
+        loop.call_soon_threadsafe(on_progress, progress)
+
+    activity = Activity(report)
+    fetching = asyncio.ensure_future(asyncio.to_thread(fetch, activity))
+    try:
+        return await asyncio.shield(fetching)
+    except asyncio.CancelledError:
+        activity.cancel()
+        with contextlib.suppress(ArtifactError):
+            await fetching
+        raise
+
+
+def _location(text: str, base: Path) -> Location:
+    try:
+        return parse_location(text, base)
+    except ValueError as error:
+        raise ArtifactError(f'model "{text}" {error}') from error
+
+
+def _bring(location: Location, revision: str | None, settings: ArtifactSettings, activity: Activity) -> Path:
+    match location:
+        case LocalDirectory(path):
+            return path
+        case LocalArchive(path):
+            return _extracted(path, settings, activity)
+        case HubModel(repo_id):
+            return fetch_hub_model(repo_id, revision, activity)
+        case S3Location():
+            return _from_s3(location, settings, activity)
+
+
+def _from_s3(location: S3Location, settings: ArtifactSettings, activity: Activity) -> Path:
+    client = find_client(settings.environment)
+    directory = fetch_s3(location, client, settings.root, settings.keep_free, activity)
+    archive = directory / location.prefix.rpartition("/")[2]
+    if archive_stem(location.prefix) and archive.is_file():
+        return _extracted(archive, settings, activity)
+    return directory
+
+
+class _ArchiveManifest(msgspec.Struct, frozen=True):
+    source: str
+
+
+def _extracted(archive: Path, settings: ArtifactSettings, activity: Activity) -> Path:
+    """Return the directory that holds what is in `archive`, extracting it where that was not done before."""
+    with file_errors(archive):
+        state = archive.stat()
+    identity = f"{archive}\0{state.st_size}\0{state.st_mtime_ns}"
+    place = entry(settings.root, "archives", identity, archive_stem(archive.name) or archive.name)
+    with claim(place, activity):
+        if place.manifest(_ArchiveManifest) is None:
+            place.discard_partial()
+            try:
+                with file_errors(place.directory):
+                    place.partial_files.mkdir(parents=True)
+                    extract_archive(archive, place.partial_files, settings.limits, activity)
+                    place.publish(_ArchiveManifest(str(archive)))
+            finally:
+                place.discard_partial()
+    return content_root(place.files)

@@ -1,0 +1,118 @@
+"""Reads where a model is: the grammar of `option.model_id` and of a model's URL. Nothing here opens a connection."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+ARCHIVE_SUFFIXES = (".tar.gz", ".tgz", ".tar", ".zip", ".mar")
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalDirectory:
+    """A directory, by its absolute path."""
+
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class LocalArchive:
+    """An archive file, by its absolute path."""
+
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class HubModel:
+    """A model of the Hugging Face hub."""
+
+    repo_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class S3Location:
+    """Everything below `prefix` (without a slash at its end), or the one archive that has this key."""
+
+    bucket: str
+    prefix: str
+
+    @property
+    def url(self) -> str:
+        return f"s3://{self.bucket}/{self.prefix}"
+
+
+Location = LocalDirectory | LocalArchive | HubModel | S3Location
+
+
+def parse_location(text: str, base: Path) -> Location:
+    """Return the place that `text` names; a relative path is relative to `base`.
+
+    Raises ValueError with what is wrong, to be put behind key and value: "is not allowed; ...".
+    """
+    if text.startswith("file:"):
+        return _local(unquote(urlsplit(text).path), base)
+    if "://" in text:
+        return _remote(text)
+    if os.path.exists(base / text) or _HUB_ID.fullmatch(text) is None or archive_stem(text) is not None:
+        return _local(text, base)
+    return HubModel(text)
+
+
+def archive_stem(name: str) -> str | None:
+    """Return the file name without its archive suffix; None where it has none."""
+    file_name = name.rpartition("/")[2]
+    for suffix in ARCHIVE_SUFFIXES:
+        if file_name.lower().endswith(suffix) and len(file_name) > len(suffix):
+            return file_name[: -len(suffix)]
+    return None
+
+
+def refuse_remote_entry_point(entry_point: str) -> None:
+    """Raise ValueError, to be put behind key and value, where `option.entryPoint` is a URL.
+
+    LMI runs whatever the URL holds at that moment; code that a server runs has to be part of the model.
+    """
+    if "://" in entry_point and not entry_point.startswith("file:"):
+        raise ValueError(
+            "is not allowed: code is not downloaded from a URL; put the file into the model directory "
+            "and set option.entryPoint to its name (model.py)"
+        )
+
+
+def _local(path: str, base: Path) -> LocalDirectory | LocalArchive:
+    local = Path(os.path.abspath(base / path))  # an absolute path replaces base
+    if local.is_dir():
+        return LocalDirectory(local)
+    if archive_stem(local.name) is None:
+        if local.exists():
+            raise ValueError(f"is not allowed; {local} is neither a directory nor a {_suffixes()} archive")
+        raise ValueError(f"is not allowed; there is no directory {local}, nor is it the id of a Hugging Face model")
+    if not local.is_file():
+        raise ValueError(f"is not allowed; there is no archive {local}")
+    return LocalArchive(local)
+
+
+def _remote(url: str) -> S3Location:
+    scheme, _, rest = url.partition("://")
+    if scheme != "s3":
+        raise ValueError(f"is not available: {_REMEDIES.get(scheme, _OTHER_SCHEMES)}")
+    # Not urlsplit: in a key "?" and "#" are letters like any other.
+    bucket, _, prefix = rest.partition("/")
+    if _BUCKET.fullmatch(bucket) is None:
+        raise ValueError("is not allowed; allowed: s3://bucket/prefix")
+    return S3Location(bucket, prefix.strip("/"))
+
+
+def _suffixes() -> str:
+    return "/".join(ARCHIVE_SUFFIXES)
+
+
+_OTHER_SCHEMES = "use a local directory or archive, the id of a Hugging Face model, or s3://bucket/prefix"
+_DOWNLOAD_FIRST = "a model is not downloaded over plain HTTP; download it and name the local directory or archive"
+_REMEDIES = {"http": _DOWNLOAD_FIRST, "https": f"{_DOWNLOAD_FIRST} (of huggingface.co, give the model's id alone)"}

@@ -1,0 +1,54 @@
+"""From a model directory to a model that can be started: its configuration, with all that it names on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lmi_server.artifacts.fetch import ArtifactSettings, fetch_artifacts
+from lmi_server.artifacts.progress import OnProgress
+from lmi_server.configuration.resolve import ResolvedModel, inspect_model, resolve_model
+from lmi_server.errors import ConfigurationError
+
+Resolve = Callable[[Path, Mapping[str, str], Mapping[str, str]], ResolvedModel]
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedModel:
+    """A model whose `option.model_id` is a local directory, and what goes first on the PYTHONPATH of its workers."""
+
+    resolved: ResolvedModel
+    python_path: tuple[str, ...]
+
+
+async def fetch_model(
+    model_dir: Path,
+    environment: Mapping[str, str],
+    registration: Mapping[str, str],
+    settings: ArtifactSettings,
+    *,
+    resolve: Resolve = resolve_model,
+    on_progress: OnProgress = lambda progress: None,
+) -> FetchedModel:
+    """Resolve the model in `model_dir`, fetching its weights and installing its requirements on the way.
+
+    The configuration is read twice: before, so that a mistake in it is told before anything is downloaded, and after,
+    when the model's config.json is here. Raises ConfigurationError and ArtifactError.
+    """
+    found = await asyncio.to_thread(inspect_model, model_dir, environment, registration)
+    if found.problems:
+        raise ConfigurationError("\n".join(found.problems))
+    artifacts = await fetch_artifacts(
+        model_dir,
+        found.location,
+        settings,
+        revision=found.options.revision,
+        limit_s=found.options.model_loading_timeout,
+        on_progress=on_progress,
+    )
+    if artifacts.model_id != found.location:
+        registration = {**registration, "option.model_id": artifacts.model_id}
+    resolved = await asyncio.to_thread(resolve, model_dir, environment, registration)
+    return FetchedModel(resolved, artifacts.python_path)

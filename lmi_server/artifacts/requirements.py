@@ -1,0 +1,214 @@
+"""Installs a model's `requirements.txt` into a directory of its own, which goes on the PYTHONPATH of its workers.
+
+What the interpreter has already in a fitting version is not installed again, so that a line `transformers` does not
+bring a second torch. The server's own packages stay as they are, whatever a model asks for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lmi_server.artifacts.child import ChildTimeoutError, Ended, run_child
+from lmi_server.artifacts.progress import Activity
+from lmi_server.artifacts.store import Entry, claim, entry, file_errors, no_room
+from lmi_server.errors import ArtifactError
+
+REQUIREMENTS = "requirements.txt"
+
+_WHEELHOUSE = "wheelhouse"
+_LMI_WHEELHOUSE = "requirements"
+_REASON_LINES = 6
+
+
+class RequirementsManifest(msgspec.Struct, frozen=True):
+    """What was installed, as pip takes it."""
+
+    source: str
+    installed: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Installer:
+    """How to install: the workers' interpreter, the environment of pip, its time in seconds, where the targets are."""
+
+    python: str
+    environment: Mapping[str, str]
+    limit_s: float
+    root: Path
+
+
+def install_requirements(model_dir: Path, installer: Installer, activity: Activity) -> Path | None:
+    """Install what `requirements.txt` of `model_dir` names; return the directory, None where there is no such file.
+
+    A folder `wheelhouse/` is all that pip looks at; one named `requirements/`, as LMI has it, comes before the package
+    index, which is asked only where the folder does not do. Raises ArtifactError with pip's reason.
+    """
+    source = model_dir / REQUIREMENTS
+    if not source.is_file():
+        return None
+    with file_errors(source):
+        identity = _identity(source, model_dir, installer.python)
+    place = entry(installer.root, "requirements", identity, "site-packages")
+    with claim(place, activity) as lock:
+        if place.manifest(RequirementsManifest) is None:
+            activity.report(f"installing {source}")
+            _install(_Pip(source, model_dir, place, installer, activity, lock))
+    return place.files
+
+
+def _install(pip: _Pip) -> None:
+    place = pip.place
+    place.discard_partial()
+    with file_errors(place.directory):
+        place.partial_files.mkdir(parents=True)
+    try:
+        installed = _first_that_works(pip)
+        with file_errors(place.directory):
+            place.publish(RequirementsManifest(str(pip.source), installed))
+    finally:
+        place.discard_partial()
+
+
+def _first_that_works(pip: _Pip) -> list[str]:
+    *attempts, last = _where_to_look(pip.model_dir)
+    for look in attempts:
+        try:
+            return pip.install(look)
+        except ArtifactError:
+            pip.activity.report(f"{_LMI_WHEELHOUSE}/ does not hold all of {pip.source}; asking the package index")
+    return pip.install(last)
+
+
+def _where_to_look(model_dir: Path) -> Sequence[Sequence[str]]:
+    """Return pip's arguments for each attempt."""
+    wheelhouse, lmi = model_dir / _WHEELHOUSE, model_dir / _LMI_WHEELHOUSE
+    if wheelhouse.is_dir():
+        return [("--no-index", "--find-links", str(wheelhouse))]
+    if lmi.is_dir():
+        return [("--no-index", "--find-links", str(lmi)), ("--find-links", str(lmi))]
+    return [()]
+
+
+class _Pip:
+    """Runs pip for one model."""
+
+    def __init__(
+        self, source: Path, model_dir: Path, place: Entry, installer: Installer, activity: Activity, lock: int
+    ) -> None:
+        self.source = source
+        self.model_dir = model_dir
+        self.place = place
+        self.activity = activity
+        self._installer = installer
+        self._lock = lock
+
+    def install(self, look: Sequence[str]) -> list[str]:
+        """Install what is missing; return it."""
+        report = self.place.partial / "report.json"
+        self._run(["--dry-run", "--report", str(report), "-r", str(self.source), *look])
+        missing = _missing(report)
+        report.unlink()
+        if missing:
+            self._run(["--no-deps", "--target", str(self.place.partial_files), *look, *missing])
+        return missing
+
+    def _run(self, arguments: Sequence[str]) -> None:
+        command = [self._installer.python, "-m", "pip", "install", *_QUIET, *arguments]
+        try:
+            ended = run_child(
+                command,
+                environment=self._installer.environment,
+                activity=self.activity,
+                directory=self.model_dir,  # a line "./wheels/x.whl" means a file of the model
+                limit_s=self._installer.limit_s,
+                inherited=(self._lock,),
+                on_tick=lambda: self.activity.report(f"installing {self.source}"),
+            )
+        except ChildTimeoutError:
+            raise ArtifactError(
+                f"{self.source}: pip did not end within model_loading_timeout={self._installer.limit_s:g} seconds; "
+                f"raise it, or put the wheels into {self.model_dir / _WHEELHOUSE}"
+            ) from None
+        except OSError as error:
+            raise ArtifactError(f"{self.source}: {self._installer.python} cannot be started: {error}") from error
+        if ended.code != 0:
+            raise self._failed(ended)
+
+    def _failed(self, ended: Ended) -> ArtifactError:
+        if "No space left on device" in ended.stderr:
+            return ArtifactError(no_room(self.place.directory))
+        return ArtifactError(f"{self.source}: pip could not install it (exit code {ended.code}): {_reason(ended)}")
+
+
+_QUIET = ("--no-input", "--disable-pip-version-check", "--no-color", "--progress-bar=off", "--root-user-action=ignore")
+
+
+def _missing(report: Path) -> list[str]:
+    """Return the URLs of what pip would install, each with the hash that it saw."""
+    found: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
+    return [_url(item) for item in found["install"]]
+
+
+def _url(item: dict[str, Any]) -> str:
+    download = item["download_info"]
+    name = item["metadata"]["name"]
+    if "vcs_info" in download:
+        return f"{name} @ {download['vcs_info']['vcs']}+{download['url']}@{download['vcs_info']['commit_id']}"
+    hashes = download.get("archive_info", {}).get("hashes", {})
+    fragment = "".join(f"#{kind}={value}" for kind, value in sorted(hashes.items())[:1])
+    return f"{name} @ {download['url']}{fragment}"
+
+
+def _reason(ended: Ended) -> str:
+    """Return what pip says is wrong, without the rest of its output."""
+    lines = [line.strip() for line in ended.stderr.splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
+    return "; ".join(errors[:_REASON_LINES] or lines[-_REASON_LINES:]) or "it did not say why"
+
+
+def _identity(source: Path, model_dir: Path, python: str) -> str:
+    """Return a text that changes whenever another installation is due."""
+    digest = hashlib.sha256()
+    for path in sorted(set(_named_files(source, model_dir))):
+        digest.update(f"{path.relative_to(model_dir)}\0".encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    interpreter = Path(python).resolve()
+    # The prefix too: two virtual environments of one interpreter hold different packages.
+    return f"{digest.hexdigest()}\0{python}\0{interpreter}\0{interpreter.stat().st_mtime_ns}"
+
+
+def _named_files(source: Path, model_dir: Path) -> Iterator[Path]:
+    """Yield `source`, the files of the model that its lines name (`-r`, `-c`, wheels), and those of the wheelhouses."""
+    yield from _reachable(source, model_dir, set())
+    for folder in (_WHEELHOUSE, _LMI_WHEELHOUSE):
+        if (model_dir / folder).is_dir():
+            yield from (path for path in (model_dir / folder).iterdir() if path.is_file())
+
+
+def _reachable(source: Path, model_dir: Path, seen: set[Path]) -> Iterator[Path]:
+    if source in seen:
+        return
+    seen.add(source)
+    yield source
+    if source.suffix != ".txt":
+        return
+    for line in source.read_text(encoding="utf-8", errors="replace").splitlines():
+        for word in _words(line):
+            named = model_dir / word
+            if named.is_file() and named.is_relative_to(model_dir):
+                yield from _reachable(named, model_dir, seen)
+
+
+def _words(line: str) -> list[str]:
+    try:
+        return shlex.split(line, comments=True)
+    except ValueError:
+        return line.split()

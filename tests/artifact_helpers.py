@@ -1,0 +1,90 @@
+"""What the tests of the artifacts share: a real S3 API on the loopback, and tiny wheels."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import boto3
+from boto3.s3.transfer import TransferConfig
+from moto.server import ThreadedMotoServer
+
+from lmi_server.artifacts.progress import Activity, Progress
+
+BUCKET = "models"
+MIB = 1 << 20
+
+
+class S3:
+    """A running S3 API; `variables` are what lets a client use it."""
+
+    def __init__(self, endpoint: str, home: Path) -> None:
+        self.variables = {
+            "AWS_ENDPOINT_URL": endpoint,
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_REGION": "us-east-1",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "HOME": str(home),
+            "PATH": os.environ["PATH"],
+        }
+        self.client: Any = boto3.session.Session(
+            aws_access_key_id="test", aws_secret_access_key="test", region_name="us-east-1"
+        ).client("s3", endpoint_url=endpoint)
+        self.client.create_bucket(Bucket=BUCKET)
+
+    def put(self, key: str, content: bytes) -> None:
+        self.client.put_object(Bucket=BUCKET, Key=key, Body=content)
+
+    def put_in_parts(self, key: str, path: Path, part_size: int) -> None:
+        config = TransferConfig(multipart_threshold=part_size, multipart_chunksize=part_size)
+        self.client.upload_file(str(path), BUCKET, key, Config=config)
+
+
+@contextmanager
+def s3_server(home: Path) -> Iterator[S3]:
+    """Run moto's S3 on a port that the system chose."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        yield S3(f"http://{host}:{port}", home)
+    finally:
+        server.stop()
+
+
+class Recorder(Activity):
+    """An activity that keeps what it was told, and may be cancelled once a report has a certain text."""
+
+    def __init__(self, cancel_at: str | None = None) -> None:
+        super().__init__(self._record)
+        self.seen: list[Progress] = []
+        self._cancel_at = cancel_at
+
+    def _record(self, progress: Progress) -> None:
+        self.seen.append(progress)
+        if self._cancel_at is not None and self._cancel_at in progress.what and progress.done:
+            self.cancel()
+
+
+def write_wheel(directory: Path, name: str, version: str, source: str = "", requires: str = "") -> Path:
+    """Write a wheel with the one module `name`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{name}-{version}-py3-none-any.whl"
+    info = f"{name}-{version}.dist-info"
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    files = {
+        f"{name}.py": source,
+        f"{info}/METADATA": metadata + (f"Requires-Dist: {requires}\n" if requires else ""),
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = "".join(f"{file},,\n" for file in (*files, f"{info}/RECORD"))
+    with zipfile.ZipFile(path, "w") as wheel:
+        for file, content in (files | {f"{info}/RECORD": record}).items():
+            wheel.writestr(file, content)
+    return path

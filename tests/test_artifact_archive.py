@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import io
+import os
+import stat
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from artifact_helpers import Recorder
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmi_server.artifacts.archive import ArchiveLimits, content_root, extract_archive
+from lmi_server.artifacts.progress import Activity
+from lmi_server.errors import ArtifactError
+
+Entry = Callable[[tarfile.TarFile], None]
+
+
+def file(name: str, content: bytes = b"x", mode: int = 0o644) -> Entry:
+    def add(tar: tarfile.TarFile) -> None:
+        info = tarfile.TarInfo(name)
+        info.size, info.mode = len(content), mode
+        tar.addfile(info, io.BytesIO(content))
+
+    return add
+
+
+def special(name: str, kind: bytes, target: str = "") -> Entry:
+    def add(tar: tarfile.TarFile) -> None:
+        info = tarfile.TarInfo(name)
+        info.type, info.linkname = kind, target
+        tar.addfile(info)
+
+    return add
+
+
+def link(name: str, target: str) -> Entry:
+    return special(name, tarfile.SYMTYPE, target)
+
+
+def hard_link(name: str, target: str) -> Entry:
+    return special(name, tarfile.LNKTYPE, target)
+
+
+def write_tar(path: Path, *entries: Entry) -> Path:
+    with tarfile.open(path, "w:gz" if path.suffix in (".gz", ".tgz") else "w") as tar:
+        for add in entries:
+            add(tar)
+    return path
+
+
+def extract(archive: Path, limits: ArchiveLimits | None = None, activity: Activity | None = None) -> Path:
+    target = archive.parent / "nested" / "target"
+    target.mkdir(parents=True)
+    extract_archive(archive, target, limits or ArchiveLimits(), activity or Activity())
+    return target
+
+
+@pytest.mark.parametrize("suffix", ["tar.gz", "tgz", "tar", "mar"])
+def test_a_tar_is_extracted_with_its_links(tmp_path: Path, suffix: str) -> None:
+    archive = write_tar(
+        tmp_path / f"model.{suffix}",
+        *(file("./config.json", b"{}"), file("sub/weights", b"w" * 100)),
+        *(link("sub/again", "weights"), link("up", "sub/weights"), link("sub/top", "../config.json")),
+        hard_link("same", "sub/weights"),
+    )
+    target = extract(archive)
+    assert (target / "config.json").read_bytes() == b"{}"
+    for name in ("sub/weights", "sub/again", "up", "same"):
+        assert (target / name).read_bytes() == b"w" * 100
+    assert (target / "sub/top").read_bytes() == b"{}"
+
+
+@pytest.mark.parametrize("suffix", ["zip", "mar"])
+def test_a_zip_is_extracted(tmp_path: Path, suffix: str) -> None:
+    archive = tmp_path / f"model.{suffix}"
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as packed:
+        packed.writestr("empty/", "")
+        packed.writestr("sub/config.json", "{}")
+    target = extract(archive)
+    assert (target / "sub" / "config.json").read_text() == "{}"
+    assert (target / "empty").is_dir()
+
+
+def test_progress_is_told(tmp_path: Path) -> None:
+    activity = Recorder()
+    extract(write_tar(tmp_path / "model.tar", file("a", b"x" * 10), file("b", b"x" * 5)), activity=activity)
+    assert [(seen.what, seen.done) for seen in activity.seen] == [
+        ("extracting model.tar", 10),
+        ("extracting model.tar", 15),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("entries", "reason"),
+    [
+        ([file("../evil")], "'../evil' leads out of the archive"),
+        ([file("a/../../evil")], "leads out of the archive"),
+        ([file("/evil")], "'/evil' is an absolute path"),
+        ([link("a", "/etc/passwd")], "is a link out of the archive"),
+        ([link("a", "..")], "is a link out of the archive"),
+        ([link("sub/a", "../../evil")], "is a link out of the archive"),
+        ([link("a", "sub"), file("a/evil")], "leads through a link"),
+        ([link("a", "b"), file("a")], "leads through a link"),
+        ([link("a", "b"), link("a/c", "d")], "leads through a link"),
+        ([link("x/y", ".."), link("z", "x/y/..")], "is a link out of the archive"),
+        ([hard_link("a", "/etc/passwd")], "is an absolute path"),
+        ([hard_link("a", "../x")], "leads out of the archive"),
+        ([link("a", "b"), hard_link("c", "a")], "is a link to a, no file before it"),
+        ([hard_link("a", "missing")], "is a link to missing, no file before it"),
+        ([hard_link("a", "a")], "is a link to a, no file before it"),
+        ([special("dev", tarfile.CHRTYPE)], "is a device or another special file"),
+        ([special("disk", tarfile.BLKTYPE)], "is a device or another special file"),
+        ([special("pipe", tarfile.FIFOTYPE)], "is a device or another special file"),
+        ([file("a\\..\\b")], "holds a character"),
+    ],
+)
+def test_an_unsafe_tar_is_refused(tmp_path: Path, entries: list[Entry], reason: str) -> None:
+    with pytest.raises(ArtifactError, match=reason):
+        extract(write_tar(tmp_path / "model.tar", *entries))
+    assert not (tmp_path / "evil").exists()
+    assert not (tmp_path / "nested" / "evil").exists()
+
+
+NAMES = st.sampled_from(["a", "b", "a/b", "a/a", "b/a/b", "../a", "/a", "a/../b", ".", "a/..", "../../a", "b/.", ""])
+
+
+@given(st.lists(st.tuples(st.sampled_from([file, link, hard_link]), NAMES, NAMES), max_size=6))
+def test_nothing_is_ever_written_outside_the_target(
+    tmp_path_factory: pytest.TempPathFactory, entries: list[tuple[Callable[..., Entry], str, str]]
+) -> None:
+    root = tmp_path_factory.mktemp("root")
+    adds = [file(name) if kind is file else kind(name, target) for kind, name, target in entries]
+    archive = write_tar(root / "model.tar", *adds)
+    try:
+        extract(archive)
+    except ArtifactError:
+        pass
+    else:
+        for path in (root / "nested" / "target").rglob("*"):
+            assert Path(os.path.realpath(path)).is_relative_to(root / "nested" / "target")
+    assert sorted(path.name for path in root.iterdir()) == ["model.tar", "nested"]
+    assert [path.name for path in (root / "nested").iterdir()] == ["target"]
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "reason"),
+    [
+        ("../evil", 0, "leads out of the archive"),
+        ("/evil", 0, "is an absolute path"),
+        ("link", stat.S_IFLNK | 0o777, "is a link or a special file"),
+    ],
+)
+def test_an_unsafe_zip_is_refused(tmp_path: Path, name: str, mode: int, reason: str) -> None:
+    archive = tmp_path / "model.zip"
+    with zipfile.ZipFile(archive, "w") as packed:
+        info = zipfile.ZipInfo(name)
+        info.external_attr = mode << 16
+        packed.writestr(info, "x")
+    with pytest.raises(ArtifactError, match=reason):
+        extract(archive)
+
+
+def test_a_bomb_of_bytes_is_refused(tmp_path: Path) -> None:
+    archive = write_tar(tmp_path / "model.tar.gz", file("zeros", b"\0" * 2_000_000))
+    with pytest.raises(ArtifactError, match=r"unpacks to more than 976\.6 KiB; it is refused as a bomb"):
+        extract(archive, ArchiveLimits(size=1_000_000))
+    assert ArchiveLimits().largest(20 << 20) == 2000 << 20, "100 times its size, for an archive of 20 MiB"
+
+
+def test_a_zip_bomb_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
+    archive = tmp_path / "model.zip"
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as packed:
+        packed.writestr("zeros", b"\0" * 2_000_000)
+    with pytest.raises(ArtifactError, match="refused as a bomb"):
+        extract(archive, ArchiveLimits(size=1_000_000))
+    assert not (tmp_path / "nested" / "target" / "zeros").exists()
+
+
+def test_a_bomb_of_entries_is_refused(tmp_path: Path) -> None:
+    archive = write_tar(tmp_path / "model.tar", *(file(f"{index}") for index in range(11)))
+    with pytest.raises(ArtifactError, match="holds more than 10 entries; it is refused as a bomb"):
+        extract(archive, ArchiveLimits(entries=10))
+
+
+@pytest.mark.parametrize("suffix", ["tar.gz", "tar", "zip", "mar"])
+def test_what_is_no_archive_is_refused(tmp_path: Path, suffix: str) -> None:
+    archive = tmp_path / f"model.{suffix}"
+    archive.write_bytes(b"no archive at all" * 100)
+    with pytest.raises(ArtifactError, match="is damaged, or no tar or zip archive"):
+        extract(archive)
+
+
+def test_a_cut_archive_is_refused(tmp_path: Path) -> None:
+    archive = write_tar(tmp_path / "model.tar.gz", *(file(f"{index}", bytes(range(256)) * 999) for index in range(3)))
+    archive.write_bytes(archive.read_bytes()[:-200])
+    with pytest.raises(ArtifactError, match="is damaged"):
+        extract(archive)
+
+
+def test_the_only_directory_is_the_content(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    assert content_root(tmp_path) == tmp_path / "model"
+    (tmp_path / "file").touch()
+    assert content_root(tmp_path) == tmp_path

@@ -1,0 +1,221 @@
+"""The entry of the artifacts, and a server whose model comes from S3."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from artifact_helpers import BUCKET, S3, s3_server, write_wheel
+from relay_helpers import on_loop
+
+from lmi_server.artifacts.archive import ArchiveLimits
+from lmi_server.artifacts.fetch import (
+    Artifacts,
+    ArtifactSettings,
+    artifact_settings,
+    fetch_artifacts,
+    fetch_model_directory,
+)
+from lmi_server.artifacts.model import fetch_model
+from lmi_server.artifacts.progress import Progress
+from lmi_server.errors import ArtifactError, ConfigurationError
+
+TESTS = Path(__file__).parent
+BROKEN_INDEX = {"PATH": os.environ["PATH"], "PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": "http://127.0.0.1:1/simple"}
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    with s3_server(tmp_path_factory.mktemp("home")) as server:
+        yield server
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> ArtifactSettings:
+    return artifact_settings(str(tmp_path / "downloads"), BROKEN_INDEX)
+
+
+def tar_of(path: Path, **files: str) -> Path:
+    source = path.parent / f"{path.name}-source"
+    source.mkdir()
+    for name, content in files.items():
+        (source / name).write_text(content)
+    with tarfile.open(path, "w:gz") as tar:
+        tar.add(source, ".")
+    return path
+
+
+def test_where_files_are_kept() -> None:
+    assert artifact_settings("/downloads", {}).root == Path("/downloads")
+    assert artifact_settings(None, {"XDG_CACHE_HOME": "/cache"}).root == Path("/cache/lmi-server")
+
+
+@on_loop
+async def test_a_local_model_is_taken_as_it_is(tmp_path: Path, settings: ArtifactSettings) -> None:
+    (tmp_path / "weights").mkdir()
+    assert await fetch_artifacts(tmp_path, str(tmp_path), settings) == Artifacts(str(tmp_path))
+    assert await fetch_artifacts(tmp_path, "weights", settings) == Artifacts(str(tmp_path / "weights"))
+    assert not settings.root.exists()
+
+
+@on_loop
+async def test_an_archive_is_extracted_once_for_each_state_of_it(tmp_path: Path, settings: ArtifactSettings) -> None:
+    archive = tar_of(tmp_path / "model.tar.gz", config="1")
+    first = await fetch_model_directory(str(archive), settings)
+    assert (first.name, (first / "config").read_text()) == ("model", "1")
+    (first / "config").write_text("kept")
+    assert (await fetch_artifacts(tmp_path, "model.tar.gz", settings)).model_id == str(first)
+    assert (first / "config").read_text() == "kept"
+    os.utime(archive, ns=(1, 1))
+    assert await fetch_model_directory(str(archive), settings) != first
+
+
+@on_loop
+async def test_a_refused_archive_leaves_nothing(tmp_path: Path, settings: ArtifactSettings) -> None:
+    with zipfile.ZipFile(tmp_path / "model.zip", "w") as packed:
+        packed.writestr("config.json", "{}")
+        packed.writestr("../evil", "x")
+    with pytest.raises(ArtifactError, match="leads out of the archive"):
+        await fetch_model_directory(str(tmp_path / "model.zip"), settings)
+    assert [path.suffix for path in (settings.root / "archives").iterdir()] == [".lock"]
+
+
+@on_loop
+async def test_limits_are_those_of_the_settings(tmp_path: Path) -> None:
+    archive = tar_of(tmp_path / "model.tar.gz", one="1", two="2")
+    settings = ArtifactSettings(tmp_path / "downloads", {}, limits=ArchiveLimits(entries=2))
+    with pytest.raises(ArtifactError, match="holds more than 2 entries"):
+        await fetch_model_directory(str(archive), settings)
+
+
+@on_loop
+async def test_a_directory_with_one_archive_stands_for_it(tmp_path: Path, settings: ArtifactSettings) -> None:
+    directory = tmp_path / "channel"
+    directory.mkdir()
+    tar_of(tmp_path / "model.tar.gz", config="1").rename(directory / "model.tar.gz")
+    found = await fetch_model_directory(str(directory), settings)
+    assert [path.name for path in found.iterdir()] == ["config"]
+    (directory / "serving.properties").touch()
+    assert await fetch_model_directory(str(directory), settings) == directory
+
+
+@pytest.mark.parametrize("text", ["https://host/model.tar.gz", "./nowhere", "nowhere.tar.gz"])
+def test_what_is_no_place_is_refused(tmp_path: Path, settings: ArtifactSettings, text: str) -> None:
+    with pytest.raises(ArtifactError, match=f'^model "{re.escape(text)}" is not'):
+        asyncio.run(fetch_artifacts(tmp_path, text, settings))
+
+
+@on_loop
+async def test_requirements_are_installed_and_progress_arrives_on_the_loop(
+    tmp_path: Path, settings: ArtifactSettings
+) -> None:
+    (tmp_path / "requirements.txt").write_text("tinyone\n")
+    write_wheel(tmp_path / "wheelhouse", "tinyone", "1.0")
+    loop, seen = asyncio.get_running_loop(), []
+
+    def on_progress(progress: Progress) -> None:
+        assert asyncio.get_running_loop() is loop
+        seen.append(progress.what)
+
+    artifacts = await fetch_artifacts(tmp_path, ".", settings, on_progress=on_progress)
+    (target,) = artifacts.python_path
+    assert (Path(target) / "tinyone.py").is_file()
+    assert set(seen) == {f"installing {tmp_path / 'requirements.txt'}"}
+
+
+@on_loop
+async def test_a_cancelled_fetch_lets_go_of_everything(tmp_path: Path, settings: ArtifactSettings) -> None:
+    (tmp_path / "requirements.txt").write_text("tinyone\n")
+    write_wheel(tmp_path / "wheelhouse", "tinyone", "1.0")
+    begun = asyncio.Event()
+    fetching = asyncio.create_task(fetch_artifacts(tmp_path, ".", settings, on_progress=lambda progress: begun.set()))
+    await begun.wait()
+    fetching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await fetching
+    artifacts = await fetch_artifacts(tmp_path, ".", settings)
+    assert (Path(artifacts.python_path[0]) / "tinyone.py").is_file()
+
+
+@on_loop
+async def test_an_archive_on_s3_is_extracted(tmp_path: Path, s3: S3) -> None:
+    s3.put("packed/model.tar.gz", tar_of(tmp_path / "model.tar.gz", config="1").read_bytes())
+    settings = artifact_settings(str(tmp_path / "downloads"), s3.variables)
+    directory = await fetch_model_directory(f"s3://{BUCKET}/packed/model.tar.gz", settings)
+    assert (directory.name, [path.name for path in directory.iterdir()]) == ("model", ["config"])
+
+
+@on_loop
+async def test_a_wrong_configuration_is_told_before_anything_is_fetched(
+    tmp_path: Path, settings: ArtifactSettings
+) -> None:
+    (tmp_path / "serving.properties").write_text("option.model_id=s3://bucket/model\njob_queue_size=0\n")
+    with pytest.raises(ConfigurationError, match="job_queue_size"):
+        await fetch_model(tmp_path, {}, {}, settings)
+    assert not settings.root.exists()
+
+
+@contextmanager
+def server(model_dir: Path, root: Path, variables: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, str(TESTS / "models" / "artifact_server.py"), str(model_dir), str(root)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=variables | {"PYTHONPATH": str(TESTS.parent)},
+    )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+
+
+def log_until(process: subprocess.Popen[str], pattern: str) -> list[str]:
+    """Return the log up to the line that has `pattern`."""
+    assert process.stderr is not None
+    lines: list[str] = []
+    for line in process.stderr:
+        lines.append(line)
+        if re.search(pattern, line):
+            return lines
+    raise AssertionError("".join(lines))
+
+
+def test_a_model_on_s3_is_served(tmp_path: Path, s3: S3) -> None:
+    s3.put("echo/config.json", b'{"architectures": ["TinyForCausalLM"]}')
+    s3.put("echo/weights", b"w" * 5000)
+    model_dir = tmp_path / "model"
+    model_dir.mkdir()
+    (model_dir / "serving.properties").write_text(
+        f"option.entryPoint=djl_python.echo\noption.model_id=s3://{BUCKET}/echo\n"
+    )
+    with server(model_dir, tmp_path / "downloads", s3.variables) as process:
+        log = log_until(process, r"\] ready: process")
+        (port,) = re.findall(r"listening on http://127\.0\.0\.1:(\d+)", "".join(log))
+        body = {"inputs": "a b", "parameters": {"max_new_tokens": 2}}
+        answer = httpx.post(f"http://127.0.0.1:{port}/invocations", json=body, timeout=30)
+    assert (answer.status_code, answer.json()["generated_text"]) == (200, " a b")
+    assert f"[model] downloading s3://{BUCKET}/echo: 4.9 KiB of 4.9 KiB (100 %)" in "".join(log)
+    (fetched,) = (tmp_path / "downloads" / "s3").glob("*/echo")
+    assert (fetched / "weights").read_bytes() == b"w" * 5000
+
+
+def test_a_model_that_cannot_be_fetched_fails_with_the_reason(tmp_path: Path, s3: S3) -> None:
+    model_dir = tmp_path / "model"
+    model_dir.mkdir()
+    (model_dir / "serving.properties").write_text(
+        "option.entryPoint=djl_python.echo\noption.model_id=s3://nowhere/echo\n"
+    )
+    with server(model_dir, tmp_path / "downloads", s3.variables) as process:
+        log = log_until(process, "could not be loaded")
+    assert "s3://nowhere/echo: there is no bucket nowhere at http://127.0.0.1:" in log[-1]
