@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version as distribution_version
 from pathlib import Path
@@ -13,10 +14,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from lmi_server.artifacts.location import archive_stem
 from lmi_server.configuration.environment import process_environment
-from lmi_server.configuration.resolve import resolve_model
-from lmi_server.configuration.server import ServerSettings, resolve_server
+from lmi_server.configuration.explain import Explanation
+from lmi_server.configuration.explain import explain as explain_model
+from lmi_server.configuration.machine import this_machine, with_gpu_memory
+from lmi_server.configuration.resolve import inspect_model
+from lmi_server.configuration.server import ServerSettings, model_defaults, resolve_server
 from lmi_server.errors import ConfigurationError
+from lmi_server.model_store import ModelSource, Startup, startup_sources
 
 app = typer.Typer(name="lmi-server", help="Serves the model of a directory over HTTP.", no_args_is_help=True)
 
@@ -26,24 +32,100 @@ _HELP = {option.field: f"{option.description} (default: {option.default})" for o
 
 @app.command()
 def serve(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Model directory with a serving.properties.")],
+    directories: Annotated[
+        list[Path] | None, typer.Argument(metavar="[DIR]...", help="Model directories with a serving.properties.")
+    ] = None,
+    model_store: Annotated[str | None, typer.Option("--model-store", "-s", help=_HELP["model_store"])] = None,
+    models: Annotated[
+        list[str] | None,
+        typer.Option("--models", "-m", help="A model: url, name=url or name:version:engine:devices=url; repeatable."),
+    ] = None,
+    load_models: Annotated[str | None, typer.Option(help=_HELP["load_models"])] = None,
+    config_file: Annotated[
+        Path | None, typer.Option("--config-file", "-f", help="Settings of the server: LMI's config.properties.")
+    ] = None,
     host: Annotated[str | None, typer.Option(help=_HELP["host"])] = None,
     port: Annotated[int | None, typer.Option(help=_HELP["port"])] = None,
     drain_timeout: Annotated[float | None, typer.Option(help=_HELP["drain_timeout"])] = None,
     log_level: Annotated[str | None, typer.Option(help=_HELP["log_level"])] = None,
 ) -> None:
-    """Serve the model of a directory until SIGTERM or SIGINT."""
+    """Serve models until SIGTERM or SIGINT: those of directories, of a model store, of specs, and HF_MODEL_ID."""
     from frontend.server import run
 
     environment = process_environment()
-    flags = {"host": host, "port": port, "drain_timeout": drain_timeout, "log_level": log_level}
+    flags = {
+        "model_store": model_store,
+        "load_models": load_models,
+        "host": host,
+        "port": port,
+        "drain_timeout": drain_timeout,
+        "log_level": log_level,
+    }
     with _plain_configuration_errors():
-        settings, doubtful = resolve_server(environment, flags)
-        model = resolve_model(directory, environment)
+        settings, doubtful = resolve_server(environment, flags, config_file)
+        if config_file is not None:
+            environment = {**model_defaults(config_file), **environment}
+        sources, warnings = startup_sources(_startup(directories, models, settings), environment)
+        if directories and len(sources) == 1:
+            _check_directory(sources[0], environment)
     _log_to_stderr(settings.log_level)
-    for warning in (*doubtful, *model.warnings):
+    for warning in (*doubtful, *warnings):
         _log.warning(warning)
-    raise typer.Exit(run([model], settings))
+    raise typer.Exit(run(sources, settings, environment))
+
+
+def _check_directory(source: ModelSource, environment: Mapping[str, str]) -> None:
+    """Tell who serves a single directory at once what is wrong with it; an archive is not read before it is loaded."""
+    if archive_stem(source.url) is None:
+        found = inspect_model(Path(source.url), {**environment, **source.variables})
+        if found.problems:
+            raise ConfigurationError("\n".join(found.problems))
+
+
+def _startup(directories: list[Path] | None, models: list[str] | None, settings: ServerSettings) -> Startup:
+    store = None if settings.model_store is None else Path(settings.model_store)
+    return Startup(directories or (), models or (), store, settings.load_models)
+
+
+@app.command()
+def explain(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Model directory with a serving.properties.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Show the value of every key of a model, where it came from, and what follows; nothing is loaded."""
+    explanation = _explain(directory)
+    if as_json:
+        typer.echo(json.dumps(explanation.as_json_values(), indent=2, default=sorted))
+    else:
+        from lmi_server.explanation_table import print_explanation
+
+        print_explanation(explanation, Console())
+    raise typer.Exit(1 if explanation.problems else 0)
+
+
+@app.command()
+def check(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Model directory with a serving.properties.")],
+) -> None:
+    """Check the configuration of a model: 0 it can be served, 1 it is wrong, 2 it is right but not for this version."""
+    found = _explain(directory)
+    console = Console(stderr=True)
+    for line in found.warnings:
+        console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    for line in (*found.problems, *found.unavailable):
+        console.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
+    if found.problems:
+        raise typer.Exit(1)
+    if not found.can_be_served:
+        raise typer.Exit(2)
+    typer.echo(f"{directory}: {len(found.warnings)} warnings, no problem")
+
+
+def _explain(directory: Path) -> Explanation:
+    environment = process_environment()
+    with _plain_configuration_errors():
+        machine = with_gpu_memory(this_machine(environment))
+        return explain_model(inspect_model(directory, environment, machine=machine))
 
 
 @app.command("demo-model")

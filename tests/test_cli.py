@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from importlib.metadata import version
@@ -89,3 +90,63 @@ def test_demo_model_refuses_a_directory_of_somebody_else(tmp_path: Path) -> None
 def test_demo_model_keeps_a_complete_directory(demo_model_dir: Path) -> None:
     result = lmi_server("demo-model", str(demo_model_dir))
     assert (result.returncode, result.stdout.strip()) == (0, f"{demo_model_dir}: complete, nothing to do")
+
+
+LLAMA = '{"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}'
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(LLAMA)
+    return tmp_path
+
+
+def test_explain_prints_tables(model_dir: Path) -> None:
+    (model_dir / "serving.properties").write_text("option.dtype=bf16\n")
+    result = lmi_server("explain", str(model_dir), columns="200")
+    assert (result.returncode, result.stderr) == (0, "")
+    (line,) = [line for line in result.stdout.splitlines() if line.split()[:1] == ["option.dtype"]]
+    assert line.split()[1:3] == ["bf16", "serving.properties:1"]
+    assert "-m lmi_server.worker" in result.stdout
+
+
+def test_explain_prints_json_alone(model_dir: Path) -> None:
+    (model_dir / "serving.properties").write_text("option.rolling_batch=vllm\noption.dtype=[x]\n")
+    result = lmi_server("explain", str(model_dir), "--json")
+    explanation = json.loads(result.stdout)
+    assert result.returncode == 1
+    assert explanation["handler"] == "vllm"
+    assert "[x]" in explanation["problems"][0]
+    assert explanation["can_be_served"] is False
+
+
+def test_check_tells_all_errors_at_once(model_dir: Path) -> None:
+    (model_dir / "serving.properties").write_text("option.dtype=x\njob_queue_size=0\noption.threads=no\nbatch_size=?\n")
+    result = lmi_server("check", str(model_dir))
+    assert (result.returncode, result.stdout) == (1, "")
+    lines = result.stderr.splitlines()
+    assert sorted(line.split(":")[1] for line in lines) == ["1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize(
+    ("properties", "code", "text"),
+    [
+        ("", 0, "no problem"),
+        ("option.dtpye=fp16", 0, "did you mean option.dtype?"),
+        ("engine=MPI", 2, "is not available in this version; missing: lmi-dist"),
+        ("option.rolling_batch=vllm", 2, "is not available in this version; missing: vllm"),
+    ],
+)
+def test_what_check_returns(model_dir: Path, properties: str, code: int, text: str) -> None:
+    (model_dir / "serving.properties").write_text(properties)
+    result = lmi_server("check", str(model_dir))
+    assert result.returncode == code
+    assert text in result.stdout + result.stderr
+
+
+def test_serve_refuses_a_missing_handler_in_one_line(model_dir: Path) -> None:
+    (model_dir / "serving.properties").write_text("option.rolling_batch=trtllm")
+    result = lmi_server("serve", str(model_dir), "--port", "0")
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert "is not available in this version; missing: tensorrt_llm" in line

@@ -194,3 +194,97 @@ def test_no_bytes_do_more_than_raise_a_configuration_error(
     except ConfigurationError as error:
         problem = error.message
     assert problem.startswith(str(path))
+
+
+class JavaLines:
+    """java.util.Properties' LineReader and load0, written after their description: one character at a time."""
+
+    def __init__(self, text: str) -> None:
+        self.entries: dict[str, str] = {}
+        for line in self._logical(text):
+            self._load(line)
+
+    def _logical(self, text: str) -> list[str]:
+        lines, line, position = [], "", 0
+        skip_blanks, is_comment, is_new, escaped, after_continuation = True, False, True, False, False
+        while position < len(text):
+            character = text[position]
+            position += 1
+            if skip_blanks:
+                if character in " \t\f" or (not after_continuation and character in "\r\n"):
+                    continue
+                skip_blanks = after_continuation = False
+            if is_new:
+                is_new = False
+                if character in "#!":
+                    is_comment = True
+                    continue
+            if character not in "\r\n":
+                line += character
+                escaped = not escaped if character == "\\" else False
+                continue
+            if is_comment or not line:
+                is_comment, is_new, skip_blanks, line = False, True, True, ""
+                continue
+            if escaped:
+                line, skip_blanks, after_continuation, escaped = line[:-1], True, True, False
+                if character == "\r" and text[position : position + 1] == "\n":
+                    position += 1
+                continue
+            lines.append(line)
+            line, is_new, skip_blanks = "", True, True
+        if line and not is_comment:
+            lines.append(line[:-1] if escaped else line)
+        return lines
+
+    def _load(self, line: str) -> None:
+        end = start = None
+        escaped = has_separator = False
+        for index, character in enumerate(line):
+            if character in "=:" and not escaped:
+                end, start, has_separator = index, index + 1, True
+                break
+            if character in " \t\f" and not escaped:
+                end, start = index, index + 1
+                break
+            escaped = not escaped if character == "\\" else False
+        end, start = (len(line), len(line)) if end is None or start is None else (end, start)
+        while start < len(line):
+            if line[start] not in " \t\f":
+                if has_separator or line[start] not in "=:":
+                    break
+                has_separator = True
+            start += 1
+        self.entries[self._plain(line[:end])] = self._plain(line[start:])
+
+    def _plain(self, text: str) -> str:
+        result, position = "", 0
+        while position < len(text):
+            if text[position] == "\\":
+                position += 1
+                named = {"t": "\t", "n": "\n", "r": "\r", "f": "\f"}
+                result += named.get(text[position : position + 1], text[position : position + 1])
+            else:
+                result += text[position]
+            position += 1
+        return result
+
+
+@given(st.text(st.sampled_from("\\\\\\ab =:#! \t\f\n\r"), max_size=60))
+def test_every_text_is_read_as_java_reads_it(text: str) -> None:
+    assert values(text) == JavaLines(text).entries
+
+
+@given(
+    st.text(
+        st.one_of(st.sampled_from("\\ab =:#\n\r"), st.characters(exclude_categories=["Cs"], exclude_characters="u"))
+    )
+)
+def test_what_was_read_is_read_the_same_again(text: str) -> None:
+    once = values(text)
+    again = "\n".join(f"{escape(key)}={escape(value)}" for key, value in once.items())
+    assert values(again) == once
+
+
+def escape(text: str) -> str:
+    return "".join(ways_to_write(character)[0] for character in text)

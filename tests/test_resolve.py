@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from handlers.huggingface_options import HuggingFaceOptions
-from lmi_server.configuration.resolve import ResolvedModel, model_name, rebuild_options, resolve_model
+from lmi_server.configuration.machine import Gpu, Machine
+from lmi_server.configuration.resolve import ResolvedModel, inspect_model, model_name, rebuild_options, resolve_model
 from lmi_server.configuration.server import resolve_server
 from lmi_server.errors import ConfigurationError
 
@@ -187,14 +188,14 @@ def test_a_warning_on_a_variable_names_it(write: Write) -> None:
 
 
 def test_every_bad_value_is_reported_in_a_line_of_its_own(write: Write) -> None:
-    directory = write("option.dtype=fp64\n# ok\njob_queue_size=none\noption.rolling_batch=vllm\n")
+    directory = write("option.dtype=fp64\n# ok\njob_queue_size=none\noption.rolling_batch=disable\n")
     file = directory / "serving.properties"
     assert sorted(refusal(directory, {"OPTION_THREADS": "many"})) == sorted(
         [
             f'{file}:1: option.dtype = "fp64" is not allowed; '
             "allowed: auto, fp32 (float32), fp16 (float16), bf16 (bfloat16), int8",
             f'{file}:3: job_queue_size = "none" is not allowed; allowed: an integer of 1 or more',
-            f'{file}:4: option.rolling_batch = "vllm" is not available in this version; use scheduler or auto',
+            f'{file}:4: option.rolling_batch = "disable" is not available in this version; use scheduler or auto',
             'variable OPTION_THREADS: option.threads = "many" is not allowed; allowed: an integer of 1 or more',
         ]
     )
@@ -211,18 +212,14 @@ def test_every_bad_value_is_reported_in_a_line_of_its_own(write: Write) -> None:
         "option.rolling_batch=deepspeed",
         "option.rolling_batch=disable",
         "option.entryPoint=djl_python.deepspeed",
-        "option.entryPoint=model.py",
         "option.mpi_mode=true",
         "option.tensor_parallel_degree=2",
         "option.quantize=awq",
-        "option.load_in_8bit=true",
         "option.dtype=int8",
         "option.decoding_strategy=contrastive",
         "option.task=text-classification",
-        "option.model_id=s3://bucket/model",
         "batch_size=4",
         "option.batch_size=4",
-        "load_on_devices=gpu0",
     ],
 )
 def test_what_cannot_be_served_yet_is_refused(write: Write, properties: str) -> None:
@@ -231,6 +228,36 @@ def test_what_cannot_be_served_yet_is_refused(write: Write, properties: str) -> 
     (problem,) = refusal(directory)
     assert problem.startswith(f"{directory / 'serving.properties'}:1: ")
     assert f'{key.replace("option.batch", "batch")} = "{value}" is not available in this version; ' in problem
+
+
+@pytest.mark.parametrize("entry_point", ["model.py", "{directory}/model.py", "model.service", "json.tool"])
+def test_every_spelling_of_ones_own_handler_is_known_and_refused(write: Write, entry_point: str) -> None:
+    directory = write()
+    (directory / "model.py").touch()
+    (directory / "serving.properties").write_text(
+        f"option.entryPoint={entry_point.format(directory=directory)}\noption.mine=1"
+    )
+    (problem,) = refusal(directory)
+    assert problem.startswith(f"{directory / 'serving.properties'}:1: option.entryPoint = ")
+    assert "is not available in this version; missing: a handler of one's own" in problem
+    assert inspect_model(directory, {}).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("entry_point", "advice"),
+    [
+        ("djl_python.hugginface", "; did you mean djl_python.huggingface?"),
+        ("nowhere.py", "an absolute path"),
+        ("no_such_package.service", "a dotted module"),
+        ("/nowhere/model.py", "a Python file of the model directory"),
+    ],
+)
+def test_an_entry_point_that_names_nothing_is_refused(write: Write, entry_point: str, advice: str) -> None:
+    directory = write(f"option.entryPoint={entry_point}")
+    (problem,) = refusal(directory)
+    assert problem.startswith(f"{directory / 'serving.properties'}:1: option.entryPoint = ")
+    assert "is not allowed; allowed: djl_python.huggingface, " in problem
+    assert advice in problem
 
 
 def test_a_handler_of_ones_own_is_refused(write: Write) -> None:
@@ -342,3 +369,217 @@ def test_bad_server_settings_are_reported_together() -> None:
         'command line: port = "70000" is not allowed; allowed: an integer from 0 to 65535',
         'variable SERVING_MAX_REQUEST_SIZE: max_request_size = "big" is not allowed; allowed: an integer of 1 or more',
     ]
+
+
+FOUR_GPUS = Machine(total_bytes=2**38, available_bytes=2**37, gpus=tuple(Gpu(str(index)) for index in range(4)))
+NO_GPU = Machine(total_bytes=2**34, available_bytes=2**33)
+
+
+def test_an_engine_alias_stands_for_other_keys(write: Write) -> None:
+    found = inspect_model(write("engine=DeepSpeed\noption.quantize=dynamic_int8"), {}, machine=NO_GPU)
+    assert (found.row.title, found.options.mpi_mode) == ("deepspeed", True)
+    assert found.options.entry_point == "djl_python.deepspeed"
+    assert {found.sources[key].layer for key in ("option.mpi_mode", "option.entryPoint")} == {"engine alias"}
+    assert found.problems == ()
+    assert any('engine = "DeepSpeed" is deprecated' in warning for warning in found.warnings)
+
+
+def test_a_given_key_is_stronger_than_an_engine_alias(write: Write) -> None:
+    found = inspect_model(write("engine=MPI\noption.entryPoint=djl_python.tensorrt_llm"), {}, machine=NO_GPU)
+    assert (found.row.title, found.options.rolling_batch, found.options.mpi_mode) == ("tensorrt_llm", "trtllm", True)
+
+
+@pytest.mark.parametrize(
+    ("properties", "title"),
+    [
+        ("", "huggingface"),
+        ("option.rolling_batch=auto", "huggingface"),
+        ("option.rolling_batch=vllm", "vllm"),
+        ("option.rolling_batch=VLLM\noption.entryPoint=djl_python.huggingface", "vllm"),
+        ("option.rolling_batch=lmi-dist", "lmi-dist"),
+        ("option.rolling_batch=trtllm", "tensorrt_llm"),
+        ("option.rolling_batch=deepspeed", "deepspeed"),
+        ("engine=MPI", "lmi-dist"),
+        ("engine=MPI\noption.rolling_batch=auto", "lmi-dist"),
+        ("option.mpi_mode=true\noption.rolling_batch=auto", "lmi-dist"),
+        ("engine=MPI\noption.rolling_batch=scheduler", "huggingface"),
+        ("engine=OnnxRuntime", "an engine in Java"),
+    ],
+)
+def test_which_handler_is_meant(write: Write, properties: str, title: str) -> None:
+    assert inspect_model(write(properties), {}, machine=FOUR_GPUS).row.title == title
+
+
+def test_an_architecture_without_lmi_dist_stays_with_huggingface(write: Write) -> None:
+    directory = write("engine=MPI", {"architectures": ["StableLmForCausalLM"]})
+    assert inspect_model(directory, {}, machine=NO_GPU).row.title == "huggingface"
+
+
+@pytest.mark.parametrize(
+    ("properties", "degree"),
+    [
+        ("option.rolling_batch=vllm", 4),
+        ("option.rolling_batch=vllm\noption.tensor_parallel_degree=2", 2),
+        ("engine=MPI\noption.rolling_batch=lmi-dist", 4),
+        ("option.entryPoint=djl_python.tensorrt_llm", "max"),
+        ("option.entryPoint=djl_python.deepspeed", 1),
+        ("option.entryPoint=djl_python.transformers_neuronx", 1),
+        ("option.entryPoint=djl_python.huggingface", -1),
+    ],
+)
+def test_tensor_parallel_degree_by_handler(write: Write, properties: str, degree: object) -> None:
+    assert inspect_model(write(properties), {}, machine=FOUR_GPUS).options.tensor_parallel_degree == degree
+
+
+def test_a_handler_that_is_missing_is_one_line(write: Write) -> None:
+    directory = write("engine=MPI\noption.rolling_batch=lmi-dist\noption.tensor_parallel_degree=8\noption.dtype=int8")
+    (problem,) = refusal(directory)
+    assert problem == (
+        f'{directory / "serving.properties"}:2: option.rolling_batch = "lmi-dist" is not available in this version; '
+        "missing: lmi-dist; served are djl_python.huggingface or djl_python.echo"
+    )
+
+
+@pytest.mark.parametrize(
+    ("properties", "blamed", "text"),
+    [
+        ("batch_size=2\noption.rolling_batch=scheduler", "batch_size", "1 with option.rolling_batch=scheduler"),
+        ("option.quantize=bitsandbytes8", "option.quantize", "only with option.device_map"),
+        (
+            "engine=MPI\noption.entryPoint=djl_python.tensorrt_llm\noption.rotary_scaling_factor=2.0",
+            "option.rotary_scaling_factor",
+            "only together",
+        ),
+        ("engine=Python\noption.rolling_batch=trtllm", "option.rolling_batch", "only with engine=MPI"),
+        ("engine=Python\noption.rolling_batch=lmi-dist", "option.rolling_batch", "only with engine=MPI"),
+        (
+            "option.entryPoint=djl_python.deepspeed\noption.quantize=smoothquant\noption.dtype=bf16",
+            "option.quantize",
+            "smoothquant only with option.dtype=fp16 or fp32",
+        ),
+        (
+            "option.entryPoint=djl_python.deepspeed\noption.checkpoint=c.json",
+            "option.checkpoint",
+            "only with option.dt",
+        ),
+        (
+            "option.entryPoint=djl_python.transformers_neuronx\noption.fuse_qkv=true\noption.partition_schema=optimum",
+            "option.partition_schema",
+            "optimum only with option.model_loader=optimum",
+        ),
+        (
+            "option.rolling_batch=vllm\noption.enable_auto_tool_choice=true",
+            "option.enable_auto_tool_choice",
+            "true only with option.tool_call_parser",
+        ),
+    ],
+)
+def test_what_does_not_go_together(write: Write, properties: str, blamed: str, text: str) -> None:
+    directory = write(properties)
+    line = next(number for number, line in enumerate(properties.split("\n"), 1) if line.startswith(blamed))
+    (problem,) = inspect_model(directory, {}, machine=NO_GPU).problems
+    assert problem.startswith(f"{directory / 'serving.properties'}:{line}: {blamed} = ")
+    assert text in problem
+
+
+@pytest.mark.parametrize(("key", "method"), [("load_in_4bit", "bitsandbytes4"), ("load_in_8bit", "bitsandbytes8")])
+def test_a_deprecated_key_becomes_another(write: Write, key: str, method: str) -> None:
+    found = inspect_model(write(f"option.{key}=true\noption.device_map=auto"), {}, machine=NO_GPU)
+    assert hugging_face_options(found.options).quantize == method
+    assert found.sources["option.quantize"].layer == "deprecated key"
+    assert any(f"use option.quantize={method}" in warning for warning in found.warnings)
+    assert found.problems == ()
+    (line,) = found.unavailable
+    assert f'option.{key} = "true" is not available in this version' in line
+
+
+def hugging_face_options(options: object) -> HuggingFaceOptions:
+    assert isinstance(options, HuggingFaceOptions)
+    return options
+
+
+def test_a_deprecated_value_is_mapped(write: Write) -> None:
+    directory = write("engine=MPI\noption.rolling_batch=lmi-dist\noption.quantize=bitsandbytes")
+    found = inspect_model(directory, {}, machine=NO_GPU)
+    assert found.options.engine_arguments()["quantization"] == "bitsandbytes8"
+    assert found.warnings == (
+        f'{directory / "serving.properties"}:3: option.quantize = "bitsandbytes" is deprecated: use bitsandbytes8',
+    )
+
+
+def test_a_key_of_another_handler_says_so(write: Write) -> None:
+    (warning,) = inspect_model(write("option.max_input_len=5"), {}, machine=NO_GPU).warnings
+    assert warning.endswith("option.max_input_len has no effect on huggingface; it is an option of tensorrt_llm")
+
+
+@pytest.mark.parametrize(("machine", "workers"), [(NO_GPU, (3, 4)), (FOUR_GPUS, (1, 2))])
+def test_workers_by_kind_of_machine(write: Write, machine: Machine, workers: tuple[int, int]) -> None:
+    properties = "minWorkers=9\ncpu.minWorkers=3\ncpu.maxWorkers=4\ngpu.minWorkers=1\ngpu.maxWorkers=2"
+    serving = inspect_model(write(properties), {}, machine=machine).serving
+    assert (serving.min_workers, serving.max_workers) == workers
+
+
+def test_variables_of_text_generation_inference(write: Write) -> None:
+    environment = {
+        "MAX_BATCH_SIZE": "7",
+        "MAX_CONCURRENT_REQUESTS": "9",
+        "HF_MODEL_TRUST_REMOTE_CODE": "true",
+        "ENABLE_CUDA_GRAPHS": "false",
+        "CUDA_MEMORY_FRACTION": "0.8",
+        "SM_NUM_GPUS": "2",
+        "MAX_BATCH_PREFILL_TOKENS": "4096",
+        "OPTION_TRUST_REMOTE_CODE": "false",
+    }
+    found = inspect_model(write("option.rolling_batch=vllm"), environment, machine=NO_GPU)
+    given = found.options.engine_arguments()
+    assert (given["max_num_seqs"], given["max_num_batched_tokens"], found.serving.job_queue_size) == (7, 4096, 9)
+    assert (given["enforce_eager"], given["gpu_memory_utilization"], given["tensor_parallel_size"]) == (True, 0.8, 2)
+    assert given["trust_remote_code"] is False
+    assert (found.problems, found.warnings) == ((), ())
+
+
+def test_a_variable_of_text_generation_inference_that_changes_nothing_is_told(write: Write) -> None:
+    (warning,) = inspect_model(write(), {"CUDA_MEMORY_FRACTION": "0.8"}, machine=NO_GPU).warnings
+    assert warning == "variable CUDA_MEMORY_FRACTION is ignored, because the handler has no such option"
+
+
+@given(
+    pairs=st.lists(
+        st.tuples(
+            st.sampled_from(["engine", "option.entryPoint", "option.rolling_batch", "option.dtype", "batch_size"]),
+            st.sampled_from(
+                ["MPI", "Python", "auto", "vllm", "lmi-dist", "djl_python.deepspeed", "fp16", "2", "", "x"]
+            ),
+        )
+    )
+)
+def test_a_configuration_has_one_reading(
+    pairs: list[tuple[str, str]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The last of several lines counts, wherever the others stand, and each of them is told."""
+    directory = tmp_path_factory.mktemp("model")
+    (directory / "config.json").write_text(json.dumps(LLAMA))
+    file = directory / "serving.properties"
+    file.write_text("\n".join(f"{key}={value}" for key, value in pairs))
+    whole = inspect_model(directory, {}, machine=NO_GPU)
+    last = dict(pairs)
+    file.write_text("\n".join(f"{key}={value}" for key, value in sorted(last.items())))
+    once = inspect_model(directory, {}, machine=NO_GPU)
+    assert (whole.options, whole.serving, whole.row) == (once.options, once.serving, once.row)
+    assert len(whole.problems) == len(once.problems)
+    assert len([text for text in whole.warnings if "was given in line" in text]) == len(pairs) - len(last)
+
+
+@pytest.mark.parametrize("model_id", ["s3://bucket/model", "org/model", "{directory}/model.tar.gz"])
+def test_a_model_that_has_to_be_fetched_keeps_its_address(write: Write, model_id: str) -> None:
+    directory = write(config=None)
+    (directory / "model.tar.gz").touch()
+    address = model_id.format(directory=directory)
+    (directory / "serving.properties").write_text(f"option.model_id={address}")
+    found = inspect_model(directory, {}, machine=NO_GPU)
+    assert (found.location, found.config, found.problems, found.unavailable) == (address, {}, (), ())
+
+
+def test_code_is_not_downloaded(write: Write) -> None:
+    (problem,) = refusal(write("option.entryPoint=https://host/model.py"))
+    assert "is not allowed: code is not downloaded from a URL" in problem

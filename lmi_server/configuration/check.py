@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from pydantic import ValidationError
 
-from lmi_server.configuration.declaration import Deprecated, NoEffect, Option, Options, Unavailable
-from lmi_server.configuration.layers import Given, Source
-from lmi_server.configuration.options import ServingOptions
+from lmi_server.configuration.declaration import (
+    Deprecated,
+    DeprecatedValue,
+    Finding,
+    NoEffect,
+    Option,
+    Options,
+    Unavailable,
+)
+from lmi_server.configuration.layers import DERIVED, Given, Source
+from lmi_server.configuration.options import ModelOptions, ServingOptions
 
 _AnyOptions = TypeVar("_AnyOptions", bound=Options)
 
 
-def build(options_type: type[_AnyOptions], sources: Given) -> tuple[_AnyOptions, list[str]]:
-    """Return the typed options and the problems with them.
+def build(options_type: type[_AnyOptions], sources: Given) -> tuple[_AnyOptions, dict[str, str]]:
+    """Return the typed options and the problems with them, by key.
 
     A bad value has its default in the result, so that the checks that follow can report the others.
     """
@@ -23,7 +31,8 @@ def build(options_type: type[_AnyOptions], sources: Given) -> tuple[_AnyOptions,
     values = {field: sources[option.key].raw for field, option in declared.items()}
     wrong = _wrong_fields(options_type, values)
     sound = {field: value for field, value in values.items() if field not in wrong}
-    return options_type.model_validate(sound), [_bad_value(declared[field], sources) for field in wrong]
+    bad = [declared[field] for field in wrong]
+    return options_type.model_validate(sound), {option.key: _bad_value(option, sources) for option in bad}
 
 
 def _wrong_fields(options_type: type[Options], values: Mapping[str, str]) -> list[str]:
@@ -51,14 +60,29 @@ def unavailable(options: Options, sources: Given) -> Iterator[str]:
                 yield f"{told(source, option.key)} is not available in this version; {mark.instead}"
 
 
-def contradictions(serving: ServingOptions, sources: Given) -> Iterator[str]:
-    """Yield a problem where two values do not go together."""
+def contradictions(
+    serving: ServingOptions, options: ModelOptions, sources: Given, wrong: Collection[str]
+) -> Iterator[str]:
+    """Yield a problem where two values do not go together; of the keys in `wrong` there is no value to judge by."""
+    given = _given(sources)
+    for finding in (*_contradictions(serving, options, given), *options.contradictions(given)):
+        if not set(finding.keys).isdisjoint(wrong):
+            continue
+        key = next((key for key in finding.keys if key in sources), finding.keys[0])
+        place = told(sources[key], key) if key in sources else key
+        yield f"{place} is not allowed; allowed: {finding.text}"
+
+
+def _contradictions(serving: ServingOptions, options: ModelOptions, given: Collection[str]) -> Iterator[Finding]:
     if serving.min_workers > serving.max_workers:
-        key = "maxWorkers" if "maxWorkers" in sources else "minWorkers"
-        yield (
-            f"{told(sources[key], key)} is not allowed; allowed: maxWorkers (here {serving.max_workers}) "
-            f"not below minWorkers (here {serving.min_workers})"
-        )
+        keys = ("maxWorkers", "minWorkers")
+        here = f"maxWorkers (here {serving.max_workers}) not below minWorkers (here {serving.min_workers})"
+        yield Finding(keys, here)
+    rolling = options.rolling_batch
+    if serving.batch_size > 1 and "option.rolling_batch" in given and rolling not in ("disable", "auto"):
+        yield Finding(("batch_size",), f"1 with option.rolling_batch={rolling}; a rolling batch needs no dynamic batch")
+    if serving.batch_size > 1 and options.enable_streaming != "false" and rolling == "disable":
+        yield Finding(("batch_size",), f"1 with option.enable_streaming={options.enable_streaming}")
 
 
 def doubts(options: Options, sources: Given) -> Iterator[str]:
@@ -67,13 +91,27 @@ def doubts(options: Options, sources: Given) -> Iterator[str]:
         for mark in option.marks:
             if isinstance(mark, Deprecated):
                 yield f"{source.where}: {option.key} is deprecated: {mark.advice}"
+            elif isinstance(mark, DeprecatedValue) and source.raw == mark.value:
+                yield f"{told(source, option.key)} is deprecated: {mark.advice}"
             elif isinstance(mark, NoEffect):
                 yield f"{source.where}: {option.key} has no effect here: {mark.reason}"
 
 
+def combined_doubts(options: ModelOptions, sources: Given) -> Iterator[str]:
+    """Yield a warning for each key that changes nothing because of another one."""
+    for finding in options.doubts(_given(sources)):
+        key = finding.keys[0]
+        yield f"{sources[key].where}: {key} {finding.text}"
+
+
+def _given(sources: Given) -> Collection[str]:
+    return {key for key, source in sources.items() if source.layer not in DERIVED}
+
+
 def _decided(options: Options, sources: Given) -> Sequence[tuple[Option, Source, object]]:
+    """Return the options that somebody wrote a value of; what followed from something else is not theirs to mend."""
     return [
         (option, sources[option.key], getattr(options, option.field))
         for option in options.declared()
-        if option.key in sources
+        if option.key in sources and sources[option.key].layer not in DERIVED
     ]

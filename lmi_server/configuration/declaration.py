@@ -34,9 +34,29 @@ class Allowed:
 
 @dataclass(frozen=True, slots=True)
 class Deprecated:
-    """The option still works; `advice` says what to write today."""
+    """The option still works; `advice` says what to write today.
+
+    Where `becomes` names a key in full and a value, giving "true" is the same as writing that.
+    """
 
     advice: str
+    becomes: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeprecatedValue:
+    """One value of the option still works; `advice` says what to write today."""
+
+    value: str
+    advice: str
+
+
+@dataclass(frozen=True, slots=True)
+class Documented:
+    """LMI's documentation names another default (or none at all: None); `reason` says why it is not the one here."""
+
+    default: str | None
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +78,9 @@ class Unavailable:
         return cls(lambda value: value in values, instead)
 
 
+Mark = Deprecated | DeprecatedValue | Documented | NoEffect | Unavailable
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
     """One declared option: `key` in full ("option.dtype"), its other spellings, and what the reference page needs."""
@@ -68,12 +91,29 @@ class Option:
     default: Any
     description: str
     allowed: str
-    marks: tuple[Deprecated | NoEffect | Unavailable, ...]
+    marks: tuple[Mark, ...]
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Return every spelling; where several are given, the first of them wins."""
         return (self.key, *self.aliases)
+
+
+def written(value: object) -> str:
+    """Return `value` as it would be written in serving.properties; nothing for None."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(map(written, value)) if isinstance(value, tuple) else str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Options that do not go together: `keys` in full, the one to name first; `text` says what is allowed or why."""
+
+    keys: tuple[str, ...]
+    text: str
 
 
 class Options(BaseModel):
@@ -107,7 +147,7 @@ def _option(prefix: str, field: str, info: FieldInfo) -> Option:
         default=info.get_default(call_default_factory=False),
         description=info.description or "",
         allowed=_allowed(info.annotation, info.metadata),
-        marks=tuple(mark for mark in info.metadata if isinstance(mark, Deprecated | NoEffect | Unavailable)),
+        marks=tuple(mark for mark in info.metadata if isinstance(mark, Mark)),
     )
 
 

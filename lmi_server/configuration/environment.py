@@ -23,12 +23,27 @@ _SAGEMAKER = {
 _HUGGING_FACE = {"HF_MODEL_ID": "option.model_id", "HF_REVISION": "option.revision", "HF_TASK": "option.task"}
 _MODEL_DEFAULTS = {
     "TENSOR_PARALLEL_DEGREE": "option.tensor_parallel_degree",
+    "SM_NUM_GPUS": "option.tensor_parallel_degree",
+    "PIPELINE_PARALLEL_DEGREE": "option.pipeline_parallel_degree",
+    "PYTHON_EXECUTABLE": "option.pythonExecutable",
     "MODEL_LOADING_TIMEOUT": "option.model_loading_timeout",
     "PREDICT_TIMEOUT": "option.predict_timeout",
     "DJL_ENTRY_POINT": "option.entryPoint",
 }
+# What text-generation-inference calls them; each counts as the OPTION_ variable of its keys where that is not set.
+_TEXT_GENERATION_INFERENCE = {
+    "HF_MODEL_QUANTIZE": ("option.quantize",),
+    "HF_MODEL_TRUST_REMOTE_CODE": ("option.trust_remote_code",),
+    "HF_TRUST_REMOTE_CODE": ("option.trust_remote_code",),
+    "MAX_BATCH_PREFILL_TOKENS": ("option.max_rolling_batch_prefill_tokens",),
+    "MAX_BATCH_SIZE": ("option.max_rolling_batch_size",),
+    "ENABLE_CUDA_GRAPHS": ("option.enforce_eager",),
+    "CUDA_MEMORY_FRACTION": ("option.gpu_memory_utilization", "option.kv_cache_free_gpu_mem_fraction"),
+}
+_OPPOSITES = {"true": "false", "false": "true", "1": "false", "0": "true"}
 _GLOBAL_DEFAULTS = {
     "SERVING_JOB_QUEUE_SIZE": "job_queue_size",
+    "MAX_CONCURRENT_REQUESTS": "job_queue_size",
     "SERVING_BATCH_SIZE": "batch_size",
     "SERVING_MAX_BATCH_DELAY": "max_batch_delay",
     "SERVING_MAX_IDLE_TIME": "max_idle_time",
@@ -37,6 +52,13 @@ _GLOBAL_DEFAULTS = {
     "SERVING_MAX_WORKERS": "maxWorkers",
     "SERVING_RETRY_THRESHOLD": "retry_threshold",
 }
+
+VARIABLES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "SageMaker": _SAGEMAKER,
+    "as OPTION_": {**{name: (key,) for name, key in _HUGGING_FACE.items()}, **_TEXT_GENERATION_INFERENCE},
+    "defaults": {name: (key,) for name, key in (*_MODEL_DEFAULTS.items(), *_GLOBAL_DEFAULTS.items())},
+}
+"""Every variable with a name of its own, and the keys in full that it stands for, by layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +102,16 @@ def hugging_face_variables(environment: Mapping[str, str]) -> list[Variable]:
     if not list(_given(environment, "HF_MODEL_ID")):
         return []
     return _named(environment, _HUGGING_FACE)
+
+
+def text_generation_inference_variables(environment: Mapping[str, str]) -> list[Variable]:
+    """Return variables of text-generation-inference; a handler that does not know the key is not meant by them."""
+    return [
+        Variable(name, key, _OPPOSITES.get(value.lower(), value) if name == "ENABLE_CUDA_GRAPHS" else value)
+        for name, keys in _TEXT_GENERATION_INFERENCE.items()
+        for value in _given(environment, name)
+        for key in keys
+    ]
 
 
 def default_variables(environment: Mapping[str, str]) -> list[Variable]:

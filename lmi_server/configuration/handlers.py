@@ -14,31 +14,117 @@ from lmi_server.configuration.options import ModelOptions
 
 @dataclass(frozen=True, slots=True)
 class HandlerRow:
-    """One handler: the names under which entryPoint asks for it, and "module:Class" of it and of its options.
+    """One handler: its `title` in words, the `names` under which entryPoint asks for it, and the class of its options.
 
-    The module of `options` is importable without the engine. `causal_lm_only`: the handler generates text with a causal
-    language model and serves no other architecture.
+    `handler` and `options` are "module:Class"; the module of `options` is importable without the engine. `handler` is
+    None where this version has only the options: such a configuration is resolved and checked, and not served.
+    `rolling_batches` are the values of option.rolling_batch that mean this handler; `engines` the Python packages that
+    it needs. `causal_lm_only`: it generates text with a causal language model and serves no other architecture.
+    `reads_checkpoint`: the model is a Hugging Face checkpoint. `batches_by_default`: with a rolling batch where nobody
+    says otherwise. `takes_all_gpus`: it splits the model over all of them where nobody says otherwise. `needs_mpi`: it
+    runs under the MPI engine only.
     """
 
+    title: str
     names: tuple[str, ...]
-    handler: str
     options: str
+    handler: str | None = None
+    rolling_batches: tuple[str, ...] = ()
+    engines: tuple[str, ...] = ()
     causal_lm_only: bool = False
+    reads_checkpoint: bool = False
+    batches_by_default: bool = False
+    takes_all_gpus: bool = False
+    needs_mpi: bool = False
 
 
 _HUGGING_FACE = HandlerRow(
+    title="huggingface",
     names=("djl_python.huggingface", "huggingface"),
     handler="handlers.huggingface:HuggingFaceHandler",
     options="handlers.huggingface_options:HuggingFaceOptions",
+    rolling_batches=("scheduler",),
+    engines=("transformers", "torch"),
     causal_lm_only=True,
+    reads_checkpoint=True,
+    batches_by_default=True,
+)
+_DEEPSPEED = HandlerRow(
+    title="deepspeed",
+    names=("djl_python.deepspeed", "deepspeed"),
+    options="handlers.deepspeed_options:DeepSpeedOptions",
+    rolling_batches=("deepspeed",),
+    engines=("deepspeed",),
+    reads_checkpoint=True,
+)
+_LMI_DIST = HandlerRow(
+    title="lmi-dist",
+    names=("djl_python.lmi_dist", "lmi_dist"),
+    options="handlers.lmi_dist_options:LmiDistOptions",
+    rolling_batches=("lmi-dist",),
+    engines=("lmi_dist",),
+    reads_checkpoint=True,
+    batches_by_default=True,
+    takes_all_gpus=True,
+    needs_mpi=True,
+)
+_VLLM = HandlerRow(
+    title="vllm",
+    names=("djl_python.lmi_vllm.vllm_async_service", "djl_python.vllm", "vllm"),
+    options="handlers.vllm_options:VllmOptions",
+    rolling_batches=("vllm",),
+    engines=("vllm",),
+    reads_checkpoint=True,
+    batches_by_default=True,
+    takes_all_gpus=True,
+)
+_TENSORRT_LLM = HandlerRow(
+    title="tensorrt_llm",
+    names=("djl_python.tensorrt_llm", "djl_python.lmi_trtllm.trtllm_async_service", "tensorrt_llm"),
+    options="handlers.tensorrt_llm_options:TensorRtLlmOptions",
+    rolling_batches=("trtllm",),
+    engines=("tensorrt_llm",),
+    batches_by_default=True,
+    needs_mpi=True,
+)
+_NEURONX = HandlerRow(
+    title="transformers_neuronx",
+    names=("djl_python.transformers_neuronx", "transformers_neuronx", "neuronx"),
+    options="handlers.neuronx_options:NeuronxOptions",
+    engines=("transformers_neuronx",),
+    reads_checkpoint=True,
+)
+_STABLE_DIFFUSION = HandlerRow(
+    title="stable_diffusion",
+    names=("djl_python.stable_diffusion", "djl_python.stable-diffusion", "stable_diffusion"),
+    options="handlers.stable_diffusion_options:StableDiffusionOptions",
+    engines=("diffusers", "deepspeed"),
+)
+_TREE_MODELS = HandlerRow(
+    title="sklearn and xgboost",
+    names=("djl_python.sklearn_handler", "djl_python.xgboost_handler"),
+    options="handlers.tree_model_options:TreeModelOptions",
 )
 _ECHO = HandlerRow(
+    title="echo",
     names=("djl_python.echo", "echo"),
     handler="handlers.echo:EchoHandler",
     options="handlers.echo:EchoOptions",
 )
+JAVA_ENGINE = HandlerRow(title="an engine in Java", names=(), options="handlers.java_engine_options:JavaEngineOptions")
+OWN_CODE = HandlerRow(title="a handler of one's own", names=(), options="lmi_server.configuration.options:ModelOptions")
 
-HANDLERS = (_HUGGING_FACE, _ECHO)
+HANDLERS = (
+    _HUGGING_FACE,
+    _DEEPSPEED,
+    _LMI_DIST,
+    _VLLM,
+    _TENSORRT_LLM,
+    _NEURONX,
+    _STABLE_DIFFUSION,
+    _TREE_MODELS,
+    _ECHO,
+)
 DEFAULT_HANDLER = _HUGGING_FACE
 
 
@@ -47,9 +133,19 @@ def find_handler(entry_point: str) -> HandlerRow | None:
     return next((row for row in HANDLERS if entry_point in row.names), None)
 
 
+def handler_of_rolling_batch(name: str) -> HandlerRow | None:
+    """Return the row that option.rolling_batch = `name` means."""
+    return next((row for row in HANDLERS if name in row.rolling_batches), None)
+
+
 def entry_points() -> tuple[str, ...]:
     """Return every name that entryPoint may have."""
     return tuple(name for row in HANDLERS for name in row.names)
+
+
+def served_entry_points() -> tuple[str, ...]:
+    """Return the first name of each handler that this version can serve."""
+    return tuple(row.names[0] for row in HANDLERS if row.handler is not None)
 
 
 def load_options_type(row: HandlerRow) -> type[ModelOptions]:

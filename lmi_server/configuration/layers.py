@@ -16,11 +16,16 @@ Layer = Literal[
     "sagemaker",  # SageMaker's overriding variables
     "registration",  # the call that registered the model
     "serving.properties",
-    "environment",  # OPTION_* and ARGS_*, HF_MODEL_ID
-    "recommender",  # derived from the model
+    "environment",  # OPTION_* and ARGS_*, HF_MODEL_ID, variables of text-generation-inference
+    "engine alias",  # what engine=MPI and engine=DeepSpeed stand for
+    "deprecated key",  # what a deprecated key stands for
+    "recommender",  # derived from the model and the machine
     "environment default",  # TENSOR_PARALLEL_DEGREE and its like, SERVING_*
     "default",
 ]
+
+DERIVED: tuple[Layer, ...] = ("engine alias", "deprecated key", "recommender", "default")
+"""Layers of values that nobody wrote."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +105,15 @@ def sort_keys(layer: Given, declared: Sequence[Option]) -> Sorted:
 
 def unknown_key_warning(key: str, source: Source, declared: Sequence[Option]) -> str:
     """Return the warning on a key that nobody declared, naming the nearest one that somebody did."""
-    nearest = nearest_key(key, [name for option in declared for name in option.keys])
+    nearest = nearest_key(key, spellings(declared))
     fate = "it is passed on to the handler" if key.startswith("option.") else "it is ignored"
     advice = f"; did you mean {nearest}?" if nearest else ""
     return f"{source.where}: unknown key {key}, {fate}{advice}"
+
+
+def spellings(declared: Sequence[Option]) -> list[str]:
+    """Return every spelling of every option."""
+    return [name for option in declared for name in option.keys]
 
 
 def nearest_key(key: str, known: Sequence[str]) -> str | None:

@@ -5,11 +5,23 @@ Names and defaults are LMI's. A handler adds its own in a subclass of `ModelOpti
 
 from __future__ import annotations
 
+import json
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from lmi_server.configuration.declaration import Allowed, Deprecated, Key, NoEffect, Options, Unavailable
+from lmi_server.configuration.declaration import (
+    Allowed,
+    Deprecated,
+    DeprecatedValue,
+    Documented,
+    Finding,
+    Key,
+    NoEffect,
+    Options,
+    Unavailable,
+)
 
 
 def _short_dtype(value: Any) -> Any:
@@ -17,7 +29,8 @@ def _short_dtype(value: Any) -> Any:
     return {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}.get(name, name)
 
 
-def _lower(value: Any) -> Any:
+def lower(value: Any) -> Any:
+    """Return a text in lower case, anything else as it is; for values that may be written in either case."""
     return value.lower() if isinstance(value, str) else value
 
 
@@ -27,30 +40,59 @@ def _comma_separated(value: Any) -> Any:
     return value
 
 
+def _json_object(value: Any) -> Any:
+    if isinstance(value, str) and not isinstance(json.loads(value), dict):
+        raise ValueError("not a JSON object")
+    return value
+
+
+def _environment_pairs(value: str) -> str:
+    if not all(name.strip() and separator for name, separator, _ in (pair.partition("=") for pair in value.split(","))):
+        raise ValueError("not NAME=VALUE pairs")
+    return value
+
+
 PositiveInt = Annotated[int, Field(ge=1), Allowed("an integer of 1 or more")]
 NonNegativeInt = Annotated[int, Field(ge=0), Allowed("an integer of 0 or more")]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), Allowed("a number above 0")]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False), Allowed("a number, 0 or more")]
+Fraction = Annotated[float, Field(gt=0, lt=1), Allowed("a number between 0 and 1")]
+Share = Annotated[float, Field(gt=0, le=1), Allowed("a number above 0, at most 1")]
 Names = Annotated[tuple[str, ...], BeforeValidator(_comma_separated), Allowed("names separated by commas")]
+JsonObject = Annotated[str, AfterValidator(_json_object), Allowed("a JSON object")]
+EnvironmentPairs = Annotated[str, AfterValidator(_environment_pairs), Allowed("NAME=VALUE pairs separated by commas")]
 Dtype = Annotated[
     Literal["auto", "fp32", "fp16", "bf16", "int8"],
     BeforeValidator(_short_dtype),
     Allowed("auto, fp32 (float32), fp16 (float16), bf16 (bfloat16), int8"),
 ]
+FloatDtype = Annotated[
+    Literal["auto", "fp32", "fp16", "bf16"],
+    BeforeValidator(_short_dtype),
+    Allowed("auto, fp32 (float32), fp16 (float16), bf16 (bfloat16)"),
+]
 RollingBatch = Annotated[
-    Literal["auto", "scheduler", "disable", "vllm", "lmi-dist", "trtllm", "deepspeed"], BeforeValidator(_lower)
+    Literal["auto", "scheduler", "disable", "vllm", "lmi-dist", "trtllm", "deepspeed"], BeforeValidator(lower)
 ]
 OutputFormatter = Annotated[
     Literal["json", "jsonlines", "sse", "json_chat", "jsonlines_chat", "sse_chat", "3p", "3p_stream", "none"],
-    BeforeValidator(_lower),
+    BeforeValidator(lower),
 ]
 ParallelDegree = Annotated[
     Annotated[int, Field(ge=1)] | Literal[-1, "max"],
-    BeforeValidator(lambda value: int(value) if value == "-1" else _lower(value)),
+    BeforeValidator(lambda value: int(value) if value == "-1" else lower(value)),
     Unavailable(lambda degree: degree not in (1, -1, "max"), "use 1"),
     Allowed("an integer of 1 or more, or max"),
 ]
+Devices = Annotated[
+    str,
+    Field(pattern=r"^(\*|(cpu|-1|(gpu|nc)?\d+)(\+(gpu|nc)?\d+)*( *; *(cpu|-1|(gpu|nc)?\d+)(\+(gpu|nc)?\d+)*)*)$"),
+    Allowed("*, or cpu, gpu0, nc0, gpu0+gpu1 and such, separated by semicolons"),
+]
+DTYPE_NOTE = Documented("fp16", "a model that is stored as bf16 or fp32 would lose accuracy unasked")
 
-_ONE_BY_ONE = "requests are decoded together by the rolling batch; remove the key"
+_JAVA_ONLY = NoEffect("only engines of LMI that are written in Java read it")
+_NOT_YET = "remove the key"
 
 
 class ServingOptions(Options):
@@ -58,10 +100,21 @@ class ServingOptions(Options):
 
     engine: Annotated[
         Literal[
-            "Python", "MPI", "DeepSpeed", "PyTorch", "OnnxRuntime", "TensorFlow", "XGBoost", "TritonServer", "Rust"
+            "Python",
+            "MPI",
+            "DeepSpeed",
+            "PyTorch",
+            "OnnxRuntime",
+            "TensorFlow",
+            "XGBoost",
+            "LightGBM",
+            "TritonServer",
+            "Rust",
         ],
+        Key(also=("option.engine",)),
+        DeprecatedValue("DeepSpeed", "use engine=MPI with option.entryPoint=djl_python.deepspeed"),
         Unavailable(lambda engine: engine != "Python", "use engine=Python"),
-    ] = Field("Python", description="Runtime of the model's code.")
+    ] = Field("Python", description="Runtime of the model's code; MPI starts one process per device.")
     job_queue_size: PositiveInt = Field(
         1000, description="Requests that may wait for a worker; a request beyond them is refused with 503."
     )
@@ -71,24 +124,74 @@ class ServingOptions(Options):
     max_workers: Annotated[PositiveInt, Key("maxWorkers")] = Field(
         1, description="Worker processes at most. Given only minWorkers, it is the same number."
     )
+    cpu_min_workers: Annotated[PositiveInt | None, Key("cpu.minWorkers")] = Field(
+        None, description="minWorkers on a machine without accelerator."
+    )
+    cpu_max_workers: Annotated[PositiveInt | None, Key("cpu.maxWorkers")] = Field(
+        None, description="maxWorkers on a machine without accelerator."
+    )
+    gpu_min_workers: Annotated[PositiveInt | None, Key("gpu.minWorkers")] = Field(
+        None, description="minWorkers on a machine with GPUs."
+    )
+    gpu_max_workers: Annotated[PositiveInt | None, Key("gpu.maxWorkers")] = Field(
+        None, description="maxWorkers on a machine with GPUs."
+    )
+    nc_min_workers: Annotated[PositiveInt | None, Key("nc.minWorkers")] = Field(
+        None, description="minWorkers on a machine with Neuron cores."
+    )
+    nc_max_workers: Annotated[PositiveInt | None, Key("nc.maxWorkers")] = Field(
+        None, description="maxWorkers on a machine with Neuron cores."
+    )
     batch_size: Annotated[
         PositiveInt,
         Key(also=("max_dynamic_batch_size", "option.batch_size")),
-        Unavailable(lambda size: size > 1, _ONE_BY_ONE),
+        Unavailable(lambda size: size > 1, "requests are decoded together by the rolling batch; remove the key"),
     ] = Field(1, description="Requests that a dynamic batch collects before it runs.")
-    max_batch_delay: Annotated[NonNegativeInt, Key(also=("option.max_batch_delay",))] = Field(
-        100, description="Milliseconds that a dynamic batch waits for more requests."
-    )
+    max_batch_delay: Annotated[
+        NonNegativeInt,
+        Key(also=("option.max_batch_delay",)),
+        NoEffect("there is no dynamic batch in this version that could wait"),
+    ] = Field(100, description="Milliseconds that a dynamic batch waits for more requests.")
     max_idle_time: Annotated[PositiveInt, Key(also=("option.max_idle_time",))] = Field(
         60, description="Seconds without work after which a worker beyond minWorkers is stopped."
     )
-    load_on_devices: Annotated[str, Unavailable(lambda devices: devices not in ("*", "cpu", "-1"), "use * or cpu")] = (
-        Field("*", description="Devices to load the model on, separated by semicolons; * is all of them.")
+    load_on_devices: Devices = Field(
+        "*", description="Devices to load the model on, separated by semicolons; * is all of them."
     )
     # LMI had 10 and went to 0, where a single crash fails the model for good; a supervised restart wants the former.
     retry_threshold: NonNegativeInt = Field(
         10, description="Times in a row that a worker may die before the model counts as failed."
     )
+    required_memory_mb: Annotated[NonNegativeInt, NoEffect("`explain` compares it, loading is not held back")] = Field(
+        0, description="MiB of memory that loading the model needs."
+    )
+    reserved_memory_mb: Annotated[NonNegativeInt, NoEffect("`explain` compares it, loading is not held back")] = Field(
+        500, description="MiB of memory that stay free when the model is loaded."
+    )
+    gpu_required_memory_mb: Annotated[
+        NonNegativeInt, Key("gpu.required_memory_mb"), NoEffect("`explain` compares it, loading is not held back")
+    ] = Field(0, description="MiB of GPU memory that loading the model needs.")
+    gpu_reserved_memory_mb: Annotated[
+        NonNegativeInt, Key("gpu.reserved_memory_mb"), NoEffect("`explain` compares it, loading is not held back")
+    ] = Field(0, description="MiB of GPU memory that stay free when the model is loaded.")
+    log_request_metric: Annotated[
+        bool, Key(also=("option.log_request_metric",)), NoEffect("metrics are served at /metrics, not logged")
+    ] = Field(False, description="Log metrics of each request.")
+    metrics_aggregation: Annotated[
+        PositiveInt, Key(also=("option.metrics_aggregation",)), NoEffect("metrics are served at /metrics, not logged")
+    ] = Field(1000, description="Requests between two log lines of metrics.")
+    metric_dimension: Annotated[str | None, NoEffect("metrics carry the model's name as their label")] = Field(
+        None, description="Dimension that is added to metrics in the log."
+    )
+    application: Annotated[str | None, _JAVA_ONLY] = Field(None, description="Kind of task, nlp/text_generation.")
+    translator: Annotated[str | None, _JAVA_ONLY] = Field(None, description="Class that turns requests into tensors.")
+    translator_factory: Annotated[str | None, Key("translatorFactory"), _JAVA_ONLY] = Field(
+        None, description="Class that makes the translator."
+    )
+    block_factory: Annotated[str | None, Key("blockFactory"), _JAVA_ONLY] = Field(
+        None, description="Class that makes the network."
+    )
+    batchifier: Annotated[str | None, _JAVA_ONLY] = Field(None, description="How tensors are put into one batch.")
 
 
 class ModelOptions(Options):
@@ -110,6 +213,7 @@ class ModelOptions(Options):
     dtype: Annotated[
         Dtype,
         Key(also=("option.data_type",)),
+        DTYPE_NOTE,
         Unavailable.values("int8", instead="use auto, fp32, fp16 or bf16"),
     ] = Field("auto", description="Data type of weights and KV cache; auto is the checkpoint's own.")
     tensor_parallel_degree: ParallelDegree = Field(
@@ -126,12 +230,14 @@ class ModelOptions(Options):
         32, description="Requests that one worker decodes together; others wait in the job queue."
     )
     output_formatter: Annotated[
-        OutputFormatter | None, Unavailable.values("3p", "3p_stream", "none", instead="use json, jsonlines or sse")
+        OutputFormatter | None,
+        Unavailable.values("3p", "3p_stream", "none", instead="use json, jsonlines or sse"),
+        Documented("json", "the request's `stream` decides, as it does in LMI where the key is not set"),
     ] = Field(None, description="Shape of an LMI answer; without it json, or jsonlines where the request streams.")
     tgi_compat: bool = Field(False, description="Answer in the shapes of Hugging Face's text-generation-inference.")
     enable_streaming: Annotated[
         Literal["true", "false", "huggingface"],
-        BeforeValidator(_lower),
+        BeforeValidator(lower),
         Deprecated("a rolling batch streams whatever it says; the request's `stream` decides"),
     ] = Field("false", description="Streaming of a static batch.")
     served_model_name: Names = Field((), description="Further names under which requests may ask for the model.")
@@ -141,3 +247,98 @@ class ModelOptions(Options):
     waiting_steps: Annotated[
         NonNegativeInt | None, NoEffect("a waiting prompt is computed in chunks beside the running requests")
     ] = Field(None, description="Decode steps that new requests are held back for.")
+    handler: Annotated[str, Unavailable(lambda name: name != "handle", _NOT_YET)] = Field(
+        "handle", description="Function of the entry point that takes the requests."
+    )
+    python_executable: Annotated[
+        str, Key("pythonExecutable"), NoEffect("workers run in the server's own Python environment")
+    ] = Field("python3", description="Python interpreter of the workers.")
+    env: Annotated[
+        EnvironmentPairs | None,
+        Unavailable(lambda pairs: pairs is not None, "set the variables for the server, workers inherit them"),
+    ] = Field(None, description="Environment variables of the workers, A=1,B=2.")
+    enable_venv: Annotated[
+        bool, Unavailable.values(True, instead="install the packages into the server's environment")
+    ] = Field(False, description="Give the model a virtual environment of its own.")
+    pipeline_parallel_degree: Annotated[
+        PositiveInt, Unavailable(lambda degree: degree > 1, "use option.tensor_parallel_degree")
+    ] = Field(1, description="Stages that the layers of one model are split into, each on devices of its own.")
+    cluster_size: Annotated[PositiveInt, Unavailable(lambda size: size > 1, "use one machine")] = Field(
+        1, description="Machines that one model is spread over."
+    )
+    async_mode: Annotated[bool, NoEffect("requests are always handled side by side")] = Field(
+        False, description="Handle requests side by side in the worker instead of one batch at a time."
+    )
+    input_formatter: Annotated[str | None, Unavailable(lambda name: name is not None, _NOT_YET)] = Field(
+        None, description="Function of model.py that parses requests."
+    )
+    bedrock_compat: Annotated[bool, Unavailable.values(True, instead=_NOT_YET)] = Field(
+        False, description="Answer in the shapes that Amazon Bedrock expects."
+    )
+    enable_lora: Annotated[bool, Unavailable.values(True, instead=_NOT_YET)] = Field(
+        False, description="Serve LoRA adapters beside the model."
+    )
+    adapters: Annotated[str | None, NoEffect("adapters are not served in this version")] = Field(
+        None, description="Directory of LoRA adapters inside the model directory."
+    )
+    is_peft_model: Annotated[bool, Unavailable.values(True, instead="merge the adapter into the model")] = Field(
+        False, description="The checkpoint is a PEFT adapter; found out by LMI itself."
+    )
+    enable_stateful_sessions: Annotated[bool, Unavailable.values(True, instead=_NOT_YET)] = Field(
+        False, description="Keep state between the requests of one session."
+    )
+    sessions_path: Annotated[str | None, NoEffect("sessions are not kept in this version")] = Field(
+        None, description="Directory that sessions are kept in."
+    )
+    sessions_expiration: Annotated[PositiveInt, NoEffect("sessions are not kept in this version")] = Field(
+        1200, description="Seconds after which a session ends."
+    )
+    sessions_s3url: Annotated[str | None, NoEffect("sessions are not kept in this version")] = Field(
+        None, description="Place in S3 that sessions are kept in."
+    )
+    draft_model_id: Annotated[str | None, NoEffect("LMI declares it and never reads it")] = Field(
+        None, description="Model that drafts tokens for speculative decoding."
+    )
+    spec_length: Annotated[NonNegativeInt, NoEffect("LMI declares it and never reads it")] = Field(
+        0, description="Tokens that the draft model proposes."
+    )
+    max_output_size: Annotated[PositiveInt, NoEffect("LMI documents it and never reads it")] = Field(
+        67108864, description="Longest answer in bytes."
+    )
+    model_file_name: Annotated[
+        str | None,
+        Key("modelName", also=("option.modeName",)),
+        NoEffect("the files of a model are found without it"),
+    ] = Field(None, description="Name that the files of the model begin with.")
+    optimization: Annotated[str | None, _JAVA_ONLY] = Field(None, description="Conversion of the model before loading.")
+    use_passive_workers: Annotated[bool, NoEffect("only the first process of an MPI group ever gets requests")] = Field(
+        True, description="Send requests to the first process of an MPI group only."
+    )
+
+    @classmethod
+    def engine_names(cls) -> frozenset[str]:
+        """Return names without "option." that the engine takes beside the declared ones; they are passed on to it."""
+        return frozenset()
+
+    def engine_arguments(self) -> Mapping[str, Any]:
+        """Return what the engine will be given, by the engine's own names."""
+        return {}
+
+    def context_length(self) -> int | None:
+        """Return the tokens of prompt and output together that are configured; None where config.json decides."""
+        return None
+
+    def contradictions(self, given: Collection[str]) -> Iterator[Finding]:
+        """Yield options that must not be combined; `given` holds the keys in full that somebody decided."""
+        yield from ()
+
+    def doubts(self, given: Collection[str]) -> Iterator[Finding]:
+        """Yield combinations that are accepted and in which a key changes nothing."""
+        yield from ()
+
+
+def without_effect(given: Collection[str], unless: str, keys: Collection[str]) -> Iterator[Finding]:
+    """Yield a finding for each of `keys` that is given where only `unless` would make it mean anything."""
+    for key in keys:
+        if key in given:
+            yield Finding((key,), f"has no effect without {unless}")

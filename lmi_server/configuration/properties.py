@@ -86,7 +86,7 @@ def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
         parts.append(line[:-1] if continued else line)
         if not continued and any(parts):
             yield first, "".join(parts)
-    if continued and any(parts):
+    if continued:  # the file ends in a backslash; for Java that is an entry even where nothing is before it
         yield first, "".join(parts)
 
 

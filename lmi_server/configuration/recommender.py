@@ -1,18 +1,75 @@
-"""What follows from the model and from other settings where nobody decided: a layer above the defaults."""
+"""What follows from the model, the machine and other settings where nobody decided: a layer above the defaults."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lmi_server.configuration.handlers import HandlerRow
+from lmi_server.configuration.handlers import DEFAULT_HANDLER, HANDLERS, HandlerRow
 from lmi_server.configuration.layers import Given
+from lmi_server.configuration.machine import Machine
+
+_TRUE = ("true", "1", "yes", "on", "t", "y")
+# Architectures that LMI gives to LMI-Dist under the MPI engine where option.rolling_batch=auto.
+_LMI_DIST = ("Falcon", "GPTBigCode", "GPTNeoX", "Llama", "MPT", "RW", "T5")
 
 
-def recommend(row: HandlerRow | None, given: Given) -> Mapping[str, str]:
+def is_true(raw: str) -> bool:
+    """Tell whether `raw` is a spelling of true."""
+    return raw.lower() in _TRUE
+
+
+def recommend_rolling_batch(names: tuple[str, ...], under_mpi: bool, machine: Machine) -> str:
+    """Return the value of option.rolling_batch for a model with architectures `names` (none: unknown)."""
+    if under_mpi and (not names or any(name.startswith(_LMI_DIST) for name in names)):
+        return "lmi-dist"
+    best = next((row for row in HANDLERS if _schedules_itself(row) and _can_serve(row, machine)), DEFAULT_HANDLER)
+    return best.rolling_batches[0]
+
+
+def _schedules_itself(row: HandlerRow) -> bool:
+    return row is not DEFAULT_HANDLER and bool(row.rolling_batches)
+
+
+def _can_serve(row: HandlerRow, machine: Machine) -> bool:
+    return row.handler is not None and bool(machine.gpus) and machine.engines.issuperset(row.engines)
+
+
+def recommend(row: HandlerRow | None, given: Given, machine: Machine) -> Mapping[str, str]:
     """Return values by key; they are used where no higher layer has one, or where that says "auto"."""
     recommended: dict[str, str] = {}
-    if row is not None and row.causal_lm_only:
-        recommended["option.rolling_batch"] = "scheduler"
-    if "minWorkers" in given and "maxWorkers" not in given:
+    if row is not None:
+        recommended |= _for_handler(row, given, machine)
+    if "minWorkers" in given and given["minWorkers"].raw.isdecimal() and "maxWorkers" not in given:
         recommended["maxWorkers"] = given["minWorkers"].raw
+    if machine.gpus and any(_says_true(given, key) for key in _ONE_WORKER_OF_ONE_GPU):
+        recommended |= {"load_on_devices": "0", "maxWorkers": "1"}
     return recommended
+
+
+_ONE_WORKER_OF_ONE_GPU = ("option.enable_lora", "option.enable_stateful_sessions")
+
+
+def _for_handler(row: HandlerRow, given: Given, machine: Machine) -> Mapping[str, str]:
+    recommended: dict[str, str] = {}
+    rolling = given.get("option.rolling_batch")
+    left_open = row.batches_by_default if rolling is None else rolling.raw.lower() == "auto"
+    if left_open and row.rolling_batches:
+        recommended["option.rolling_batch"] = "disable" if _batches_statically(given) else row.rolling_batches[0]
+    if row.takes_all_gpus and machine.gpus:
+        recommended["option.tensor_parallel_degree"] = str(max(1, len(machine.gpus) // _stages(given)))
+    if row.needs_mpi and "engine" not in given:
+        recommended["option.mpi_mode"] = "true"
+    return recommended
+
+
+def _batches_statically(given: Given) -> bool:
+    return "batch_size" in given and given["batch_size"].raw not in ("", "1")
+
+
+def _stages(given: Given) -> int:
+    source = given.get("option.pipeline_parallel_degree")
+    return int(source.raw) if source is not None and source.raw.isdecimal() and int(source.raw) else 1
+
+
+def _says_true(given: Given, key: str) -> bool:
+    return key in given and is_true(given[key].raw)

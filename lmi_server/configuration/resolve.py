@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from lmi_server.configuration import environment as env
-from lmi_server.configuration.check import build, contradictions, doubts, told, unavailable
-from lmi_server.configuration.checkpoint import architectures, is_causal_lm, locate_model
-from lmi_server.configuration.declaration import Option
+from lmi_server.configuration.check import build, combined_doubts, contradictions, doubts, told, unavailable
+from lmi_server.configuration.checkpoint import architectures, is_causal_lm, locate_model, read_config
+from lmi_server.configuration.choice import Choice, choose_handler, engine_alias
+from lmi_server.configuration.declaration import Deprecated, Option, written
 from lmi_server.configuration.handlers import (
     DEFAULT_HANDLER,
+    HANDLERS,
+    OWN_CODE,
     HandlerRow,
-    entry_points,
-    find_handler,
     load_options_type,
     options_type_of,
 )
@@ -28,12 +30,15 @@ from lmi_server.configuration.layers import (
     from_values,
     from_variables,
     merge,
+    nearest_key,
     sort_keys,
+    spellings,
     unknown_key_warning,
 )
+from lmi_server.configuration.machine import Machine, this_machine
 from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.configuration.properties import read_properties
-from lmi_server.configuration.recommender import recommend
+from lmi_server.configuration.recommender import is_true, recommend
 from lmi_server.errors import ConfigurationError
 
 SERVING_PROPERTIES = "serving.properties"
@@ -77,6 +82,44 @@ def rebuild_options(handler: str, raw: Mapping[str, str]) -> ModelOptions:
     return options_type_of(handler).from_raw(raw)
 
 
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """Everything that can be said about a model directory, whether its model can be served or not.
+
+    A value in `problems` (wrong, one line each) has its default in `options` and `serving`; `unavailable` are lines on
+    what is right and cannot be served by this version. `sources` has every declared key in full, `unknown` the others;
+    `location` is where the model is, `config` its config.json, empty where that is not here.
+    """
+
+    name: str
+    model_dir: str
+    row: HandlerRow
+    options: ModelOptions
+    serving: ServingOptions
+    sources: Given
+    unknown: Given
+    location: str
+    config: Mapping[str, Any]
+    machine: Machine
+    warnings: tuple[str, ...]
+    problems: tuple[str, ...]
+    unavailable: tuple[str, ...]
+
+    def resolved(self) -> ResolvedModel:
+        """Return the model, ready to be served. Raises ConfigurationError with every problem, one a line."""
+        if self.problems or self.unavailable or self.row.handler is None:
+            raise ConfigurationError("\n".join((*self.problems, *self.unavailable)))
+        return ResolvedModel(
+            name=self.name,
+            model_dir=self.model_dir,
+            handler=self.row.handler,
+            options=self.options,
+            serving=self.serving,
+            sources=MappingProxyType({**self.sources, **self.unknown}),
+            warnings=self.warnings,
+        )
+
+
 def resolve_model(
     directory: Path, environment: Mapping[str, str], registration: Mapping[str, str] = _NOTHING
 ) -> ResolvedModel:
@@ -85,28 +128,55 @@ def resolve_model(
     `registration` holds what the registering call says, by key in full. Raises ConfigurationError with every problem,
     one a line.
     """
+    return inspect_model(directory, environment, registration).resolved()
+
+
+def inspect_model(
+    directory: Path,
+    environment: Mapping[str, str],
+    registration: Mapping[str, str] = _NOTHING,
+    machine: Machine | None = None,
+) -> Inspection:
+    """Find out everything about the model in `directory` on `machine` (None: this one).
+
+    Raises ConfigurationError only where a file cannot be read at all.
+    """
     model_dir = _checked_directory(directory)
-    upper, lower, warnings = _read_layers(model_dir, environment, registration)
-    row, problems = _choose_handler([*upper, lower], model_dir)
-    options_type = ModelOptions if row is None else load_options_type(row)
+    machine = machine or this_machine(environment)
+    layers = _read_layers(model_dir, environment, registration)
+    given = layers.merged()
+    location, misplaced = _locate(given, model_dir)
+    config = read_config(location)
+    choice = choose_handler(given, model_dir, architectures(config), machine)
+    row = choice.row or DEFAULT_HANDLER
+    options_type = load_options_type(row)
     declared = (*ServingOptions.declared(), *options_type.declared())
-    sources, unknown, doubtful = _stack(upper, lower, row, declared)
-    serving, bad_serving = build(ServingOptions, sources)
-    options, bad_options = build(options_type, sources)
-    problems += [*bad_serving, *bad_options, *unavailable(serving, sources), *unavailable(options, sources)]
-    problems += contradictions(serving, sources)
-    location, misplaced = _locate(row, sources, model_dir)
-    problems += misplaced
-    if problems or row is None:
-        raise ConfigurationError("\n".join(problems))
-    return ResolvedModel(
+    stack = _stack(layers, row, declared, machine)
+    serving, bad_serving = build(ServingOptions, stack.known)
+    options, bad_options = build(options_type, stack.known)
+    bad = {**bad_serving, **bad_options}
+    wrong = [*bad.values(), *misplaced, *contradictions(serving, options, stack.known, bad)]
+    if choice.problem is not None:
+        wrong.append(choice.problem)
+    elif not misplaced:
+        wrong += _no_checkpoint(row, location, model_dir)
+    return Inspection(
         name=model_name(model_dir),
         model_dir=str(model_dir),
-        handler=row.handler,
+        row=row,
         options=options.model_copy(update={"model_id": location}),
         serving=serving,
-        sources=MappingProxyType({**_default_sources(declared), **sources, **unknown}),
-        warnings=(*warnings, *doubtful, *doubts(serving, sources), *doubts(options, sources)),
+        sources=MappingProxyType({**_default_sources(declared), **stack.known}),
+        unknown=MappingProxyType(stack.unknown),
+        location=location,
+        config=config,
+        machine=machine,
+        warnings=(
+            *(*layers.warnings, *stack.warnings, *_unknown(stack.unknown, row, options_type, declared)),
+            *(*doubts(serving, stack.known), *doubts(options, stack.known), *combined_doubts(options, stack.known)),
+        ),
+        problems=tuple(wrong),
+        unavailable=tuple(_unavailable(choice, model_dir, serving, options, stack.known, config)),
     )
 
 
@@ -124,22 +194,47 @@ def _checked_directory(directory: Path) -> Path:
     return model_dir
 
 
-def _read_layers(
-    model_dir: Path, environment: Mapping[str, str], registration: Mapping[str, str]
-) -> tuple[list[Given], Given, list[str]]:
-    """Return the layers above the recommender (highest first), the one below it, and warnings."""
+@dataclass(frozen=True, slots=True)
+class _Layers:
+    """The layers above the recommender (highest first) and the one below it, before the declared keys are known."""
+
+    upper: tuple[Given, ...]
+    lower: Given
+    warnings: tuple[str, ...]
+
+    def merged(self) -> Given:
+        """Return every value, what the engine stands for included; LMI's other spelling of the engine too."""
+        given = merge([*self.upper, self.lower])
+        if "option.engine" in given:
+            given = {"engine": given["option.engine"], **given}
+        given = {key: source for key, source in given.items() if source.raw}
+        return merge([*({k: s for k, s in layer.items() if s.raw} for layer in self.upper), engine_alias(given), given])
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """The layers on top of each other: declared keys that somebody decided, keys that nobody declared, warnings."""
+
+    known: Given
+    unknown: Given
+    warnings: tuple[str, ...]
+
+
+def _read_layers(model_dir: Path, environment: Mapping[str, str], registration: Mapping[str, str]) -> _Layers:
     from_disk, warnings = _read_file(model_dir / SERVING_PROPERTIES)
     hugging_face = env.hugging_face_variables(environment)
     if hugging_face and (model_dir / "config.json").is_file():
         warnings.append(f"variable HF_MODEL_ID is ignored, because {model_dir} holds a model (config.json) itself")
         hugging_face = []
-    upper = [
+    variables = [*env.model_variables(environment), *hugging_face]
+    upper = (
         from_variables("sagemaker", env.sagemaker_overrides(environment)),
         from_values("registration", registration),
         from_disk,
-        from_variables("environment", [*env.model_variables(environment), *hugging_face]),
-    ]
-    return upper, from_variables("environment default", env.default_variables(environment)), warnings
+        from_variables("environment", variables),
+        from_variables("environment", env.text_generation_inference_variables(environment)),
+    )
+    return _Layers(upper, from_variables("environment default", env.default_variables(environment)), tuple(warnings))
 
 
 def _read_file(path: Path) -> tuple[Given, list[str]]:
@@ -149,62 +244,111 @@ def _read_file(path: Path) -> tuple[Given, list[str]]:
     return from_file(properties, str(path)), list(properties.warnings)
 
 
-def _choose_handler(layers: Sequence[Given], model_dir: Path) -> tuple[HandlerRow | None, list[str]]:
-    """Return the row of the handler, or None and the problem."""
-    key = "option.entryPoint"
-    given = [layer[key] for layer in layers if key in layer and layer[key].raw]
-    if given:
-        row = find_handler(given[0].raw)
-        refusal = f"{told(given[0], key)} is not available in this version; use {_entry_points()}"
-        return row, [] if row else [refusal]
-    if (model_dir / "model.py").exists():
-        refusal = f"{model_dir / 'model.py'}: a handler of one's own is not available in this version; "
-        return None, [refusal + f"remove the file or set {key} to {_entry_points()}"]
-    return DEFAULT_HANDLER, []
-
-
-def _entry_points() -> str:
-    return " or ".join(entry_points())
-
-
-def _stack(
-    upper: Sequence[Given], lower: Given, row: HandlerRow | None, declared: Sequence[Option]
-) -> tuple[Given, Given, list[str]]:
-    """Return the sources of the declared keys that somebody decided, those of the unknown keys, and warnings."""
-    layers = [sort_keys(layer, declared) for layer in (*upper, lower)]
-    above = merge([layer.known for layer in layers[:-1]])
-    below = layers[-1].known
-    recommended = from_values("recommender", recommend(row, merge([above, below])))
+def _stack(layers: _Layers, row: HandlerRow, declared: Sequence[Option], machine: Machine) -> _Stack:
+    given = layers.merged()
+    alias = engine_alias(given)
+    ordered = [*layers.upper, alias, layers.lower]
+    sorted_layers = [sort_keys(layer, declared) for layer in ordered]
+    above = _instead_of_deprecated(merge([layer.known for layer in sorted_layers[:-1]]), declared)
+    above = _for_this_device(above, machine)
+    below = sorted_layers[-1].known
+    recommended = from_values("recommender", recommend(row, merge([above, below]), machine))
     left_open = {key for key in recommended if key in above and above[key].raw.lower() == "auto"}
     decided = {key: source for key, source in above.items() if key not in left_open}
-    unknown = merge([layer.unknown for layer in layers])
-    warnings = [text for layer in layers for text in layer.warnings]
-    warnings += [unknown_key_warning(key, source, declared) for key, source in unknown.items()]
-    return merge([decided, recommended, below]), unknown, warnings
+    guests = len(layers.upper) - 1  # the variables of text-generation-inference
+    unknown = merge([layer.unknown for index, layer in enumerate(sorted_layers) if index != guests])
+    warnings = [text for layer in sorted_layers for text in layer.warnings]
+    warnings += _idle_variables(sorted_layers[guests].known, sorted_layers[guests].unknown)
+    return _Stack(merge([decided, recommended, below]), unknown, tuple(warnings))
 
 
-def _locate(row: HandlerRow | None, sources: Given, model_dir: Path) -> tuple[str, list[str]]:
+def _instead_of_deprecated(given: Given, declared: Sequence[Option]) -> Given:
+    """Add what deprecated keys stand for, where that key itself is not given."""
+    result = dict(given)
+    for option in declared:
+        for mark in option.marks:
+            if isinstance(mark, Deprecated) and mark.becomes is not None and option.key in given:
+                key, value = mark.becomes
+                if is_true(given[option.key].raw):
+                    result.setdefault(key, replace(given[option.key], layer="deprecated key", raw=value))
+    return result
+
+
+def _for_this_device(given: Given, machine: Machine) -> Given:
+    """Let gpu.minWorkers and its like decide on machines of their kind; only a call or SageMaker has more to say."""
+    result = dict(given)
+    for key in ("minWorkers", "maxWorkers"):
+        special = given.get(f"{machine.device_kind}.{key}")
+        overruled = key in given and given[key].layer in ("sagemaker", "registration")
+        if special is not None and special.raw.isdecimal() and not overruled:
+            result[key] = special
+    return result
+
+
+def _idle_variables(known: Given, unknown: Given) -> Iterator[str]:
+    """Yield a warning for each variable none of whose keys this handler knows."""
+    used = {source.variable for source in known.values()}
+    for name in dict.fromkeys(source.variable for source in unknown.values()):
+        if name not in used:
+            yield f"variable {name} is ignored, because the handler has no such option"
+
+
+def _unknown(
+    unknown: Given, row: HandlerRow, options_type: type[ModelOptions], declared: Sequence[Option]
+) -> Iterator[str]:
+    for key, source in unknown.items():
+        if key.removeprefix("option.") in options_type.engine_names():
+            continue
+        if row is OWN_CODE and key.startswith("option.") and nearest_key(key, spellings(declared)) is None:
+            continue  # its author knows
+        others = _handlers_that_know(key)
+        if others:
+            yield f"{source.where}: {key} has no effect on {row.title}; it is an option of {', '.join(others)}"
+        else:
+            yield unknown_key_warning(key, source, declared)
+
+
+def _handlers_that_know(key: str) -> list[str]:
+    return [row.title for row in HANDLERS if key in spellings(load_options_type(row).declared())]
+
+
+def _locate(given: Given, model_dir: Path) -> tuple[str, list[str]]:
     """Return where the model is, and the problems with that."""
-    source = sources.get("option.model_id")
+    source = given.get("option.model_id")
     try:
-        location = locate_model(source.raw if source else None, model_dir)
+        return locate_model(source.raw if source else None, model_dir), []
     except ValueError as error:
         assert source is not None, "without a model_id the model is its directory"
         return str(model_dir), [f"{told(source, 'option.model_id')} {error}"]
-    return location, list(_unfit(location, model_dir)) if row is not None and row.causal_lm_only else []
 
 
-def _unfit(location: str, model_dir: Path) -> Iterator[str]:
-    """Yield why a handler that generates text cannot serve the model at `location`."""
-    if location == str(model_dir) and not (model_dir / "config.json").is_file():
+def _no_checkpoint(row: HandlerRow, location: str, model_dir: Path) -> Iterator[str]:
+    if row.reads_checkpoint and location == str(model_dir) and not (model_dir / "config.json").is_file():
         yield f"{model_dir}: holds no config.json, and option.model_id (or HF_MODEL_ID) names no other model"
-    names = architectures(location)
-    if names and not is_causal_lm(names):
+
+
+def _unavailable(
+    choice: Choice,
+    model_dir: Path,
+    serving: ServingOptions,
+    options: ModelOptions,
+    sources: Given,
+    config: Mapping[str, Any],
+) -> Iterator[str]:
+    """Yield what this version cannot serve; where the whole handler is missing, that alone."""
+    missing = choice.missing(model_dir)
+    if missing is not None:
+        yield missing
+        return
+    yield from unavailable(serving, sources)
+    yield from unavailable(options, sources)
+    names = architectures(config)
+    if choice.row is not None and choice.row.causal_lm_only and names and not is_causal_lm(names):
         yield (
-            f"{Path(location) / 'config.json'}: architecture {', '.join(names)} is not available in this version; "
+            f"{model_dir}: architecture {', '.join(names)} is not available in this version; "
             "use a causal language model (*ForCausalLM)"
         )
 
 
 def _default_sources(declared: Sequence[Option]) -> Given:
-    return {option.key: Source("default", str(option.default)) for option in declared}
+    return {option.key: Source("default", written(option.default)) for option in declared}

@@ -1,0 +1,21 @@
+"""The options of the sklearn and xgboost handlers; importable without either library."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from lmi_server.configuration.options import ModelOptions, Names
+
+
+class TreeModelOptions(ModelOptions):
+    """Keys of serving.properties for a model of scikit-learn or XGBoost."""
+
+    rolling_batch: Literal["disable", "auto"] = Field("disable", description="There are no tokens to batch by.")
+    model_format: Literal["skops", "json", "joblib", "pickle", "cloudpickle", "ubj", "xgb"] | None = Field(
+        None, description="Format of the model's file; without it, what the file's name says."
+    )
+    skops_trusted_types: Names = Field((), description="Types that a skops file may hold.")
+    trust_insecure_model_files: bool = Field(False, description="Load files that can run code (pickle and its like).")
+    default_accept: str = Field("application/json", description="Content type of answers to requests without Accept.")

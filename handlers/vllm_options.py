@@ -1,0 +1,158 @@
+"""The options of the vllm handler; importable without vLLM."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterator, Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from handlers.paged_attention_options import PagedAttentionOptions
+from lmi_server.configuration.declaration import Finding, Key, NoEffect
+from lmi_server.configuration.options import (
+    DTYPE_NOTE,
+    FloatDtype,
+    JsonObject,
+    NonNegativeFloat,
+    ParallelDegree,
+    PositiveInt,
+    lower,
+    without_effect,
+)
+
+_PARTITION = NoEffect("only LMI's offline command `partition` reads it")
+_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+class VllmOptions(PagedAttentionOptions):
+    """Keys of serving.properties for a model that vLLM runs. Every other argument of vLLM's engine is passed on."""
+
+    tensor_parallel_degree: Annotated[ParallelDegree, Key(also=("option.tensor_parallel_size",))] = Field(
+        1, description="GPUs that one model is split over; max is all of the machine's."
+    )
+    pipeline_parallel_degree: Annotated[PositiveInt, Key(also=("option.pipeline_parallel_size",))] = Field(
+        1, description="Stages that the layers of one model are split into, each on devices of its own."
+    )
+    rolling_batch: Annotated[Literal["auto", "vllm", "disable"], BeforeValidator(lower)] = Field(
+        "auto", description="vLLM batches by itself, whatever this says."
+    )
+    dtype: Annotated[FloatDtype, Key(also=("option.data_type",)), DTYPE_NOTE] = Field(
+        "auto", description="Data type of weights and KV cache; auto is the checkpoint's own, fp16 for one in fp32."
+    )
+    task: str | None = Field(None, description="Task of the model: text-generation, text-embedding, classify, ...")
+    quantize: Annotated[str | None, Key(also=("option.quantization",))] = Field(
+        None, description="Quantisation that the checkpoint was made with (awq, gptq, squeezellm, ...)."
+    )
+    max_rolling_batch_prefill_tokens: Annotated[PositiveInt | None, Key(also=("option.max_num_batched_tokens",))] = (
+        Field(None, description="Tokens that one step computes at most; without it vLLM chooses.")
+    )
+    cpu_offload_gb_per_gpu: Annotated[NonNegativeFloat, Key(also=("option.cpu_offload_gb",))] = Field(
+        0.0, description="GiB of weights per GPU that stay in main memory."
+    )
+    enable_chunked_prefill: bool | None = Field(None, description="Compute long prompts in chunks beside decoding.")
+    enable_prefix_caching: bool | None = Field(None, description="Keep the KV cache of shared beginnings of prompts.")
+    disable_sliding_window: bool = Field(False, description="Attend to the whole context.")
+    enable_expert_parallel: bool = Field(False, description="Split a mixture of experts by expert.")
+    tokenizer_mode: str = Field("auto", description="Kind of tokenizer: auto, slow, mistral, ...")
+    limit_mm_per_prompt: JsonObject | None = Field(None, description="Images, videos and such per prompt, by kind.")
+    kv_transfer_config: JsonObject | None = Field(None, description="Transfer of the KV cache between engines.")
+    speculative_config: JsonObject | None = Field(None, description="Speculative decoding, as vLLM takes it.")
+    speculative_draft_model: str | None = Field(None, description="Model that drafts tokens for speculative decoding.")
+    fully_sharded_loras: bool = Field(False, description="Shard LoRA computations fully.")
+    long_lora_scaling_factors: str | None = Field(None, description="Scaling factors of long-context LoRA adapters.")
+    lora_dtype: str = Field("auto", description="Data type of LoRA weights.")
+    max_logprobs: PositiveInt = Field(20, description="Log probabilities per token that a request may ask for.")
+    chat_template: str | None = Field(None, description="File of the chat template, where the model's is not meant.")
+    chat_template_content_format: Literal["auto", "string", "openai"] = Field(
+        "auto", description="Shape of message contents that the chat template takes."
+    )
+    enable_auto_tool_choice: bool = Field(False, description="Let the model choose tools; needs tool_call_parser.")
+    tool_call_parser: str | None = Field(None, description="vLLM's parser of tool calls for the model.")
+    enable_reasoning: bool = Field(False, description="Answer reasoning apart; needs reasoning_parser.")
+    reasoning_parser: str | None = Field(None, description="vLLM's parser of reasoning for the model.")
+    normalize: bool = Field(True, description="Normalise embeddings.")
+    lmcache_auto_config: bool = Field(False, description="Configure LMCache by the machine; one worker only.")
+    lmcache_config_file: str | None = Field(None, description="Configuration file of LMCache.")
+    device: str = Field("auto", description="Kind of device that vLLM runs on.")
+    save_mp_checkpoint_path: Annotated[str | None, _PARTITION] = Field(None, description="Where to write the result.")
+    awq_zero_point: Annotated[bool, _PARTITION] = Field(True, description="AWQ with zero points.")
+    awq_block_size: Annotated[PositiveInt, _PARTITION] = Field(128, description="Group size of AWQ.")
+    awq_weight_bit_width: Annotated[PositiveInt, _PARTITION] = Field(4, description="Bits per weight of AWQ.")
+    awq_mm_version: Annotated[str, _PARTITION] = Field("GEMM", description="Kernel that AWQ quantises for.")
+    awq_ignore_layers: Annotated[str | None, _PARTITION] = Field(None, description="Layers that AWQ leaves alone.")
+    fp8_scheme: Annotated[str, _PARTITION] = Field("FP8", description="Scheme of fp8 quantisation.")
+    fp8_ignore: Annotated[str, _PARTITION] = Field("lm_head", description="Layers that fp8 leaves alone.")
+    calib_size: Annotated[PositiveInt, _PARTITION] = Field(512, description="Samples for calibration.")
+
+    @classmethod
+    def engine_names(cls) -> frozenset[str]:
+        return _names_of_engine_args()
+
+    def engine_arguments(self) -> Mapping[str, Any]:
+        """Return the arguments of vLLM's EngineArgs that this configuration decides."""
+        arguments = {
+            "model": self.model_id,
+            "revision": self.revision,
+            "trust_remote_code": self.trust_remote_code,
+            "dtype": _DTYPES.get(self.dtype, self.dtype),
+            "tensor_parallel_size": self.tensor_parallel_degree,
+            "pipeline_parallel_size": self.pipeline_parallel_degree,
+            "max_num_seqs": self.max_rolling_batch_size,
+            "max_num_batched_tokens": self.max_rolling_batch_prefill_tokens,
+            "quantization": self.quantize,
+            "cpu_offload_gb": self.cpu_offload_gb_per_gpu,
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+            **{name: getattr(self, name) for name in _SAME_NAME},
+            **self._lora_arguments(),
+        }
+        return {name: value for name, value in arguments.items() if value is not None}
+
+    def _lora_arguments(self) -> dict[str, Any]:
+        if not self.enable_lora:
+            return {}
+        names = ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "fully_sharded_loras", "lora_dtype")
+        return {name: getattr(self, name) for name in names}
+
+    def contradictions(self, given: Collection[str]) -> Iterator[Finding]:
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            yield Finding(("option.enable_auto_tool_choice",), "true only with option.tool_call_parser")
+        if self.enable_reasoning and self.reasoning_parser is None:
+            yield Finding(("option.enable_reasoning",), "true only with option.reasoning_parser")
+        if self.pipeline_parallel_degree != 1 and self.rolling_batch == "vllm":
+            yield Finding(("option.pipeline_parallel_degree",), "1 with option.rolling_batch=vllm")
+
+    def doubts(self, given: Collection[str]) -> Iterator[Finding]:
+        if not self.enable_lora:
+            lora = ("max_loras", "max_lora_rank", "max_cpu_loras", "lora_extra_vocab_size", "fully_sharded_loras")
+            yield from without_effect(given, "option.enable_lora=true", [f"option.{name}" for name in lora])
+
+
+_SAME_NAME = (
+    "max_model_len",
+    "load_format",
+    "enforce_eager",
+    "enable_chunked_prefill",
+    "enable_prefix_caching",
+    "enable_expert_parallel",
+    "tokenizer_mode",
+    "limit_mm_per_prompt",
+    "kv_transfer_config",
+    "speculative_config",
+)
+
+
+@cache
+def _names_of_engine_args() -> frozenset[str]:
+    """Read the fields of vLLM's EngineArgs from its source, because importing vLLM takes seconds and starts CUDA."""
+    spec = find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return frozenset()
+    source = Path(spec.origin).parent / "engine" / "arg_utils.py"
+    tree = ast.parse(source.read_text(encoding="utf-8")) if source.is_file() else ast.Module([], [])
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name.endswith("EngineArgs")]
+    fields = [node.target for found in classes for node in found.body if isinstance(node, ast.AnnAssign)]
+    return frozenset(target.id for target in fields if isinstance(target, ast.Name))

@@ -1,0 +1,166 @@
+"""How much memory a model will take: weights and KV cache, from config.json and the sizes of the files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lmi_server.configuration.machine import Machine
+from lmi_server.configuration.options import ModelOptions
+
+_BYTES = {"fp32": 4, "float32": 4, "fp16": 2, "float16": 2, "bf16": 2, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1}
+# Bytes per weight of methods that quantise while loading; the others need a checkpoint that is quantised already.
+_QUANTISED = {"bitsandbytes4": 0.5, "bitsandbytes8": 1, "dynamic_int8": 1, "smoothquant": 1, "static_int8": 1, "fp8": 1}
+_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Bytes that one worker takes on each of its `devices`, and the bytes there; None where nothing tells.
+
+    `kv_tokens` is what the running requests can fill: max_rolling_batch_size times the context.
+    """
+
+    devices: int
+    device_kind: str
+    parameters: int | None
+    weights_bytes: int | None
+    kv_bytes_per_token: int | None
+    context_length: int | None
+    kv_tokens: int | None
+    kv_bytes: int | None
+    available_bytes: int | None
+
+    @property
+    def kv_tokens_that_fit(self) -> int | None:
+        """Return the tokens of KV cache that fit beside the weights, at most `kv_tokens`."""
+        if self.weights_bytes is None or not self.kv_bytes_per_token or self.available_bytes is None:
+            return None
+        room = max(0, self.available_bytes - self.weights_bytes) // self.kv_bytes_per_token
+        return room if self.kv_tokens is None else min(room, self.kv_tokens)
+
+    def warnings(self) -> tuple[str, ...]:
+        """Return what will not fit."""
+        if self.weights_bytes is None or self.available_bytes is None:
+            return ()
+        place = "main memory" if self.device_kind == "cpu" else "the memory of each device"
+        if self.weights_bytes > self.available_bytes:
+            return (
+                f"the weights take about {_gib(self.weights_bytes)}, {place} has {_gib(self.available_bytes)} free",
+            )
+        fit = self.kv_tokens_that_fit
+        if fit is not None and self.context_length is not None and fit < self.context_length:
+            return (f"beside the weights, {place} has room for {fit} tokens of KV cache, less than one full context",)
+        return ()
+
+
+def estimate(
+    options: ModelOptions, location: str, config: Mapping[str, Any], devices: int, machine: Machine
+) -> Estimate:
+    """Estimate for the model at `location` with `config` (its config.json, or nothing), split over `devices`."""
+    text = config.get("text_config") or config
+    parameters = _parameters_of_files(location, text, config) or _parameters_of_shape(text)
+    per_token = _kv_bytes_per_token(text, _dtype_bytes(options.dtype, text, config))
+    context = options.context_length() or _int(text, "max_position_embeddings", "n_positions", "seq_length")
+    tokens = None if context is None else context * options.max_rolling_batch_size
+    weights = _weights_bytes(options, location, text, config, parameters)
+    return Estimate(
+        devices=devices,
+        device_kind=machine.device_kind,
+        parameters=parameters,
+        weights_bytes=_share(weights, devices),
+        kv_bytes_per_token=_share(per_token, devices),
+        context_length=context,
+        kv_tokens=tokens,
+        kv_bytes=None if tokens is None or per_token is None else _share(tokens * per_token, devices),
+        available_bytes=_available(machine),
+    )
+
+
+def gib(size: int | None) -> str:
+    """Return `size` bytes in words; "unknown" for None."""
+    return "unknown" if size is None else _gib(size)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def _share(size: int | None, devices: int) -> int | None:
+    return None if size is None else -(-size // devices)
+
+
+def _available(machine: Machine) -> int | None:
+    if not machine.gpus:
+        return None if machine.device_kind == "nc" else machine.available_bytes
+    free = [gpu.free_bytes for gpu in machine.gpus if gpu.free_bytes is not None]
+    return min(free) if len(free) == len(machine.gpus) else None
+
+
+def _weights_bytes(
+    options: ModelOptions, location: str, text: Mapping[str, Any], config: Mapping[str, Any], parameters: int | None
+) -> int | None:
+    if config.get("quantization_config"):
+        return _size_of_files(location) or None
+    if parameters is None:
+        return None
+    method = getattr(options, "quantize", None)
+    width = _QUANTISED.get(method or "") or _dtype_bytes(options.dtype, text, config)
+    return int(parameters * width)
+
+
+def _parameters_of_files(location: str, text: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:
+    if config.get("quantization_config"):
+        return None
+    size = _size_of_files(location)
+    return size // _dtype_bytes("auto", text, config) if size else None
+
+
+def _size_of_files(location: str) -> int:
+    """Return the bytes of the weights in a directory; files of one format only, since some hold each in two."""
+    if not Path(location).is_absolute():  # the id of a Hugging Face model, or an address
+        return 0
+    sizes = (sum(path.stat().st_size for path in Path(location).glob(pattern)) for pattern in _WEIGHT_FILES)
+    return next((size for size in sizes if size), 0)
+
+
+def _dtype_bytes(dtype: str, text: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+    """Return the bytes of a number; without a word in config.json a checkpoint is fp32."""
+    stored = next((where[key] for where in (text, config) for key in ("dtype", "torch_dtype") if where.get(key)), None)
+    return _BYTES.get(str(stored if dtype == "auto" else dtype), 4)
+
+
+def _kv_bytes_per_token(text: Mapping[str, Any], width: int) -> int | None:
+    layers, heads = _int(text, "num_hidden_layers", "n_layer"), _int(text, "num_attention_heads", "n_head")
+    hidden = _int(text, "hidden_size", "n_embd")
+    if layers is None or heads is None or hidden is None:
+        return None
+    kv_heads = _int(text, "num_key_value_heads", "num_kv_heads") or heads
+    return 2 * layers * kv_heads * (_int(text, "head_dim") or hidden // heads) * width
+
+
+def _parameters_of_shape(text: Mapping[str, Any]) -> int | None:
+    """Count the parameters of a decoder by its shape; biases and norms are left out."""
+    layers, hidden, vocabulary = (
+        _int(text, "num_hidden_layers", "n_layer"),
+        _int(text, "hidden_size", "n_embd"),
+        _int(text, "vocab_size"),
+    )
+    heads = _int(text, "num_attention_heads", "n_head")
+    if layers is None or hidden is None or vocabulary is None or heads is None:
+        return None
+    head = _int(text, "head_dim") or hidden // heads
+    kv_heads = _int(text, "num_key_value_heads", "num_kv_heads") or heads
+    attention = 2 * hidden * head * (heads + kv_heads)
+    gated = 3 if _int(text, "intermediate_size") else 2
+    experts = _int(text, "num_local_experts", "num_experts") or 1
+    mlp = gated * hidden * (_int(text, "intermediate_size", "n_inner") or 4 * hidden) * experts
+    embeddings = vocabulary * hidden * (1 if text.get("tie_word_embeddings", gated != 3) else 2)
+    return layers * (attention + mlp) + embeddings
+
+
+def _int(config: Mapping[str, Any], *names: str) -> int | None:
+    found = next((config[name] for name in names if isinstance(config.get(name), int)), None)
+    return found if found else None

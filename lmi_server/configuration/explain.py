@@ -1,0 +1,186 @@
+"""Says why each value is what it is, and what follows from them all: worker command, engine arguments, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lmi_server.configuration.check import told
+from lmi_server.configuration.declaration import Deprecated, DeprecatedValue, NoEffect, Option
+from lmi_server.configuration.estimate import Estimate, estimate
+from lmi_server.configuration.handlers import load_options_type
+from lmi_server.configuration.layers import Source
+from lmi_server.configuration.machine import Machine
+from lmi_server.configuration.options import ModelOptions, ServingOptions
+from lmi_server.configuration.resolve import Inspection
+from lmi_server.devices import DeviceGroup, plan_devices
+from lmi_server.errors import ConfigurationError
+from lmi_server.worker_command import mpi_worker_command, worker_command
+
+_LINK = Path("worker-1.sock")  # stands for a path in a directory that is made when the server starts
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """One key: its typed value and default, and where the value came from (`place`: file and line, or a variable)."""
+
+    key: str
+    value: Any
+    layer: str
+    place: str
+    meaning: str
+    allowed: str
+    default: Any
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Everything that `lmi-server explain` tells about one model; made of values that JSON knows."""
+
+    name: str
+    model_dir: str
+    handler: str
+    model: str
+    can_be_served: bool
+    options: tuple[Explained, ...]
+    unknown: tuple[Explained, ...]
+    devices: tuple[Mapping[str, Any], ...]
+    worker_command: tuple[str, ...]
+    worker_environment: Mapping[str, str]
+    engine_arguments: Mapping[str, Any]
+    memory: Mapping[str, Any]
+    machine: Mapping[str, Any]
+    warnings: tuple[str, ...]
+    problems: tuple[str, ...]
+    unavailable: tuple[str, ...]
+
+    def as_json_values(self) -> dict[str, Any]:
+        """Return the explanation as dictionaries, lists and plain values."""
+        return asdict(self)
+
+
+def explain(found: Inspection) -> Explanation:
+    """Explain what was found."""
+    groups, shortage = _devices(found.serving, found.options, found.machine)
+    needed = memory_of(found)
+    return Explanation(
+        name=found.name,
+        model_dir=found.model_dir,
+        handler=found.row.title,
+        model=found.location,
+        can_be_served=not found.problems and not found.unavailable and found.row.handler is not None,
+        options=tuple(_explained(found)),
+        unknown=tuple(_unknown(key, source) for key, source in found.unknown.items()),
+        devices=tuple({"kind": group.kind, "gpus": list(group.gpus)} for group in groups),
+        worker_command=tuple(_command(found.options, found.machine)),
+        worker_environment=groups[0].environment if groups else {},
+        engine_arguments=_engine_arguments(found),
+        memory=_memory(needed),
+        machine=_machine(found.machine),
+        warnings=(*found.warnings, *shortage, *needed.warnings(), *_reserved(found), *_absent(found)),
+        problems=found.problems,
+        unavailable=found.unavailable,
+    )
+
+
+def memory_of(found: Inspection) -> Estimate:
+    """Estimate the memory of one worker on each of its devices."""
+    degree = devices_per_worker(found.options, found.machine)
+    return estimate(found.options, found.location, found.config, degree, found.machine)
+
+
+def devices_per_worker(options: ModelOptions, machine: Machine) -> int:
+    """Return how many devices one worker takes; 1 where that is left open, or on a machine without accelerator."""
+    degree = options.tensor_parallel_degree
+    if degree == "max":
+        return max(1, len(machine.gpus))
+    return max(1, int(degree)) * options.pipeline_parallel_degree
+
+
+def _explained(found: Inspection) -> Sequence[Explained]:
+    classes = ((ServingOptions, found.serving), (load_options_type(found.row), found.options))
+    return [
+        Explained(
+            key=option.key,
+            value=getattr(values, option.field),
+            layer=found.sources[option.key].layer,
+            place=_place(found.sources[option.key]),
+            meaning=option.description,
+            allowed=option.allowed,
+            default=option.default,
+            note=_note(option, found.sources[option.key]),
+        )
+        for declaring, values in classes
+        for option in declaring.declared()
+    ]
+
+
+def _place(source: Source) -> str:
+    return source.where if source.where != source.layer else ""
+
+
+def _note(option: Option, source: Source) -> str:
+    for mark in option.marks:
+        if isinstance(mark, Deprecated) or (isinstance(mark, DeprecatedValue) and source.raw == mark.value):
+            return f"deprecated: {mark.advice}"
+        if isinstance(mark, NoEffect):
+            return f"no effect: {mark.reason}"
+    return ""
+
+
+def _unknown(key: str, source: Source) -> Explained:
+    return Explained(key, source.raw, source.layer, _place(source), "", "", None, "not an option of this handler")
+
+
+def _devices(
+    serving: ServingOptions, options: ModelOptions, machine: Machine
+) -> tuple[tuple[DeviceGroup, ...], tuple[str, ...]]:
+    """Return the device groups, or why they cannot be made."""
+    per_worker = None if options.tensor_parallel_degree == "max" else devices_per_worker(options, machine)
+    try:
+        return plan_devices(serving.load_on_devices, per_worker, [gpu.name for gpu in machine.gpus]), ()
+    except ConfigurationError as error:
+        return (), (error.message,)
+
+
+def _command(options: ModelOptions, machine: Machine) -> Sequence[str]:
+    if options.mpi_mode:
+        return mpi_worker_command(_LINK, devices_per_worker(options, machine))
+    return worker_command(_LINK)
+
+
+def _engine_arguments(found: Inspection) -> Mapping[str, Any]:
+    known = type(found.options).engine_names()
+    passed = {key.removeprefix("option."): source.raw for key, source in found.unknown.items()}
+    return {**found.options.engine_arguments(), **{name: raw for name, raw in passed.items() if name in known}}
+
+
+def _memory(needed: Estimate) -> Mapping[str, Any]:
+    return {**asdict(needed), "kv_tokens_that_fit": needed.kv_tokens_that_fit}
+
+
+def _machine(machine: Machine) -> Mapping[str, Any]:
+    return {**asdict(machine), "engines": sorted(machine.engines)}
+
+
+def _reserved(found: Inspection) -> Sequence[str]:
+    """Return a warning where the machine has less than the configuration says that the model needs."""
+    key = "required_memory_mb"
+    if found.sources[key].layer == "default":
+        return ()
+    needed = found.serving.required_memory_mb + found.serving.reserved_memory_mb
+    available = found.machine.available_bytes // 2**20
+    place = told(found.sources[key], key)
+    return (f"{place}: with what stays reserved {needed} MiB are needed, {available} are free",) * (needed > available)
+
+
+def _absent(found: Inspection) -> Sequence[str]:
+    """Return a warning for each Python package that the handler needs and that is not installed."""
+    missing = [name for name in found.row.engines if name not in found.machine.engines]
+    warnings = [f"{found.row.title} needs the Python package {name}, which is not installed" for name in missing]
+    if found.options.mpi_mode and not found.machine.has_mpirun:
+        warnings.append("the MPI engine needs mpirun, which is not on the PATH")
+    return warnings

@@ -1,0 +1,102 @@
+"""What the machine has, as far as a configuration depends on it: a plain value, so that any machine can be meant."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from lmi_server.devices import installed_gpus, visible_gpus
+
+_ENGINES = (
+    "deepspeed",
+    "diffusers",
+    "lmi_dist",
+    "optimum.neuron",
+    "tensorrt_llm",
+    "torch",
+    "transformers",
+    "transformers_neuronx",
+    "vllm",
+)
+_MEMORY = Path("/proc/meminfo")
+_CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU: its name in CUDA_VISIBLE_DEVICES, and bytes of its memory, None where nobody measured them."""
+
+    name: str
+    total_bytes: int | None = None
+    free_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Main memory in bytes, the visible GPUs, and the Python packages of engines that are installed."""
+
+    total_bytes: int
+    available_bytes: int
+    gpus: tuple[Gpu, ...] = ()
+    neuron_devices: int = 0
+    engines: frozenset[str] = frozenset()
+    has_mpirun: bool = False
+
+    @property
+    def device_kind(self) -> str:
+        """Return the prefix that LMI gives keys for machines of this kind: gpu, nc or cpu."""
+        if self.gpus:
+            return "gpu"
+        return "nc" if self.neuron_devices else "cpu"
+
+
+def this_machine(environment: Mapping[str, str]) -> Machine:
+    """Look at this machine, as the variables show it to the process; the memory of GPUs is left out."""
+    total, available = _main_memory()
+    return Machine(
+        total_bytes=total,
+        available_bytes=available,
+        gpus=tuple(Gpu(name) for name in visible_gpus(environment, installed_gpus())),
+        neuron_devices=len(list(Path("/dev").glob("neuron[0-9]*"))),
+        engines=frozenset(name for name in _ENGINES if _is_installed(name)),
+        has_mpirun=shutil.which("mpirun") is not None,
+    )
+
+
+def with_gpu_memory(machine: Machine) -> Machine:
+    """Return `machine` with the memory of its GPUs, which takes about a second; without nvidia-smi it stays unknown."""
+    if not machine.gpus or shutil.which("nvidia-smi") is None:
+        return machine
+    measured = dict(_gpu_memory())
+    return replace(machine, gpus=tuple(measured.get(gpu.name, gpu) for gpu in machine.gpus))
+
+
+def _gpu_memory() -> Iterator[tuple[str, Gpu]]:
+    query = ["nvidia-smi", "--query-gpu=index,uuid,memory.total,memory.free", "--format=csv,noheader,nounits"]
+    found = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    for line in found.stdout.splitlines():
+        index, uuid, total, free = (field.strip() for field in line.split(","))
+        if total.isdecimal() and free.isdecimal():
+            for name in (index, uuid):
+                yield name, Gpu(name, int(total) * _MIB, int(free) * _MIB)
+
+
+def _main_memory() -> tuple[int, int]:
+    """Return total and available bytes; a container's limit counts."""
+    if not _MEMORY.is_file():
+        return 0, 0
+    fields = dict(line.split(":", 1) for line in _MEMORY.read_text().splitlines())
+    total, available = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    limit = _CONTAINER_LIMIT.read_text().strip() if _CONTAINER_LIMIT.is_file() else "max"
+    most = int(limit) if limit.isdecimal() else total
+    return min(total, most), min(available, most)
+
+
+def _is_installed(package: str) -> bool:
+    parent = package.partition(".")[0]
+    return find_spec(parent) is not None and (parent == package or find_spec(package) is not None)

@@ -1,0 +1,137 @@
+"""Writes docs/configuration.md from the declarations: `python -m lmi_server.configuration.reference_page`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+
+from lmi_server.configuration.declaration import (
+    Deprecated,
+    DeprecatedValue,
+    Documented,
+    Mark,
+    NoEffect,
+    Option,
+    Unavailable,
+    written,
+)
+from lmi_server.configuration.environment import VARIABLES
+from lmi_server.configuration.handlers import HANDLERS, JAVA_ENGINE, HandlerRow, load_options_type
+from lmi_server.configuration.options import ModelOptions, ServingOptions
+from lmi_server.configuration.server import ServerSettings
+
+_INTRODUCTION = """\
+# Configuration
+
+This page is generated from the declarations in the code (`python -m lmi_server.configuration.reference_page`).
+
+A model directory holds a `serving.properties` with lines `key=value` (the grammar of Java's `.properties`, in UTF-8).
+`lmi-server explain DIR` shows the value of each key and where it came from, `lmi-server check DIR` every error at once.
+
+A value comes from the highest layer that has one:
+
+1. SageMaker's overriding variables
+2. the call that registered the model
+3. `serving.properties`
+4. `OPTION_<KEY>` (`option.<key>`), `ARGS_<KEY>` (other keys), `HF_MODEL_ID`, variables of text-generation-inference
+5. what an engine alias or a deprecated key stands for
+6. what follows from the model and the machine
+7. variables that only set defaults
+8. the defaults on this page
+
+## Engine aliases
+
+- `engine=DeepSpeed` is `engine=Python`, `option.mpi_mode=true`, `option.entryPoint=djl_python.deepspeed`.
+- `engine=MPI` is `engine=Python`, `option.mpi_mode=true`, `option.entryPoint=djl_python.huggingface`.
+
+Keys that are given themselves are stronger than what an alias stands for.
+
+## Entry points
+
+`option.entryPoint` is one of the names below, a Python file of the model directory, an absolute path, or a dotted
+module.
+With `djl_python.huggingface`, and without an entry point, `option.rolling_batch` chooses the handler.
+"""
+
+
+def reference_page() -> str:
+    """Return the page."""
+    shared = {option.key: option for option in ModelOptions.declared()}
+    parts = [
+        _INTRODUCTION,
+        _handlers(),
+        _section("Keys of the model server", ServingOptions.declared()),
+        _section("Keys of every handler", ModelOptions.declared()),
+        *(_handler_section(row, shared) for row in (*HANDLERS, JAVA_ENGINE)),
+        _variables(),
+        _section("Settings of the server (`SERVING_<KEY>`, or flags of `lmi-server serve`)", ServerSettings.declared()),
+    ]
+    return "\n".join(parts)
+
+
+def _handlers() -> str:
+    rows = (
+        (row.title, _names(row.names), _names(row.rolling_batches), "yes" if row.handler else "options only")
+        for row in HANDLERS
+    )
+    return _table(("Handler", "`option.entryPoint`", "`option.rolling_batch`", "In this version"), rows)
+
+
+def _handler_section(row: HandlerRow, shared: dict[str, Option]) -> str:
+    own = [option for option in load_options_type(row).declared() if option != shared.get(option.key)]
+    text = _section(f"Keys of {row.title}", own)
+    missing = "" if row.handler else "\nThis version checks and explains these keys; it cannot serve with them yet.\n"
+    heading, _, table = text.partition("\n")
+    return f"{heading}\n{missing}{table}"
+
+
+def _section(title: str, options: Sequence[Option]) -> str:
+    rows = (
+        (f"`{option.key}`", _code(written(option.default)), option.allowed, " ".join(_sentences(option)))
+        for option in options
+    )
+    return f"## {title}\n\n" + _table(("Key", "Default", "Allowed", "Meaning"), rows)
+
+
+def _sentences(option: Option) -> Iterator[str]:
+    yield option.description
+    if option.aliases:
+        yield f"Also written {_names(option.aliases)}."
+    for mark in option.marks:
+        yield _sentence(mark)
+
+
+def _sentence(mark: Mark) -> str:
+    match mark:
+        case Deprecated():
+            return f"Deprecated: {mark.advice}."
+        case DeprecatedValue():
+            return f"`{mark.value}` is deprecated: {mark.advice}."
+        case Documented():
+            return f"LMI's documentation has {_code(mark.default or '')} here; {mark.reason}."
+        case NoEffect():
+            return f"No effect: {mark.reason}."
+        case Unavailable():
+            return f"Not every value is available in this version: {mark.instead}."
+
+
+def _variables() -> str:
+    rows = ((f"`{name}`", _names(keys), layer) for layer, names in VARIABLES.items() for name, keys in names.items())
+    return "## Variables\n\n" + _table(("Variable", "Key", "Layer"), rows)
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _code(text: str) -> str:
+    return f"`{text}`" if text else "none"
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference_page())

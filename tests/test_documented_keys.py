@@ -1,0 +1,90 @@
+"""Every key that LMI documents is known here, with its default and its values; every other that LMI reads is too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from lmi_server.configuration.declaration import Documented, Option, Options, written
+from lmi_server.configuration.handlers import HANDLERS, JAVA_ENGINE, HandlerRow, load_options_type
+from lmi_server.configuration.options import ModelOptions, ServingOptions
+
+DOCUMENTED = json.loads((Path(__file__).parent / "data" / "documented_keys.json").read_text())
+ROWS = {row.title: row for row in (*HANDLERS, JAVA_ENGINE)}
+SECTIONS = {
+    "DeepSpeed": "deepspeed",
+    "HuggingFace Accelerate": "huggingface",
+    "LMI-Dist": "lmi-dist",
+    "vLLM": "vllm",
+    "Transformers-NeuronX": "transformers_neuronx",
+    "TensorRT-LLM": "tensorrt_llm",
+}
+
+
+def classes_of(section: str) -> tuple[type[Options], ...]:
+    if section == "Common":
+        return (ServingOptions, ModelOptions)
+    return (load_options_type(ROWS[SECTIONS[section]]),)
+
+
+def declared(key: str, *classes: type[Options]) -> tuple[type[Options], Option]:
+    return next((cls, option) for cls in classes for option in cls.declared() if key in option.keys)
+
+
+def agrees(option: Option, default: str) -> bool:
+    here = [option.default, *(mark.default for mark in option.marks if isinstance(mark, Documented))]
+    return any((written(value) or "none").lower() == default.lower() for value in here)
+
+
+def name_of(row: dict[str, Any]) -> str:
+    return f"{row.get('section') or row['handler']}-{row['key']}"
+
+
+@pytest.mark.parametrize("row", DOCUMENTED["tables"], ids=name_of)
+def test_a_key_of_the_documents_tables_is_known_with_its_default(row: dict[str, Any]) -> None:
+    _, option = declared(row["key"], *classes_of(row["section"]))
+    assert "default" not in row or agrees(option, row["default"])
+
+
+@pytest.mark.parametrize("row", DOCUMENTED["tables"], ids=name_of)
+def test_every_documented_value_is_accepted(row: dict[str, Any]) -> None:
+    cls, option = declared(row["key"], *classes_of(row["section"]))
+    for raw in row["allowed"]:
+        assert option.field in cls.model_validate({option.field: raw}).model_fields_set
+
+
+@pytest.mark.parametrize("row", DOCUMENTED["defaults per handler"], ids=name_of)
+def test_documented_defaults_that_differ_by_handler(row: dict[str, Any]) -> None:
+    _, option = declared(row["key"], load_options_type(ROWS[row["handler"]]))
+    assert written(option.default) == row["default"]
+
+
+@pytest.mark.parametrize("key", DOCUMENTED["keys of the model server"])
+def test_keys_of_the_model_server(key: str) -> None:
+    assert declared(key, ServingOptions)
+
+
+@pytest.mark.parametrize("title", DOCUMENTED["further options"])
+def test_further_options(title: str) -> None:
+    classes = (ServingOptions, ModelOptions if title == "every handler" else load_options_type(ROWS[title]))
+    known = {key for cls in classes for option in cls.declared() for key in option.keys}
+    assert {f"option.{name}" for name in DOCUMENTED["further options"][title]} - known == set()
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_a_handlers_options_are_consistent(row: HandlerRow) -> None:
+    cls = load_options_type(row)
+    keys = [key for option in (*ServingOptions.declared(), *cls.declared()) for key in option.keys]
+    assert len(keys) == len(set(keys))
+    for option in cls.declared():
+        assert option.description.endswith("."), option.key
+        assert "\n" not in option.description
+        adapter = TypeAdapter(cls.model_fields[option.field].annotation)
+        assert option.default is None or adapter.dump_python(option.default) is not None
+        if option.default is not None:
+            raw = written(option.default)
+            assert getattr(cls.model_validate({option.field: raw}), option.field) == option.default

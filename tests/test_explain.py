@@ -1,0 +1,276 @@
+"""`explain` of typical LMI configurations, against what LMI's documentation says that they mean."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmi_server.configuration.explain import Explanation, explain
+from lmi_server.configuration.machine import Gpu, Machine
+from lmi_server.configuration.resolve import inspect_model
+
+GIB = 2**30
+NO_GPU = Machine(total_bytes=16 * GIB, available_bytes=8 * GIB)
+FOUR_GPUS = Machine(
+    total_bytes=256 * GIB, available_bytes=200 * GIB, gpus=tuple(Gpu(str(n), 24 * GIB, 23 * GIB) for n in range(4))
+)
+# Llama-2-7B: 6.74e9 parameters, 32 layers of 32 heads of 128.
+LLAMA_7B = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "vocab_size": 32000,
+}
+
+
+def explained(directory: Path, properties: str, machine: Machine, **environment: str) -> Explanation:
+    (directory / "serving.properties").write_text(properties)
+    (directory / "config.json").write_text(json.dumps(LLAMA_7B))
+    return explain(inspect_model(directory, environment, machine=machine))
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the documentation says about `properties`: handler, values and layers by key, engine arguments."""
+
+    properties: str
+    handler: str
+    values: dict[str, tuple[Any, str]]
+    given: dict[str, Any] = field(default_factory=dict)
+    gpus: list[list[int]] = field(default_factory=list)
+    mpirun: int | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+FILE, ALIAS, RECOMMENDED, DEFAULT = "serving.properties", "engine alias", "recommender", "default"
+CONFIGURATIONS = {
+    "accelerate with the scheduler": Expected(
+        "engine=Python\noption.entryPoint=djl_python.huggingface\noption.rolling_batch=scheduler\noption.dtype=fp16",
+        "huggingface",
+        {
+            "option.rolling_batch": ("scheduler", FILE),
+            "option.max_rolling_batch_size": (32, DEFAULT),
+            "option.tensor_parallel_degree": (-1, DEFAULT),
+            "option.decoding_strategy": ("greedy", DEFAULT),
+            "job_queue_size": (1000, DEFAULT),
+        },
+        {"dtype": "fp16"},
+        [[0], [1], [2], [3]],
+    ),
+    "accelerate in 8 bits, the old way": Expected(
+        "engine=Python\noption.load_in_8bit=true\noption.device_map=auto\noption.tensor_parallel_degree=1",
+        "huggingface",
+        {"option.quantize": ("bitsandbytes8", "deprecated key"), "option.rolling_batch": ("scheduler", RECOMMENDED)},
+        {"device_map": "auto"},
+        [[0], [1], [2], [3]],
+    ),
+    "vllm on all GPUs": Expected(
+        "engine=Python\noption.rolling_batch=vllm",
+        "vllm",
+        {
+            "option.tensor_parallel_degree": (4, RECOMMENDED),
+            "option.gpu_memory_utilization": (0.9, DEFAULT),
+            "option.enforce_eager": (False, DEFAULT),
+            "option.max_rolling_batch_size": (32, DEFAULT),
+        },
+        {"tensor_parallel_size": 4, "max_num_seqs": 32, "dtype": "auto", "load_format": "auto"},
+        [[0, 1, 2, 3]],
+    ),
+    "vllm with awq and a shorter context": Expected(
+        "option.rolling_batch=vllm\noption.quantize=awq\noption.max_model_len=2048\noption.tensor_parallel_degree=2\n"
+        "option.max_rolling_batch_prefill_tokens=4096\noption.enforce_eager=True",
+        "vllm",
+        {"option.quantize": ("awq", FILE), "option.max_model_len": (2048, FILE)},
+        {
+            "quantization": "awq",
+            "max_model_len": 2048,
+            "tensor_parallel_size": 2,
+            "max_num_batched_tokens": 4096,
+            "enforce_eager": True,
+        },
+        [[0, 1], [2, 3]],
+    ),
+    "lmi-dist by the MPI engine": Expected(
+        "engine=MPI\noption.rolling_batch=auto\noption.tensor_parallel_degree=4",
+        "lmi-dist",
+        {
+            "option.mpi_mode": (True, ALIAS),
+            "option.entryPoint": ("djl_python.huggingface", ALIAS),
+            "option.rolling_batch": ("lmi-dist", RECOMMENDED),
+        },
+        {"tensor_parallel_size": 4},
+        [[0, 1, 2, 3]],
+        4,
+    ),
+    "deepspeed by its engine": Expected(
+        "engine=DeepSpeed\noption.tensor_parallel_degree=2\noption.max_tokens=2048\noption.quantize=dynamic_int8",
+        "deepspeed",
+        {
+            "option.mpi_mode": (True, ALIAS),
+            "option.entryPoint": ("djl_python.deepspeed", ALIAS),
+            "option.rolling_batch": ("disable", DEFAULT),
+            "option.max_rolling_batch_size": (4, DEFAULT),
+            "option.low_cpu_mem_usage": (True, DEFAULT),
+        },
+        {
+            "tensor_parallel": {"tp_size": 2},
+            "max_tokens": 2048,
+            "triangular_masking": True,
+            "return_tuple": True,
+            "dynamic_quant": {"enabled": True, "use_cutlass": False},
+        },
+        [[0, 1], [2, 3]],
+        2,
+    ),
+    "tensorrt-llm with smoothquant": Expected(
+        "engine=MPI\noption.entryPoint=djl_python.tensorrt_llm\noption.quantize=smoothquant\n"
+        "option.smoothquant_per_token=true\noption.max_input_len=2048",
+        "tensorrt_llm",
+        {
+            "option.entryPoint": ("djl_python.tensorrt_llm", FILE),
+            "option.tensor_parallel_degree": ("max", DEFAULT),
+            "option.rolling_batch": ("trtllm", RECOMMENDED),
+            "option.smoothquant_alpha": (0.8, DEFAULT),
+            "option.max_output_len": (512, DEFAULT),
+        },
+        {"quantize": "smoothquant", "smoothquant_per_token": True, "max_input_len": 2048, "max_num_sequences": 32},
+        [[0, 1, 2, 3]],
+        4,
+    ),
+    "transformers-neuronx": Expected(
+        "engine=Python\noption.entryPoint=djl_python.transformers_neuronx\noption.rolling_batch=auto\n"
+        "option.n_positions=512\noption.context_length_estimate=256,512\noption.load_in_8bit=True",
+        "transformers_neuronx",
+        {
+            "option.rolling_batch": ("auto", FILE),
+            "option.load_in_8bit": (True, FILE),
+            "option.dtype": ("fp16", DEFAULT),
+            "option.tensor_parallel_degree": (1, DEFAULT),
+        },
+        {
+            "n_positions": 512,
+            "context_length_estimate": (256, 512),
+            "quant_dtype": "s8",
+            "amp": "f16",
+            "batch_size": 32,
+        },
+        [[0], [1], [2], [3]],
+    ),
+    "variables alone, as a container gets them": Expected(
+        "",
+        "vllm",
+        {
+            "option.rolling_batch": ("vllm", "environment"),
+            "option.dtype": ("bf16", "environment"),
+            "option.tensor_parallel_degree": (2, "environment default"),
+            "option.model_loading_timeout": (3600, "sagemaker"),
+            "job_queue_size": (50, "environment default"),
+        },
+        {"dtype": "bfloat16", "tensor_parallel_size": 2},
+        [[0, 1], [2, 3]],
+        environment={
+            "OPTION_ROLLING_BATCH": "vllm",
+            "OPTION_DTYPE": "bfloat16",
+            "OPTION_TENSOR_PARALLEL_DEGREE": "2",
+            "SAGEMAKER_STARTUP_TIMEOUT": "3600",
+            "SERVING_JOB_QUEUE_SIZE": "50",
+        },
+    ),
+    "dynamic batching": Expected(
+        "engine=Python\noption.entryPoint=djl_python.huggingface\nbatch_size=8\nmax_batch_delay=50\nminWorkers=2",
+        "huggingface",
+        {
+            "option.rolling_batch": ("disable", RECOMMENDED),
+            "batch_size": (8, FILE),
+            "max_batch_delay": (50, FILE),
+            "maxWorkers": (2, RECOMMENDED),
+            "max_idle_time": (60, DEFAULT),
+        },
+        {},
+        [[0], [1], [2], [3]],
+    ),
+}
+# The variable is stronger than the default that TENSOR_PARALLEL_DEGREE would set.
+CONFIGURATIONS["variables alone, as a container gets them"].values["option.tensor_parallel_degree"] = (2, "environment")
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_a_typical_configuration(name: str, tmp_path: Path) -> None:
+    expected = CONFIGURATIONS[name]
+    found = explained(tmp_path, expected.properties, FOUR_GPUS, **expected.environment)
+    assert found.problems == ()
+    assert found.handler == expected.handler
+    values = {option.key: (option.value, option.layer) for option in found.options}
+    assert {key: values[key] for key in expected.values} == expected.values
+    assert expected.given.items() <= dict(found.engine_arguments).items()
+    assert [device["gpus"] for device in found.devices] == expected.gpus
+    command = " ".join(found.worker_command)
+    assert command.startswith("mpirun -np ") == (expected.mpirun is not None)
+    assert expected.mpirun is None or f"mpirun -np {expected.mpirun} " in command
+    assert "-m lmi_server.worker --link" in command
+    assert json.loads(json.dumps(found.as_json_values()))["name"] == found.name
+
+
+def test_memory_of_a_model_that_does_not_fit(tmp_path: Path) -> None:
+    found = explained(tmp_path, "option.rolling_batch=scheduler", NO_GPU)
+    assert found.memory["parameters"] == pytest.approx(6.74e9, rel=0.001)
+    assert found.memory["weights_bytes"] == 2 * found.memory["parameters"]
+    assert found.memory["kv_bytes_per_token"] == 2 * 32 * 4096 * 2
+    assert found.memory["kv_tokens"] == 32 * 4096
+    assert "the weights take about 12.55 GiB, main memory has 8.00 GiB free" in found.warnings
+
+
+def test_memory_is_shared_by_the_devices_of_a_worker(tmp_path: Path) -> None:
+    found = explained(tmp_path, "option.rolling_batch=vllm\noption.max_model_len=1024", FOUR_GPUS)
+    assert found.memory["devices"] == 4
+    assert found.memory["weights_bytes"] == pytest.approx(2 * 6.74e9 / 4, rel=0.001)
+    assert found.memory["kv_bytes"] == 32 * 1024 * 524288 / 4
+    assert found.memory["kv_tokens_that_fit"] == 32 * 1024
+    assert not [warning for warning in found.warnings if "memory" in warning]
+
+
+def test_weights_are_measured_where_they_are(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    found = explained(tmp_path, "option.dtype=fp32", NO_GPU)
+    assert (found.memory["parameters"], found.memory["weights_bytes"]) == (500, 2000)
+
+
+def test_weights_that_are_quantised_while_loading(tmp_path: Path) -> None:
+    found = explained(tmp_path, "option.quantize=bitsandbytes4\noption.device_map=auto", NO_GPU)
+    assert found.memory["weights_bytes"] == found.memory["parameters"] // 2
+
+
+def test_too_few_gpus_are_a_warning(tmp_path: Path) -> None:
+    found = explained(tmp_path, "option.rolling_batch=vllm\noption.tensor_parallel_degree=8", FOUR_GPUS)
+    assert [warning for warning in found.warnings if "a worker takes 8 GPUs" in warning]
+    assert found.devices == ()
+
+
+def test_required_memory_that_is_not_there_is_a_warning(tmp_path: Path) -> None:
+    found = explained(tmp_path, "required_memory_mb=100000", NO_GPU)
+    assert [warning for warning in found.warnings if "100500 MiB are needed, 8192 are free" in warning]
+
+
+def test_an_argument_of_the_engine_is_passed_on(tmp_path: Path) -> None:
+    found = explained(tmp_path, "option.rolling_batch=vllm\noption.nonsense=1\noption.max_seqs=1", NO_GPU)
+    assert [option.key for option in found.unknown] == ["option.nonsense", "option.max_seqs"]
+    assert "nonsense" not in found.engine_arguments
+    assert any("unknown key option.nonsense" in warning for warning in found.warnings)
+
+
+def test_a_place_is_told_with_each_decided_value(tmp_path: Path) -> None:
+    found = explained(tmp_path, "\noption.dtype=bf16", NO_GPU, OPTION_REVISION="main")
+    places = {option.key: option.place for option in found.options}
+    assert places["option.dtype"] == f"{tmp_path / 'serving.properties'}:2"
+    assert places["option.revision"] == "variable OPTION_REVISION"
+    assert places["option.task"] == ""

@@ -1,0 +1,102 @@
+"""Every sample of serving.properties.d resolves without a problem; those that this version can serve are run."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import byte_tokenizer, tiny_model
+
+from lmi_server.configuration.handlers import load
+from lmi_server.configuration.machine import Gpu, Machine
+from lmi_server.configuration.resolve import Inspection, inspect_model, resolve_model
+from lmi_server.generation import GenerationRequest, SamplingParameters
+
+SAMPLES = sorted((Path(__file__).parent.parent / "serving.properties.d").glob("*.properties"))
+MACHINE = Machine(
+    total_bytes=2**38,
+    available_bytes=2**37,
+    gpus=tuple(Gpu(str(index), 2**36, 2**36) for index in range(8)),
+    engines=frozenset({"vllm"}),
+)
+HANDLER = {
+    "deepspeed": "deepspeed",
+    "deepspeed-smoothquant": "deepspeed",
+    "dynamic-batching": "huggingface",
+    "echo": "echo",
+    "huggingface": "huggingface",
+    "huggingface-bitsandbytes": "huggingface",
+    "huggingface-cpu": "huggingface",
+    "huggingface-private": "huggingface",
+    "lmi-dist": "lmi-dist",
+    "lmi-dist-gptq": "lmi-dist",
+    "own-handler": "a handler of one's own",
+    "sklearn": "sklearn and xgboost",
+    "stable_diffusion": "stable_diffusion",
+    "tensorrt_llm": "tensorrt_llm",
+    "tensorrt_llm-awq": "tensorrt_llm",
+    "tensorrt_llm-smoothquant": "tensorrt_llm",
+    "transformers_neuronx": "transformers_neuronx",
+    "vllm": "vllm",
+    "vllm-awq": "vllm",
+    "vllm-lora": "vllm",
+    "vllm-tools": "vllm",
+}
+NOT_YET = {name for name, title in HANDLER.items() if title not in ("huggingface", "echo")} | {
+    "dynamic-batching",
+    "huggingface-bitsandbytes",
+}
+
+
+def inspect(sample: Path, directory: Path) -> Inspection:
+    (directory / "serving.properties").write_text(sample.read_text(encoding="utf-8"), encoding="utf-8")
+    if sample.stem == "own-handler":
+        (directory / "model.py").touch()
+    return inspect_model(directory, {}, machine=MACHINE)
+
+
+def test_every_sample_is_tested() -> None:
+    assert {sample.stem for sample in SAMPLES} == HANDLER.keys()
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.stem)
+def test_a_sample_is_right(sample: Path, tmp_path: Path) -> None:
+    found = inspect(sample, tmp_path)
+    assert found.problems == ()
+    assert found.row.title == HANDLER[sample.stem]
+    assert not [text for text in found.warnings if "unknown key" in text or "deprecated" in text]
+    assert bool(found.unavailable) == (sample.stem in NOT_YET)
+    assert sample.read_text(encoding="utf-8").startswith("# ")
+
+
+@pytest.fixture(scope="module")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny") / "llama"
+    tiny_model("llama").save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("name", sorted(HANDLER.keys() - NOT_YET))
+def test_a_sample_runs(name: str, tiny_llama: Path, tmp_path: Path) -> None:
+    sample = next(path for path in SAMPLES if path.stem == name)
+    (tmp_path / "serving.properties").write_text(sample.read_text(encoding="utf-8"), encoding="utf-8")
+    # A small model takes the place of the sample's own, which would have to be downloaded.
+    instead = {"option.model_id": str(tiny_llama), "option.max_model_len": "128", "option.trust_remote_code": "false"}
+    model = resolve_model(tmp_path, {}, instead)
+    assert asyncio.run(generate(model.handler, model.model_dir, model.options)) == 4
+
+
+async def generate(handler_name: str, model_dir: str, options: Any) -> int:
+    """Return how many tokens the handler generates for a request of four."""
+    handler: Any = load(handler_name)
+    serving = handler()
+    await serving.start(model_dir, options)
+    request = GenerationRequest(
+        request_id="1", prompt="a b", sampling=SamplingParameters(max_new_tokens=4, ignore_eos=True)
+    )
+    tokens = [token async for delta in serving.generate(request) for token in delta.tokens]
+    await serving.stop()
+    return len(tokens)
