@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -12,10 +11,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from frontend.inference import Receive, Relay, Scope, Send
+from frontend.management import Management
 from frontend.metrics import Metrics
-from frontend.models import ServedModels
-from lmi_server.dialects.errors import error_reply
-from lmi_server.errors import LmiServerError, MethodNotAllowedError, ModelNotFoundError, RouteNotFoundError
+from frontend.responses import error_response, json_response, on_http_error, on_lmi_error
+from lmi_server.errors import LmiServerError, ModelNotFoundError
+from lmi_server.models import ModelRegistry
 from lmi_server.worker_pool import ModelStatus
 
 _EXACT = {
@@ -25,18 +25,11 @@ _EXACT = {
 }
 _WITH_MODEL = ("/predictions/{model}", "/predictions/{model}/{version}", "/models/{model}/invoke")
 
-_PING_CODES = {
-    ModelStatus.FAILED: 500,
-    ModelStatus.PENDING: 503,
-    ModelStatus.UNHEALTHY: 503,
-    ModelStatus.HEALTHY: 200,
-}
-
 
 class App:
     """The ASGI application."""
 
-    def __init__(self, models: ServedModels, metrics: Metrics, relay: Relay) -> None:
+    def __init__(self, models: ModelRegistry, metrics: Metrics, relay: Relay) -> None:
         self._relay = relay
         self._cold = _cold_routes(models, metrics, relay)
 
@@ -44,7 +37,7 @@ class App:
         if scope["type"] == "http" and scope["method"] == "POST":
             route = _EXACT.get(scope["path"])
             if route is not None:
-                await self._relay(route, None, scope, receive, send)
+                await self._relay(route, None, None, scope, receive, send)
                 return
         await self._cold(scope, cast(Any, receive), cast(Any, send))
 
@@ -52,41 +45,45 @@ class App:
 class _Inference:
     """An inference path: POST runs it, OPTIONS tells that it is there."""
 
-    def __init__(self, route: str, models: ServedModels, relay: Relay) -> None:
+    def __init__(self, route: str, models: ModelRegistry, relay: Relay) -> None:
         self._route = route
         self._models = models
         self._relay = relay
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        model = scope["path_params"].get("model")
+        parameters = scope["path_params"]
+        name, version = parameters.get("model"), parameters.get("version")
         if scope["method"] == "POST":
-            await self._relay(self._route, model, scope, receive, send)
+            await self._relay(self._route, name, version, scope, receive, send)
             return
-        await self._options(model)(cast(Any, scope), cast(Any, receive), cast(Any, send))
+        await self._options(name, version)(cast(Any, scope), cast(Any, receive), cast(Any, send))
 
-    def _options(self, model: str | None) -> Response:
+    def _options(self, name: str | None, version: str | None) -> Response:
         try:
-            if model is not None:
-                self._models.named(model)
+            if name is not None:
+                self._models.named(name, version)
         except ModelNotFoundError as error:
-            return _error("", error)
-        return _json({})
+            return error_response("", error)
+        return json_response({})
 
 
 class _Cold:
     """What is asked now and then: health, metrics, the list of models."""
 
-    def __init__(self, models: ServedModels, metrics: Metrics) -> None:
+    def __init__(self, models: ModelRegistry, metrics: Metrics) -> None:
         self._models = models
         self._metrics = metrics
 
     async def ping(self, request: Request) -> Response:
-        """200 only while every model can serve; the body is LMI's."""
-        statuses = {pool.name: pool.status for pool in self._models.pools}
-        code = max((_PING_CODES[status] for status in statuses.values()), default=200)
-        if ModelStatus.FAILED in statuses.values():
-            code = _PING_CODES[ModelStatus.FAILED]
-        return _json({name: {"status": status.value} for name, status in statuses.items()}, code)
+        """Tell every model's status in LMI's shape; 200 while at least one can serve, or none is registered."""
+        endpoints = self._models.endpoints
+        statuses = {
+            endpoint.name if len(endpoint.models) == 1 else model.label: model.status
+            for endpoint in endpoints
+            for model in endpoint.models
+        }
+        body = {name: {"status": status.value} for name, status in statuses.items()}
+        return json_response(body, _ping_code(set(statuses.values())))
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -94,18 +91,18 @@ class _Cold:
     async def models(self, request: Request) -> Response:
         """OpenAI's list of models."""
         names = self._models.names
-        return _json({"object": "list", "data": [_model(name) for name in names]})
+        return json_response({"object": "list", "data": [_model(name) for name in names]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model"]
-        self._models.named(name)
-        return _json(_model(name))
+        self._models.endpoint(name)
+        return json_response(_model(name))
 
     async def root_options(self, request: Request) -> Response:
-        return _json({})
+        return json_response({})
 
 
-def _cold_routes(models: ServedModels, metrics: Metrics, relay: Relay) -> Starlette:
+def _cold_routes(models: ModelRegistry, metrics: Metrics, relay: Relay) -> Starlette:
     cold = _Cold(models, metrics)
     paths = [*_EXACT.items(), *((path, "predictions") for path in _WITH_MODEL)]
     inference = [
@@ -119,35 +116,21 @@ def _cold_routes(models: ServedModels, metrics: Metrics, relay: Relay) -> Starle
             Route("/v1/models/{model:path}", cold.model),
             Route("/", cold.root_options, methods=["OPTIONS"]),
             *inference,
+            *Management(models).routes(),
         ],
-        exception_handlers={HTTPException: _http_error, LmiServerError: _lmi_error},
+        exception_handlers={HTTPException: on_http_error, LmiServerError: on_lmi_error},
     )
+
+
+def _ping_code(statuses: set[ModelStatus]) -> int:
+    """Return 200 unless no model can serve: 503 where one still may, 500 where all have failed.
+
+    LMI answers 500 as soon as one of several has failed, and the platform then ends the others too.
+    """
+    if not statuses or ModelStatus.HEALTHY in statuses:
+        return 200
+    return 500 if statuses == {ModelStatus.FAILED} else 503
 
 
 def _model(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "lmi-server"}
-
-
-def _json(value: Any, status: int = 200) -> Response:
-    body = msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
-    return Response(body, status, media_type="application/json")
-
-
-async def _http_error(request: Request, raised: Exception) -> Response:
-    assert isinstance(raised, HTTPException)
-    path = request.url.path
-    if raised.status_code == 404:
-        return _error(path, RouteNotFoundError(f"Requested resource is not found: {path}"))
-    allowed = ", ".join(sorted((raised.headers or {}).get("Allow", "").split(", ")))
-    error = MethodNotAllowedError(f"{request.method} is not allowed on {path}; use {allowed}")
-    return _error(path, error, {"allow": allowed})
-
-
-async def _lmi_error(request: Request, raised: Exception) -> Response:
-    assert isinstance(raised, LmiServerError)
-    return _error(request.url.path, raised)
-
-
-def _error(route: str, error: LmiServerError, more_headers: dict[str, str] | None = None) -> Response:
-    status, headers, body = error_reply(route, error)
-    return Response(body, status, {**dict(headers), **(more_headers or {})})

@@ -13,15 +13,16 @@ from typing import Any
 from urllib.parse import parse_qsl
 from uuid import uuid4
 
+import msgspec
+
 from frontend.http_protocol import connection_of
 from frontend.metrics import Metrics
-from frontend.models import MissingModelError, ServedModels
 from lmi_server.dialects.errors import error_event, error_reply
-from lmi_server.errors import LmiServerError, PayloadTooLargeError, error_from_kind
+from lmi_server.errors import BadParameterError, LmiServerError, PayloadTooLargeError, error_from_kind
 from lmi_server.job import CANCELLED, Job
 from lmi_server.job_queue import parse_priority
+from lmi_server.models import Model, ModelRegistry
 from lmi_server.protocol import End, Error, Head, Input, Reply
-from lmi_server.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,13 @@ _CACHE_HEADERS = [
 ]
 
 
+class _NamedModel(msgspec.Struct):
+    model: str | None = None
+
+
+_decode_model = msgspec.json.Decoder(_NamedModel).decode
+
+
 class ClientGoneError(Exception):
     """The client went away before its request was complete."""
 
@@ -47,7 +55,7 @@ class Relay:
     """Answers inference requests. `draining` is set once the server shuts down."""
 
     def __init__(
-        self, models: ServedModels, metrics: Metrics, max_request_size: int, request_id_header: str = "x-request-id"
+        self, models: ModelRegistry, metrics: Metrics, max_request_size: int, request_id_header: str = "x-request-id"
     ) -> None:
         self.draining = False
         self._models = models
@@ -55,45 +63,70 @@ class Relay:
         self._max_request_size = max_request_size
         self._request_id_header = request_id_header.lower()
 
-    async def __call__(self, route: str, model: str | None, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request. `route` is that of Input; `model` is the name in the path, None where it has none."""
+    async def __call__(
+        self, route: str, name: str | None, version: str | None, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Serve one request. `route` is that of Input; `name` and `version` are those in the path, or None."""
         arrived = time.monotonic()
         properties = _properties(scope)
         request_id = properties.get(self._request_id_header) or str(uuid4())
         properties["x-request-id"] = request_id
         response = Response(send, request_id)
-        pool: WorkerPool | None = None
+        model: Model | None = None
         connection = connection_of(scope)
         try:
             query = _query(scope)
-            pool = self._choose(model, properties, query)
+            version = version or _last(query, "model_version") or properties.get("model_version")
+            model = self._choose(route, name, version, properties, query)
             body = await self._body(properties, receive)
-            pool = pool or self._models.named_in(body)
+            model = model or self._named_in(body, version)
             content = [*query, ("data", body)]
             priority = parse_priority(properties.get("x-priority"))
-            job = pool.submit(Input(route, properties, content), priority, connection.abort)
+            job = model.submit(Input(route, properties, content), priority, connection.abort)
         except LmiServerError as error:
-            await self._refuse(pool, route, error, properties, response)
+            await self._refuse(model, route, error, properties, response)
             return
         except ClientGoneError:
-            self._metrics.of(pool).refused(_CLIENT_GONE)
+            self._metrics.of(model).refused(_CLIENT_GONE)
             return
+        pool = model.loaded()
         connection.watch(lambda: pool.cancel(job))
         try:
             status = await _relay(route, job, response)
         finally:
             pool.cancel(job)
             connection.unwatch()
-        self._metrics.of(pool).answered(status, *_times(job, arrived))
+        self._metrics.of(model).answered(status, *_times(job, arrived))
 
     def _choose(
-        self, model: str | None, properties: dict[str, str], query: list[tuple[str, bytes]]
-    ) -> WorkerPool | None:
-        """Return the pool that path, query or headers name, or the only one; None where only the body can tell."""
-        name = model or _last(query, "model_name") or properties.get("model_name")
+        self,
+        route: str,
+        name: str | None,
+        version: str | None,
+        properties: dict[str, str],
+        query: list[tuple[str, bytes]],
+    ) -> Model | None:
+        """Return the model that path, query or headers name, or the default one; None where only the body can tell."""
+        name = name or _last(query, "model_name") or properties.get("model_name")
         if name:
-            return self._models.named(name)
-        return self._models.only
+            return self._models.named(name, version)
+        if self._models.only is not None:
+            return self._models.only.choose(version)
+        if self._models.default is not None and route not in _OPENAI_ROUTES:
+            return self._models.default.choose(version)
+        return None
+
+    def _named_in(self, body: bytes, version: str | None) -> Model:
+        """Return the model that an OpenAI request names in its body, or the default one."""
+        try:
+            name = _decode_model(body).model
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            name = None
+        if name is not None:
+            return self._models.named(name, version)
+        if self._models.default is None:
+            raise BadParameterError("Parameter model_name is required.")
+        return self._models.default.choose(version)
 
     async def _body(self, properties: dict[str, str], receive: Receive) -> bytes:
         length = properties.get("content-length")
@@ -130,19 +163,17 @@ class Relay:
 
     async def _refuse(
         self,
-        pool: WorkerPool | None,
+        model: Model | None,
         route: str,
         error: LmiServerError,
         properties: dict[str, str],
         response: Response,
     ) -> None:
         status, headers, data = error_reply(route, error)
-        if isinstance(error, MissingModelError):
-            status = 400
         # A client that waits for "100 Continue" will not send the body that was announced.
         if self.draining or "expect" in properties:
             headers.append(("connection", "close"))
-        self._metrics.of(pool).refused(status)
+        self._metrics.of(model).refused(status)
         await response.whole(status, headers, data)
 
 

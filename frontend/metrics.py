@@ -1,6 +1,7 @@
 """What `/metrics` tells.
 
-Counters and histograms are fed by the relay; gauges are read from the pools at each scrape.
+Counters and histograms are fed by the relay; gauges are read from the models at each scrape. The label `model` is the
+model's name, with its version where it has one ("name:version").
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from lmi_server.models import Model
 from lmi_server.worker_pool import ModelStatus, WorkerPool
 
 # Seconds; from a cached embedding to a long generation.
@@ -27,6 +29,7 @@ class ModelMetrics:
     def __init__(self, name: str, requests: Counter, histograms: Sequence[Histogram]) -> None:
         self._name = name
         self._requests = requests
+        self._histograms = histograms
         self._by_code: dict[int, Counter] = {}
         duration, first_byte, queue = (histogram.labels(name) for histogram in histograms)
         self._duration = duration.observe
@@ -44,6 +47,13 @@ class ModelMetrics:
         self._first_byte(first_byte_s)
         self._duration(duration_s)
 
+    def remove(self) -> None:
+        """Drop the series: the model is gone."""
+        for code in self._by_code:
+            self._requests.remove(self._name, str(code))
+        for histogram in self._histograms:
+            histogram.remove(self._name)
+
     def _count(self, code: int) -> None:
         counter = self._by_code.get(code)
         if counter is None:
@@ -52,28 +62,38 @@ class ModelMetrics:
 
 
 class Metrics:
-    """The registry of one server."""
+    """The registry of one server; `models` returns those of the moment."""
 
-    def __init__(self, pools: Sequence[WorkerPool]) -> None:
+    def __init__(self, models: Callable[[], Sequence[Model]]) -> None:
+        self._models = models
         self._registry = CollectorRegistry()
-        requests = Counter(
+        self._requests = Counter(
             "lmi_requests", "Inference requests by status code.", ("model", "code"), registry=self._registry
         )
-        histograms = [
+        self._histograms = [
             self._histogram("lmi_request_duration_seconds", "Arrival to the last byte.", _DURATION_BUCKETS),
             self._histogram("lmi_time_to_first_byte_seconds", "Arrival to the first byte.", _FIRST_BYTE_BUCKETS),
             self._histogram("lmi_queue_time_seconds", "Time in the job queue.", _QUEUE_BUCKETS),
         ]
-        self._models = {pool.name: ModelMetrics(pool.name, requests, histograms) for pool in pools}
-        self._unrouted = ModelMetrics("", requests, histograms)
-        self._registry.register(_PoolCollector(pools))
+        self._series: dict[str, ModelMetrics] = {}
+        self._unrouted = ModelMetrics("", self._requests, self._histograms)
+        self._registry.register(_PoolCollector(models))
 
-    def of(self, pool: WorkerPool | None) -> ModelMetrics:
-        """Return the series of the model that `pool` serves; of no model where it is None."""
-        return self._unrouted if pool is None else self._models[pool.name]
+    def of(self, model: Model | None) -> ModelMetrics:
+        """Return the series of `model`; of no model where it is None."""
+        if model is None:
+            return self._unrouted
+        label = model.label
+        series = self._series.get(label)
+        if series is None:
+            series = self._series[label] = ModelMetrics(label, self._requests, self._histograms)
+        return series
 
     def text(self) -> bytes:
-        """Return everything in Prometheus' text format."""
+        """Return everything in Prometheus' text format; the series of models that are gone end here."""
+        present = {model.label for model in self._models()}
+        for label in self._series.keys() - present:
+            self._series.pop(label).remove()
         return generate_latest(self._registry)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
@@ -81,35 +101,38 @@ class Metrics:
 
 
 class _PoolCollector:
-    def __init__(self, pools: Sequence[WorkerPool]) -> None:
-        self._pools = pools
+    def __init__(self, models: Callable[[], Sequence[Model]]) -> None:
+        self._models = models
 
     def collect(self) -> Iterator[Metric]:
-        yield self._gauge("lmi_queue_depth", "Requests that wait for a worker.", lambda pool: pool.queued)
-        yield self._gauge("lmi_requests_in_flight", "Requests that workers hold.", lambda pool: pool.in_flight)
-        yield self._gauge("lmi_workers_ready", "Workers that can serve.", lambda pool: pool.ready_workers)
-        yield self._gauge(
-            "lmi_model_ready", "1 where the model can serve.", lambda pool: pool.status is ModelStatus.HEALTHY
-        )
-        yield from self._handler_gauges()
+        models = self._models()
+        pools = [model.pool for model in models if model.pool is not None]
+        yield _gauge("lmi_queue_depth", "Requests that wait for a worker.", [(p.label, p.queued) for p in pools])
+        yield _gauge("lmi_requests_in_flight", "Requests that workers hold.", [(p.label, p.in_flight) for p in pools])
+        yield _gauge("lmi_workers_ready", "Workers that can serve.", [(p.label, p.ready_workers) for p in pools])
+        healthy = [(model.label, model.status is ModelStatus.HEALTHY) for model in models]
+        yield _gauge("lmi_model_ready", "1 where the model can serve.", healthy)
+        yield from _handler_gauges(pools)
 
     def describe(self) -> Iterator[Metric]:
         """Tell nothing before the first scrape: the handlers' gauges are not known yet."""
         return iter(())
 
-    def _gauge(self, name: str, text: str, value: Callable[[WorkerPool], float]) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=("model",))
-        for pool in self._pools:
-            family.add_metric((pool.name,), float(value(pool)))
-        return family
 
-    def _handler_gauges(self) -> Iterator[Metric]:
-        families: dict[str, GaugeMetricFamily] = {}
-        for pool in self._pools:
-            for worker, gauges in pool.worker_gauges().items():
-                for key, value in gauges.items():
-                    name = "lmi_handler_" + _NOT_A_NAME.sub("_", key)
-                    if name not in families:
-                        families[name] = GaugeMetricFamily(name, f"{key} of the handler.", labels=("model", "worker"))
-                    families[name].add_metric((pool.name, worker), value)
-        yield from families.values()
+def _gauge(name: str, text: str, values: Sequence[tuple[str, float]]) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=("model",))
+    for label, value in values:
+        family.add_metric((label,), float(value))
+    return family
+
+
+def _handler_gauges(pools: Sequence[WorkerPool]) -> Iterator[Metric]:
+    families: dict[str, GaugeMetricFamily] = {}
+    for pool in pools:
+        for worker, gauges in pool.worker_gauges().items():
+            for key, value in gauges.items():
+                name = "lmi_handler_" + _NOT_A_NAME.sub("_", key)
+                if name not in families:
+                    families[name] = GaugeMetricFamily(name, f"{key} of the handler.", labels=("model", "worker"))
+                families[name].add_metric((pool.label, worker), value)
+    yield from families.values()

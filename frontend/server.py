@@ -11,7 +11,7 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 
 import uvicorn
 import uvloop
@@ -20,11 +20,12 @@ from frontend.app import App
 from frontend.http_protocol import RelayProtocol
 from frontend.inference import Relay
 from frontend.metrics import Metrics
-from frontend.models import ServedModels
-from lmi_server.configuration.resolve import ResolvedModel
+from lmi_server.artifacts.fetch import artifact_settings
+from lmi_server.artifacts.model import Resolve
+from lmi_server.configuration.resolve import resolve_model
 from lmi_server.configuration.server import ServerSettings
-from lmi_server.protocol import Load
-from lmi_server.worker_pool import PoolSettings, WorkerPool
+from lmi_server.model_store import ModelSource
+from lmi_server.models import ModelRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +34,16 @@ _KEEP_ALIVE_S = 75  # longer than the 60 seconds of common load balancers, so th
 _CLIENT_GRACE_S = 5.0  # after the drain: for clients to read the last bytes of their answers
 
 
-def run(models: Sequence[ResolvedModel], settings: ServerSettings) -> int:
-    """Serve `models` until SIGTERM or SIGINT; return the exit code.
+def run(
+    sources: Sequence[ModelSource],
+    settings: ServerSettings,
+    environment: Mapping[str, str],
+    resolve: Resolve = resolve_model,
+) -> int:
+    """Serve the models of `sources` until SIGTERM or SIGINT; return the exit code.
+
+    `environment` is what the configuration of models is read from. A model that cannot be loaded is FAILED, and the
+    others are served.
 
     The first signal drains: nothing more is accepted, what was accepted finishes within `drain_timeout` (exit code 0).
     The second ends everything at once (exit code 1).
@@ -47,31 +56,39 @@ def run(models: Sequence[ResolvedModel], settings: ServerSettings) -> int:
         logger.error("cannot listen on %s port %d: %s", settings.host, settings.port, error.strerror)
         return 1
     _allow_many_connections()
-    return uvloop.run(_Server(models, settings, listener).serve())
+    return uvloop.run(_Server(sources, settings, listener, environment, resolve).serve())
 
 
 class _Server:
     """Everything that lives as long as the event loop."""
 
-    def __init__(self, models: Sequence[ResolvedModel], settings: ServerSettings, listener: socket.socket) -> None:
-        self._models = models
+    def __init__(
+        self,
+        sources: Sequence[ModelSource],
+        settings: ServerSettings,
+        listener: socket.socket,
+        environment: Mapping[str, str],
+        resolve: Resolve,
+    ) -> None:
+        self._sources = sources
         self._settings = settings
         self._listener = listener
         self._signals = 0
         self._signalled = asyncio.Event()
-        self._pools: list[WorkerPool] = []
+        artifacts = artifact_settings(settings.download_dir, environment)
+        self._models = ModelRegistry(
+            environment, artifacts, resolve, settings.drain_timeout, settings.log_level.upper()
+        )
 
     async def serve(self) -> int:
-        self._pools = [WorkerPool(pool_settings(model, self._settings)) for model in self._models]
-        names = [model.served_names for model in self._models]
-        models = ServedModels(list(zip(self._pools, names, strict=True)))
-        metrics = Metrics(self._pools)
+        models = self._models
+        metrics = Metrics(lambda: models.models)
         relay = Relay(models, metrics, self._settings.max_request_size, self._settings.request_id_header)
         http = _HttpServer(App(models, metrics, relay), self._settings)
         self._listen_to_signals()
         serving = asyncio.create_task(http.serve([self._listener]))
-        for pool in self._pools:
-            pool.start()
+        for source in self._sources:
+            models.register(source, at_startup=True)
         host, port = self._listener.getsockname()[:2]
         logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
         gc.freeze()
@@ -79,9 +96,9 @@ class _Server:
         logger.info("draining: up to %g seconds; a second signal ends at once", self._settings.drain_timeout)
         relay.draining = True
         http.should_exit = True
-        await asyncio.gather(*(pool.drain(self._settings.drain_timeout) for pool in self._pools))
+        await models.drain(self._settings.drain_timeout)
         await serving
-        await asyncio.gather(*(pool.stop() for pool in self._pools))
+        await models.stop()
         logger.info("stopped")
         return 0
 
@@ -95,8 +112,7 @@ class _Server:
         self._signalled.set()
         if self._signals > 1:
             logger.warning("second signal: ending at once")
-            for pool in self._pools:
-                pool.kill()
+            self._models.kill()
             logging.shutdown()
             os._exit(1)
 
@@ -124,25 +140,6 @@ class _HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
-
-
-def pool_settings(model: ResolvedModel, settings: ServerSettings) -> PoolSettings:
-    """Return what the pool of `model` needs of its configuration."""
-    return PoolSettings(
-        load=Load(
-            model_name=model.name,
-            model_dir=model.model_dir,
-            handler=model.handler,
-            options=model.raw_options(),
-            served_names=list(model.served_names),
-            log_level=settings.log_level.upper(),
-        ),
-        workers=model.serving.min_workers,
-        max_in_flight=model.options.max_rolling_batch_size,
-        job_queue_size=model.serving.job_queue_size,
-        model_loading_timeout_s=model.options.model_loading_timeout,
-        parallel_loading=model.options.parallel_loading,
-    )
 
 
 def _bind(host: str, port: int) -> socket.socket:

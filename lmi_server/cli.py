@@ -78,8 +78,8 @@ def _check_directory(source: ModelSource, environment: Mapping[str, str]) -> Non
     """Tell who serves a single directory at once what is wrong with it; an archive is not read before it is loaded."""
     if archive_stem(source.url) is None:
         found = inspect_model(Path(source.url), {**environment, **source.variables})
-        if found.problems:
-            raise ConfigurationError("\n".join(found.problems))
+        if found.problems or found.unavailable:
+            raise ConfigurationError("\n".join((*found.problems, *found.unavailable)))
 
 
 def _startup(directories: list[Path] | None, models: list[str] | None, settings: ServerSettings) -> Startup:

@@ -22,13 +22,14 @@ class ReplySlot:
     Exactly one terminal item (Reply, End or Error) is kept; whatever follows it is dropped.
     """
 
-    __slots__ = ("_chunks", "_waiter", "first_byte_at", "head", "terminal", "unread")
+    __slots__ = ("_chunks", "_waiter", "first_byte_at", "head", "progressed", "terminal", "unread")
 
     def __init__(self) -> None:
         self.head: Head | None = None
         self.terminal: Reply | End | Error | None = None
         self.first_byte_at = 0.0  # time.monotonic()
         self.unread = 0  # bytes that `take` has not returned yet
+        self.progressed = False  # set by each item; whoever watches for progress clears it
         self._chunks: list[bytes] = []
         self._waiter: asyncio.Future[None] | None = None
 
@@ -41,6 +42,7 @@ class ReplySlot:
         """Add what the worker sent."""
         if self.terminal is not None:
             return
+        self.progressed = True
         if isinstance(item, Chunk):
             self._chunks.append(item.data)
             self.unread += len(item.data)
@@ -73,7 +75,7 @@ class ReplySlot:
         return data
 
 
-_TIMES = ("queued_at", "started_at")
+_TIMES = ("queued_at", "started_at", "quiet_since")
 
 
 class Job:
@@ -92,11 +94,12 @@ class Job:
         self.on_overflow = on_overflow
         self.queued_at = time.monotonic()
         self.started_at = 0.0  # when a worker got it
+        self.quiet_since = 0.0  # when it was last seen to make progress in that worker
 
     def start(self, worker: WorkerProcess) -> None:
         """Note that `worker` gets the job now."""
         self.worker = worker
-        self.started_at = time.monotonic()
+        self.started_at = self.quiet_since = time.monotonic()
 
     @property
     def request_id(self) -> str:

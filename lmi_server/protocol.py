@@ -143,9 +143,14 @@ class Frames(Message, frozen=True):
 
 
 class Stats(Message, frozen=True):
-    """Sent once a second; its absence means that the worker hangs."""
+    """Sent once a second; its absence means that the worker hangs.
+
+    `progressed` are the ids of the requests for which the handler yielded something since the last Stats: of an answer
+    that does not stream the front end sees nothing else before its end.
+    """
 
     gauges: dict[str, float]
+    progressed: list[int] = []
 
 
 ToWorker = Load | Submit | Cancel | Control | Shutdown

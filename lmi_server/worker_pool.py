@@ -18,25 +18,34 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 
 import msgspec
 
-from lmi_server.errors import LmiServerError, ModelLoadError, ModelNotReadyError, WorkerDiedError
+from lmi_server.devices import DeviceGroup
+from lmi_server.errors import (
+    BadParameterError,
+    LmiServerError,
+    ModelLoadError,
+    ModelNotReadyError,
+    PredictTimeoutError,
+    WorkerDiedError,
+)
 from lmi_server.job import CANCELLED, Job
 from lmi_server.job_queue import JobQueue
 from lmi_server.protocol import End, Error, Input, Item, Load, Ready, Reply
+from lmi_server.worker_group import Deaths, LoadPlan, WorkerGroup
 from lmi_server.worker_process import WorkerProcess
 
 logger = logging.getLogger(__name__)
 
 _MAX_UNREAD = 16 << 20  # bytes of one answer that its client has not read yet
-_FIRST_BACKOFF_S = 0.1
-_LONGEST_BACKOFF_S = 30.0
-_HEALTHY_AFTER_S = 60.0
 _WORKER_STOP_S = 10.0
+_UNLIMITED = 1 << 30
+_WATCHES_PER_TIMEOUT = 4  # how finely the shortest timeout is watched
+_LONGEST_WATCH_S = 1.0
 
 
 class ModelStatus(Enum):
@@ -49,49 +58,54 @@ class ModelStatus(Enum):
 
 
 class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the pool needs to know of a model. Times are in seconds."""
+    """What the pool needs to know of a model. Times are in seconds; numbers of workers are those of each group.
+
+    `version` tells the versions of one model apart. `environment` is added to that of each worker.
+    """
 
     load: Load
-    workers: int = 1
+    version: str | None = None
+    groups: tuple[DeviceGroup, ...] = (DeviceGroup(),)
+    environment: Mapping[str, str] = {}
+    min_workers: int = 1
+    max_workers: int = 1
     max_in_flight: int = 32
     job_queue_size: int = 1000
     model_loading_timeout_s: float = 240.0
+    predict_timeout_s: float = 120.0
+    max_idle_s: float = 60.0
     heartbeat_timeout_s: float = 30.0
     parallel_loading: bool = False
-
-
-class Backoff:
-    """The pause before a restart: doubles each time; starts over after a worker that was healthy for a minute."""
-
-    def __init__(self) -> None:
-        self._next_s = _FIRST_BACKOFF_S
-
-    def pause_s(self, healthy_s: float) -> float:
-        """Return the pause in seconds after a worker that was ready for `healthy_s` seconds."""
-        if healthy_s >= _HEALTHY_AFTER_S:
-            self._next_s = _FIRST_BACKOFF_S
-        pause, self._next_s = self._next_s, min(2 * self._next_s, _LONGEST_BACKOFF_S)
-        return pause
+    retry_threshold: int = 10
+    death_window_s: float = 600.0
 
 
 class WorkerPool:
-    """Serves one model with `settings.workers` processes. Everything runs on one event loop."""
+    """Serves one model with the workers of its device groups. Everything runs on one event loop."""
 
     def __init__(self, settings: PoolSettings) -> None:
         self.name = settings.load.model_name
-        self.failure: str | None = None
+        self.label = self.name if settings.version is None else f"{self.name}:{settings.version}"
+        self.failure: LmiServerError | None = None
+        self.was_ready = False
+        self.stopping = False
+        self.loading_turns = asyncio.Semaphore(_UNLIMITED if settings.parallel_loading else 1)
         self._settings = settings
         self._queue: JobQueue[Job] = JobQueue(self.name, settings.job_queue_size)
         self._ids = itertools.count(1)
+        self._generations = itertools.count(1)
         self._ready: list[WorkerProcess] = []
-        self._workers: set[WorkerProcess] = set()  # every process that is not reaped yet
-        self._keepers: list[asyncio.Task[None]] = []
-        self._was_ready = False
+        self._leaving: set[WorkerProcess] = set()  # they finish their last requests
+        self._workers: dict[WorkerProcess, int] = {}  # every process that is not reaped yet, and its number
+        plan = LoadPlan(settings.load, settings.model_loading_timeout_s)
+        self.groups: Sequence[WorkerGroup] = [WorkerGroup(device, plan, self) for device in settings.groups]
+        self._deaths = Deaths(settings.retry_threshold, settings.death_window_s)
         self._draining = False
-        self._stopping = False
-        self._loading_turns = asyncio.Semaphore(settings.workers if settings.parallel_loading else 1)
+        self._closing = "The server is shutting down"
         self._idle = asyncio.Event()
         self._settled = asyncio.Event()
+        self._scaling: list[asyncio.Future[None]] = []
+        self._watch: asyncio.TimerHandle | None = None
         self._directory = Path(tempfile.mkdtemp(prefix="lmi-server-"))
 
     # --- state ---
@@ -102,19 +116,30 @@ class WorkerPool:
             return ModelStatus.FAILED
         if self._ready:
             return ModelStatus.HEALTHY
-        return ModelStatus.UNHEALTHY if self._was_ready else ModelStatus.PENDING
+        if not self.was_ready:
+            return ModelStatus.PENDING
+        asleep = all(group.min_workers == 0 for group in self.groups)  # the next request wakes it, where it may
+        return ModelStatus.HEALTHY if asleep and self._max_workers else ModelStatus.UNHEALTHY
 
     @property
     def queued(self) -> int:
         return len(self._queue)
 
     @property
+    def queue_size(self) -> int:
+        return self._settings.job_queue_size
+
+    @property
     def in_flight(self) -> int:
-        return sum(len(worker.in_flight) for worker in self._ready)
+        return sum(len(worker.in_flight) for worker in self._serving())
 
     @property
     def ready_workers(self) -> int:
         return len(self._ready)
+
+    @property
+    def _max_workers(self) -> int:
+        return sum(group.max_workers for group in self.groups)
 
     def worker_gauges(self) -> dict[str, Mapping[str, float]]:
         """Return what each ready worker last told in Stats, by the worker's name."""
@@ -122,6 +147,14 @@ class WorkerPool:
 
     def worker_pids(self) -> list[int]:
         return [worker.pid for worker in self._ready if worker.pid is not None]
+
+    def worker_number(self, worker: WorkerProcess) -> int:
+        """Return the number of a worker that is not reaped yet; no two have the same."""
+        return self._workers[worker]
+
+    def is_leaving(self, worker: WorkerProcess) -> bool:
+        """Tell whether a worker only finishes what it holds."""
+        return worker in self._leaving
 
     async def settled(self) -> ModelStatus:
         """Wait until the model is loaded, or has failed to; return the status."""
@@ -140,7 +173,7 @@ class WorkerPool:
         job = Job(next(self._ids), request, priority, on_overflow)
         worker = self._roomiest()
         if worker is None:
-            self._queue.push(job)
+            self._wait_for_room(job)
         else:
             self._assign(worker, job)
         return job
@@ -150,6 +183,7 @@ class WorkerPool:
         if job.cancelled or job.reply.terminal is not None:
             return
         job.cancelled = True
+        job.quiet_since = time.monotonic()  # from now on its worker owes the place
         job.reply.put(Error(job.id, CANCELLED, "the client went away"))
         if self._queue.remove(job):
             self._check_idle()
@@ -158,11 +192,21 @@ class WorkerPool:
 
     def _check_open(self) -> None:
         if self._draining:
-            raise ModelNotReadyError("The server is shutting down")
+            raise ModelNotReadyError(self._closing)
         if self.failure is not None:
-            raise ModelNotReadyError(f"Model is not ready: {self.name}: {self.failure}")
-        if not self._was_ready:
+            raise self._failed()
+        if not self.was_ready:
             raise ModelNotReadyError(f"Model is not ready: {self.name}: it is loading")
+
+    def _failed(self) -> ModelNotReadyError:
+        assert self.failure is not None
+        return ModelNotReadyError(f"Model is not ready: {self.name}: {self.failure.message}")
+
+    def _wait_for_room(self, job: Job) -> None:
+        if not self._max_workers:
+            raise ModelNotReadyError(f"All model workers has been shutdown: {self.name}")
+        self._queue.push(job)
+        self._grow()
 
     def _roomiest(self) -> WorkerProcess | None:
         best: WorkerProcess | None = None
@@ -179,6 +223,8 @@ class WorkerPool:
     def _dispatch(self) -> None:
         while self._queue and (worker := self._roomiest()) is not None:
             self._assign(worker, self._queue.pop())
+        if self._queue:
+            self._grow()
         self._check_idle()
 
     def _on_items(self, worker: WorkerProcess, items: list[Item]) -> None:
@@ -217,71 +263,126 @@ class WorkerPool:
 
     def start(self) -> None:
         """Spawn the workers; `settled` tells when they are loaded."""
-        self._keepers = [asyncio.create_task(self._keep(index)) for index in range(self._settings.workers)]
+        for group in self.groups:
+            group.scale(self._settings.min_workers, self._settings.max_workers)
+        self._watch_again()
 
-    async def _keep(self, index: int) -> None:
-        """Keep one worker running: this is the whole life of a replica."""
-        backoff = Backoff()
-        for generation in itertools.count(1):
-            worker = self._new_worker(index, generation)
-            healthy_s = 0.0
-            try:
-                healthy_s = await self._run(worker)
-            except ModelLoadError as error:
-                if not self._was_ready:
-                    self._fail(error)
-                    return
-                logger.error("[%s] could not load the model again: %s", worker.name, error)
-            if self._stopping:
-                return
-            pause_s = backoff.pause_s(healthy_s)
-            logger.warning("[%s] restarting it in %.1f seconds", worker.name, pause_s)
-            await asyncio.sleep(pause_s)
+    async def scale(self, min_workers: int | None, max_workers: int | None, device: int | None = None) -> None:
+        """Set the bounds of each group (of the one that begins with `device`); None keeps one.
 
-    async def _run(self, worker: WorkerProcess) -> float:
-        """Run `worker` to its end; return for how many seconds it was ready. Raises ModelLoadError."""
+        Returns once `min_workers` are loaded. Raises BadParameterError where the bounds contradict each other or there
+        is no such device, ModelNotReadyError where the model is not loaded, ModelLoadError where a worker cannot load
+        it.
+        """
+        if self.failure is not None or not self.was_ready:
+            self._check_open()
+        groups = [group for group in self.groups if device is None or group.device.first == device]
+        if not groups:
+            raise BadParameterError(f"Parameter device is {device}; model {self.name} is not loaded there")
+        bounds = [_bounds(group, min_workers, max_workers) for group in groups]
+        for group, (least, most) in zip(groups, bounds, strict=True):
+            group.scale(least, most)
+        if not self._max_workers:
+            self._refuse_queue(ModelNotReadyError(f"All model workers has been shutdown: {self.name}"))
+        await self._all_running()
+
+    async def _all_running(self) -> None:
+        if self._is_complete():
+            return
+        done = asyncio.get_running_loop().create_future()
+        self._scaling.append(done)
         try:
-            async with self._loading_turns:
-                ready = await worker.load(self._settings.load, self._settings.model_loading_timeout_s)
-            self._admit(worker, ready)
-            ready_at = time.monotonic()
-            await worker.lost.wait()
-            return time.monotonic() - ready_at
+            await done
         finally:
-            await worker.reap()
-            self._workers.discard(worker)
+            self._scaling.remove(done)
 
-    def _new_worker(self, index: int, generation: int) -> WorkerProcess:
+    def _is_complete(self) -> bool:
+        return all(group.ready >= group.min_workers for group in self.groups)
+
+    def _tell_scaled(self, error: LmiServerError | None = None) -> None:
+        for waiter in self._scaling:
+            if waiter.done():
+                continue
+            if error is not None:
+                waiter.set_exception(error)
+            elif self._is_complete():
+                waiter.set_result(None)
+
+    def _grow(self) -> None:
+        """Start one more worker where a group may have one: requests wait, and nobody has room."""
+        if self.stopping or self._draining or self.failure is not None:
+            return
+        growing = [group for group in self.groups if group.can_grow()]
+        if growing:
+            smallest = min(growing, key=lambda group: group.size)
+            logger.info("model %s: requests wait; starting another worker", self.label)
+            smallest.grow()
+
+    def _serving(self) -> list[WorkerProcess]:
+        return [*self._ready, *self._leaving]
+
+    def new_worker(self, device: DeviceGroup) -> WorkerProcess:
+        taken = set(self._workers.values())
+        number = next(number for number in itertools.count() if number not in taken)
         worker = WorkerProcess(
-            f"{self.name}-{index}",
-            self._directory / f"{index}-{generation}.sock",
+            f"{self.label}-{number}",
+            self._directory / f"{number}-{next(self._generations)}.sock",
             self._on_items,
-            self._retire,
+            self._on_lost,
             self._settings.heartbeat_timeout_s,
+            {**self._settings.environment, **device.environment},
         )
-        self._workers.add(worker)
+        self._workers[worker] = number
         return worker
 
-    def _admit(self, worker: WorkerProcess, ready: Ready) -> None:
+    def admit(self, worker: WorkerProcess, ready: Ready) -> None:
         if worker.lost.is_set():
             raise ModelLoadError("the worker process ended right after it had loaded the model")
         details = " ".join(f"{key}={value}" for key, value in ready.details.items())
         logger.info(
             "[%s] ready: process %s, max_model_len=%d %s", worker.name, worker.pid, ready.max_model_len, details
         )
-        self._was_ready = True
+        self.was_ready = True
         self._ready.append(worker)
         self._settled.set()
         self._dispatch()
+        self._tell_scaled()
 
-    def _retire(self, worker: WorkerProcess) -> None:
+    def leave(self, worker: WorkerProcess) -> None:
+        if worker in self._ready:
+            self._ready.remove(worker)
+            self._leaving.add(worker)
+
+    def forget(self, worker: WorkerProcess) -> None:
+        del self._workers[worker]
+
+    def died(self) -> None:
+        if self._deaths.too_many(time.monotonic()):
+            self._fail(
+                ModelLoadError(
+                    f"its workers died more than retry_threshold={self._settings.retry_threshold} times within "
+                    f"{self._settings.death_window_s:g} seconds; see the log, then register it again"
+                )
+            )
+
+    def unloadable(self, error: ModelLoadError) -> None:
+        self._fail(error)
+
+    def cannot_add(self, error: ModelLoadError) -> None:
+        self._tell_scaled(error)
+
+    def _on_lost(self, worker: WorkerProcess) -> None:
         """Take back the jobs of a dead worker: retry what no client has seen a byte of, once; fail the rest."""
-        if worker not in self._ready:
+        if worker in self._ready:
+            self._ready.remove(worker)
+        elif worker in self._leaving:
+            self._leaving.remove(worker)
+        else:
             return
-        self._ready.remove(worker)
         jobs = list(worker.in_flight.values())
         worker.in_flight.clear()
-        logger.error("[%s] the worker process ended with %d requests in flight", worker.name, len(jobs))
+        if jobs:
+            logger.error("[%s] the worker process ended with %d requests in flight", worker.name, len(jobs))
         for job in reversed(jobs):  # each goes to the head, so the oldest last
             self._take_back(job)
         self._dispatch()
@@ -297,36 +398,97 @@ class WorkerPool:
         self._queue.push_front(job)
 
     def _fail(self, error: ModelLoadError) -> None:
-        logger.error("model %s could not be loaded: %s", self.name, error)
-        self.failure = error.message
-        for keeper in self._keepers:
-            if keeper is not asyncio.current_task():
-                keeper.cancel()
+        if self.failure is not None:
+            return
+        what = "has failed" if self.was_ready else "could not be loaded"
+        logger.error("model %s %s: %s", self.label, what, error)
+        self.failure = error
+        self._refuse_queue(self._failed())
+        for group in self.groups:
+            group.close()
         self._settled.set()
+        self._tell_scaled(error)
+
+    def _refuse_queue(self, error: LmiServerError) -> None:
+        while self._queue:
+            self._end(self._queue.pop(), error)
+        self._check_idle()
+
+    # --- what makes no progress ---
+
+    def _watch_again(self) -> None:
+        shortest = min(self._settings.predict_timeout_s, self._settings.max_idle_s)
+        pause_s = min(_LONGEST_WATCH_S, shortest / _WATCHES_PER_TIMEOUT)
+        self._watch = asyncio.get_running_loop().call_later(pause_s, self._look_around)
+
+    def _look_around(self) -> None:
+        now = time.monotonic()
+        for worker in self._serving():
+            self._check_progress(worker, now)
+        for group in self.groups:
+            group.retire_idle(now, self._settings.max_idle_s)
+        self._watch_again()
+
+    def _check_progress(self, worker: WorkerProcess, now: float) -> None:
+        if worker.used or worker.in_flight:
+            worker.used = False
+            worker.idle_since = now
+        if worker.moved or not worker.in_flight:
+            worker.moved = False
+            worker.quiet_since = now
+        overdue = [job for job in worker.in_flight.values() if self._is_overdue(job, now)]
+        if overdue:
+            self._give_up(worker, overdue, now)
+
+    def _is_overdue(self, job: Job, now: float) -> bool:
+        if job.reply.progressed:
+            job.reply.progressed = False
+            job.quiet_since = now
+        return now - job.quiet_since >= self._settings.predict_timeout_s
+
+    def _give_up(self, worker: WorkerProcess, overdue: Sequence[Job], now: float) -> None:
+        """Fail what is overdue. A worker that does nothing for the others either hangs, as one that keeps a place."""
+        timeout_s = self._settings.predict_timeout_s
+        hangs = now - worker.quiet_since >= timeout_s or any(job.cancelled for job in overdue)
+        error = PredictTimeoutError(f"The request made no progress within predict_timeout={timeout_s:g} seconds")
+        for job in overdue:
+            logger.error("request %s: no progress for %g seconds; it is given up", job.request_id, timeout_s)
+            self._end(job, error)
+            job.cancelled = True
+            job.quiet_since = now
+            if not hangs:
+                worker.cancel(job)
+        if hangs:
+            logger.error("[%s] makes no progress; killing it", worker.name)
+            worker.kill()
 
     # --- the end ---
 
-    async def drain(self, timeout_s: float) -> None:
-        """Accept nothing more; let what was accepted finish within `timeout_s` seconds, then fail the rest."""
+    async def drain(self, timeout_s: float, reason: str | None = None) -> None:
+        """Accept nothing more; let what was accepted finish within `timeout_s` seconds, then fail the rest.
+
+        `reason` is what clients are told; without it, that the server shuts down.
+        """
         self._draining = True
+        self._closing = reason or self._closing
         self._check_idle()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
         except TimeoutError:
             logger.warning("model %s: %d requests are not finished", self.name, self.queued + self.in_flight)
-            self._fail_unfinished(ModelNotReadyError("The server is shutting down"))
+            self._fail_unfinished(ModelNotReadyError(self._closing))
 
     async def stop(self, deadline_s: float = _WORKER_STOP_S) -> None:
         """End the workers within `deadline_s` seconds; they are killed then."""
         self._draining = True
-        self._fail_unfinished(ModelNotReadyError("The server is shutting down"))
-        self._stopping = True
-        ready, self._ready = self._ready, []
-        await asyncio.gather(*(worker.shutdown(deadline_s) for worker in ready))
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        self._fail_unfinished(ModelNotReadyError(self._closing))
+        self.stopping = True
+        if self._watch is not None:
+            self._watch.cancel()
+        serving, self._ready, self._leaving = self._serving(), [], set()
+        await asyncio.gather(*(worker.shutdown(deadline_s) for worker in serving))
+        await asyncio.gather(*(group.stop() for group in self.groups))
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def kill(self) -> None:
@@ -336,9 +498,8 @@ class WorkerPool:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _fail_unfinished(self, error: LmiServerError) -> None:
-        while self._queue:
-            self._end(self._queue.pop(), error)
-        for worker in self._ready:
+        self._refuse_queue(error)
+        for worker in self._serving():
             for job in worker.in_flight.values():
                 self._end(job, error)
                 worker.cancel(job)
@@ -346,3 +507,14 @@ class WorkerPool:
     def _check_idle(self) -> None:
         if self._draining and not self._queue and not self.in_flight:
             self._idle.set()
+
+
+def _bounds(group: WorkerGroup, min_workers: int | None, max_workers: int | None) -> tuple[int, int]:
+    """Return the new bounds of `group`; a bound that is not given follows the other where it must."""
+    least = group.min_workers if min_workers is None else min_workers
+    most = group.max_workers if max_workers is None else max_workers
+    if min_workers is not None and max_workers is not None and least > most:
+        raise BadParameterError(f"Parameter min_worker is {least}, max_worker {most}; min_worker may not be above it")
+    if max_workers is None:
+        most = max(least, most)
+    return min(least, most), most

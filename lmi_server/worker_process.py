@@ -7,9 +7,9 @@ import contextlib
 import logging
 import os
 import signal
-import sys
+import time
 from asyncio.subprocess import Process
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from lmi_server.errors import ModelLoadError, error_from_kind
 from lmi_server.job import Job
 from lmi_server.link import worker_link
 from lmi_server.protocol import Cancel, Failed, Frames, FromWorker, Item, Load, Ready, Shutdown, Stats, Submit
+from lmi_server.worker_command import worker_command
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class WorkerProcess:
 
     `in_flight` holds the jobs that it has, by id; `on_items` gets what it sends for them; `on_lost` is called once, as
     soon as a worker that was ready is dead. A hung worker (no Stats for `heartbeat_timeout_s`) is killed.
+    `environment` is added to that of this process.
     """
 
     def __init__(
@@ -40,15 +42,21 @@ class WorkerProcess:
         on_items: Callable[[WorkerProcess, list[Item]], None],
         on_lost: Callable[[WorkerProcess], None],
         heartbeat_timeout_s: float,
+        environment: Mapping[str, str],
     ) -> None:
         self.name = name
         self.in_flight: dict[int, Job] = {}
+        self.ready_at = 0.0  # time.time()
+        self.moved = True  # set by whatever the worker does for a request; whoever watches for progress clears it
+        self.used = True  # set by each new request; whoever watches for idleness clears it
+        self.quiet_since = self.idle_since = time.monotonic()
         self.gauges: Mapping[str, float] = {}
         self.lost = asyncio.Event()
         self._link_path = link_path
         self._on_items = on_items
         self._on_lost = on_lost
         self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._environment = environment
         self._loop = asyncio.get_running_loop()
         self._loaded: asyncio.Future[Ready] = self._loop.create_future()
         self._connected: asyncio.Future[None] = self._loop.create_future()
@@ -79,19 +87,25 @@ class WorkerProcess:
             self.kill()
             raise
         self._heartbeat = self._loop.call_later(self._heartbeat_timeout_s / _SILENT_CHECKS, self._check_heartbeat)
+        self.ready_at = time.time()
         return ready
 
     def submit(self, job: Job) -> None:
         self.in_flight[job.id] = job
+        self.used = True
         self._link.send(Submit(job.id, job.request))
 
     def cancel(self, job: Job) -> None:
         """Ask the worker to free the place of `job`; it is free once the worker says so."""
         self._link.send(Cancel(job.id))
 
+    def retire(self, deadline_s: float) -> None:
+        """Let the worker finish what it holds within `deadline_s` seconds, and then exit by itself."""
+        self._link.send(Shutdown(deadline_s))
+
     async def shutdown(self, deadline_s: float) -> None:
         """Let the worker finish and exit; kill it when it has not within `deadline_s` seconds."""
-        self._link.send(Shutdown(deadline_s))
+        self.retire(deadline_s)
         await self._exit_within(deadline_s)
         self.kill()
         await self.reap()
@@ -122,12 +136,12 @@ class WorkerProcess:
         server = await self._loop.create_unix_server(lambda: self._link, str(self._link_path))
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "lmi_server.worker", "--link", str(self._link_path)),
+                *worker_command(self._link_path),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 start_new_session=True,
-                env={**process_environment(), "PYTHONUNBUFFERED": "1"},
+                env={**process_environment(), **self._environment, "PYTHONUNBUFFERED": "1"},
             )
             self._watch(self._process)
             either: list[asyncio.Future[Any]] = [self._connected, self._loaded]
@@ -174,16 +188,24 @@ class WorkerProcess:
     def _on_message(self, message: FromWorker) -> None:
         match message:
             case Frames(items):
+                self.moved = True
                 self._on_items(self, items)
-            case Stats(gauges):
+            case Stats(gauges, progressed):
                 self.gauges = gauges
                 self._silent_checks = 0
+                self._note_progress(progressed)
             case Ready():
                 if not self._loaded.done():
                     self._loaded.set_result(message)
             case Failed(kind, text):
                 cause = error_from_kind(kind, text)
                 self._fail_loading(cause if isinstance(cause, ModelLoadError) else ModelLoadError(cause.message))
+
+    def _note_progress(self, request_ids: Sequence[int]) -> None:
+        for request_id in request_ids:
+            job = self.in_flight.get(request_id)
+            if job is not None:
+                job.reply.progressed = self.moved = True
 
     def _on_link_lost(self) -> None:
         self._stop_heartbeat()

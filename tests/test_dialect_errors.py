@@ -20,8 +20,12 @@ ROWS = [
     (errors.ModelNotReadyError, 503, "model_not_ready", 503, "WlmException"),
     (errors.WorkerDiedError, 503, "worker_died", 503, "WlmException"),
     (errors.HandlerError, 500, None, 424, "EngineException"),
-    (errors.ModelLoadError, 503, "model_not_ready", 503, "WlmException"),
-    (errors.ConfigurationError, 500, None, 500, "InternalServerException"),
+    (errors.PredictTimeoutError, 503, "predict_timeout", 503, "WlmException"),
+    (errors.BadParameterError, 400, None, 400, "BadRequestException"),
+    (errors.ModelExistsError, 409, "model_exists", 409, "BadRequestException"),
+    (errors.ModelLoadError, 500, "model_load_failed", 500, "EngineException"),
+    (errors.ModelMemoryError, 507, "out_of_memory", 507, "WlmOutOfMemoryException"),
+    (errors.ConfigurationError, 400, "bad_configuration", 400, "IllegalConfigurationException"),
     (errors.ServingError, 500, None, 500, "InternalServerException"),
 ]
 
@@ -71,7 +75,7 @@ def test_retry_after_only_where_a_retry_helps() -> None:
     [
         ("completions", True),
         ("chat/completions", True),
-        ("models", True),
+        ("models", False),
         ("/v1/unknown", True),
         ("v1", True),
         ("invocations", False),

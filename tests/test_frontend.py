@@ -15,88 +15,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
-from relay_helpers import FAULTS, HANDLERS, on_loop
-
-TESTS = Path(__file__).parent
-
-
-class Server:
-    """A server process on a port that the system chose."""
-
-    def __init__(self, directory: Path, handler: str, variables: dict[str, str]) -> None:
-        self.directory = directory
-        self.lines: list[str] = []
-        path = os.pathsep.join([HANDLERS, str(TESTS.parent)])
-        self.process = subprocess.Popen(
-            [sys.executable, str(TESTS / "models" / "fault_server.py"), str(directory), handler],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | variables | {"PYTHONPATH": path},
-        )
-        self.port = int(self.log_line(r"listening on http://127\.0\.0\.1:(\d+)")[1])
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=30)
-
-    def log_line(self, pattern: str) -> re.Match[str]:
-        """Wait for a line of the log and return its match."""
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.lines.append(line)
-            found = re.search(pattern, line)
-            if found is not None:
-                return found
-        raise AssertionError(f"no {pattern!r} in the log:\n{''.join(self.lines)}")
-
-    def worker_pid(self) -> int:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return int(children[0])
-
-    def metric(self, name: str) -> float | None:
-        """Return a gauge; None where there is none, as those of the handler while no worker is ready."""
-        found = re.search(rf"^{name}{{[^}}]*}} (\S+)$", self.http.get("/metrics").text, re.MULTILINE)
-        return None if found is None else float(found[1])
-
-    def until(self, name: str, value: float) -> None:
-        """Ask for a metric until it has this value; the suite's own limit ends it where it never has."""
-        while self.metric(name) != value:
-            pass
-
-    def invoke(self, prompt: str, tokens: int = 3, stream: bool = False, **more: Any) -> httpx.Response:
-        return self.http.post("/invocations", json=request(prompt, tokens, stream), **more)
-
-    def stop(self) -> int:
-        self.process.terminate()
-        return self.ended()
-
-    def ended(self) -> int:
-        assert self.process.stderr is not None
-        self.http.close()
-        self.lines += self.process.stderr.readlines()
-        self.process.stderr.close()
-        return self.process.wait(30)
-
-
-@contextlib.contextmanager
-def serving(
-    directory: Path, handler: str = FAULTS, ready: bool = True, variables: dict[str, str] | None = None, **options: Any
-) -> Iterator[Server]:
-    """Serve a model with these options (`job_queue_size` is not an "option.")."""
-    model = directory / "model"
-    model.mkdir()
-    keys = {name if name == "job_queue_size" else f"option.{name}": value for name, value in options.items()}
-    lines = [f"{key}={value}" for key, value in {"option.entryPoint": "djl_python.echo", **keys}.items()]
-    (model / "serving.properties").write_text("\n".join(lines))
-    server = Server(model, handler, variables or {})
-    try:
-        if ready:
-            server.log_line(r"\] ready: process")
-        yield server
-    finally:
-        if server.process.returncode is None:
-            server.stop()
+from relay_helpers import on_loop
+from server_helpers import Server, connect, raw_request, received, request, serving
 
 
 @pytest.fixture(scope="module")
@@ -106,38 +29,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-def request(prompt: str, tokens: int = 3, stream: bool = False) -> dict[str, Any]:
-    return {"inputs": prompt, "parameters": {"max_new_tokens": tokens}, "stream": stream}
-
-
-def raw_request(prompt: str, tokens: int = 3, stream: bool = False, close: bool = False) -> bytes:
-    body = json.dumps(request(prompt, tokens, stream)).encode()
-    connection = "connection: close\r\n" if close else ""
-    head = f"POST /invocations HTTP/1.1\r\nhost: x\r\n{connection}content-length: {len(body)}\r\n\r\n"
-    return head.encode() + body
-
-
-def connect(server: Server, data: bytes) -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=30)
-    connection.sendall(data)
-    return connection
-
-
-def received(connection: socket.socket, until: bytes = b"") -> bytes:
-    """Return what arrives until `until` is in it, or to the end."""
-    data = b""
-    while not (until and until in data):
-        part = connection.recv(65536)
-        if not part:
-            break
-        data += part
-    return data
-
-
 # --- routes ---
 
 
-@pytest.mark.parametrize("path", ["/invocations", "/predictions/model", "/predictions/model/1", "/models/model/invoke"])
+@pytest.mark.parametrize("path", ["/invocations", "/predictions/model", "/models/model/invoke"])
 def test_lmi_paths(server: Server, path: str) -> None:
     response = server.http.post(path, json=request("a b"))
     assert response.status_code == 200
@@ -212,6 +107,7 @@ def test_query_header_and_custom_attribute_name_the_model(server: Server) -> Non
 def test_errors_are_json_and_keep_the_connection(server: Server) -> None:
     calls: list[tuple[int, httpx.Response]] = [
         (404, server.http.post("/predictions/other", json=request("a"))),
+        (404, server.http.post("/predictions/model/2", json=request("a"))),
         (404, server.http.get("/no/such/path")),
         (405, server.http.get("/invocations")),
         (405, server.http.post("/ping")),
@@ -224,8 +120,8 @@ def test_errors_are_json_and_keep_the_connection(server: Server) -> None:
     for status, response in calls:
         assert (response.status_code, response.json()["code"]) == (status, status)
         assert "connection" not in response.headers
-    assert calls[2][1].headers["allow"] == "OPTIONS, POST"
-    assert calls[3][1].headers["allow"] == "GET, HEAD"
+    assert calls[3][1].headers["allow"] == "OPTIONS, POST"
+    assert calls[4][1].headers["allow"] == "GET, HEAD"
     assert server.http.get("/v1/nope").json()["error"]["code"] == "unknown_url"
     assert server.invoke("a").status_code == 200
 
@@ -335,7 +231,7 @@ def test_loading_is_told_while_the_socket_is_bound(tmp_path: Path) -> None:
         refused = server.invoke("a")
         assert (refused.status_code, refused.json()["message"]) == (503, "Model is not ready: model: it is loading")
         assert refused.headers["retry-after"]
-        (server.directory / "go").touch()
+        (tmp_path / "model" / "go").touch()
         server.log_line(r"\] ready: process")
         assert server.http.get("/ping").status_code == 200
         assert server.invoke("a").status_code == 200
@@ -517,7 +413,7 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         source = (
             "from frontend.server import run; from lmi_server.configuration.server import ServerSettings\n"
-            f"raise SystemExit(run([], ServerSettings(port={port})))"
+            f"raise SystemExit(run([], ServerSettings(port={port}), {{}}))"
         )
         ended = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=30)
     assert ended.returncode == 1

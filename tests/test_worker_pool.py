@@ -13,10 +13,12 @@ import msgspec
 import pytest
 from relay_helpers import FAULTS, HANDLERS, on_loop
 
-from lmi_server.errors import ModelNotReadyError, QueueFullError
+from lmi_server.devices import plan_devices
+from lmi_server.errors import BadParameterError, ModelMemoryError, ModelNotReadyError, QueueFullError
 from lmi_server.job import Job
 from lmi_server.protocol import End, Error, Input, Load, Reply
-from lmi_server.worker_pool import Backoff, ModelStatus, PoolSettings, WorkerPool
+from lmi_server.worker_group import Backoff, Deaths
+from lmi_server.worker_pool import ModelStatus, PoolSettings, WorkerPool
 
 
 @pytest.fixture(autouse=True)
@@ -26,8 +28,11 @@ def _fault_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def pool_of(directory: Path, handler: str = FAULTS, **changes: Any) -> AsyncIterator[WorkerPool]:
-    load = Load("model", str(directory), handler, {"model_id": str(directory)}, ["model"])
+async def pool_of(
+    directory: Path, handler: str = FAULTS, options: dict[str, str] | None = None, **changes: Any
+) -> AsyncIterator[WorkerPool]:
+    raw = {"model_id": str(directory), **(options or {})}
+    load = Load("model", str(directory), handler, raw, ["model"])
     pool = WorkerPool(PoolSettings(load=load, **changes))
     pool.start()
     try:
@@ -69,7 +74,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @on_loop
 async def test_it_answers(tmp_path: Path) -> None:
-    async with pool_of(tmp_path, workers=2) as pool:
+    async with pool_of(tmp_path, min_workers=2, max_workers=2) as pool:
         assert await answer(submit(pool, "a b c")) == " a b c"
         job = submit(pool, "a b c", stream=True)
         await started(job)
@@ -151,7 +156,7 @@ async def test_a_request_that_kills_its_worker_is_retried_once(tmp_path: Path) -
 
 @on_loop
 async def test_the_other_worker_takes_over_at_once(tmp_path: Path) -> None:
-    async with pool_of(tmp_path, workers=2, parallel_loading=True) as pool:
+    async with pool_of(tmp_path, min_workers=2, max_workers=2, parallel_loading=True) as pool:
         await until(lambda: pool.ready_workers == 2)
         jobs = [submit(pool, "exit-once now"), submit(pool, "a")]
         assert await answer(jobs[0]) == " exit-once now exit-once"
@@ -176,6 +181,7 @@ async def test_a_hung_worker_is_killed(tmp_path: Path, caplog: pytest.LogCapture
     ("handler", "reason"),
     [
         ("fault_handlers:FailingHandler", "the weights are missing"),
+        ("fault_handlers:GreedyHandler", "the weights do not fit: 17 GiB are not free"),
         ("fault_handlers:RaisingHandler", "ValueError: not a model"),
         ("fault_handlers:ExitingHandler", "the worker process exited with code 9 while it loaded the model"),
         ("fault_handlers:NoSuchHandler", "NoSuchHandler"),
@@ -184,10 +190,10 @@ async def test_a_hung_worker_is_killed(tmp_path: Path, caplog: pytest.LogCapture
 )
 @on_loop
 async def test_a_failed_load_is_final(tmp_path: Path, handler: str, reason: str) -> None:
-    async with pool_of(tmp_path, handler, workers=2) as pool:
+    async with pool_of(tmp_path, handler, min_workers=2, max_workers=2) as pool:
         assert pool.status is ModelStatus.FAILED
         assert pool.failure is not None
-        assert reason in pool.failure
+        assert reason in pool.failure.message
         with pytest.raises(ModelNotReadyError, match=r"Model is not ready: model: .*"):
             submit(pool, "a")
         await until(lambda: not children())
@@ -198,7 +204,7 @@ async def test_a_load_that_takes_too_long_fails(tmp_path: Path) -> None:
     async with pool_of(tmp_path, "fault_handlers:GatedHandler", model_loading_timeout_s=0.5) as pool:
         assert pool.status is ModelStatus.FAILED
         assert pool.failure is not None
-        assert "model_loading_timeout=0.5" in pool.failure
+        assert "model_loading_timeout=0.5" in pool.failure.message
 
 
 @on_loop
@@ -225,6 +231,158 @@ async def test_a_model_that_cannot_be_loaded_again_is_tried_again(tmp_path: Path
         await until(lambda: pool.status is ModelStatus.HEALTHY)
         pool.cancel(job)
         assert await answer(submit(pool, "b")) == " b b b"
+
+
+# --- what makes no progress ---
+
+
+@on_loop
+async def test_a_worker_without_progress_is_killed_and_only_the_overdue_request_fails(tmp_path: Path) -> None:
+    async with pool_of(tmp_path, predict_timeout_s=1.0, max_in_flight=4) as pool:
+        (pid,) = pool.worker_pids()
+        stuck = submit(pool, "wait")
+        await asyncio.sleep(0.5)  # so that the other one is not overdue
+        other = submit(pool, "wait-once")
+        terminal = await ended(stuck)
+        assert isinstance(terminal, Error)
+        assert (terminal.kind, terminal.message) == (
+            "PredictTimeoutError",
+            "The request made no progress within predict_timeout=1 seconds",
+        )
+        assert await answer(other) == " wait-once wait-once wait-once"
+        assert pool.worker_pids() != [pid]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@on_loop
+async def test_a_request_that_lasts_longer_than_the_timeout_is_left_alone(tmp_path: Path, stream: bool) -> None:
+    async with pool_of(tmp_path, predict_timeout_s=2.0, options={"echo_delay_ms": "100"}) as pool:
+        job = submit(pool, "a", stream=stream, tokens=40)
+        terminal = await ended(job)
+        assert isinstance(terminal, End if stream else Reply)
+
+
+@on_loop
+async def test_one_request_without_progress_among_others_does_not_cost_the_worker(tmp_path: Path) -> None:
+    options = {"echo_delay_ms": "20"}
+    async with pool_of(tmp_path, predict_timeout_s=1.0, options=options) as pool:
+        (pid,) = pool.worker_pids()
+        stream = submit(pool, "a", stream=True, tokens=150)
+        terminal = await ended(submit(pool, "wait"))
+        assert isinstance(terminal, Error)
+        assert terminal.kind == "PredictTimeoutError"
+        assert isinstance(await ended(stream), End)
+        assert pool.worker_pids() == [pid]
+        assert pool.in_flight == 0
+
+
+@on_loop
+async def test_a_worker_that_keeps_the_place_of_a_cancelled_request_is_killed(tmp_path: Path) -> None:
+    handler = "fault_handlers:StubbornHandler"
+    async with pool_of(tmp_path, handler, predict_timeout_s=0.5, max_in_flight=1) as pool:
+        stubborn = submit(pool, "stubborn")
+        pool.cancel(stubborn)
+        assert await answer(submit(pool, "a")) == " a a a"
+
+
+# --- how many workers ---
+
+
+@on_loop
+async def test_workers_are_added_while_requests_wait_and_end_when_idle(tmp_path: Path) -> None:
+    async with pool_of(tmp_path, max_workers=3, max_in_flight=1, max_idle_s=0.5) as pool:
+        waiting = [submit(pool, "wait") for _ in range(3)]
+        await until(lambda: pool.in_flight == 3)
+        assert pool.ready_workers == 3
+        for job in waiting:
+            pool.cancel(job)
+        await until(lambda: pool.ready_workers == 1)
+        await until(lambda: len(children()) == 1)
+        assert await answer(submit(pool, "a")) == " a a a"
+
+
+@on_loop
+async def test_a_worker_that_cannot_be_added_costs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    changes = {"max_workers": 2, "max_in_flight": 1, "retry_threshold": 0}
+    async with pool_of(tmp_path, "fault_handlers:CrowdedHandler", **changes) as pool:
+        running, waiting = submit(pool, "a", tokens=100_000_000), submit(pool, "b")
+        await until(lambda: "could not load the model again" in caplog.text)
+        pool.cancel(running)
+        assert await answer(waiting) == " b b b"
+        assert pool.status is ModelStatus.HEALTHY
+        with pytest.raises(ModelMemoryError, match="17 GiB are not free"):
+            await pool.scale(2, 2)
+
+
+@on_loop
+async def test_scaling(tmp_path: Path) -> None:
+    async with pool_of(tmp_path) as pool:
+        await pool.scale(3, None)
+        assert pool.ready_workers == 3
+        await pool.scale(None, 1)
+        assert pool.ready_workers == 1
+        await pool.scale(0, 0)
+        with pytest.raises(ModelNotReadyError, match="All model workers has been shutdown: model"):
+            submit(pool, "a")
+        assert pool.status is ModelStatus.UNHEALTHY
+        await pool.scale(0, 1)
+        assert pool.status is ModelStatus.HEALTHY
+        assert await answer(submit(pool, "a")) == " a a a"
+        with pytest.raises(BadParameterError, match="min_worker is 3, max_worker 2"):
+            await pool.scale(3, 2)
+        with pytest.raises(BadParameterError, match="device is 7"):
+            await pool.scale(1, 1, 7)
+
+
+@on_loop
+async def test_a_worker_that_is_too_much_finishes_its_requests(tmp_path: Path) -> None:
+    async with pool_of(tmp_path, max_in_flight=1, options={"echo_delay_ms": "5"}) as pool:
+        job = submit(pool, "a", stream=True, tokens=100)
+        await started(job)
+        await pool.scale(0, 0)
+        assert (pool.ready_workers, pool.in_flight) == (0, 1)
+        assert isinstance(await ended(job), End)
+        await until(lambda: not children())
+
+
+@on_loop
+async def test_each_group_has_its_devices_and_its_workers(tmp_path: Path) -> None:
+    changes = {
+        "groups": plan_devices("*", 2, ("0", "1", "2", "3")),
+        "environment": {"THREADS": "7"},
+        "parallel_loading": True,
+    }
+    async with pool_of(tmp_path, "fault_handlers:EnvironmentHandler", **changes) as pool:
+        await pool.scale(1, 1)
+        assert list(pool.worker_gauges().values()) in (
+            [{"gpu_0": 1, "gpu_1": 1, "threads": 7}, {"gpu_2": 1, "gpu_3": 1, "threads": 7}],
+            [{"gpu_2": 1, "gpu_3": 1, "threads": 7}, {"gpu_0": 1, "gpu_1": 1, "threads": 7}],
+        )
+        await pool.scale(2, 2, device=2)
+        assert [group.ready for group in pool.groups] == [1, 2]
+
+
+# --- deaths ---
+
+
+@on_loop
+async def test_too_many_deaths_fail_the_model(tmp_path: Path) -> None:
+    async with pool_of(tmp_path, retry_threshold=1) as pool:
+        first = submit(pool, "exit")  # one death more than is allowed: it is tried twice
+        terminal = await ended(first)
+        assert isinstance(terminal, Error)
+        await until(lambda: pool.status is ModelStatus.FAILED)
+        assert pool.failure is not None
+        assert "more than retry_threshold=1 times within 600 seconds" in pool.failure.message
+        with pytest.raises(ModelNotReadyError, match="retry_threshold"):
+            submit(pool, "a")
+        with pytest.raises(ModelNotReadyError):
+            await pool.scale(2, 2)
+
+
+def test_deaths_are_forgotten_after_a_while() -> None:
+    deaths = Deaths(threshold=2, window_s=10)
+    assert [deaths.too_many(now) for now in (0, 1, 11, 12, 13)] == [False, False, False, False, True]
 
 
 @on_loop

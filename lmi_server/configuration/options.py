@@ -160,7 +160,7 @@ class ServingOptions(Options):
     )
     # LMI had 10 and went to 0, where a single crash fails the model for good; a supervised restart wants the former.
     retry_threshold: NonNegativeInt = Field(
-        10, description="Times in a row that a worker may die before the model counts as failed."
+        10, description="Times that a worker may die within ten minutes before the model counts as failed."
     )
     required_memory_mb: Annotated[NonNegativeInt, NoEffect("`explain` compares it, loading is not held back")] = Field(
         0, description="MiB of memory that loading the model needs."

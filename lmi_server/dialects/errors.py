@@ -8,7 +8,7 @@ from lmi_server import errors
 from lmi_server.dialects.framing import JSON_LINES, SSE, encode
 from lmi_server.errors import LmiServerError
 
-_OPENAI_ROUTES = frozenset({"completions", "chat/completions", "models", "v1"})
+_OPENAI_ROUTES = frozenset({"completions", "chat/completions", "v1"})
 
 
 class _Row(NamedTuple):
@@ -32,11 +32,18 @@ _ROWS: dict[type[LmiServerError], _Row] = {
     errors.MethodNotAllowedError: _Row(
         405, "invalid_request_error", "method_not_supported", 405, "MethodNotAllowedException"
     ),
+    errors.BadParameterError: _Row(400, "invalid_request_error", None, 400, "BadRequestException"),
+    errors.ModelExistsError: _Row(409, "invalid_request_error", "model_exists", 409, "BadRequestException"),
     errors.RequestError: _Row(400, "invalid_request_error", None, 424, "BadRequestException"),
     errors.QueueFullError: _Row(503, "service_unavailable_error", "queue_full", 503, "WlmCapacityException"),
     errors.ModelNotReadyError: _Row(503, "service_unavailable_error", "model_not_ready", 503, "WlmException"),
     errors.WorkerDiedError: _Row(503, "service_unavailable_error", "worker_died", 503, "WlmException"),
-    errors.ModelLoadError: _Row(503, "service_unavailable_error", "model_not_ready", 503, "WlmException"),
+    errors.PredictTimeoutError: _Row(503, "service_unavailable_error", "predict_timeout", 503, "WlmException"),
+    errors.ModelMemoryError: _Row(507, "server_error", "out_of_memory", 507, "WlmOutOfMemoryException"),
+    errors.ModelLoadError: _Row(500, "server_error", "model_load_failed", 500, "EngineException"),
+    errors.ConfigurationError: _Row(
+        400, "invalid_request_error", "bad_configuration", 400, "IllegalConfigurationException"
+    ),
     errors.HandlerError: _Row(500, "server_error", None, 424, "EngineException"),
     LmiServerError: _Row(500, "server_error", None, 500, "InternalServerException"),
 }

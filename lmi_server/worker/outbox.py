@@ -66,12 +66,13 @@ class Answer:
     The head of a stream leaves with its first bytes, so an error before them still has a status of its own.
     """
 
-    __slots__ = ("_chunks", "_head", "_outbox", "_prefix", "ended", "id", "started")
+    __slots__ = ("_chunks", "_head", "_outbox", "_prefix", "ended", "id", "progressed", "started")
 
     def __init__(self, outbox: Outbox, request_id: int) -> None:
         self.id = request_id
         self.started = False
         self.ended = False
+        self.progressed = False  # set with each delta; cleared once the front end was told
         self._outbox = outbox
         self._head: Head | None = None
         self._prefix = b""

@@ -31,7 +31,7 @@ async def serve(request: Input, handler: LLMHandler, served: ServedModel, answer
         if exchange.stream:
             await _stream(exchange, handler, answer, outbox)
         else:
-            await _generate(exchange, handler, outbox, _ignore)
+            await _generate(exchange, handler, answer, outbox, _ignore)
             answer.reply(200, [("content-type", exchange.content_type)], exchange.body())
     except asyncio.CancelledError:
         answer.error(CANCELLED, "cancelled by the front end")
@@ -44,22 +44,24 @@ async def serve(request: Input, handler: LLMHandler, served: ServedModel, answer
 
 async def _stream(exchange: Exchange, handler: LLMHandler, answer: Answer, outbox: Outbox) -> None:
     answer.open(200, [("content-type", exchange.content_type)], exchange.first())
-    await _generate(exchange, handler, outbox, answer.chunk)
+    await _generate(exchange, handler, answer, outbox, answer.chunk)
     last = exchange.last()
     if last:
         answer.chunk(last)
     answer.end()
 
 
-async def _generate(exchange: Exchange, handler: LLMHandler, outbox: Outbox, emit: Callable[[bytes], None]) -> None:
+async def _generate(
+    exchange: Exchange, handler: LLMHandler, answer: Answer, outbox: Outbox, emit: Callable[[bytes], None]
+) -> None:
     requests = exchange.requests
     if len(requests) == 1:
-        await _generate_one(exchange, 0, requests[0], handler, outbox, emit)
+        await _generate_one(exchange, 0, requests[0], handler, answer, outbox, emit)
         return
     try:
         async with asyncio.TaskGroup() as group:
             for index, request in enumerate(requests):
-                group.create_task(_generate_one(exchange, index, request, handler, outbox, emit))
+                group.create_task(_generate_one(exchange, index, request, handler, answer, outbox, emit))
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
 
@@ -69,6 +71,7 @@ async def _generate_one(
     index: int,
     request: GenerationRequest,
     handler: LLMHandler,
+    answer: Answer,
     outbox: Outbox,
     emit: Callable[[bytes], None],
 ) -> None:
@@ -77,6 +80,7 @@ async def _generate_one(
     add = exchange.add
     async with aclosing(handler.generate(request)) as deltas:
         async for delta in deltas:
+            answer.progressed = True
             data = add(index, delta)
             if data:
                 emit(data)

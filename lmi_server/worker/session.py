@@ -11,7 +11,7 @@ from typing import Any, cast
 from lmi_server.configuration.handlers import load as load_class
 from lmi_server.configuration.resolve import rebuild_options
 from lmi_server.dialects.base import ServedModel
-from lmi_server.errors import LmiServerError, ModelLoadError, RequestError
+from lmi_server.errors import LmiServerError, ModelLoadError, ModelMemoryError, RequestError
 from lmi_server.handler import LLMHandler, ModelInfo
 from lmi_server.job import CANCELLED
 from lmi_server.link import FrontendLink
@@ -22,6 +22,9 @@ from lmi_server.worker.serve import serve
 logger = logging.getLogger(__name__)
 
 _STATS_INTERVAL_S = 1.0
+# What engines raise for want of memory, beside MemoryError: CUDA's own, torch's by class name, and vLLM's.
+_OUT_OF_MEMORY_CLASS = "OutOfMemoryError"
+_OUT_OF_MEMORY_TEXTS = ("CUDA error: out of memory", "No available memory for the cache blocks")
 
 
 class LoadedModel:
@@ -47,6 +50,22 @@ async def load_model(load: Load) -> LoadedModel:
     return LoadedModel(handler, served, info)
 
 
+def load_failure(error: Exception) -> LmiServerError:
+    """Return what the front end is told of an exception that ended a load."""
+    message = error.message if isinstance(error, LmiServerError) else f"{type(error).__name__}: {error}"
+    if _is_out_of_memory(error):
+        return ModelMemoryError(message)
+    return error if isinstance(error, LmiServerError) else ModelLoadError(message)
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    if error is None:
+        return False
+    if isinstance(error, MemoryError) or type(error).__name__ == _OUT_OF_MEMORY_CLASS:
+        return True
+    return any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS) or _is_out_of_memory(error.__cause__)
+
+
 class Session:
     """Does what the front end's messages say.
 
@@ -61,6 +80,7 @@ class Session:
         self._model: LoadedModel | None = None
         self._loading: asyncio.Task[None] | None = None
         self._requests: dict[int, asyncio.Task[None]] = {}
+        self._answers: dict[int, Answer] = {}  # those of _requests
         self._background: set[asyncio.Task[None]] = set()
         self._stopping = False
 
@@ -97,10 +117,10 @@ class Session:
         try:
             self._model = await load_model(load)
         except LmiServerError as error:
-            self._fail(error)
+            self._fail(load_failure(error))
         except Exception as error:  # the border to handlers and engines, which raise anything; the load fails with it
             logger.exception("model %s: the handler raised while it loaded", load.model_name)
-            self._fail(ModelLoadError(f"{type(error).__name__}: {error}"))
+            self._fail(load_failure(error))
         else:
             gc.collect()
             gc.freeze()  # what is loaded stays; without it every full collection would walk the engine's objects
@@ -139,8 +159,14 @@ class Session:
     async def _send_stats(self) -> None:
         assert self._link is not None
         while True:
-            self._link.send(Stats(self._gauges()))
+            self._link.send(Stats(self._gauges(), self._progressed()))
             await asyncio.sleep(_STATS_INTERVAL_S)
+
+    def _progressed(self) -> list[int]:
+        moved = [answer for answer in self._answers.values() if answer.progressed]
+        for answer in moved:
+            answer.progressed = False
+        return [answer.id for answer in moved]
 
     def _gauges(self) -> dict[str, float]:
         if self._model is None:
@@ -161,10 +187,12 @@ class Session:
         answer = Answer(self._outbox, submit.id)
         task = asyncio.create_task(serve(submit.input, self._model.handler, self._model.served, answer, self._outbox))
         self._requests[submit.id] = task
+        self._answers[submit.id] = answer
         task.add_done_callback(lambda _: self._answered(answer))
 
     def _answered(self, answer: Answer) -> None:
         del self._requests[answer.id]
+        del self._answers[answer.id]
         if not answer.ended:  # cancelled before its first step, so that `serve` never ran
             answer.error(CANCELLED, "cancelled by the front end")
 

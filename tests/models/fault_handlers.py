@@ -42,9 +42,9 @@ class FaultHandler(EchoHandler):
             raise RuntimeError("raised before the first token")
         if fault == "exit":
             os._exit(7)
-        if fault == "exit-once":
-            self._exit_once()
-        if fault == "wait":
+        if fault == "exit-once" and self._is_first(fault):
+            os._exit(7)
+        if fault == "wait" or (fault == "wait-once" and self._is_first(fault)):
             await asyncio.Event().wait()
         if fault == "hang":
             time.sleep(3600)  # noqa: ASYNC251 - the point: it blocks the worker's loop
@@ -58,11 +58,12 @@ class FaultHandler(EchoHandler):
         async for delta in super().generate(request):
             yield delta
 
-    def _exit_once(self) -> None:
-        marker = self._model_dir / "exited"
-        if not marker.exists():
-            marker.touch()
-            os._exit(7)
+    def _is_first(self, fault: str) -> bool:
+        """Tell whether no worker of this model has seen the fault before."""
+        marker = self._model_dir / f"saw-{fault}"
+        seen = marker.exists()
+        marker.touch()
+        return not seen
 
     async def _after_a_token(self, fault: str) -> None:
         if fault == "raise":
@@ -88,6 +89,53 @@ class FailingHandler(EchoHandler):
 class RaisingHandler(EchoHandler):
     async def start(self, model_dir: str, options: Any) -> ModelInfo:
         raise ValueError("not a model")
+
+
+class GreedyHandler(EchoHandler):
+    """Does not fit in memory, as an engine tells it: behind an error of its own."""
+
+    async def start(self, model_dir: str, options: Any) -> ModelInfo:
+        try:
+            raise MemoryError("17 GiB are not free")
+        except MemoryError as error:
+            raise ModelLoadError(f"the weights do not fit: {error}") from error
+
+
+class EnvironmentHandler(EchoHandler):
+    """Tells with its gauges which devices it sees."""
+
+    def stats(self) -> dict[str, float]:
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        return {f"gpu_{gpu}": 1.0 for gpu in gpus.split(",") if gpu} | {"threads": float(os.environ["THREADS"])}
+
+
+class StubbornHandler(EchoHandler):
+    """Does not let go of a request whose client has left."""
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+        while str(request.prompt) == "stubborn":
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                continue
+        async for delta in super().generate(request):
+            yield delta
+
+
+class CrowdedHandler(EchoHandler):
+    """There is memory for one of these on the machine."""
+
+    async def start(self, model_dir: str, options: Any) -> ModelInfo:
+        if self._is_taken(Path(model_dir) / "pid"):
+            await GreedyHandler().start(model_dir, options)
+        return await super().start(model_dir, options)
+
+    @staticmethod
+    def _is_taken(marker: Path) -> bool:
+        if marker.exists() and Path("/proc", marker.read_text()).exists():
+            return True
+        marker.write_text(str(os.getpid()))
+        return False
 
 
 class ExitingHandler(EchoHandler):

@@ -1,17 +1,34 @@
-"""`python fault_server.py DIRECTORY HANDLER`: the server with a handler that is in no table. For tests only."""
+"""`python fault_server.py [DIR]... [--model-store DIR]`: the server with handlers that are in no table.
+
+A model names its handler in its serving.properties: option.test_handler=module:Class. For tests only.
+"""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from frontend.server import run
-from lmi_server.configuration.resolve import resolve_model
+from lmi_server.configuration.resolve import ResolvedModel, resolve_model
 from lmi_server.configuration.server import resolve_server
+from lmi_server.model_store import Startup, startup_sources
+
+
+def resolve(directory: Path, environment: Mapping[str, str], registration: Mapping[str, str]) -> ResolvedModel:
+    model = resolve_model(directory, environment, registration)
+    chosen = model.sources.get("option.test_handler")
+    return model if chosen is None else dataclasses.replace(model, handler=chosen.raw)
+
 
 if __name__ == "__main__":
-    model = resolve_model(Path(sys.argv[1]), {})
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directories", nargs="*", type=Path)
+    parser.add_argument("--model-store", type=Path)
+    arguments = parser.parse_args()
     settings, _ = resolve_server(os.environ, {"port": 0})
-    sys.exit(run([dataclasses.replace(model, handler=sys.argv[2])], settings))
+    sources, _ = startup_sources(Startup(arguments.directories, model_store=arguments.model_store), {})
+    sys.exit(run(sources, settings, {}, resolve))

@@ -1,0 +1,278 @@
+"""LMI's management API: models are listed, registered, described, scaled and unregistered over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from frontend.responses import json_response
+from lmi_server.errors import BadParameterError
+from lmi_server.model_store import ModelSource, name_of
+from lmi_server.models import Endpoint, Model, ModelRegistry
+from lmi_server.worker_group import WorkerGroup
+from lmi_server.worker_pool import ModelStatus, WorkerPool
+
+_PAGE = 100  # models on a page at most
+_UNCHANGED = -1
+_ALL_DEVICES = "*"
+
+# Parameters of a registration that stand for a key of serving.properties.
+_SETTINGS = {
+    "engine": "engine",
+    "device": "load_on_devices",
+    "batch_size": "batch_size",
+    "job_queue_size": "job_queue_size",
+    "max_batch_delay": "max_batch_delay",
+    "max_idle_time": "max_idle_time",
+    "min_worker": "minWorkers",
+    "max_worker": "maxWorkers",
+}
+_LISTED_STATUS = {ModelStatus.PENDING: "PENDING", ModelStatus.FAILED: "FAILED"}
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class Management:
+    """The calls; each raises LmiServerError, which the application answers."""
+
+    def __init__(self, models: ModelRegistry) -> None:
+        self._models = models
+
+    def routes(self) -> list[Route]:
+        """Return the routes. LMI takes "workflows" for "models" wherever both make sense."""
+        one = {"GET": self.describe, "PUT": self.scale, "DELETE": self.unregister}
+        return [
+            _route("/models", {"GET": self.list_models, "POST": self.register}),
+            _route("/workflows", {"GET": self.list_workflows}),
+            *(
+                _route(f"/{kind}/{{model}}{version}", one)
+                for kind in ("models", "workflows")
+                for version in ("", "/{version}")
+            ),
+        ]
+
+    async def list_models(self, request: Request) -> Response:
+        page, more = self._page(request)
+        rows = [
+            {
+                "modelName": model.name,
+                **({} if model.version is None else {"version": model.version}),
+                "modelUrl": model.source.url,
+                "status": _LISTED_STATUS.get(model.status, "READY"),
+            }
+            for endpoint in page
+            for model in endpoint.models
+        ]
+        return json_response({**more, "models": rows})
+
+    async def list_workflows(self, request: Request) -> Response:
+        page, more = self._page(request)
+        rows = [
+            {"workflowName": model.name, "version": model.version} for endpoint in page for model in endpoint.models
+        ]
+        return json_response({**more, "workflows": rows})
+
+    def _page(self, request: Request) -> tuple[list[Endpoint], dict[str, str]]:
+        """Return the models of a page, and the token of the next one where there is one."""
+        query = request.query_params
+        limit = _integer(query, "limit", _PAGE)
+        start = max(0, _integer(query, "next_page_token", 0))
+        if not 1 <= limit <= _PAGE:
+            limit = _PAGE
+        endpoints = self._models.endpoints
+        end = start + limit
+        return endpoints[start:end], {"nextPageToken": str(end)} if end < len(endpoints) else {}
+
+    async def register(self, request: Request) -> Response:
+        given = await _parameters(request)
+        source = _source(given)
+        if _truth(given, "synchronous", True):
+            # A task of its own: a client that goes away must not leave half a registration behind.
+            await asyncio.shield(asyncio.ensure_future(self._models.register_and_load(source)))
+            return json_response({"status": f'Model "{source.name}" registered.'})
+        self._models.register(source)
+        return json_response({"status": f'Model "{source.name}" registration scheduled.'}, 202)
+
+    async def describe(self, request: Request) -> Response:
+        return json_response([_description(model) for model in self._named(request)])
+
+    async def scale(self, request: Request) -> Response:
+        given = await _parameters(request)
+        least, most = _count(given, "min_worker"), _count(given, "max_worker")
+        device = _device(given)
+        models = self._named(request)
+        pools = [model.loaded() for model in models]
+        await asyncio.gather(*(pool.scale(least, most, device) for pool in pools))
+        lines = [
+            f'Workflow "{model.name}" worker scaled. New Worker configuration '
+            f"min workers:{sum(group.min_workers for group in pool.groups)} "
+            f"max workers:{sum(group.max_workers for group in pool.groups)}"
+            for model, pool in zip(models, pools, strict=True)
+        ]
+        return json_response({"status": "\n".join(lines)})
+
+    async def unregister(self, request: Request) -> Response:
+        name, version = _path(request)
+        await asyncio.shield(asyncio.ensure_future(self._models.unregister(name, version)))
+        return json_response({"status": f'Model or workflow "{name}" unregistered'})
+
+    def _named(self, request: Request) -> list[Model]:
+        """Return the version that the path names, or all of them."""
+        name, version = _path(request)
+        endpoint = self._models.endpoint(name)
+        return list(endpoint.models) if version is None else [endpoint.version(version)]
+
+
+def _route(path: str, handlers: Mapping[str, Handler]) -> Route:
+    async def call(request: Request) -> Response:
+        return await handlers["GET" if request.method == "HEAD" else request.method](request)
+
+    return Route(path, call, methods=list(handlers))
+
+
+def _path(request: Request) -> tuple[str, str | None]:
+    return request.path_params["model"], request.path_params.get("version")
+
+
+# --- parameters ---
+
+
+async def _parameters(request: Request) -> dict[str, str]:
+    """Return the query's parameters, over those of a JSON body where there is one."""
+    given: dict[str, str] = {}
+    if request.headers.get("content-type", "").partition(";")[0].strip() == "application/json":
+        given = _from_json(await request.body())
+    return {**given, **request.query_params}
+
+
+def _from_json(body: bytes) -> dict[str, str]:
+    if not body:
+        return {}
+    try:
+        decoded = msgspec.json.decode(body, type=dict[str, str | bool | int | float | None])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadParameterError(f"The body is no JSON object of parameters: {error}") from error
+    return {key: _text(value) for key, value in decoded.items() if value is not None}
+
+
+def _text(value: str | bool | int | float) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _source(given: Mapping[str, str]) -> ModelSource:
+    url = given.get("url", "").strip()
+    if not url:
+        raise BadParameterError("Parameter url is required.")
+    for name in ("min_worker", "max_worker"):
+        _count(given, name)
+    unchanged = {name for name in ("min_worker", "max_worker") if given.get(name, "").strip() == str(_UNCHANGED)}
+    settings = {
+        key: given[name]
+        for name, key in _SETTINGS.items()
+        if given.get(name) and name not in unchanged and given[name] != _ALL_DEVICES
+    }
+    settings |= {name: value for name, value in given.items() if name.startswith("option.")}
+    return ModelSource(url, given.get("model_name") or name_of(url), given.get("model_version") or None, settings)
+
+
+def _count(given: Mapping[str, str], name: str) -> int | None:
+    """Return a number of workers; None where it is to stay as it is."""
+    value = _integer(given, name, _UNCHANGED)
+    if value < _UNCHANGED:
+        raise BadParameterError(f"Parameter {name} is {value}; it takes an integer, 0 or more, or -1 for no change")
+    return None if value == _UNCHANGED else value
+
+
+def _device(given: Mapping[str, str]) -> int | None:
+    """Return the first device of a group, -1 for the CPU; None for all groups."""
+    text = given.get("device", "").strip().lower()
+    if not text or text == _ALL_DEVICES:
+        return None
+    digits = text.removeprefix("gpu")
+    if text in ("cpu", "-1"):
+        return -1
+    if digits.isdecimal():
+        return int(digits)
+    raise BadParameterError(f'Parameter device is "{text}"; it takes cpu, or a GPU as 0 or gpu0')
+
+
+def _integer(given: Mapping[str, str], name: str, default: int) -> int:
+    text = given.get(name, "").strip()
+    if not text:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise BadParameterError(f'Parameter {name} is "{text}"; it takes an integer') from None
+
+
+def _truth(given: Mapping[str, str], name: str, default: bool) -> bool:
+    text = given.get(name, "").strip().lower()
+    if text and text not in ("true", "false"):
+        raise BadParameterError(f'Parameter {name} is "{text}"; it takes true or false')
+    return text == "true" if text else default
+
+
+# --- descriptions ---
+
+
+def _description(model: Model) -> dict[str, Any]:
+    version = {} if model.version is None else {"version": model.version}
+    return {"workflowName": model.name, **version, "models": [_details(model)]}
+
+
+def _details(model: Model) -> dict[str, Any]:
+    failure = model.failure
+    reason = {} if failure is None else {"reason": failure.message}
+    return {
+        "modelName": model.name,
+        "modelUrl": model.source.url,
+        **_serving(model),
+        "requestInQueue": 0 if model.pool is None else model.pool.queued,
+        "status": model.status.value,
+        **reason,
+        "loadedAtStartup": model.at_startup,
+        "workerGroups": [] if model.pool is None else [_group(group, model.pool) for group in model.pool.groups],
+    }
+
+
+def _serving(model: Model) -> dict[str, int]:
+    """Return what the configuration says; nothing before it is read."""
+    if model.resolved is None:
+        return {}
+    serving = model.resolved.serving
+    return {
+        "batchSize": serving.batch_size,
+        "maxBatchDelayMillis": serving.max_batch_delay,
+        "maxIdleSeconds": serving.max_idle_time,
+        "queueSize": serving.job_queue_size,
+    }
+
+
+def _group(group: WorkerGroup, pool: WorkerPool) -> dict[str, Any]:
+    return {
+        "device": {"deviceType": group.device.kind, "deviceId": group.device.first},
+        "minWorkers": group.min_workers,
+        "maxWorkers": group.max_workers,
+        "workers": [
+            {
+                "id": pool.worker_number(worker) + 1,
+                "startTime": _timestamp(worker.ready_at),
+                "status": "UNLOADING" if pool.is_leaving(worker) else "READY",
+                "pid": worker.pid,
+                "requestsInFlight": len(worker.in_flight),
+            }
+            for worker in group.workers
+        ],
+    }
+
+
+def _timestamp(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,0 +1,39 @@
+"""Answers of the server itself: pretty JSON, as LMI writes it, and errors in the shape of the route."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lmi_server.dialects.errors import error_reply
+from lmi_server.errors import LmiServerError, MethodNotAllowedError, RouteNotFoundError
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    body = msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
+    return Response(body, status, media_type="application/json")
+
+
+def error_response(route: str, error: LmiServerError, more_headers: dict[str, str] | None = None) -> Response:
+    status, headers, body = error_reply(route, error)
+    return Response(body, status, {**dict(headers), **(more_headers or {})})
+
+
+async def on_http_error(request: Request, raised: Exception) -> Response:
+    """Answer what Starlette's router refuses."""
+    assert isinstance(raised, HTTPException)
+    path = request.url.path
+    if raised.status_code == 404:
+        return error_response(path, RouteNotFoundError(f"Requested resource is not found: {path}"))
+    allowed = ", ".join(sorted((raised.headers or {}).get("Allow", "").split(", ")))
+    error = MethodNotAllowedError(f"{request.method} is not allowed on {path}; use {allowed}")
+    return error_response(path, error, {"allow": allowed})
+
+
+async def on_lmi_error(request: Request, raised: Exception) -> Response:
+    assert isinstance(raised, LmiServerError)
+    return error_response(request.url.path, raised)

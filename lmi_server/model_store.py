@@ -1,0 +1,199 @@
+"""Which models a server starts with: directories, a model store, specs, and `HF_MODEL_ID`. Nothing is loaded here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import parse_qsl
+
+from lmi_server.artifacts.location import archive_stem
+from lmi_server.errors import ConfigurationError
+
+HUB_VARIABLES = ("HF_MODEL_ID", "HF_REVISION", "HF_TASK")
+LOAD_ALL = "ALL"
+LOAD_NONE = "NONE"
+
+_SEPARATOR = re.compile(r"[,\s]+")
+_SPEC_KEYS = ("engine", "load_on_devices")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """What one version of a model is loaded from.
+
+    `url` is a local directory or archive, s3://bucket/prefix, or the id of a Hugging Face model. `settings` is the
+    registration's layer of the configuration, by key in full; `variables` are added to the environment.
+    """
+
+    url: str
+    name: str
+    version: str | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """Return name and version in one."""
+        return self.name if self.version is None else f"{self.name}:{self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class Startup:
+    """What was asked for at the start. Paths may be relative; `load_models` is ALL, NONE, or specs."""
+
+    directories: Sequence[Path] = ()
+    specs: Sequence[str] = ()
+    model_store: Path | None = None
+    load_models: str = LOAD_ALL
+
+
+def startup_sources(startup: Startup, environment: Mapping[str, str]) -> tuple[list[ModelSource], list[str]]:
+    """Return the models to load, and warnings.
+
+    `HF_MODEL_ID` completes a directory that was given as the one model; beside others, or alone, it is a model of its
+    own. Raises ConfigurationError where a spec cannot be read or two models have one name and version.
+    """
+    plain = [_directory_source(directory) for directory in startup.directories]
+    named = [parse_spec(text, startup.model_store) for text in _specs(startup)]
+    warnings: list[str] = []
+    store = startup.model_store
+    if store is not None and startup.load_models.strip().upper() == LOAD_ALL:
+        if is_one_model(store):
+            plain.append(_directory_source(store))
+        else:
+            found, warnings = discover(store)
+            named = [*found, *named]
+    return _distinct([*_with_hub_model(plain, named, environment), *named]), warnings
+
+
+def _specs(startup: Startup) -> Iterator[str]:
+    listed = startup.load_models.strip()
+    if listed.upper() not in (LOAD_ALL, LOAD_NONE):
+        yield from (text for text in _SEPARATOR.split(listed) if text)
+    for given in startup.specs:
+        yield from _split(given)
+
+
+def discover(store: Path) -> tuple[list[ModelSource], list[str]]:
+    """Return the models in `store`, each a directory or an archive, and warnings on what was left out."""
+    _check_directory(store)
+    sources = []
+    warnings = []
+    for entry in _visible(store):
+        if entry.is_dir() and not _visible(entry):
+            warnings.append(f"{entry}: is empty and is no model")
+        else:
+            sources.append(_directory_source(_nested(entry)))
+    if not sources:
+        warnings.append(f"model_store {store} holds no model")
+    return sources, warnings
+
+
+def is_one_model(store: Path) -> bool:
+    """Tell whether the store is itself a model's directory: it holds files that are no archives."""
+    _check_directory(store)
+    return any(not entry.is_dir() and archive_stem(entry.name) is None for entry in _visible(store))
+
+
+def parse_spec(text: str, store: Path | None = None) -> ModelSource:
+    """Return the model of "name:version:engine:devices=url", "name=url" or "url", in brackets or not.
+
+    A path that is in `store` is that. What follows a "?" are settings of the model.
+    """
+    spec = text.strip()
+    if spec.startswith("[") and spec.endswith("]"):
+        spec = spec[1:-1]
+    prefix, separator, url = spec.partition("=")
+    if not separator or "/" in prefix or "?" in prefix:
+        prefix, url = "", spec
+    if not url:
+        raise ConfigurationError(f'model "{text}" has no URL; allowed: url or name:version:engine:devices=url')
+    name, version, *more = (*prefix.split(":", 3), "", "", "", "")[:4]
+    url, settings = _split_query(url)
+    settings |= {key: value for key, value in zip(_SPEC_KEYS, more, strict=True) if value and value != "*"}
+    given_name = settings.pop("model_name", "")
+    url = _in_store(url, store)
+    return ModelSource(url, name or given_name or name_of(url), version or None, settings)
+
+
+def name_of(url: str) -> str:
+    """Return the name that LMI infers: the last part of the path without archive suffix, in letters, digits and _."""
+    last = url.rstrip("/").rpartition("/")[2]
+    if "://" not in url and "/" in url and not url.startswith((".", "/")) and not Path(url).exists():
+        last = url  # the id of a Hugging Face model: its owner is part of the name
+    stem = archive_stem(last) if not url.endswith("/") else None
+    return re.sub(r"\W", "_", stem or last, flags=re.ASCII) or "model"
+
+
+def _directory_source(directory: Path) -> ModelSource:
+    path = directory.absolute()
+    return ModelSource(str(path), name_of(str(path)))
+
+
+def _check_directory(store: Path) -> None:
+    if not store.is_dir():
+        raise ConfigurationError(f"model_store {store}: there is no such directory")
+
+
+def _visible(directory: Path) -> list[Path]:
+    """Return the entries, sorted; dot-files are nobody's model."""
+    return sorted(entry for entry in directory.iterdir() if not entry.name.startswith("."))
+
+
+def _nested(entry: Path) -> Path:
+    """Return the only sub-directory, or the only archive, of a directory that holds nothing else."""
+    if not entry.is_dir():
+        return entry
+    inside = _visible(entry)
+    if len(inside) == 1 and (inside[0].is_dir() or archive_stem(inside[0].name) is not None):
+        return inside[0]
+    return entry
+
+
+def _split(given: str) -> Iterator[str]:
+    """Yield the specs of one flag: commas separate them, unless they are part of a path."""
+    if Path(given.rpartition("=")[2]).exists():
+        yield given
+        return
+    yield from (text for text in given.split(",") if text.strip())
+
+
+def _split_query(url: str) -> tuple[str, dict[str, str]]:
+    if "?" not in url or Path(url).exists():
+        return url, {}
+    path, _, query = url.partition("?")
+    return path, dict(parse_qsl(query, keep_blank_values=True))
+
+
+def _in_store(url: str, store: Path | None) -> str:
+    if "://" in url:
+        return url
+    if store is not None and (store / url).exists():
+        return str((store / url).absolute())
+    return str(Path(url).absolute()) if Path(url).exists() else url
+
+
+def _with_hub_model(
+    plain: Sequence[ModelSource], named: Sequence[ModelSource], environment: Mapping[str, str]
+) -> list[ModelSource]:
+    """Return `plain` with the model of HF_MODEL_ID in it or beside it."""
+    variables = {name: environment[name] for name in HUB_VARIABLES if environment.get(name, "").strip()}
+    if "HF_MODEL_ID" not in variables:
+        return list(plain)
+    if len(plain) == 1 and not named:
+        return [ModelSource(plain[0].url, plain[0].name, variables=variables)]
+    url = variables["HF_MODEL_ID"].strip()
+    return [*plain, ModelSource(_in_store(url, None), name_of(url), variables=variables)]
+
+
+def _distinct(sources: Sequence[ModelSource]) -> list[ModelSource]:
+    found: dict[str, ModelSource] = {}
+    for source in sources:
+        other = found.setdefault(source.label, source)
+        if other.url != source.url:
+            raise ConfigurationError(
+                f"two models are named {source.label}: {other.url} and {source.url}; rename one, or write name=url"
+            )
+    return list(found.values())

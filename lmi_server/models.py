@@ -1,0 +1,361 @@
+"""The models that a server holds: registered, loaded, chosen by name and version, and unregistered again.
+
+Each version of a model has its own configuration, devices, workers, queue and failure. Everything but the reading of
+files runs on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from lmi_server.artifacts.fetch import ArtifactSettings, fetch_model_directory
+from lmi_server.artifacts.location import HubModel, parse_location
+from lmi_server.artifacts.model import FetchedModel, Resolve, fetch_model
+from lmi_server.artifacts.progress import shown_progress
+from lmi_server.configuration.environment import process_environment
+from lmi_server.configuration.resolve import ResolvedModel
+from lmi_server.devices import installed_gpus, plan_devices, visible_gpus
+from lmi_server.errors import (
+    ConfigurationError,
+    LmiServerError,
+    ModelExistsError,
+    ModelLoadError,
+    ModelNotFoundError,
+    ModelNotReadyError,
+)
+from lmi_server.job import Job
+from lmi_server.model_store import HUB_VARIABLES, ModelSource
+from lmi_server.protocol import Input, Load
+from lmi_server.worker_pool import ModelStatus, PoolSettings, WorkerPool
+
+logger = logging.getLogger(__name__)
+
+
+class Model:
+    """One version of a model, from its registration to its end."""
+
+    def __init__(self, source: ModelSource, at_startup: bool) -> None:
+        self.source = source
+        self.at_startup = at_startup
+        self.registered_at = time.time()
+        self.resolved: ResolvedModel | None = None
+        self.pool: WorkerPool | None = None
+        self.failed: LmiServerError | None = None  # before there was a pool
+        self.settled = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def version(self) -> str | None:
+        return self.source.version
+
+    @property
+    def label(self) -> str:
+        return self.source.label
+
+    @property
+    def status(self) -> ModelStatus:
+        if self.failed is not None:
+            return ModelStatus.FAILED
+        return ModelStatus.PENDING if self.pool is None else self.pool.status
+
+    @property
+    def failure(self) -> LmiServerError | None:
+        """Return why the model is FAILED."""
+        return self.failed or (None if self.pool is None else self.pool.failure)
+
+    def submit(self, request: Input, priority: int, on_overflow: Callable[[], None]) -> Job:
+        """Accept one request, as `WorkerPool.submit` does."""
+        return self.loaded().submit(request, priority, on_overflow)
+
+    def loaded(self) -> WorkerPool:
+        """Return the pool. Raises ModelNotReadyError where there is none."""
+        if self.pool is None:
+            reason = "it is loading" if self.failed is None else self.failed.message
+            raise ModelNotReadyError(f"Model is not ready: {self.name}: {reason}")
+        return self.pool
+
+
+class Endpoint:
+    """The versions of one model; requests that name none take them in turn."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.models: list[Model] = []
+        self._turn = 0
+
+    def choose(self, version: str | None) -> Model:
+        """Return the model of that version, or the next one that can serve. Raises ModelNotFoundError."""
+        if version is not None:
+            return self.version(version)
+        if len(self.models) == 1:
+            return self.models[0]
+        able = [model for model in self.models if model.status is ModelStatus.HEALTHY] or self.models
+        self._turn += 1
+        return able[self._turn % len(able)]
+
+    def version(self, version: str | None) -> Model:
+        for model in self.models:
+            if model.version == version:
+                return model
+        raise ModelNotFoundError(f"Model or workflow not found: {self.name}/{version}")
+
+
+class ModelRegistry:
+    """Every model of a server.
+
+    `environment` is that of the models; `resolve` reads the configuration of one; `drain_timeout_s` is what the
+    requests of an unregistered model get to finish.
+    """
+
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        artifacts: ArtifactSettings,
+        resolve: Resolve,
+        drain_timeout_s: float,
+        log_level: str = "INFO",
+    ) -> None:
+        self.only: Endpoint | None = None
+        self.default: Endpoint | None = None
+        self._environment = {name: value for name, value in environment.items() if name not in HUB_VARIABLES}
+        self._artifacts = artifacts
+        self._resolve = resolve
+        self._drain_timeout_s = drain_timeout_s
+        self._log_level = log_level
+        self._endpoints: dict[str, Endpoint] = {}
+        self._aliases: dict[str, Endpoint] = {}
+        self._ending: set[WorkerPool] = set()  # of models that are unregistered
+        self._directory = Path(tempfile.mkdtemp(prefix="lmi-server-models-"))
+
+    # --- who is there ---
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        """Return every model with its versions, by name."""
+        return [self._endpoints[name] for name in sorted(self._endpoints)]
+
+    @property
+    def models(self) -> list[Model]:
+        return [model for endpoint in self.endpoints for model in endpoint.models]
+
+    @property
+    def names(self) -> list[str]:
+        """Return every name under which requests may ask for a model, its own before its aliases."""
+        return [name for endpoint in self.endpoints for name in self._names_of(endpoint)]
+
+    def _names_of(self, endpoint: Endpoint) -> Iterator[str]:
+        yield endpoint.name
+        yield from (alias for alias, target in self._aliases.items() if target is endpoint)
+
+    def endpoint(self, name: str) -> Endpoint:
+        """Return the model of that name or alias. Raises ModelNotFoundError."""
+        endpoint = self._endpoints.get(name) or self._aliases.get(name)
+        if endpoint is None:
+            raise ModelNotFoundError(f"Model or workflow not found: {name}")
+        return endpoint
+
+    def named(self, name: str, version: str | None = None) -> Model:
+        """Return the model that a request names. Raises ModelNotFoundError."""
+        return self.endpoint(name).choose(version)
+
+    # --- registration ---
+
+    def register(self, source: ModelSource, at_startup: bool = False) -> Model:
+        """Add a model and begin to load it. Raises ModelExistsError where it is registered already."""
+        endpoint = self._endpoints.get(source.name) or Endpoint(source.name)
+        if source.name in self._aliases or any(model.version == source.version for model in endpoint.models):
+            raise ModelExistsError(f"Workflow {source.label} is already registered.")
+        model = Model(source, at_startup)
+        endpoint.models.append(model)
+        self._endpoints[source.name] = endpoint
+        self._choose_default()
+        model.task = asyncio.create_task(self._load(model))
+        return model
+
+    async def register_and_load(self, source: ModelSource) -> Model:
+        """Add a model and wait until it is loaded; where it cannot be, it is gone again and the reason is raised."""
+        model = self.register(source)
+        await model.settled.wait()
+        if model.failure is not None:
+            await self._remove([model])
+            raise model.failure
+        if model.pool is None or model not in self.models:
+            raise ModelNotFoundError(f"Model {model.label} was unregistered while it was loading")
+        return model
+
+    async def unregister(self, name: str, version: str | None = None) -> None:
+        """Remove one version of a model, or all of them; return once their workers have ended.
+
+        What was accepted finishes first, within `drain_timeout_s`. Raises ModelNotFoundError.
+        """
+        endpoint = self._endpoints.get(name)
+        if endpoint is None:
+            raise ModelNotFoundError(f"Model or workflow not found: {name}")
+        await self._remove([endpoint.version(version)] if version is not None else list(endpoint.models))
+
+    async def _remove(self, models: Sequence[Model]) -> None:
+        for model in models:
+            self._forget(model)
+        await asyncio.gather(*(self._end(model) for model in models))
+
+    def _forget(self, model: Model) -> None:
+        endpoint = self._endpoints.get(model.name)
+        if endpoint is None or model not in endpoint.models:
+            return
+        endpoint.models.remove(model)
+        if not endpoint.models:
+            del self._endpoints[model.name]
+            self._aliases = {alias: target for alias, target in self._aliases.items() if target is not endpoint}
+        self._choose_default()
+        logger.info("model %s is unregistered", model.label)
+
+    async def _end(self, model: Model) -> None:
+        if model.task is not None and not model.task.done():
+            model.task.cancel()
+            await asyncio.gather(model.task, return_exceptions=True)
+        pool = model.pool
+        if pool is None:
+            return
+        self._ending.add(pool)
+        await pool.drain(self._drain_timeout_s, f"Model {model.label} is unregistered")
+        await pool.stop()
+        self._ending.discard(pool)
+
+    def _choose_default(self) -> None:
+        """Choose who answers requests that name no model: the only one of the start-up, or the only one there is."""
+        everyone = list(self._endpoints.values())
+        at_startup = [endpoint for endpoint in everyone if any(model.at_startup for model in endpoint.models)]
+        self.only = everyone[0] if len(everyone) == 1 else None
+        self.default = at_startup[0] if len(at_startup) == 1 else self.only
+
+    # --- loading ---
+
+    async def _load(self, model: Model) -> None:
+        try:
+            fetched = await self._fetch(model.source)
+            resolved = replace(fetched.resolved, name=model.name)
+            self._claim_names(model, resolved)
+            model.resolved = resolved
+            for warning in resolved.warnings:
+                logger.warning("model %s: %s", model.label, warning)
+            model.pool = WorkerPool(self._pool_settings(model.source, resolved, fetched.python_path))
+            model.pool.start()
+            await model.pool.settled()
+        except LmiServerError as error:
+            self._fail(model, error)
+        except Exception as error:  # the border to files that anybody may have written; the model fails with it
+            logger.exception("model %s cannot be read", model.label)
+            self._fail(model, ModelLoadError(f"{type(error).__name__}: {error}"))
+        finally:
+            model.settled.set()
+
+    def _fail(self, model: Model, error: LmiServerError) -> None:
+        logger.error("model %s could not be loaded: %s", model.label, error)
+        model.failed = error
+
+    async def _fetch(self, source: ModelSource) -> FetchedModel:
+        """Bring everything that the model needs here, and read its configuration."""
+        try:
+            location = await asyncio.to_thread(parse_location, source.url, Path.cwd())
+        except ValueError as error:
+            raise ModelNotFoundError(f'url = "{source.url}" {error}') from error
+        settings = dict(source.settings)
+        environment = {**self._environment, **source.variables}
+        with shown_progress(source.label, sys.stderr) as on_progress:
+            if isinstance(location, HubModel):  # its weights are option.model_id of a directory that says nothing else
+                settings["option.model_id"] = location.repo_id
+                directory = Path(tempfile.mkdtemp(dir=self._directory))
+            else:
+                directory = await fetch_model_directory(source.url, self._artifacts, on_progress=on_progress)
+            return await fetch_model(
+                directory, environment, settings, self._artifacts, resolve=self._resolve, on_progress=on_progress
+            )
+
+    def _claim_names(self, model: Model, resolved: ResolvedModel) -> None:
+        endpoint = self._endpoints[model.name]
+        for alias in resolved.options.served_model_name:
+            owner = self._endpoints.get(alias) or self._aliases.get(alias) or endpoint
+            if owner is not endpoint:
+                raise ConfigurationError(
+                    f'option.served_model_name = "{alias}" is a name of model {owner.name}; choose another'
+                )
+        self._aliases |= {alias: endpoint for alias in resolved.options.served_model_name if alias != endpoint.name}
+
+    def _pool_settings(self, source: ModelSource, resolved: ResolvedModel, python_path: Sequence[str]) -> PoolSettings:
+        serving, options = resolved.serving, resolved.options
+        gpus = visible_gpus(self._environment, installed_gpus())
+        return PoolSettings(
+            load=Load(
+                model_name=resolved.name,
+                model_dir=resolved.model_dir,
+                handler=resolved.handler,
+                options=resolved.raw_options(),
+                served_names=list(resolved.served_names),
+                log_level=self._log_level,
+            ),
+            version=source.version,
+            groups=plan_devices(serving.load_on_devices, _gpus_per_worker(resolved), gpus),
+            environment=_worker_variables(python_path),
+            min_workers=serving.min_workers,
+            max_workers=max(serving.min_workers, serving.max_workers),
+            max_in_flight=options.max_rolling_batch_size,
+            job_queue_size=serving.job_queue_size,
+            model_loading_timeout_s=options.model_loading_timeout,
+            predict_timeout_s=options.predict_timeout,
+            max_idle_s=serving.max_idle_time,
+            parallel_loading=options.parallel_loading,
+            retry_threshold=serving.retry_threshold,
+        )
+
+    # --- the end ---
+
+    async def drain(self, timeout_s: float) -> None:
+        """Accept nothing more; let what was accepted finish within `timeout_s` seconds."""
+        await asyncio.gather(*(pool.drain(timeout_s) for pool in self._pools()))
+
+    async def stop(self) -> None:
+        """End every worker."""
+        loading = [model.task for model in self.models if model.task is not None]
+        for task in loading:
+            task.cancel()
+        await asyncio.gather(*loading, return_exceptions=True)
+        await asyncio.gather(*(pool.stop() for pool in self._pools()))
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def kill(self) -> None:
+        """End every worker at once."""
+        for pool in self._pools():
+            pool.kill()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _pools(self) -> list[WorkerPool]:
+        return [*(model.pool for model in self.models if model.pool is not None), *self._ending]
+
+
+def _worker_variables(python_path: Sequence[str]) -> dict[str, str]:
+    """Return the variables of workers that find the packages of the model's requirements before all others."""
+    if not python_path:
+        return {}
+    inherited = process_environment().get("PYTHONPATH")
+    return {"PYTHONPATH": os.pathsep.join([*python_path, *([inherited] if inherited else [])])}
+
+
+def _gpus_per_worker(resolved: ResolvedModel) -> int | None:
+    """Return how many GPUs one worker takes; None for all of them."""
+    degree = resolved.options.tensor_parallel_degree
+    if not isinstance(degree, int) or degree < 1:
+        return None
+    return degree * resolved.options.pipeline_parallel_degree

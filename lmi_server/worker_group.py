@@ -1,0 +1,238 @@
+"""The workers of one model on one device group: started, restarted, added under load and retired when idle."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+from lmi_server.devices import DeviceGroup
+from lmi_server.errors import ModelLoadError
+from lmi_server.protocol import Load, Ready
+from lmi_server.worker_process import WorkerProcess
+
+logger = logging.getLogger(__name__)
+
+_FIRST_BACKOFF_S = 0.1
+_LONGEST_BACKOFF_S = 30.0
+_HEALTHY_AFTER_S = 60.0
+_RETIREMENT_S = 600.0  # for the requests that a worker holds when its model is scaled down
+
+
+class Backoff:
+    """The pause before a restart: doubles each time; starts over after a worker that was healthy for a minute."""
+
+    def __init__(self) -> None:
+        self._next_s = _FIRST_BACKOFF_S
+
+    def pause_s(self, healthy_s: float) -> float:
+        """Return the pause in seconds after a worker that was ready for `healthy_s` seconds."""
+        if healthy_s >= _HEALTHY_AFTER_S:
+            self._next_s = _FIRST_BACKOFF_S
+        pause, self._next_s = self._next_s, min(2 * self._next_s, _LONGEST_BACKOFF_S)
+        return pause
+
+
+class Deaths:
+    """Tells when workers died more than `threshold` times within `window_s` seconds."""
+
+    def __init__(self, threshold: int, window_s: float) -> None:
+        self._threshold = threshold
+        self._window_s = window_s
+        self._times: deque[float] = deque()
+
+    def too_many(self, now: float) -> bool:
+        """Count a death at `now` (seconds of any clock that only grows)."""
+        self._times.append(now)
+        while self._times[0] <= now - self._window_s:
+            self._times.popleft()
+        return len(self._times) > self._threshold
+
+
+class Owner(Protocol):
+    """What a group needs of the pool that it belongs to."""
+
+    loading_turns: asyncio.Semaphore
+    was_ready: bool
+    stopping: bool
+
+    def new_worker(self, device: DeviceGroup) -> WorkerProcess:
+        """Return a worker that is not spawned yet."""
+
+    def admit(self, worker: WorkerProcess, ready: Ready) -> None:
+        """Take a loaded worker into service. Raises ModelLoadError where it is dead already."""
+
+    def leave(self, worker: WorkerProcess) -> None:
+        """Give the worker no more requests."""
+
+    def forget(self, worker: WorkerProcess) -> None:
+        """Drop a worker whose process is gone."""
+
+    def died(self) -> None:
+        """Count the unwanted end of a worker that is to be kept."""
+
+    def cannot_add(self, error: ModelLoadError) -> None:
+        """Tell who waits for more workers that one could not load the model."""
+
+    def unloadable(self, error: ModelLoadError) -> None:
+        """Give up a model that could not be loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What every worker of a model loads, and within which time."""
+
+    load: Load
+    timeout_s: float
+
+
+class _Replica:
+    """One place for a worker, and the task that keeps a process running in it."""
+
+    def __init__(self) -> None:
+        self.worker: WorkerProcess | None = None  # None while it loads, or waits to be restarted
+        self.closing = False
+        self.task: asyncio.Task[None] | None = None
+
+
+class WorkerGroup:
+    """Keeps at least `min_workers` workers running on `device`, and adds up to `max_workers` where it is asked to."""
+
+    def __init__(self, device: DeviceGroup, plan: LoadPlan, owner: Owner) -> None:
+        self.device = device
+        self.min_workers = 0
+        self.max_workers = 0
+        self._plan = plan
+        self._owner = owner
+        self._replicas: list[_Replica] = []
+        self._growth = Backoff()
+        self._no_growth_before = 0.0  # time.monotonic()
+
+    @property
+    def workers(self) -> list[WorkerProcess]:
+        """Return the loaded workers, those that finish their last requests included."""
+        return [replica.worker for replica in self._replicas if replica.worker is not None]
+
+    @property
+    def ready(self) -> int:
+        return len([replica for replica in self._replicas if replica.worker is not None and not replica.closing])
+
+    @property
+    def size(self) -> int:
+        """Return the number of replicas that stay, loaded or not."""
+        return len(self._staying())
+
+    def scale(self, min_workers: int, max_workers: int) -> None:
+        """Set the bounds, start what is missing and retire what is too much."""
+        self.min_workers, self.max_workers = min_workers, max_workers
+        while self.size < min_workers:
+            self._add()
+        for replica in self._least_loaded()[: max(0, self.size - max_workers)]:
+            self._close(replica)
+
+    def can_grow(self) -> bool:
+        """Tell whether another worker may be started now: one at a time, and not right after one failed to load."""
+        staying = self._staying()
+        loading = any(replica.worker is None for replica in staying)
+        return len(staying) < self.max_workers and not loading and time.monotonic() >= self._no_growth_before
+
+    def grow(self) -> None:
+        """Start one more worker."""
+        self._add()
+
+    def retire_idle(self, now: float, max_idle_s: float) -> None:
+        """Retire the workers beyond `min_workers` that had nothing to do for `max_idle_s` seconds."""
+        for replica in self._least_loaded():
+            if self.size <= self.min_workers:
+                return
+            worker = replica.worker
+            if worker is not None and not worker.in_flight and now - worker.idle_since >= max_idle_s:
+                logger.info("[%s] idle for %g seconds; ending it", worker.name, max_idle_s)
+                self._close(replica)
+
+    def close(self) -> None:
+        """Retire every worker; each finishes what it holds."""
+        self.min_workers = self.max_workers = 0
+        for replica in self._staying():
+            self._close(replica)
+
+    async def stop(self) -> None:
+        """End what is left, at once."""
+        tasks = [replica.task for replica in self._replicas if replica.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _staying(self) -> list[_Replica]:
+        return [replica for replica in self._replicas if not replica.closing]
+
+    def _least_loaded(self) -> list[_Replica]:
+        """Return the replicas that stay, the dispensable first: what is not loaded, then what has least to do."""
+        youngest_first = self._staying()[::-1]
+        return sorted(
+            youngest_first, key=lambda replica: -1 if replica.worker is None else len(replica.worker.in_flight)
+        )
+
+    def _add(self) -> None:
+        replica = _Replica()
+        self._replicas.append(replica)
+        replica.task = asyncio.create_task(self._keep(replica))
+        replica.task.add_done_callback(lambda _: self._replicas.remove(replica))
+
+    def _close(self, replica: _Replica) -> None:
+        assert replica.task is not None
+        replica.closing = True
+        if replica.worker is None:
+            replica.task.cancel()
+            return
+        self._owner.leave(replica.worker)
+        replica.worker.retire(_RETIREMENT_S)
+
+    async def _keep(self, replica: _Replica) -> None:
+        """Keep one worker running: this is the whole life of a replica."""
+        backoff = Backoff()
+        while True:
+            healthy_s = 0.0
+            worker = self._owner.new_worker(self.device)
+            try:
+                healthy_s = await self._run(worker, replica)
+                error = None
+            except ModelLoadError as failed:
+                error = failed
+            if replica.closing or self._owner.stopping or self._give_up(worker, error):
+                return
+            pause_s = backoff.pause_s(healthy_s)
+            logger.warning("[%s] restarting it in %.1f seconds", worker.name, pause_s)
+            await asyncio.sleep(pause_s)
+
+    def _give_up(self, worker: WorkerProcess, error: ModelLoadError | None) -> bool:
+        """Note how `worker` ended; return True where nothing takes its place."""
+        if error is not None and not self._owner.was_ready:
+            self._owner.unloadable(error)
+            return True
+        if error is not None:
+            logger.error("[%s] could not load the model again: %s", worker.name, error)
+            self._owner.cannot_add(error)
+        if error is not None and self.size > self.min_workers:  # the others serve on without it
+            self._no_growth_before = time.monotonic() + self._growth.pause_s(0.0)
+            return True
+        self._owner.died()
+        return False
+
+    async def _run(self, worker: WorkerProcess, replica: _Replica) -> float:
+        """Run `worker` to its end; return for how many seconds it was ready. Raises ModelLoadError."""
+        try:
+            async with self._owner.loading_turns:
+                ready = await worker.load(self._plan.load, self._plan.timeout_s)
+            replica.worker = worker
+            self._owner.admit(worker, ready)
+            ready_at = time.monotonic()
+            await worker.lost.wait()
+            return time.monotonic() - ready_at
+        finally:
+            replica.worker = None
+            await worker.reap()
+            self._owner.forget(worker)

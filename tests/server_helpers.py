@@ -1,0 +1,136 @@
+"""A server process and raw connections to it, for tests over HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+from relay_helpers import FAULTS, HANDLERS
+
+TESTS = Path(__file__).parent
+SERVING_KEYS = {"job_queue_size", "minWorkers", "maxWorkers", "max_idle_time", "retry_threshold"}
+
+
+class Server:
+    """A server process on a port that the system chose; `arguments` are those of fault_server.py."""
+
+    def __init__(self, *arguments: str | Path, variables: dict[str, str] | None = None) -> None:
+        self.lines: list[str] = []
+        path = os.pathsep.join([HANDLERS, str(TESTS.parent)])
+        self.process = subprocess.Popen(
+            [sys.executable, str(TESTS / "models" / "fault_server.py"), *map(str, arguments)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | (variables or {}) | {"PYTHONPATH": path},
+        )
+        self.port = int(self.log_line(r"listening on http://127\.0\.0\.1:(\d+)")[1])
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
+
+    def log_line(self, pattern: str) -> re.Match[str]:
+        """Wait for a line of the log and return its match."""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+            found = re.search(pattern, line)
+            if found is not None:
+                return found
+        raise AssertionError(f"no {pattern!r} in the log:\n{''.join(self.lines)}")
+
+    def worker_pid(self) -> int:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return int(children[0])
+
+    def metric(self, name: str, model: str = "model") -> float | None:
+        """Return a gauge; None where there is none, as those of the handler while no worker is ready."""
+        pattern = rf'^{name}{{[^}}]*model="{model}"[^}}]*}} (\S+)$'
+        found = re.search(pattern, self.http.get("/metrics").text, re.MULTILINE)
+        return None if found is None else float(found[1])
+
+    def until(self, name: str, value: float, model: str = "model") -> None:
+        """Ask for a metric until it has this value; the suite's own limit ends it where it never has."""
+        while self.metric(name, model) != value:
+            pass
+
+    def invoke(self, prompt: str, tokens: int = 3, stream: bool = False, **more: Any) -> httpx.Response:
+        return self.http.post("/invocations", json=request(prompt, tokens, stream), **more)
+
+    def stop(self) -> int:
+        self.process.terminate()
+        return self.ended()
+
+    def ended(self) -> int:
+        assert self.process.stderr is not None
+        self.http.close()
+        self.lines += self.process.stderr.readlines()
+        self.process.stderr.close()
+        return self.process.wait(30)
+
+
+def make_model(directory: Path, handler: str = FAULTS, **options: Any) -> Path:
+    """Make a model directory with these options; those of the model server itself are not "option."."""
+    directory.mkdir(parents=True)
+    keys = {name if name in SERVING_KEYS else f"option.{name}": value for name, value in options.items()}
+    keys = {"option.entryPoint": "djl_python.echo", "option.test_handler": handler, **keys}
+    (directory / "serving.properties").write_text("\n".join(f"{key}={value}" for key, value in keys.items()))
+    return directory
+
+
+@contextlib.contextmanager
+def running(*arguments: str | Path, variables: dict[str, str] | None = None) -> Iterator[Server]:
+    """Start a server and stop it at the end."""
+    server = Server(*arguments, variables=variables)
+    try:
+        yield server
+    finally:
+        if server.process.returncode is None:
+            server.stop()
+
+
+@contextlib.contextmanager
+def serving(
+    directory: Path, handler: str = FAULTS, ready: bool = True, variables: dict[str, str] | None = None, **options: Any
+) -> Iterator[Server]:
+    """Serve a model named "model", which is in directory / "model"."""
+    with running(make_model(directory / "model", handler, **options), variables=variables) as server:
+        if ready:
+            server.log_line(r"\] ready: process")
+        yield server
+
+
+def request(prompt: str, tokens: int = 3, stream: bool = False) -> dict[str, Any]:
+    return {"inputs": prompt, "parameters": {"max_new_tokens": tokens}, "stream": stream}
+
+
+def raw_request(
+    prompt: str, tokens: int = 3, stream: bool = False, close: bool = False, path: str = "/invocations"
+) -> bytes:
+    body = json.dumps(request(prompt, tokens, stream)).encode()
+    connection = "connection: close\r\n" if close else ""
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\n{connection}content-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def connect(server: Server, data: bytes) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    connection.sendall(data)
+    return connection
+
+
+def received(connection: socket.socket, until: bytes = b"") -> bytes:
+    """Return what arrives until `until` is in it, or to the end."""
+    data = b""
+    while not (until and until in data):
+        part = connection.recv(65536)
+        if not part:
+            break
+        data += part
+    return data

@@ -1,0 +1,339 @@
+"""Several models in one server, and LMI's management API, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from relay_helpers import FAULTS, on_loop
+from server_helpers import Server, connect, make_model, raw_request, request, running
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with models; those under "start" are loaded at the start."""
+    directory = tmp_path_factory.mktemp("models")
+    make_model(directory / "start" / "first", served_model_name="alias")
+    make_model(directory / "start" / "second")
+    make_model(directory / "echo")
+    make_model(directory / "failing", "fault_handlers:FailingHandler")
+    make_model(directory / "greedy", "fault_handlers:GreedyHandler")
+    make_model(directory / "wrong", job_queue_size="0")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def server(store: Path) -> Iterator[Server]:
+    with running("--model-store", store / "start") as server:
+        for _ in range(2):
+            server.log_line(r"\] ready: process")
+        yield server
+
+
+def register(server: Server, url: Path | str, **parameters: Any) -> httpx.Response:
+    return server.http.post("/models", params={"url": str(url), **parameters})
+
+
+def described(server: Server, path: str) -> dict[str, Any]:
+    (element,) = server.http.get(f"/models/{path}").json()
+    (model,) = element["models"]
+    return dict(model)
+
+
+def until_status(server: Server, path: str, status: str) -> dict[str, Any]:
+    """Ask for a model until it has this status; the suite's own limit ends it where it never has."""
+    while (model := described(server, path))["status"] != status:
+        pass
+    return model
+
+
+def test_requests_go_to_the_model_that_they_name(server: Server) -> None:
+    body = request("a b")
+    for path in ("/predictions/first", "/models/second/invoke", "/invocations?model_name=alias"):
+        assert server.http.post(path, json=body).json() == {"generated_text": " a b a"}
+    nameless = server.http.post("/invocations", json=body)
+    assert (nameless.status_code, nameless.json()["message"]) == (400, "Parameter model_name is required.")
+    completion = {"model": "second", "prompt": "a", "max_tokens": 1}
+    assert server.http.post("/v1/completions", json=completion).json()["model"] == "second"
+    assert server.http.post("/v1/completions", json={**completion, "model": "third"}).status_code == 404
+    assert [model["id"] for model in server.http.get("/v1/models").json()["data"]] == ["first", "alias", "second"]
+
+
+def test_the_list_and_its_pages(server: Server, store: Path) -> None:
+    rows = [
+        {"modelName": name, "modelUrl": str(store / "start" / name), "status": "READY"} for name in ("first", "second")
+    ]
+    assert server.http.get("/models").json() == {"models": rows}
+    page = server.http.get("/models", params={"limit": 1}).json()
+    assert page == {"nextPageToken": "1", "models": rows[:1]}
+    page = server.http.get("/models", params={"limit": 1, "next_page_token": page["nextPageToken"]}).json()
+    assert page == {"models": rows[1:]}
+    assert server.http.get("/models?next_page_token=9&limit=0").json() == {"models": []}
+    workflows = server.http.get("/workflows?limit=101").json()
+    assert workflows == {"workflows": [{"workflowName": name, "version": None} for name in ("first", "second")]}
+    assert server.http.get("/models?limit=x").status_code == 400
+
+
+def test_the_description(server: Server, store: Path) -> None:
+    (element,) = server.http.get("/models/first").json()
+    model = element["models"][0]
+    (group,) = model.pop("workerGroups")
+    (worker,) = group.pop("workers")
+    assert element == {"workflowName": "first", "models": [model]}
+    assert model == {
+        "modelName": "first",
+        "modelUrl": str(store / "start" / "first"),
+        "batchSize": 1,
+        "maxBatchDelayMillis": 100,
+        "maxIdleSeconds": 60,
+        "queueSize": 1000,
+        "requestInQueue": 0,
+        "status": "Healthy",
+        "loadedAtStartup": True,
+    }
+    assert group == {"device": {"deviceType": "cpu", "deviceId": -1}, "minWorkers": 1, "maxWorkers": 1}
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", worker.pop("startTime"))
+    assert worker.pop("pid") > 0
+    assert worker == {"id": 1, "status": "READY", "requestsInFlight": 0}
+    assert server.http.get("/workflows/first").json()[0]["workflowName"] == "first"
+
+
+def test_register_scale_and_unregister(server: Server, store: Path) -> None:
+    response = register(server, store / "echo", job_queue_size=5, max_worker=4)
+    assert (response.status_code, response.json()) == (200, {"status": 'Model "echo" registered.'})
+    assert server.http.post("/predictions/echo", json=request("a")).status_code == 200
+    response = server.http.put("/models/echo?min_worker=2&max_worker=-1")
+    assert response.json() == {
+        "status": 'Workflow "echo" worker scaled. New Worker configuration min workers:2 max workers:4'
+    }
+    model = described(server, "echo")
+    assert (model["queueSize"], model["loadedAtStartup"]) == (5, False)
+    assert [worker["id"] for worker in model["workerGroups"][0]["workers"]] == [1, 2]
+    assert 'lmi_workers_ready{model="echo"} 2.0' in server.http.get("/metrics").text
+    response = server.http.delete("/models/echo")
+    assert (response.status_code, response.json()) == (200, {"status": 'Model or workflow "echo" unregistered'})
+    assert server.http.post("/predictions/echo", json=request("a")).status_code == 404
+    assert 'model="echo"' not in server.http.get("/metrics").text
+
+
+def test_a_registration_in_json(server: Server, store: Path) -> None:
+    body = {"model_name": "json", "url": str(store / "echo"), "min_worker": 1, "synchronous": False}
+    response = server.http.post("/models", json=body)
+    assert (response.status_code, response.json()) == (202, {"status": 'Model "json" registration scheduled.'})
+    until_status(server, "json", "Healthy")
+    assert server.http.delete("/models/json").status_code == 200
+
+
+def test_versions_take_turns(server: Server, store: Path) -> None:
+    for version in ("1", "2"):
+        assert register(server, store / "echo", model_name="m", model_version=version).status_code == 200
+    again = register(server, store / "echo", model_name="m", model_version="2")
+    assert (again.status_code, again.json()["message"]) == (409, "Workflow m:2 is already registered.")
+    for _ in range(6):
+        server.http.post("/predictions/m", json=request("a"))
+    for _ in range(3):
+        server.http.post("/predictions/m/2", json=request("a"))
+    server.http.post("/invocations?model_name=m&model_version=2", json=request("a"))
+    text = server.http.get("/metrics").text
+    assert 'lmi_requests_total{code="200",model="m:1"} 3.0' in text
+    assert 'lmi_requests_total{code="200",model="m:2"} 7.0' in text
+    assert server.http.post("/predictions/m/3", json=request("a")).status_code == 404
+    assert [element["version"] for element in server.http.get("/models/m").json()] == ["1", "2"]
+    assert [element["version"] for element in server.http.get("/models/m/2").json()] == ["2"]
+    assert server.http.get("/ping").json().keys() == {"first", "second", "m:1", "m:2"}
+    assert server.http.delete("/models/m/1").status_code == 200
+    assert server.http.get("/models/m/1").status_code == 404
+    assert server.http.post("/predictions/m", json=request("a")).status_code == 200
+    assert server.http.delete("/models/m").status_code == 200
+    assert server.http.get("/models/m").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "kind", "message"),
+    [
+        ("failing", 500, "EngineException", "the weights are missing"),
+        ("greedy", 507, "WlmOutOfMemoryException", "the weights do not fit: 17 GiB are not free"),
+        ("wrong", 400, "IllegalConfigurationException", 'serving.properties:3: job_queue_size = "0" is not allowed'),
+        ("nowhere", 404, "ModelNotFoundException", "there is no directory"),
+    ],
+)
+def test_a_registration_that_fails(
+    server: Server, store: Path, name: str, status: int, kind: str, message: str
+) -> None:
+    response = register(server, store / name)
+    assert (response.status_code, response.json()["code"], response.json()["type"]) == (status, status, kind)
+    assert message in response.json()["message"]
+    assert server.http.get(f"/models/{name}").status_code == 404, "nothing is left of it"
+    scheduled = register(server, store / name, synchronous="false")
+    assert scheduled.status_code == 202
+    model = until_status(server, name, "FAILED")
+    assert message in model["reason"]
+    assert server.http.get("/ping").json()[name] == {"status": "FAILED"}
+    assert server.http.get("/ping").status_code == 200, "the others serve on"
+    refused = server.http.post(f"/predictions/{name}", json=request("a"))
+    assert (refused.status_code, message in refused.json()["message"]) == (503, True)
+    assert server.http.put(f"/models/{name}?min_worker=2").status_code == 503
+    assert server.http.delete(f"/models/{name}").status_code == 200
+    assert any(f"model {name} could not be loaded: " in line for line in drained(server))
+
+
+def drained(server: Server) -> list[str]:
+    """Return the log so far."""
+    server.http.get("/v1/nope")
+    server.http.post("/models", params={"url": "/log/marker"})
+    server.log_line("model marker could not be loaded")
+    return server.lines
+
+
+def test_bad_parameters(server: Server, store: Path) -> None:
+    http = server.http
+    echo = str(store / "echo")
+    calls = [
+        (400, http.post("/models"), "Parameter url is required."),
+        (400, http.post("/models", json={"model_name": "x"}), "Parameter url is required."),
+        (400, http.post("/models", content=b"{", headers={"content-type": "application/json"}), "no JSON object"),
+        (400, register(server, echo, min_worker="two"), 'Parameter min_worker is "two"; it takes an integer'),
+        (400, register(server, echo, batch_size="abc"), 'registration: batch_size = "abc" is not allowed'),
+        (400, register(server, echo, synchronous="perhaps"), "it takes true or false"),
+        (400, http.put("/models/first?min_worker=3&max_worker=2"), "min_worker is 3, max_worker 2"),
+        (400, http.put("/models/first?min_worker=-2"), "0 or more, or -1 for no change"),
+        (400, http.put("/models/first?device=tpu"), 'Parameter device is "tpu"'),
+        (400, http.put("/models/first?device=gpu3"), "Parameter device is 3"),
+        (404, http.put("/models/other?min_worker=1"), "Model or workflow not found: other"),
+        (404, http.delete("/models/other"), "Model or workflow not found: other"),
+        (404, http.get("/models/first/2"), "Model or workflow not found: first/2"),
+        (409, register(server, echo, model_name="first"), "Workflow first is already registered."),
+        (409, register(server, echo, model_name="alias"), "Workflow alias is already registered."),
+        (405, http.patch("/models/first"), "use DELETE, GET, HEAD, PUT"),
+    ]
+    for status, response, message in calls:
+        assert (response.status_code, response.json()["code"]) == (status, status)
+        assert message in response.json()["message"]
+    assert register(server, store / "start" / "first", model_name="x").json()["message"].endswith("choose another")
+    assert server.http.get("/ping").json().keys() == {"first", "second"}
+
+
+def test_deleting_a_model_waits_for_its_requests(server: Server, store: Path) -> None:
+    make_model(store / "slow", echo_delay_ms=2)
+    register(server, store / "slow")
+    with connect(server, raw_request("a", 300, stream=True, path="/predictions/slow", close=True)) as running:
+        server.until("lmi_requests_in_flight", 1, model="slow")
+        assert server.http.delete("/models/slow").status_code == 200
+        running.settimeout(0)
+        assert running.recv(1 << 20).count(b'"token"') == 300, "the answer was complete before the model was gone"
+
+
+@on_loop
+async def test_nobody_is_disturbed_by_models_that_come_and_go(server: Server, store: Path) -> None:
+    base = f"http://127.0.0.1:{server.port}"
+    limits = httpx.Limits(max_connections=300)
+    make_model(store / "busy", echo_delay_ms=2, max_rolling_batch_size=40)
+    async with httpx.AsyncClient(base_url=base, timeout=60, limits=limits) as http:
+        assert (await http.post("/models", params={"url": str(store / "busy")})).status_code == 200
+
+        async def churn(name: str) -> None:
+            parameters = {"url": str(store / "echo"), "model_name": name}
+            assert (await http.post("/models", params=parameters)).status_code == 200
+            assert (await http.put(f"/models/{name}?min_worker=2")).status_code == 200
+            assert (await http.put(f"/models/{name}?min_worker=1&max_worker=1")).status_code == 200
+            failing = {"url": str(store / "failing"), "model_name": f"{name}-failing"}
+            assert (await http.post("/models", params=failing)).status_code == 500
+            assert (await http.delete(f"/models/{name}")).status_code == 200
+
+        answers = [
+            asyncio.create_task(http.post("/predictions/busy", json=request("a", 400, stream=number % 2 == 0)))
+            for number in range(200)
+        ]
+        await asyncio.gather(*(churn(name) for name in ("x", "y")))
+        assert not all(task.done() for task in answers), "the models came and went while requests were running"
+        for number, response in enumerate(await asyncio.gather(*answers)):
+            assert response.status_code == 200
+            if number % 2 == 0:
+                assert len(response.text.splitlines()) == 400
+            else:
+                assert json.loads(response.text)["generated_text"] == " a" * 400
+        assert (await http.delete("/models/busy")).status_code == 200
+        assert (await http.get("/ping")).json() == {"first": {"status": "Healthy"}, "second": {"status": "Healthy"}}
+
+
+def test_one_start_up_model_answers_what_names_none(tmp_path: Path) -> None:
+    first, more = make_model(tmp_path / "first"), make_model(tmp_path / "more")
+    with running(first) as server:
+        server.log_line(r"\] ready: process")
+        register(server, more)
+        assert server.http.post("/invocations", json=request("a")).status_code == 200
+        completion = {"model": "more", "prompt": "a", "max_tokens": 1}
+        assert server.http.post("/v1/completions", json=completion).json()["model"] == "more"
+        assert 'model="first"} 1.0' in server.http.get("/metrics").text
+
+
+def test_a_server_without_models(tmp_path: Path) -> None:
+    with running() as server:
+        assert (server.http.get("/ping").status_code, server.http.get("/ping").json()) == (200, {})
+        assert server.http.get("/models").json() == {"models": []}
+        assert server.http.post("/invocations", json=request("a")).status_code == 400
+
+
+def test_models_that_cannot_be_loaded_leave_the_others_alone(tmp_path: Path, broken_checkpoint: Path) -> None:
+    make_model(tmp_path / "good")
+    make_model(tmp_path / "greedy", "fault_handlers:GreedyHandler")
+    (tmp_path / "empty-config").mkdir()
+    (tmp_path / "empty-config" / "serving.properties").write_text("option.rolling_batch=scheduler")
+    broken_checkpoint.rename(tmp_path / "broken")
+    with running("--model-store", tmp_path) as server:
+        until_status(server, "good", "Healthy")
+        assert "holds no config.json" in until_status(server, "empty_config", "FAILED")["reason"]
+        assert "17 GiB are not free" in until_status(server, "greedy", "FAILED")["reason"]
+        assert "SafetensorError" in until_status(server, "broken", "FAILED")["reason"]
+        listed = {model["modelName"]: model["status"] for model in server.http.get("/models").json()["models"]}
+        assert listed == {"broken": "FAILED", "empty_config": "FAILED", "good": "READY", "greedy": "FAILED"}
+        assert server.http.post("/predictions/good", json=request("a")).status_code == 200
+        assert server.http.get("/ping").status_code == 200
+        server.http.delete("/models/good")
+        assert server.http.get("/ping").status_code == 500
+        assert server.stop() == 0
+        for name in ("empty_config", "greedy", "broken"):
+            assert [line for line in server.lines if f"model {name} could not be loaded: " in line]
+
+
+@pytest.fixture
+def broken_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model directory that is complete but for the bytes of its weights."""
+    from tiny_models import FAMILIES, byte_tokenizer
+
+    directory = tmp_path_factory.mktemp("checkpoint") / "llama"
+    config = FAMILIES["llama"]()
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+    (directory / "model.safetensors").write_bytes(b"\xff" * 4096)
+    (directory / "serving.properties").write_text("option.rolling_batch=scheduler")
+    return directory
+
+
+def test_a_hung_request_is_given_up_with_503(tmp_path: Path) -> None:
+    with running(make_model(tmp_path / "model", FAULTS, predict_timeout=1)) as server:
+        server.log_line(r"\] ready: process")
+        response = server.invoke("wait")
+        assert (response.status_code, response.json()["type"]) == (503, "WlmException")
+        assert "predict_timeout=1" in response.json()["message"]
+        assert server.invoke("a").status_code == 200
+
+
+def test_archives_of_a_store_are_loaded(tmp_path: Path) -> None:
+    make_model(tmp_path / "source")
+    with tarfile.open(tmp_path / "packed.tar.gz", "w:gz") as archive:
+        archive.add(tmp_path / "source", arcname=".")
+    (tmp_path / "source" / "serving.properties").unlink()
+    (tmp_path / "source").rmdir()
+    variables = {"SERVING_DOWNLOAD_DIR": str(tmp_path.parent / f"{tmp_path.name}-downloads")}
+    with running("--model-store", tmp_path, variables=variables) as server:
+        until_status(server, "packed", "Healthy")
+        assert server.http.post("/invocations", json=request("a")).status_code == 200
