@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from handlers.rolling_batch.attention import ChunkRows, SlotAttention, StepRows, probe_layers
-from handlers.rolling_batch.fusion import fuse
+from handlers.rolling_batch.fusion import fuse, fuse_decoder_layers
 from handlers.rolling_batch.kv_cache import KVCache, LayerShape
 from handlers.rolling_batch.scheduler import Chunk, Sequence, StepPlan
 
@@ -39,12 +39,17 @@ class ModelRunner:
         self._device: torch.device = model.device
         self._dtype: torch.dtype = model.dtype
         self._attention_name = f"lmi_rolling_batch_{next(_runner_ids)}"
-        self.layers: list[LayerShape] = probe_layers(model, f"{self._attention_name}_probe")
+        self._attention_layers = probe_layers(model, f"{self._attention_name}_probe")
         on_cpu = self._device.type == "cpu" and self._dtype in (torch.bfloat16, torch.float32)
         self.fused: dict[str, int] = fuse(model) if on_cpu else {}
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.cache: KVCache
         self._attention: SlotAttention
+
+    @property
+    def layers(self) -> list[LayerShape]:
+        """What each attention layer keeps per token."""
+        return [layer.shape for layer in self._attention_layers]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -59,6 +64,8 @@ class ModelRunner:
         self.cache = KVCache(self.layers, slots, max_len, kv_tokens, self._dtype, self._device)
         self._attention = SlotAttention(self.cache, self._attention_name)
         self._model.set_attn_implementation(self._attention_name)
+        if self.fused:
+            self.fused["decoder_layers"] = fuse_decoder_layers(self._model, self._attention_layers, self._attention)
 
     def run(self, plan: StepPlan, prompt_scored: set[str]) -> StepLogits:
         """Compute the plan's tokens; return the logits that the sampler needs.
