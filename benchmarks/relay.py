@@ -35,9 +35,7 @@ CLOCK_TICK = os.sysconf("SC_CLK_TCK")
 
 
 def request_bytes(max_new_tokens: int, stream: bool) -> bytes:
-    body = json.dumps(
-        {"inputs": PROMPT, "parameters": {"max_new_tokens": max_new_tokens}, "stream": stream}
-    ).encode()
+    body = json.dumps({"inputs": PROMPT, "parameters": {"max_new_tokens": max_new_tokens}, "stream": stream}).encode()
     headers = f"host: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     return f"POST /invocations HTTP/1.1\r\n{headers}".encode() + body
 
@@ -285,9 +283,7 @@ async def throughput(report: Report, seconds: float) -> None:
         theirs = await rates(bare, 64, 4, False, seconds)
         ours = await rates(relay, 64, 4, False, seconds)
         ratio = f"{ours.requests / theirs.requests:.2f}"
-        report.row(
-            "requests/s, 64 connections", f"{ours.requests:,.0f}", f"{theirs.requests:,.0f}", ratio, ">= 8,000"
-        )
+        report.row("requests/s, 64 connections", f"{ours.requests:,.0f}", f"{theirs.requests:,.0f}", ratio, ">= 8,000")
         relay_ms, bare_ms = await median_latency_ms(relay, 2), await median_latency_ms(bare, 2)
         report.row(
             "first byte, one stream, median ms", f"{relay_ms:.2f}", f"{bare_ms:.2f}",
@@ -319,9 +315,7 @@ async def memory(report: Report) -> None:
         load = await Load.open(relay, 1000, 100_000, stream=True)
         await asyncio.sleep(3)
         assert all(client.tokens for client in load.clients), "not every stream is open"
-        report.row(
-            "front end MiB, 1,000 open streams", f"{relay.frontend_mib():.0f} (idle {before:.0f})", aim="< 120"
-        )
+        report.row("front end MiB, 1,000 open streams", f"{relay.frontend_mib():.0f} (idle {before:.0f})", aim="< 120")
         await load.close()
 
 
