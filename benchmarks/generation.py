@@ -2,8 +2,8 @@
 
     python -m benchmarks.generation
 
-Every contender generates 64 tokens for 1, 8, 32 and 64 prompts at once, end of sequence ignored, in bfloat16. All run in
-one go, one after the other, each in a process of its own; each figure is the median of three runs.
+Every contender generates 64 tokens for 1, 8, 32 and 64 prompts at once, end of sequence ignored, in bfloat16. All run
+in one go, one after the other, each in a process of its own; each figure is the median of three runs.
 """
 
 from __future__ import annotations
