@@ -2,7 +2,7 @@
 
     python -m benchmarks.memory
 
-Prompts of 1 to 400 tokens and answers of 1 to 16, 32 at once; the first 400 requests touch every slot of the KV cache.
+Prompts of 1 to 60 tokens and answers of 1 to 16, 32 at once; the first 400 requests touch every slot of the KV cache.
 Prints the resident memory of the worker every 400 requests.
 """
 
@@ -26,7 +26,7 @@ CONCURRENCY = 32
 
 async def ask(client: httpx.AsyncClient, chance: random.Random) -> None:
     body = {
-        "inputs": "word " * chance.randint(1, 400),
+        "inputs": "word " * chance.randint(1, 60),
         "parameters": {"max_new_tokens": chance.randint(1, 16), "ignore_eos": True},
     }
     reply = await client.post("/invocations", json=body)

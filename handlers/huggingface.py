@@ -5,12 +5,12 @@ Torch and transformers are imported when the model loads, never with this module
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncGenerator, Mapping
 from typing import TYPE_CHECKING
 
 from handlers.huggingface_options import HuggingFaceOptions
 from handlers.step_loop import StepLoop
+from lmi_server.configuration.environment import set_default
 from lmi_server.errors import ModelLoadError
 from lmi_server.generation import Delta, GenerationRequest
 from lmi_server.handler import LLMHandler, ModelInfo
@@ -35,8 +35,8 @@ class HuggingFaceHandler(LLMHandler):
 
     async def start(self, model_dir: str, options: HuggingFaceOptions) -> ModelInfo:
         """Load the model in the thread that will step it; the worker's heartbeat goes on meanwhile."""
-        os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        set_default("GOMP_SPINCOUNT", _SPIN_COUNT)
+        set_default("TOKENIZERS_PARALLELISM", "false")
 
         def build() -> RollingBatchEngine:
             self._loaded = _load(model_dir, options)

@@ -77,7 +77,7 @@ class SlotAttention:
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        out = query.new_empty((query.shape[2], query.shape[1], value.shape[3]))
+        out = query.new_zeros((query.shape[2], query.shape[1], value.shape[3]))  # padding rows stay zero
         settings = _Settings(scaling, sliding_window or 0, softcap or 0.0)
         layer: int = module.layer_idx  # type: ignore[assignment]
         if len(self._rows.slots):

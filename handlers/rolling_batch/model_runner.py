@@ -17,6 +17,9 @@ from handlers.rolling_batch.scheduler import Chunk, Sequence, StepPlan
 
 _runner_ids = itertools.count()
 
+_ROW_STEPS = ((16, 1), (64, 4), (256, 16))  # up to so many rows, in multiples of
+_LAST_ROW_STEP = 32
+
 
 @dataclass(frozen=True)
 class StepLogits:
@@ -100,6 +103,9 @@ class ModelRunner:
         return self._attention.row_by_row(chunk.start, chunk.end)
 
     def _forward(self, token_ids: list[int], positions: list[int], keep: list[int]) -> torch.Tensor:
+        count = len(keep)
+        if self._device.type == "cpu":
+            token_ids, positions, keep = _padded(token_ids), _padded(positions), _padded(keep)
         inputs = {
             "input_ids": torch.tensor([token_ids], device=self._device),
             "position_ids": torch.tensor([positions], device=self._device),
@@ -107,8 +113,17 @@ class ModelRunner:
         }
         kept = torch.tensor(keep, dtype=torch.long, device=self._device)
         if self._keeps_rows:
-            return self._model(**inputs, logits_to_keep=kept).logits[0]
-        return self._model(**inputs).logits[0, kept]
+            return self._model(**inputs, logits_to_keep=kept).logits[0, :count]
+        return self._model(**inputs).logits[0, kept[:count]]
+
+
+def _padded(rows: list[int]) -> list[int]:
+    """Add rows that nobody reads, so that few different row counts occur.
+
+    oneDNN compiles and keeps code for every shape that it meets; without this it would do so for hundreds of counts.
+    """
+    step = next((step for limit, step in _ROW_STEPS if len(rows) <= limit), _LAST_ROW_STEP)
+    return rows + [0] * (-len(rows) % step)
 
 
 def _rows_to_keep(
