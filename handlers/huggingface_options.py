@@ -55,7 +55,7 @@ class HuggingFaceOptions(ModelOptions):
     decoding_strategy: Annotated[
         Literal["greedy", "sample", "contrastive"],
         BeforeValidator(lambda value: "sample" if value == "sampling" else value),
-        Unavailable.values("contrastive", instead="use greedy or sample"),
+        Unavailable.values("sample", "contrastive", instead="send do_sample=true with the requests that sample"),
     ] = Field("greedy", description="Decoding of requests that do not say do_sample themselves.")
     max_sparsity: Annotated[Fraction, NoEffect(_NO_PADDING)] = Field(
         0.33, description="Share of padding at which a batch is split."
@@ -78,13 +78,15 @@ class HuggingFaceOptions(ModelOptions):
         None, description="Prompt tokens computed per step beside decoding; without it the handler chooses."
     )
     mem_fraction_static: Fraction | None = Field(
-        None, description="Share of the machine's free memory for weights and KV cache; without it the handler chooses."
+        None, description="Share of the memory of the device for weights and KV cache; without it the handler chooses."
     )
     kv_cache_memory_gb: PositiveFloat | None = Field(
         None, description="Memory of the KV cache in GiB, taken when the model loads; it never grows."
     )
     threads: PositiveInt | None = Field(None, description="Threads of one worker inside an operation on the CPU.")
-    enable_torch_compile: bool = Field(False, description="Compile the decode step when the model loads.")
+    enable_torch_compile: Annotated[bool, Unavailable.values(True, instead="remove the key")] = Field(
+        False, description="Compile the decode step when the model loads."
+    )
 
     def engine_arguments(self) -> Mapping[str, Any]:
         """Return what `from_pretrained` of transformers is given, without what is its default."""

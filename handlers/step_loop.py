@@ -7,7 +7,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from lmi_server.errors import LmiServerError, ModelNotReadyError
 from lmi_server.generation import Delta
@@ -38,20 +38,32 @@ class SteppedEngine(Protocol):
         ...
 
 
-class StepLoop:
-    """Runs `engine` in a thread. Commands are applied between steps, deltas reach the event loop once per step."""
+E = TypeVar("E", bound=SteppedEngine)
 
-    def __init__(self, engine: SteppedEngine, loop: asyncio.AbstractEventLoop) -> None:
-        self._engine = engine
-        self._loop = loop
+
+class StepLoop(Generic[E]):
+    """Runs an engine in a thread. Commands are applied between steps, deltas reach the event loop once per step.
+
+    The thread also builds the engine: OpenMP keeps a team of threads for every thread that ever ran an operation, and
+    with more of them than cores none spins for the next operation any more, which doubles the time of a small step.
+    """
+
+    def __init__(self, build: Callable[[], E]) -> None:
+        self.engine: E
+        self._build = build
+        self._loop = asyncio.get_running_loop()
+        self._built: asyncio.Future[None] = self._loop.create_future()
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
         self._outbox: list[tuple[_Inbox, Output]] = []
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
 
-    def start(self) -> None:
+    async def start(self) -> E:
+        """Build the engine and return it. Raises what `build` raises."""
         self._thread.start()
+        await self._built
+        return self.engine
 
     async def stop(self) -> None:
         """End the thread after the step that it is in."""
@@ -81,7 +93,7 @@ class StepLoop:
                         return
         finally:
             if not inbox.ended:
-                self._command(lambda: self._engine.abort(request_id))
+                self._command(lambda: self.engine.abort(request_id))
 
     def _add(self, inbox: _Inbox, add: Callable[[Callable[[Output], None]], None]) -> None:
         def emit(output: Output) -> None:
@@ -98,29 +110,36 @@ class StepLoop:
             self._wake.notify()
 
     def _run(self) -> None:
+        # The border to whatever builds the engine: its error is raised where `start` is awaited.
+        try:
+            self.engine = self._build()
+        except BaseException as error:  # noqa: BLE001
+            self._loop.call_soon_threadsafe(self._built.set_exception, error)
+            return
+        self._loop.call_soon_threadsafe(self._built.set_result, None)
         while self._wait_for_work():
             while self._commands:
                 self._commands.popleft()()
-            if self._engine.has_work:
+            if self.engine.has_work:
                 self._step()
             if self._outbox:
                 outputs, self._outbox = self._outbox, []
                 self._loop.call_soon_threadsafe(_deliver, outputs)
 
     def _wait_for_work(self) -> bool:
-        if self._engine.has_work and not self._stopping:
+        if self.engine.has_work and not self._stopping:
             return True
         with self._wake:
-            self._wake.wait_for(lambda: self._commands or self._stopping or self._engine.has_work)
+            self._wake.wait_for(lambda: self._commands or self._stopping or self.engine.has_work)
         return not self._stopping
 
     def _step(self) -> None:
         try:
-            self._engine.step()
+            self.engine.step()
         # The border to the engine: whatever it raises ends the requests of this step, not the thread.
         except Exception as error:  # noqa: BLE001
             _log.exception("a step failed")
-            self._engine.fail_running(error)
+            self.engine.fail_running(error)
 
 
 class _Inbox:

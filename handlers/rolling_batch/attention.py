@@ -77,7 +77,7 @@ class SlotAttention:
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        out = query.new_empty((query.shape[2], query.shape[1], value.shape[3]))
+        out = query.new_zeros((query.shape[2], query.shape[1], value.shape[3]))  # padding rows stay zero
         settings = _Settings(scaling, sliding_window or 0, softcap or 0.0)
         layer: int = module.layer_idx  # type: ignore[assignment]
         if len(self._rows.slots):
@@ -232,13 +232,22 @@ def as_numpy(tensor: torch.Tensor) -> np.ndarray:
     return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
-def probe_layers(model: Any, name: str) -> list[LayerShape]:
-    """Run one token through `model` and return what each of its attention layers keeps.
+@dataclass(frozen=True)
+class AttentionLayer:
+    """An attention module, what it keeps per token, and how it calls its attention function."""
+
+    module: Any
+    shape: LayerShape
+    settings: dict[str, Any]
+
+
+def probe_layers(model: Any, name: str) -> list[AttentionLayer]:
+    """Run one token through `model` and return its attention layers in order.
 
     Raises UnsupportedAttentionError where a layer does not go through transformers' AttentionInterface, or needs more
     than queries, keys, values, a window and a soft cap.
     """
-    shapes: dict[int, LayerShape] = {}
+    layers: dict[int, AttentionLayer] = {}
 
     def record(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **more: Any
@@ -246,7 +255,9 @@ def probe_layers(model: Any, name: str) -> list[LayerShape]:
         extra = [name for name in ("s_aux", "sinks", "position_bias", "alibi") if more.get(name) is not None]
         if extra:
             raise UnsupportedAttentionError(f"{type(module).__name__} attends with {extra[0]}")
-        shapes[module.layer_idx] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+        shape = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+        settings = {name: more.get(name) for name in ("scaling", "sliding_window", "softcap")}
+        layers[module.layer_idx] = AttentionLayer(module, shape, settings)
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
     AttentionInterface.register(name, record)
@@ -257,6 +268,6 @@ def probe_layers(model: Any, name: str) -> list[LayerShape]:
             position_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device),
             use_cache=False,
         )
-    if sorted(shapes) != list(range(len(shapes))) or not shapes:
+    if sorted(layers) != list(range(len(layers))) or not layers:
         raise UnsupportedAttentionError(f"{type(model).__name__} does not use transformers' attention interface")
-    return [shapes[layer] for layer in range(len(shapes))]
+    return [layers[index] for index in range(len(layers))]

@@ -82,7 +82,8 @@ class RollingBatchEngine:
                 f" {len(prompt) + room}; shorten the prompt or lower max_new_tokens to {max(room, 0)} at most"
             )
         vocabulary = len(self._tokenizer)
-        unknown = [token for token in (*prompt, *parameters.logit_bias) if not 0 <= token < vocabulary]
+        named = (min(prompt), max(prompt), *parameters.logit_bias, *parameters.stop_token_ids)
+        unknown = [token for token in named if not 0 <= token < vocabulary]
         if unknown:
             raise RequestError(f"token id {unknown[0]} is not in the vocabulary of {vocabulary} tokens")
         return wanted

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from handlers.rolling_batch.attention import as_numpy
+from handlers.rolling_batch.attention import AttentionLayer, SlotAttention, as_numpy
 
 _DECODE_ROWS = 32  # the row count that oneDNN lays the weights out for
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -99,11 +99,28 @@ class FusedGatedMLP(nn.Module):
         self.gate_up_proj = _concatenated([mlp.gate_proj, mlp.up_proj])
         self.down_proj = mlp.down_proj
         self.act_fn = mlp.act_fn
+        self._is_silu = _is_silu(mlp.act_fn)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """(..., width) -> the same shape."""
-        gate, up = self.gate_up_proj(hidden).chunk(2, dim=-1)
+        gate_up = self.gate_up_proj(hidden)
+        if self._is_silu:
+            return self.down_proj(_silu_and_mul(gate_up))
+        gate, up = gate_up.chunk(2, dim=-1)
         return self.down_proj(self.act_fn(gate).mul_(up))
+
+
+def _is_silu(activation: Any) -> bool:
+    probe = torch.linspace(-8, 8, 65)
+    return torch.allclose(activation(probe), nn.functional.silu(probe), atol=1e-6)
+
+
+def _silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    from handlers.rolling_batch.kernels import silu_and_mul
+
+    out = gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
+    silu_and_mul(as_numpy(gate_up.flatten(0, -2)), as_numpy(out.flatten(0, -2)))
+    return out
 
 
 def _fuse_projections(module: nn.Module) -> int:
@@ -150,6 +167,81 @@ class ProjectionPart(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """(..., width) -> (..., out_features)."""
         return self._part(hidden, self._index)
+
+
+def fuse_decoder_layers(model: nn.Module, layers: list[AttentionLayer], attention: SlotAttention) -> int:
+    """Replace decoder layers of Llama's structure, their modules fused already; return how many."""
+    owners = {id(layer.module): layer for layer in layers}
+    count = 0
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            layer = owners.get(id(getattr(child, "self_attn", None)))
+            if layer and _is_llama_layer(child, layer):
+                setattr(module, name, FusedDecoderLayer(child, layer, attention))
+                count += 1
+    return count
+
+
+def _is_llama_layer(module: Any, layer: AttentionLayer) -> bool:
+    if set(dict(module.named_children())) != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
+        return False
+    attention = module.self_attn
+    norms = (module.input_layernorm, module.post_attention_layernorm)
+    return (
+        set(dict(attention.named_children())) == {*_PROJECTIONS, "o_proj"}
+        and isinstance(attention.q_proj, ProjectionPart)
+        and isinstance(module.mlp, FusedGatedMLP)
+        and all(isinstance(norm, FusedRMSNorm) for norm in norms)
+        and layer.shape.head_dim == layer.shape.value_dim
+    )
+
+
+class FusedDecoderLayer(nn.Module):
+    """A decoder layer of Llama's structure in eight passes over its activations.
+
+    The caller compares the model's output before and after, so that a layer that only looks alike is never replaced.
+    """
+
+    def __init__(self, original: Any, layer: AttentionLayer, attention: SlotAttention) -> None:
+        super().__init__()
+        from handlers.rolling_batch.kernels import rotate
+
+        self.input_layernorm = original.input_layernorm
+        self.qkv_proj = original.self_attn.q_proj.shared.linear
+        self.o_proj = original.self_attn.o_proj
+        self.post_attention_layernorm = original.post_attention_layernorm
+        self.mlp = original.mlp
+        self._rotate = rotate
+        self._attention = attention
+        self._settings = layer.settings
+        self._owner = _LayerIndex(layer.module.layer_idx)
+        self._dim = layer.shape.head_dim
+        self._kv_heads = layer.shape.kv_heads
+        self._heads = self.qkv_proj.out_features // self._dim - 2 * self._kv_heads
+
+    def forward(
+        self, hidden: torch.Tensor, *, position_embeddings: tuple[torch.Tensor, torch.Tensor], **_: Any
+    ) -> torch.Tensor:
+        """(1, rows, width) -> the same shape; cosines and sines are (1, rows, head_dim)."""
+        attended = self._attend(self.qkv_proj(self.input_layernorm(hidden))[0], position_embeddings)
+        hidden = hidden + self.o_proj(attended.flatten(2))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+    def _attend(self, qkv: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        cosines, sines = position_embeddings
+        rotated = self._heads + self._kv_heads
+        self._rotate(as_numpy(qkv), as_numpy(cosines[0]), as_numpy(sines[0]), rotated)
+        heads = qkv.unflatten(1, (-1, self._dim)).transpose(0, 1)
+        query, key, value = heads.split((self._heads, self._kv_heads, self._kv_heads))
+        return self._attention(self._owner, query[None], key[None], value[None], None, **self._settings)[0]
+
+
+class _LayerIndex(nn.Module):
+    """What an attention function asks of the module that calls it."""
+
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
 
 
 def _concatenated(linears: list[nn.Linear]) -> nn.Linear:

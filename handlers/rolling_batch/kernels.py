@@ -44,6 +44,34 @@ def _store(context, value, like):  # type: ignore[no-untyped-def]
     return types.uint16(types.float32, like), narrow
 
 
+@intrinsic
+def _power_of_two(context, exponent):  # type: ignore[no-untyped-def]
+    """2.0 ** exponent for an int32 from -126 to 127, built in the bits of a float32."""
+
+    def build(ctx, builder, sig, args):  # type: ignore[no-untyped-def]
+        word = ir.IntType(32)
+        biased = builder.add(args[0], ir.Constant(word, 127))
+        return builder.bitcast(builder.shl(biased, ir.Constant(word, 23)), ir.FloatType())
+
+    return types.float32(types.int32), build
+
+
+@njit(fastmath=True, inline="always")
+def _exp(x):  # type: ignore[no-untyped-def]
+    """e ** x in float32 to about one unit in the last place, without a call, so that loops of it become vectors."""
+    t = min(max(x, np.float32(-87.0)), np.float32(88.0)) * np.float32(1.4426950408889634)
+    whole = np.floor(t + np.float32(0.5))
+    f = t - whole
+    p = np.float32(1.5403530393381609e-4)
+    p = p * f + np.float32(1.3333558146428443e-3)
+    p = p * f + np.float32(9.6181291076284772e-3)
+    p = p * f + np.float32(5.5504108664821580e-2)
+    p = p * f + np.float32(2.4022650695910072e-1)
+    p = p * f + np.float32(6.9314718055994531e-1)
+    p = p * f + np.float32(1.0)
+    return p * _power_of_two(np.int32(whole))
+
+
 @njit(parallel=True, fastmath=True, nogil=True, cache=True)
 def slot_attention(  # type: ignore[no-untyped-def]
     query, key, value, keys, values, slots, positions, out, scaling, window, softcap
@@ -91,7 +119,7 @@ def slot_attention(  # type: ignore[no-untyped-def]
                 highest = max(highest, scores[g, t])
             total = np.float32(0)
             for t in range(count):
-                weight = math.exp(scores[g, t] - highest)
+                weight = _exp(scores[g, t] - highest)
                 scores[g, t] = weight
                 total += weight
             for t in range(count):
@@ -138,3 +166,46 @@ def argmax_rows(logits, best):  # type: ignore[no-untyped-def]
             if _load(logits[n, v]) == highest:
                 best[n] = v
                 break
+
+
+@njit(parallel=True, fastmath=True, nogil=True, cache=True)
+def log_sum_exp_rows(logits, result):  # type: ignore[no-untyped-def]
+    """log(sum(exp(row))) of each row: (n, vocabulary) -> result (n,) float32."""
+    for n in prange(logits.shape[0]):
+        highest = np.float32(-np.inf)
+        for v in range(logits.shape[1]):
+            highest = max(highest, _load(logits[n, v]))
+        total = np.float32(0)
+        for v in range(logits.shape[1]):
+            total += _exp(_load(logits[n, v]) - highest)
+        result[n] = highest + math.log(total)
+
+
+@njit(parallel=True, fastmath=True, nogil=True, cache=True)
+def silu_and_mul(gate_up, out):  # type: ignore[no-untyped-def]
+    """`silu(gate) * up` of a fused projection: (n, 2 * width) -> (n, width)."""
+    width = out.shape[1]
+    for n in prange(out.shape[0]):
+        for d in range(width):
+            gate = _load(gate_up[n, d])
+            activated = _load(_store(gate / (np.float32(1) + _exp(-gate)), gate_up[n, d]))
+            out[n, d] = _store(activated * _load(gate_up[n, width + d]), gate_up[n, d])
+
+
+@njit(parallel=True, fastmath=True, nogil=True, cache=True)
+def rotate(rows, cosines, sines, heads):  # type: ignore[no-untyped-def]
+    """Apply rotary position embeddings in place to the first `heads` heads of each row (Su et al., RoFormer, 2021).
+
+    rows (n, width) of heads beside each other; cosines, sines (n, dim): the halves of a head form its pairs.
+    """
+    dim = cosines.shape[1]
+    half = dim // 2
+    for n in prange(rows.shape[0]):
+        for head in range(heads):
+            first = head * dim
+            for d in range(half):
+                low, high = _load(rows[n, first + d]), _load(rows[n, first + half + d])
+                turned_low = low * _load(cosines[n, d]) - high * _load(sines[n, d])
+                turned_high = high * _load(cosines[n, half + d]) + low * _load(sines[n, half + d])
+                rows[n, first + d] = _store(turned_low, rows[n, first])
+                rows[n, first + half + d] = _store(turned_high, rows[n, first])

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numba
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -63,8 +64,7 @@ def load_engine(model_dir: str, options: HuggingFaceOptions) -> LoadedEngine:
     Raises ModelLoadError, naming the remedy, where the model cannot be served by the rolling batch.
     """
     began = time.perf_counter()
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    _set_threads(options)
     path = options.model_id or model_dir
     tokenizer = _load_tokenizer(path, options)
     model = _load_model(path, options)
@@ -93,6 +93,13 @@ def load_engine(model_dir: str, options: HuggingFaceOptions) -> LoadedEngine:
     return LoadedEngine(engine, prompts, max_len, limits.kv_tokens, details)
 
 
+def _set_threads(options: HuggingFaceOptions) -> None:
+    """Let torch and numba use the same number of threads: they share libgomp's team."""
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+
+
 def _load_tokenizer(path: str, options: HuggingFaceOptions) -> Any:
     return _from_pretrained(AutoTokenizer, path, revision=options.revision, trust_remote_code=options.trust_remote_code)
 
@@ -113,6 +120,12 @@ def _load_model(path: str, options: HuggingFaceOptions) -> Any:
         **placement,
     )
     model.requires_grad_(False)
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1:
+        raise ModelLoadError(
+            f"option.device_map={options.device_map} spreads the model over {len(devices)} devices, which the rolling"
+            " batch cannot drive; set option.device_map=cuda:0 or leave it out"
+        )
     return model
 
 

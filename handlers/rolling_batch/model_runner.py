@@ -11,11 +11,14 @@ import numpy as np
 import torch
 
 from handlers.rolling_batch.attention import ChunkRows, SlotAttention, StepRows, probe_layers
-from handlers.rolling_batch.fusion import fuse
+from handlers.rolling_batch.fusion import fuse, fuse_decoder_layers
 from handlers.rolling_batch.kv_cache import KVCache, LayerShape
 from handlers.rolling_batch.scheduler import Chunk, Sequence, StepPlan
 
 _runner_ids = itertools.count()
+
+_ROW_STEPS = ((16, 1), (64, 4), (256, 16))  # up to so many rows, in multiples of
+_LAST_ROW_STEP = 32
 
 
 @dataclass(frozen=True)
@@ -39,12 +42,17 @@ class ModelRunner:
         self._device: torch.device = model.device
         self._dtype: torch.dtype = model.dtype
         self._attention_name = f"lmi_rolling_batch_{next(_runner_ids)}"
-        self.layers: list[LayerShape] = probe_layers(model, f"{self._attention_name}_probe")
+        self._attention_layers = probe_layers(model, f"{self._attention_name}_probe")
         on_cpu = self._device.type == "cpu" and self._dtype in (torch.bfloat16, torch.float32)
         self.fused: dict[str, int] = fuse(model) if on_cpu else {}
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.cache: KVCache
         self._attention: SlotAttention
+
+    @property
+    def layers(self) -> list[LayerShape]:
+        """What each attention layer keeps per token."""
+        return [layer.shape for layer in self._attention_layers]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -59,6 +67,8 @@ class ModelRunner:
         self.cache = KVCache(self.layers, slots, max_len, kv_tokens, self._dtype, self._device)
         self._attention = SlotAttention(self.cache, self._attention_name)
         self._model.set_attn_implementation(self._attention_name)
+        if self.fused:
+            self.fused["decoder_layers"] = fuse_decoder_layers(self._model, self._attention_layers, self._attention)
 
     def run(self, plan: StepPlan, prompt_scored: set[str]) -> StepLogits:
         """Compute the plan's tokens; return the logits that the sampler needs.
@@ -93,6 +103,9 @@ class ModelRunner:
         return self._attention.row_by_row(chunk.start, chunk.end)
 
     def _forward(self, token_ids: list[int], positions: list[int], keep: list[int]) -> torch.Tensor:
+        count = len(keep)
+        if self._device.type == "cpu":
+            token_ids, positions, keep = _padded(token_ids), _padded(positions), _padded(keep)
         inputs = {
             "input_ids": torch.tensor([token_ids], device=self._device),
             "position_ids": torch.tensor([positions], device=self._device),
@@ -100,8 +113,17 @@ class ModelRunner:
         }
         kept = torch.tensor(keep, dtype=torch.long, device=self._device)
         if self._keeps_rows:
-            return self._model(**inputs, logits_to_keep=kept).logits[0]
-        return self._model(**inputs).logits[0, kept]
+            return self._model(**inputs, logits_to_keep=kept).logits[0, :count]
+        return self._model(**inputs).logits[0, kept[:count]]
+
+
+def _padded(rows: list[int]) -> list[int]:
+    """Add rows that nobody reads, so that few different row counts occur.
+
+    oneDNN compiles and keeps code for every shape that it meets; without this it would do so for hundreds of counts.
+    """
+    step = next((step for limit, step in _ROW_STEPS if len(rows) <= limit), _LAST_ROW_STEP)
+    return rows + [0] * (-len(rows) % step)
 
 
 def _rows_to_keep(

@@ -71,7 +71,8 @@ def sample(logits: torch.Tensor, states: list[SamplingState]) -> list[Sampled]:
     if scored:
         counts = [states[row].parameters.logprobs or 0 for row in scored]
         chosen = [tokens[row] for row in scored]
-        for row, entry in zip(scored, score(logits[scored], chosen, counts), strict=True):
+        scored_logits = logits if len(scored) == len(states) else logits[scored]
+        for row, entry in zip(scored, score(scored_logits, chosen, counts), strict=True):
             result[row] = entry
     return result
 
@@ -81,14 +82,14 @@ def score(logits: torch.Tensor, tokens: list[int], top: list[int]) -> list[Sampl
 
     Log probabilities are those of the model itself: before temperature, penalties and truncation.
     """
-    rows = logits.float()
-    norms = rows.logsumexp(dim=-1)
-    chosen = rows[torch.arange(len(tokens)), torch.tensor(tokens)] - norms
+    norms = _log_sum_exp(logits)
+    rows = torch.arange(len(tokens), device=logits.device)
+    chosen = logits[rows, torch.tensor(tokens, device=logits.device)].float() - norms
     most = max(top)
     if most == 0:
         return [Sampled(token, value) for token, value in zip(tokens, chosen.tolist(), strict=True)]
-    values, ids = rows.topk(most, dim=-1)
-    values = values - norms[:, None]
+    values, ids = logits.topk(most, dim=-1)
+    values = values.float() - norms[:, None]
     alternatives = [
         tuple(zip(row_ids[:count], row_values[:count], strict=True))
         for row_ids, row_values, count in zip(ids.tolist(), values.tolist(), top, strict=True)
@@ -111,8 +112,23 @@ def _choose(logits: torch.Tensor, states: list[SamplingState]) -> list[int]:
     return tokens
 
 
+def _has_kernels(logits: torch.Tensor) -> bool:
+    return logits.device.type == "cpu" and logits.dtype in (torch.bfloat16, torch.float32)
+
+
+def _log_sum_exp(logits: torch.Tensor) -> torch.Tensor:
+    """(rows, vocabulary) -> (rows,) float32."""
+    if not _has_kernels(logits):
+        return logits.float().logsumexp(dim=-1)
+    from handlers.rolling_batch.kernels import log_sum_exp_rows
+
+    result = np.empty(len(logits), np.float32)
+    log_sum_exp_rows(as_numpy(logits), result)
+    return torch.from_numpy(result)
+
+
 def _argmax(logits: torch.Tensor) -> list[int]:
-    if logits.device.type != "cpu" or logits.dtype not in (torch.bfloat16, torch.float32):
+    if not _has_kernels(logits):
         return logits.argmax(dim=-1).tolist()
     from handlers.rolling_batch.kernels import argmax_rows
 

@@ -156,3 +156,8 @@ def _option_key(rest: str) -> str:
 
 def _lower_capitals(name: str) -> str:
     return name.lower() if _ALL_CAPS.fullmatch(name) else name
+
+
+def set_default(name: str, value: str) -> None:
+    """Set a variable for a library that reads it when it is loaded, where whoever started the process left it open."""
+    os.environ.setdefault(name, value)

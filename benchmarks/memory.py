@@ -1,0 +1,68 @@
+"""Measures the worker's memory over 2,000 requests to the demo model.
+
+    python -m benchmarks.memory
+
+Prompts of 1 to 60 tokens and answers of 1 to 16, 32 at once; the first 400 requests touch every slot of the KV cache.
+Prints the resident memory of the worker every 400 requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import httpx
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.generation import serving
+
+REQUESTS = 2000
+BLOCK = 400
+CONCURRENCY = 32
+
+
+async def ask(client: httpx.AsyncClient, chance: random.Random) -> None:
+    body = {
+        "inputs": "word " * chance.randint(1, 60),
+        "parameters": {"max_new_tokens": chance.randint(1, 16), "ignore_eos": True},
+    }
+    reply = await client.post("/invocations", json=body)
+    reply.raise_for_status()
+
+
+async def run_block(url: str, seed: int) -> None:
+    chance = random.Random(seed)
+    room = asyncio.Semaphore(CONCURRENCY)
+    async with httpx.AsyncClient(base_url=url, timeout=300) as client:
+
+        async def one() -> None:
+            async with room:
+                await ask(client, chance)
+
+        await asyncio.gather(*(one() for _ in range(BLOCK)))
+
+
+def resident_mib(process: psutil.Process) -> float:
+    return process.memory_info().rss / 2**20
+
+
+def main() -> None:
+    table = Table(title=f"Memory of the worker over {REQUESTS:,} requests, {CONCURRENCY} at once")
+    table.add_column("after")
+    table.add_column("worker, MiB", justify="right")
+    table.add_column("front end, MiB", justify="right")
+    with serving(Path("models/smollm2-135m-instruct"), 32) as (server, port):
+        front_end = psutil.Process(server.pid)
+        worker = front_end.children()[0]
+        table.add_row("loading", f"{resident_mib(worker):.0f}", f"{resident_mib(front_end):.0f}")
+        for done in range(BLOCK, REQUESTS + 1, BLOCK):
+            asyncio.run(run_block(f"http://127.0.0.1:{port}", done))
+            table.add_row(f"{done:,} requests", f"{resident_mib(worker):.0f}", f"{resident_mib(front_end):.0f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""The product as its users meet it: `lmi-server serve` on a real model, asked by real clients over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+from huggingface_hub import InferenceClient
+from relay_helpers import on_loop
+
+pytestmark = pytest.mark.slow
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+ANSWER = "The capital of France is Paris."
+
+
+class Server:
+    """`lmi-server serve` in a process of its own, ready to answer."""
+
+    def __init__(self, directory: Path) -> None:
+        command = [str(Path(sys.executable).with_name("lmi-server")), "serve", str(directory), "--port", "0"]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.lines: list[str] = []
+        self.url = self._log_line(r"listening on (http://\S+)")[1]
+        self._log_line(r"\] ready: process")
+        self.model = directory.name.replace("-", "_")
+        self.http = httpx.Client(base_url=self.url, timeout=120)
+
+    def _log_line(self, pattern: str) -> re.Match[str]:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+            if found := re.search(pattern, line):
+                return found
+        raise AssertionError("".join(self.lines))
+
+    def gauge(self, name: str) -> float | None:
+        found = re.search(rf"^{name}{{[^}}]*}} (\S+)$", self.http.get("/metrics").text, re.MULTILINE)
+        return None if found is None else float(found[1])
+
+    def wait_for(self, name: str, value: float) -> None:
+        deadline = time.monotonic() + 60
+        while self.gauge(name) != value:
+            assert time.monotonic() < deadline, f"{name} is {self.gauge(name)}, not {value}"
+
+    def worker_pid(self) -> int:
+        return int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()[0])
+
+    def stop(self) -> int:
+        assert self.process.stderr is not None
+        self.http.close()
+        self.process.terminate()
+        self.lines += self.process.stderr.readlines()
+        self.process.stderr.close()
+        return self.process.wait(60)
+
+
+@contextlib.contextmanager
+def serving(parent: Path, model: Path, **options: str) -> Iterator[Server]:
+    """Serve the demo model from a directory whose serving.properties has these options."""
+    directory = parent / "model"
+    directory.mkdir()
+    lines = [f"option.{name}={value}" for name, value in {"model_id": str(model), **options}.items()]
+    (directory / "serving.properties").write_text("\n".join(lines))
+    server = Server(directory)
+    try:
+        yield server
+    finally:
+        if server.process.returncode is None:
+            assert server.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def exact(demo_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The demo model in float32, where the rolling batch must match `generate` token for token."""
+    options = {"dtype": "fp32", "max_rolling_batch_size": "8"}
+    with serving(tmp_path_factory.mktemp("exact"), demo_model_dir, **options) as server:
+        yield server
+
+
+def invoke(server: Server, inputs: Any, stream: bool = False, **parameters: Any) -> httpx.Response:
+    return server.http.post("/invocations", json={"inputs": inputs, "parameters": parameters, "stream": stream})
+
+
+def test_the_readmes_curl(exact: Server) -> None:
+    reply = invoke(exact, "The capital of France is", max_new_tokens=16)
+    assert reply.status_code == 200
+    assert reply.headers["content-type"] == "application/json"
+    assert " Paris" in reply.json()["generated_text"]
+
+
+def test_the_openai_sdk_chats_and_streams(exact: Server) -> None:
+    with openai.OpenAI(base_url=f"{exact.url}/v1", api_key="none") as client:
+        assert client.models.list().data[0].id == exact.model
+        chat = {"model": exact.model, "messages": QUESTION, "temperature": 0, "max_tokens": 20}
+        whole = client.chat.completions.create(**chat, logprobs=True, top_logprobs=2)
+        assert whole.choices[0].message.content == ANSWER
+        assert whole.choices[0].finish_reason == "stop"
+        assert whole.usage.completion_tokens == len(whole.choices[0].logprobs.content)
+        assert whole.choices[0].logprobs.content[0].token == "The"
+        assert len(whole.choices[0].logprobs.content[0].top_logprobs) == 2
+        chunks = list(client.chat.completions.create(**chat, stream=True, stream_options={"include_usage": True}))
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == ANSWER
+        assert chunks[-1].usage == whole.usage
+        cut = client.completions.create(
+            model=exact.model, prompt="The capital of France is", max_tokens=3, temperature=0
+        )
+        assert (cut.choices[0].text[:6], cut.choices[0].finish_reason) == (" Paris", "length")
+        with pytest.raises(openai.NotFoundError):
+            client.chat.completions.create(**chat | {"model": "another"})
+        with pytest.raises(openai.BadRequestError, match="8192"):
+            client.chat.completions.create(**chat | {"max_tokens": 9000})
+
+
+def test_sampling_repeats_with_a_seed(exact: Server) -> None:
+    sampled = {"max_new_tokens": 12, "do_sample": True, "temperature": 1.2, "top_p": 0.9}
+    texts = [invoke(exact, "Once upon a time", **sampled, seed=seed).json()["generated_text"] for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_the_hugging_face_client_generates(demo_model_dir: Path, tmp_path: Path) -> None:
+    with (
+        serving(tmp_path, demo_model_dir, tgi_compat="true") as server,
+        InferenceClient(base_url=f"{server.url}/invocations") as client,
+    ):
+        output = client.text_generation("The capital of France is", max_new_tokens=8, details=True)
+        assert " Paris" in output.generated_text
+        assert output.details.generated_tokens == 8
+        tokens = list(client.text_generation("The capital of France is", max_new_tokens=8, stream=True))
+        assert "".join(tokens) == output.generated_text
+
+
+@on_loop
+async def check_against_generate(server: Server, jobs: list[dict[str, Any]], expected: list[list[int]]) -> None:
+    async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+
+        async def one(job: dict[str, Any], tokens: list[int], pause: float) -> None:
+            await asyncio.sleep(pause)
+            reply = await client.post("/invocations", json=job)
+            assert [token["id"] for token in reply.json()["details"]["tokens"]] == tokens
+
+        await asyncio.gather(
+            *(one(job, ids, index * 0.03) for index, (job, ids) in enumerate(zip(jobs, expected, strict=True)))
+        )
+
+
+def test_mixed_requests_get_what_generate_gives_each_alone(exact: Server, demo_model_dir: Path) -> None:
+    """More requests than places, staggered, of mixed lengths; one of them is longer than several prefill chunks."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(demo_model_dir)
+    model = AutoModelForCausalLM.from_pretrained(demo_model_dir, dtype=torch.float32)
+    chance = random.Random(2)
+    words = ["river", "stone", "bread", "engine", "music", "winter", "letter", "garden", "number", "whale", "silver"]
+    jobs, expected = [], []
+    for length in [1, 3, 8, 20, 60, 700, 5, 12, 150, 2, 30, 9]:
+        prompt = "Tell me about " + " ".join(chance.choice(words) for _ in range(length))
+        count = chance.choice([1, 7, 24])
+        parameters = {"max_new_tokens": count, "details": True}
+        jobs.append({"inputs": prompt, "parameters": parameters})
+        inputs = tokenizer(prompt, return_tensors="pt")
+        out = model.generate(**inputs, max_new_tokens=count, do_sample=False, pad_token_id=0)
+        expected.append(out[0, inputs["input_ids"].shape[1] :].tolist())
+    check_against_generate(server=exact, jobs=jobs, expected=expected)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (b"{", 424, "JSON"),
+        (b'{"inputs": ""}', 424, "inputs"),
+        (b'{"inputs": 5}', 424, "inputs"),
+        (b'{"parameters": {}}', 424, "inputs"),
+        (b'{"inputs": "a", "parameters": {"max_new_tokens": 0}}', 424, "max_new_tokens"),
+        (b'{"inputs": "a", "parameters": {"max_new_tokens": 9000}}', 424, "8192"),
+        (b'{"inputs": "a", "parameters": {"temperature": "hot"}}', 424, "temperature"),
+    ],
+)
+def test_bad_requests_are_named_and_disturb_nobody(exact: Server, body: bytes, status: int, message: str) -> None:
+    headers = {"content-type": "application/json"}
+    with exact.http.stream("POST", "/invocations", json={"inputs": "a", "stream": True}) as good:
+        reply = exact.http.post("/invocations", content=body, headers=headers)
+        lines = [json.loads(line) for line in good.iter_lines()]
+    assert reply.status_code == status
+    assert reply.json()["code"] == status
+    assert message in reply.json()["message"]
+    assert lines[-1]["generated_text"]
+
+
+def test_a_prompt_longer_than_the_context_is_refused_by_its_numbers(exact: Server) -> None:
+    reply = invoke(exact, "word " * 9000)
+    assert reply.status_code == 424
+    assert "8192" in reply.json()["message"]
+
+
+def test_an_unknown_parameter_is_served_and_logged(demo_model_dir: Path, tmp_path: Path) -> None:
+    with serving(tmp_path, demo_model_dir) as server:
+        assert invoke(server, "Hello", max_new_token=3).status_code == 200
+    warnings = [line for line in server.lines if "WARNING" in line and "max_new_token" in line]
+    assert len(warnings) == 1
+    assert "max_new_tokens" in warnings[0], "the nearest known parameter is named"
+
+
+def test_a_client_that_leaves_frees_its_place(exact: Server) -> None:
+    parameters = {"max_new_tokens": 4000, "ignore_eos": True}
+    with exact.http.stream(
+        "POST", "/invocations", json={"inputs": "Count:", "parameters": parameters, "stream": True}
+    ) as reply:
+        next(reply.iter_lines())
+    exact.wait_for("lmi_requests_in_flight", 0)
+    exact.wait_for("lmi_handler_running_requests", 0)
+
+
+def test_a_killed_worker_is_replaced_and_its_unanswered_request_retried(exact: Server) -> None:
+    long = {"max_new_tokens": 150, "ignore_eos": True}
+    killed = exact.worker_pid()
+    with httpx.stream(
+        "POST", f"{exact.url}/invocations", json={"inputs": "a", "parameters": long, "stream": True}, timeout=120
+    ) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        os.kill(killed, signal.SIGKILL)
+        rest = list(lines)
+    assert json.loads(rest[-1])["code"] == 503
+    reply = invoke(exact, "The capital of France is", max_new_tokens=8)
+    assert (reply.status_code, " Paris" in reply.json()["generated_text"]) == (200, True)
+    assert exact.worker_pid() != killed
