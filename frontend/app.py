@@ -41,7 +41,12 @@ class App:
         self._cold = _cold_routes(models, metrics, relay)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST":
+        path = scope["path"]
+        if path == "*":  # OPTIONS * asks about the server as a whole
+            scope["path"] = "/"
+        elif path.endswith("/") and path != "/":
+            scope["path"] = path[:-1]
+        if scope["method"] == "POST":
             route = _EXACT.get(scope["path"])
             if route is not None:
                 await self._relay(route, None, scope, receive, send)
@@ -111,7 +116,7 @@ def _cold_routes(models: ServedModels, metrics: Metrics, relay: Relay) -> Starle
     inference = [
         Route(path, cast(Any, _Inference(route, models, relay)), methods=["POST", "OPTIONS"]) for path, route in paths
     ]
-    return Starlette(
+    starlette = Starlette(
         routes=[
             Route("/ping", cold.ping),
             Route("/metrics", cold.metrics),
@@ -122,6 +127,8 @@ def _cold_routes(models: ServedModels, metrics: Metrics, relay: Relay) -> Starle
         ],
         exception_handlers={HTTPException: _http_error, LmiServerError: _lmi_error},
     )
+    starlette.router.redirect_slashes = False  # many clients do not follow a redirect of a POST
+    return starlette
 
 
 def _model(name: str) -> dict[str, Any]:

@@ -67,13 +67,13 @@ class Relay:
         try:
             query = _query(scope)
             pool = self._choose(model, properties, query)
-            body = await self._body(properties, receive)
+            body = await self._body(scope, receive)
             pool = pool or self._models.named_in(body)
             content = [*query, ("data", body)]
             priority = parse_priority(properties.get("x-priority"))
             job = pool.submit(Input(route, properties, content), priority, connection.abort)
         except LmiServerError as error:
-            await self._refuse(pool, route, error, properties, response)
+            await self._refuse(pool, route, error, scope, response)
             return
         except ClientGoneError:
             self._metrics.of(pool).refused(_CLIENT_GONE)
@@ -95,8 +95,8 @@ class Relay:
             return self._models.named(name)
         return self._models.only
 
-    async def _body(self, properties: dict[str, str], receive: Receive) -> bytes:
-        length = properties.get("content-length")
+    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+        length = _header(scope, b"content-length")
         if length is not None and int(length) > self._max_request_size:  # uvicorn has checked that it is a number
             raise self._too_large()
         message = await receive()
@@ -133,14 +133,15 @@ class Relay:
         pool: WorkerPool | None,
         route: str,
         error: LmiServerError,
-        properties: dict[str, str],
+        scope: Scope,
         response: Response,
     ) -> None:
         status, headers, data = error_reply(route, error)
         if isinstance(error, MissingModelError):
             status = 400
-        # A client that waits for "100 Continue" will not send the body that was announced.
-        if self.draining or "expect" in properties:
+        # The rest of a body that is too long is not read, and a client that waits for "100 Continue" will not send its
+        # own: what follows on the connection would be taken for a request.
+        if self.draining or isinstance(error, PayloadTooLargeError) or _header(scope, b"expect") is not None:
             headers.append(("connection", "close"))
         self._metrics.of(pool).refused(status)
         await response.whole(status, headers, data)
@@ -192,7 +193,7 @@ async def _relay(route: str, job: Job, response: Response) -> int:
         data = reply.take()
         if terminal is not None:
             await response.end(data + _ending(route, head, terminal))
-            return head.status
+            return _status_of_end(route, terminal)
         if data:
             await response.chunk(data)
         await reply.wait()
@@ -210,6 +211,15 @@ async def _send_whole(route: str, terminal: Reply | End | Error | None, response
     return status
 
 
+def _status_of_end(route: str, terminal: Reply | End | Error) -> int:
+    """Return the status under which a stream counts: that of the error in which it ended."""
+    if not isinstance(terminal, Error):
+        return terminal.status
+    if terminal.kind == CANCELLED:
+        return _CLIENT_GONE
+    return error_reply(route, error_from_kind(terminal.kind, terminal.message))[0]
+
+
 def _ending(route: str, head: Head, terminal: Reply | End | Error) -> bytes:
     """Return what a stream sends after its last chunk: nothing, unless it ends in an error."""
     if not isinstance(terminal, Error):
@@ -219,15 +229,22 @@ def _ending(route: str, head: Head, terminal: Reply | End | Error) -> bytes:
 
 
 def _properties(scope: Scope) -> dict[str, str]:
-    """Return the headers (names in lower case, the last of several wins) and SageMaker's custom attributes."""
+    """Return the headers (names in lower case, the last of several wins) and SageMaker's custom attributes.
+
+    An attribute is no header: it replaces none, and says nothing of how the body is sent.
+    """
     properties = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
     attributes = properties.pop(_CUSTOM_ATTRIBUTES, None)
     if attributes is not None:
         for attribute in attributes.split(";"):
             name, separator, value = attribute.partition("=")
             if separator:
-                properties[name.strip().lower()] = value.strip()
+                properties.setdefault(name.strip().lower(), value.strip())
     return properties
+
+
+def _header(scope: Scope, name: bytes) -> bytes | None:
+    return next((value for key, value in scope["headers"] if key == name), None)
 
 
 def _query(scope: Scope) -> list[tuple[str, bytes]]:

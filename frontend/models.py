@@ -18,6 +18,7 @@ class _NamedModel(msgspec.Struct):
     model: str | None = None
 
 
+_BOM = b"\xef\xbb\xbf"
 _decode_model = msgspec.json.Decoder(_NamedModel).decode
 
 
@@ -48,10 +49,12 @@ class ServedModels:
     def named_in(self, body: bytes) -> WorkerPool:
         """Return the pool of the model that an OpenAI request names in its body.
 
-        Raises ModelNotFoundError, or MissingModelError where it names none.
+        Raises ModelNotFoundError, MissingModelError where it names none, RequestError where it cannot be read.
         """
         try:
-            name = _decode_model(body).model
+            name = _decode_model(body.removeprefix(_BOM)).model
+        except RecursionError:
+            raise RequestError("the body is nested too deeply; send a flat JSON object") from None
         except (msgspec.DecodeError, UnicodeDecodeError):
             name = None
         if name is None:

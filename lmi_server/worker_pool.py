@@ -15,12 +15,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from enum import Enum
-from pathlib import Path
 
 import msgspec
 
@@ -92,7 +89,7 @@ class WorkerPool:
         self._loading_turns = asyncio.Semaphore(settings.workers if settings.parallel_loading else 1)
         self._idle = asyncio.Event()
         self._settled = asyncio.Event()
-        self._directory = Path(tempfile.mkdtemp(prefix="lmi-server-"))
+        self._failed: set[int] = set()  # the replicas whose last attempt to load failed
 
     # --- state ---
 
@@ -159,10 +156,19 @@ class WorkerPool:
     def _check_open(self) -> None:
         if self._draining:
             raise ModelNotReadyError("The server is shutting down")
+        refusal = self._refusal()
+        if refusal is not None:
+            raise refusal
+
+    def _refusal(self) -> ModelNotReadyError | None:
+        """Return why the model takes nothing, None where it does. A restart that is loading does."""
         if self.failure is not None:
-            raise ModelNotReadyError(f"Model is not ready: {self.name}: {self.failure}")
+            return ModelNotReadyError(f"Model is not ready: {self.name}: {self.failure}")
         if not self._was_ready:
-            raise ModelNotReadyError(f"Model is not ready: {self.name}: it is loading")
+            return ModelNotReadyError(f"Model is not ready: {self.name}: it is loading")
+        if len(self._failed) == self._settings.workers:
+            return ModelNotReadyError(f"Model is not ready: {self.name}: it could not be loaded again; see the log")
+        return None
 
     def _roomiest(self) -> WorkerProcess | None:
         best: WorkerProcess | None = None
@@ -218,31 +224,43 @@ class WorkerPool:
     def start(self) -> None:
         """Spawn the workers; `settled` tells when they are loaded."""
         self._keepers = [asyncio.create_task(self._keep(index)) for index in range(self._settings.workers)]
+        for keeper in self._keepers:
+            keeper.add_done_callback(self._on_keeper_end)
+
+    def _on_keeper_end(self, keeper: asyncio.Task[None]) -> None:
+        if keeper.cancelled() or keeper.exception() is None:
+            return
+        cause = keeper.exception()
+        logger.error("model %s: a worker is not looked after any more", self.name, exc_info=cause)
+        self._fail(ModelLoadError(f"{type(cause).__name__}: {cause}"))
 
     async def _keep(self, index: int) -> None:
         """Keep one worker running: this is the whole life of a replica."""
         backoff = Backoff()
-        for generation in itertools.count(1):
-            worker = self._new_worker(index, generation)
+        while True:
+            worker = self._new_worker(index)
             healthy_s = 0.0
             try:
-                healthy_s = await self._run(worker)
+                healthy_s = await self._run(index, worker)
             except ModelLoadError as error:
                 if not self._was_ready:
                     self._fail(error)
                     return
                 logger.error("[%s] could not load the model again: %s", worker.name, error)
+                self._failed.add(index)
+                self._fail_stranded()
             if self._stopping:
                 return
             pause_s = backoff.pause_s(healthy_s)
             logger.warning("[%s] restarting it in %.1f seconds", worker.name, pause_s)
             await asyncio.sleep(pause_s)
 
-    async def _run(self, worker: WorkerProcess) -> float:
+    async def _run(self, index: int, worker: WorkerProcess) -> float:
         """Run `worker` to its end; return for how many seconds it was ready. Raises ModelLoadError."""
         try:
             async with self._loading_turns:
                 ready = await worker.load(self._settings.load, self._settings.model_loading_timeout_s)
+            self._failed.discard(index)
             self._admit(worker, ready)
             ready_at = time.monotonic()
             await worker.lost.wait()
@@ -251,10 +269,9 @@ class WorkerPool:
             await worker.reap()
             self._workers.discard(worker)
 
-    def _new_worker(self, index: int, generation: int) -> WorkerProcess:
+    def _new_worker(self, index: int) -> WorkerProcess:
         worker = WorkerProcess(
             f"{self.name}-{index}",
-            self._directory / f"{index}-{generation}.sock",
             self._on_items,
             self._retire,
             self._settings.heartbeat_timeout_s,
@@ -285,6 +302,7 @@ class WorkerPool:
         for job in reversed(jobs):  # each goes to the head, so the oldest last
             self._take_back(job)
         self._dispatch()
+        self._fail_stranded()
 
     def _take_back(self, job: Job) -> None:
         if job.reply.terminal is not None:
@@ -303,6 +321,16 @@ class WorkerPool:
             if keeper is not asyncio.current_task():
                 keeper.cancel()
         self._settled.set()
+        self._fail_stranded()
+
+    def _fail_stranded(self) -> None:
+        """Fail what waits where no worker will come for it soon."""
+        refusal = self._refusal()
+        if refusal is None or self._ready:
+            return
+        while self._queue:
+            self._end(self._queue.pop(), refusal)
+        self._check_idle()
 
     # --- the end ---
 
@@ -327,13 +355,11 @@ class WorkerPool:
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
-        shutil.rmtree(self._directory, ignore_errors=True)
 
     def kill(self) -> None:
         """End the workers at once, whatever they do."""
         for worker in self._workers:
             worker.kill()
-        shutil.rmtree(self._directory, ignore_errors=True)
 
     def _fail_unfinished(self, error: LmiServerError) -> None:
         while self._queue:
