@@ -213,7 +213,7 @@ def rotary_of(model: nn.Module) -> nn.Module | None:
 def _same_layer(
     original: nn.Module, fused: FusedDecoderLayer, rotary: nn.Module | None, attention: SlotAttention
 ) -> bool:
-    """Compare what both add to random activations of a short sequence, at positions far apart: rotation matters there."""
+    """Compare what both add to random activations, at positions so far apart that rotation matters."""
     if rotary is None:
         return False
     norm = fused.input_layernorm.weight
