@@ -34,7 +34,12 @@ class App:
         self._cold = _cold_routes(models, metrics, relay)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST":
+        path = scope["path"]
+        if path == "*":  # OPTIONS * asks about the server as a whole
+            scope["path"] = "/"
+        elif path.endswith("/") and path != "/":
+            scope["path"] = path[:-1]
+        if scope["method"] == "POST":
             route = _EXACT.get(scope["path"])
             if route is not None:
                 await self._relay(route, None, None, scope, receive, send)
@@ -108,7 +113,7 @@ def _cold_routes(models: ModelRegistry, metrics: Metrics, relay: Relay) -> Starl
     inference = [
         Route(path, cast(Any, _Inference(route, models, relay)), methods=["POST", "OPTIONS"]) for path, route in paths
     ]
-    return Starlette(
+    starlette = Starlette(
         routes=[
             Route("/ping", cold.ping),
             Route("/metrics", cold.metrics),
@@ -120,6 +125,8 @@ def _cold_routes(models: ModelRegistry, metrics: Metrics, relay: Relay) -> Starl
         ],
         exception_handlers={HTTPException: on_http_error, LmiServerError: on_lmi_error},
     )
+    starlette.router.redirect_slashes = False  # many clients do not follow a redirect of a POST
+    return starlette
 
 
 def _ping_code(statuses: set[ModelStatus]) -> int:

@@ -4,20 +4,35 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any, cast
 
+import httptools
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 _EXTENSION = "lmi_server.connection"
+_MAX_HEAD = 64 * 1024  # bytes of request line and headers
 
-_INVALID_HTTP = msgspec.json.encode({"code": 400, "type": "BadRequestException", "message": "Invalid HTTP message."})
+_TOO_LONG = "Request line and headers are longer than 64 KiB."
+_INVALID = "Invalid HTTP message."
+
+
+class _HeadTooLongError(Exception):
+    """Raised through the parser, to stop it."""
 
 
 class RelayProtocol(HttpToolsProtocol):
     """One connection. ASGI tells of a disconnect only to a task that waits for it; a callback costs nothing."""
 
-    _on_gone: Callable[[], None] | None = None
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._on_gone: Callable[[], None] | None = None
+        self._in_head = False  # from the first byte of a request to the end of its headers
+        self._head_read = 0  # bytes of the head read so far, but for those of the read in which it began
+        self._head_bound = 0  # the head that ends in this read has at most so many bytes
+        self._head_too_long = False
+        self._rejected = False  # what arrived is not HTTP; nothing that follows can be
 
     def watch(self, on_gone: Callable[[], None]) -> None:
         """Call `on_gone` once when the client goes away before `unwatch`; at once where it has."""
@@ -36,8 +51,60 @@ class RelayProtocol(HttpToolsProtocol):
         if transport is not None:
             transport.abort()
 
+    # --- what arrives ---
+
+    def data_received(self, data: bytes) -> None:
+        """Feed the parser. An upgrade is not taken up: RFC 9110 lets a server go on with HTTP/1.1."""
+        if self._rejected:
+            return
+        self._unset_keepalive_if_required()
+        in_head = self._in_head
+        self._head_bound = self._head_read + len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._serve_without_upgrade(data[upgrade.args[0] :])
+            return
+        except httptools.HttpParserError:
+            if self._head_too_long:
+                self._reject(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "BadRequestException", _TOO_LONG)
+            else:
+                self.send_400_response(_INVALID)
+            return
+        if in_head and self._in_head:
+            self._head_read += len(data)
+            if self._head_read > _MAX_HEAD:
+                self._reject(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "BadRequestException", _TOO_LONG)
+
+    def _should_upgrade(self) -> bool:
+        """Have uvicorn leave a request alone that asks for an upgrade: it is fed again without that header."""
+        return True
+
+    def _serve_without_upgrade(self, rest: bytes) -> None:
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            self.send_400_response(_INVALID)
+            return
+        head = [b"%b %b HTTP/%b\r\n" % (method, self.url, self.parser.get_http_version().encode())]
+        head += [b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn sets them
+        self.data_received(b"".join([*head, b"\r\n", rest]))
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        if self._head_bound > _MAX_HEAD and self._head_size() > _MAX_HEAD:
+            self._head_too_long = True
+            raise _HeadTooLongError
+        super().on_headers_complete()
+
+    def _head_size(self) -> int:
+        return len(self.url) + sum(len(name) + len(value) + len(": \r\n") for name, value in self.headers)
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._in_head = True
+        self._head_read = 0
         self.scope["extensions"] = {_EXTENSION: cast("dict[object, object]", self)}
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -46,14 +113,54 @@ class RelayProtocol(HttpToolsProtocol):
         if on_gone is not None:
             on_gone()
 
+    # --- what is answered ---
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        super()._start_asgi_task(cycle, _without_chunks(cycle, app) if cycle.scope["http_version"] == "1.0" else app)
+
     def send_400_response(self, msg: str) -> None:
-        """Answer bytes that are not HTTP as LMI does. `msg` is uvicorn's own text."""
+        """Answer bytes that are not HTTP as LMI does."""
+        self._reject(HTTPStatus.BAD_REQUEST, "BadRequestException", msg)
+
+    def _reject(self, status: HTTPStatus, kind: str, message: str) -> None:
+        """Read no more; answer where that cannot be taken for, or cut, the answer to an earlier request."""
+        self._rejected = True
+        cycle = self.cycle
+        if self.transport.is_closing():
+            return
+        if cycle is None or cycle.response_complete:
+            self._refuse(status, kind, message)
+        elif cycle.response_started or (cycle.more_body and self.pipeline):
+            self.abort()
+        elif cycle.more_body:  # what is wrong is the body of this very request
+            self._refuse(status, kind, message)
+        else:
+            cycle.keep_alive = False
+
+    def _refuse(self, status: HTTPStatus, kind: str, message: str) -> None:
+        body = msgspec.json.encode({"code": int(status), "type": kind, "message": message})
         head = (
-            "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(_INVALID_HTTP)}\r\nconnection: close\r\n\r\n"
+            f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )
-        self.transport.write(head.encode() + _INVALID_HTTP)
+        self.transport.write(head.encode() + body)
         self.transport.close()
+
+
+def _without_chunks(cycle: RequestResponseCycle, app: Any) -> Any:
+    """Return `app` for a client that speaks HTTP/1.0: a stream is not framed, and ends with the connection."""
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            cycle.chunked_encoding = False
+        else:  # uvicorn checks each part against the announced length; where there is none, the part itself is it
+            cycle.expected_content_length = len(message.get("body", b""))
+        await cycle.send(message)
+
+    async def unframed(scope: Any, receive: Any, _: Any) -> None:
+        await app(scope, receive, send)
+
+    return unframed
 
 
 def connection_of(scope: Any) -> RelayProtocol:

@@ -18,7 +18,7 @@ import msgspec
 from frontend.http_protocol import connection_of
 from frontend.metrics import Metrics
 from lmi_server.dialects.errors import error_event, error_reply
-from lmi_server.errors import BadParameterError, LmiServerError, PayloadTooLargeError, error_from_kind
+from lmi_server.errors import BadParameterError, LmiServerError, PayloadTooLargeError, RequestError, error_from_kind
 from lmi_server.job import CANCELLED, Job
 from lmi_server.job_queue import parse_priority
 from lmi_server.models import Model, ModelRegistry
@@ -44,6 +44,7 @@ class _NamedModel(msgspec.Struct):
     model: str | None = None
 
 
+_BOM = b"\xef\xbb\xbf"
 _decode_model = msgspec.json.Decoder(_NamedModel).decode
 
 
@@ -78,13 +79,13 @@ class Relay:
             query = _query(scope)
             version = version or _last(query, "model_version") or properties.get("model_version")
             model = self._choose(route, name, version, properties, query)
-            body = await self._body(properties, receive)
+            body = await self._body(scope, receive)
             model = model or self._named_in(body, version)
             content = [*query, ("data", body)]
             priority = parse_priority(properties.get("x-priority"))
             job = model.submit(Input(route, properties, content), priority, connection.abort)
         except LmiServerError as error:
-            await self._refuse(model, route, error, properties, response)
+            await self._refuse(model, route, error, scope, response)
             return
         except ClientGoneError:
             self._metrics.of(model).refused(_CLIENT_GONE)
@@ -118,18 +119,15 @@ class Relay:
 
     def _named_in(self, body: bytes, version: str | None) -> Model:
         """Return the model that an OpenAI request names in its body, or the default one."""
-        try:
-            name = _decode_model(body).model
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            name = None
+        name = model_named_in(body)
         if name is not None:
             return self._models.named(name, version)
         if self._models.default is None:
             raise BadParameterError("Parameter model_name is required.")
         return self._models.default.choose(version)
 
-    async def _body(self, properties: dict[str, str], receive: Receive) -> bytes:
-        length = properties.get("content-length")
+    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+        length = _header(scope, b"content-length")
         if length is not None and int(length) > self._max_request_size:  # uvicorn has checked that it is a number
             raise self._too_large()
         message = await receive()
@@ -166,12 +164,13 @@ class Relay:
         model: Model | None,
         route: str,
         error: LmiServerError,
-        properties: dict[str, str],
+        scope: Scope,
         response: Response,
     ) -> None:
         status, headers, data = error_reply(route, error)
-        # A client that waits for "100 Continue" will not send the body that was announced.
-        if self.draining or "expect" in properties:
+        # The rest of a body that is too long is not read, and a client that waits for "100 Continue" will not send its
+        # own: what follows on the connection would be taken for a request.
+        if self.draining or isinstance(error, PayloadTooLargeError) or _header(scope, b"expect") is not None:
             headers.append(("connection", "close"))
         self._metrics.of(model).refused(status)
         await response.whole(status, headers, data)
@@ -223,7 +222,7 @@ async def _relay(route: str, job: Job, response: Response) -> int:
         data = reply.take()
         if terminal is not None:
             await response.end(data + _ending(route, head, terminal))
-            return head.status
+            return _status_of_end(route, terminal)
         if data:
             await response.chunk(data)
         await reply.wait()
@@ -241,6 +240,15 @@ async def _send_whole(route: str, terminal: Reply | End | Error | None, response
     return status
 
 
+def _status_of_end(route: str, terminal: Reply | End | Error) -> int:
+    """Return the status under which a stream counts: that of the error in which it ended."""
+    if not isinstance(terminal, Error):
+        return terminal.status
+    if terminal.kind == CANCELLED:
+        return _CLIENT_GONE
+    return error_reply(route, error_from_kind(terminal.kind, terminal.message))[0]
+
+
 def _ending(route: str, head: Head, terminal: Reply | End | Error) -> bytes:
     """Return what a stream sends after its last chunk: nothing, unless it ends in an error."""
     if not isinstance(terminal, Error):
@@ -249,16 +257,36 @@ def _ending(route: str, head: Head, terminal: Reply | End | Error) -> bytes:
     return error_event(route, content_type, error_from_kind(terminal.kind, terminal.message))
 
 
+def model_named_in(body: bytes) -> str | None:
+    """Return the name of the model in the body of an OpenAI request, None where there is none.
+
+    Raises RequestError where the body cannot be read.
+    """
+    try:
+        return _decode_model(body.removeprefix(_BOM)).model
+    except RecursionError:
+        raise RequestError("the body is nested too deeply; send a flat JSON object") from None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
 def _properties(scope: Scope) -> dict[str, str]:
-    """Return the headers (names in lower case, the last of several wins) and SageMaker's custom attributes."""
+    """Return the headers (names in lower case, the last of several wins) and SageMaker's custom attributes.
+
+    An attribute is no header: it replaces none, and says nothing of how the body is sent.
+    """
     properties = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
     attributes = properties.pop(_CUSTOM_ATTRIBUTES, None)
     if attributes is not None:
         for attribute in attributes.split(";"):
             name, separator, value = attribute.partition("=")
             if separator:
-                properties[name.strip().lower()] = value.strip()
+                properties.setdefault(name.strip().lower(), value.strip())
     return properties
+
+
+def _header(scope: Scope, name: bytes) -> bytes | None:
+    return next((value for key, value in scope["headers"] if key == name), None)
 
 
 def _query(scope: Scope) -> list[tuple[str, bytes]]:

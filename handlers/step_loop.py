@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from typing import Generic, Protocol, TypeVar
 
-from lmi_server.errors import LmiServerError, ModelNotReadyError
+from lmi_server.errors import HandlerError, LmiServerError, ModelNotReadyError
 from lmi_server.generation import Delta
 
 _log = logging.getLogger(__name__)
@@ -103,6 +104,10 @@ class StepLoop(Generic[E]):
             add(emit)
         except LmiServerError as error:
             emit(error)
+        # The border to the engine: what it cannot take ends this request, not the thread.
+        except Exception as error:  # noqa: BLE001
+            _log.exception("the engine did not take a request")
+            emit(HandlerError(f"{type(error).__name__}: {error}"))
 
     def _command(self, command: Callable[[], None]) -> None:
         with self._wake:
@@ -117,6 +122,15 @@ class StepLoop(Generic[E]):
             self._loop.call_soon_threadsafe(self._built.set_exception, error)
             return
         self._loop.call_soon_threadsafe(self._built.set_result, None)
+        try:
+            self._run_steps()
+        except BaseException:  # noqa: BLE001
+            # Without its thread the engine is dead, and so is this process: its end tells the front end at once.
+            _log.critical("the step loop failed", exc_info=True)
+            logging.shutdown()
+            os._exit(1)
+
+    def _run_steps(self) -> None:
         while self._wait_for_work():
             while self._commands:
                 self._commands.popleft()()

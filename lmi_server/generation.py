@@ -11,11 +11,14 @@ FinishReason = Literal["length", "eos_token", "stop_sequence"]
 """Why a sequence ended; the names are LMI's. `stop_sequence` covers `stop`, `stop_sequences` and `stop_token_ids`."""
 
 
+_COLDEST = 1e-5  # below this, dividing logits by the temperature overflows float32 and only the best token is left
+
+
 class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
     """How to choose the next token; names and defaults are LMI's (`parameters` of an LMI request).
 
-    `temperature` of 0 is greedy, as `do_sample=False` is. `top_k` of 0 and `top_p`, `typical_p` of 1.0 are off.
-    `logprobs` is the number of alternatives to report per token (0: only the chosen one's); None reports none.
+    `temperature` of 0 (below 1e-5) is greedy, as `do_sample=False` is. `top_k` of 0 and `top_p`, `typical_p` of 1.0 are
+    off. `logprobs` is the number of alternatives to report per token (0: only the chosen one's); None reports none.
     """
 
     max_new_tokens: int | None = 30  # None: as many as the context has room for
@@ -41,7 +44,7 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def greedy(self) -> bool:
-        return not self.do_sample or self.temperature == 0.0
+        return not self.do_sample or self.temperature < _COLDEST
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):

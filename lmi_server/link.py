@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 import msgspec
 
@@ -48,12 +48,10 @@ class Link(asyncio.Protocol, Generic[M]):
         decoder: msgspec.msgpack.Decoder[M],
         on_message: Callable[[M], None],
         on_lost: Callable[[], None],
-        on_connected: Callable[[], None] = lambda: None,
     ) -> None:
         self._decode = decoder.decode
         self._on_message = on_message
         self._on_lost = on_lost
-        self._on_connected = on_connected
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._incoming = bytearray()
@@ -96,7 +94,6 @@ class Link(asyncio.Protocol, Generic[M]):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=_WRITE_HIGH_WATER)
-        self._on_connected()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -153,11 +150,11 @@ FrontendLink = Link[ToWorker]
 """The worker's end."""
 
 
-def worker_link(on_message: Callable[[FromWorker], None], on_lost: Callable[[], None], **events: Any) -> WorkerLink:
+def worker_link(on_message: Callable[[FromWorker], None], on_lost: Callable[[], None]) -> WorkerLink:
     """Return the front end's end of a link."""
-    return Link(from_worker_decoder, on_message, on_lost, **events)
+    return Link(from_worker_decoder, on_message, on_lost)
 
 
-def frontend_link(on_message: Callable[[ToWorker], None], on_lost: Callable[[], None], **events: Any) -> FrontendLink:
+def frontend_link(on_message: Callable[[ToWorker], None], on_lost: Callable[[], None]) -> FrontendLink:
     """Return the worker's end of a link."""
-    return Link(to_worker_decoder, on_message, on_lost, **events)
+    return Link(to_worker_decoder, on_message, on_lost)

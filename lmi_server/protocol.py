@@ -32,8 +32,8 @@ class Input(msgspec.Struct, array_like=True, frozen=True):
     content: list[tuple[str, bytes]]
 
     def body(self) -> bytes:
-        """Return the bytes under "data", or the first entry, or nothing."""
-        for key, value in self.content:
+        """Return the bytes under the last "data" (a query may hold another), or the first entry, or nothing."""
+        for key, value in reversed(self.content):
             if key == "data":
                 return value
         return self.content[0][1] if self.content else b""
@@ -111,9 +111,10 @@ class Chunk(Message, frozen=True):
 
 
 class End(Message, frozen=True):
-    """The streamed answer is complete."""
+    """The streamed answer is complete. `status` is that of the error which its last bytes tell of, if they do."""
 
     id: int
+    status: int = 200
 
 
 class Error(Message, frozen=True):

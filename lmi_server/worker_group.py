@@ -95,6 +95,7 @@ class _Replica:
     def __init__(self) -> None:
         self.worker: WorkerProcess | None = None  # None while it loads, or waits to be restarted
         self.closing = False
+        self.failed = False  # its last attempt to load
         self.task: asyncio.Task[None] | None = None
 
 
@@ -124,6 +125,14 @@ class WorkerGroup:
     def size(self) -> int:
         """Return the number of replicas that stay, loaded or not."""
         return len(self._staying())
+
+    @property
+    def is_failing(self) -> bool:
+        """Tell whether no worker is to be expected here soon: the last attempt of each to load failed."""
+        staying = self._staying()
+        if not staying:
+            return time.monotonic() < self._no_growth_before
+        return all(replica.failed for replica in staying)
 
     def scale(self, min_workers: int, max_workers: int) -> None:
         """Set the bounds, start what is missing and retire what is too much."""
@@ -180,7 +189,14 @@ class WorkerGroup:
         replica = _Replica()
         self._replicas.append(replica)
         replica.task = asyncio.create_task(self._keep(replica))
-        replica.task.add_done_callback(lambda _: self._replicas.remove(replica))
+        replica.task.add_done_callback(lambda task: self._on_end(replica, task))
+
+    def _on_end(self, replica: _Replica, task: asyncio.Task[None]) -> None:
+        self._replicas.remove(replica)
+        cause = None if task.cancelled() else task.exception()
+        if cause is not None:
+            logger.error("model %s: a worker is not looked after any more", self._plan.load.model_name, exc_info=cause)
+            self._owner.unloadable(ModelLoadError(f"{type(cause).__name__}: {cause}"))
 
     def _close(self, replica: _Replica) -> None:
         assert replica.task is not None
@@ -201,6 +217,7 @@ class WorkerGroup:
                 healthy_s = await self._run(worker, replica)
                 error = None
             except ModelLoadError as failed:
+                replica.failed = True
                 error = failed
             if replica.closing or self._owner.stopping or self._give_up(worker, error):
                 return
@@ -227,6 +244,7 @@ class WorkerGroup:
         try:
             async with self._owner.loading_turns:
                 ready = await worker.load(self._plan.load, self._plan.timeout_s)
+            replica.failed = False
             replica.worker = worker
             self._owner.admit(worker, ready)
             ready_at = time.monotonic()

@@ -15,12 +15,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from pathlib import Path
 
 import msgspec
 
@@ -93,7 +90,6 @@ class WorkerPool:
         self._settings = settings
         self._queue: JobQueue[Job] = JobQueue(self.name, settings.job_queue_size)
         self._ids = itertools.count(1)
-        self._generations = itertools.count(1)
         self._ready: list[WorkerProcess] = []
         self._leaving: set[WorkerProcess] = set()  # they finish their last requests
         self._workers: dict[WorkerProcess, int] = {}  # every process that is not reaped yet, and its number
@@ -106,7 +102,6 @@ class WorkerPool:
         self._settled = asyncio.Event()
         self._scaling: list[asyncio.Future[None]] = []
         self._watch: asyncio.TimerHandle | None = None
-        self._directory = Path(tempfile.mkdtemp(prefix="lmi-server-"))
 
     # --- state ---
 
@@ -193,18 +188,24 @@ class WorkerPool:
     def _check_open(self) -> None:
         if self._draining:
             raise ModelNotReadyError(self._closing)
-        if self.failure is not None:
-            raise self._failed()
-        if not self.was_ready:
-            raise ModelNotReadyError(f"Model is not ready: {self.name}: it is loading")
+        refusal = self._refusal()
+        if refusal is not None:
+            raise refusal
 
-    def _failed(self) -> ModelNotReadyError:
-        assert self.failure is not None
-        return ModelNotReadyError(f"Model is not ready: {self.name}: {self.failure.message}")
+    def _refusal(self) -> ModelNotReadyError | None:
+        """Return why the model takes nothing, None where it does. A restart that is loading does."""
+        if self.failure is not None:
+            return ModelNotReadyError(f"Model is not ready: {self.name}: {self.failure.message}")
+        if not self.was_ready:
+            return ModelNotReadyError(f"Model is not ready: {self.name}: it is loading")
+        open_groups = [group for group in self.groups if group.max_workers]
+        if not open_groups:
+            return ModelNotReadyError(f"All model workers has been shutdown: {self.name}")
+        if all(group.is_failing for group in open_groups):
+            return ModelNotReadyError(f"Model is not ready: {self.name}: it could not be loaded again; see the log")
+        return None
 
     def _wait_for_room(self, job: Job) -> None:
-        if not self._max_workers:
-            raise ModelNotReadyError(f"All model workers has been shutdown: {self.name}")
         self._queue.push(job)
         self._grow()
 
@@ -282,8 +283,7 @@ class WorkerPool:
         bounds = [_bounds(group, min_workers, max_workers) for group in groups]
         for group, (least, most) in zip(groups, bounds, strict=True):
             group.scale(least, most)
-        if not self._max_workers:
-            self._refuse_queue(ModelNotReadyError(f"All model workers has been shutdown: {self.name}"))
+        self._fail_stranded()
         await self._all_running()
 
     async def _all_running(self) -> None:
@@ -326,7 +326,6 @@ class WorkerPool:
         number = next(number for number in itertools.count() if number not in taken)
         worker = WorkerProcess(
             f"{self.label}-{number}",
-            self._directory / f"{number}-{next(self._generations)}.sock",
             self._on_items,
             self._on_lost,
             self._settings.heartbeat_timeout_s,
@@ -370,6 +369,7 @@ class WorkerPool:
 
     def cannot_add(self, error: ModelLoadError) -> None:
         self._tell_scaled(error)
+        self._fail_stranded()
 
     def _on_lost(self, worker: WorkerProcess) -> None:
         """Take back the jobs of a dead worker: retry what no client has seen a byte of, once; fail the rest."""
@@ -386,6 +386,7 @@ class WorkerPool:
         for job in reversed(jobs):  # each goes to the head, so the oldest last
             self._take_back(job)
         self._dispatch()
+        self._fail_stranded()
 
     def _take_back(self, job: Job) -> None:
         if job.reply.terminal is not None:
@@ -403,11 +404,17 @@ class WorkerPool:
         what = "has failed" if self.was_ready else "could not be loaded"
         logger.error("model %s %s: %s", self.label, what, error)
         self.failure = error
-        self._refuse_queue(self._failed())
         for group in self.groups:
             group.close()
         self._settled.set()
         self._tell_scaled(error)
+        self._fail_stranded()
+
+    def _fail_stranded(self) -> None:
+        """Fail what waits where no worker will come for it soon."""
+        refusal = self._refusal()
+        if refusal is not None and not self._ready:
+            self._refuse_queue(refusal)
 
     def _refuse_queue(self, error: LmiServerError) -> None:
         while self._queue:
@@ -489,13 +496,12 @@ class WorkerPool:
         serving, self._ready, self._leaving = self._serving(), [], set()
         await asyncio.gather(*(worker.shutdown(deadline_s) for worker in serving))
         await asyncio.gather(*(group.stop() for group in self.groups))
-        shutil.rmtree(self._directory, ignore_errors=True)
+        await asyncio.gather(*(worker.reap() for worker in self._workers))  # where that was cut short
 
     def kill(self) -> None:
         """End the workers at once, whatever they do."""
         for worker in self._workers:
             worker.kill()
-        shutil.rmtree(self._directory, ignore_errors=True)
 
     def _fail_unfinished(self, error: LmiServerError) -> None:
         self._refuse_queue(error)

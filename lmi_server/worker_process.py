@@ -7,11 +7,10 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import time
 from asyncio.subprocess import Process
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 from lmi_server.configuration.environment import process_environment
 from lmi_server.errors import ModelLoadError, error_from_kind
@@ -38,7 +37,6 @@ class WorkerProcess:
     def __init__(
         self,
         name: str,
-        link_path: Path,
         on_items: Callable[[WorkerProcess, list[Item]], None],
         on_lost: Callable[[WorkerProcess], None],
         heartbeat_timeout_s: float,
@@ -52,16 +50,15 @@ class WorkerProcess:
         self.quiet_since = self.idle_since = time.monotonic()
         self.gauges: Mapping[str, float] = {}
         self.lost = asyncio.Event()
-        self._link_path = link_path
         self._on_items = on_items
         self._on_lost = on_lost
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._environment = environment
         self._loop = asyncio.get_running_loop()
         self._loaded: asyncio.Future[Ready] = self._loop.create_future()
-        self._connected: asyncio.Future[None] = self._loop.create_future()
+        self._loaded.add_done_callback(_mark_retrieved)
         self._exited = asyncio.Event()
-        self._link = worker_link(self._on_message, self._on_link_lost, on_connected=self._on_connected)
+        self._link = worker_link(self._on_message, self._on_link_lost)
         self._process: Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._heartbeat: asyncio.TimerHandle | None = None
@@ -83,6 +80,9 @@ class WorkerProcess:
             raise ModelLoadError(
                 f"the model was not loaded within model_loading_timeout={timeout_s:g} seconds; raise it, or see the log"
             ) from None
+        except OSError as error:
+            self.kill()
+            raise ModelLoadError(f"the worker process could not be started: {error}") from error
         except BaseException:
             self.kill()
             raise
@@ -133,22 +133,35 @@ class WorkerProcess:
                 await self._exited.wait()
 
     async def _spawn(self) -> None:
-        server = await self._loop.create_unix_server(lambda: self._link, str(self._link_path))
-        try:
-            self._process = await asyncio.create_subprocess_exec(
-                *worker_command(self._link_path),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                start_new_session=True,
-                env={**process_environment(), **self._environment, "PYTHONUNBUFFERED": "1"},
-            )
-            self._watch(self._process)
-            either: list[asyncio.Future[Any]] = [self._connected, self._loaded]
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            server.close()
-            self._link_path.unlink(missing_ok=True)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            ours.setblocking(False)
+            try:
+                await self._loop.create_unix_connection(lambda: self._link, sock=ours)
+            except BaseException:
+                ours.close()
+                raise
+            starting = asyncio.create_task(self._execute(theirs))
+            try:
+                await asyncio.shield(starting)
+            finally:
+                await asyncio.wait([starting])  # a start that is cancelled leaves a process all the same
+                if starting.exception() is None:
+                    self._process = starting.result()
+                    self._watch(self._process)
+                else:
+                    self._link.close()
+
+    async def _execute(self, link: socket.socket) -> Process:
+        return await asyncio.create_subprocess_exec(
+            *worker_command(f"fd:{link.fileno()}"),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+            pass_fds=(link.fileno(),),
+            env={**process_environment(), **self._environment, "PYTHONUNBUFFERED": "1"},
+        )
 
     def _watch(self, process: Process) -> None:
         assert process.stdout is not None
@@ -181,9 +194,6 @@ class WorkerProcess:
         text = line.decode(errors="replace").rstrip()
         level = logging.getLevelName(text.partition(" ")[0])  # the worker's own log begins with the level
         logger.log(level if isinstance(level, int) else logging.INFO, "[%s] %s", self.name, text)
-
-    def _on_connected(self) -> None:
-        self._connected.set_result(None)
 
     def _on_message(self, message: FromWorker) -> None:
         match message:
@@ -231,6 +241,12 @@ class WorkerProcess:
     def _stop_heartbeat(self) -> None:
         if self._heartbeat is not None:
             self._heartbeat.cancel()
+
+
+def _mark_retrieved(loaded: asyncio.Future[Ready]) -> None:
+    """Keep asyncio from telling of a failure that nobody waits for any more: the process has ended, as was wanted."""
+    if not loaded.cancelled():
+        loaded.exception()
 
 
 def _kill_group(pid: int) -> None:

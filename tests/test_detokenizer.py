@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import byte_tokenizer
+from tiny_models import byte_tokenizer, sentencepiece_tokenizer
 
 from handlers.rolling_batch.detokenizer import IncrementalDetokenizer, StopMatcher
 
@@ -28,6 +28,30 @@ def test_pieces_are_whole_characters_and_join_to_the_text(text: str) -> None:
 @given(st.lists(st.integers(0, 255), max_size=20))
 def test_bytes_that_are_no_text_are_not_lost(ids: list[int]) -> None:
     assert "".join(stream(ids)).replace("\ufffd", "") == TOKENIZER.decode(ids).replace("\ufffd", "")
+
+
+@pytest.mark.parametrize("prompt", ["odd \ufffd", "é", "日本", ""])
+def test_the_prompt_never_shows_in_the_answer(prompt: str) -> None:
+    context = TOKENIZER.encode(prompt, add_special_tokens=False)
+    for cut in (context, context[:-1]):
+        detokenizer = IncrementalDetokenizer(TOKENIZER, cut, skip_special_tokens=True)
+        ids = TOKENIZER.encode(" fine", add_special_tokens=False)
+        assert "".join(detokenizer.feed(token) for token in ids).replace("\ufffd", "") == " fine"
+
+
+@given(st.lists(st.sampled_from(["▁a", "b", "▁", "<0xE6>", "<0x97>", "<0xA5>", "c"]), max_size=20))
+def test_sentencepiece_with_byte_fallback_loses_nothing(pieces: list[str]) -> None:
+    """The decoder chain of Llama 2 and Mistral: leading blanks, and bytes that may be no text."""
+    tokenizer = sentencepiece_tokenizer()
+    ids = [tokenizer.convert_tokens_to_ids(piece) for piece in pieces]
+    prompt = [tokenizer.convert_tokens_to_ids("c")]
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt, skip_special_tokens=True)
+    text = "".join(detokenizer.feed(token) for token in ids) + detokenizer.flush()
+    # Bytes before an invalid one may be a character here, where the whole text, decoded at once, drops the whole run.
+    expected = tokenizer.decode(prompt + ids)[1:]
+    assert text.encode("ascii", "ignore") == expected.encode("ascii", "ignore")
+    if "\ufffd" not in expected:
+        assert text == expected
 
 
 def test_an_unfinished_character_comes_as_a_replacement_at_the_end() -> None:

@@ -232,6 +232,18 @@ def test_content_types() -> None:
         parse(request("invocations", {"inputs": "a"}, content_type="text/csv"), SERVED)
 
 
+@pytest.mark.parametrize("kind", ["application/octet-stream", "application/x-www-form-urlencoded"])
+def test_content_types_that_clients_send_by_default(kind: str) -> None:
+    for body in (b'{"inputs": "a"}', b' \n{"inputs": "a"}', b'\xef\xbb\xbf{"inputs": "a"}'):
+        assert parse(request("invocations", body, content_type=kind), SERVED).requests
+    with pytest.raises(RequestError, match=f'Content-Type: "{kind}" is not supported; send application/json'):
+        parse(request("invocations", b"inputs=a", content_type=kind), SERVED)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_body() -> None:
+    assert parse(request("invocations", b'\xef\xbb\xbf{"inputs": "a"}'), SERVED).requests
+
+
 def test_headers() -> None:
     assert parse(request("invocations", {"inputs": "a"}, x_priority="1"), SERVED).requests[0].priority == 1
     with pytest.raises(RequestError, match="x-priority"):

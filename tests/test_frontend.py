@@ -72,7 +72,7 @@ def test_ping(server: Server) -> None:
 
 
 def test_options(server: Server) -> None:
-    for path in ("/", "/invocations", "/predictions/model"):
+    for path in ("/", "/invocations", "/predictions/model", "/invocations/"):
         response = server.http.options(path)
         assert (response.status_code, response.json()) == (200, {})
     assert server.http.options("/predictions/other").status_code == 404
@@ -115,7 +115,6 @@ def test_errors_are_json_and_keep_the_connection(server: Server) -> None:
         (424, server.invoke("refuse")),
         (424, server.invoke("raise")),
         (424, server.invoke("a", headers={"x-priority": "soon"})),
-        (413, server.http.post("/invocations", content=b"x" * 100_001)),
     ]
     for status, response in calls:
         assert (response.status_code, response.json()["code"]) == (status, status)
@@ -124,6 +123,12 @@ def test_errors_are_json_and_keep_the_connection(server: Server) -> None:
     assert calls[4][1].headers["allow"] == "GET, HEAD"
     assert server.http.get("/v1/nope").json()["error"]["code"] == "unknown_url"
     assert server.invoke("a").status_code == 200
+
+
+def test_a_body_over_the_limit_closes(server: Server) -> None:
+    response = server.http.post("/invocations", content=b"x" * 100_001)
+    assert (response.status_code, response.json()["code"]) == (413, 413)
+    assert response.headers["connection"] == "close"
 
 
 def test_a_body_that_grows_over_the_limit(server: Server) -> None:
@@ -151,6 +156,117 @@ def test_bytes_that_are_not_http(server: Server) -> None:
         head, _, body = received(connection).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 ")
     assert json.loads(body)["message"] == "Invalid HTTP message."
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"POST /invocations HTTP/1.1\r\nx-long: " + b"x" * 70_000 + b"\r\n\r\n",
+        b"POST /invocations HTTP/1.1\r\n" + b"x-many: 1\r\n" * 7_000 + b"\r\n",
+        b"POST /invocations?x=" + b"x" * 70_000 + b" HTTP/1.1\r\n\r\n",
+    ],
+)
+def test_a_head_over_the_limit(server: Server, head: bytes) -> None:
+    with connect(server, head) as connection:
+        answer, _, body = received(connection).partition(b"\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert b"connection: close" in answer
+    assert json.loads(body)["code"] == 431
+
+
+def test_a_head_without_an_end(server: Server) -> None:
+    with connect(server, b"POST /invocations HTTP/1.1\r\nx-long: ") as connection, contextlib.suppress(OSError):
+        while not select.select([connection], [], [], 0)[0]:
+            connection.sendall(b"x" * 1000)
+        assert connection.recv(13) == b"HTTP/1.1 431 "
+
+
+def test_an_upgrade_is_not_taken_up(server: Server) -> None:
+    upgrade = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"
+    asked = raw_request("a").replace(b"host: x\r\n", b"host: x\r\n" + upgrade)
+    with connect(server, asked + asked[:-5]) as connection:
+        answer = received(connection, until=b"}")
+        connection.sendall(asked[-5:] + raw_request("b", close=True))
+        answer += received(connection)
+    assert re.findall(rb'"generated_text":" (\w)', answer) == [b"a", b"a", b"b"]
+    assert answer.count(b"HTTP/1.1 200 OK") == 3
+    assert b"upgrade" not in answer
+
+
+def test_connect_is_refused(server: Server) -> None:
+    with connect(server, b"CONNECT example.com:80 HTTP/1.1\r\nhost: x\r\n\r\n") as connection:
+        assert received(connection).startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_client_of_http_1_0(server: Server) -> None:
+    with connect(server, raw_request("a b", 5, stream=True).replace(b"HTTP/1.1", b"HTTP/1.0")) as connection:
+        head, _, body = received(connection).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    assert len([json.loads(line) for line in body.splitlines()]) == 5
+    for asked in (raw_request("a").replace(b"HTTP/1.1", b"HTTP/1.0"), b"GET /ping HTTP/1.0\r\n\r\n"):
+        with connect(server, asked) as connection:
+            head, _, body = received(connection).partition(b"\r\n\r\n")
+        length = re.search(rb"content-length: (\d+)", head)
+        assert length is not None
+        assert len(body) == int(length[1])
+
+
+def test_bytes_after_a_request_do_not_enter_its_answer(server: Server) -> None:
+    with connect(server, raw_request("a", 2000) + b"junk\r\n\r\n") as connection:
+        head, _, body = received(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert json.loads(body) == {"generated_text": " a" * 2000}
+    with connect(server, raw_request("token-then-wait", stream=True)) as connection:
+        start = received(connection, until=b'"token"')
+        connection.sendall(b"junk\r\n\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            start += received(connection)
+    assert b"400" not in start
+    server.until("lmi_requests_in_flight", 0)
+
+
+def test_a_chunked_body_that_is_broken(server: Server) -> None:
+    head = b"POST /invocations HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    with connect(server, head + b"zz\r\n") as connection:
+        assert received(connection).startswith(b"HTTP/1.1 400 ")
+    server.until("lmi_requests_in_flight", 0)
+
+
+# --- what clients send ---
+
+
+def test_custom_attributes_do_not_replace_headers(server: Server) -> None:
+    attributes = {"X-Amzn-SageMaker-Custom-Attributes": "content-length=abc;expect=x;content-type=text/csv"}
+    response = server.invoke("a", headers=attributes)
+    assert (response.status_code, response.json()) == (200, {"generated_text": " a a a"})
+
+
+def test_a_query_parameter_is_not_the_body(server: Server) -> None:
+    assert server.http.post("/invocations?data=zzz", json=request("a")).json() == {"generated_text": " a a a"}
+
+
+def test_a_slash_at_the_end(server: Server) -> None:
+    for path in ("/invocations/", "/predictions/model/", "/v1/completions/"):
+        assert server.http.post(path, json=request("a") if "v1" not in path else {"prompt": "a"}).status_code == 200
+    assert server.http.get("/ping/").status_code == 200
+
+
+def test_options_of_the_server(server: Server) -> None:
+    with connect(server, b"OPTIONS * HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n") as connection:
+        assert received(connection).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_stream_counts_under_the_status_of_its_ending(tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        assert server.invoke("token-then-raise", stream=True).status_code == 200
+        assert server.invoke("token-then-exit", stream=True).status_code == 200
+        server.until("lmi_workers_ready", 1)
+        with connect(server, raw_request("token-then-wait", stream=True)) as connection:
+            received(connection, until=b'"token"')
+        server.until("lmi_requests_in_flight", 0)
+        text = server.http.get("/metrics").text
+    counted = dict(re.findall(r'lmi_requests_total{code="(\d+)",model="model"} (\S+)', text))
+    assert counted == {"424": "1.0", "503": "1.0", "499": "1.0"}
 
 
 def test_an_error_after_the_first_byte_ends_the_stream_properly(server: Server) -> None:

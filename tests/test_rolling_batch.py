@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import CONTEXT, FAMILIES, byte_tokenizer, tiny_model
+from tiny_models import CONTEXT, FAMILIES, byte_tokenizer, convolutional_hybrid, tiny_model
 
+from handlers.rolling_batch.attention import UnsupportedAttentionError
 from handlers.rolling_batch.engine import RollingBatchEngine
 from handlers.rolling_batch.model_runner import ModelRunner
 from handlers.rolling_batch.scheduler import Scheduler, SchedulerLimits
@@ -58,6 +59,7 @@ class Engine:
         runner = ModelRunner(model)
         runner.prepare(slots, CONTEXT, kv_tokens)
         self.cache = runner.cache
+        self.fused = runner.fused
         self.scheduler = Scheduler(SchedulerLimits(slots, kv_tokens, chunk, chunk))
         self.engine = RollingBatchEngine(runner, self.scheduler, self.tokenizer, frozenset({EOS}), CONTEXT)
         self._count = 0
@@ -271,6 +273,58 @@ def test_a_failing_step_ends_what_runs_and_the_next_request_is_served() -> None:
     engine.run()
     assert answers[2].tokens == engine.expected([1, 2, 3], 5)
     assert engine.cache.used_slots == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "layers"), [("llama", 2), ("qwen2", 2), ("granite", 0), ("smollm3", 1), ("helium", 0), ("gpt2", 0)]
+)
+def test_only_layers_that_compute_what_llamas_do_are_fused(family: str, layers: int) -> None:
+    assert Engine(tiny_model(family)).fused["decoder_layers"] == layers
+
+
+def test_a_model_with_state_beside_keys_and_values_is_refused() -> None:
+    with pytest.raises(UnsupportedAttentionError):
+        Engine(convolutional_hybrid())
+
+
+def test_a_request_whose_text_cannot_be_made_ends_alone() -> None:
+    class BrokenDetokenizer:
+        def feed(self, token: int) -> str:
+            raise LookupError("no such piece")
+
+    engine = Engine(tiny_model("llama"))
+    _, broken = engine.add([1, 2], max_new_tokens=4)
+    _, sound = engine.add([1, 2, 3], max_new_tokens=4)
+    engine.engine._requests["1"].detokenizer = BrokenDetokenizer()
+    engine.run()
+    assert "no such piece" in str(broken.error)
+    assert sound.tokens == engine.expected([1, 2, 3], 4)
+    assert engine.cache.used_slots == 0
+
+
+def test_extreme_parameters_end_nobody_elses_request(llama: Engine) -> None:
+    extremes = [
+        {"do_sample": True, "top_p": 1e-50},
+        {"do_sample": True, "temperature": 1e-38, "top_p": 0.9},
+        {"do_sample": True, "temperature": 1e30, "min_p": 1.0},
+        {"do_sample": True, "top_k": 10**9},
+        {"do_sample": True, "typical_p": 1e-30},
+        {"repetition_penalty": 1e300},
+        {"logprobs": 10**6},
+        {"logit_bias": dict.fromkeys(range(259), -1e30)},
+    ]
+    answers = [llama.add([1, 2], max_new_tokens=3, ignore_eos=True, **extreme)[1] for extreme in extremes]
+    _, sound = llama.add([1, 2, 3], max_new_tokens=3)
+    llama.run()
+    assert [answer.finish_reason for answer in answers] == ["length"] * len(extremes)
+    assert sound.tokens == llama.expected([1, 2, 3], 3)
+
+
+def test_more_stop_sequences_than_can_be_searched_are_refused(llama: Engine) -> None:
+    with pytest.raises(RequestError, match="stop takes up to"):
+        llama.add([1], stop=("x",) * 1000)
+    with pytest.raises(RequestError, match="stop takes up to"):
+        llama.add([1], stop=("x" * 5000,))
 
 
 def test_bfloat16_stays_near_float32() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import AsyncIterator, Callable
@@ -43,8 +44,7 @@ class Worker:
     def __init__(self) -> None:
         self.messages: list[Any] = []
         self.lost = asyncio.Event()
-        self.connected = asyncio.Event()
-        self.link: WorkerLink = worker_link(self._received, self.lost.set, on_connected=self.connected.set)
+        self.link: WorkerLink = worker_link(self._received, self.lost.set)
         self.process: Process
         self._arrived = asyncio.Event()
 
@@ -71,22 +71,26 @@ class Worker:
         body = {"inputs": prompt, "parameters": {"max_new_tokens": tokens}, "stream": stream}
         self.link.send(Submit(number, Input("invocations", {}, [("data", msgspec.json.encode(body))])))
 
+    def complete(self, number: int, prompt: str | list[str]) -> None:
+        body = msgspec.json.encode({"prompt": prompt, "max_tokens": 3})
+        self.link.send(Submit(number, Input("completions", {}, [("data", body)])))
+
 
 @asynccontextmanager
-async def worker_of(directory: Path, handler: str = FAULTS) -> AsyncIterator[Worker]:
+async def worker_of(directory: Path, handler: str = FAULTS, **options: str) -> AsyncIterator[Worker]:
     worker = Worker()
-    path = directory / "link.sock"
-    server = await asyncio.get_running_loop().create_unix_server(lambda: worker.link, str(path))
-    worker.process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "lmi_server.worker", "--link", str(path)),
-        stdin=DEVNULL,
-        stderr=PIPE,
-        start_new_session=True,
-        env=os.environ | {"PYTHONPATH": HANDLERS},
-    )
-    await worker.connected.wait()
-    server.close()
-    worker.link.send(Load("model", str(directory), handler, {}, ["model"]))
+    ours, theirs = socket.socketpair()
+    await asyncio.get_running_loop().create_unix_connection(lambda: worker.link, sock=ours)
+    with theirs:
+        worker.process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "lmi_server.worker", "--link", f"fd:{theirs.fileno()}"),
+            stdin=DEVNULL,
+            stderr=PIPE,
+            start_new_session=True,
+            pass_fds=(theirs.fileno(),),
+            env=os.environ | {"PYTHONPATH": HANDLERS},
+        )
+    worker.link.send(Load("model", str(directory), handler, options, ["model"]))
     try:
         await worker.until(lambda: worker.of(Ready) or worker.of(Failed))
         yield worker
@@ -146,7 +150,7 @@ async def test_an_error_after_it_is_the_last_chunk(tmp_path: Path) -> None:
         assert head.status == 200
         assert isinstance(chunks[-1], Chunk)
         assert b"raised after a token" in chunks[-1].data
-        assert end == End(1)
+        assert end == End(1, 424)
         worker.submit(2, "token-then-raise", stream=False)
         (reply,) = await worker.ended(2)
         assert isinstance(reply, Reply)
@@ -160,6 +164,34 @@ async def test_a_sequence_without_a_finish_reason_is_the_handlers_error(tmp_path
         (reply,) = await worker.ended(1)
         assert isinstance(reply, Reply)
         assert b"without a finish reason" in reply.data
+
+
+@on_loop
+async def test_a_cancellation_by_the_handler_itself_is_its_error(tmp_path: Path) -> None:
+    async with worker_of(tmp_path) as worker:
+        worker.submit(1, "cancel")
+        (reply,) = await worker.ended(1)
+        assert isinstance(reply, Reply)
+        assert reply.status == 424
+        for number, prompt in enumerate(["cancel", ["a", "cancel"]], start=2):
+            worker.complete(number, prompt)
+            (reply,) = await worker.ended(number)
+            assert isinstance(reply, Reply)
+            assert reply.status == 500
+            assert b"the handler cancelled the request" in reply.data
+        worker.submit(4, "token-then-cancel")
+        assert (await worker.ended(4))[-1] == End(4, 424)
+
+
+@on_loop
+async def test_one_request_does_not_crowd_out_the_others(tmp_path: Path) -> None:
+    async with worker_of(tmp_path, max_rolling_batch_size="2") as worker:
+        worker.complete(1, ["crowd"] * 20)
+        (reply,) = await worker.ended(1)
+        assert isinstance(reply, Reply)
+        texts = [choice["text"] for choice in msgspec.json.decode(reply.data)["choices"]]
+        assert len(texts) == 20
+        assert set(texts) <= {"1", "2"}
 
 
 @on_loop

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
+import resource
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -208,6 +210,83 @@ async def test_a_load_that_takes_too_long_fails(tmp_path: Path) -> None:
 
 
 @on_loop
+async def test_a_worker_that_cannot_be_started_is_a_failed_load(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    load = Load("model", str(tmp_path), FAULTS, {}, ["model"])
+    pool = WorkerPool(PoolSettings(load=load))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), hard))
+    try:
+        pool.start()
+        assert await pool.settled() is ModelStatus.FAILED
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert pool.failure is not None
+    assert "the worker process could not be started: " in pool.failure.message
+    assert "Too many open files" in pool.failure.message
+    await pool.stop()
+
+
+@on_loop
+async def test_a_worker_that_cannot_be_started_again_fails_what_waits(tmp_path: Path) -> None:
+    async with pool_of(tmp_path) as pool:
+        waiting = submit(pool, "wait")
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            os.kill(pool.worker_pids()[0], signal.SIGKILL)
+            terminal = await ended(waiting)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert isinstance(terminal, Error)
+        assert terminal.kind == "ModelNotReadyError"
+        await until(lambda: pool.status is ModelStatus.HEALTHY)
+        assert await answer(submit(pool, "a")) == " a a a"
+
+
+@on_loop
+async def test_a_fault_of_the_pool_itself_fails_the_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    unsendable: Any = {"model_id": object()}
+    pool = WorkerPool(PoolSettings(load=Load("model", str(tmp_path), FAULTS, unsendable, ["model"])))
+    pool.start()
+    assert await pool.settled() is ModelStatus.FAILED
+    assert "not looked after" in caplog.text
+    with pytest.raises(ModelNotReadyError, match="TypeError"):
+        submit(pool, "a")
+    await pool.stop()
+    assert not children()
+
+
+@on_loop
+async def test_a_long_temporary_directory_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / ("x" * 150)))
+    async with pool_of(tmp_path) as pool:
+        assert await answer(submit(pool, "a")) == " a a a"
+
+
+@on_loop
+async def test_a_stop_while_the_model_loads_leaves_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pool = WorkerPool(PoolSettings(load=Load("model", str(tmp_path), "fault_handlers:GatedHandler", {}, ["model"])))
+    pool.start()
+    await until(lambda: bool(children()))
+    await pool.stop()
+    del pool
+    gc.collect()
+    await until(lambda: not children())
+    assert "never retrieved" not in caplog.text
+
+
+@pytest.mark.parametrize("ticks", range(1, 9))
+@on_loop
+async def test_a_stop_while_the_process_starts_leaves_nothing(tmp_path: Path, ticks: int) -> None:
+    pool = WorkerPool(PoolSettings(load=Load("model", str(tmp_path), FAULTS, {}, ["model"])))
+    pool.start()
+    for _ in range(ticks):
+        await asyncio.sleep(0)
+    await pool.stop()
+    assert not children()
+
+
+@on_loop
 async def test_nothing_is_accepted_while_the_model_loads(tmp_path: Path) -> None:
     load = Load("model", str(tmp_path), "fault_handlers:GatedHandler", {}, ["model"])
     pool = WorkerPool(PoolSettings(load=load))
@@ -227,9 +306,16 @@ async def test_a_model_that_cannot_be_loaded_again_is_tried_again(tmp_path: Path
         job = submit(pool, "a", tokens=100_000_000)
         os.kill(pool.worker_pids()[0], signal.SIGKILL)
         await until(lambda: pool.status is ModelStatus.UNHEALTHY)
+        queued = submit(pool, "a")  # the restart may succeed
+        for waiting in (job, queued):
+            terminal = await ended(waiting)
+            assert isinstance(terminal, Error)
+            assert terminal.kind == "ModelNotReadyError"
+            assert "could not be loaded again" in terminal.message
+        with pytest.raises(ModelNotReadyError, match="could not be loaded again"):
+            submit(pool, "a")
         (tmp_path / "loaded").unlink()
         await until(lambda: pool.status is ModelStatus.HEALTHY)
-        pool.cancel(job)
         assert await answer(submit(pool, "b")) == " b b b"
 
 

@@ -10,8 +10,12 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     GemmaConfig,
+    Glm4Config,
     GPT2Config,
     GPTNeoXConfig,
+    GraniteConfig,
+    HeliumConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     OPTConfig,
@@ -20,6 +24,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 
 VOCABULARY = 259
@@ -45,6 +50,11 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "gemma2_with_soft_caps": lambda: Gemma2Config(
         **_GROUPED, head_dim=16, sliding_window=8, attn_logit_softcapping=5.0, final_logit_softcapping=3.0
     ),
+    # Of Llama's structure to the eye, with a scale, a rotation or a layer of their own.
+    "granite": lambda: GraniteConfig(**_GROUPED, residual_multiplier=0.3, attention_multiplier=0.2),
+    "smollm3": lambda: SmolLM3Config(**_GROUPED, no_rope_layers=[1, 0]),
+    "helium": lambda: HeliumConfig(**_GROUPED, head_dim=16),
+    "glm4": lambda: Glm4Config(**_GROUPED, head_dim=16),
     "gpt2": lambda: GPT2Config(**_BASE, n_embd=64, n_layer=2, n_head=4),
     "gpt_neox": lambda: GPTNeoXConfig(**_ROTARY, rotary_pct=0.5),
     "opt": lambda: OPTConfig(
@@ -53,9 +63,18 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
+def convolutional_hybrid() -> PreTrainedModel:
+    """A model that keeps convolution states beside keys and values, which the rolling batch does not."""
+    return random_model(Lfm2Config(**_GROUPED, layer_types=["full_attention", "conv"]))
+
+
 def tiny_model(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Return a random model whose logits differ enough that no two tokens tie."""
-    config = FAMILIES[family]()
+    """Return a random model of a family."""
+    return random_model(FAMILIES[family](), dtype)
+
+
+def random_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Return a model whose logits differ enough that no two tokens tie."""
     config._attn_implementation = "eager"
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config)
@@ -74,3 +93,17 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer that decodes as those of Llama 2 and Mistral do, bytes falling back to tokens of their own."""
+    pieces = ["<unk>", "▁a", "b", "c", "▁", *(f"<0x{byte:02X}>" for byte in range(256))]
+    backend = Tokenizer(
+        models.BPE(
+            vocab={piece: index for index, piece in enumerate(pieces)}, merges=[], unk_token="<unk>", byte_fallback=True
+        )
+    )
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")

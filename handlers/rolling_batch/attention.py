@@ -250,9 +250,11 @@ def probe_layers(model: Any, name: str) -> list[AttentionLayer]:
     layers: dict[int, AttentionLayer] = {}
 
     def record(
-        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **more: Any
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any = None, **more: Any
     ) -> tuple[torch.Tensor, None]:
         extra = [name for name in ("s_aux", "sinks", "position_bias", "alibi") if more.get(name) is not None]
+        extra += ["a mask of its own"] if mask is not None else []
+        extra += [f"{key.dtype} keys in a {model.dtype} model"] if key.dtype != model.dtype else []
         if extra:
             raise UnsupportedAttentionError(f"{type(module).__name__} attends with {extra[0]}")
         shape = LayerShape(key.shape[1], key.shape[3], value.shape[3])
@@ -270,4 +272,6 @@ def probe_layers(model: Any, name: str) -> list[AttentionLayer]:
         )
     if sorted(layers) != list(range(len(layers))) or not layers:
         raise UnsupportedAttentionError(f"{type(model).__name__} does not use transformers' attention interface")
+    if len(layers) != model.config.get_text_config().num_hidden_layers or getattr(model, "_is_stateful", False):
+        raise UnsupportedAttentionError(f"{type(model).__name__} keeps states beside the keys and values of attention")
     return [layers[index] for index in range(len(layers))]

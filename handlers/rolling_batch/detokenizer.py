@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tokenizers.decoders import DecodeStream
-
 _CONTEXT = 8  # prompt tokens that the first output token is decoded after, for its leading space
+_LONGEST_CHARACTER = 16  # tokens after which what looks like half a character is none
 
 
 @dataclass(slots=True)
@@ -48,46 +47,36 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class IncrementalDetokenizer:
-    """Decodes the output of one request. `feed` returns the text that a token completes, maybe none."""
+    """Decodes the output of one request. `feed` returns the text that a token completes, maybe none.
+
+    The new tokens are decoded after those that came before them, and the text of the latter is cut off: a decoder that
+    strips a leading space, or joins bytes to characters, then does what it does in the whole text.
+    """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], skip_special_tokens: bool) -> None:
-        self._feed: Callable[[int], str]
-        backend = getattr(tokenizer, "_tokenizer", None)
-        context = list(prompt[-_CONTEXT:])
-        if backend is not None:
-            stream = DecodeStream(ids=context, skip_special_tokens=skip_special_tokens)
-            self._feed = lambda token: stream.step(backend, token) or ""
-        else:
-            self._feed = _SlowStream(tokenizer, context, skip_special_tokens).step
-        self._tokenizer = tokenizer
-        self._tail: list[int] = []
-        self._skip_special_tokens = skip_special_tokens
+        backend = getattr(tokenizer, "backend_tokenizer", None) or tokenizer
+        self._decode: Callable[[list[int]], str] = lambda ids: backend.decode(
+            ids, skip_special_tokens=skip_special_tokens
+        )
+        self._before = list(prompt[-_CONTEXT:])
+        self._before_text = self._decode(self._before)
+        self._pending: list[int] = []
 
     def feed(self, token: int) -> str:
         """Add a token; return the text that is complete with it."""
-        piece = self._feed(token)
-        self._tail = [] if piece else [*self._tail, token]
-        return piece
+        self._pending.append(token)
+        text = self._decode(self._before + self._pending)
+        unfinished = text.endswith("\ufffd") and len(self._pending) < _LONGEST_CHARACTER
+        if unfinished or len(text) <= len(self._before_text):
+            return ""
+        return self._emit(text)
 
     def flush(self) -> str:
         """Return the text of tokens that never completed a character: with replacement characters, as decode has."""
-        tail, self._tail = self._tail, []
-        return self._tokenizer.decode(tail, skip_special_tokens=self._skip_special_tokens) if tail else ""
+        return self._emit(self._decode(self._before + self._pending)) if self._pending else ""
 
-
-class _SlowStream:
-    """The same for a tokenizer without a fast backend: decodes a short window again for every token."""
-
-    def __init__(self, tokenizer: Any, context: list[int], skip_special_tokens: bool) -> None:
-        self._decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-        self._ids = context
-        self._read = len(context)
-
-    def step(self, token: int) -> str:
-        self._ids.append(token)
-        before, after = self._decode(self._ids[: self._read]), self._decode(self._ids)
-        if after.endswith("\ufffd") or len(after) <= len(before):
-            return ""
-        self._ids = self._ids[max(0, self._read - _CONTEXT) :]
-        self._read = len(self._ids)
-        return after[len(before) :]
+    def _emit(self, text: str) -> str:
+        piece = text[len(self._before_text) :]
+        self._before, self._pending = self._pending, []
+        self._before_text = self._decode(self._before)
+        return piece

@@ -19,6 +19,9 @@ _log = logging.getLogger(__name__)
 
 Output = Delta | LmiServerError
 
+_MOST_STOPS = 64
+_LONGEST_STOP = 1000  # characters; every token's text is searched for every stop sequence
+
 
 @dataclass(slots=True)
 class _Request:
@@ -32,6 +35,7 @@ class _Request:
     emit: Callable[[Output], None]
     prompt_text: str
     prompt_tokens: list[Token] = field(default_factory=list)
+    stop_ids: frozenset[int] = frozenset()
     started: bool = False
 
 
@@ -81,7 +85,9 @@ class RollingBatchEngine:
                 f"the prompt has {len(prompt)} tokens and max_new_tokens is {wanted}, but the model's context holds"
                 f" {len(prompt) + room}; shorten the prompt or lower max_new_tokens to {max(room, 0)} at most"
             )
-        vocabulary = len(self._tokenizer)
+        if len(parameters.stop) > _MOST_STOPS or any(len(stop) > _LONGEST_STOP for stop in parameters.stop):
+            raise RequestError(f"stop takes up to {_MOST_STOPS} sequences of up to {_LONGEST_STOP} characters each")
+        vocabulary = self._runner.vocabulary
         named = (min(prompt), max(prompt), *parameters.logit_bias, *parameters.stop_token_ids)
         unknown = [token for token in named if not 0 <= token < vocabulary]
         if unknown:
@@ -108,6 +114,7 @@ class RollingBatchEngine:
             emit,
             prompt_text,
             [self._token(Sampled(prompt[0]), self._piece(prompt[0]))] if parameters.prompt_logprobs else [],
+            frozenset(parameters.stop_token_ids),
         )
         self._scheduler.add(sequence)
 
@@ -136,7 +143,7 @@ class RollingBatchEngine:
         for sequence, sampled in zip(
             logits.sampled, sample(logits.logits[:count], states) if count else [], strict=True
         ):
-            self._accept(self._requests[sequence.request_id], sampled)
+            self._accept_or_fail(self._requests[sequence.request_id], sampled)
         self._account(plan, count, time.perf_counter() - began)
 
     def fail_running(self, error: Exception) -> None:
@@ -145,6 +152,7 @@ class RollingBatchEngine:
             request = self._requests.pop(sequence.request_id)
             self._leave(request)
             request.emit(HandlerError(f"the step failed: {type(error).__name__}: {error}"))
+        self.stats.running = 0
 
     def _leave(self, request: _Request) -> None:
         self._scheduler.remove(request.sequence)
@@ -162,6 +170,16 @@ class RollingBatchEngine:
             scored = score(logits.logits[rows], ids, top)
             request.prompt_tokens.extend(self._token(entry, self._piece(entry.token)) for entry in scored)
 
+    def _accept_or_fail(self, request: _Request, sampled: Sampled) -> None:
+        try:
+            self._accept(request, sampled)
+        # The border to tokenizers, which raise anything: what one request's text does must not end the others.
+        except Exception as error:  # noqa: BLE001
+            _log.exception("request %s: its token %d could not be taken", request.sequence.request_id, sampled.token)
+            if self._requests.pop(request.sequence.request_id, None):
+                self._leave(request)
+            request.emit(HandlerError(f"{type(error).__name__}: {error}"))
+
     def _accept(self, request: _Request, sampled: Sampled) -> None:
         """Append a token to its sequence and emit its delta; the last one ends the request."""
         sequence, parameters = request.sequence, request.parameters
@@ -170,7 +188,9 @@ class RollingBatchEngine:
         text, stopped = request.stop.feed(piece)
         reason = self._finish_reason(request, sampled.token, stopped)
         if reason and not stopped:
-            text += self._rest(request, reason)
+            rest, stopped = self._rest(request)
+            text += rest
+            reason = "stop_sequence" if stopped else reason
         first, request.started = not request.started, True
         delta = Delta(
             text,
@@ -187,7 +207,7 @@ class RollingBatchEngine:
 
     def _finish_reason(self, request: _Request, token: int, stopped: bool) -> FinishReason | None:
         parameters, sequence = request.parameters, request.sequence
-        if stopped or token in parameters.stop_token_ids:
+        if stopped or token in request.stop_ids:
             return "stop_sequence"
         if token in self._eos_ids and not parameters.ignore_eos:
             return "eos_token"
@@ -196,10 +216,10 @@ class RollingBatchEngine:
         return None
 
     @staticmethod
-    def _rest(request: _Request, reason: FinishReason) -> str:
-        """Text that was held back and now belongs to the answer: nothing more can complete it."""
+    def _rest(request: _Request) -> tuple[str, bool]:
+        """Text that was held back and now belongs to the answer, and whether a stop sequence cut it."""
         tail, stopped = request.stop.feed(request.detokenizer.flush())
-        return tail if stopped else tail + request.stop.flush()
+        return (tail, True) if stopped else (tail + request.stop.flush(), False)
 
     def _token(self, sampled: Sampled, piece: str) -> Token:
         top = tuple(TopToken(token, self._piece(token), logprob) for token, logprob in sampled.top)

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from handlers.rolling_batch.attention import AttentionLayer, SlotAttention, as_numpy
+from handlers.rolling_batch.attention import AttentionLayer, SlotAttention, StepRows, as_numpy
 
 _DECODE_ROWS = 32  # the row count that oneDNN lays the weights out for
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -51,9 +52,14 @@ def _same_result(original: nn.Module, fused: nn.Module) -> bool:
     parameter = next(original.parameters())
     width = parameter.shape[-1]
     rows = torch.randn((1, 5, width), generator=torch.Generator().manual_seed(0)).to(parameter.dtype)
-    tolerance = {"rtol": 1e-5, "atol": 1e-5} if parameter.dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     with torch.inference_mode():
-        return torch.allclose(original(rows), fused(rows), **tolerance)
+        return _close(original(rows), fused(rows))
+
+
+def _close(expected: torch.Tensor, computed: torch.Tensor) -> bool:
+    """Whether two results differ by no more than rounding: bfloat16 rounds by up to 0.4 %, several times in a layer."""
+    error = float((expected.float() - computed.float()).norm() / expected.float().norm())
+    return error < (1e-4 if expected.dtype == torch.float32 else 0.015)
 
 
 def _is_rms_norm(module: nn.Module) -> bool:
@@ -125,9 +131,9 @@ def _silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 def _fuse_projections(module: nn.Module) -> int:
     projections = [getattr(module, name, None) for name in _PROJECTIONS]
-    if not all(isinstance(projection, nn.Linear) for projection in projections):
+    if not all(type(projection) is nn.Linear for projection in projections):  # a subclass computes its own way
         return 0
-    if len({projection.in_features for projection in projections}) > 1:
+    if len({(projection.in_features, projection.weight.dtype) for projection in projections}) > 1:
         return 0
     shared = SharedProjection(projections)
     for index, name in enumerate(_PROJECTIONS):
@@ -177,8 +183,10 @@ def fuse_decoder_layers(model: nn.Module, layers: list[AttentionLayer], attentio
         for name, child in list(module.named_children()):
             layer = owners.get(id(getattr(child, "self_attn", None)))
             if layer and _is_llama_layer(child, layer):
-                setattr(module, name, FusedDecoderLayer(child, layer, attention))
-                count += 1
+                fused = FusedDecoderLayer(child, layer, attention)
+                if _same_layer(child, fused, rotary_of(model), attention):
+                    setattr(module, name, fused)
+                    count += 1
     return count
 
 
@@ -196,11 +204,33 @@ def _is_llama_layer(module: Any, layer: AttentionLayer) -> bool:
     )
 
 
-class FusedDecoderLayer(nn.Module):
-    """A decoder layer of Llama's structure in eight passes over its activations.
+def rotary_of(model: nn.Module) -> nn.Module | None:
+    """Return the module that makes the model's rotary position embeddings."""
+    found = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "rotary_emb"]
+    return found[0] if found else None
 
-    The caller compares the model's output before and after, so that a layer that only looks alike is never replaced.
-    """
+
+def _same_layer(
+    original: nn.Module, fused: FusedDecoderLayer, rotary: nn.Module | None, attention: SlotAttention
+) -> bool:
+    """Compare what both add to random activations, at positions so far apart that rotation matters."""
+    if rotary is None:
+        return False
+    norm = fused.input_layernorm.weight
+    positions = torch.tensor([[0, 11, 37, 80, 150, 333, 700]])
+    rows = torch.randn((1, 7, norm.shape[0]), generator=torch.Generator().manual_seed(0)).to(norm.dtype)
+    added = []
+    with torch.inference_mode():
+        embeddings = rotary(rows, positions)
+        for layer in (original, fused):
+            attention.begin(StepRows(np.zeros(7, np.int64), np.arange(7), []))
+            out = layer(rows, position_embeddings=embeddings, attention_mask=None, past_key_values=None)
+            added.append(out - rows)
+    return _close(*added)
+
+
+class FusedDecoderLayer(nn.Module):
+    """A decoder layer of Llama's structure in eight passes over its activations."""
 
     def __init__(self, original: Any, layer: AttentionLayer, attention: SlotAttention) -> None:
         super().__init__()
@@ -263,7 +293,7 @@ def _pack_linears(model: nn.Module) -> int:
     count = 0
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if isinstance(child, nn.Linear):
+            if type(child) is nn.Linear:
                 setattr(module, name, PackedLinear(child))
                 count += 1
     return count

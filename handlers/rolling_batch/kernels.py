@@ -155,6 +155,7 @@ def argmax_rows(logits, best):  # type: ignore[no-untyped-def]
     width = logits.shape[1]
     block = 1024  # the greatest of a block is found with vector instructions, its place only in the best block
     for n in prange(logits.shape[0]):
+        best[n] = 0
         best_block, highest = 0, np.float32(-np.inf)
         for start in range(0, width, block):
             inside = np.float32(-np.inf)

@@ -103,7 +103,8 @@ class KVCache:
     def _drop_pages(self, slot: int) -> None:
         """Give the memory behind the tokens that the slot needs back to the system."""
         needed = self._needed[slot]
-        for area, tensor in zip(self._maps, (*self.keys, *self.values), strict=True):
+        areas = zip(self._maps, (*self.keys, *self.values), strict=True) if self._maps else ()
+        for area, tensor in areas:
             token = tensor.stride(2) * tensor.itemsize
             stretch = self.max_len * token
             for head in range(slot * tensor.shape[1], (slot + 1) * tensor.shape[1]):

@@ -68,12 +68,14 @@ def load_engine(model_dir: str, options: HuggingFaceOptions) -> LoadedEngine:
     path = options.model_id or model_dir
     tokenizer = _load_tokenizer(path, options)
     model = _load_model(path, options)
+    weights = model.get_memory_footprint()
     try:
         runner = ModelRunner(model)
+        limits, max_len = _limits(runner, model, weights, options)
+        _refuse_unsteady_rope(model.config, max_len)
+        runner.prepare(limits.max_running, max_len, limits.kv_tokens)
     except UnsupportedAttentionError as error:
         raise ModelLoadError(f"{type(model).__name__} cannot run under the rolling batch: {error}") from error
-    limits, max_len = _limits(runner, model, options)
-    runner.prepare(limits.max_running, max_len, limits.kv_tokens)
     engine = RollingBatchEngine(runner, Scheduler(limits), tokenizer, _eos_ids(model, tokenizer), max_len)
     prompts = PromptEncoder(tokenizer)
     _warm_up(engine, prompts)
@@ -145,12 +147,27 @@ def _dtype(config: Any, options: HuggingFaceOptions, on_cpu: bool) -> torch.dtyp
     return "auto"
 
 
-def _limits(runner: ModelRunner, model: Any, options: HuggingFaceOptions) -> tuple[SchedulerLimits, int]:
+def _refuse_unsteady_rope(config: Any, max_len: int) -> None:
+    """Refuse rotary embeddings that change with the longest position of a pass: a request would depend on its company.
+
+    Raises UnsupportedAttentionError naming the length up to which they do not.
+    """
+    text_config = config.get_text_config()
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    kinds = {rope.get("rope_type"), *(entry.get("rope_type") for entry in rope.values() if isinstance(entry, dict))}
+    steady = rope.get("original_max_position_embeddings") or text_config.max_position_embeddings
+    if kinds & {"dynamic", "longrope"} and max_len > steady:
+        raise UnsupportedAttentionError(
+            f"its rotary embeddings change with the length; set option.max_model_len={steady}"
+        )
+
+
+def _limits(runner: ModelRunner, model: Any, weights: int, options: HuggingFaceOptions) -> tuple[SchedulerLimits, int]:
     kind = runner.device.type
     per_token = bytes_per_token(runner.layers, runner.dtype)
     slots = options.max_rolling_batch_size
     max_len = _max_len(model, options)
-    kv_tokens = min(slots * max_len, int(_kv_bytes(kind, model, options) // per_token))
+    kv_tokens = min(slots * max_len, int(_kv_bytes(kind, weights, options) // per_token))
     if kind != "cpu":  # slots are real memory there, all of one length
         max_len = min(max_len, kv_tokens // slots)
     if kv_tokens < 16:
@@ -177,12 +194,12 @@ def _max_len(model: Any, options: HuggingFaceOptions) -> int:
     return options.max_model_len
 
 
-def _kv_bytes(kind: str, model: Any, options: HuggingFaceOptions) -> float:
+def _kv_bytes(kind: str, weights: int, options: HuggingFaceOptions) -> float:
     if options.kv_cache_memory_gb is not None:
         return options.kv_cache_memory_gb * _GIB
     free, total = _memory(kind)
     if options.mem_fraction_static is not None:
-        return total * options.mem_fraction_static - model.get_memory_footprint()
+        return total * options.mem_fraction_static - weights
     return free * _FREE_MEMORY_SHARE.get(kind, 0.9)
 
 
@@ -192,15 +209,17 @@ def _memory(kind: str) -> tuple[int, int]:
         return torch.cuda.mem_get_info()
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     kib = {name: int(fields[name].split()[0]) for name in ("MemAvailable", "MemTotal")}
-    limit = _cgroup_limit()
-    return min(kib["MemAvailable"] * 1024, limit), min(kib["MemTotal"] * 1024, limit)
+    limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
+    if limit is None:
+        return kib["MemAvailable"] * 1024, kib["MemTotal"] * 1024
+    return min(kib["MemAvailable"] * 1024, limit - (used or 0)), min(kib["MemTotal"] * 1024, limit)
 
 
-def _cgroup_limit() -> int:
-    """Bytes that a container may use (cgroup v2), or the address space."""
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.exists() else "max"
-    return 2**62 if text == "max" else int(text)
+def _cgroup_bytes(name: str) -> int | None:
+    """What the container's control group (v2) says; None where it says nothing or sets no limit."""
+    file = Path("/sys/fs/cgroup") / name
+    text = file.read_text().strip() if file.exists() else "max"
+    return None if text == "max" else int(text)
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
@@ -211,7 +230,7 @@ def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 
 def _warm_up(engine: RollingBatchEngine, prompts: PromptEncoder) -> None:
     """Run a short request, so that kernels are compiled and buffers exist before the model is ready."""
-    parameters = SamplingParameters(max_new_tokens=2, ignore_eos=True)
+    parameters = SamplingParameters(max_new_tokens=2, ignore_eos=True, logprobs=0)
     prompt = (prompts.tokenize("a b c") or [0])[:4]
     engine.add("warm-up", prompt, parameters, "", 0, lambda output: None)
     while engine.has_work:

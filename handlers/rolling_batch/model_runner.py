@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from handlers.rolling_batch.attention import ChunkRows, SlotAttention, StepRows, probe_layers
+from handlers.rolling_batch.attention import (
+    ChunkRows,
+    SlotAttention,
+    StepRows,
+    UnsupportedAttentionError,
+    probe_layers,
+)
 from handlers.rolling_batch.fusion import fuse, fuse_decoder_layers
 from handlers.rolling_batch.kv_cache import KVCache, LayerShape
 from handlers.rolling_batch.scheduler import Chunk, Sequence, StepPlan
@@ -42,6 +48,10 @@ class ModelRunner:
         self._device: torch.device = model.device
         self._dtype: torch.dtype = model.dtype
         self._attention_name = f"lmi_rolling_batch_{next(_runner_ids)}"
+        self.vocabulary: int = min(
+            model.get_input_embeddings().weight.shape[0], model.config.get_text_config().vocab_size
+        )
+        self._check = _LoadCheck(model, self.vocabulary)
         self._attention_layers = probe_layers(model, f"{self._attention_name}_probe")
         on_cpu = self._device.type == "cpu" and self._dtype in (torch.bfloat16, torch.float32)
         self.fused: dict[str, int] = fuse(model) if on_cpu else {}
@@ -63,12 +73,16 @@ class ModelRunner:
         return self._device
 
     def prepare(self, slots: int, max_len: int, kv_tokens: int) -> None:
-        """Allocate the KV cache for `slots` sequences of up to `max_len` tokens, `kv_tokens` in all."""
+        """Allocate the KV cache for `slots` sequences of up to `max_len` tokens, `kv_tokens` in all.
+
+        Raises UnsupportedAttentionError where the model's logits over that cache are not its own.
+        """
         self.cache = KVCache(self.layers, slots, max_len, kv_tokens, self._dtype, self._device)
         self._attention = SlotAttention(self.cache, self._attention_name)
         self._model.set_attn_implementation(self._attention_name)
         if self.fused:
             self.fused["decoder_layers"] = fuse_decoder_layers(self._model, self._attention_layers, self._attention)
+        self._check.compare(self)
 
     def run(self, plan: StepPlan, prompt_scored: set[str]) -> StepLogits:
         """Compute the plan's tokens; return the logits that the sampler needs.
@@ -115,6 +129,54 @@ class ModelRunner:
         if self._keeps_rows:
             return self._model(**inputs, logits_to_keep=kept).logits[0, :count]
         return self._model(**inputs).logits[0, kept[:count]]
+
+
+class _LoadCheck:
+    """Compares a model under the rolling batch with the model as it was loaded, on a few random tokens.
+
+    A model that keeps more than keys and values from token to token, or that a fused module does not fit, would answer
+    wrongly without any error; here its logits give it away before it serves.
+    """
+
+    _TOKENS = 16
+    _PROMPT = 13
+
+    def __init__(self, model: Any, vocabulary: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._ids = torch.randint(vocabulary, (1, self._TOKENS), generator=generator)
+        with torch.inference_mode():
+            self._expected = model(input_ids=self._ids.to(model.device), use_cache=False).logits[0].float()
+
+    def compare(self, runner: ModelRunner) -> None:
+        """Compute the tokens in two chunks and the last ones by decoding.
+
+        Raises UnsupportedAttentionError where the logits differ by more than rounding.
+        """
+        if runner.cache.max_len < self._TOKENS or runner.cache.kv_tokens < self._TOKENS:
+            return
+        ids = self._ids[0].tolist()
+        sequence = Sequence("check", ids[: self._PROMPT], self._PROMPT, self._TOKENS - self._PROMPT)
+        sequence.slot = runner.cache.acquire(self._TOKENS)
+        half = self._PROMPT // 2
+        plans = [StepPlan([], [Chunk(sequence, 0, half)]), StepPlan([], [Chunk(sequence, half, self._PROMPT)])]
+        logits = [runner.run(plan, set()).logits for plan in plans][-1:]
+        for position in range(self._PROMPT, self._TOKENS):
+            sequence.tokens.append(ids[position])
+            sequence.computed = position
+            logits.append(runner.run(StepPlan([sequence], []), set()).logits)
+        runner.cache.release(sequence.slot)
+        self._judge(torch.cat(logits).float(), runner.dtype)
+
+    def _judge(self, logits: torch.Tensor, dtype: torch.dtype) -> None:
+        expected = self._expected[self._PROMPT - 1 :]
+        spread = expected - expected.mean(dim=-1, keepdim=True)
+        error = float((logits - expected).norm() / spread.norm())
+        limit = 1e-3 if dtype == torch.float32 else 0.25
+        if not error <= limit:  # NaN is an error too
+            raise UnsupportedAttentionError(
+                f"its logits over a KV cache differ from its own by {error:.2g} of their spread; it keeps more than"
+                " keys and values from token to token"
+            )
 
 
 def _padded(rows: list[int]) -> list[int]:

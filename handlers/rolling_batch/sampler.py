@@ -29,7 +29,10 @@ class SamplingState:
         self._penalised = parameters.repetition_penalty != 1.0
         self._counted = parameters.presence_penalty != 0.0 or parameters.frequency_penalty != 0.0
         self.seen: set[int] = set(prompt) if self._penalised else set()
+        self.seen_ids = torch.tensor(sorted(self.seen), dtype=torch.long)
         self.generated: Counter[int] = Counter()
+        self.bias_ids = torch.tensor(list(parameters.logit_bias), dtype=torch.long)
+        self.biases = torch.tensor(list(parameters.logit_bias.values()), dtype=torch.float32)
 
     @property
     def plain(self) -> bool:
@@ -46,8 +49,9 @@ class SamplingState:
 
     def record(self, token: int) -> None:
         """Remember a generated token for the penalties."""
-        if self._penalised:
+        if self._penalised and token not in self.seen:
             self.seen.add(token)
+            self.seen_ids = torch.cat((self.seen_ids, torch.tensor([token])))
         if self._counted:
             self.generated[token] += 1
 
@@ -85,7 +89,7 @@ def score(logits: torch.Tensor, tokens: list[int], top: list[int]) -> list[Sampl
     norms = _log_sum_exp(logits)
     rows = torch.arange(len(tokens), device=logits.device)
     chosen = logits[rows, torch.tensor(tokens, device=logits.device)].float() - norms
-    most = max(top)
+    most = min(max(top), logits.shape[-1])
     if most == 0:
         return [Sampled(token, value) for token, value in zip(tokens, chosen.tolist(), strict=True)]
     values, ids = logits.topk(most, dim=-1)
@@ -144,7 +148,7 @@ def _adjusted(logits: torch.Tensor, states: list[SamplingState]) -> torch.Tensor
             continue
         parameters = state.parameters
         if state.seen:
-            seen = torch.tensor(sorted(state.seen), device=logits.device)
+            seen = state.seen_ids.to(logits.device)
             values = row[seen]
             penalty = parameters.repetition_penalty
             row[seen] = torch.where(values < 0, values * penalty, values / penalty)
@@ -152,8 +156,8 @@ def _adjusted(logits: torch.Tensor, states: list[SamplingState]) -> torch.Tensor
             ids = torch.tensor(list(state.generated), device=logits.device)
             counts = torch.tensor(list(state.generated.values()), device=logits.device)
             row[ids] -= parameters.presence_penalty + parameters.frequency_penalty * counts
-        for token, bias in parameters.logit_bias.items():
-            row[token] += bias
+        if parameters.logit_bias:
+            row[state.bias_ids.to(logits.device)] += state.biases.to(logits.device)
     return logits
 
 
@@ -210,12 +214,12 @@ class _Candidates:
             return None
         if parameters.top_p < 1.0:
             before = weights.cumsum(0) - weights
-            keep = int((before < parameters.top_p).sum())
+            keep = max(1, int((before < parameters.top_p).sum()))
             if keep == len(ids) and not self.complete and not parameters.top_k:
                 return None
             ids, weights = ids[:keep], weights[:keep]
         if parameters.min_p > 0.0:
-            keep = int((weights >= parameters.min_p * weights[0]).sum())
+            keep = max(1, int((weights >= parameters.min_p * weights[0]).sum()))
             if keep == len(ids) and not self.complete and not parameters.top_k and parameters.top_p >= 1.0:
                 return None
             ids, weights = ids[:keep], weights[:keep]

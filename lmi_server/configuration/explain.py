@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from lmi_server.configuration.check import told
@@ -19,7 +18,7 @@ from lmi_server.devices import DeviceGroup, plan_devices
 from lmi_server.errors import ConfigurationError
 from lmi_server.worker_command import mpi_worker_command, worker_command
 
-_LINK = Path("worker-1.sock")  # stands for a path in a directory that is made when the server starts
+_LINK = "fd:N"  # the number is that of a socket which is made when the worker starts
 
 
 @dataclass(frozen=True, slots=True)

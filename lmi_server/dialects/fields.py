@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from lmi_server.errors import RequestError
+from lmi_server.job_queue import parse_priority
 from lmi_server.protocol import Input
 
 Reader = Callable[[str, Any], Any]
@@ -17,6 +18,9 @@ Reader = Callable[[str, Any], Any]
 _SHOWN_CHARACTERS = 60
 _SHOWN_UNKNOWN = 8  # looking up the nearest known name is slow: a hostile body may hold thousands of names
 _FLOAT_LIMIT = 1.7e308
+_BOM = b"\xef\xbb\xbf"
+# What clients send that were told of no type: boto3, and curl with -d.
+_DEFAULT_TYPES = frozenset({"application/octet-stream", "application/x-www-form-urlencoded"})
 
 _decode = msgspec.json.Decoder().decode
 
@@ -55,9 +59,10 @@ def media_type(request: Input) -> str:
 def json_object(request: Input) -> dict[str, Any]:
     """Return the body, which must be a JSON object."""
     kind = media_type(request)
-    if kind and not kind.startswith("application/json"):
+    body = request.body().removeprefix(_BOM)
+    taken_as_json = kind in _DEFAULT_TYPES and body.lstrip().startswith(b"{")
+    if kind and not kind.startswith("application/json") and not taken_as_json:
         raise RequestError(f"Content-Type: {show(kind)} is not supported; send application/json")
-    body = request.body()
     if not body.strip():
         raise RequestError("the body is empty; send a JSON object")
     value = _json(body)
@@ -84,10 +89,7 @@ def plain_text(request: Input) -> str:
 
 def priority(request: Input) -> int:
     """Return the `x-priority` header (lower runs sooner), 3 where there is none."""
-    value = request.properties.get("x-priority")
-    if value is None:
-        return 3
-    return int(_INTEGER_TEXT("x-priority", value))
+    return parse_priority(request.properties.get("x-priority"))
 
 
 # --- fields ---
@@ -154,9 +156,6 @@ def integer_or_text(minimum: int, maximum: int) -> Reader:
         return number(name, value)
 
     return read
-
-
-_INTEGER_TEXT = integer_or_text(-(2**31), 2**31 - 1)
 
 
 def number(allowed: Callable[[float], bool], description: str) -> Reader:

@@ -1,4 +1,4 @@
-"""`python -m lmi_server.worker --link PATH`: one worker process. Started by the supervisor, never by hand."""
+"""`python -m lmi_server.worker --link fd:N`: one worker process. Started by the supervisor, never by hand."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import ctypes
 import logging
 import os
 import signal
+import socket
 import sys
 
 import uvloop
@@ -31,11 +32,18 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m lmi_server.worker")
-    parser.add_argument("--link", required=True, help="path of the front end's Unix socket")
+    parser.add_argument("--link", required=True, type=_link, help="fd:N, the inherited end of the link")
     return parser.parse_args()
 
 
-async def _serve(path: str) -> int:
+def _link(value: str) -> socket.socket:
+    link = socket.socket(fileno=int(value.removeprefix("fd:")))
+    link.set_inheritable(False)  # a process that a handler starts must not hold the link open
+    link.setblocking(False)
+    return link
+
+
+async def _serve(inherited: socket.socket) -> int:
     session = Session()
     closed = asyncio.Event()  # not before all that was sent is on its way
 
@@ -46,7 +54,7 @@ async def _serve(path: str) -> int:
 
     link = frontend_link(session.on_message, on_lost)
     loop = asyncio.get_running_loop()
-    await loop.create_unix_connection(lambda: link, path)
+    await loop.create_unix_connection(lambda: link, sock=inherited)
     session.attach(link)
     loop.add_signal_handler(signal.SIGTERM, session.shut_down, _SIGTERM_DEADLINE_S)
     await closed.wait()

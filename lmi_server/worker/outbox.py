@@ -94,9 +94,10 @@ class Answer:
     def reply(self, status: int, headers: list[tuple[str, str]], data: bytes) -> None:
         self._finish(Reply(self.id, status, headers, data))
 
-    def end(self) -> None:
+    def end(self, status: int = 200) -> None:
+        """End the stream; `status` is that of the error which its last bytes tell of."""
         self.started = True
-        self._finish(End(self.id))
+        self._finish(End(self.id, status))
 
     def error(self, kind: str, message: str) -> None:
         self._finish(Error(self.id, kind, message))

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import aclosing
+from typing import NamedTuple
 
 from lmi_server import dialects
 from lmi_server.dialects.base import Exchange, ServedModel
@@ -22,16 +23,23 @@ logger = logging.getLogger(__name__)
 _BURST = 8  # deltas that a sequence which never waits may hand out before the others have their turn
 
 
-async def serve(request: Input, handler: LLMHandler, served: ServedModel, answer: Answer, outbox: Outbox) -> None:
+class Engine(NamedTuple):
+    """The handler, and how many sequences of one request it gets at once, so that others have their turn."""
+
+    handler: LLMHandler
+    max_sequences: int
+
+
+async def serve(request: Input, engine: Engine, served: ServedModel, answer: Answer, outbox: Outbox) -> None:
     """Answer `request`; `answer` has ended exactly once when this returns, whatever the handler raises."""
     exchange: Exchange | None = None
     try:
         exchange = dialects.parse(request, served)
         _log_warnings(request, exchange)
         if exchange.stream:
-            await _stream(exchange, handler, answer, outbox)
+            await _stream(exchange, engine, answer, outbox)
         else:
-            await _generate(exchange, handler, answer, outbox, _ignore)
+            await _generate(exchange, engine, answer, outbox, _ignore)
             answer.reply(200, [("content-type", exchange.content_type)], exchange.body())
     except asyncio.CancelledError:
         answer.error(CANCELLED, "cancelled by the front end")
@@ -42,9 +50,9 @@ async def serve(request: Input, handler: LLMHandler, served: ServedModel, answer
         _fail(request, exchange, answer, HandlerError(f"{type(error).__name__}: {error}"))
 
 
-async def _stream(exchange: Exchange, handler: LLMHandler, answer: Answer, outbox: Outbox) -> None:
+async def _stream(exchange: Exchange, engine: Engine, answer: Answer, outbox: Outbox) -> None:
     answer.open(200, [("content-type", exchange.content_type)], exchange.first())
-    await _generate(exchange, handler, answer, outbox, answer.chunk)
+    await _generate(exchange, engine, answer, outbox, answer.chunk)
     last = exchange.last()
     if last:
         answer.chunk(last)
@@ -52,16 +60,22 @@ async def _stream(exchange: Exchange, handler: LLMHandler, answer: Answer, outbo
 
 
 async def _generate(
-    exchange: Exchange, handler: LLMHandler, answer: Answer, outbox: Outbox, emit: Callable[[bytes], None]
+    exchange: Exchange, engine: Engine, answer: Answer, outbox: Outbox, emit: Callable[[bytes], None]
 ) -> None:
     requests = exchange.requests
     if len(requests) == 1:
-        await _generate_one(exchange, 0, requests[0], handler, answer, outbox, emit)
+        await _generate_one(exchange, 0, requests[0], engine.handler, answer, outbox, emit)
         return
+    places = asyncio.Semaphore(engine.max_sequences)
+
+    async def generate_in_turn(index: int, request: GenerationRequest) -> None:
+        async with places:
+            await _generate_one(exchange, index, request, engine.handler, answer, outbox, emit)
+
     try:
         async with asyncio.TaskGroup() as group:
             for index, request in enumerate(requests):
-                group.create_task(_generate_one(exchange, index, request, handler, answer, outbox, emit))
+                group.create_task(generate_in_turn(index, request))
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
 
@@ -78,20 +92,31 @@ async def _generate_one(
     finished = False
     burst = _BURST
     add = exchange.add
-    async with aclosing(handler.generate(request)) as deltas:
-        async for delta in deltas:
-            answer.progressed = True
-            data = add(index, delta)
-            if data:
-                emit(data)
-            if delta.finish_reason is not None:
-                finished = True
-            burst -= 1
-            if not burst:
-                burst = _BURST
-                await outbox.breathe()
+    try:
+        async with aclosing(handler.generate(request)) as deltas:
+            async for delta in deltas:
+                answer.progressed = True
+                data = add(index, delta)
+                if data:
+                    emit(data)
+                if delta.finish_reason is not None:
+                    finished = True
+                burst -= 1
+                if not burst:
+                    burst = _BURST
+                    await outbox.breathe()
+    except asyncio.CancelledError:
+        if _is_cancelled():
+            raise
+        raise HandlerError("the handler cancelled the request") from None
     if not finished:
         raise HandlerError("the handler ended a sequence without a finish reason")
+
+
+def _is_cancelled() -> bool:
+    """Tell whether this task was asked to end; a handler may raise CancelledError of its own."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _ignore(data: bytes) -> None:
@@ -105,7 +130,7 @@ def _fail(request: Input, exchange: Exchange | None, answer: Answer, error: LmiS
     data = exchange.error_chunk(error)
     if data:
         answer.chunk(data)
-    answer.end()
+    answer.end(error_reply(request.route, error)[0])
 
 
 def _log_warnings(request: Input, exchange: Exchange) -> None:

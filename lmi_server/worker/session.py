@@ -17,7 +17,7 @@ from lmi_server.job import CANCELLED
 from lmi_server.link import FrontendLink
 from lmi_server.protocol import Cancel, Control, Failed, Load, Ready, Shutdown, Stats, Submit, ToWorker
 from lmi_server.worker.outbox import Answer, Outbox
-from lmi_server.worker.serve import serve
+from lmi_server.worker.serve import Engine, serve
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +30,8 @@ _OUT_OF_MEMORY_TEXTS = ("CUDA error: out of memory", "No available memory for th
 class LoadedModel:
     """A handler that has started, and what the dialects may know of its model."""
 
-    def __init__(self, handler: LLMHandler, served: ServedModel, info: ModelInfo) -> None:
-        self.handler = handler
+    def __init__(self, engine: Engine, served: ServedModel, info: ModelInfo) -> None:
+        self.engine = engine
         self.served = served
         self.info = info
 
@@ -47,7 +47,7 @@ async def load_model(load: Load) -> LoadedModel:
         output_formatter=options.output_formatter,
         tgi_compat=options.tgi_compat,
     )
-    return LoadedModel(handler, served, info)
+    return LoadedModel(Engine(handler, options.max_rolling_batch_size), served, info)
 
 
 def load_failure(error: Exception) -> LmiServerError:
@@ -145,7 +145,7 @@ class Session:
         if self._loading is not None:
             self._loading.cancel()
         if self._model is not None:
-            await self._model.handler.stop()
+            await self._model.engine.handler.stop()
         self._end(exit_code=0)
 
     def _end(self, exit_code: int) -> None:
@@ -172,7 +172,7 @@ class Session:
         if self._model is None:
             return {}
         try:
-            return dict(self._model.handler.stats())
+            return dict(self._model.engine.handler.stats())
         except Exception:  # the border to handlers: gauges that cannot be read must not end the model
             logger.exception("the handler raised in stats()")
             return {}
@@ -185,7 +185,7 @@ class Session:
         if self._stopping:
             return  # the end of the link tells the front end to give it to another worker
         answer = Answer(self._outbox, submit.id)
-        task = asyncio.create_task(serve(submit.input, self._model.handler, self._model.served, answer, self._outbox))
+        task = asyncio.create_task(serve(submit.input, self._model.engine, self._model.served, answer, self._outbox))
         self._requests[submit.id] = task
         self._answers[submit.id] = answer
         task.add_done_callback(lambda _: self._answered(answer))

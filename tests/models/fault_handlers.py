@@ -11,7 +11,7 @@ from typing import Any
 
 from handlers.echo import EchoHandler
 from lmi_server.errors import ModelLoadError, RequestError
-from lmi_server.generation import Delta, GenerationRequest
+from lmi_server.generation import Delta, GenerationRequest, Usage
 from lmi_server.handler import ModelInfo
 
 
@@ -46,6 +46,13 @@ class FaultHandler(EchoHandler):
             os._exit(7)
         if fault == "wait" or (fault == "wait-once" and self._is_first(fault)):
             await asyncio.Event().wait()
+        if fault == "cancel":
+            raise asyncio.CancelledError
+        if fault == "crowd":
+            for _ in range(20):
+                await asyncio.sleep(0)
+            yield Delta(str(self._running), finish_reason="eos_token", usage=Usage(1, 1))
+            return
         if fault == "hang":
             time.sleep(3600)  # noqa: ASYNC251 - the point: it blocks the worker's loop
         if fault.startswith("token-then-"):
@@ -68,6 +75,8 @@ class FaultHandler(EchoHandler):
     async def _after_a_token(self, fault: str) -> None:
         if fault == "raise":
             raise RuntimeError("raised after a token")
+        if fault == "cancel":
+            raise asyncio.CancelledError
         if fault == "exit":
             os._exit(7)
         if fault == "wait":

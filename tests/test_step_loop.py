@@ -1,0 +1,119 @@
+"""The step loop: an engine in a thread of its own, its deltas on the event loop, its failures contained."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from relay_helpers import on_loop
+
+from handlers.step_loop import StepLoop
+from lmi_server.errors import HandlerError, ModelLoadError, ModelNotReadyError
+from lmi_server.generation import Delta
+
+
+class CountingEngine:
+    """Gives each request the numbers up to its length, one per step; a request of length 0 fails the step."""
+
+    def __init__(self) -> None:
+        self.thread = threading.current_thread()
+        self.requests: dict[str, tuple[int, int, Callable[[Any], None]]] = {}
+        self.aborted: list[str] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests)
+
+    def add(self, name: str, length: int, emit: Callable[[Any], None]) -> None:
+        if length < 0:
+            raise ValueError("a negative length")
+        self.requests[name] = (0, length, emit)
+
+    def step(self) -> None:
+        assert threading.current_thread() is self.thread
+        for name, (count, length, emit) in list(self.requests.items()):
+            if length == 0:
+                raise RuntimeError("cannot count to nothing")
+            self.requests[name] = (count + 1, length, emit)
+            last = count + 1 == length
+            if last:
+                del self.requests[name]
+            emit(Delta(str(count), finish_reason="length" if last else None))
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+        self.requests.pop(request_id, None)
+
+    def fail_running(self, error: Exception) -> None:
+        requests, self.requests = self.requests, {}
+        for _, _, emit in requests.values():
+            emit(HandlerError(str(error)))
+
+
+async def started() -> tuple[StepLoop[CountingEngine], CountingEngine]:
+    loop = StepLoop(CountingEngine)
+    return loop, await loop.start()
+
+
+async def collect(loop: StepLoop[CountingEngine], name: str, length: int) -> str:
+    engine = loop.engine
+    deltas = [delta async for delta in loop.generate(name, lambda emit: engine.add(name, length, emit))]
+    return "".join(delta.text for delta in deltas)
+
+
+@on_loop
+async def test_requests_run_together_in_the_thread_that_built_the_engine() -> None:
+    loop, engine = await started()
+    assert engine.thread is not threading.current_thread()
+    assert await asyncio.gather(collect(loop, "a", 3), collect(loop, "b", 5)) == ["012", "01234"]
+    await loop.stop()
+
+
+@on_loop
+async def test_what_building_raises_is_raised_where_it_is_awaited() -> None:
+    def build() -> CountingEngine:
+        raise ModelLoadError("no model here")
+
+    with pytest.raises(ModelLoadError, match="no model here"):
+        await StepLoop(build).start()
+
+
+@on_loop
+async def test_closing_the_generator_aborts_the_request() -> None:
+    loop, engine = await started()
+    deltas = loop.generate("a", lambda emit: engine.add("a", 10**9, emit))
+    assert (await anext(deltas)).text == "0"
+    await deltas.aclose()
+    assert await collect(loop, "b", 1) == "0", "commands are applied in order, so the abort is done"
+    assert engine.aborted == ["a"]
+    assert not engine.has_work
+    await loop.stop()
+
+
+@on_loop
+async def test_a_failed_step_ends_its_requests_and_the_next_one_is_served() -> None:
+    loop, _ = await started()
+    with pytest.raises(HandlerError, match="cannot count"):
+        await collect(loop, "a", 0)
+    assert await collect(loop, "b", 2) == "01"
+    await loop.stop()
+
+
+@on_loop
+async def test_a_request_that_the_engine_does_not_take_ends_alone() -> None:
+    loop, _ = await started()
+    with pytest.raises(HandlerError, match="a negative length"):
+        await collect(loop, "a", -1)
+    assert await collect(loop, "b", 2) == "01"
+    await loop.stop()
+
+
+@on_loop
+async def test_a_stopped_loop_takes_nothing_more() -> None:
+    loop, _ = await started()
+    await loop.stop()
+    with pytest.raises(ModelNotReadyError):
+        await collect(loop, "a", 1)
