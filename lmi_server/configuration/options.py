@@ -68,7 +68,7 @@ class ServingOptions(Options):
     min_workers: Annotated[PositiveInt, Key("minWorkers")] = Field(
         1, description="Worker processes that are kept running; each holds the whole model."
     )
-    max_workers: Annotated[PositiveInt, Key("maxWorkers")] = Field(
+    max_workers: Annotated[PositiveInt, Key("maxWorkers"), NoEffect("minWorkers workers are started and kept")] = Field(
         1, description="Worker processes at most. Given only minWorkers, it is the same number."
     )
     batch_size: Annotated[
@@ -76,19 +76,19 @@ class ServingOptions(Options):
         Key(also=("max_dynamic_batch_size", "option.batch_size")),
         Unavailable(lambda size: size > 1, _ONE_BY_ONE),
     ] = Field(1, description="Requests that a dynamic batch collects before it runs.")
-    max_batch_delay: Annotated[NonNegativeInt, Key(also=("option.max_batch_delay",))] = Field(
-        100, description="Milliseconds that a dynamic batch waits for more requests."
-    )
-    max_idle_time: Annotated[PositiveInt, Key(also=("option.max_idle_time",))] = Field(
-        60, description="Seconds without work after which a worker beyond minWorkers is stopped."
-    )
+    max_batch_delay: Annotated[
+        NonNegativeInt, Key(also=("option.max_batch_delay",)), NoEffect("requests are not merged into dynamic batches")
+    ] = Field(100, description="Milliseconds that a dynamic batch waits for more requests.")
+    max_idle_time: Annotated[
+        PositiveInt, Key(also=("option.max_idle_time",)), NoEffect("minWorkers workers are started and kept")
+    ] = Field(60, description="Seconds without work after which a worker beyond minWorkers is stopped.")
     load_on_devices: Annotated[str, Unavailable(lambda devices: devices not in ("*", "cpu", "-1"), "use * or cpu")] = (
         Field("*", description="Devices to load the model on, separated by semicolons; * is all of them.")
     )
     # LMI had 10 and went to 0, where a single crash fails the model for good; a supervised restart wants the former.
-    retry_threshold: NonNegativeInt = Field(
-        10, description="Times in a row that a worker may die before the model counts as failed."
-    )
+    retry_threshold: Annotated[
+        NonNegativeInt, NoEffect("a worker that was ready once is always restarted, after growing pauses")
+    ] = Field(10, description="Times in a row that a worker may die before the model counts as failed.")
 
 
 class ModelOptions(Options):
@@ -137,7 +137,9 @@ class ModelOptions(Options):
     served_model_name: Names = Field((), description="Further names under which requests may ask for the model.")
     parallel_loading: bool = Field(False, description="Load the workers of a model at the same time.")
     model_loading_timeout: PositiveInt = Field(1800, description="Seconds that loading the model may take.")
-    predict_timeout: PositiveInt = Field(120, description="Seconds that a request may go without progress in a worker.")
+    predict_timeout: Annotated[
+        PositiveInt, NoEffect("a request ends when its client leaves or its worker dies, a hung worker is killed")
+    ] = Field(120, description="Seconds that a request may go without progress in a worker.")
     waiting_steps: Annotated[
         NonNegativeInt | None, NoEffect("a waiting prompt is computed in chunks beside the running requests")
     ] = Field(None, description="Decode steps that new requests are held back for.")
