@@ -119,9 +119,9 @@ class StepLoop(Generic[E]):
         try:
             self.engine = self._build()
         except BaseException as error:  # noqa: BLE001
-            self._loop.call_soon_threadsafe(self._built.set_exception, error)
+            self._loop.call_soon_threadsafe(self._end_build, error)
             return
-        self._loop.call_soon_threadsafe(self._built.set_result, None)
+        self._loop.call_soon_threadsafe(self._end_build, None)
         try:
             self._run_steps()
         except BaseException:  # noqa: BLE001
@@ -129,6 +129,14 @@ class StepLoop(Generic[E]):
             _log.critical("the step loop failed", exc_info=True)
             logging.shutdown()
             os._exit(1)
+
+    def _end_build(self, error: BaseException | None) -> None:
+        if self._built.done():  # cancelled: the worker is shutting down while it loads
+            return
+        if error is None:
+            self._built.set_result(None)
+        else:
+            self._built.set_exception(error)
 
     def _run_steps(self) -> None:
         while self._wait_for_work():

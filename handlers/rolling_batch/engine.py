@@ -12,12 +12,11 @@ from handlers.rolling_batch.detokenizer import IncrementalDetokenizer, StopMatch
 from handlers.rolling_batch.model_runner import ModelRunner, StepLogits
 from handlers.rolling_batch.sampler import Sampled, SamplingState, sample, score
 from handlers.rolling_batch.scheduler import Scheduler, Sequence, StepPlan, advance
-from lmi_server.errors import ContextLengthError, HandlerError, LmiServerError, RequestError
+from handlers.step_loop import Output
+from lmi_server.errors import ContextLengthError, HandlerError, RequestError
 from lmi_server.generation import Delta, FinishReason, SamplingParameters, Token, TopToken, Usage
 
 _log = logging.getLogger(__name__)
-
-Output = Delta | LmiServerError
 
 _MOST_STOPS = 64
 _LONGEST_STOP = 1000  # characters; every token's text is searched for every stop sequence
