@@ -355,6 +355,7 @@ class WorkerPool:
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
+        await asyncio.gather(*(worker.reap() for worker in self._workers))  # where that was cut short
 
     def kill(self) -> None:
         """End the workers at once, whatever they do."""

@@ -127,12 +127,16 @@ class WorkerProcess:
             except BaseException:
                 ours.close()
                 raise
+            starting = asyncio.create_task(self._execute(theirs))
             try:
-                self._process = await self._execute(theirs)
-            except BaseException:
-                self._link.close()  # ends a process that was started all the same, before its start was cancelled
-                raise
-        self._watch(self._process)
+                await asyncio.shield(starting)
+            finally:
+                await asyncio.wait([starting])  # a start that is cancelled leaves a process all the same
+                if starting.exception() is None:
+                    self._process = starting.result()
+                    self._watch(self._process)
+                else:
+                    self._link.close()
 
     async def _execute(self, link: socket.socket) -> Process:
         return await asyncio.create_subprocess_exec(
