@@ -85,7 +85,10 @@ class RollingBatchEngine:
                 f" {len(prompt) + room}; shorten the prompt or lower max_new_tokens to {max(room, 0)} at most"
             )
         if len(parameters.stop) > _MOST_STOPS or any(len(stop) > _LONGEST_STOP for stop in parameters.stop):
-            raise RequestError(f"stop takes up to {_MOST_STOPS} sequences of up to {_LONGEST_STOP} characters each")
+            raise RequestError(
+                f"stop takes up to {_MOST_STOPS} sequences of up to {_LONGEST_STOP} characters each;"
+                " send fewer or shorter ones"
+            )
         vocabulary = self._runner.vocabulary
         named = (min(prompt), max(prompt), *parameters.logit_bias, *parameters.stop_token_ids)
         unknown = [token for token in named if not 0 <= token < vocabulary]

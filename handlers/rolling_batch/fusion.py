@@ -178,13 +178,14 @@ class ProjectionPart(nn.Module):
 def fuse_decoder_layers(model: nn.Module, layers: list[AttentionLayer], attention: SlotAttention) -> int:
     """Replace decoder layers of Llama's structure, their modules fused already; return how many."""
     owners = {id(layer.module): layer for layer in layers}
+    rotary = _rotary_of(model)
     count = 0
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             layer = owners.get(id(getattr(child, "self_attn", None)))
             if layer and _is_llama_layer(child, layer):
                 fused = FusedDecoderLayer(child, layer, attention)
-                if _same_layer(child, fused, rotary_of(model), attention):
+                if _same_layer(child, fused, rotary, attention):
                     setattr(module, name, fused)
                     count += 1
     return count
@@ -204,7 +205,7 @@ def _is_llama_layer(module: Any, layer: AttentionLayer) -> bool:
     )
 
 
-def rotary_of(model: nn.Module) -> nn.Module | None:
+def _rotary_of(model: nn.Module) -> nn.Module | None:
     """Return the module that makes the model's rotary position embeddings."""
     found = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "rotary_emb"]
     return found[0] if found else None
