@@ -1,14 +1,19 @@
-"""The contract between a worker and the handlers: one adapter per engine implements `LLMHandler`."""
+"""The contract between a worker and the handlers.
+
+One adapter per engine implements `LLMHandler`; what does not generate text is a `RequestHandler`.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from lmi_server.errors import LmiServerError
 from lmi_server.generation import Delta, GenerationRequest
+from lmi_server.protocol import Input
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,4 +51,43 @@ class LLMHandler(ABC):
 
     async def stop(self) -> None:
         """Release the engine; no `generate` is running any more."""
+        return
+
+
+class Response(msgspec.Struct, kw_only=True):
+    """What a `RequestHandler` answers to one request: a whole body, or a stream of pieces.
+
+    A piece of `stream` leaves as soon as it is there; an exception in the stream ends it with an error event.
+    `after` is called once the answer is on its way, whether it ended well or not.
+    """
+
+    status: int = 200
+    headers: list[tuple[str, str]] = []
+    data: bytes = b""
+    stream: Iterator[bytes] | None = None
+    after: Callable[[], None] | None = None
+
+
+class RequestHandler(ABC):
+    """Serves whatever is not text generation, in batches of up to option.batch_size requests.
+
+    One instance per worker; every method runs in the main thread of the process, one call at a time.
+    """
+
+    @abstractmethod
+    def start(self, model_dir: str, options: Any) -> ModelInfo:
+        """Load the model. `options` is an instance of the handler's own options class.
+
+        Raises ModelLoadError (or anything else, which fails the load with its message).
+        """
+
+    @abstractmethod
+    def handle(self, requests: Sequence[Input]) -> Sequence[Response | LmiServerError]:
+        """Answer a batch: one outcome per request, in order; an error fails its own request alone.
+
+        Whatever is raised fails the whole batch.
+        """
+
+    def stop(self) -> None:
+        """Release what `start` took."""
         return
