@@ -51,7 +51,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate.
 
     `prompt` is a text, a list of token ids, or None where `messages` holds a chat in OpenAI's form, which the handler
-    renders with the tokenizer's chat template. `priority`: lower runs sooner (LMI: `x-priority`, default 3).
+    renders with the tokenizer's chat template. `priority`: lower runs sooner (LMI: `x-priority`, default 3). `adapter` is
+    the name of a LoRA adapter that the handler was given, None for the model as it is.
     """
 
     request_id: str
@@ -61,6 +62,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     tools: Sequence[Mapping[str, Any]] | None = None
     add_special_tokens: bool = True
     priority: int = 3
+    adapter: str | None = None
 
 
 class TopToken(msgspec.Struct, frozen=True):
