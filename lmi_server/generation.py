@@ -51,8 +51,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate.
 
     `prompt` is a text, a list of token ids, or None where `messages` holds a chat in OpenAI's form, which the handler
-    renders with the tokenizer's chat template. `priority`: lower runs sooner (LMI: `x-priority`, default 3). `adapter` is
-    the name of a LoRA adapter that the handler was given, None for the model as it is.
+    renders with the tokenizer's chat template. `priority`: lower runs sooner (LMI: `x-priority`, default 3). `adapter`
+    is the name of a LoRA adapter that the handler was given, None for the model as it is.
     """
 
     request_id: str

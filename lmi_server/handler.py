@@ -56,6 +56,7 @@ class LLMHandler(ABC):
 
     async def remove_adapter(self, name: str) -> None:
         """Forget an adapter that `add_adapter` took; requests that run with it finish."""
+        return
 
     def stats(self) -> Mapping[str, float]:
         """Return gauges of the engine, by Prometheus name without prefix (`running_requests`, ...)."""
