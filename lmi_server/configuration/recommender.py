@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lmi_server.configuration.handlers import DEFAULT_HANDLER, HANDLERS, HandlerRow
+from lmi_server.configuration.handlers import DEFAULT_HANDLER, HANDLERS, HandlerRow, load_options_type
 from lmi_server.configuration.layers import Given
 from lmi_server.configuration.machine import Machine
 
@@ -50,7 +50,7 @@ _ONE_WORKER_OF_ONE_GPU = ("option.enable_lora", "option.enable_stateful_sessions
 
 
 def _for_handler(row: HandlerRow, given: Given, machine: Machine) -> Mapping[str, str]:
-    recommended: dict[str, str] = {}
+    recommended = dict(load_options_type(row).recommended(machine))
     rolling = given.get("option.rolling_batch")
     left_open = row.batches_by_default if rolling is None else rolling.raw.lower() == "auto"
     if left_open and row.rolling_batches:
