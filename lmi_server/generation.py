@@ -106,6 +106,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     `prompt` is a text, a list of token ids, or None where `messages` holds a chat in OpenAI's form, which the handler
     renders with the tokenizer's chat template. `stream` is False where nobody reads a delta before the last one, so
     that an engine may hand out the whole output in one. `priority`: lower runs sooner (LMI: `x-priority`, default 3).
+    `adapter` is the name of a LoRA adapter that the handler was given, None for the model as it is.
     """
 
     request_id: str
@@ -117,6 +118,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = True
     add_special_tokens: bool = True
     priority: int = 3
+    adapter: str | None = None
 
 
 class TopToken(msgspec.Struct, frozen=True):

@@ -13,7 +13,7 @@ import msgspec
 
 from lmi_server.errors import LmiServerError, RequestError
 from lmi_server.generation import Delta, Feature, GenerationRequest
-from lmi_server.protocol import Input
+from lmi_server.protocol import Adapter, Input
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +53,19 @@ class LLMHandler(ABC):
     async def detokenize(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids. Raises RequestError where one of them is not in the vocabulary."""
         raise RequestError("this model's handler does not turn tokens into text")
+
+    async def add_adapter(self, adapter: Adapter) -> None:
+        """Take a LoRA adapter; from now on requests may name it in `GenerationRequest.adapter`.
+
+        One of that name is replaced; requests that run keep the weights that they began with. Raises RequestError
+        naming what of the adapter is not supported or does not fit the model, ModelMemoryError where there is no room;
+        nothing has changed then.
+        """
+        raise RequestError("this handler serves no LoRA adapters; use another one, or set option.enable_lora=false")
+
+    async def remove_adapter(self, name: str) -> None:
+        """Forget an adapter that `add_adapter` took; requests that run with it finish."""
+        return
 
     def stats(self) -> Mapping[str, float]:
         """Return gauges of the engine, by Prometheus name without prefix (`running_requests`, ...)."""
