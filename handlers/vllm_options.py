@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
@@ -93,8 +94,9 @@ class VllmOptions(PagedAttentionOptions):
         return _names_of_engine_args()
 
     def engine_arguments(self) -> Mapping[str, Any]:
-        """Return the arguments of vLLM's EngineArgs that this configuration decides."""
+        """Return the arguments of vLLM's EngineArgs that this configuration decides; passed through ones are text."""
         arguments = {
+            **self.passed_to_engine(),
             "model": self.model_id,
             "revision": self.revision,
             "trust_remote_code": self.trust_remote_code,
@@ -107,6 +109,7 @@ class VllmOptions(PagedAttentionOptions):
             "cpu_offload_gb": self.cpu_offload_gb_per_gpu,
             "gpu_memory_utilization": self.gpu_memory_utilization,
             **{name: getattr(self, name) for name in _SAME_NAME},
+            **{name: json.loads(text) for name in _JSON if (text := getattr(self, name)) is not None},
             **self._lora_arguments(),
         }
         return {name: value for name, value in arguments.items() if value is not None}
@@ -138,11 +141,12 @@ _SAME_NAME = (
     "enable_chunked_prefill",
     "enable_prefix_caching",
     "enable_expert_parallel",
+    "disable_sliding_window",
+    "max_logprobs",
     "tokenizer_mode",
-    "limit_mm_per_prompt",
-    "kv_transfer_config",
-    "speculative_config",
 )
+_JSON = ("limit_mm_per_prompt", "kv_transfer_config", "speculative_config")
+_DECIDED_HERE = ("model", "served_model_name")
 
 
 @cache
@@ -155,4 +159,5 @@ def _names_of_engine_args() -> frozenset[str]:
     tree = ast.parse(source.read_text(encoding="utf-8")) if source.is_file() else ast.Module([], [])
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name.endswith("EngineArgs")]
     fields = [node.target for found in classes for node in found.body if isinstance(node, ast.AnnAssign)]
-    return frozenset(target.id for target in fields if isinstance(target, ast.Name))
+    names = {target.id for target in fields if isinstance(target, ast.Name) and not target.id.startswith("_")}
+    return frozenset(names.difference(_DECIDED_HERE))

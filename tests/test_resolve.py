@@ -48,6 +48,12 @@ def refusal(directory: Path, environment: Mapping[str, str] = {}) -> list[str]:
     return raised.value.message.split("\n")
 
 
+def test_undeclared_options_reach_the_worker(write: Write) -> None:
+    model = resolve_model(write("option.favourite=Colour: blue\nnot_an_option=1"), {"OPTION_OTHER": "2"})
+    assert model.options.passed_through == {"favourite": "Colour: blue", "other": "2"}
+    assert rebuild_options(model.handler, model.raw_options()) == model.options
+
+
 def test_a_directory_with_a_config_json_is_enough(write: Write) -> None:
     directory = write()
     model = resolve_model(directory, {})

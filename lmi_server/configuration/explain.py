@@ -76,7 +76,7 @@ def explain(found: Inspection) -> Explanation:
         devices=tuple({"kind": group.kind, "gpus": list(group.gpus)} for group in groups),
         worker_command=tuple(_command(found.options, found.machine)),
         worker_environment=groups[0].environment if groups else {},
-        engine_arguments=_engine_arguments(found),
+        engine_arguments=found.options.engine_arguments(),
         memory=_memory(needed),
         machine=_machine(found.machine),
         warnings=(*found.warnings, *shortage, *needed.warnings(), *_reserved(found), *_absent(found)),
@@ -149,12 +149,6 @@ def _command(options: ModelOptions, machine: Machine) -> Sequence[str]:
     if options.mpi_mode:
         return mpi_worker_command(_LINK, devices_per_worker(options, machine))
     return worker_command(_LINK)
-
-
-def _engine_arguments(found: Inspection) -> Mapping[str, Any]:
-    known = type(found.options).engine_names()
-    passed = {key.removeprefix("option."): source.raw for key, source in found.unknown.items()}
-    return {**found.options.engine_arguments(), **{name: raw for name, raw in passed.items() if name in known}}
 
 
 def _memory(needed: Estimate) -> Mapping[str, Any]:

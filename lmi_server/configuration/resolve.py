@@ -164,7 +164,7 @@ def inspect_model(
         name=model_name(model_dir),
         model_dir=str(model_dir),
         row=row,
-        options=options.model_copy(update={"model_id": location}),
+        options=_complete(options, location, stack.unknown),
         serving=serving,
         sources=MappingProxyType({**_default_sources(declared), **stack.known}),
         unknown=MappingProxyType(stack.unknown),
@@ -178,6 +178,12 @@ def inspect_model(
         problems=tuple(wrong),
         unavailable=tuple(_unavailable(choice, model_dir, serving, options, stack.known, config)),
     )
+
+
+def _complete(options: ModelOptions, location: str, unknown: Given) -> ModelOptions:
+    """Return the options with where the model is, and with the option. keys that they do not declare."""
+    passed = {key.removeprefix("option."): unknown[key].raw for key in unknown if key.startswith("option.")}
+    return options.model_copy(update={"model_id": location}).passing_through(passed)
 
 
 def model_name(model_dir: Path) -> str:
