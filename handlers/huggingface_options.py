@@ -89,14 +89,14 @@ class HuggingFaceOptions(ModelOptions):
     )
 
     def engine_arguments(self) -> Mapping[str, Any]:
-        """Return what `from_pretrained` of transformers is given, without what is its default."""
+        """Return what `from_pretrained` of transformers is given beside the model, without what is its default."""
         decided = {
             "dtype": self.dtype,
             "revision": self.revision,
             "trust_remote_code": self.trust_remote_code,
             "device_map": self.device_map,
         }
-        return {"pretrained_model_name_or_path": self.model_id, **{name: v for name, v in decided.items() if v}}
+        return {name: value for name, value in decided.items() if value}
 
     def context_length(self) -> int | None:
         return self.max_model_len

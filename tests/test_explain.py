@@ -254,6 +254,7 @@ def test_too_few_gpus_are_a_warning(tmp_path: Path) -> None:
     found = explained(tmp_path, "option.rolling_batch=vllm\noption.tensor_parallel_degree=8", FOUR_GPUS)
     assert [warning for warning in found.warnings if "a worker takes 8 GPUs" in warning]
     assert found.devices == ()
+    assert not found.can_be_served
 
 
 def test_required_memory_that_is_not_there_is_a_warning(tmp_path: Path) -> None:

@@ -19,10 +19,15 @@ from pydantic.fields import FieldInfo
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """How the option is written, where that is not the field's name: `name` without prefix, `also` in full."""
+    """How the option is written, where that is not the field's name: `name` without prefix, `also` in full.
+
+    Of several spellings in one place the first is used, `name` before `also`; where they `must_agree`, giving them
+    different values is an error.
+    """
 
     name: str | None = None
     also: tuple[str, ...] = ()
+    must_agree: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +93,7 @@ class Option:
     field: str
     key: str
     aliases: tuple[str, ...]
+    must_agree: bool
     default: Any
     description: str
     allowed: str
@@ -144,6 +150,7 @@ def _option(prefix: str, field: str, info: FieldInfo) -> Option:
         field=field,
         key=prefix + (key.name or field),
         aliases=key.also,
+        must_agree=key.must_agree,
         default=info.get_default(call_default_factory=False),
         description=info.description or "",
         allowed=_allowed(info.annotation, info.metadata),
