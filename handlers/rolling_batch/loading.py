@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numba
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from handlers.huggingface_options import HuggingFaceOptions
@@ -125,8 +126,21 @@ def _load_model(path: str, options: HuggingFaceOptions) -> Any:
 def _from_pretrained(loader: Any, path: str, **arguments: Any) -> Any:
     try:
         return loader.from_pretrained(path, **arguments)
+    except SafetensorError as error:
+        damaged = ", ".join(_damaged_weights(Path(path))) or path
+        raise ModelLoadError(f"{damaged}: SafetensorError: {error}; the file is damaged, fetch it again") from error
     except (OSError, ValueError, KeyError, RuntimeError) as error:  # what transformers raises for a broken directory
         raise ModelLoadError(f"{loader.__name__} cannot load {path}: {error}") from error
+
+
+def _damaged_weights(directory: Path) -> Iterator[str]:
+    """Yield the weights whose header cannot be read: transformers does not say which of many shards it was."""
+    for path in sorted(directory.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except SafetensorError:
+            yield str(path)
 
 
 def _dtype(config: Any, options: HuggingFaceOptions, on_cpu: bool) -> torch.dtype | str:
