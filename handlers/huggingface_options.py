@@ -23,9 +23,9 @@ DeviceMap = Annotated[
 class HuggingFaceOptions(ModelOptions):
     """Keys of serving.properties for a model that transformers runs."""
 
-    tensor_parallel_degree: ParallelDegree = Field(
-        -1, description="Devices that one model is split over; max is all of the machine's, -1 leaves it open."
-    )
+    tensor_parallel_degree: Annotated[
+        ParallelDegree, Unavailable(lambda degree: degree not in (1, -1, "max"), "use 1")
+    ] = Field(-1, description="Devices that one model is split over; max is all of the machine's, -1 is one.")
     device_map: Annotated[
         DeviceMap | None, Documented("auto", "with GPUs the whole model goes to the worker's own, as auto would put it")
     ] = Field(None, description="Placement of the layers over devices, as transformers takes it.")

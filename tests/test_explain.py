@@ -138,7 +138,7 @@ CONFIGURATIONS = {
         "tensorrt_llm",
         {
             "option.entryPoint": ("djl_python.tensorrt_llm", FILE),
-            "option.tensor_parallel_degree": ("max", DEFAULT),
+            "option.tensor_parallel_degree": (4, RECOMMENDED),
             "option.rolling_batch": ("trtllm", RECOMMENDED),
             "option.smoothquant_alpha": (0.8, DEFAULT),
             "option.max_output_len": (512, DEFAULT),

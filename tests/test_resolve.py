@@ -433,7 +433,7 @@ def test_an_architecture_without_lmi_dist_stays_with_huggingface(write: Write) -
         ("option.rolling_batch=vllm", 4),
         ("option.rolling_batch=vllm\noption.tensor_parallel_degree=2", 2),
         ("engine=MPI\noption.rolling_batch=lmi-dist", 4),
-        ("option.entryPoint=djl_python.tensorrt_llm", "max"),
+        ("option.entryPoint=djl_python.tensorrt_llm", 4),
         ("option.entryPoint=djl_python.deepspeed", 1),
         ("option.entryPoint=djl_python.transformers_neuronx", 1),
         ("option.entryPoint=djl_python.huggingface", -1),
@@ -570,6 +570,16 @@ def test_max_is_a_number_for_the_engine(write: Write, properties: str, machine: 
     assert found.options.tensor_parallel_degree == degree
     assert (source.layer, source.raw, source.written) == ("serving.properties", str(degree), "max")
     assert "max" not in found.options.engine_arguments().values()
+
+
+def test_tensorrt_llm_takes_all_gpus(write: Write) -> None:
+    found = inspect_model(write("engine=MPI\noption.rolling_batch=trtllm"), {}, machine=FOUR_GPUS)
+    assert found.options.engine_arguments()["tensor_parallel_degree"] == 4
+
+
+def test_vllm_splits_a_model(write: Write) -> None:
+    found = inspect_model(write(f"{VLLM}option.tensor_parallel_degree=2"), {}, machine=FOUR_GPUS)
+    assert not any("tensor_parallel" in line for line in found.unavailable)
 
 
 def test_huggingface_does_not_take_several_gpus_for_one(write: Write) -> None:

@@ -88,7 +88,10 @@ Mark = Deprecated | DeprecatedValue | Documented | NoEffect | Unavailable
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One declared option: `key` in full ("option.dtype"), its other spellings, and what the reference page needs."""
+    """One declared option: `key` in full ("option.dtype"), its other spellings, and what the reference page needs.
+
+    `choices` are its values where they can be listed.
+    """
 
     field: str
     key: str
@@ -97,6 +100,7 @@ class Option:
     default: Any
     description: str
     allowed: str
+    choices: tuple[Any, ...]
     marks: tuple[Mark, ...]
 
     @property
@@ -154,8 +158,19 @@ def _option(prefix: str, field: str, info: FieldInfo) -> Option:
         default=info.get_default(call_default_factory=False),
         description=info.description or "",
         allowed=_allowed(info.annotation, info.metadata),
+        choices=tuple(_choices(info.annotation)),
         marks=tuple(mark for mark in info.metadata if isinstance(mark, Mark)),
     )
+
+
+def _choices(annotation: Any) -> Iterator[Any]:
+    if annotation is bool:
+        yield from (True, False)
+    elif get_origin(annotation) is Literal:
+        yield from get_args(annotation)
+    elif get_origin(annotation) in (Annotated, Union, types.UnionType):
+        for member in get_args(annotation):
+            yield from _choices(member)
 
 
 def _allowed(annotation: Any, metadata: list[Any] | tuple[Any, ...] = ()) -> str:

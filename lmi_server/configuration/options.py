@@ -82,7 +82,6 @@ OutputFormatter = Annotated[
 ParallelDegree = Annotated[
     Annotated[int, Field(ge=1)] | Literal[-1, "max"],
     BeforeValidator(lambda value: int(value) if value == "-1" else lower(value)),
-    Unavailable(lambda degree: degree not in (1, -1, "max"), "use 1"),
     Allowed("an integer of 1 or more, or max"),
 ]
 Devices = Annotated[
