@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from handlers.rolling_batch.detokenizer import IncrementalDetokenizer, StopMatcher
+from handlers.rolling_batch.lora import LoraPair, LoraWeights
 from handlers.rolling_batch.model_runner import ModelRunner, StepLogits
 from handlers.rolling_batch.sampler import Sampled, SamplingState, sample, score
 from handlers.rolling_batch.scheduler import Scheduler, Sequence, StepPlan, advance
@@ -104,9 +105,11 @@ class RollingBatchEngine:
         prompt_text: str,
         priority: int,
         emit: Callable[[Output], None],
+        adapter: LoraWeights | None = None,
     ) -> None:
         """Queue a request that `check` accepts; `emit` gets its deltas from `step`."""
         sequence = Sequence(request_id, list(prompt), len(prompt), self.check(prompt, parameters), priority)
+        sequence.adapter = adapter
         self._requests[request_id] = _Request(
             sequence,
             parameters,
@@ -115,10 +118,23 @@ class RollingBatchEngine:
             StopMatcher(parameters.stop, parameters.include_stop_str_in_output),
             emit,
             prompt_text,
-            [self._token(Sampled(prompt[0]), self._piece(prompt[0]))] if parameters.prompt_logprobs else [],
+            [self._token(Sampled(prompt[0]), self._piece(prompt[0]))] if parameters.prompt_logprobs is not None else [],
             frozenset(parameters.stop_token_ids),
         )
         self._scheduler.add(sequence)
+
+    def load_adapter(self, adapter: Mapping[str, LoraPair]) -> LoraWeights:
+        """Lay out an adapter. Raises RequestError where it does not fit the model."""
+        self._runner.lora.check(adapter)
+        return self._runner.lora.load(adapter)
+
+    def check_adapter(self, adapter: Mapping[str, LoraPair]) -> None:
+        """Raise RequestError where an adapter does not fit the model."""
+        self._runner.lora.check(adapter)
+
+    def forget_adapter(self, weights: LoraWeights) -> None:
+        """Keep nothing of an adapter beyond the requests that run with it."""
+        self._runner.lora.forget(weights)
 
     def abort(self, request_id: str) -> None:
         """Forget a request: its slot is free for the next step. One that has ended is none of ours any more."""
@@ -135,7 +151,7 @@ class RollingBatchEngine:
         scored = {
             chunk.sequence.request_id
             for chunk in plan.prefill
-            if self._requests[chunk.sequence.request_id].parameters.prompt_logprobs
+            if self._requests[chunk.sequence.request_id].parameters.prompt_logprobs is not None
         }
         logits = self._runner.run(plan, scored)
         advance(plan)
@@ -168,7 +184,7 @@ class RollingBatchEngine:
             ids = sequence.tokens[first : first + rows.stop - rows.start]
             if not ids:
                 continue
-            top = [request.parameters.logprobs or 0] * len(ids)
+            top = [request.parameters.prompt_logprobs or 0] * len(ids)
             scored = score(logits.logits[rows], ids, top)
             request.prompt_tokens.extend(self._token(entry, self._piece(entry.token)) for entry in scored)
 
@@ -200,7 +216,7 @@ class RollingBatchEngine:
             reason,
             Usage(sequence.prompt_len, len(sequence.tokens) - sequence.prompt_len) if reason else None,
             request.prompt_text if first else None,
-            tuple(request.prompt_tokens) if first and parameters.prompt_logprobs else None,
+            tuple(request.prompt_tokens) if first and parameters.prompt_logprobs is not None else None,
         )
         if reason:
             del self._requests[sequence.request_id]
