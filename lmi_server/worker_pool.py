@@ -318,7 +318,7 @@ class WorkerPool:
         is no such device, ModelNotReadyError where the model is not loaded, ModelLoadError where a worker cannot load
         it.
         """
-        if self.failure is not None or not self.was_ready:
+        if self._draining or self.failure is not None or not self.was_ready:
             self._check_open()
         groups = [group for group in self.groups if device is None or group.device.first == device]
         if not groups:
@@ -327,6 +327,7 @@ class WorkerPool:
         for group, (least, most) in zip(groups, bounds, strict=True):
             group.scale(least, most)
         self._fail_stranded()
+        self._tell_scaled()  # who waited for more workers than are wanted now
         await self._all_running()
 
     async def _all_running(self) -> None:
@@ -539,6 +540,7 @@ class WorkerPool:
         self._draining = True
         self._fail_unfinished(ModelNotReadyError(self._closing))
         self.stopping = True
+        self._tell_scaled(ModelNotReadyError(self._closing))
         for timer in (self._watch, self._batch_due, self._recalling):
             if timer is not None:
                 timer.cancel()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numba
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from handlers.huggingface_options import HuggingFaceOptions
@@ -108,19 +109,10 @@ def _load_tokenizer(path: str, options: HuggingFaceOptions) -> Any:
 
 def _load_model(path: str, options: HuggingFaceOptions) -> Any:
     config = _from_pretrained(AutoConfig, path, revision=options.revision, trust_remote_code=options.trust_remote_code)
-    placement: dict[str, Any] = {}
-    if options.device_map:
-        placement["device_map"] = options.device_map
-    elif torch.cuda.is_available():
-        placement["device_map"] = "cuda"
-    model = _from_pretrained(
-        AutoModelForCausalLM,
-        path,
-        dtype=_dtype(config, options, on_cpu=not placement),
-        revision=options.revision,
-        trust_remote_code=options.trust_remote_code,
-        **placement,
-    )
+    has_gpu = torch.cuda.is_available()
+    arguments = {**({"device_map": "cuda"} if has_gpu else {}), **options.engine_arguments()}
+    arguments["dtype"] = _dtype(config, options, on_cpu=not has_gpu or options.device_map == "cpu")
+    model = _from_pretrained(AutoModelForCausalLM, path, **arguments)
     model.requires_grad_(False)
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1:
@@ -134,8 +126,21 @@ def _load_model(path: str, options: HuggingFaceOptions) -> Any:
 def _from_pretrained(loader: Any, path: str, **arguments: Any) -> Any:
     try:
         return loader.from_pretrained(path, **arguments)
+    except SafetensorError as error:
+        damaged = ", ".join(_damaged_weights(Path(path))) or path
+        raise ModelLoadError(f"{damaged}: SafetensorError: {error}; the file is damaged, fetch it again") from error
     except (OSError, ValueError, KeyError, RuntimeError) as error:  # what transformers raises for a broken directory
         raise ModelLoadError(f"{loader.__name__} cannot load {path}: {error}") from error
+
+
+def _damaged_weights(directory: Path) -> Iterator[str]:
+    """Yield the weights whose header cannot be read: transformers does not say which of many shards it was."""
+    for path in sorted(directory.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except SafetensorError:
+            yield str(path)
 
 
 def _dtype(config: Any, options: HuggingFaceOptions, on_cpu: bool) -> torch.dtype | str:

@@ -13,9 +13,15 @@ from lmi_server.errors import LmiServerError, ModelLoadError, ModelMemoryError
 from lmi_server.handler import LLMHandler, RequestHandler
 from lmi_server.protocol import Load
 
-# What engines raise for want of memory, beside MemoryError: CUDA's own, torch's by class name, and vLLM's.
+# What engines raise for want of memory, beside MemoryError: CUDA's own, torch's by class name, vLLM's, and what torch
+# says when the host has none left.
 _OUT_OF_MEMORY_CLASS = "OutOfMemoryError"
-_OUT_OF_MEMORY_TEXTS = ("CUDA error: out of memory", "No available memory for the cache blocks")
+_OUT_OF_MEMORY_TEXTS = (
+    "CUDA error: out of memory",
+    "No available memory for the cache blocks",
+    "can't allocate memory",
+    "Cannot allocate memory",
+)
 
 
 @dataclass(frozen=True, slots=True)
