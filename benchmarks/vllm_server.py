@@ -293,7 +293,9 @@ def main() -> None:
     parser.add_argument("--stream-only", action="store_true")
     arguments = parser.parse_args()
     if arguments.server:
-        print(json.dumps(run(arguments.server, arguments.same, arguments.rounds, arguments.only, arguments.stream_only)))
+        print(
+            json.dumps(run(arguments.server, arguments.same, arguments.rounds, arguments.only, arguments.stream_only))
+        )
         return
 
 
