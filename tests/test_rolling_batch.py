@@ -53,14 +53,15 @@ class Answer:
 class Engine:
     """A rolling batch over a tiny model, and the untouched model to compare with."""
 
-    def __init__(self, model: Any, *, slots: int = 8, kv_tokens: int = 8 * CONTEXT, chunk: int = 16) -> None:
+    def __init__(
+        self, model: Any, *, slots: int = 8, kv_tokens: int = 8 * CONTEXT, chunk: int = 16, **limits: Any
+    ) -> None:
         self.reference = copy.deepcopy(model)
         self.tokenizer = byte_tokenizer()
         runner = ModelRunner(model)
-        runner.prepare(slots, CONTEXT, kv_tokens)
-        self.cache = runner.cache
+        runner.prepare(2 * slots, CONTEXT)
         self.fused = runner.fused
-        self.scheduler = Scheduler(SchedulerLimits(slots, kv_tokens, chunk, chunk))
+        self.scheduler = Scheduler(SchedulerLimits(slots, kv_tokens, chunk, chunk, 2 * slots, **limits))
         self.engine = RollingBatchEngine(runner, self.scheduler, self.tokenizer, frozenset({EOS}), CONTEXT)
         self._count = 0
 
@@ -138,8 +139,7 @@ def test_every_request_gets_what_generate_gives_it_alone(family: Engine) -> None
         else:
             assert answer.tokens == expected
     assert any(request_id in cancelled for _, _, request_id, _ in running)
-    assert family.cache.used_slots == 0
-    assert family.scheduler.reserved_tokens == 0
+    assert family.scheduler.slots.running_slots == 0
 
 
 @pytest.mark.parametrize("penalty", [1.3, 0.8])
@@ -255,7 +255,7 @@ def test_requests_wait_where_the_kv_cache_is_full_and_all_are_answered() -> None
 
     def watch() -> None:
         nonlocal most_resident
-        most_resident = max(most_resident, engine.cache.resident_tokens)
+        most_resident = max(most_resident, engine.scheduler.slots.resident_tokens)
 
     engine.run(watch)
     for prompt, answer in answers:
@@ -272,7 +272,7 @@ def test_a_failing_step_ends_what_runs_and_the_next_request_is_served() -> None:
     assert "out of luck" in str(answers[0].error)
     engine.run()
     assert answers[2].tokens == engine.expected([1, 2, 3], 5)
-    assert engine.cache.used_slots == 0
+    assert engine.scheduler.slots.running_slots == 0
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_a_request_whose_text_cannot_be_made_ends_alone() -> None:
     engine.run()
     assert "no such piece" in str(broken.error)
     assert sound.tokens == engine.expected([1, 2, 3], 4)
-    assert engine.cache.used_slots == 0
+    assert engine.scheduler.slots.running_slots == 0
 
 
 def test_extreme_parameters_end_nobody_elses_request(llama: Engine) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from handlers.rolling_batch.detokenizer import IncrementalDetokenizer, StopMatcher
 from handlers.rolling_batch.model_runner import ModelRunner, StepLogits
 from handlers.rolling_batch.sampler import Sampled, SamplingState, sample, score
-from handlers.rolling_batch.scheduler import Scheduler, Sequence, StepPlan, advance
+from handlers.rolling_batch.scheduler import Chunk, Scheduler, Sequence, StepPlan
 from handlers.step_loop import Output
 from lmi_server.errors import ContextLengthError, HandlerError, RequestError
 from lmi_server.generation import Delta, FinishReason, SamplingParameters, Token, TopToken, Usage
@@ -106,7 +106,9 @@ class RollingBatchEngine:
         emit: Callable[[Output], None],
     ) -> None:
         """Queue a request that `check` accepts; `emit` gets its deltas from `step`."""
-        sequence = Sequence(request_id, list(prompt), len(prompt), self.check(prompt, parameters), priority)
+        wanted = self.check(prompt, parameters)
+        sequence = Sequence(request_id, list(prompt), len(prompt), wanted, priority)
+        sequence.reuses = not parameters.prompt_logprobs  # scoring its prompt takes the logits of every token
         self._requests[request_id] = _Request(
             sequence,
             parameters,
@@ -124,21 +126,14 @@ class RollingBatchEngine:
         """Forget a request: its slot is free for the next step. One that has ended is none of ours any more."""
         request = self._requests.pop(request_id, None)
         if request:
-            self._leave(request)
+            self._scheduler.remove(request.sequence)
 
     def step(self) -> None:
         """Run one forward pass and emit what it gave."""
         began = time.perf_counter()
-        for sequence in self._scheduler.admit():
-            sequence.slot = self._runner.cache.acquire(sequence.reserved)
         plan = self._scheduler.plan()
-        scored = {
-            chunk.sequence.request_id
-            for chunk in plan.prefill
-            if self._requests[chunk.sequence.request_id].parameters.prompt_logprobs
-        }
-        logits = self._runner.run(plan, scored)
-        advance(plan)
+        logits = self._runner.run(plan, {chunk.sequence.request_id for chunk in plan.prefill if self._scores(chunk)})
+        self._scheduler.advance(plan)
         self._score_prompts(logits)
         states = [self._requests[sequence.request_id].sampling for sequence in logits.sampled]
         count = len(states)
@@ -152,24 +147,25 @@ class RollingBatchEngine:
         """End every request that a failed step may have touched; those that wait are untouched."""
         for sequence in list(self._scheduler.running):
             request = self._requests.pop(sequence.request_id)
-            self._leave(request)
+            self._scheduler.remove(sequence, sound=False)
             request.emit(HandlerError(f"the step failed: {type(error).__name__}: {error}"))
         self.stats.running = 0
 
-    def _leave(self, request: _Request) -> None:
-        self._scheduler.remove(request.sequence)
-        if request.sequence.slot >= 0:
-            self._runner.cache.release(request.sequence.slot)
-            request.sequence.slot = -1
+    def _scores(self, chunk: Chunk) -> bool:
+        """Whether the chunk's tokens are scored: not again after a retraction."""
+        request = self._requests[chunk.sequence.request_id]
+        wanted = request.parameters.prompt_logprobs and not request.started
+        return wanted and len(request.prompt_tokens) <= chunk.end
 
     def _score_prompts(self, logits: StepLogits) -> None:
         for sequence, first, rows in logits.prompt_rows:
             request = self._requests[sequence.request_id]
-            ids = sequence.tokens[first : first + rows.stop - rows.start]
+            begin = len(request.prompt_tokens)  # more than `first` where the request was retracted meanwhile
+            ids = sequence.tokens[begin : first + rows.stop - rows.start]
             if not ids:
                 continue
             top = [request.parameters.logprobs or 0] * len(ids)
-            scored = score(logits.logits[rows], ids, top)
+            scored = score(logits.logits[rows.start + begin - first : rows.stop], ids, top)
             request.prompt_tokens.extend(self._token(entry, self._piece(entry.token)) for entry in scored)
 
     def _accept_or_fail(self, request: _Request, sampled: Sampled) -> None:
@@ -179,7 +175,7 @@ class RollingBatchEngine:
         except Exception as error:  # noqa: BLE001
             _log.exception("request %s: its token %d could not be taken", request.sequence.request_id, sampled.token)
             if self._requests.pop(request.sequence.request_id, None):
-                self._leave(request)
+                self._scheduler.remove(request.sequence)
             request.emit(HandlerError(f"{type(error).__name__}: {error}"))
 
     def _accept(self, request: _Request, sampled: Sampled) -> None:
@@ -194,17 +190,18 @@ class RollingBatchEngine:
             text += rest
             reason = "stop_sequence" if stopped else reason
         first, request.started = not request.started, True
+        sequence.reuses = True
         delta = Delta(
             text,
             (self._token(sampled, piece),),
             reason,
-            Usage(sequence.prompt_len, len(sequence.tokens) - sequence.prompt_len) if reason else None,
+            Usage(sequence.prompt_len, sequence.generated, sequence.cached) if reason else None,
             request.prompt_text if first else None,
             tuple(request.prompt_tokens) if first and parameters.prompt_logprobs else None,
         )
         if reason:
             del self._requests[sequence.request_id]
-            self._leave(request)
+            self._scheduler.remove(request.sequence)
         request.emit(delta)
 
     def _finish_reason(self, request: _Request, token: int, stopped: bool) -> FinishReason | None:
@@ -213,7 +210,7 @@ class RollingBatchEngine:
             return "stop_sequence"
         if token in self._eos_ids and not parameters.ignore_eos:
             return "eos_token"
-        if len(sequence.tokens) - sequence.prompt_len >= sequence.max_new_tokens:
+        if sequence.generated >= sequence.max_new_tokens:
             return "length"
         return None
 

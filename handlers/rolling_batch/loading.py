@@ -30,6 +30,9 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # A step of the CPU takes about 30 ms to decode 32 sequences of a small model and 0.7 ms per prompt token beside them:
 # at 128 tokens an inter-token gap stays within about three times its median while a long prompt arrives.
 _CHUNK_SIZES = {"cpu": (128, 512), "cuda": (2048, 8192)}
+# Slots beside those of running sequences, which keep what others may reuse: on the CPU they cost memory only where
+# tokens are kept.
+_FURTHER_SLOTS = {"cpu": 64}
 _FREE_MEMORY_SHARE = {"cpu": 0.5, "cuda": 0.9}
 
 
@@ -73,7 +76,7 @@ def load_engine(model_dir: str, options: HuggingFaceOptions) -> LoadedEngine:
         runner = ModelRunner(model)
         limits, max_len = _limits(runner, model, weights, options)
         _refuse_unsteady_rope(model.config, max_len)
-        runner.prepare(limits.max_running, max_len, limits.kv_tokens)
+        runner.prepare(limits.slots, max_len)
     except UnsupportedAttentionError as error:
         raise ModelLoadError(f"{type(model).__name__} cannot run under the rolling batch: {error}") from error
     engine = RollingBatchEngine(runner, Scheduler(limits), tokenizer, _eos_ids(model, tokenizer), max_len)
@@ -165,7 +168,8 @@ def _refuse_unsteady_rope(config: Any, max_len: int) -> None:
 def _limits(runner: ModelRunner, model: Any, weights: int, options: HuggingFaceOptions) -> tuple[SchedulerLimits, int]:
     kind = runner.device.type
     per_token = bytes_per_token(runner.layers, runner.dtype)
-    slots = options.max_rolling_batch_size
+    running = options.max_rolling_batch_size
+    slots = running + _FURTHER_SLOTS.get(kind, 0)
     max_len = _max_len(model, options)
     kv_tokens = min(slots * max_len, int(_kv_bytes(kind, weights, options) // per_token))
     if kind != "cpu":  # slots are real memory there, all of one length
@@ -177,7 +181,7 @@ def _limits(runner: ModelRunner, model: Any, weights: int, options: HuggingFaceO
     chunk, idle_chunk = _CHUNK_SIZES.get(kind, _CHUNK_SIZES["cuda"])
     if options.chunked_prefill_size:
         chunk = idle_chunk = options.chunked_prefill_size
-    return SchedulerLimits(slots, kv_tokens, chunk, idle_chunk), min(max_len, kv_tokens)
+    return SchedulerLimits(running, kv_tokens, chunk, idle_chunk, slots), min(max_len, kv_tokens)
 
 
 def _max_len(model: Any, options: HuggingFaceOptions) -> int:
