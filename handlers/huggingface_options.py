@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from handlers.rolling_batch_options import RollingBatchOptions
 from lmi_server.configuration.declaration import Allowed, Deprecated, Documented, Finding, NoEffect, Unavailable
-from lmi_server.configuration.options import Fraction, ModelOptions, ParallelDegree, PositiveFloat, PositiveInt
+from lmi_server.configuration.options import Fraction, ParallelDegree, PositiveInt
 
 _NO_PADDING = "sequences are batched without padding"
 _NO_QUANTIZATION = "remove the key"
@@ -20,12 +21,12 @@ DeviceMap = Annotated[
 ]
 
 
-class HuggingFaceOptions(ModelOptions):
+class HuggingFaceOptions(RollingBatchOptions):
     """Keys of serving.properties for a model that transformers runs."""
 
-    tensor_parallel_degree: ParallelDegree = Field(
-        -1, description="Devices that one model is split over; max is all of the machine's, -1 leaves it open."
-    )
+    tensor_parallel_degree: Annotated[
+        ParallelDegree, Unavailable(lambda degree: degree not in (1, -1, "max"), "use 1")
+    ] = Field(-1, description="Devices that one model is split over; max is all of the machine's, -1 is one.")
     device_map: Annotated[
         DeviceMap | None, Documented("auto", "with GPUs the whole model goes to the worker's own, as auto would put it")
     ] = Field(None, description="Placement of the layers over devices, as transformers takes it.")
@@ -74,29 +75,20 @@ class HuggingFaceOptions(ModelOptions):
     max_model_len: PositiveInt | None = Field(
         None, description="Tokens of prompt and output together; without it what config.json allows."
     )
-    chunked_prefill_size: PositiveInt | None = Field(
-        None, description="Prompt tokens computed per step beside decoding; without it the handler chooses."
-    )
-    mem_fraction_static: Fraction | None = Field(
-        None, description="Share of the memory of the device for weights and KV cache; without it the handler chooses."
-    )
-    kv_cache_memory_gb: PositiveFloat | None = Field(
-        None, description="Memory of the KV cache in GiB, taken when the model loads; it never grows."
-    )
     threads: PositiveInt | None = Field(None, description="Threads of one worker inside an operation on the CPU.")
     enable_torch_compile: Annotated[bool, Unavailable.values(True, instead="remove the key")] = Field(
         False, description="Compile the decode step when the model loads."
     )
 
     def engine_arguments(self) -> Mapping[str, Any]:
-        """Return what `from_pretrained` of transformers is given, without what is its default."""
+        """Return what `from_pretrained` of transformers is given beside the model, without what is its default."""
         decided = {
             "dtype": self.dtype,
             "revision": self.revision,
             "trust_remote_code": self.trust_remote_code,
             "device_map": self.device_map,
         }
-        return {"pretrained_model_name_or_path": self.model_id, **{name: v for name, v in decided.items() if v}}
+        return {name: value for name, value in decided.items() if value}
 
     def context_length(self) -> int | None:
         return self.max_model_len

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
@@ -31,11 +32,11 @@ _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 class VllmOptions(PagedAttentionOptions):
     """Keys of serving.properties for a model that vLLM runs. Every other argument of vLLM's engine is passed on."""
 
-    tensor_parallel_degree: Annotated[ParallelDegree, Key(also=("option.tensor_parallel_size",))] = Field(
-        1, description="GPUs that one model is split over; max is all of the machine's."
+    tensor_parallel_degree: Annotated[ParallelDegree, Key(also=("option.tensor_parallel_size",), must_agree=True)] = (
+        Field(1, description="GPUs that one model is split over; max is all of the machine's.")
     )
-    pipeline_parallel_degree: Annotated[PositiveInt, Key(also=("option.pipeline_parallel_size",))] = Field(
-        1, description="Stages that the layers of one model are split into, each on devices of its own."
+    pipeline_parallel_degree: Annotated[PositiveInt, Key(also=("option.pipeline_parallel_size",), must_agree=True)] = (
+        Field(1, description="Stages that the layers of one model are split into, each on devices of its own.")
     )
     rolling_batch: Annotated[Literal["auto", "vllm", "disable"], BeforeValidator(lower)] = Field(
         "auto", description="vLLM batches by itself, whatever this says."
@@ -44,13 +45,13 @@ class VllmOptions(PagedAttentionOptions):
         "auto", description="Data type of weights and KV cache; auto is the checkpoint's own, fp16 for one in fp32."
     )
     task: str | None = Field(None, description="Task of the model: text-generation, text-embedding, classify, ...")
-    quantize: Annotated[str | None, Key(also=("option.quantization",))] = Field(
+    quantize: Annotated[str | None, Key(also=("option.quantization",), must_agree=True)] = Field(
         None, description="Quantisation that the checkpoint was made with (awq, gptq, squeezellm, ...)."
     )
-    max_rolling_batch_prefill_tokens: Annotated[PositiveInt | None, Key(also=("option.max_num_batched_tokens",))] = (
-        Field(None, description="Tokens that one step computes at most; without it vLLM chooses.")
-    )
-    cpu_offload_gb_per_gpu: Annotated[NonNegativeFloat, Key(also=("option.cpu_offload_gb",))] = Field(
+    max_rolling_batch_prefill_tokens: Annotated[
+        PositiveInt | None, Key(also=("option.max_num_batched_tokens",), must_agree=True)
+    ] = Field(None, description="Tokens that one step computes at most; without it vLLM chooses.")
+    cpu_offload_gb_per_gpu: Annotated[NonNegativeFloat, Key(also=("option.cpu_offload_gb",), must_agree=True)] = Field(
         0.0, description="GiB of weights per GPU that stay in main memory."
     )
     enable_chunked_prefill: bool | None = Field(None, description="Compute long prompts in chunks beside decoding.")
@@ -93,8 +94,9 @@ class VllmOptions(PagedAttentionOptions):
         return _names_of_engine_args()
 
     def engine_arguments(self) -> Mapping[str, Any]:
-        """Return the arguments of vLLM's EngineArgs that this configuration decides."""
+        """Return the arguments of vLLM's EngineArgs that this configuration decides; passed through ones are text."""
         arguments = {
+            **self.passed_to_engine(),
             "model": self.model_id,
             "revision": self.revision,
             "trust_remote_code": self.trust_remote_code,
@@ -107,6 +109,7 @@ class VllmOptions(PagedAttentionOptions):
             "cpu_offload_gb": self.cpu_offload_gb_per_gpu,
             "gpu_memory_utilization": self.gpu_memory_utilization,
             **{name: getattr(self, name) for name in _SAME_NAME},
+            **{name: json.loads(text) for name in _JSON if (text := getattr(self, name)) is not None},
             **self._lora_arguments(),
         }
         return {name: value for name, value in arguments.items() if value is not None}
@@ -122,8 +125,12 @@ class VllmOptions(PagedAttentionOptions):
             yield Finding(("option.enable_auto_tool_choice",), "true only with option.tool_call_parser")
         if self.enable_reasoning and self.reasoning_parser is None:
             yield Finding(("option.enable_reasoning",), "true only with option.reasoning_parser")
-        if self.pipeline_parallel_degree != 1 and self.rolling_batch == "vllm":
+        if self.pipeline_parallel_degree != 1 and "option.rolling_batch" in given and self.rolling_batch == "vllm":
             yield Finding(("option.pipeline_parallel_degree",), "1 with option.rolling_batch=vllm")
+
+    @property
+    def one_worker_only(self) -> str | None:
+        return "option.lmcache_auto_config" if self.lmcache_auto_config else None
 
     def doubts(self, given: Collection[str]) -> Iterator[Finding]:
         if not self.enable_lora:
@@ -138,11 +145,12 @@ _SAME_NAME = (
     "enable_chunked_prefill",
     "enable_prefix_caching",
     "enable_expert_parallel",
+    "disable_sliding_window",
+    "max_logprobs",
     "tokenizer_mode",
-    "limit_mm_per_prompt",
-    "kv_transfer_config",
-    "speculative_config",
 )
+_JSON = ("limit_mm_per_prompt", "kv_transfer_config", "speculative_config")
+_DECIDED_HERE = ("model", "served_model_name")
 
 
 @cache
@@ -155,4 +163,5 @@ def _names_of_engine_args() -> frozenset[str]:
     tree = ast.parse(source.read_text(encoding="utf-8")) if source.is_file() else ast.Module([], [])
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name.endswith("EngineArgs")]
     fields = [node.target for found in classes for node in found.body if isinstance(node, ast.AnnAssign)]
-    return frozenset(target.id for target in fields if isinstance(target, ast.Name))
+    names = {target.id for target in fields if isinstance(target, ast.Name) and not target.id.startswith("_")}
+    return frozenset(names.difference(_DECIDED_HERE))

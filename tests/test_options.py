@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from handlers.huggingface_options import HuggingFaceOptions
+from handlers.vllm_options import VllmOptions
 from lmi_server.configuration.declaration import Options
 from lmi_server.configuration.handlers import HANDLERS, find_handler, load_options_type, options_type_of
 from lmi_server.configuration.options import ModelOptions, ServingOptions
@@ -73,6 +74,9 @@ def test_defaults_are_values_that_may_be_given(options_type: type[Options]) -> N
         ("option.disable_flash_attn", True),
         ("option.max_model_len", None),
         ("option.chunked_prefill_size", None),
+        ("option.schedule_policy", "lpm"),
+        ("option.schedule_conservativeness", 1.0),
+        ("option.max_running_requests", None),
         ("option.enable_torch_compile", False),
     ],
 )
@@ -131,6 +135,11 @@ def test_values_arrive_as_text(field: str, raw: str, value: Any) -> None:
         ("rolling_batch", "continuous"),
         ("output_formatter", "xml"),
         ("mem_fraction_static", "1.0"),
+        ("chunked_prefill_size", "0"),
+        ("chunked_prefill_size", "-2"),
+        ("schedule_policy", "random"),
+        ("schedule_conservativeness", "0"),
+        ("max_running_requests", "0"),
         ("kv_cache_memory_gb", "nan"),
         ("kv_cache_memory_gb", "inf"),
         ("max_sparsity", "0"),
@@ -156,10 +165,24 @@ def test_options_are_frozen() -> None:
         ModelOptions().dtype = "fp16"  # type: ignore[misc]
 
 
-def test_raw_values_of_other_handlers_are_left_out() -> None:
-    assert ModelOptions.from_raw({"dtype": "fp16", "entryPoint": "echo", "threads": "2"}) == ModelOptions(
-        dtype="fp16", entry_point="echo"
-    )
+def test_raw_values_that_nobody_declares_are_passed_through() -> None:
+    options = ModelOptions.from_raw({"dtype": "fp16", "entryPoint": "echo", "threads": "2"})
+    assert options == ModelOptions(dtype="fp16", entry_point="echo").passing_through({"threads": "2"})
+    assert options.passed_through == {"threads": "2"}
+    assert options.passed_to_engine() == {}
+    assert ModelOptions().passed_through == {}
+
+
+def test_arguments_of_vllm_beside_the_declared_ones_reach_the_engine() -> None:
+    class OfAnEngine(VllmOptions):
+        @classmethod
+        def engine_names(cls) -> frozenset[str]:
+            return frozenset({"seed", "max_num_seqs"})
+
+    raw = {"model_id": "m", "seed": "7", "favourite": "blue", "speculative_config": '{"method": "ngram"}'}
+    given = OfAnEngine.from_raw(raw).engine_arguments()
+    assert (given["seed"], given["max_num_seqs"], given["speculative_config"]) == ("7", 32, {"method": "ngram"})
+    assert "favourite" not in given
 
 
 def test_every_handler_is_found_by_each_of_its_names() -> None:

@@ -38,7 +38,7 @@ class Batch:
     def step(self) -> tuple[list[str], list[tuple[str, int, int]]]:
         """Run one step with a token for everyone whose logits it gives; return what was planned."""
         plan = self.plan = self.scheduler.plan()
-        self.retracted += len(self.scheduler.retraction.sequences) if self.scheduler.retraction else 0
+        self.retracted += len(plan.retraction.sequences) if plan.retraction else 0
         for trim in plan.trims:
             del self.written.setdefault(trim.slot, [])[trim.keep :]
         for copy in plan.copies:
@@ -228,11 +228,15 @@ def test_another_adapter_reuses_nothing() -> None:
     batch.add(second)
     batch.run()
     assert second.cached == 0
-    batch.scheduler.slots.forget("b")
+    running = sequence("running", list(range(20)), adapter="b")
+    batch.add(running)
+    batch.step()
+    batch.scheduler.forget("b")
+    batch.run()
     third, fourth = (sequence(name, list(range(20)), adapter=name) for name in "ab")
     batch.add(third, fourth)
     batch.run()
-    assert (third.cached, fourth.cached) == (19, 0)
+    assert (running.cached, third.cached, fourth.cached) == (19, 19, 0)
 
 
 def test_a_sequence_that_must_be_computed_in_full_reuses_nothing_and_gives_to_others() -> None:
@@ -344,8 +348,8 @@ def test_the_newest_of_the_least_urgent_is_retracted() -> None:
     order = []
     while batch.scheduler.waiting or batch.scheduler.running:
         batch.step()
-        if batch.scheduler.retraction:
-            order += [entry.request_id for entry in batch.scheduler.retraction.sequences]
+        if batch.plan.retraction:
+            order += [entry.request_id for entry in batch.plan.retraction.sequences]
     assert order[:2] == ["late", "b"]
     assert "a" not in order
 

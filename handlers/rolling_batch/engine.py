@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from handlers.rolling_batch.detokenizer import IncrementalDetokenizer, StopMatcher
+from handlers.rolling_batch.lora import LoraPair, LoraWeights
 from handlers.rolling_batch.model_runner import ModelRunner, StepLogits
 from handlers.rolling_batch.sampler import Sampled, SamplingState, sample, score
-from handlers.rolling_batch.scheduler import Chunk, Scheduler, Sequence, StepPlan
+from handlers.rolling_batch.scheduler import Chunk, Scheduler, Sequence
+from handlers.rolling_batch.step_recorder import EngineStats, StepRecorder
 from handlers.step_loop import Output
 from lmi_server.errors import ContextLengthError, HandlerError, RequestError
 from lmi_server.generation import Delta, FinishReason, SamplingParameters, Token, TopToken, Usage
@@ -38,19 +39,6 @@ class _Request:
     started: bool = False
 
 
-@dataclass(slots=True)
-class EngineStats:
-    """Counters since the start, and the state after the last step."""
-
-    steps: int = 0
-    generated_tokens: int = 0
-    prompt_tokens: int = 0
-    running: int = 0
-    waiting: int = 0
-    used_tokens: int = 0
-    step_seconds: float = 0.0
-
-
 class RollingBatchEngine:
     """Not thread-safe: a `StepLoop` calls it from its own thread."""
 
@@ -64,7 +52,11 @@ class RollingBatchEngine:
         self._eos_ids = eos_ids
         self._max_len = max_len
         self._requests: dict[str, _Request] = {}
-        self.stats = EngineStats()
+        self._recorder = StepRecorder(scheduler)
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._recorder.stats
 
     @property
     def has_work(self) -> bool:
@@ -104,11 +96,12 @@ class RollingBatchEngine:
         prompt_text: str,
         priority: int,
         emit: Callable[[Output], None],
+        adapter: LoraWeights | None = None,
     ) -> None:
         """Queue a request that `check` accepts; `emit` gets its deltas from `step`."""
         wanted = self.check(prompt, parameters)
-        sequence = Sequence(request_id, list(prompt), len(prompt), wanted, priority)
-        sequence.reuses = not parameters.prompt_logprobs  # scoring its prompt takes the logits of every token
+        sequence = Sequence(request_id, list(prompt), len(prompt), wanted, priority, adapter)
+        sequence.reuses = parameters.prompt_logprobs is None  # scoring a prompt takes the logits of all its tokens
         self._requests[request_id] = _Request(
             sequence,
             parameters,
@@ -117,20 +110,39 @@ class RollingBatchEngine:
             StopMatcher(parameters.stop, parameters.include_stop_str_in_output),
             emit,
             prompt_text,
-            [self._token(Sampled(prompt[0]), self._piece(prompt[0]))] if parameters.prompt_logprobs else [],
+            [self._token(Sampled(prompt[0]), self._piece(prompt[0]))] if parameters.prompt_logprobs is not None else [],
             frozenset(parameters.stop_token_ids),
         )
         self._scheduler.add(sequence)
+
+    def load_adapter(self, adapter: Mapping[str, LoraPair]) -> LoraWeights:
+        """Lay out an adapter. Raises RequestError where it does not fit the model."""
+        self._runner.lora.check(adapter)
+        return self._runner.lora.load(adapter)
+
+    def check_adapter(self, adapter: Mapping[str, LoraPair]) -> None:
+        """Raise RequestError where an adapter does not fit the model."""
+        self._runner.lora.check(adapter)
+
+    def forget_adapter(self, weights: LoraWeights) -> None:
+        """Keep nothing of an adapter beyond the requests that run with it."""
+        self._runner.lora.forget(weights)
+        self._scheduler.forget(weights)
+
+    def reset_stats(self) -> None:
+        """Count anew."""
+        self._recorder = StepRecorder(self._scheduler)
 
     def abort(self, request_id: str) -> None:
         """Forget a request: its slot is free for the next step. One that has ended is none of ours any more."""
         request = self._requests.pop(request_id, None)
         if request:
             self._scheduler.remove(request.sequence)
+            self._recorder.observe()
 
     def step(self) -> None:
         """Run one forward pass and emit what it gave."""
-        began = time.perf_counter()
+        self._recorder.begin()
         plan = self._scheduler.plan()
         logits = self._runner.run(plan, {chunk.sequence.request_id for chunk in plan.prefill if self._scores(chunk)})
         self._scheduler.advance(plan)
@@ -141,7 +153,7 @@ class RollingBatchEngine:
             logits.sampled, sample(logits.logits[:count], states) if count else [], strict=True
         ):
             self._accept_or_fail(self._requests[sequence.request_id], sampled)
-        self._account(plan, count, time.perf_counter() - began)
+        self._recorder.end(plan, count)
 
     def fail_running(self, error: Exception) -> None:
         """End every request that a failed step may have touched; those that wait are untouched."""
@@ -149,12 +161,12 @@ class RollingBatchEngine:
             request = self._requests.pop(sequence.request_id)
             self._scheduler.remove(sequence, sound=False)
             request.emit(HandlerError(f"the step failed: {type(error).__name__}: {error}"))
-        self.stats.running = 0
+        self._recorder.observe()
 
     def _scores(self, chunk: Chunk) -> bool:
         """Whether the chunk's tokens are scored: not again after a retraction."""
         request = self._requests[chunk.sequence.request_id]
-        wanted = request.parameters.prompt_logprobs and not request.started
+        wanted = request.parameters.prompt_logprobs is not None and not request.started
         return wanted and len(request.prompt_tokens) <= chunk.end
 
     def _score_prompts(self, logits: StepLogits) -> None:
@@ -164,7 +176,7 @@ class RollingBatchEngine:
             ids = sequence.tokens[begin : first + rows.stop - rows.start]
             if not ids:
                 continue
-            top = [request.parameters.logprobs or 0] * len(ids)
+            top = [request.parameters.prompt_logprobs or 0] * len(ids)
             scored = score(logits.logits[rows.start + begin - first : rows.stop], ids, top)
             request.prompt_tokens.extend(self._token(entry, self._piece(entry.token)) for entry in scored)
 
@@ -197,7 +209,7 @@ class RollingBatchEngine:
             reason,
             Usage(sequence.prompt_len, sequence.generated, sequence.cached) if reason else None,
             request.prompt_text if first else None,
-            tuple(request.prompt_tokens) if first and parameters.prompt_logprobs else None,
+            tuple(request.prompt_tokens) if first and parameters.prompt_logprobs is not None else None,
         )
         if reason:
             del self._requests[sequence.request_id]
@@ -226,13 +238,3 @@ class RollingBatchEngine:
 
     def _piece(self, token: int) -> str:
         return self._tokenizer.decode([token])
-
-    def _account(self, plan: StepPlan, sampled: int, seconds: float) -> None:
-        stats = self.stats
-        stats.steps += 1
-        stats.generated_tokens += sampled
-        stats.prompt_tokens += sum(chunk.end - chunk.start for chunk in plan.prefill)
-        stats.running = len(self._scheduler.running)
-        stats.waiting = len(self._scheduler.waiting)
-        stats.used_tokens = sum(sequence.computed for sequence in self._scheduler.running)
-        stats.step_seconds = seconds

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numba
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from handlers.huggingface_options import HuggingFaceOptions
@@ -57,6 +58,11 @@ class LoadedEngine:
             "engine_steps": stats.steps,
             "generated_tokens": stats.generated_tokens,
             "computed_prompt_tokens": stats.prompt_tokens,
+            "cached_prompt_tokens": stats.cached_prompt_tokens,
+            "retracted_requests": stats.retracted_requests,
+            "kv_cache_kept_tokens": stats.kept_tokens,
+            "new_token_ratio": stats.new_token_ratio,
+            "gen_throughput": stats.throughput if stats.running else 0.0,
             "step_seconds": stats.step_seconds,
         }
 
@@ -88,10 +94,11 @@ def load_engine(model_dir: str, options: HuggingFaceOptions) -> LoadedEngine:
         "device": str(runner.device),
         "threads": torch.get_num_threads(),
         "max_model_len": max_len,
-        "max_rolling_batch_size": limits.max_running,
+        "max_running_requests": limits.max_running,
         "kv_cache_tokens": limits.kv_tokens,
         "kv_cache_gib": round(limits.kv_tokens * runner.cache.bytes_per_token / _GIB, 3),
         "chunked_prefill_size": limits.chunk_size,
+        "schedule_policy": limits.policy,
         "fused_modules": runner.fused,
         "load_seconds": round(time.perf_counter() - began, 1),
     }
@@ -111,19 +118,10 @@ def _load_tokenizer(path: str, options: HuggingFaceOptions) -> Any:
 
 def _load_model(path: str, options: HuggingFaceOptions) -> Any:
     config = _from_pretrained(AutoConfig, path, revision=options.revision, trust_remote_code=options.trust_remote_code)
-    placement: dict[str, Any] = {}
-    if options.device_map:
-        placement["device_map"] = options.device_map
-    elif torch.cuda.is_available():
-        placement["device_map"] = "cuda"
-    model = _from_pretrained(
-        AutoModelForCausalLM,
-        path,
-        dtype=_dtype(config, options, on_cpu=not placement),
-        revision=options.revision,
-        trust_remote_code=options.trust_remote_code,
-        **placement,
-    )
+    has_gpu = torch.cuda.is_available()
+    arguments = {**({"device_map": "cuda"} if has_gpu else {}), **options.engine_arguments()}
+    arguments["dtype"] = _dtype(config, options, on_cpu=not has_gpu or options.device_map == "cpu")
+    model = _from_pretrained(AutoModelForCausalLM, path, **arguments)
     model.requires_grad_(False)
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1:
@@ -137,8 +135,21 @@ def _load_model(path: str, options: HuggingFaceOptions) -> Any:
 def _from_pretrained(loader: Any, path: str, **arguments: Any) -> Any:
     try:
         return loader.from_pretrained(path, **arguments)
+    except SafetensorError as error:
+        damaged = ", ".join(_damaged_weights(Path(path))) or path
+        raise ModelLoadError(f"{damaged}: SafetensorError: {error}; the file is damaged, fetch it again") from error
     except (OSError, ValueError, KeyError, RuntimeError) as error:  # what transformers raises for a broken directory
         raise ModelLoadError(f"{loader.__name__} cannot load {path}: {error}") from error
+
+
+def _damaged_weights(directory: Path) -> Iterator[str]:
+    """Yield the weights whose header cannot be read: transformers does not say which of many shards it was."""
+    for path in sorted(directory.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except SafetensorError:
+            yield str(path)
 
 
 def _dtype(config: Any, options: HuggingFaceOptions, on_cpu: bool) -> torch.dtype | str:
@@ -168,7 +179,7 @@ def _refuse_unsteady_rope(config: Any, max_len: int) -> None:
 def _limits(runner: ModelRunner, model: Any, weights: int, options: HuggingFaceOptions) -> tuple[SchedulerLimits, int]:
     kind = runner.device.type
     per_token = bytes_per_token(runner.layers, runner.dtype)
-    running = options.max_rolling_batch_size
+    running = min(options.max_running_requests or options.max_rolling_batch_size, options.max_rolling_batch_size)
     slots = running + _FURTHER_SLOTS.get(kind, 0)
     max_len = _max_len(model, options)
     kv_tokens = min(slots * max_len, int(_kv_bytes(kind, weights, options) // per_token))
@@ -180,8 +191,11 @@ def _limits(runner: ModelRunner, model: Any, weights: int, options: HuggingFaceO
         )
     chunk, idle_chunk = _CHUNK_SIZES.get(kind, _CHUNK_SIZES["cuda"])
     if options.chunked_prefill_size:
-        chunk = idle_chunk = options.chunked_prefill_size
-    return SchedulerLimits(running, kv_tokens, chunk, idle_chunk, slots), min(max_len, kv_tokens)
+        chunk = idle_chunk = options.chunked_prefill_size if options.chunked_prefill_size > 0 else kv_tokens
+    limits = SchedulerLimits(
+        running, kv_tokens, chunk, idle_chunk, slots, options.schedule_policy, options.schedule_conservativeness
+    )
+    return limits, min(max_len, kv_tokens)
 
 
 def _max_len(model: Any, options: HuggingFaceOptions) -> int:
@@ -239,4 +253,4 @@ def _warm_up(engine: RollingBatchEngine, prompts: PromptEncoder) -> None:
     engine.add("warm-up", prompt, parameters, "", 0, lambda output: None)
     while engine.has_work:
         engine.step()
-    engine.stats = type(engine.stats)()
+    engine.reset_stats()

@@ -22,7 +22,7 @@ class _Node:
 
 
 class PrefixTree:
-    """Maps the tokens of slots to the slots; a slot is in it at most once, under one adapter (None: the model alone)."""
+    """Maps the tokens of slots to the slots; a slot is in it at most once, under one adapter (None for none)."""
 
     def __init__(self) -> None:
         self._roots: dict[Hashable, _Node] = {}

@@ -9,9 +9,9 @@ SGLang's of the same names mean (Zheng et al., 2024).
 from __future__ import annotations
 
 import bisect
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from handlers.rolling_batch.slots import Copy, Match, SlotTable, Trim
 
@@ -35,8 +35,9 @@ class Sequence:
     prompt_len: int
     max_new_tokens: int
     priority: int = 3
-    adapter: Hashable = None  # what beside the model its keys and values depend on
+    adapter: Any = None  # what the model runner adds for its rows; keys and values depend on it
     reuses: bool = True  # whether it may go on from keys and values that others computed
+    leaves: bool = True  # whether others may go on from its keys and values
     computed: int = 0  # tokens whose keys and values are in the KV cache
     slot: int = -1
     cached: int = -1  # prompt tokens that were not computed for it; -1 before it first ran
@@ -73,13 +74,27 @@ class Chunk:
 
 
 @dataclass(slots=True, frozen=True)
+class Retraction:
+    """Running sequences went back to the queue because memory ran short; the ratios are those before and after."""
+
+    sequences: list[Sequence]
+    ratio_before: float
+    ratio_after: float
+
+
+@dataclass(slots=True, frozen=True)
 class StepPlan:
-    """Do `trims`, then `copies`, then one forward pass: a token of each of `decode`, then the tokens of `prefill`."""
+    """Do `trims`, then `copies`, then one forward pass: a token of each of `decode`, then the tokens of `prefill`.
+
+    `started` are the sequences that run for the first time; what is left tells why the plan is what it is.
+    """
 
     decode: list[Sequence]
     prefill: list[Chunk]
     trims: list[Trim] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
+    started: list[Sequence] = field(default_factory=list)
+    retraction: Retraction | None = None
 
 
 @dataclass(slots=True)
@@ -98,15 +113,6 @@ class SchedulerLimits:
     conservativeness: float = 1.0
 
 
-@dataclass(slots=True, frozen=True)
-class Retraction:
-    """Running sequences went back to the queue because memory ran short; the ratios are those before and after."""
-
-    sequences: list[Sequence]
-    ratio_before: float
-    ratio_after: float
-
-
 class Scheduler:
     """Decides what runs; owns the slots.
 
@@ -120,7 +126,6 @@ class Scheduler:
         self.slots = SlotTable(max(limits.slots, limits.max_running), limits.kv_tokens)
         self.waiting: list[Sequence] = []  # by priority, then by arrival
         self.running: list[Sequence] = []
-        self.retraction: Retraction | None = None  # of the last step planned
         self._arrivals = 0
         self._start_ratio = min(_RATIO_AT_START * limits.conservativeness, 1.0)
         self.new_token_ratio = self._start_ratio
@@ -147,11 +152,17 @@ class Scheduler:
             self.running.remove(sequence)
             self._vacate(sequence, sound)
 
+    def forget(self, adapter: Any) -> None:
+        """Keep nothing that was computed with an adapter beyond the sequences that run with it."""
+        self.slots.forget(adapter)
+        for sequence in (*self.running, *self.waiting):
+            if sequence.adapter is adapter:
+                sequence.leaves = False
+
     def plan(self) -> StepPlan:
         """Admit what fits and return the next step. It is empty exactly where nothing runs."""
-        self.retraction = self._retract()
-        if self.retraction is None:
-            self._admit()
+        retraction = self._retract()
+        started = [] if retraction else self._admit()
         decode = [sequence for sequence in self.running if sequence.decoding]
         budget = self.limits.chunk_size if decode else self.limits.chunk_size_when_idle
         room = self.limits.kv_tokens - self._running_tokens() - len(decode)
@@ -161,7 +172,7 @@ class Scheduler:
         for chunk in prefill:
             self.slots.reserve(chunk.sequence.slot, chunk.end)
         self._decay_ratio()
-        return StepPlan(decode, prefill, *self.slots.step_planned())
+        return StepPlan(decode, prefill, *self.slots.step_planned(), started, retraction)
 
     def advance(self, plan: StepPlan) -> None:
         """Account for a plan that was computed: its tokens are in the KV cache now."""
@@ -179,9 +190,9 @@ class Scheduler:
     def _wait(self, sequence: Sequence) -> None:
         bisect.insort(self.waiting, sequence, key=lambda entry: (entry.priority, entry.arrival))
 
-    def _admit(self) -> None:
-        """Move waiting sequences into the batch while there is room."""
-        admitted = []
+    def _admit(self) -> list[Sequence]:
+        """Move waiting sequences into the batch while there is room; return those that never ran before."""
+        admitted, fresh = [], []
         for sequence in self._in_order() if self._has_place() else []:
             match = self._match(sequence)
             if match.coming - match.tokens >= _WORTH_WAITING and not self._overdue(sequence):
@@ -189,11 +200,15 @@ class Scheduler:
             if not self._has_place() or not self._fits(sequence) or not self._start(sequence, match):
                 break
             admitted.append(sequence)
+            if sequence.cached < 0:
+                sequence.cached = sequence.computed
+                fresh.append(sequence)
         if admitted:
             started = {id(sequence) for sequence in admitted}
             self.waiting = [sequence for sequence in self.waiting if id(sequence) not in started]
             for sequence in self.waiting:
                 sequence.overtaken += sum(later.arrival > sequence.arrival for later in admitted)
+        return fresh
 
     def _in_order(self) -> list[Sequence]:
         if self.limits.policy == "fcfs" or len(self.waiting) > _MOST_SORTED:
@@ -219,8 +234,6 @@ class Scheduler:
         if claimed is None:
             return False
         sequence.slot, sequence.computed = claimed
-        if sequence.cached < 0:
-            sequence.cached = sequence.computed
         self.running.append(sequence)
         return True
 
@@ -261,7 +274,7 @@ class Scheduler:
         return Retraction(retracted, before, self.new_token_ratio)
 
     def _vacate(self, sequence: Sequence, sound: bool) -> None:
-        if sound:
+        if sound and sequence.leaves:
             self.slots.release(sequence.slot, sequence.adapter, sequence.tokens)
         else:
             self.slots.discard(sequence.slot)

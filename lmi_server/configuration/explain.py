@@ -70,13 +70,13 @@ def explain(found: Inspection) -> Explanation:
         model_dir=found.model_dir,
         handler=found.row.title,
         model=found.location,
-        can_be_served=not found.problems and not found.unavailable and found.row.handler is not None,
+        can_be_served=bool(groups) and not found.problems and not found.unavailable and found.row.handler is not None,
         options=tuple(_explained(found)),
         unknown=tuple(_unknown(key, source) for key, source in found.unknown.items()),
         devices=tuple({"kind": group.kind, "gpus": list(group.gpus)} for group in groups),
         worker_command=tuple(_command(found.options, found.machine)),
         worker_environment=groups[0].environment if groups else {},
-        engine_arguments=_engine_arguments(found),
+        engine_arguments=found.options.engine_arguments(),
         memory=_memory(needed),
         machine=_machine(found.machine),
         warnings=(*found.warnings, *shortage, *needed.warnings(), *_reserved(found), *_absent(found)),
@@ -92,11 +92,8 @@ def memory_of(found: Inspection) -> Estimate:
 
 
 def devices_per_worker(options: ModelOptions, machine: Machine) -> int:
-    """Return how many devices one worker takes; 1 where that is left open, or on a machine without accelerator."""
-    degree = options.tensor_parallel_degree
-    if degree == "max":
-        return max(1, len(machine.gpus))
-    return max(1, int(degree)) * options.pipeline_parallel_degree
+    """Return how many devices one worker takes, at least 1."""
+    return options.devices_per_worker or max(1, len(machine.gpus))
 
 
 def _explained(found: Inspection) -> Sequence[Explained]:
@@ -122,6 +119,8 @@ def _place(source: Source) -> str:
 
 
 def _note(option: Option, source: Source) -> str:
+    if option.key == "option.tensor_parallel_degree" and source.written is not None:
+        return f"{source.written} on this machine"
     for mark in option.marks:
         if isinstance(mark, Deprecated) or (isinstance(mark, DeprecatedValue) and source.raw == mark.value):
             return f"deprecated: {mark.advice}"
@@ -138,9 +137,8 @@ def _devices(
     serving: ServingOptions, options: ModelOptions, machine: Machine
 ) -> tuple[tuple[DeviceGroup, ...], tuple[str, ...]]:
     """Return the device groups, or why they cannot be made."""
-    per_worker = None if options.tensor_parallel_degree == "max" else devices_per_worker(options, machine)
     try:
-        return plan_devices(serving.load_on_devices, per_worker, [gpu.name for gpu in machine.gpus]), ()
+        return plan_devices(serving.load_on_devices, options.devices_per_worker, [gpu.name for gpu in machine.gpus]), ()
     except ConfigurationError as error:
         return (), (error.message,)
 
@@ -149,12 +147,6 @@ def _command(options: ModelOptions, machine: Machine) -> Sequence[str]:
     if options.mpi_mode:
         return mpi_worker_command(_LINK, devices_per_worker(options, machine))
     return worker_command(_LINK)
-
-
-def _engine_arguments(found: Inspection) -> Mapping[str, Any]:
-    known = type(found.options).engine_names()
-    passed = {key.removeprefix("option."): source.raw for key, source in found.unknown.items()}
-    return {**found.options.engine_arguments(), **{name: raw for name, raw in passed.items() if name in known}}
 
 
 def _memory(needed: Estimate) -> Mapping[str, Any]:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr
 
 from lmi_server.configuration.declaration import (
     Allowed,
@@ -81,7 +82,6 @@ OutputFormatter = Annotated[
 ParallelDegree = Annotated[
     Annotated[int, Field(ge=1)] | Literal[-1, "max"],
     BeforeValidator(lambda value: int(value) if value == "-1" else lower(value)),
-    Unavailable(lambda degree: degree not in (1, -1, "max"), "use 1"),
     Allowed("an integer of 1 or more, or max"),
 ]
 Devices = Annotated[
@@ -315,6 +315,31 @@ class ModelOptions(Options):
         True, description="Send requests to the first process of an MPI group only."
     )
 
+    _passed_through: Mapping[str, str] = PrivateAttr(default_factory=lambda: MappingProxyType({}))
+
+    @classmethod
+    def from_raw(cls, raw: Mapping[str, str]) -> Self:
+        """Build from raw values by key without prefix; those that this class does not declare are `passed_through`.
+
+        Raises pydantic.ValidationError.
+        """
+        declared = {option.key.removeprefix(cls.prefix) for option in cls.declared()}
+        return super().from_raw(raw).passing_through({key: raw[key] for key in raw if key not in declared})
+
+    @property
+    def passed_through(self) -> Mapping[str, str]:
+        """Return the values of undeclared keys (without "option.", which may be missing too) as they were written.
+
+        They are for the engine and for a model.py of one's own; `engine_names` tells which of them the engine knows.
+        """
+        return self._passed_through
+
+    def passing_through(self, undeclared: Mapping[str, str]) -> Self:
+        """Return these options with `undeclared` as `passed_through`."""
+        options = self.model_copy()
+        options._passed_through = MappingProxyType(dict(undeclared))
+        return options
+
     @classmethod
     def engine_names(cls) -> frozenset[str]:
         """Return names without "option." that the engine takes beside the declared ones; they are passed on to it."""
@@ -323,6 +348,23 @@ class ModelOptions(Options):
     def engine_arguments(self) -> Mapping[str, Any]:
         """Return what the engine will be given, by the engine's own names."""
         return {}
+
+    def passed_to_engine(self) -> Mapping[str, str]:
+        """Return what of `passed_through` the engine knows; it is text, the engine's own types are the handler's."""
+        known = self.engine_names()
+        return {name: raw for name, raw in self.passed_through.items() if name in known}
+
+    @property
+    def devices_per_worker(self) -> int | None:
+        """Return how many devices one worker takes; None for all that there are, 1 where that is left open."""
+        if self.tensor_parallel_degree == "max":
+            return None
+        return max(1, self.tensor_parallel_degree) * self.pipeline_parallel_degree
+
+    @property
+    def one_worker_only(self) -> str | None:
+        """Return the key in full that forbids a second worker; None where any number may run."""
+        return None
 
     def context_length(self) -> int | None:
         """Return the tokens of prompt and output together that are configured; None where config.json decides."""
