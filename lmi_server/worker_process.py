@@ -17,7 +17,7 @@ from lmi_server.configuration.environment import process_environment
 from lmi_server.errors import ModelLoadError, ModelMemoryError, error_from_kind
 from lmi_server.job import Job
 from lmi_server.link import worker_link
-from lmi_server.protocol import Cancel, Failed, Frames, FromWorker, Item, Load, Ready, Shutdown, Stats, Submit
+from lmi_server.protocol import Cancel, Failed, Frames, FromWorker, Item, Load, LogLevel, Ready, Shutdown, Stats, Submit
 from lmi_server.worker_command import worker_command
 
 logger = logging.getLogger(__name__)
@@ -101,6 +101,9 @@ class WorkerProcess:
     def cancel(self, job: Job) -> None:
         """Ask the worker to free the place of `job`; it is free once the worker says so."""
         self._link.send(Cancel(job.id))
+
+    def set_log_level(self, level: str) -> None:
+        self._link.send(LogLevel(level))
 
     def retire(self, deadline_s: float) -> None:
         """Let the worker finish what it holds within `deadline_s` seconds, and then exit by itself."""

@@ -15,7 +15,7 @@ from lmi_server.errors import LmiServerError, ModelLoadError, ModelMemoryError, 
 from lmi_server.handler import LLMHandler, ModelInfo
 from lmi_server.job import CANCELLED
 from lmi_server.link import FrontendLink
-from lmi_server.protocol import Cancel, Control, Failed, Load, Ready, Shutdown, Stats, Submit, ToWorker
+from lmi_server.protocol import Cancel, Control, Failed, Load, LogLevel, Ready, Shutdown, Stats, Submit, ToWorker
 from lmi_server.worker.outbox import Answer, Outbox
 from lmi_server.worker.serve import Engine, serve
 
@@ -107,6 +107,8 @@ class Session:
                 self._loading = self._run(self._load(message))
             case Control():
                 self._refuse(message)
+            case LogLevel(level):
+                logging.getLogger().setLevel(level)
             case Shutdown(deadline_s):
                 self.shut_down(deadline_s)
 
