@@ -304,7 +304,7 @@ class ModelRegistry:
                 log_level=self._log_level,
             ),
             version=source.version,
-            groups=plan_devices(serving.load_on_devices, _gpus_per_worker(resolved), gpus),
+            groups=plan_devices(serving.load_on_devices, options.devices_per_worker, gpus),
             environment=_worker_variables(python_path),
             min_workers=serving.min_workers,
             max_workers=max(serving.min_workers, serving.max_workers),
@@ -353,11 +353,3 @@ def _worker_variables(python_path: Sequence[str]) -> dict[str, str]:
         return {}
     inherited = process_environment().get("PYTHONPATH")
     return {"PYTHONPATH": os.pathsep.join([*python_path, *([inherited] if inherited else [])])}
-
-
-def _gpus_per_worker(resolved: ResolvedModel) -> int | None:
-    """Return how many GPUs one worker takes; None for all of them."""
-    degree = resolved.options.tensor_parallel_degree
-    if not isinstance(degree, int) or degree < 1:
-        return None
-    return degree * resolved.options.pipeline_parallel_degree

@@ -109,19 +109,10 @@ def _load_tokenizer(path: str, options: HuggingFaceOptions) -> Any:
 
 def _load_model(path: str, options: HuggingFaceOptions) -> Any:
     config = _from_pretrained(AutoConfig, path, revision=options.revision, trust_remote_code=options.trust_remote_code)
-    placement: dict[str, Any] = {}
-    if options.device_map:
-        placement["device_map"] = options.device_map
-    elif torch.cuda.is_available():
-        placement["device_map"] = "cuda"
-    model = _from_pretrained(
-        AutoModelForCausalLM,
-        path,
-        dtype=_dtype(config, options, on_cpu=not placement),
-        revision=options.revision,
-        trust_remote_code=options.trust_remote_code,
-        **placement,
-    )
+    has_gpu = torch.cuda.is_available()
+    arguments = {**({"device_map": "cuda"} if has_gpu else {}), **options.engine_arguments()}
+    arguments["dtype"] = _dtype(config, options, on_cpu=not has_gpu or options.device_map == "cpu")
+    model = _from_pretrained(AutoModelForCausalLM, path, **arguments)
     model.requires_grad_(False)
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1:
