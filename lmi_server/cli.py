@@ -71,7 +71,7 @@ def serve(
             _check_directory(sources[0], environment)
     _log_to_stderr(settings.log_level)
     if config_file is not None:
-        _log.info("the settings of %s count", config_file)
+        _log.info("settings are read from %s", config_file)
     for warning in (*doubtful, *warnings):
         _log.warning(warning)
     raise typer.Exit(run(sources, settings, environment))

@@ -66,3 +66,13 @@ def test_where_a_config_file_is_looked_for(tmp_path: Path) -> None:
     below = config(tmp_path / "conf")
     assert find_config_file({}, tmp_path) == below
     assert find_config_file({"MODEL_SERVER_HOME": str(tmp_path / "conf")}, Path("/")) == below
+
+
+def test_a_key_of_lmi_without_effect_says_what_to_do(tmp_path: Path) -> None:
+    _, warnings = resolve_server({"SERVING_ERROR_RATE_ANY": "1/PT5M"}, {}, config(tmp_path, "wait_model_loading=true"))
+    assert warnings == (
+        "variable SERVING_ERROR_RATE_ANY: error_rate_any has no effect in this version: "
+        "watch lmi_requests_total at /metrics",
+        f"{tmp_path}/config.properties:1: wait_model_loading has no effect in this version: "
+        "the server listens at once, and /ping answers 503 until a model can serve",
+    )

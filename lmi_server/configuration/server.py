@@ -69,6 +69,37 @@ class ServerSettings(Options):
 
 # Keys of config.properties that are defaults of every model's keys.
 _MODEL_DEFAULTS = ("job_queue_size", "batch_size", "max_batch_delay", "max_idle_time", "load_on_devices")
+# LMI's other keys, and what to know where one is given.
+_WITHOUT_EFFECT = {
+    "wait_model_loading": "the server listens at once, and /ping answers 503 until a model can serve",
+    "model_url_pattern": "no model is registered by a request; POST it to /models",
+    "features": "the installed engines are found without it",
+    "prometheus": "/metrics is always there",
+    **dict.fromkeys(
+        ("fail_fast", "health_check_override"), "/ping tells of every model, and answers 500 where all failed"
+    ),
+    "chunked_read_timeout": "option.predict_timeout limits how long a request may make no progress",
+    **dict.fromkeys(("number_of_netty_threads", "use_native_io", "io_ratio"), "there is one event loop"),
+    **dict.fromkeys(("reserved_memory_mb", "cluster_address", "plugin_folder", "WEB_ROOT"), "there is nothing like it"),
+    **dict.fromkeys(
+        ("keystore", "keystore_pass", "keystore_type", "private_key_file", "certificate_file"),
+        "TLS is for a proxy in front",
+    ),
+    **dict.fromkeys(
+        ("cors_allowed_origin", "cors_allowed_methods", "cors_allowed_headers"), "CORS is for a proxy in front"
+    ),
+    **dict.fromkeys(
+        tuple(
+            f"{kind}_http_code" for kind in ("bad_request", "wlm_error", "throttle_error", "timeout", "server_error")
+        ),
+        "the codes of errors cannot be chosen",
+    ),
+    **dict.fromkeys(
+        tuple(f"error_rate_{kind}" for kind in ("wlm", "server", "model", "any")),
+        "watch lmi_requests_total at /metrics",
+    ),
+    **dict.fromkeys(("grpc_address", "grpc_port"), "there is no gRPC"),
+}
 _CONFIG = "config.properties"
 _ADDRESSES = ("inference_address", "management_address")
 _ADDRESS = re.compile(r"http://([\w.-]+)(?::(\d{1,5}))?/?", re.ASCII)
@@ -93,7 +124,7 @@ def resolve_server(
         raise ConfigurationError("\n".join([*problems, *wrong.values()]))
     warnings = [text for layer in found for text in layer.warnings]
     warnings += [
-        unknown_key_warning(key, source, declared)
+        _without_effect(key, source) if key in _WITHOUT_EFFECT else unknown_key_warning(key, source, declared)
         for layer in found
         for key, source in layer.unknown.items()
         if key not in _MODEL_DEFAULTS
@@ -137,6 +168,10 @@ def _address(key: str, source: Source, problems: list[str]) -> dict[str, Source]
         problems.append(f'{source.where}: {key} = "{source.raw}" is not allowed; allowed: http://host:port')
         return {}
     return {"host": replace(source, raw=match[1]), "port": replace(source, raw=match[2] or "80")}
+
+
+def _without_effect(key: str, source: Source) -> str:
+    return f"{source.where}: {key} has no effect in this version: {_WITHOUT_EFFECT[key]}"
 
 
 def _given(command_line: Mapping[str, Any], option: Option) -> bool:
