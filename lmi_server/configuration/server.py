@@ -21,6 +21,7 @@ from lmi_server.configuration.layers import (
     from_variables,
     merge,
     sort_keys,
+    spellings,
     unknown_key_warning,
 )
 from lmi_server.configuration.options import PositiveInt
@@ -73,6 +74,7 @@ _MODEL_DEFAULTS = ("job_queue_size", "batch_size", "max_batch_delay", "max_idle_
 _WITHOUT_EFFECT = {
     "wait_model_loading": "the server listens at once, and /ping answers 503 until a model can serve",
     "model_url_pattern": "no model is registered by a request; POST it to /models",
+    "reserved_memory_mb": "set it in the serving.properties of the models",
     "features": "the installed engines are found without it",
     "prometheus": "/metrics is always there",
     **dict.fromkeys(
@@ -80,7 +82,7 @@ _WITHOUT_EFFECT = {
     ),
     "chunked_read_timeout": "option.predict_timeout limits how long a request may make no progress",
     **dict.fromkeys(("number_of_netty_threads", "use_native_io", "io_ratio"), "there is one event loop"),
-    **dict.fromkeys(("reserved_memory_mb", "cluster_address", "plugin_folder", "WEB_ROOT"), "there is nothing like it"),
+    **dict.fromkeys(("cluster_address", "plugin_folder", "WEB_ROOT"), "there is nothing like it"),
     **dict.fromkeys(
         ("keystore", "keystore_pass", "keystore_type", "private_key_file", "certificate_file"),
         "TLS is for a proxy in front",
@@ -124,7 +126,9 @@ def resolve_server(
         raise ConfigurationError("\n".join([*problems, *wrong.values()]))
     warnings = [text for layer in found for text in layer.warnings]
     warnings += [
-        _without_effect(key, source) if key in _WITHOUT_EFFECT else unknown_key_warning(key, source, declared)
+        _without_effect(key, source)
+        if key in _WITHOUT_EFFECT
+        else unknown_key_warning(key, source, spellings(declared))
         for layer in found
         for key, source in layer.unknown.items()
         if key not in _MODEL_DEFAULTS
