@@ -52,6 +52,9 @@ async def load_model(load: Load) -> LoadedModel:
         served_names=tuple(load.served_names),
         output_formatter=options.output_formatter,
         tgi_compat=options.tgi_compat,
+        features=info.features,
+        sampling_defaults=info.sampling_defaults,
+        max_model_len=info.max_model_len,
     )
     return LoadedModel(Engine(handler, options.max_rolling_batch_size), served, info)
 
