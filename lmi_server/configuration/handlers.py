@@ -71,6 +71,7 @@ _LMI_DIST = HandlerRow(
 _VLLM = HandlerRow(
     title="vllm",
     names=("djl_python.lmi_vllm.vllm_async_service", "djl_python.vllm", "vllm"),
+    handler="handlers.vllm:VllmHandler",
     options="handlers.vllm_options:VllmOptions",
     rolling_batches=("vllm",),
     engines=("vllm",),

@@ -23,6 +23,7 @@ from lmi_server.configuration.declaration import (
     Options,
     Unavailable,
 )
+from lmi_server.configuration.machine import Machine
 
 
 def _short_dtype(value: Any) -> Any:
@@ -344,6 +345,11 @@ class ModelOptions(Options):
     def engine_names(cls) -> frozenset[str]:
         """Return names without "option." that the engine takes beside the declared ones; they are passed on to it."""
         return frozenset()
+
+    @classmethod
+    def recommended(cls, machine: Machine) -> Mapping[str, str]:
+        """Return raw values by key in full that serve best on `machine`, for where nobody decides."""
+        return {}
 
     def engine_arguments(self) -> Mapping[str, Any]:
         """Return what the engine will be given, by the engine's own names."""
