@@ -143,16 +143,12 @@ class ServingOptions(Options):
     nc_max_workers: Annotated[PositiveInt | None, Key("nc.maxWorkers")] = Field(
         None, description="maxWorkers on a machine with Neuron cores."
     )
-    batch_size: Annotated[
-        PositiveInt,
-        Key(also=("max_dynamic_batch_size", "option.batch_size")),
-        Unavailable(lambda size: size > 1, "requests are decoded together by the rolling batch; remove the key"),
-    ] = Field(1, description="Requests that a dynamic batch collects before it runs.")
-    max_batch_delay: Annotated[
-        NonNegativeInt,
-        Key(also=("option.max_batch_delay",)),
-        NoEffect("there is no dynamic batch in this version that could wait"),
-    ] = Field(100, description="Milliseconds that a dynamic batch waits for more requests.")
+    batch_size: Annotated[PositiveInt, Key(also=("max_dynamic_batch_size", "option.batch_size"))] = Field(
+        1, description="Requests that a dynamic batch collects before it runs; not for text generation."
+    )
+    max_batch_delay: Annotated[NonNegativeInt, Key(also=("option.max_batch_delay",))] = Field(
+        100, description="Milliseconds that the first request of a dynamic batch waits for more."
+    )
     max_idle_time: Annotated[PositiveInt, Key(also=("option.max_idle_time",))] = Field(
         60, description="Seconds without work after which a worker beyond minWorkers is stopped."
     )
