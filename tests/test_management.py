@@ -25,6 +25,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model(directory / "echo")
     make_model(directory / "failing", "fault_handlers:FailingHandler")
     make_model(directory / "greedy", "fault_handlers:GreedyHandler")
+    make_model(directory / "huge", required_memory_mb="1000000000", reserved_memory_mb="0")
     make_model(directory / "wrong", job_queue_size="0")
     return directory
 
@@ -160,6 +161,7 @@ def test_versions_take_turns(server: Server, store: Path) -> None:
     [
         ("failing", 500, "EngineException", "the weights are missing"),
         ("greedy", 507, "WlmOutOfMemoryException", "the weights do not fit: 17 GiB are not free"),
+        ("huge", 507, "WlmOutOfMemoryException", "with what stays reserved 1000000000 MiB are needed, "),
         ("wrong", 400, "IllegalConfigurationException", 'serving.properties:3: job_queue_size = "0" is not allowed'),
         ("nowhere", 404, "ModelNotFoundException", "there is no directory"),
     ],

@@ -20,6 +20,7 @@ from lmi_server.configuration.layers import (
     from_variables,
     merge,
     sort_keys,
+    spellings,
     unknown_key_warning,
 )
 from lmi_server.configuration.options import PositiveInt
@@ -82,7 +83,7 @@ def resolve_server(
         raise ConfigurationError("\n".join([*problems, *wrong.values()]))
     warnings = [text for layer in found for text in layer.warnings]
     warnings += [
-        unknown_key_warning(key, source, declared)
+        unknown_key_warning(key, source, spellings(declared))
         for layer in found
         for key, source in layer.unknown.items()
         if key not in _MODEL_DEFAULTS
