@@ -48,7 +48,7 @@ def test_configuration_errors_are_printed_plainly(tmp_path: Path) -> None:
     result = lmi_server("serve", str(tmp_path), "--port", "0")
     assert result.returncode == 1
     lines = result.stderr.splitlines()
-    assert f'{tmp_path}/serving.properties:1: option.dtype = "[bold]" is not allowed; allowed: auto, ' in lines[1]
+    assert f'{tmp_path}/serving.properties:1: option.dtype = "[bold]" is not allowed; allowed: auto, ' in lines[0]
     assert len(lines) == 3
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
@@ -134,7 +134,7 @@ def test_check_tells_all_errors_at_once(model_dir: Path) -> None:
         ("", 0, "no problem"),
         ("option.dtpye=fp16", 0, "did you mean option.dtype?"),
         ("engine=MPI", 2, "is not available in this version; missing: lmi-dist"),
-        ("option.rolling_batch=vllm", 2, "is not available in this version; missing: vllm"),
+        ("option.rolling_batch=trtllm", 2, "is not available in this version; missing: tensorrt_llm"),
     ],
 )
 def test_what_check_returns(model_dir: Path, properties: str, code: int, text: str) -> None:

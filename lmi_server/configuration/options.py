@@ -23,6 +23,7 @@ from lmi_server.configuration.declaration import (
     Options,
     Unavailable,
 )
+from lmi_server.configuration.machine import Machine
 
 
 def _short_dtype(value: Any) -> Any:
@@ -142,16 +143,12 @@ class ServingOptions(Options):
     nc_max_workers: Annotated[PositiveInt | None, Key("nc.maxWorkers")] = Field(
         None, description="maxWorkers on a machine with Neuron cores."
     )
-    batch_size: Annotated[
-        PositiveInt,
-        Key(also=("max_dynamic_batch_size", "option.batch_size")),
-        Unavailable(lambda size: size > 1, "requests are decoded together by the rolling batch; remove the key"),
-    ] = Field(1, description="Requests that a dynamic batch collects before it runs.")
-    max_batch_delay: Annotated[
-        NonNegativeInt,
-        Key(also=("option.max_batch_delay",)),
-        NoEffect("there is no dynamic batch in this version that could wait"),
-    ] = Field(100, description="Milliseconds that a dynamic batch waits for more requests.")
+    batch_size: Annotated[PositiveInt, Key(also=("max_dynamic_batch_size", "option.batch_size"))] = Field(
+        1, description="Requests that a dynamic batch collects before it runs; not for text generation."
+    )
+    max_batch_delay: Annotated[NonNegativeInt, Key(also=("option.max_batch_delay",))] = Field(
+        100, description="Milliseconds that the first request of a dynamic batch waits for more."
+    )
     max_idle_time: Annotated[PositiveInt, Key(also=("option.max_idle_time",))] = Field(
         60, description="Seconds without work after which a worker beyond minWorkers is stopped."
     )
@@ -162,18 +159,18 @@ class ServingOptions(Options):
     retry_threshold: NonNegativeInt = Field(
         10, description="Times that a worker may die within ten minutes before the model counts as failed."
     )
-    required_memory_mb: Annotated[NonNegativeInt, NoEffect("`explain` compares it, loading is not held back")] = Field(
-        0, description="MiB of memory that loading the model needs."
+    required_memory_mb: NonNegativeInt = Field(
+        0, description="MiB of memory that loading the model needs; with less the model fails with 507. 0: no check."
     )
-    reserved_memory_mb: Annotated[NonNegativeInt, NoEffect("`explain` compares it, loading is not held back")] = Field(
-        500, description="MiB of memory that stay free when the model is loaded."
+    reserved_memory_mb: NonNegativeInt = Field(
+        500, description="MiB of memory that must stay free beside required_memory_mb."
     )
-    gpu_required_memory_mb: Annotated[
-        NonNegativeInt, Key("gpu.required_memory_mb"), NoEffect("`explain` compares it, loading is not held back")
-    ] = Field(0, description="MiB of GPU memory that loading the model needs.")
-    gpu_reserved_memory_mb: Annotated[
-        NonNegativeInt, Key("gpu.reserved_memory_mb"), NoEffect("`explain` compares it, loading is not held back")
-    ] = Field(0, description="MiB of GPU memory that stay free when the model is loaded.")
+    gpu_required_memory_mb: Annotated[NonNegativeInt, Key("gpu.required_memory_mb")] = Field(
+        0, description="MiB that loading the model needs on each GPU; with less the model fails with 507. 0: no check."
+    )
+    gpu_reserved_memory_mb: Annotated[NonNegativeInt, Key("gpu.reserved_memory_mb")] = Field(
+        0, description="MiB that must stay free on each GPU beside gpu.required_memory_mb."
+    )
     log_request_metric: Annotated[
         bool, Key(also=("option.log_request_metric",)), NoEffect("metrics are served at /metrics, not logged")
     ] = Field(False, description="Log metrics of each request.")
@@ -344,6 +341,11 @@ class ModelOptions(Options):
     def engine_names(cls) -> frozenset[str]:
         """Return names without "option." that the engine takes beside the declared ones; they are passed on to it."""
         return frozenset()
+
+    @classmethod
+    def recommended(cls, machine: Machine) -> Mapping[str, str]:
+        """Return raw values by key in full that serve best on `machine`, for where nobody decides."""
+        return {}
 
     def engine_arguments(self) -> Mapping[str, Any]:
         """Return what the engine will be given, by the engine's own names."""
