@@ -177,7 +177,7 @@ class ModelRegistry:
     def register(self, source: ModelSource, at_startup: bool = False) -> Model:
         """Add a model and begin to load it. Raises ModelExistsError where it is registered already."""
         endpoint = self._endpoints.get(source.name) or Endpoint(source.name)
-        if source.name in self._aliases or any(model.version == source.version for model in endpoint.models):
+        if source.name in self._aliases or any(model.label == source.label for model in self.models):
             raise ModelExistsError(f"Workflow {source.label} is already registered.")
         model = Model(source, at_startup)
         endpoint.models.append(model)
@@ -329,6 +329,13 @@ class ModelRegistry:
             parallel_loading=options.parallel_loading,
             retry_threshold=serving.retry_threshold,
         )
+
+    def set_log_level(self, level: str) -> None:
+        """Log what is at least as important as `level` ("INFO"), here and in every worker, running or to come."""
+        logging.getLogger().setLevel(level)
+        self._log_level = level
+        for pool in self._pools():
+            pool.set_log_level(level)
 
     # --- the end ---
 
