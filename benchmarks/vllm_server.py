@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -86,7 +87,7 @@ class Connection(asyncio.Protocol):
         assert b'"completion_tokens":%d' % tokens in self._data, bytes(self._data[-500:])
         head = self._data.index(b"\r\n\r\n") + 4
         arrivals = [at for at, size in self._times if size > head + 8]
-        return Stream(arrivals[0] - began, [b - a for a, b in zip(arrivals, arrivals[1:], strict=False)], tokens)
+        return Stream(arrivals[0] - began, [b - a for a, b in pairwise(arrivals)], tokens)
 
     def close(self) -> None:
         if self._transport is not None:

@@ -103,7 +103,7 @@ def answered(client: httpx.Client, path: str, body: dict[str, Any]) -> dict[str,
     said = "".join((choice["text"] if "text" in choice else choice["delta"].get("content")) or "" for choice in choices)
     return {
         "text": said,
-        "reason": [choice["finish_reason"] for choice in choices if choice["finish_reason"]][0],
+        "reason": next(choice["finish_reason"] for choice in choices if choice["finish_reason"]),
         "usage": counts(chunks[-1]["usage"]),
         "scores": [score for choice in choices for score in scores(choice.get("logprobs"))],
     }
@@ -123,8 +123,9 @@ def scores(logprobs: dict[str, Any] | None) -> list[tuple[str, float | None, lis
             for entry in logprobs["content"]
         ]
     tops = logprobs["top_logprobs"] or [None] * len(logprobs["tokens"])
+    # Tokens that end inside a character all have the same text, under which only one of them is left.
     return [
-        (token, logprob, sorted((top or {}).values(), reverse=True))
+        (token, logprob, sorted((value for name, value in (top or {}).items() if name), reverse=True))
         for token, logprob, top in zip(logprobs["tokens"], logprobs["token_logprobs"], tops, strict=True)
     ]
 

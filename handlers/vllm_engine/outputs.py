@@ -64,8 +64,16 @@ class Answer:
         if self._prompt_text is None:
             return Delta(completion.text, tokens, reason, usage, stop_reason=stop)
         prompt_text, self._prompt_text = self._prompt_text(), None
-        prompt_tokens = self._prompt_tokens(output)
-        return Delta(completion.text, tokens, reason, usage, prompt_text, prompt_tokens, stop_reason=stop)
+        return Delta(
+            completion.text,
+            tokens,
+            reason,
+            usage,
+            prompt_text,
+            self._prompt_tokens(output),
+            prompt_token_ids=tuple(output.prompt_token_ids),
+            stop_reason=stop,
+        )
 
     def _tokens(self, ids: Sequence[int], logprobs: Sequence[Mapping[int, Any]] | None) -> tuple[Token, ...]:
         if logprobs is None:
