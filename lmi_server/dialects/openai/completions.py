@@ -58,8 +58,8 @@ def parse_completion(request: Input, body: dict[str, Any], served: ServedModel) 
     envelope = envelope_of("cmpl", values, served)
     stream, include_usage = values.pop("stream", False), values.pop("include_usage", False)
     echo, special = values.pop("echo", False), values.pop("add_special_tokens", True)
+    priority, adapter = fields.priority(request), values.pop("adapter")
     sampling = sampling_of(values, values.pop("max_tokens", 16), values.get("logprobs") if echo else None)
-    priority = fields.priority(request)
     requests = tuple(
         GenerationRequest(
             request_id=f"{envelope.id}-{index}",
@@ -67,6 +67,7 @@ def parse_completion(request: Input, body: dict[str, Any], served: ServedModel) 
             sampling=sampling,
             add_special_tokens=special,
             priority=priority,
+            adapter=adapter,
         )
         for index, prompt in enumerate(prompts)
     )

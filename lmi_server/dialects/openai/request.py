@@ -9,6 +9,7 @@ from uuid import uuid4
 import msgspec
 
 from lmi_server.dialects import fields
+from lmi_server.dialects.adapters import adapter_name, chosen_adapter
 from lmi_server.dialects.base import ServedModel
 from lmi_server.dialects.fields import Field
 from lmi_server.errors import ModelNotFoundError, RequestError
@@ -77,7 +78,8 @@ SHARED_FIELDS: dict[str, Field] = {
     "bad_words": Field(None, UNSUPPORTED),
     "allowed_token_ids": Field(None, UNSUPPORTED),
     "prompt_logprobs": Field(None, UNSUPPORTED),
-    "adapters": Field(None, fields.off("leave it out: this model is served without adapters")),
+    "adapters": Field("adapter", adapter_name),
+    "adapter": Field("adapter", adapter_name),
     **{name: Field(None, fields.ignored) for name in _IGNORED},
 }
 
@@ -93,12 +95,17 @@ class Envelope(msgspec.Struct, frozen=True):
 def read(
     request: Input, body: dict[str, Any], known: dict[str, Field], served: ServedModel
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the body's fields and the warnings."""
+    """Return the body's fields and the warnings; `adapter` is what the request asks for, or what `model` names."""
     values, unknown = fields.read_fields(body, known)
     if values.get("include_usage") is not None and not values.get("stream"):
         raise RequestError("stream_options is only allowed with stream; send stream: true or leave it out")
     warnings = fields.unknown_warnings(unknown, known)
     model = values.get("model")
+    if model in served.adapters:
+        values.setdefault("adapter", model)
+    values["adapter"] = chosen_adapter(request, values.get("adapter"), served)
+    if model in served.adapters:
+        return values, warnings
     if model is None or model == served.name or model in served.served_names:
         return values, warnings
     del values["model"]
@@ -107,7 +114,7 @@ def read(
 
 def _other_model(request: Input, model: str, served: ServedModel) -> str:
     """Return the warning on a model that is not served here; OpenAI's routes refuse it."""
-    names = ", ".join(dict.fromkeys((*served.served_names, served.name)))
+    names = ", ".join(dict.fromkeys((*served.served_names, served.name, *sorted(served.adapters))))
     if request.route in ROUTES:
         raise ModelNotFoundError(f"The model {fields.show(model)} does not exist; served here: {names}")
     return f"model {fields.show(model)} is ignored; served here: {names}"
