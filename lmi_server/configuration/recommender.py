@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from lmi_server.configuration.handlers import DEFAULT_HANDLER, HANDLERS, HandlerRow
+from lmi_server.configuration.handlers import DEFAULT_HANDLER, HANDLERS, HandlerRow, load_options_type
 from lmi_server.configuration.layers import Given
 from lmi_server.configuration.machine import Machine
 from lmi_server.devices import ALL_DEVICES, plan_devices
@@ -73,7 +73,7 @@ def _devices_of_a_worker(known: Given, machine: Machine) -> int:
 
 
 def _for_handler(row: HandlerRow, given: Given, machine: Machine) -> Mapping[str, str]:
-    recommended: dict[str, str] = {}
+    recommended = dict(load_options_type(row).recommended(machine))
     rolling = given.get("option.rolling_batch")
     left_open = row.batches_by_default if rolling is None else rolling.raw.lower() == "auto"
     if left_open and _batches_statically(given):
