@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -78,7 +78,7 @@ class Management:
         ]
         return json_response({**more, "workflows": rows})
 
-    def _page(self, request: Request) -> tuple[list[Endpoint], dict[str, str]]:
+    def _page(self, request: Request) -> tuple[Sequence[Endpoint], dict[str, str]]:
         return page(request.query_params, self._models.endpoints)
 
     async def register(self, request: Request) -> Response:

@@ -152,9 +152,10 @@ class Adapters:
             async with asyncio.timeout(self._timeout_s):
                 await worker.control(operation, dict(arguments))
         except TimeoutError:
-            logger.error("[%s] did not finish %s within %g seconds; killing it", worker.name, operation, self._timeout_s)
+            late = f"did not finish {operation} within {self._timeout_s:g} seconds"
+            logger.error("[%s] %s; killing it", worker.name, late)
             worker.kill()
-            raise WorkerDiedError(f"The worker did not finish {operation} within {self._timeout_s:g} seconds") from None
+            raise WorkerDiedError(f"The worker {late}") from None
 
 
 async def fetch_adapter(source: str, model_dir: str, settings: ArtifactSettings) -> Path:
