@@ -17,6 +17,7 @@ from lmi_server.protocol import (
     Frames,
     Item,
     Load,
+    LogLevel,
     Recall,
     Reply,
     Shutdown,
@@ -66,6 +67,8 @@ class Session:
                 self._loaded().recall(request_id)
             case Control():
                 self._run(self._control(message))
+            case LogLevel(level):
+                logging.getLogger().setLevel(level)
             case Shutdown(deadline_s):
                 self.shut_down(deadline_s)
 
