@@ -44,7 +44,7 @@ class Service(ABC):
 
     async def control(self, operation: str, arguments: Mapping[str, Any]) -> None:
         """Do what a Control asks for. Raises RequestError where this model does not, or whatever the handler raises."""
-        raise RequestError(f"this model takes no {operation}; only handlers that generate text have adapters")
+        raise RequestError(f"operation {operation!r} is not known to this worker")
 
     def progressed(self) -> list[int]:
         """Return the requests for which something happened since the last call that the front end has not seen."""
