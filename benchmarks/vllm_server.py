@@ -18,7 +18,6 @@ import os
 import random
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,8 +29,6 @@ from typing import Any, cast
 
 import psutil
 import uvloop
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.generation import CONCURRENCIES, CORES, MODEL, NEW_TOKENS, prompts
 

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import re
-import signal
 import string
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 from product_helpers import Server, serving
-from relay_helpers import on_loop
 from vllm_helpers import make_tiny_model, vllm_server
 
 pytestmark = pytest.mark.slow

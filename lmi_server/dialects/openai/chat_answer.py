@@ -101,8 +101,9 @@ def _logprobs(tokens: Sequence[Token], options: AnswerOptions) -> _Logprobs:
 
 def _token_logprob(token: Token, options: AnswerOptions) -> _TokenLogprob:
     # As with vLLM the chosen token comes first, whether it is one of the most likely or not.
-    ranked = (token, *(other for other in token.top if other.id != token.id))[: options.alternatives]
-    return _TokenLogprob(*_told(token, options), [_TopLogprob(*_told(other, options)) for other in ranked])
+    ranked: list[Token | TopToken] = [token, *(other for other in token.top if other.id != token.id)]
+    top = [_TopLogprob(*_told(other, options)) for other in ranked[: options.alternatives]]
+    return _TokenLogprob(*_told(token, options), top)
 
 
 def _told(token: Token | TopToken, options: AnswerOptions) -> tuple[str, float, list[int]]:
