@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lmi_server.configuration.handlers import DEFAULT_HANDLER, HANDLERS, HandlerRow
+from lmi_server.configuration.handlers import DEFAULT_HANDLER, HANDLERS, PIPELINE, HandlerRow
 from lmi_server.configuration.layers import Given
 from lmi_server.configuration.machine import Machine
 
@@ -34,9 +34,14 @@ def _can_serve(row: HandlerRow, machine: Machine) -> bool:
     return row.handler is not None and bool(machine.gpus) and machine.engines.issuperset(row.engines)
 
 
-def recommend(row: HandlerRow | None, given: Given, machine: Machine) -> Mapping[str, str]:
-    """Return values by key; they are used where no higher layer has one, or where that says "auto"."""
+def recommend(row: HandlerRow | None, given: Given, task: str | None, machine: Machine) -> Mapping[str, str]:
+    """Return values by key; they are used where no higher layer has one, or where that says "auto".
+
+    `task` is the one that the model's files tell of, None where they do not.
+    """
     recommended: dict[str, str] = {}
+    if row is PIPELINE and task is not None:
+        recommended["option.task"] = task
     if row is not None:
         recommended |= _for_handler(row, given, machine)
     if "minWorkers" in given and given["minWorkers"].raw.isdecimal() and "maxWorkers" not in given:
@@ -54,7 +59,7 @@ def _for_handler(row: HandlerRow, given: Given, machine: Machine) -> Mapping[str
     rolling = given.get("option.rolling_batch")
     left_open = row.batches_by_default if rolling is None else rolling.raw.lower() == "auto"
     if left_open and row.rolling_batches:
-        recommended["option.rolling_batch"] = "disable" if _batches_statically(given) else row.rolling_batches[0]
+        recommended["option.rolling_batch"] = "disable" if batches_statically(given) else row.rolling_batches[0]
     if row.takes_all_gpus and machine.gpus:
         recommended["option.tensor_parallel_degree"] = str(max(1, len(machine.gpus) // _stages(given)))
     if row.needs_mpi and "engine" not in given:
@@ -62,7 +67,8 @@ def _for_handler(row: HandlerRow, given: Given, machine: Machine) -> Mapping[str
     return recommended
 
 
-def _batches_statically(given: Given) -> bool:
+def batches_statically(given: Given) -> bool:
+    """Tell whether requests are to be collected to batches that run together from start to end."""
     return "batch_size" in given and given["batch_size"].raw not in ("", "1")
 
 
