@@ -13,7 +13,7 @@ from lmi_server.configuration.options import ModelOptions, PositiveInt, Share
 class PagedAttentionOptions(ModelOptions):
     """Keys of serving.properties for an engine that schedules by itself over a paged KV cache."""
 
-    max_rolling_batch_size: Annotated[PositiveInt, Key(also=("option.max_num_seqs",))] = Field(
+    max_rolling_batch_size: Annotated[PositiveInt, Key(also=("option.max_num_seqs",), must_agree=True)] = Field(
         32, description="Requests that the engine decodes together."
     )
     load_format: str = Field("auto", description="Format of the checkpoint; auto takes safetensors, then bin files.")

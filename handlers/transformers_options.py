@@ -22,9 +22,9 @@ DeviceMap = Annotated[
 class TransformersOptions(ModelOptions):
     """Keys of serving.properties for a model that transformers loads."""
 
-    tensor_parallel_degree: ParallelDegree = Field(
-        -1, description="Devices that one model is split over; max is all of the machine's, -1 leaves it open."
-    )
+    tensor_parallel_degree: Annotated[
+        ParallelDegree, Unavailable(lambda degree: degree not in (1, -1, "max"), "use 1")
+    ] = Field(-1, description="Devices that one model is split over; max is all of the machine's, -1 is one.")
     device_map: Annotated[
         DeviceMap | None, Documented("auto", "with GPUs the whole model goes to the worker's own, as auto would put it")
     ] = Field(None, description="Placement of the layers over devices, as transformers takes it.")
@@ -54,14 +54,14 @@ class TransformersOptions(ModelOptions):
     threads: PositiveInt | None = Field(None, description="Threads of one worker inside an operation on the CPU.")
 
     def engine_arguments(self) -> Mapping[str, Any]:
-        """Return what `from_pretrained` of transformers is given, without what is its default."""
+        """Return what `from_pretrained` of transformers is given beside the model, without what is its default."""
         decided = {
             "dtype": self.dtype,
             "revision": self.revision,
             "trust_remote_code": self.trust_remote_code,
             "device_map": self.device_map,
         }
-        return {"pretrained_model_name_or_path": self.model_id, **{name: v for name, v in decided.items() if v}}
+        return {name: value for name, value in decided.items() if value}
 
     def contradictions(self, given: Collection[str]) -> Iterator[Finding]:
         if self.quantize in ("bitsandbytes4", "bitsandbytes8") and not self._is_placed():

@@ -32,11 +32,11 @@ _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 class VllmOptions(PagedAttentionOptions):
     """Keys of serving.properties for a model that vLLM runs. Every other argument of vLLM's engine is passed on."""
 
-    tensor_parallel_degree: Annotated[ParallelDegree, Key(also=("option.tensor_parallel_size",))] = Field(
-        1, description="GPUs that one model is split over; max is all of the machine's."
+    tensor_parallel_degree: Annotated[ParallelDegree, Key(also=("option.tensor_parallel_size",), must_agree=True)] = (
+        Field(1, description="GPUs that one model is split over; max is all of the machine's.")
     )
-    pipeline_parallel_degree: Annotated[PositiveInt, Key(also=("option.pipeline_parallel_size",))] = Field(
-        1, description="Stages that the layers of one model are split into, each on devices of its own."
+    pipeline_parallel_degree: Annotated[PositiveInt, Key(also=("option.pipeline_parallel_size",), must_agree=True)] = (
+        Field(1, description="Stages that the layers of one model are split into, each on devices of its own.")
     )
     rolling_batch: Annotated[Literal["auto", "vllm", "disable"], BeforeValidator(lower)] = Field(
         "auto", description="vLLM batches by itself, whatever this says."
@@ -45,13 +45,13 @@ class VllmOptions(PagedAttentionOptions):
         "auto", description="Data type of weights and KV cache; auto is the checkpoint's own, fp16 for one in fp32."
     )
     task: str | None = Field(None, description="Task of the model: text-generation, text-embedding, classify, ...")
-    quantize: Annotated[str | None, Key(also=("option.quantization",))] = Field(
+    quantize: Annotated[str | None, Key(also=("option.quantization",), must_agree=True)] = Field(
         None, description="Quantisation that the checkpoint was made with (awq, gptq, squeezellm, ...)."
     )
-    max_rolling_batch_prefill_tokens: Annotated[PositiveInt | None, Key(also=("option.max_num_batched_tokens",))] = (
-        Field(None, description="Tokens that one step computes at most; without it vLLM chooses.")
-    )
-    cpu_offload_gb_per_gpu: Annotated[NonNegativeFloat, Key(also=("option.cpu_offload_gb",))] = Field(
+    max_rolling_batch_prefill_tokens: Annotated[
+        PositiveInt | None, Key(also=("option.max_num_batched_tokens",), must_agree=True)
+    ] = Field(None, description="Tokens that one step computes at most; without it vLLM chooses.")
+    cpu_offload_gb_per_gpu: Annotated[NonNegativeFloat, Key(also=("option.cpu_offload_gb",), must_agree=True)] = Field(
         0.0, description="GiB of weights per GPU that stay in main memory."
     )
     enable_chunked_prefill: bool | None = Field(None, description="Compute long prompts in chunks beside decoding.")
@@ -125,8 +125,12 @@ class VllmOptions(PagedAttentionOptions):
             yield Finding(("option.enable_auto_tool_choice",), "true only with option.tool_call_parser")
         if self.enable_reasoning and self.reasoning_parser is None:
             yield Finding(("option.enable_reasoning",), "true only with option.reasoning_parser")
-        if self.pipeline_parallel_degree != 1 and self.rolling_batch == "vllm":
+        if self.pipeline_parallel_degree != 1 and "option.rolling_batch" in given and self.rolling_batch == "vllm":
             yield Finding(("option.pipeline_parallel_degree",), "1 with option.rolling_batch=vllm")
+
+    @property
+    def one_worker_only(self) -> str | None:
+        return "option.lmcache_auto_config" if self.lmcache_auto_config else None
 
     def doubts(self, given: Collection[str]) -> Iterator[Finding]:
         if not self.enable_lora:

@@ -10,8 +10,30 @@ import msgspec
 FinishReason = Literal["length", "eos_token", "stop_sequence"]
 """Why a sequence ended; the names are LMI's. `stop_sequence` covers `stop`, `stop_sequences` and `stop_token_ids`."""
 
+Feature = Literal[
+    "structured_outputs", "tools", "media", "reasoning", "min_tokens", "bad_words", "allowed_token_ids", "engine_extras"
+]
+"""What some engines do and others do not; a handler names its own in `ModelInfo.features`.
+
+A dialect refuses by name what a request asks of any other. "media": parts of messages that are no text;
+"engine_extras": `SamplingParameters.extra`; the others are fields of the structs below.
+"""
 
 _COLDEST = 1e-5  # below this, dividing logits by the temperature overflows float32 and only the best token is left
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
+    """What the output must match. `value` by `kind`:
+
+    "json": a JSON schema, as an object or as text; "json_object": True; "regex": a regular expression; "choice": the
+    texts of which one is the output; "grammar": text in EBNF or Lark's form; "structural_tag": text in xgrammar's form.
+    """
+
+    kind: Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
+    value: Any
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
 
 
 class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,19 +61,52 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
-    prompt_logprobs: bool = False  # LMI: decoder_input_details
+    prompt_logprobs: int | None = None  # as logprobs, for the prompt (LMI: decoder_input_details)
     truncate: int | None = None  # keep only the last `truncate` prompt tokens
+    min_tokens: int = 0  # no end of sequence and no stop token before so many
+    bad_words: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None  # None: all
+    structured_outputs: StructuredOutputs | None = None
+    spaces_between_special_tokens: bool = True
+    extra: Mapping[str, Any] = {}  # what only the engine knows, by its own names
 
     @property
     def greedy(self) -> bool:
         return not self.do_sample or self.temperature < _COLDEST
 
 
+class NamedTool(msgspec.Struct, frozen=True):
+    """The function that a chat's answer must call."""
+
+    name: str
+
+
+class ChatOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How a chat is rendered and how its answer is read; names and defaults are those of vLLM's chat requests.
+
+    `tool_choice` is "none", "auto", "required", or the name of the one function to call, as `NamedTool`.
+    """
+
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "none"
+    parallel_tool_calls: bool = True
+    chat_template: str | None = None
+    chat_template_kwargs: Mapping[str, Any] = {}
+    documents: Sequence[Mapping[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    reasoning_effort: str | None = None
+    include_reasoning: bool = True
+    thinking_token_budget: int | None = None
+    mm_processor_kwargs: Mapping[str, Any] | None = None
+
+
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate.
 
     `prompt` is a text, a list of token ids, or None where `messages` holds a chat in OpenAI's form, which the handler
-    renders with the tokenizer's chat template. `priority`: lower runs sooner (LMI: `x-priority`, default 3).
+    renders with the tokenizer's chat template. `stream` is False where nobody reads a delta before the last one, so
+    that an engine may hand out the whole output in one. `priority`: lower runs sooner (LMI: `x-priority`, default 3).
+    `adapter` is the name of a LoRA adapter that the handler was given, None for the model as it is.
     """
 
     request_id: str
@@ -59,8 +114,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParameters
     messages: Sequence[Mapping[str, Any]] | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
+    chat: ChatOptions = ChatOptions()
+    stream: bool = True
     add_special_tokens: bool = True
     priority: int = 3
+    adapter: str | None = None
 
 
 class TopToken(msgspec.Struct, frozen=True):
@@ -79,6 +137,7 @@ class Token(msgspec.Struct, frozen=True):
     logprob: float | None = None
     special: bool = False
     top: tuple[TopToken, ...] = ()
+    rank: int | None = None  # 1 is the most likely of the vocabulary; None where it was not computed
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -87,6 +146,16 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0  # prompt tokens whose KV cache was reused
+    reasoning_tokens: int | None = None  # None where the model's reasoning is not told apart
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True):
+    """A piece of one tool call: the first of each `index` has `id` and `name`; the `arguments` join to JSON."""
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -96,6 +165,9 @@ class Delta(msgspec.Struct, frozen=True):
     tokens. `tokens` are the step's tokens in order (none on a delta that only flushes text). The last delta, and only
     the last one, has a `finish_reason` and `usage`. The first delta carries `prompt_text`, the prompt as the model saw
     it (a chat rendered by its template), and, where `prompt_logprobs` asked for them, `prompt_tokens`.
+
+    Where the handler reads tool calls and reasoning out of a chat's answer, `text` is the content alone. `stop_reason`
+    on the last delta is the stop string or token id that ended the sequence.
     """
 
     text: str
@@ -104,3 +176,6 @@ class Delta(msgspec.Struct, frozen=True):
     usage: Usage | None = None
     prompt_text: str | None = None
     prompt_tokens: tuple[Token, ...] | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+    stop_reason: str | int | None = None

@@ -11,15 +11,20 @@ from typing import Any
 
 import msgspec
 
-from lmi_server.errors import LmiServerError
-from lmi_server.generation import Delta, GenerationRequest
-from lmi_server.protocol import Input
+from lmi_server.errors import LmiServerError, RequestError
+from lmi_server.generation import Delta, Feature, GenerationRequest
+from lmi_server.protocol import Adapter, Input
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a handler tells about the model that it loaded. `max_model_len` is in tokens (prompt and output)."""
+    """What a handler tells about the model that it loaded. `max_model_len` is in tokens (prompt and output).
+
+    `sampling_defaults` are values of SamplingParameters by name, for what an OpenAI request leaves out.
+    """
 
     max_model_len: int
+    features: frozenset[Feature] = frozenset()
+    sampling_defaults: Mapping[str, Any] = {}
     details: Mapping[str, Any] = {}  # dtype, KV cache bytes, threads, ...: shown in the log and by `explain`
 
 
@@ -44,6 +49,23 @@ class LLMHandler(ABC):
     @abstractmethod
     async def tokenize(self, text: str) -> list[int]:
         """Return the token ids of `text`, special tokens added."""
+
+    async def detokenize(self, tokens: Sequence[int]) -> str:
+        """Return the text of token ids. Raises RequestError where one of them is not in the vocabulary."""
+        raise RequestError("this model's handler does not turn tokens into text")
+
+    async def add_adapter(self, adapter: Adapter) -> None:
+        """Take a LoRA adapter; from now on requests may name it in `GenerationRequest.adapter`.
+
+        One of that name is replaced; requests that run keep the weights that they began with. Raises RequestError
+        naming what of the adapter is not supported or does not fit the model, ModelMemoryError where there is no room;
+        nothing has changed then.
+        """
+        raise RequestError("this handler serves no LoRA adapters; use another one, or set option.enable_lora=false")
+
+    async def remove_adapter(self, name: str) -> None:
+        """Forget an adapter that `add_adapter` took; requests that run with it finish."""
+        return
 
     def stats(self) -> Mapping[str, float]:
         """Return gauges of the engine, by Prometheus name without prefix (`running_requests`, ...)."""

@@ -9,15 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lmi_server.artifacts.fetch import ArtifactSettings, fetch_model_directory
+from lmi_server.artifacts.fetch import ArtifactSettings, empty_directory, fetch_model_directory
 from lmi_server.artifacts.location import HubModel, parse_location
 from lmi_server.artifacts.model import FetchedModel, Resolve, fetch_model
 from lmi_server.artifacts.progress import shown_progress
@@ -138,7 +136,6 @@ class ModelRegistry:
         self._endpoints: dict[str, Endpoint] = {}
         self._aliases: dict[str, Endpoint] = {}
         self._ending: set[WorkerPool] = set()  # of models that are unregistered
-        self._directory = Path(tempfile.mkdtemp(prefix="lmi-server-models-"))
 
     # --- who is there ---
 
@@ -277,7 +274,7 @@ class ModelRegistry:
         with shown_progress(source.label, sys.stderr) as on_progress:
             if isinstance(location, HubModel):  # its weights are option.model_id of a directory that says nothing else
                 settings["option.model_id"] = location.repo_id
-                directory = Path(tempfile.mkdtemp(dir=self._directory))
+                directory = await asyncio.to_thread(empty_directory, self._artifacts)
             else:
                 directory = await fetch_model_directory(source.url, self._artifacts, on_progress=on_progress)
             return await fetch_model(
@@ -307,7 +304,7 @@ class ModelRegistry:
                 log_level=self._log_level,
             ),
             version=source.version,
-            groups=plan_devices(serving.load_on_devices, _gpus_per_worker(resolved), gpus),
+            groups=plan_devices(serving.load_on_devices, options.devices_per_worker, gpus),
             environment=_worker_variables(python_path),
             min_workers=serving.min_workers,
             max_workers=max(serving.min_workers, serving.max_workers),
@@ -333,13 +330,11 @@ class ModelRegistry:
             task.cancel()
         await asyncio.gather(*loading, return_exceptions=True)
         await asyncio.gather(*(pool.stop() for pool in self._pools()))
-        shutil.rmtree(self._directory, ignore_errors=True)
 
     def kill(self) -> None:
         """End every worker at once."""
         for pool in self._pools():
             pool.kill()
-        shutil.rmtree(self._directory, ignore_errors=True)
 
     def _pools(self) -> list[WorkerPool]:
         return [*(model.pool for model in self.models if model.pool is not None), *self._ending]
@@ -351,11 +346,3 @@ def _worker_variables(python_path: Sequence[str]) -> dict[str, str]:
         return {}
     inherited = process_environment().get("PYTHONPATH")
     return {"PYTHONPATH": os.pathsep.join([*python_path, *([inherited] if inherited else [])])}
-
-
-def _gpus_per_worker(resolved: ResolvedModel) -> int | None:
-    """Return how many GPUs one worker takes; None for all of them."""
-    degree = resolved.options.tensor_parallel_degree
-    if not isinstance(degree, int) or degree < 1:
-        return None
-    return degree * resolved.options.pipeline_parallel_degree

@@ -39,6 +39,18 @@ class Input(msgspec.Struct, array_like=True, frozen=True):
         return self.content[0][1] if self.content else b""
 
 
+class Adapter(msgspec.Struct, frozen=True, kw_only=True):
+    """A LoRA adapter: `directory` holds its files on this machine, as peft writes them.
+
+    `preload`: its weights are in memory before its first request. `pin`: they stay there, whatever else needs the room.
+    """
+
+    name: str
+    directory: str
+    preload: bool = True
+    pin: bool = False
+
+
 class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """Base of everything on the link."""
 
@@ -68,7 +80,11 @@ class Cancel(Message, frozen=True):
 
 
 class Control(Message, frozen=True):
-    """An operation on the model itself (adapters, log level); answered by a Reply under the same id."""
+    """An operation on the model itself; answered by a Reply or an Error under the same id.
+
+    "add_adapter" takes the fields of an Adapter and puts it in the place of one of that name; "remove_adapter" its
+    `name`. The ids are those of Submit.
+    """
 
     id: int
     operation: str

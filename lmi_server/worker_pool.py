@@ -275,7 +275,7 @@ class WorkerPool:
         is no such device, ModelNotReadyError where the model is not loaded, ModelLoadError where a worker cannot load
         it.
         """
-        if self.failure is not None or not self.was_ready:
+        if self._draining or self.failure is not None or not self.was_ready:
             self._check_open()
         groups = [group for group in self.groups if device is None or group.device.first == device]
         if not groups:
@@ -284,6 +284,7 @@ class WorkerPool:
         for group, (least, most) in zip(groups, bounds, strict=True):
             group.scale(least, most)
         self._fail_stranded()
+        self._tell_scaled()  # who waited for more workers than are wanted now
         await self._all_running()
 
     async def _all_running(self) -> None:
@@ -491,6 +492,7 @@ class WorkerPool:
         self._draining = True
         self._fail_unfinished(ModelNotReadyError(self._closing))
         self.stopping = True
+        self._tell_scaled(ModelNotReadyError(self._closing))
         if self._watch is not None:
             self._watch.cancel()
         serving, self._ready, self._leaving = self._serving(), [], set()

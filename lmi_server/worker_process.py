@@ -11,9 +11,10 @@ import socket
 import time
 from asyncio.subprocess import Process
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from lmi_server.configuration.environment import process_environment
-from lmi_server.errors import ModelLoadError, error_from_kind
+from lmi_server.errors import ModelLoadError, ModelMemoryError, error_from_kind
 from lmi_server.job import Job
 from lmi_server.link import worker_link
 from lmi_server.protocol import Cancel, Failed, Frames, FromWorker, Item, Load, Ready, Shutdown, Stats, Submit
@@ -63,6 +64,8 @@ class WorkerProcess:
         self._tasks: list[asyncio.Task[None]] = []
         self._heartbeat: asyncio.TimerHandle | None = None
         self._silent_checks = 0
+        self._killed = False
+        self._oom_kills = 0  # of the whole machine, before the process was there
 
     @property
     def pid(self) -> int | None:
@@ -112,6 +115,7 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """Kill the process and every process that it started."""
+        self._killed = True
         if self._process is not None and not self._exited.is_set():
             _kill_group(self._process.pid)
 
@@ -133,6 +137,7 @@ class WorkerProcess:
                 await self._exited.wait()
 
     async def _spawn(self) -> None:
+        self._oom_kills = _oom_kills()
         ours, theirs = socket.socketpair()
         with theirs:
             ours.setblocking(False)
@@ -176,7 +181,11 @@ class WorkerProcess:
         code = await process.wait()
         _kill_group(process.pid)  # children that the worker left behind
         self._exited.set()
-        self._fail_loading(ModelLoadError(f"the worker process {_exit_reason(code)} while it loaded the model"))
+        reason = f"the worker process {_exit_reason(code)} while it loaded the model"
+        if code == -signal.SIGKILL and not self._killed and _oom_kills() > self._oom_kills:
+            reason += ": the machine or its container ran out of memory"
+            self._fail_loading(ModelMemoryError(reason))
+        self._fail_loading(ModelLoadError(reason))
         logger.info("[%s] process %d %s", self.name, process.pid, _exit_reason(code))
 
     async def _forward_log(self, stream: asyncio.StreamReader) -> None:
@@ -252,6 +261,15 @@ def _mark_retrieved(loaded: asyncio.Future[Ready]) -> None:
 def _kill_group(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
+
+
+def _oom_kills() -> int:
+    """Return how many processes the kernel has ended for want of memory since it started; 0 where it does not tell."""
+    try:
+        counters = Path("/proc/vmstat").read_text(encoding="ascii")
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in counters.splitlines() if line.startswith("oom_kill ")), 0)
 
 
 def _exit_reason(code: int) -> str:

@@ -97,7 +97,7 @@ def test_every_parameter() -> None:
         skip_special_tokens=False,
         truncate=100,
         logprobs=2,
-        prompt_logprobs=True,
+        prompt_logprobs=0,
     )
 
 
@@ -123,7 +123,7 @@ def test_log_probabilities_are_asked_for_only_where_they_are_told() -> None:
     assert lmi(stream=True).requests[0].sampling.logprobs == 0
     assert lmi(stream=True, top_n_tokens=3).requests[0].sampling.logprobs == 3
     ineffective = lmi(decoder_input_details=True)
-    assert not ineffective.requests[0].sampling.prompt_logprobs
+    assert ineffective.requests[0].sampling.prompt_logprobs is None
     assert "decoder_input_details" in ineffective.warnings[0]
 
 

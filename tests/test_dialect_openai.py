@@ -381,7 +381,7 @@ def test_completion_logprobs() -> None:
 
 def test_echo() -> None:
     exchange = complete(echo=True, logprobs=0)
-    assert exchange.requests[0].sampling.prompt_logprobs
+    assert exchange.requests[0].sampling.prompt_logprobs == 0
     choice = json.loads(answer(exchange, DELTAS))["choices"][0]
     assert choice["text"] == "Hello" + TEXT
     assert choice["logprobs"]["tokens"][:3] == ["Hel", "lo", " Par"]

@@ -138,7 +138,7 @@ CONFIGURATIONS = {
         "tensorrt_llm",
         {
             "option.entryPoint": ("djl_python.tensorrt_llm", FILE),
-            "option.tensor_parallel_degree": ("max", DEFAULT),
+            "option.tensor_parallel_degree": (4, RECOMMENDED),
             "option.rolling_batch": ("trtllm", RECOMMENDED),
             "option.smoothquant_alpha": (0.8, DEFAULT),
             "option.max_output_len": (512, DEFAULT),
@@ -254,6 +254,7 @@ def test_too_few_gpus_are_a_warning(tmp_path: Path) -> None:
     found = explained(tmp_path, "option.rolling_batch=vllm\noption.tensor_parallel_degree=8", FOUR_GPUS)
     assert [warning for warning in found.warnings if "a worker takes 8 GPUs" in warning]
     assert found.devices == ()
+    assert not found.can_be_served
 
 
 def test_required_memory_that_is_not_there_is_a_warning(tmp_path: Path) -> None:

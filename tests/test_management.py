@@ -281,43 +281,6 @@ def test_a_server_without_models(tmp_path: Path) -> None:
         assert server.http.post("/invocations", json=request("a")).status_code == 400
 
 
-def test_models_that_cannot_be_loaded_leave_the_others_alone(tmp_path: Path, broken_checkpoint: Path) -> None:
-    make_model(tmp_path / "good")
-    make_model(tmp_path / "greedy", "fault_handlers:GreedyHandler")
-    (tmp_path / "empty-config").mkdir()
-    (tmp_path / "empty-config" / "serving.properties").write_text("option.rolling_batch=scheduler")
-    broken_checkpoint.rename(tmp_path / "broken")
-    with running("--model-store", tmp_path) as server:
-        until_status(server, "good", "Healthy")
-        assert "holds no config.json" in until_status(server, "empty_config", "FAILED")["reason"]
-        assert "17 GiB are not free" in until_status(server, "greedy", "FAILED")["reason"]
-        assert "SafetensorError" in until_status(server, "broken", "FAILED")["reason"]
-        listed = {model["modelName"]: model["status"] for model in server.http.get("/models").json()["models"]}
-        assert listed == {"broken": "FAILED", "empty_config": "FAILED", "good": "READY", "greedy": "FAILED"}
-        assert server.http.post("/predictions/good", json=request("a")).status_code == 200
-        assert server.http.get("/ping").status_code == 200
-        server.http.delete("/models/good")
-        assert server.http.get("/ping").status_code == 500
-        assert server.stop() == 0
-        for name in ("empty_config", "greedy", "broken"):
-            assert [line for line in server.lines if f"model {name} could not be loaded: " in line]
-
-
-@pytest.fixture
-def broken_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a model directory that is complete but for the bytes of its weights."""
-    from tiny_models import FAMILIES, byte_tokenizer
-
-    directory = tmp_path_factory.mktemp("checkpoint") / "llama"
-    config = FAMILIES["llama"]()
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(directory)
-    byte_tokenizer().save_pretrained(directory)
-    (directory / "model.safetensors").write_bytes(b"\xff" * 4096)
-    (directory / "serving.properties").write_text("option.rolling_batch=scheduler")
-    return directory
-
-
 def test_a_hung_request_is_given_up_with_503(tmp_path: Path) -> None:
     with running(make_model(tmp_path / "model", FAULTS, predict_timeout=1)) as server:
         server.log_line(r"\] ready: process")

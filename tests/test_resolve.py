@@ -50,7 +50,7 @@ def refusal(directory: Path, environment: Mapping[str, str] = {}) -> list[str]:
 
 def test_undeclared_options_reach_the_worker(write: Write) -> None:
     model = resolve_model(write("option.favourite=Colour: blue\nnot_an_option=1"), {"OPTION_OTHER": "2"})
-    assert model.options.passed_through == {"favourite": "Colour: blue", "other": "2"}
+    assert model.options.passed_through == {"favourite": "Colour: blue", "other": "2", "not_an_option": "1"}
     assert rebuild_options(model.handler, model.raw_options()) == model.options
 
 
@@ -169,11 +169,11 @@ def test_served_names(write: Write) -> None:
 @pytest.mark.parametrize(
     ("properties", "warning"),
     [
-        ("option.dtpye=fp16", "unknown key option.dtpye, it is passed on to the handler; did you mean option.dtype?"),
+        ("option.dtpye=fp16", "unknown key option.dtpye, it is ignored; did you mean option.dtype?"),
         ("option.entry_point=huggingface", "did you mean option.entryPoint?"),
         ("dtype=fp16", "unknown key dtype, it is ignored; did you mean option.dtype?"),
         ("minworkers=2", "did you mean minWorkers?"),
-        ("option.zzz=1", "unknown key option.zzz, it is passed on to the handler"),
+        ("option.zzz=1", "unknown key option.zzz, it is ignored"),
         ("option.data_type=fp16\noption.dtype=fp32", "option.data_type is ignored, because option.dtype is given too"),
         ("option.dtype=", "option.dtype has no value and is ignored"),
         ("option.dtype=fp16\noption.dtype=fp32", ":2: option.dtype was given in line 1 already; this one is used"),
@@ -253,9 +253,8 @@ def test_every_spelling_of_ones_own_handler_is_known_and_refused(write: Write, e
     ("entry_point", "advice"),
     [
         ("djl_python.hugginface", "; did you mean djl_python.huggingface?"),
-        ("nowhere.py", "an absolute path"),
+        ("nowhere", "an absolute path"),
         ("no_such_package.service", "a dotted module"),
-        ("/nowhere/model.py", "a Python file of the model directory"),
     ],
 )
 def test_an_entry_point_that_names_nothing_is_refused(write: Write, entry_point: str, advice: str) -> None:
@@ -264,6 +263,13 @@ def test_an_entry_point_that_names_nothing_is_refused(write: Write, entry_point:
     assert problem.startswith(f"{directory / 'serving.properties'}:1: option.entryPoint = ")
     assert "is not allowed; allowed: djl_python.huggingface, " in problem
     assert advice in problem
+
+
+@pytest.mark.parametrize("name", ["nowhere.py", "/nowhere/model.py"])
+def test_a_file_that_is_not_there_is_no_entry_point(write: Write, name: str) -> None:
+    directory = write(f"option.entryPoint={name}")
+    (problem,) = refusal(directory)
+    assert problem.endswith(f'option.entryPoint = "{name}" is not allowed; there is no file {directory / name}')
 
 
 def test_a_handler_of_ones_own_is_refused(write: Write) -> None:
@@ -427,7 +433,7 @@ def test_an_architecture_without_lmi_dist_stays_with_huggingface(write: Write) -
         ("option.rolling_batch=vllm", 4),
         ("option.rolling_batch=vllm\noption.tensor_parallel_degree=2", 2),
         ("engine=MPI\noption.rolling_batch=lmi-dist", 4),
-        ("option.entryPoint=djl_python.tensorrt_llm", "max"),
+        ("option.entryPoint=djl_python.tensorrt_llm", 4),
         ("option.entryPoint=djl_python.deepspeed", 1),
         ("option.entryPoint=djl_python.transformers_neuronx", 1),
         ("option.entryPoint=djl_python.huggingface", -1),
@@ -511,6 +517,99 @@ def test_a_deprecated_value_is_mapped(write: Write) -> None:
     assert found.warnings == (
         f'{directory / "serving.properties"}:3: option.quantize = "bitsandbytes" is deprecated: use bitsandbytes8',
     )
+
+
+VLLM = "option.rolling_batch=vllm\n"
+
+
+@pytest.mark.parametrize(
+    ("key", "other", "values"),
+    [
+        ("option.max_rolling_batch_size", "option.max_num_seqs", ("16", "8")),
+        ("option.tensor_parallel_degree", "option.tensor_parallel_size", ("2", "4")),
+        ("option.pipeline_parallel_degree", "option.pipeline_parallel_size", ("1", "2")),
+        ("option.quantize", "option.quantization", ("awq", "gptq")),
+    ],
+)
+def test_two_spellings_of_one_vllm_key_must_agree(write: Write, key: str, other: str, values: tuple[str, str]) -> None:
+    directory = write()
+    file = directory / "serving.properties"
+    file.write_text(f"{VLLM}{other}={values[1]}\n{key}={values[0]}")
+    (problem,) = inspect_model(directory, {}, machine=FOUR_GPUS).problems
+    assert problem == (
+        f'{file}:2: {other} = "{values[1]}" is not allowed; allowed: "{values[0]}", since {key} is the same option'
+    )
+    file.write_text(f"{VLLM}{other}={values[0]}\n{key}={values[0]}")
+    assert inspect_model(directory, {}, machine=FOUR_GPUS).problems == ()
+
+
+def test_lmcache_allows_one_worker(write: Write) -> None:
+    directory = write(f"{VLLM}option.lmcache_auto_config=true")
+    serving = inspect_model(directory, {}, machine=FOUR_GPUS).serving
+    assert (serving.min_workers, serving.max_workers) == (1, 1)
+    (problem,) = inspect_model(directory, {"ARGS_maxWorkers": "2"}, machine=FOUR_GPUS).problems
+    assert problem == (
+        'variable ARGS_maxWorkers: maxWorkers = "2" is not allowed; allowed: 1 with option.lmcache_auto_config=true'
+    )
+
+
+@pytest.mark.parametrize(
+    ("properties", "machine", "degree"),
+    [
+        (VLLM, FOUR_GPUS, 4),
+        (VLLM, NO_GPU, 1),
+        ("option.entryPoint=djl_python.vllm\noption.pipeline_parallel_degree=2", FOUR_GPUS, 2),
+        (f"{VLLM}load_on_devices=gpu0+gpu1", FOUR_GPUS, 2),
+        (f"{VLLM}load_on_devices=gpu9", FOUR_GPUS, 4),
+        ("engine=MPI\noption.rolling_batch=trtllm", FOUR_GPUS, 4),
+    ],
+)
+def test_max_is_a_number_for_the_engine(write: Write, properties: str, machine: Machine, degree: int) -> None:
+    found = inspect_model(write(f"{properties}\noption.tensor_parallel_degree=max"), {}, machine=machine)
+    source = found.sources["option.tensor_parallel_degree"]
+    assert found.options.tensor_parallel_degree == degree
+    assert (source.layer, source.raw, source.written) == ("serving.properties", str(degree), "max")
+    assert "max" not in found.options.engine_arguments().values()
+
+
+def test_tensorrt_llm_takes_all_gpus(write: Write) -> None:
+    found = inspect_model(write("engine=MPI\noption.rolling_batch=trtllm"), {}, machine=FOUR_GPUS)
+    assert found.options.engine_arguments()["tensor_parallel_degree"] == 4
+
+
+def test_vllm_splits_a_model(write: Write) -> None:
+    found = inspect_model(write(f"{VLLM}option.tensor_parallel_degree=2"), {}, machine=FOUR_GPUS)
+    assert not any("tensor_parallel" in line for line in found.unavailable)
+
+
+def test_huggingface_does_not_take_several_gpus_for_one(write: Write) -> None:
+    directory = write("option.tensor_parallel_degree=max")
+    assert inspect_model(directory, {}, machine=NO_GPU).unavailable == ()
+    (line,) = inspect_model(directory, {}, machine=FOUR_GPUS).unavailable
+    assert 'option.tensor_parallel_degree = "max" is not available in this version; use 1' in line
+
+
+def test_a_dynamic_batch_leaves_no_rolling_batch_to_auto(write: Write) -> None:
+    neuron = "option.entryPoint=djl_python.transformers_neuronx\noption.rolling_batch=auto\nbatch_size=4"
+    found = inspect_model(write(neuron), {}, machine=NO_GPU)
+    assert (found.options.rolling_batch, found.problems) == ("disable", ())
+
+
+@pytest.mark.parametrize(("graphs", "eager"), [("yes", False), ("on", False), ("0", True), ("False", True)])
+def test_cuda_graphs_are_the_opposite_of_eager(write: Write, graphs: str, eager: bool) -> None:
+    options = inspect_model(write(VLLM), {"ENABLE_CUDA_GRAPHS": graphs}, machine=NO_GPU).options
+    assert options.engine_arguments()["enforce_eager"] is eager
+
+
+def test_sagemaker_tells_the_answers_of_tree_models(write: Write) -> None:
+    directory = write("option.entryPoint=djl_python.sklearn_handler\noption.default_accept=application/json", None)
+    found = inspect_model(directory, {"SAGEMAKER_DEFAULT_INVOCATIONS_ACCEPT": "text/csv"}, machine=NO_GPU)
+    assert found.sources["option.default_accept"].raw == "text/csv"
+
+
+def test_what_follows_from_a_deprecated_key_is_told_as_it_was_written(write: Write) -> None:
+    (problem,) = inspect_model(write("option.load_in_4bit=true"), {}, machine=NO_GPU).problems
+    assert ':1: option.load_in_4bit = "true" is not allowed; allowed: bitsandbytes4 only with' in problem
 
 
 def test_a_key_of_another_handler_says_so(write: Write) -> None:

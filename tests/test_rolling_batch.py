@@ -211,7 +211,7 @@ def test_seeds_repeat_in_any_company(llama: Engine) -> None:
 
 def test_log_probabilities_are_the_models(llama: Engine) -> None:
     prompt = [9, 8, 7, 6, 5]
-    answer = llama.generate(prompt, max_new_tokens=3, logprobs=2, prompt_logprobs=True)
+    answer = llama.generate(prompt, max_new_tokens=3, logprobs=2, prompt_logprobs=0)
     with torch.inference_mode():
         logits = llama.reference(torch.tensor([prompt + answer.tokens])).logits[0].log_softmax(-1)
     scored: list[Token] = [token for delta in answer.deltas for token in delta.tokens]
@@ -230,7 +230,7 @@ def test_log_probabilities_are_the_models(llama: Engine) -> None:
 
 def test_prompt_log_probabilities_span_chunks(llama: Engine) -> None:
     prompt = (prompts(3, seed=9)[2] * 40)[:50]
-    answer = llama.generate(prompt, max_new_tokens=1, prompt_logprobs=True)
+    answer = llama.generate(prompt, max_new_tokens=1, prompt_logprobs=0)
     prefill = answer.deltas[0].prompt_tokens
     assert prefill is not None
     assert [token.id for token in prefill] == prompt

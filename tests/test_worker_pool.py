@@ -421,6 +421,22 @@ async def test_scaling(tmp_path: Path) -> None:
 
 
 @on_loop
+async def test_who_waits_for_more_workers_is_told_when_they_are_not_to_come(tmp_path: Path) -> None:
+    (tmp_path / "go").touch()
+    async with pool_of(tmp_path, "fault_handlers:GatedHandler") as pool:
+        (tmp_path / "go").unlink()
+        scaled = asyncio.create_task(pool.scale(2, 2))
+        await until(lambda: len(children()) == 2)
+        await pool.scale(1, 1)
+        await scaled
+        scaled = asyncio.create_task(pool.scale(2, 2))
+        await until(lambda: len(children()) == 2)
+        await pool.stop()
+        with pytest.raises(ModelNotReadyError):
+            await scaled
+
+
+@on_loop
 async def test_a_worker_that_is_too_much_finishes_its_requests(tmp_path: Path) -> None:
     async with pool_of(tmp_path, max_in_flight=1, options={"echo_delay_ms": "5"}) as pool:
         job = submit(pool, "a", stream=True, tokens=100)

@@ -39,7 +39,7 @@ def test_a_wrong_value(row: HandlerRow, option: Option, spelling: str, tmp_path:
     file.write_text(f"{decide}\n\n{key}={WRONG}\n")
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     (problem,) = inspect_model(tmp_path, {}, machine=MACHINE).problems
-    assert problem == f'{file}:3: {option.key} = "{WRONG}" is not allowed; allowed: {option.allowed}'
+    assert problem == f'{file}:3: {key} = "{WRONG}" is not allowed; allowed: {option.allowed}'
 
 
 @pytest.mark.parametrize("key", DECIDING)

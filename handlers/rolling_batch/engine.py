@@ -115,7 +115,7 @@ class RollingBatchEngine:
             StopMatcher(parameters.stop, parameters.include_stop_str_in_output),
             emit,
             prompt_text,
-            [self._token(Sampled(prompt[0]), self._piece(prompt[0]))] if parameters.prompt_logprobs else [],
+            [self._token(Sampled(prompt[0]), self._piece(prompt[0]))] if parameters.prompt_logprobs is not None else [],
             frozenset(parameters.stop_token_ids),
         )
         self._scheduler.add(sequence)
@@ -135,7 +135,7 @@ class RollingBatchEngine:
         scored = {
             chunk.sequence.request_id
             for chunk in plan.prefill
-            if self._requests[chunk.sequence.request_id].parameters.prompt_logprobs
+            if self._requests[chunk.sequence.request_id].parameters.prompt_logprobs is not None
         }
         logits = self._runner.run(plan, scored)
         advance(plan)
@@ -168,7 +168,7 @@ class RollingBatchEngine:
             ids = sequence.tokens[first : first + rows.stop - rows.start]
             if not ids:
                 continue
-            top = [request.parameters.logprobs or 0] * len(ids)
+            top = [request.parameters.prompt_logprobs or 0] * len(ids)
             scored = score(logits.logits[rows], ids, top)
             request.prompt_tokens.extend(self._token(entry, self._piece(entry.token)) for entry in scored)
 
@@ -200,7 +200,7 @@ class RollingBatchEngine:
             reason,
             Usage(sequence.prompt_len, len(sequence.tokens) - sequence.prompt_len) if reason else None,
             request.prompt_text if first else None,
-            tuple(request.prompt_tokens) if first and parameters.prompt_logprobs else None,
+            tuple(request.prompt_tokens) if first and parameters.prompt_logprobs is not None else None,
         )
         if reason:
             del self._requests[sequence.request_id]

@@ -11,7 +11,7 @@ import transformers
 from transformers.pipelines import Pipeline
 from transformers.pipelines.base import PipelineException
 
-from handlers.checkpoints.loading import dtype_for, load_config, origin, placement
+from handlers.checkpoints.loading import model_arguments
 from handlers.pipeline_options import PipelineOptions
 from handlers.tasks.audio import audio_reader
 from handlers.tasks.task import Task, named, one_of, read_image, read_object, read_text, texts
@@ -185,13 +185,13 @@ class TransformersPipeline(Task):
 
 
 def _load(task: str, path: str, options: PipelineOptions) -> Any:
+    arguments = model_arguments(path, options)
     try:
         pipeline = transformers.pipeline(
             task,
             model=path,
-            dtype=dtype_for(load_config(path, options), options),
-            **(placement(options) or {"device": "cpu"}),
-            **origin(options),
+            **{"device": "cpu"} if "device_map" not in arguments else {},
+            **arguments,
         )
     except ImportError as error:
         raise ModelLoadError(f"option.task={task} needs a Python package that is not installed: {error}") from error

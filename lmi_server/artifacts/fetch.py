@@ -62,6 +62,17 @@ def artifact_settings(download_dir: str | None, environment: Mapping[str, str]) 
     return ArtifactSettings(root.absolute(), environment)
 
 
+def empty_directory(settings: ArtifactSettings) -> Path:
+    """Return a directory for models that are nothing but an id: it holds no file, and every server may share it.
+
+    Raises ArtifactError where it cannot be made.
+    """
+    directory = settings.root / "empty"
+    with file_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
 async def fetch_artifacts(
     model_dir: Path,
     model_id: str,

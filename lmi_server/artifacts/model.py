@@ -34,12 +34,12 @@ async def fetch_model(
 ) -> FetchedModel:
     """Resolve the model in `model_dir`, fetching its weights and installing its requirements on the way.
 
-    The configuration is read twice: before, so that a mistake in it is told before anything is downloaded, and after,
-    when the model's config.json is here. Raises ConfigurationError and ArtifactError.
+    The configuration is read twice: before, so that what is wrong or cannot be served is told before anything is
+    downloaded, and after, when the model's config.json is here. Raises ConfigurationError and ArtifactError.
     """
     found = await asyncio.to_thread(inspect_model, model_dir, environment, registration)
-    if found.problems:
-        raise ConfigurationError("\n".join(found.problems))
+    if found.problems or found.unavailable:
+        raise ConfigurationError("\n".join((*found.problems, *found.unavailable)))
     artifacts = await fetch_artifacts(
         model_dir,
         found.location,

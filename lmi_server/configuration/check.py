@@ -48,8 +48,9 @@ def _bad_value(option: Option, sources: Given) -> str:
 
 
 def told(source: Source, key: str) -> str:
-    """Return place, key and value as every message begins."""
-    return f'{source.where}: {key} = "{source.raw}"'
+    """Return place, key and value as every message begins; key and value as they were written."""
+    written = source.raw if source.written is None else source.written
+    return f'{source.where}: {source.spelling or key} = "{written}"'
 
 
 def unavailable(options: Options, sources: Given) -> Iterator[str]:
@@ -78,6 +79,8 @@ def _contradictions(serving: ServingOptions, options: ModelOptions, given: Colle
         keys = ("maxWorkers", "minWorkers")
         here = f"maxWorkers (here {serving.max_workers}) not below minWorkers (here {serving.min_workers})"
         yield Finding(keys, here)
+    if options.one_worker_only is not None and serving.max_workers > 1:
+        yield Finding(("maxWorkers", options.one_worker_only), f"1 with {options.one_worker_only}=true")
     rolling = options.rolling_batch
     if serving.batch_size > 1 and "option.rolling_batch" in given and rolling not in ("disable", "auto"):
         yield Finding(("batch_size",), f"1 with option.rolling_batch={rolling}; a rolling batch needs no dynamic batch")

@@ -67,7 +67,8 @@ def engine_alias(given: Given) -> Given:
     source = given.get("engine")
     if source is None:
         return {}
-    return {key: replace(source, layer="engine alias", raw=raw) for key, raw in _ALIASES.get(source.raw, {}).items()}
+    visible = replace(source, layer="engine alias", spelling="engine", written=source.raw)
+    return {key: replace(visible, raw=raw) for key, raw in _ALIASES.get(source.raw, {}).items()}
 
 
 def choose_handler(given: Given, model_dir: Path, names: tuple[str, ...], task: str | None, machine: Machine) -> Choice:
@@ -95,8 +96,7 @@ def _runs_as_pipeline(given: Given, task: str | None) -> bool:
 
 
 def _by_entry_point(given: Given, source: Source, model_dir: Path) -> Choice:
-    key, source = _visible(given, ENTRY_POINT, source)
-    name = given[ENTRY_POINT].raw
+    key, name = ENTRY_POINT, source.raw
     try:
         refuse_remote_entry_point(name)
     except ValueError as error:
@@ -104,6 +104,8 @@ def _by_entry_point(given: Given, source: Source, model_dir: Path) -> Choice:
     row = find_handler(name) or (OWN_CODE if _is_own_code(name, model_dir) else None)
     if row is not None:
         return Choice(row, key, source)
+    if name.endswith(".py"):
+        return Choice(None, key, source, f"{told(source, key)} is not allowed; there is no file {model_dir / name}")
     nearest = difflib.get_close_matches(name, entry_points(), n=1, cutoff=0.7)
     advice = f"; did you mean {nearest[0]}?" if nearest else ""
     allowed = f"{', '.join(entry_points())}, a Python file of the model directory, an absolute path, a dotted module"
@@ -133,10 +135,5 @@ def _by_rolling_batch(chosen: Choice, given: Given, names: tuple[str, ...], mach
     if row is chosen.row or row is None:
         return chosen
     if mpi is not None and under_mpi:
-        return Choice(row, *_visible(given, MPI_MODE, mpi))
+        return Choice(row, MPI_MODE, mpi)
     return Choice(row, ROLLING_BATCH, rolling) if rolling is not None else Choice(row)
-
-
-def _visible(given: Given, key: str, source: Source) -> tuple[str, Source]:
-    """Return the key and source that the user sees: the engine, where an alias of it gave the value."""
-    return ("engine", given["engine"]) if source.layer == "engine alias" else (key, source)

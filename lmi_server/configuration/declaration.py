@@ -19,10 +19,15 @@ from pydantic.fields import FieldInfo
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """How the option is written, where that is not the field's name: `name` without prefix, `also` in full."""
+    """How the option is written, where that is not the field's name: `name` without prefix, `also` in full.
+
+    Of several spellings in one place the first is used, `name` before `also`; where they `must_agree`, giving them
+    different values is an error.
+    """
 
     name: str | None = None
     also: tuple[str, ...] = ()
+    must_agree: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +88,19 @@ Mark = Deprecated | DeprecatedValue | Documented | NoEffect | Unavailable
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One declared option: `key` in full ("option.dtype"), its other spellings, and what the reference page needs."""
+    """One declared option: `key` in full ("option.dtype"), its other spellings, and what the reference page needs.
+
+    `choices` are its values where they can be listed.
+    """
 
     field: str
     key: str
     aliases: tuple[str, ...]
+    must_agree: bool
     default: Any
     description: str
     allowed: str
+    choices: tuple[Any, ...]
     marks: tuple[Mark, ...]
 
     @property
@@ -144,11 +154,23 @@ def _option(prefix: str, field: str, info: FieldInfo) -> Option:
         field=field,
         key=prefix + (key.name or field),
         aliases=key.also,
+        must_agree=key.must_agree,
         default=info.get_default(call_default_factory=False),
         description=info.description or "",
         allowed=_allowed(info.annotation, info.metadata),
+        choices=tuple(_choices(info.annotation)),
         marks=tuple(mark for mark in info.metadata if isinstance(mark, Mark)),
     )
+
+
+def _choices(annotation: Any) -> Iterator[Any]:
+    if annotation is bool:
+        yield from (True, False)
+    elif get_origin(annotation) is Literal:
+        yield from get_args(annotation)
+    elif get_origin(annotation) in (Annotated, Union, types.UnionType):
+        for member in get_args(annotation):
+            yield from _choices(member)
 
 
 def _allowed(annotation: Any, metadata: list[Any] | tuple[Any, ...] = ()) -> str:

@@ -19,6 +19,7 @@ _SAGEMAKER = {
     "SAGEMAKER_NUM_MODEL_WORKERS": ("minWorkers", "maxWorkers"),
     "SAGEMAKER_STARTUP_TIMEOUT": ("option.model_loading_timeout",),
     "SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS": ("option.predict_timeout",),
+    "SAGEMAKER_DEFAULT_INVOCATIONS_ACCEPT": ("option.default_accept",),
 }
 _HUGGING_FACE = {"HF_MODEL_ID": "option.model_id", "HF_REVISION": "option.revision", "HF_TASK": "option.task"}
 _MODEL_DEFAULTS = {
@@ -40,7 +41,9 @@ _TEXT_GENERATION_INFERENCE = {
     "ENABLE_CUDA_GRAPHS": ("option.enforce_eager",),
     "CUDA_MEMORY_FRACTION": ("option.gpu_memory_utilization", "option.kv_cache_free_gpu_mem_fraction"),
 }
-_OPPOSITES = {"true": "false", "false": "true", "1": "false", "0": "true"}
+_OPPOSITES = {
+    a: b for yes, no in (("true", "false"), ("1", "0"), ("yes", "no"), ("on", "off")) for a, b in ((yes, no), (no, yes))
+}
 _GLOBAL_DEFAULTS = {
     "SERVING_JOB_QUEUE_SIZE": "job_queue_size",
     "MAX_CONCURRENT_REQUESTS": "job_queue_size",

@@ -70,7 +70,7 @@ def explain(found: Inspection) -> Explanation:
         model_dir=found.model_dir,
         handler=found.row.title,
         model=found.location,
-        can_be_served=not found.problems and not found.unavailable and found.row.handler is not None,
+        can_be_served=bool(groups) and not found.problems and not found.unavailable and found.row.handler is not None,
         options=tuple(_explained(found)),
         unknown=tuple(_unknown(key, source) for key, source in found.unknown.items()),
         devices=tuple({"kind": group.kind, "gpus": list(group.gpus)} for group in groups),
@@ -92,11 +92,8 @@ def memory_of(found: Inspection) -> Estimate:
 
 
 def devices_per_worker(options: ModelOptions, machine: Machine) -> int:
-    """Return how many devices one worker takes; 1 where that is left open, or on a machine without accelerator."""
-    degree = options.tensor_parallel_degree
-    if degree == "max":
-        return max(1, len(machine.gpus))
-    return max(1, int(degree)) * options.pipeline_parallel_degree
+    """Return how many devices one worker takes, at least 1."""
+    return options.devices_per_worker or max(1, len(machine.gpus))
 
 
 def _explained(found: Inspection) -> Sequence[Explained]:
@@ -122,6 +119,8 @@ def _place(source: Source) -> str:
 
 
 def _note(option: Option, source: Source) -> str:
+    if option.key == "option.tensor_parallel_degree" and source.written is not None:
+        return f"{source.written} on this machine"
     for mark in option.marks:
         if isinstance(mark, Deprecated) or (isinstance(mark, DeprecatedValue) and source.raw == mark.value):
             return f"deprecated: {mark.advice}"
@@ -138,9 +137,8 @@ def _devices(
     serving: ServingOptions, options: ModelOptions, machine: Machine
 ) -> tuple[tuple[DeviceGroup, ...], tuple[str, ...]]:
     """Return the device groups, or why they cannot be made."""
-    per_worker = None if options.tensor_parallel_degree == "max" else devices_per_worker(options, machine)
     try:
-        return plan_devices(serving.load_on_devices, per_worker, [gpu.name for gpu in machine.gpus]), ()
+        return plan_devices(serving.load_on_devices, options.devices_per_worker, [gpu.name for gpu in machine.gpus]), ()
     except ConfigurationError as error:
         return (), (error.message,)
 

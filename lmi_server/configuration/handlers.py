@@ -94,6 +94,7 @@ _TENSORRT_LLM = HandlerRow(
     rolling_batches=("trtllm",),
     engines=("tensorrt_llm",),
     batches_by_default=True,
+    takes_all_gpus=True,
     needs_mpi=True,
 )
 _NEURONX = HandlerRow(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lmi_server.configuration.declaration import Option
@@ -30,13 +30,19 @@ DERIVED: tuple[Layer, ...] = ("engine alias", "deprecated key", "recommender", "
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a value comes from: its layer, the text as it was given, and file and line or the variable's name."""
+    """Where a value comes from: its layer, its text, and file and line or the variable's name.
+
+    `spelling` and `written` are key and value as somebody wrote them, where that is not the option's own key or what
+    follows from it: engine=MPI gives option.mpi_mode.
+    """
 
     layer: Layer
     raw: str
     file: str | None = None
     line: int | None = None
     variable: str | None = None
+    spelling: str | None = None
+    written: str | None = None
 
     @property
     def where(self) -> str:
@@ -57,6 +63,7 @@ class Sorted:
     known: Given
     unknown: Given
     warnings: tuple[str, ...]
+    problems: tuple[str, ...]
 
 
 def from_file(properties: Properties, file: str) -> Given:
@@ -90,23 +97,28 @@ def sort_keys(layer: Given, declared: Sequence[Option]) -> Sorted:
     """Tell declared from unknown keys, and put other spellings under the option's own key."""
     known: dict[str, Source] = {}
     warnings: list[str] = []
+    problems: list[str] = []
     for option in declared:
-        spellings = [key for key in option.keys if key in layer]
-        for spare in spellings[1:]:
-            warnings.append(f"{layer[spare].where}: {spare} is ignored, because {spellings[0]} is given too")
-        for key in spellings[:1]:
-            known[option.key] = layer[key]
+        given = [key for key in option.keys if key in layer]
+        for key in given[:1]:
+            known[option.key] = layer[key] if key == option.key else replace(layer[key], spelling=key)
+        for spare in given[1:]:
+            source, used = layer[spare], layer[given[0]]
+            if not option.must_agree:
+                warnings.append(f"{source.where}: {spare} is ignored, because {given[0]} is given too")
+            elif source.raw != used.raw:
+                text = f'{source.where}: {spare} = "{source.raw}" is not allowed'
+                problems.append(f'{text}; allowed: "{used.raw}", since {given[0]} is the same option')
     spelled = {key for option in declared for key in option.keys}
     unknown = {key: source for key, source in layer.items() if key not in spelled}
     empty = [key for key, source in known.items() if not source.raw]
-    warnings += [f"{known[key].where}: {key} has no value and is ignored" for key in empty]
-    return Sorted({key: known[key] for key in known if key not in empty}, unknown, tuple(warnings))
+    warnings += [f"{known[key].where}: {known[key].spelling or key} has no value and is ignored" for key in empty]
+    return Sorted({key: known[key] for key in known if key not in empty}, unknown, tuple(warnings), tuple(problems))
 
 
-def unknown_key_warning(key: str, source: Source, declared: Sequence[Option]) -> str:
+def unknown_key_warning(key: str, source: Source, declared: Sequence[Option], fate: str = "it is ignored") -> str:
     """Return the warning on a key that nobody declared, naming the nearest one that somebody did."""
     nearest = nearest_key(key, spellings(declared))
-    fate = "it is passed on to the handler" if key.startswith("option.") else "it is ignored"
     advice = f"; did you mean {nearest}?" if nearest else ""
     return f"{source.where}: unknown key {key}, {fate}{advice}"
 

@@ -82,7 +82,6 @@ OutputFormatter = Annotated[
 ParallelDegree = Annotated[
     Annotated[int, Field(ge=1)] | Literal[-1, "max"],
     BeforeValidator(lambda value: int(value) if value == "-1" else lower(value)),
-    Unavailable(lambda degree: degree not in (1, -1, "max"), "use 1"),
     Allowed("an integer of 1 or more, or max"),
 ]
 Devices = Annotated[
@@ -329,7 +328,7 @@ class ModelOptions(Options):
 
     @property
     def passed_through(self) -> Mapping[str, str]:
-        """Return the keys without "option." that this class does not declare, with their values as they were written.
+        """Return the values of undeclared keys (without "option.", which may be missing too) as they were written.
 
         They are for the engine and for a model.py of one's own; `engine_names` tells which of them the engine knows.
         """
@@ -354,6 +353,18 @@ class ModelOptions(Options):
         """Return what of `passed_through` the engine knows; it is text, the engine's own types are the handler's."""
         known = self.engine_names()
         return {name: raw for name, raw in self.passed_through.items() if name in known}
+
+    @property
+    def devices_per_worker(self) -> int | None:
+        """Return how many devices one worker takes; None for all that there are, 1 where that is left open."""
+        if self.tensor_parallel_degree == "max":
+            return None
+        return max(1, self.tensor_parallel_degree) * self.pipeline_parallel_degree
+
+    @property
+    def one_worker_only(self) -> str | None:
+        """Return the key in full that forbids a second worker; None where any number may run."""
+        return None
 
     def context_length(self) -> int | None:
         """Return the tokens of prompt and output together that are configured; None where config.json decides."""

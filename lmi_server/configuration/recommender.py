@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from lmi_server.configuration.handlers import DEFAULT_HANDLER, HANDLERS, PIPELINE, HandlerRow
 from lmi_server.configuration.layers import Given
 from lmi_server.configuration.machine import Machine
+from lmi_server.devices import ALL_DEVICES, plan_devices
+from lmi_server.errors import ConfigurationError
 
+_DEGREE = "option.tensor_parallel_degree"
 _TRUE = ("true", "1", "yes", "on", "t", "y")
 # Architectures that LMI gives to LMI-Dist under the MPI engine where option.rolling_batch=auto.
 _LMI_DIST = ("Falcon", "GPTBigCode", "GPTNeoX", "Llama", "MPT", "RW", "T5")
@@ -48,20 +52,41 @@ def recommend(row: HandlerRow | None, given: Given, task: str | None, machine: M
         recommended["maxWorkers"] = given["minWorkers"].raw
     if machine.gpus and any(_says_true(given, key) for key in _ONE_WORKER_OF_ONE_GPU):
         recommended |= {"load_on_devices": "0", "maxWorkers": "1"}
+    if _says_true(given, "option.lmcache_auto_config"):
+        recommended["maxWorkers"] = "1"
     return recommended
 
 
 _ONE_WORKER_OF_ONE_GPU = ("option.enable_lora", "option.enable_stateful_sessions")
 
 
+def with_max_resolved(known: Given, machine: Machine) -> Given:
+    """Put the number of devices in place of tensor_parallel_degree=max, which is for this machine to tell."""
+    source = known.get(_DEGREE)
+    if source is None or source.raw.lower() != "max" or machine.device_kind == "nc":
+        return known
+    degree = max(1, _devices_of_a_worker(known, machine) // _stages(known))
+    return {**known, _DEGREE: replace(source, raw=str(degree), written=source.raw)}
+
+
+def _devices_of_a_worker(known: Given, machine: Machine) -> int:
+    devices = known["load_on_devices"].raw if "load_on_devices" in known else ALL_DEVICES
+    try:
+        return len(plan_devices(devices, None, [gpu.name for gpu in machine.gpus])[0].gpus)
+    except ConfigurationError:  # told with the plan itself
+        return len(machine.gpus)
+
+
 def _for_handler(row: HandlerRow, given: Given, machine: Machine) -> Mapping[str, str]:
     recommended: dict[str, str] = {}
     rolling = given.get("option.rolling_batch")
     left_open = row.batches_by_default if rolling is None else rolling.raw.lower() == "auto"
-    if left_open and row.rolling_batches:
-        recommended["option.rolling_batch"] = "disable" if batches_statically(given) else row.rolling_batches[0]
+    if left_open and (row is PIPELINE or batches_statically(given)):
+        recommended["option.rolling_batch"] = "disable"
+    elif left_open and row.rolling_batches:
+        recommended["option.rolling_batch"] = row.rolling_batches[0]
     if row.takes_all_gpus and machine.gpus:
-        recommended["option.tensor_parallel_degree"] = str(max(1, len(machine.gpus) // _stages(given)))
+        recommended[_DEGREE] = str(max(1, len(machine.gpus) // _stages(given)))
     if row.needs_mpi and "engine" not in given:
         recommended["option.mpi_mode"] = "true"
     return recommended

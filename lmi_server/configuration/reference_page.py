@@ -39,6 +39,10 @@ A value comes from the highest layer that has one:
 7. variables that only set defaults
 8. the defaults on this page
 
+Of two spellings of a key in one place the first on this page is used. A wrong value refuses to start. A key that the
+handler does not know is a warning that names the nearest known one: arguments of vLLM's engine are passed on to it, a
+`model.py` gets all of them, everybody else ignores them.
+
 ## Engine aliases
 
 - `engine=DeepSpeed` is `engine=Python`, `option.mpi_mode=true`, `option.entryPoint=djl_python.deepspeed`.
@@ -96,12 +100,12 @@ def _section(title: str, options: Sequence[Option]) -> str:
 def _sentences(option: Option) -> Iterator[str]:
     yield option.description
     if option.aliases:
-        yield f"Also written {_names(option.aliases)}."
+        yield f"Also written {_names(option.aliases)}{', with the same value' if option.must_agree else ''}."
     for mark in option.marks:
-        yield _sentence(mark)
+        yield _sentence(mark, option)
 
 
-def _sentence(mark: Mark) -> str:
+def _sentence(mark: Mark, option: Option) -> str:
     match mark:
         case Deprecated():
             return f"Deprecated: {mark.advice}."
@@ -112,7 +116,8 @@ def _sentence(mark: Mark) -> str:
         case NoEffect():
             return f"No effect: {mark.reason}."
         case Unavailable():
-            return f"Not every value is available in this version: {mark.instead}."
+            refused = _names(written(value) for value in option.choices if mark.applies(value))
+            return f"Not available in this version{f': {refused}' if refused else ''}; {mark.instead}."
 
 
 def _variables() -> str:

@@ -39,7 +39,7 @@ from lmi_server.configuration.layers import (
 from lmi_server.configuration.machine import Machine, this_machine
 from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.configuration.properties import read_properties
-from lmi_server.configuration.recommender import is_true, recommend
+from lmi_server.configuration.recommender import is_true, recommend, with_max_resolved
 from lmi_server.configuration.tasks import infer_task
 from lmi_server.errors import ConfigurationError
 
@@ -70,13 +70,13 @@ class ResolvedModel:
         return tuple(dict.fromkeys((self.name, *self.options.served_model_name)))
 
     def raw_options(self) -> dict[str, str]:
-        """Return what was decided for "option." keys, without that prefix, for `rebuild_options` in a worker."""
-        raw = {
-            key.removeprefix("option."): source.raw
-            for key, source in self.sources.items()
-            if key.startswith("option.") and source.layer != "default"
+        """Return what was decided, keys without "option.", for `rebuild_options` in a worker."""
+        decided = {
+            option.key.removeprefix("option."): self.sources[option.key].raw
+            for option in self.options.declared()
+            if self.sources[option.key].layer != "default"
         }
-        return raw | {"model_id": str(self.options.model_id)}
+        return {**self.options.passed_through, **decided, "model_id": str(self.options.model_id)}
 
 
 def rebuild_options(handler: str, raw: Mapping[str, str]) -> ModelOptions:
@@ -159,7 +159,7 @@ def inspect_model(
     serving, bad_serving = build(ServingOptions, stack.known)
     options, bad_options = build(options_type, stack.known)
     bad = {**bad_serving, **bad_options}
-    wrong = [*bad.values(), *misplaced, *contradictions(serving, options, stack.known, bad)]
+    wrong = [*stack.problems, *bad.values(), *misplaced, *contradictions(serving, options, stack.known, bad)]
     if choice.problem is not None:
         wrong.append(choice.problem)
     elif not misplaced:
@@ -185,9 +185,10 @@ def inspect_model(
 
 
 def _complete(options: ModelOptions, location: str, unknown: Given) -> ModelOptions:
-    """Return the options with where the model is, and with the option. keys that they do not declare."""
-    passed = {key.removeprefix("option."): unknown[key].raw for key in unknown if key.startswith("option.")}
-    return options.model_copy(update={"model_id": location}).passing_through(passed)
+    """Return the options with where the model is, and with the keys that nobody declares."""
+    bare = {key: source.raw for key, source in unknown.items() if not key.startswith("option.")}
+    prefixed = {key.removeprefix("option."): unknown[key].raw for key in unknown if key not in bare}
+    return options.model_copy(update={"model_id": location}).passing_through({**bare, **prefixed})
 
 
 def model_name(model_dir: Path) -> str:
@@ -223,11 +224,12 @@ class _Layers:
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """The layers on top of each other: declared keys that somebody decided, keys that nobody declared, warnings."""
+    """The layers on top of each other: declared keys that somebody decided, keys that nobody declared, findings."""
 
     known: Given
     unknown: Given
     warnings: tuple[str, ...]
+    problems: tuple[str, ...]
 
 
 def _read_layers(model_dir: Path, environment: Mapping[str, str], registration: Mapping[str, str]) -> _Layers:
@@ -277,7 +279,9 @@ def _stack(
     unknown = merge([layer.unknown for index, layer in enumerate(sorted_layers) if index != guests])
     warnings = [text for layer in sorted_layers for text in layer.warnings]
     warnings += _idle_variables(sorted_layers[guests].known, sorted_layers[guests].unknown)
-    return _Stack(merge([decided, recommended, below]), unknown, tuple(warnings))
+    known = with_max_resolved(merge([decided, recommended, below]), machine)
+    problems = [text for layer in sorted_layers for text in layer.problems]
+    return _Stack(known, unknown, tuple(warnings), tuple(problems))
 
 
 def _instead_of_deprecated(given: Given, declared: Sequence[Option]) -> Given:
@@ -288,7 +292,9 @@ def _instead_of_deprecated(given: Given, declared: Sequence[Option]) -> Given:
             if isinstance(mark, Deprecated) and mark.becomes is not None and option.key in given:
                 key, value = mark.becomes
                 if is_true(given[option.key].raw):
-                    result.setdefault(key, replace(given[option.key], layer="deprecated key", raw=value))
+                    source = replace(given[option.key], layer="deprecated key", raw=value)
+                    spelling, written = source.spelling or option.key, given[option.key].raw
+                    result.setdefault(key, replace(source, spelling=spelling, written=written))
     return result
 
 
@@ -317,10 +323,11 @@ def _unknown(
     for key, source in unknown.items():
         if key.removeprefix("option.") in options_type.engine_names():
             continue
-        if row is OWN_CODE and key.startswith("option.") and nearest_key(key, spellings(declared)) is None:
-            continue  # its author knows
         others = _handlers_that_know(key)
-        if others:
+        if row is OWN_CODE:
+            if nearest_key(key, spellings(declared)) is not None:  # else its author knows
+                yield unknown_key_warning(key, source, declared, "it is passed on to the handler")
+        elif others:
             yield f"{source.where}: {key} has no effect on {row.title}; it is an option of {', '.join(others)}"
         else:
             yield unknown_key_warning(key, source, declared)

@@ -191,7 +191,7 @@ def _sampling(parameters: dict[str, Any], shape: _Shape, lines: bool) -> Samplin
     sequences = parameters.pop("stop_sequences", ())
     if sequences:
         parameters["stop"] = tuple(dict.fromkeys(parameters.get("stop", ()) + sequences))
-    return SamplingParameters(prompt_logprobs=shape.prefill, **parameters)
+    return SamplingParameters(prompt_logprobs=0 if shape.prefill else None, **parameters)
 
 
 # --- format ---

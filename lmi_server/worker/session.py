@@ -22,9 +22,15 @@ from lmi_server.worker.serve import Engine, serve
 logger = logging.getLogger(__name__)
 
 _STATS_INTERVAL_S = 1.0
-# What engines raise for want of memory, beside MemoryError: CUDA's own, torch's by class name, and vLLM's.
+# What engines raise for want of memory, beside MemoryError: CUDA's own, torch's by class name, vLLM's, and what torch
+# says when the host has none left.
 _OUT_OF_MEMORY_CLASS = "OutOfMemoryError"
-_OUT_OF_MEMORY_TEXTS = ("CUDA error: out of memory", "No available memory for the cache blocks")
+_OUT_OF_MEMORY_TEXTS = (
+    "CUDA error: out of memory",
+    "No available memory for the cache blocks",
+    "can't allocate memory",
+    "Cannot allocate memory",
+)
 
 
 class LoadedModel:

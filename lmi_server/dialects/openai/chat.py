@@ -110,7 +110,7 @@ def parse_chat(request: Input, body: dict[str, Any], served: ServedModel) -> Exc
         request_id=envelope.id,
         prompt=None,
         messages=messages,
-        sampling=sampling_of(values, values.pop("max_completion_tokens", max_tokens), False),
+        sampling=sampling_of(values, values.pop("max_completion_tokens", max_tokens), None),
         priority=fields.priority(request),
     )
     warnings += ignored_formatter

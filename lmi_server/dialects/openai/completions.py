@@ -58,7 +58,7 @@ def parse_completion(request: Input, body: dict[str, Any], served: ServedModel) 
     envelope = envelope_of("cmpl", values, served)
     stream, include_usage = values.pop("stream", False), values.pop("include_usage", False)
     echo, special = values.pop("echo", False), values.pop("add_special_tokens", True)
-    sampling = sampling_of(values, values.pop("max_tokens", 16), echo and "logprobs" in values)
+    sampling = sampling_of(values, values.pop("max_tokens", 16), values.get("logprobs") if echo else None)
     priority = fields.priority(request)
     requests = tuple(
         GenerationRequest(

@@ -118,7 +118,7 @@ def envelope_of(prefix: str, values: dict[str, Any], served: ServedModel) -> Env
     return Envelope(f"{prefix}-{uuid4().hex}", int(time.time()), values.pop("model", default))
 
 
-def sampling_of(values: dict[str, Any], max_tokens: int | None, prompt_logprobs: bool) -> SamplingParameters:
+def sampling_of(values: dict[str, Any], max_tokens: int | None, prompt_logprobs: int | None) -> SamplingParameters:
     values.setdefault("temperature", 1.0)
     return SamplingParameters(
         max_new_tokens=max_tokens,
