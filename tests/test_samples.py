@@ -24,7 +24,7 @@ MACHINE = Machine(
 HANDLER = {
     "deepspeed": "deepspeed",
     "deepspeed-smoothquant": "deepspeed",
-    "dynamic-batching": "huggingface",
+    "dynamic-batching": "huggingface pipeline",
     "echo": "echo",
     "huggingface": "huggingface",
     "huggingface-bitsandbytes": "huggingface",

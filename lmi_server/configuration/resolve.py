@@ -368,7 +368,7 @@ def _unavailable(
     yield from unavailable(serving, sources)
     yield from unavailable(options, sources)
     names = architectures(config)
-    if choice.row is PIPELINE and options.task is None:
+    if choice.row is PIPELINE and "option.task" not in sources:
         yield f"{model_dir}: no task follows from architecture {', '.join(names) or 'unknown'}; set option.task"
     if choice.row is not None and choice.row.causal_lm_only and names and not is_causal_lm(names):
         rolling = options.rolling_batch
