@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from typing import TYPE_CHECKING
 
+from handlers.huggingface_adapters import LoadedAdapters
 from handlers.huggingface_options import HuggingFaceOptions
 from handlers.step_loop import StepLoop
 from lmi_server.configuration.environment import set_default
 from lmi_server.errors import ModelLoadError
 from lmi_server.generation import Delta, GenerationRequest
 from lmi_server.handler import LLMHandler, ModelInfo
+from lmi_server.protocol import Adapter
 
 if TYPE_CHECKING:
     from handlers.rolling_batch.engine import RollingBatchEngine
@@ -32,6 +34,7 @@ class HuggingFaceHandler(LLMHandler):
     def __init__(self) -> None:
         self._loop: StepLoop[RollingBatchEngine]
         self._loaded: LoadedEngine
+        self._adapters: LoadedAdapters
 
     async def start(self, model_dir: str, options: HuggingFaceOptions) -> ModelInfo:
         """Load the model in the thread that will step it; the worker's heartbeat goes on meanwhile."""
@@ -44,16 +47,20 @@ class HuggingFaceHandler(LLMHandler):
 
         self._loop = StepLoop(build)
         await self._loop.start()
+        self._adapters = LoadedAdapters(self._loop)
         return ModelInfo(max_model_len=self._loaded.max_model_len, details=self._loaded.details)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """Yield the deltas of one request."""
         engine = self._loop.engine
+        weights = None if request.adapter is None else await self._adapters.weights(request.adapter)
         prompt, text = await self._loaded.prompts.encode(request)
         engine.check(prompt, request.sampling)
         deltas = self._loop.generate(
             request.request_id,
-            lambda emit: engine.add(request.request_id, prompt, request.sampling, text, request.priority, emit),
+            lambda emit: engine.add(
+                request.request_id, prompt, request.sampling, text, request.priority, emit, weights
+            ),
         )
         try:
             async for delta in deltas:
@@ -63,6 +70,12 @@ class HuggingFaceHandler(LLMHandler):
 
     async def tokenize(self, text: str) -> list[int]:
         return self._loaded.prompts.tokenize(text)
+
+    async def add_adapter(self, adapter: Adapter) -> None:
+        await self._adapters.add(adapter)
+
+    async def remove_adapter(self, name: str) -> None:
+        await self._adapters.remove(name)
 
     def stats(self) -> Mapping[str, float]:
         return self._loaded.stats()

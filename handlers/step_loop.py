@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import threading
@@ -40,6 +41,7 @@ class SteppedEngine(Protocol):
 
 
 E = TypeVar("E", bound=SteppedEngine)
+T = TypeVar("T")
 
 
 class StepLoop(Generic[E]):
@@ -95,6 +97,23 @@ class StepLoop(Generic[E]):
         finally:
             if not inbox.ended:
                 self._command(lambda: self.engine.abort(request_id))
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Run `function` in the engine's thread, between two steps; return what it returns, or raise what it raises."""
+        if self._stopping:
+            raise ModelNotReadyError("the model is shutting down")
+        done: asyncio.Future[T] = self._loop.create_future()
+
+        def run() -> None:
+            try:
+                settle = functools.partial(_set_result, done, function())
+            # The border to the engine: its error is raised where the call is awaited.
+            except Exception as error:  # noqa: BLE001
+                settle = functools.partial(_set_exception, done, error)
+            self._loop.call_soon_threadsafe(settle)
+
+        self._command(run)
+        return await done
 
     def _add(self, inbox: _Inbox, add: Callable[[Callable[[Output], None]], None]) -> None:
         def emit(output: Output) -> None:
@@ -185,6 +204,16 @@ class _Inbox:
             await self._waiter
         outputs, self._outputs = self._outputs, []
         return outputs
+
+
+def _set_result(done: asyncio.Future[T], result: T) -> None:
+    if not done.done():  # cancelled meanwhile
+        done.set_result(result)
+
+
+def _set_exception(done: asyncio.Future[T], error: Exception) -> None:
+    if not done.done():
+        done.set_exception(error)
 
 
 def _deliver(outputs: list[tuple[_Inbox, Output]]) -> None:

@@ -14,18 +14,23 @@ from pydantic import BeforeValidator, Field
 
 from handlers.paged_attention_options import PagedAttentionOptions
 from lmi_server.configuration.declaration import Finding, Key, NoEffect
+from lmi_server.configuration.machine import Machine
 from lmi_server.configuration.options import (
     DTYPE_NOTE,
     FloatDtype,
     JsonObject,
     NonNegativeFloat,
     ParallelDegree,
+    PositiveFloat,
     PositiveInt,
     lower,
     without_effect,
 )
 
 _PARTITION = NoEffect("only LMI's offline command `partition` reads it")
+# OpenMP threads that wait for the next operation spin. On cores that the front end and the kernel's network work share
+# with them, spinning for libgomp's default of milliseconds takes the time slice of those who have work.
+_SPIN_COUNT = "10000"
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
@@ -79,6 +84,16 @@ class VllmOptions(PagedAttentionOptions):
     lmcache_auto_config: bool = Field(False, description="Configure LMCache by the machine; one worker only.")
     lmcache_config_file: str | None = Field(None, description="Configuration file of LMCache.")
     device: str = Field("auto", description="Kind of device that vLLM runs on.")
+    engine_process: Annotated[Literal["own", "worker"], BeforeValidator(lower)] = Field(
+        "own",
+        description="Process of vLLM's engine: its own, or (the default without GPUs) the worker's.",
+    )
+    threads: PositiveInt | None = Field(
+        None, description="Threads of an operation on the CPU, where the engine is in the worker's process."
+    )
+    kv_cache_memory_gb: PositiveFloat | None = Field(
+        None, description="Memory of the KV cache in GiB; without it gpu_memory_utilization decides."
+    )
     save_mp_checkpoint_path: Annotated[str | None, _PARTITION] = Field(None, description="Where to write the result.")
     awq_zero_point: Annotated[bool, _PARTITION] = Field(True, description="AWQ with zero points.")
     awq_block_size: Annotated[PositiveInt, _PARTITION] = Field(128, description="Group size of AWQ.")
@@ -108,11 +123,28 @@ class VllmOptions(PagedAttentionOptions):
             "quantization": self.quantize,
             "cpu_offload_gb": self.cpu_offload_gb_per_gpu,
             "gpu_memory_utilization": self.gpu_memory_utilization,
+            "kv_cache_memory_bytes": self.kv_cache_memory_gb and int(self.kv_cache_memory_gb * 2**30),
             **{name: getattr(self, name) for name in _SAME_NAME},
             **{name: json.loads(text) for name in _JSON if (text := getattr(self, name)) is not None},
             **self._lora_arguments(),
         }
         return {name: value for name, value in arguments.items() if value is not None}
+
+    def engine_variables(self) -> Mapping[str, str]:
+        """Return the environment variables that vLLM and its libraries read when they are imported."""
+        if self.engine_process == "own":
+            return {}
+        variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "GOMP_SPINCOUNT": _SPIN_COUNT}
+        # Small functions of vLLM's sampler are compiled on first use whatever enforce_eager says: seconds of a C++
+        # compiler in the middle of a request.
+        return variables | {"TORCH_COMPILE_DISABLE": "1"} if self.enforce_eager else variables
+
+    @classmethod
+    def recommended(cls, machine: Machine) -> Mapping[str, str]:
+        """Without a GPU the engine steps in the worker, uncompiled, with a bounded KV cache."""
+        if machine.gpus:
+            return {}
+        return {"option.engine_process": "worker", "option.enforce_eager": "true"}
 
     def _lora_arguments(self) -> dict[str, Any]:
         if not self.enable_lora:

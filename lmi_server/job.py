@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 CANCELLED = "Cancelled"
 """The kind of the Error that ends a request whose client went away."""
 
+RECALLED = "Recalled"
+"""The kind of the Error with which a worker gives back a request that it has not begun."""
+
 
 class ReplySlot:
     """Where the answer to one request arrives. One reader: `await wait()`, then `take()`, until `terminal` is set.
@@ -75,13 +78,14 @@ class ReplySlot:
         return data
 
 
+_WHERE = ("worker", "batch", "retried", "cancelled")
 _TIMES = ("queued_at", "started_at", "quiet_since")
 
 
 class Job:
     """One accepted request. `priority`: lower runs sooner. Times are those of time.monotonic()."""
 
-    __slots__ = ("id", "request", "priority", "reply", "worker", "retried", "cancelled", "on_overflow", *_TIMES)
+    __slots__ = ("id", "request", "priority", "reply", "on_overflow", *_WHERE, *_TIMES)
 
     def __init__(self, job_id: int, request: Input, priority: int, on_overflow: Callable[[], None]) -> None:
         self.id = job_id
@@ -89,6 +93,7 @@ class Job:
         self.priority = priority
         self.reply = ReplySlot()
         self.worker: WorkerProcess | None = None  # the one that holds it; None while it waits
+        self.batch = 0  # number of its batch in that worker
         self.retried = False
         self.cancelled = False
         self.on_overflow = on_overflow
@@ -96,9 +101,10 @@ class Job:
         self.started_at = 0.0  # when a worker got it
         self.quiet_since = 0.0  # when it was last seen to make progress in that worker
 
-    def start(self, worker: WorkerProcess) -> None:
-        """Note that `worker` gets the job now."""
+    def start(self, worker: WorkerProcess, batch: int) -> None:
+        """Note that `worker` gets the job now, in a batch of that number."""
         self.worker = worker
+        self.batch = batch
         self.started_at = self.quiet_since = time.monotonic()
 
     @property

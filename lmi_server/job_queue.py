@@ -75,6 +75,10 @@ class JobQueue(Generic[J]):
         self._removed(priority, level)
         return job
 
+    def peek(self) -> J:
+        """Return the next job. Raises IndexError where none waits."""
+        return next(iter(self._levels[self._priorities[0]].values()))
+
     def remove(self, job: J) -> bool:
         """Remove `job`; return False where it does not wait here."""
         level = self._levels.get(job.priority)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Callable
 from typing import Generic, TypeVar, cast
 
 import msgspec
 
-from lmi_server.protocol import FromWorker, Message, ToWorker
+from lmi_server.protocol import FromWorker, Load, Message, ToWorker
 
 logger = logging.getLogger(__name__)
 
@@ -158,3 +159,21 @@ def worker_link(on_message: Callable[[FromWorker], None], on_lost: Callable[[], 
 def frontend_link(on_message: Callable[[ToWorker], None], on_lost: Callable[[], None]) -> FrontendLink:
     """Return the worker's end of a link."""
     return Link(to_worker_decoder, on_message, on_lost)
+
+
+def read_load(connection: socket.socket) -> Load:
+    """Read the first message that a worker gets, before there is an event loop. Raises EOFError."""
+    length = int.from_bytes(_read_exactly(connection, _PREFIX), "big")
+    message = to_worker_decoder.decode(_read_exactly(connection, length))
+    assert isinstance(message, Load), "the first message is the Load"
+    return message
+
+
+def _read_exactly(connection: socket.socket, length: int) -> bytes:
+    data = bytearray()
+    while len(data) < length:
+        part = connection.recv(length - len(data))
+        if not part:
+            raise EOFError("the front end is gone")
+        data += part
+    return bytes(data)

@@ -3,13 +3,13 @@
 On the wire each message is a 4-byte big-endian length and that many bytes of msgpack (see `lmi_server.link`). Fields
 are positional (`array_like`), tagged by the class name. Ids are the front end's, unique per worker process.
 
-    front end -> worker   Load (once, first), Submit, Cancel, Control, Shutdown
+    front end -> worker   Load (once, first), Submit, Cancel, Recall, Control, Shutdown
     worker -> front end   Ready or Failed (once), Frames, Stats
 
 For every Submit the worker sends exactly one terminal item: Reply, End or Error. A streamed answer is
 Head, Chunk*, End; an Error may replace the Head or follow it. Nothing follows a terminal item. A Submit that was
 cancelled is answered too (with Error kind "Cancelled"): the front end frees the place only then, so that it never
-counts more room than the engine has.
+counts more room than the engine has. So is one that was recalled before the handler began it (kind "Recalled").
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 
 class Load(Message, frozen=True):
-    """Load a model: `handler` is "module:Class", `options` the resolved raw values, keys without "option."."""
+    """Load a model: `handler` is "module:Class", `options` the resolved raw values, keys without "option.".
+
+    `batch_size` is the number of requests that a RequestHandler gets at once, at most.
+    """
 
     model_name: str
     model_dir: str
@@ -64,17 +67,25 @@ class Load(Message, frozen=True):
     options: dict[str, str]
     served_names: list[str]
     log_level: str = "INFO"
+    batch_size: int = 1
 
 
 class Submit(Message, frozen=True):
-    """Serve one request."""
+    """Serve one request; where `more` is set, the next Submit belongs to the same batch."""
 
     id: int
     input: Input
+    more: bool = False
 
 
 class Cancel(Message, frozen=True):
     """The client went away: free the request's place."""
+
+    id: int
+
+
+class Recall(Message, frozen=True):
+    """Another worker has room: give the request back, unless the handler has begun it."""
 
     id: int
 
@@ -98,10 +109,15 @@ class Shutdown(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """The model is loaded."""
+    """The model is loaded.
+
+    `batch_size` is the number of requests that the handler takes at once, one such batch after the other; None where it
+    serves requests side by side.
+    """
 
     max_model_len: int
     details: dict[str, Any]
+    batch_size: int | None = None
 
 
 class Failed(Message, frozen=True):
@@ -134,7 +150,7 @@ class End(Message, frozen=True):
 
 
 class Error(Message, frozen=True):
-    """The request failed; `kind` names a class of `lmi_server.errors`, or is "Cancelled"."""
+    """The request failed; `kind` names a class of `lmi_server.errors`, or is "Cancelled" or "Recalled"."""
 
     id: int
     kind: str
@@ -170,5 +186,5 @@ class Stats(Message, frozen=True):
     progressed: list[int] = []
 
 
-ToWorker = Load | Submit | Cancel | Control | Shutdown
+ToWorker = Load | Submit | Cancel | Recall | Control | Shutdown
 FromWorker = Ready | Failed | Frames | Stats

@@ -4,10 +4,15 @@ Every accepted job gets exactly one terminal item in its reply slot:
 
     submit -> waiting in the queue -> in flight on one worker -> ended
                     ^                        |
-                    +---- once, at the head: the worker died and nothing was sent to the client
+                    +---- at the head: the worker died before its handler began the job, or it was recalled;
+                          or once, where requests are served side by side and nothing was sent to the client
 
 `max_in_flight` is never exceeded: a place is free again only when the worker's terminal item for it arrived, or the
 worker is dead.
+
+Where the handler takes batches, the batch is formed here: `batch_size` waiting jobs, or as many as there are once the
+first of them has waited for `max_batch_delay_s`, go to one worker that has nothing to do (or will have at once, see
+`BatchProgress.ahead`). Here and not in the worker, because a job that waits here can go to whichever worker is free.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ from lmi_server.errors import (
     PredictTimeoutError,
     WorkerDiedError,
 )
-from lmi_server.job import CANCELLED, Job
+from lmi_server.job import CANCELLED, RECALLED, Job
 from lmi_server.job_queue import JobQueue
 from lmi_server.protocol import End, Error, Input, Item, Load, Ready, Reply
 from lmi_server.worker_group import Deaths, LoadPlan, WorkerGroup
@@ -40,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_UNREAD = 16 << 20  # bytes of one answer that its client has not read yet
 _WORKER_STOP_S = 10.0
+_RECALL_PAUSE_S = 0.02
 _UNLIMITED = 1 << 30
 _WATCHES_PER_TIMEOUT = 4  # how finely the shortest timeout is watched
 _LONGEST_WATCH_S = 1.0
@@ -67,6 +73,7 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     min_workers: int = 1
     max_workers: int = 1
     max_in_flight: int = 32
+    max_batch_delay_s: float = 0.1
     job_queue_size: int = 1000
     model_loading_timeout_s: float = 240.0
     predict_timeout_s: float = 120.0
@@ -102,6 +109,8 @@ class WorkerPool:
         self._settled = asyncio.Event()
         self._scaling: list[asyncio.Future[None]] = []
         self._watch: asyncio.TimerHandle | None = None
+        self._batch_due: asyncio.TimerHandle | None = None
+        self._recalling: asyncio.TimerHandle | None = None
 
     # --- state ---
 
@@ -166,11 +175,8 @@ class WorkerPool:
         """
         self._check_open()
         job = Job(next(self._ids), request, priority, on_overflow)
-        worker = self._roomiest()
-        if worker is None:
-            self._wait_for_room(job)
-        else:
-            self._assign(worker, job)
+        self._queue.push(job)
+        self._dispatch()
         return job
 
     def cancel(self, job: Job) -> None:
@@ -205,31 +211,63 @@ class WorkerPool:
             return ModelNotReadyError(f"Model is not ready: {self.name}: it could not be loaded again; see the log")
         return None
 
-    def _wait_for_room(self, job: Job) -> None:
-        self._queue.push(job)
-        self._grow()
-
     def _roomiest(self) -> WorkerProcess | None:
         best: WorkerProcess | None = None
-        least = self._settings.max_in_flight
+        least = _UNLIMITED
         for worker in self._ready:
-            if len(worker.in_flight) < least:
+            if len(worker.in_flight) < least and self._has_room(worker):
                 best, least = worker, len(worker.in_flight)
         return best
 
-    def _assign(self, worker: WorkerProcess, job: Job) -> None:
-        job.start(worker)
-        worker.submit(job)
+    def _has_room(self, worker: WorkerProcess) -> bool:
+        if worker.batch_size is None:
+            return len(worker.in_flight) < self._settings.max_in_flight
+        return worker.takes_batch(time.monotonic())
 
     def _dispatch(self) -> None:
-        while self._queue and (worker := self._roomiest()) is not None:
-            self._assign(worker, self._queue.pop())
-        if self._queue:
-            self._grow()
+        while self._queue:
+            worker = self._roomiest()
+            if worker is None:
+                self._grow()
+                break
+            size = worker.batch_size or 1
+            if len(self._queue) < size and not self._is_batch_due(size):
+                break
+            worker.submit([self._queue.pop() for _ in range(min(size, len(self._queue)))])
+            if worker.batch_size is not None:
+                self._watch_delayed()
         self._check_idle()
+
+    def _is_batch_due(self, size: int) -> bool:
+        """Tell whether what waits is to go although it is less than `size`; where not, see that it will in time."""
+        if len(self._queue) >= self._settings.job_queue_size:
+            return True
+        left_s = self._queue.peek().queued_at + self._settings.max_batch_delay_s - time.monotonic()
+        if left_s <= 0:
+            return True
+        if self._batch_due is None:
+            self._batch_due = asyncio.get_running_loop().call_later(left_s, self._end_batch_delay)
+        return False
+
+    def _end_batch_delay(self) -> None:
+        self._batch_due = None
+        self._dispatch()
+
+    def _watch_delayed(self) -> None:
+        """Have what a worker got ahead go back to the queue where the batch before it takes long."""
+        if self._recalling is None:
+            self._recalling = asyncio.get_running_loop().call_later(_RECALL_PAUSE_S, self._recall_delayed)
+
+    def _recall_delayed(self) -> None:
+        self._recalling = None
+        now = time.monotonic()
+        ahead = [worker for worker in self._serving() if worker.recall_delayed(now)]
+        if ahead:
+            self._watch_delayed()
 
     def _on_items(self, worker: WorkerProcess, items: list[Item]) -> None:
         in_flight = worker.in_flight
+        recalled: list[Job] = []
         freed = False
         for item in items:
             job = in_flight.get(item.id)
@@ -238,12 +276,17 @@ class WorkerPool:
                 continue
             kind = type(item)
             if kind is Reply or kind is End or kind is Error:
-                del in_flight[item.id]
+                worker.ended(job)
                 freed = True
+                if isinstance(item, Error) and item.kind == RECALLED:
+                    recalled.append(job)
+                    continue
             reply = job.reply
             reply.put(item)
             if reply.unread > _MAX_UNREAD:
                 self._overflow(job)
+        for job in reversed(recalled):
+            self._requeue(job)
         if freed:
             self._dispatch()
 
@@ -385,19 +428,23 @@ class WorkerPool:
         if jobs:
             logger.error("[%s] the worker process ended with %d requests in flight", worker.name, len(jobs))
         for job in reversed(jobs):  # each goes to the head, so the oldest last
-            self._take_back(job)
+            self._take_back(worker, job)
         self._dispatch()
         self._fail_stranded()
 
-    def _take_back(self, job: Job) -> None:
-        if job.reply.terminal is not None:
-            return
-        if job.retried or job.reply.started:
+    def _take_back(self, worker: WorkerProcess, job: Job) -> None:
+        if not worker.has_begun(job):
+            self._requeue(job)
+        elif job.retried or job.reply.started or worker.batch_size is not None:
             self._end(job, WorkerDiedError("The worker process ended while it held the request"))
-            return
-        job.retried = True
-        job.worker = None
-        self._queue.push_front(job)
+        else:
+            job.retried = True
+            self._requeue(job)
+
+    def _requeue(self, job: Job) -> None:
+        if job.reply.terminal is None:
+            job.worker = None
+            self._queue.push_front(job)
 
     def _fail(self, error: ModelLoadError) -> None:
         if self.failure is not None:
@@ -449,7 +496,8 @@ class WorkerPool:
             self._give_up(worker, overdue, now)
 
     def _is_overdue(self, job: Job, now: float) -> bool:
-        if job.reply.progressed:
+        waits = job.worker is not None and not job.worker.has_begun(job)
+        if job.reply.progressed or waits:
             job.reply.progressed = False
             job.quiet_since = now
         return now - job.quiet_since >= self._settings.predict_timeout_s
@@ -493,8 +541,9 @@ class WorkerPool:
         self._fail_unfinished(ModelNotReadyError(self._closing))
         self.stopping = True
         self._tell_scaled(ModelNotReadyError(self._closing))
-        if self._watch is not None:
-            self._watch.cancel()
+        for timer in (self._watch, self._batch_due, self._recalling):
+            if timer is not None:
+                timer.cancel()
         serving, self._ready, self._leaving = self._serving(), [], set()
         await asyncio.gather(*(worker.shutdown(deadline_s) for worker in serving))
         await asyncio.gather(*(group.stop() for group in self.groups))

@@ -10,20 +10,35 @@ import signal
 import socket
 import time
 from asyncio.subprocess import Process
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from lmi_server.batch_progress import BatchProgress
 from lmi_server.configuration.environment import process_environment
 from lmi_server.errors import ModelLoadError, ModelMemoryError, error_from_kind
 from lmi_server.job import Job
 from lmi_server.link import worker_link
-from lmi_server.protocol import Cancel, Failed, Frames, FromWorker, Item, Load, Ready, Shutdown, Stats, Submit
+from lmi_server.protocol import (
+    Cancel,
+    Failed,
+    Frames,
+    FromWorker,
+    Item,
+    Load,
+    Ready,
+    Recall,
+    Shutdown,
+    Stats,
+    Submit,
+)
 from lmi_server.worker_command import worker_command
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_LOG_LINE = 64 * 1024
 _EXIT_GRACE_S = 1.0  # from the end of the link to the end of the process
+_RECALL_AFTER_S = 0.02
 _SILENT_CHECKS = 3  # a worker is hung after so many checks without Stats; more than one, so that a pause of ours passes
 
 
@@ -32,7 +47,8 @@ class WorkerProcess:
 
     `in_flight` holds the jobs that it has, by id; `on_items` gets what it sends for them; `on_lost` is called once, as
     soon as a worker that was ready is dead. A hung worker (no Stats for `heartbeat_timeout_s`) is killed.
-    `environment` is added to that of this process.
+    `environment` is added to that of this process. `batch_size` is what its handler takes at once, one such batch after
+    the other; None where it serves requests side by side.
     """
 
     def __init__(
@@ -45,12 +61,16 @@ class WorkerProcess:
     ) -> None:
         self.name = name
         self.in_flight: dict[int, Job] = {}
+        self.batch_size: int | None = None
         self.ready_at = 0.0  # time.time()
         self.moved = True  # set by whatever the worker does for a request; whoever watches for progress clears it
         self.used = True  # set by each new request; whoever watches for idleness clears it
         self.quiet_since = self.idle_since = time.monotonic()
         self.gauges: Mapping[str, float] = {}
         self.lost = asyncio.Event()
+        self._progress: BatchProgress  # from the start of the process
+        self._batches: Counter[int] = Counter()  # by their number, the requests of each that are in flight
+        self._sent_batches = 0
         self._on_items = on_items
         self._on_lost = on_lost
         self._heartbeat_timeout_s = heartbeat_timeout_s
@@ -78,6 +98,7 @@ class WorkerProcess:
                 await self._spawn()
                 self._link.send(load)
                 ready = await self._loaded
+                self.batch_size = ready.batch_size
         except TimeoutError:
             self.kill()
             raise ModelLoadError(
@@ -93,10 +114,40 @@ class WorkerProcess:
         self.ready_at = time.time()
         return ready
 
-    def submit(self, job: Job) -> None:
-        self.in_flight[job.id] = job
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Send one batch."""
         self.used = True
-        self._link.send(Submit(job.id, job.request))
+        self._sent_batches += 1
+        self._batches[self._sent_batches] = len(jobs)
+        for job in jobs:
+            job.start(self, self._sent_batches)
+            self.in_flight[job.id] = job
+            self._link.send(Submit(job.id, job.request, more=job is not jobs[-1]))
+
+    def ended(self, job: Job) -> None:
+        """Note that `job` is not in flight any more."""
+        del self.in_flight[job.id]
+        self._batches[job.batch] -= 1
+        if not self._batches[job.batch]:
+            del self._batches[job.batch]
+
+    def takes_batch(self, now: float) -> bool:
+        """Tell whether the worker gets another batch: one at a time, more where its handler is fast."""
+        return len(self._batches) <= (self._progress.ahead(now) if self._batches else 0)
+
+    def has_begun(self, job: Job) -> bool:
+        """Tell whether the handler has seen `job`; it is asked of a dead worker too."""
+        return self.batch_size is None or job.batch <= self._progress.begun
+
+    def recall_delayed(self, now: float) -> bool:
+        """Ask for what waits behind a batch that takes long; return False where nothing can wait behind one."""
+        if len(self._batches) <= 1:
+            return False
+        if self._progress.running_s(now) > _RECALL_AFTER_S:
+            for job in self.in_flight.values():
+                if not self.has_begun(job):
+                    self._link.send(Recall(job.id))
+        return True
 
     def cancel(self, job: Job) -> None:
         """Ask the worker to free the place of `job`; it is free once the worker says so."""
@@ -130,6 +181,7 @@ class WorkerProcess:
         _, open_pipes = await asyncio.wait(self._tasks, timeout=_EXIT_GRACE_S)
         for task in open_pipes:
             task.cancel()
+        self._progress.close()
 
     async def _exit_within(self, limit_s: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -158,15 +210,22 @@ class WorkerProcess:
                     self._link.close()
 
     async def _execute(self, link: socket.socket) -> Process:
-        return await asyncio.create_subprocess_exec(
-            *worker_command(f"fd:{link.fileno()}"),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
-            pass_fds=(link.fileno(),),
-            env={**process_environment(), **self._environment, "PYTHONUNBUFFERED": "1"},
-        )
+        self._progress, progress = BatchProgress.create()
+        try:
+            return await asyncio.create_subprocess_exec(
+                *worker_command(f"fd:{link.fileno()}", f"fd:{progress}"),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                start_new_session=True,
+                pass_fds=(link.fileno(), progress),
+                env={**process_environment(), **self._environment, "PYTHONUNBUFFERED": "1"},
+            )
+        except BaseException:
+            self._progress.close()
+            raise
+        finally:
+            os.close(progress)
 
     def _watch(self, process: Process) -> None:
         assert process.stdout is not None

@@ -134,7 +134,7 @@ def test_check_tells_all_errors_at_once(model_dir: Path) -> None:
         ("", 0, "no problem"),
         ("option.dtpye=fp16", 0, "did you mean option.dtype?"),
         ("engine=MPI", 2, "is not available in this version; missing: lmi-dist"),
-        ("option.rolling_batch=vllm", 2, "is not available in this version; missing: vllm"),
+        ("option.rolling_batch=trtllm", 2, "is not available in this version; missing: tensorrt_llm"),
     ],
 )
 def test_what_check_returns(model_dir: Path, properties: str, code: int, text: str) -> None:

@@ -17,10 +17,12 @@ ENGINES = {"torch", "transformers", "tokenizers", "accelerate", "vllm", "deepspe
 COMPOSITION_ROOT = "lmi_server/cli.py"
 ENVIRONMENT = "lmi_server/configuration/environment.py"
 # What a handler may use of lmi_server: the contract's types, the declarations of its options, the dialects' pure
-# functions, and the one module that may set what an engine's library reads from the environment.
+# functions, what the machine has, and the one module that may set what the library of an engine reads from the
+# environment.
 TYPES = (
     "lmi_server.configuration.declaration",
     "lmi_server.configuration.environment",
+    "lmi_server.configuration.machine",
     "lmi_server.configuration.options",
     "lmi_server.configuration.tasks",
     "lmi_server.dialects",

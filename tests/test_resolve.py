@@ -212,7 +212,6 @@ def test_every_bad_value_is_reported_in_a_line_of_its_own(write: Write) -> None:
     [
         "engine=MPI",
         "engine=DeepSpeed",
-        "option.rolling_batch=vllm",
         "option.rolling_batch=lmi-dist",
         "option.rolling_batch=trtllm",
         "option.rolling_batch=deepspeed",
@@ -513,7 +512,8 @@ def test_a_handler_that_is_missing_is_one_line(write: Write) -> None:
     (problem,) = refusal(directory)
     assert problem == (
         f'{directory / "serving.properties"}:2: option.rolling_batch = "lmi-dist" is not available in this version; '
-        "missing: lmi-dist; served are djl_python.huggingface or djl_python.echo"
+        "missing: lmi-dist; served are djl_python.huggingface or "
+        "djl_python.lmi_vllm.vllm_async_service or djl_python.echo"
     )
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from handlers.rolling_batch.detokenizer import IncrementalDetokenizer, StopMatcher
+from handlers.rolling_batch.lora import LoraPair, LoraWeights
 from handlers.rolling_batch.model_runner import ModelRunner, StepLogits
 from handlers.rolling_batch.sampler import Sampled, SamplingState, sample, score
 from handlers.rolling_batch.scheduler import Scheduler, Sequence, StepPlan, advance
@@ -104,9 +105,11 @@ class RollingBatchEngine:
         prompt_text: str,
         priority: int,
         emit: Callable[[Output], None],
+        adapter: LoraWeights | None = None,
     ) -> None:
         """Queue a request that `check` accepts; `emit` gets its deltas from `step`."""
         sequence = Sequence(request_id, list(prompt), len(prompt), self.check(prompt, parameters), priority)
+        sequence.adapter = adapter
         self._requests[request_id] = _Request(
             sequence,
             parameters,
@@ -119,6 +122,19 @@ class RollingBatchEngine:
             frozenset(parameters.stop_token_ids),
         )
         self._scheduler.add(sequence)
+
+    def load_adapter(self, adapter: Mapping[str, LoraPair]) -> LoraWeights:
+        """Lay out an adapter. Raises RequestError where it does not fit the model."""
+        self._runner.lora.check(adapter)
+        return self._runner.lora.load(adapter)
+
+    def check_adapter(self, adapter: Mapping[str, LoraPair]) -> None:
+        """Raise RequestError where an adapter does not fit the model."""
+        self._runner.lora.check(adapter)
+
+    def forget_adapter(self, weights: LoraWeights) -> None:
+        """Keep nothing of an adapter beyond the requests that run with it."""
+        self._runner.lora.forget(weights)
 
     def abort(self, request_id: str) -> None:
         """Forget a request: its slot is free for the next step. One that has ended is none of ours any more."""

@@ -19,6 +19,7 @@ from handlers.rolling_batch.attention import (
 )
 from handlers.rolling_batch.fusion import fuse, fuse_decoder_layers
 from handlers.rolling_batch.kv_cache import KVCache, LayerShape
+from handlers.rolling_batch.lora import LoraLayers
 from handlers.rolling_batch.scheduler import Chunk, Sequence, StepPlan
 
 _runner_ids = itertools.count()
@@ -58,6 +59,7 @@ class ModelRunner:
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.cache: KVCache
         self._attention: SlotAttention
+        self._lora: LoraLayers | None = None  # from the first adapter on
 
     @property
     def layers(self) -> list[LayerShape]:
@@ -84,6 +86,14 @@ class ModelRunner:
             self.fused["decoder_layers"] = fuse_decoder_layers(self._model, self._attention_layers, self._attention)
         self._check.compare(self)
 
+    @property
+    def lora(self) -> LoraLayers:
+        """The adapters of the model; of use once it is prepared."""
+        if self._lora is None:
+            pad = _padded if self._device.type == "cpu" else list
+            self._lora = LoraLayers(self._model, self._keeps_rows, pad)
+        return self._lora
+
     def run(self, plan: StepPlan, prompt_scored: set[str]) -> StepLogits:
         """Compute the plan's tokens; return the logits that the sampler needs.
 
@@ -93,6 +103,8 @@ class ModelRunner:
         rows, token_ids, positions = self._lay_out(plan)
         keep, sampled, prompt_rows = _rows_to_keep(plan, prompt_scored)
         self._attention.begin(rows)
+        if self._lora is not None:
+            self._lora.begin(_adapters(plan), keep)
         with torch.inference_mode():
             logits = self._forward(token_ids, positions, keep)
         return StepLogits(logits, sampled, prompt_rows)
@@ -186,6 +198,14 @@ def _padded(rows: list[int]) -> list[int]:
     """
     step = next((step for limit, step in _ROW_STEPS if len(rows) <= limit), _LAST_ROW_STEP)
     return rows + [0] * (-len(rows) % step)
+
+
+def _adapters(plan: StepPlan) -> list[Any]:
+    """Return the adapter of each row of the pass, None where it has none."""
+    adapters = [sequence.adapter for sequence in plan.decode]
+    for chunk in plan.prefill:
+        adapters += [chunk.sequence.adapter] * (chunk.end - chunk.start)
+    return adapters
 
 
 def _rows_to_keep(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(slots=True, eq=False)
@@ -23,6 +24,7 @@ class Sequence:
     priority: int = 3
     computed: int = 0  # tokens whose keys and values are in the KV cache
     slot: int = -1
+    adapter: Any = None  # what the model runner adds for its rows
 
     @property
     def reserved(self) -> int:

@@ -18,7 +18,7 @@ from lmi_server.devices import DeviceGroup, plan_devices
 from lmi_server.errors import ConfigurationError
 from lmi_server.worker_command import mpi_worker_command, worker_command
 
-_LINK = "fd:N"  # the number is that of a socket which is made when the worker starts
+_FD = "fd:N"  # the number is known when the worker starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +145,8 @@ def _devices(
 
 def _command(options: ModelOptions, machine: Machine) -> Sequence[str]:
     if options.mpi_mode:
-        return mpi_worker_command(_LINK, devices_per_worker(options, machine))
-    return worker_command(_LINK)
+        return mpi_worker_command(_FD, _FD, devices_per_worker(options, machine))
+    return worker_command(_FD, _FD)
 
 
 def _memory(needed: Estimate) -> Mapping[str, Any]:

@@ -21,8 +21,8 @@ class HandlerRow:
     `rolling_batches` are the values of option.rolling_batch that mean this handler; `engines` the Python packages that
     it needs. `causal_lm_only`: it generates text with a causal language model and serves no other architecture.
     `reads_checkpoint`: the model is a Hugging Face checkpoint. `batches_by_default`: with a rolling batch where nobody
-    says otherwise. `takes_all_gpus`: it splits the model over all of them where nobody says otherwise. `needs_mpi`: it
-    runs under the MPI engine only.
+    says otherwise. `takes_batches`: option.batch_size may be more than 1. `takes_all_gpus`: it splits the model over
+    all of them where nobody says otherwise. `needs_mpi`: it runs under the MPI engine only.
     """
 
     title: str
@@ -34,6 +34,7 @@ class HandlerRow:
     causal_lm_only: bool = False
     reads_checkpoint: bool = False
     batches_by_default: bool = False
+    takes_batches: bool = False
     takes_all_gpus: bool = False
     needs_mpi: bool = False
 
@@ -57,6 +58,7 @@ PIPELINE = HandlerRow(
     options="handlers.pipeline_options:PipelineOptions",
     engines=("transformers", "torch"),
     reads_checkpoint=True,
+    takes_batches=True,
 )
 _DEEPSPEED = HandlerRow(
     title="deepspeed",
@@ -80,6 +82,7 @@ _LMI_DIST = HandlerRow(
 _VLLM = HandlerRow(
     title="vllm",
     names=("djl_python.lmi_vllm.vllm_async_service", "djl_python.vllm", "vllm"),
+    handler="handlers.vllm:VllmHandler",
     options="handlers.vllm_options:VllmOptions",
     rolling_batches=("vllm",),
     engines=("vllm",),

@@ -23,6 +23,7 @@ from lmi_server.configuration.declaration import (
     Options,
     Unavailable,
 )
+from lmi_server.configuration.machine import Machine
 
 
 def _short_dtype(value: Any) -> Any:
@@ -142,16 +143,12 @@ class ServingOptions(Options):
     nc_max_workers: Annotated[PositiveInt | None, Key("nc.maxWorkers")] = Field(
         None, description="maxWorkers on a machine with Neuron cores."
     )
-    batch_size: Annotated[
-        PositiveInt,
-        Key(also=("max_dynamic_batch_size", "option.batch_size")),
-        Unavailable(lambda size: size > 1, "requests are decoded together by the rolling batch; remove the key"),
-    ] = Field(1, description="Requests that a dynamic batch collects before it runs.")
-    max_batch_delay: Annotated[
-        NonNegativeInt,
-        Key(also=("option.max_batch_delay",)),
-        NoEffect("there is no dynamic batch in this version that could wait"),
-    ] = Field(100, description="Milliseconds that a dynamic batch waits for more requests.")
+    batch_size: Annotated[PositiveInt, Key(also=("max_dynamic_batch_size", "option.batch_size"))] = Field(
+        1, description="Requests that a dynamic batch collects before it runs; not for text generation."
+    )
+    max_batch_delay: Annotated[NonNegativeInt, Key(also=("option.max_batch_delay",))] = Field(
+        100, description="Milliseconds that the first request of a dynamic batch waits for more."
+    )
     max_idle_time: Annotated[PositiveInt, Key(also=("option.max_idle_time",))] = Field(
         60, description="Seconds without work after which a worker beyond minWorkers is stopped."
     )
@@ -344,6 +341,11 @@ class ModelOptions(Options):
     def engine_names(cls) -> frozenset[str]:
         """Return names without "option." that the engine takes beside the declared ones; they are passed on to it."""
         return frozenset()
+
+    @classmethod
+    def recommended(cls, machine: Machine) -> Mapping[str, str]:
+        """Return raw values by key in full that serve best on `machine`, for where nobody decides."""
+        return {}
 
     def engine_arguments(self) -> Mapping[str, Any]:
         """Return what the engine will be given, by the engine's own names."""

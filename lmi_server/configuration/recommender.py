@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from lmi_server.configuration.handlers import DEFAULT_HANDLER, HANDLERS, PIPELINE, HandlerRow
+from lmi_server.configuration.handlers import DEFAULT_HANDLER, HANDLERS, PIPELINE, HandlerRow, load_options_type
 from lmi_server.configuration.layers import Given
 from lmi_server.configuration.machine import Machine
+from lmi_server.configuration.tasks import TEXT_EMBEDDING
 from lmi_server.devices import ALL_DEVICES, plan_devices
 from lmi_server.errors import ConfigurationError
 
@@ -44,8 +45,8 @@ def recommend(row: HandlerRow | None, given: Given, task: str | None, machine: M
     `task` is the one that the model's files tell of, None where they do not.
     """
     recommended: dict[str, str] = {}
-    if row is PIPELINE and task is not None:
-        recommended["option.task"] = task
+    if row is PIPELINE:
+        recommended |= _for_pipeline(given, task)
     if row is not None:
         recommended |= _for_handler(row, given, machine)
     if "minWorkers" in given and given["minWorkers"].raw.isdecimal() and "maxWorkers" not in given:
@@ -77,8 +78,18 @@ def _devices_of_a_worker(known: Given, machine: Machine) -> int:
         return len(machine.gpus)
 
 
+def _for_pipeline(given: Given, inferred: str | None) -> Mapping[str, str]:
+    recommended = {} if inferred is None else {"option.task": inferred}
+    task = given["option.task"].raw if "option.task" in given else inferred
+    if task == TEXT_EMBEDDING and "batch_size" not in given:
+        # Texts of any number cost little more together than the longest of them alone, and what has come in while the
+        # last batch ran is a batch already.
+        recommended |= {"batch_size": "32", "max_batch_delay": "0"}
+    return recommended
+
+
 def _for_handler(row: HandlerRow, given: Given, machine: Machine) -> Mapping[str, str]:
-    recommended: dict[str, str] = {}
+    recommended = dict(load_options_type(row).recommended(machine))
     rolling = given.get("option.rolling_batch")
     left_open = row.batches_by_default if rolling is None else rolling.raw.lower() == "auto"
     if left_open and (row is PIPELINE or batches_statically(given)):

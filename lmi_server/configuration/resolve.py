@@ -366,6 +366,11 @@ def _unavailable(
         yield missing
         return
     yield from unavailable(serving, sources)
+    if serving.batch_size > 1 and choice.row is not None and not choice.row.takes_batches:
+        yield (
+            f"{told(sources['batch_size'], 'batch_size')} is not available in this version; "
+            "requests are decoded together by the rolling batch; remove the key"
+        )
     yield from unavailable(options, sources)
     names = architectures(config)
     if choice.row is PIPELINE and "option.task" not in sources:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 TEXT_GENERATION = "text-generation"
+TEXT_EMBEDDING = "text-embedding"
 
 _ALIASES = {"ner": "token-classification", "sentiment-analysis": "text-classification"}
 # The first that fits counts: some endings contain others.
@@ -50,7 +51,7 @@ def infer_task(architectures: tuple[str, ...], location: str) -> str | None:
     tasks = [task for name in architectures if (task := _task_of(name)) is not None]
     found = tasks[0] if tasks else None
     if found != "text-classification" and _is_sentence_transformer(location):
-        return "text-embedding"
+        return TEXT_EMBEDDING
     return found
 
 

@@ -5,46 +5,108 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
+import faulthandler
 import logging
 import os
 import signal
 import socket
 import sys
+import threading
+from functools import partial
 
 import uvloop
 
-from lmi_server.link import frontend_link
+from lmi_server.batch_progress import BatchProgress
+from lmi_server.handler import RequestHandler
+from lmi_server.link import FrontendLink, frontend_link, read_load
+from lmi_server.worker.loading import Loading, make_handler
+from lmi_server.worker.main_thread import InMainThread, MainThread
+from lmi_server.worker.service import Service
 from lmi_server.worker.session import Session
+from lmi_server.worker.side_by_side import SideBySide
 
 _PR_SET_PDEATHSIG = 1
 _SIGTERM_DEADLINE_S = 30.0
+_EXIT_S = 5.0  # for the main thread's end, once the link is closed
 
 logger = logging.getLogger("lmi_server.worker")
 
 
 def main() -> int:
     arguments = _arguments()
+    faulthandler.enable()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the front end decides
     _die_with_parent()
-    return uvloop.run(_serve(arguments.link))
+    load = read_load(arguments.link)
+    logging.getLogger().setLevel(load.log_level)
+    arguments.link.setblocking(False)
+    try:
+        handler, loading = make_handler(load)
+    except Exception as error:  # noqa: BLE001 - the border to handlers, which raise anything; the load fails with it
+        return uvloop.run(_serve(arguments.link, Session(load, _Broken(error))))
+    if isinstance(handler, RequestHandler):
+        return _serve_requests(arguments.link, handler, loading, arguments.progress)
+    return uvloop.run(_serve(arguments.link, Session(load, partial(SideBySide, handler, loading)), signals=True))
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m lmi_server.worker")
     parser.add_argument("--link", required=True, type=_link, help="fd:N, the inherited end of the link")
+    parser.add_argument("--progress", type=_progress, help="fd:N, the inherited page of BatchProgress")
     return parser.parse_args()
 
 
+def _inherited(value: str) -> int:
+    """Return the file descriptor of "fd:N"; a process that a handler starts does not inherit it any more."""
+    fd = int(value.removeprefix("fd:"))
+    os.set_inheritable(fd, False)
+    return fd
+
+
 def _link(value: str) -> socket.socket:
-    link = socket.socket(fileno=int(value.removeprefix("fd:")))
-    link.set_inheritable(False)  # a process that a handler starts must not hold the link open
-    link.setblocking(False)
-    return link
+    return socket.socket(fileno=_inherited(value))
 
 
-async def _serve(inherited: socket.socket) -> int:
-    session = Session()
+def _progress(value: str) -> BatchProgress:
+    return BatchProgress(_inherited(value))
+
+
+class _Broken:
+    """Makes no service: what was raised before the link had a loop fails the load."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __call__(self, link: FrontendLink) -> Service:
+        raise self._error
+
+
+def _serve_requests(
+    link: socket.socket, handler: RequestHandler, loading: Loading, progress: BatchProgress | None
+) -> int:
+    """Run the handler's code in this thread, the main one, and the link in another."""
+    main_thread = MainThread(handler, loading, progress or BatchProgress.create()[0])
+    session = Session(loading.load, lambda link: InMainThread(main_thread, link, session.end))
+    thread = threading.Thread(target=_run_link, args=(link, session, main_thread), name="link")
+    thread.start()
+    code = main_thread.run()
+    thread.join()
+    return code or session.exit_code
+
+
+def _run_link(link: socket.socket, session: Session, main_thread: MainThread) -> None:
+    code = 1
+    try:
+        code = uvloop.run(_serve(link, session))
+    finally:
+        try:
+            main_thread.stop().result(_EXIT_S)
+        except TimeoutError:
+            os._exit(code)  # the handler's code does not come back
+
+
+async def _serve(inherited: socket.socket, session: Session, signals: bool = False) -> int:
     closed = asyncio.Event()  # not before all that was sent is on its way
 
     def on_lost() -> None:
@@ -56,7 +118,8 @@ async def _serve(inherited: socket.socket) -> int:
     loop = asyncio.get_running_loop()
     await loop.create_unix_connection(lambda: link, sock=inherited)
     session.attach(link)
-    loop.add_signal_handler(signal.SIGTERM, session.shut_down, _SIGTERM_DEADLINE_S)
+    if signals:
+        loop.add_signal_handler(signal.SIGTERM, session.shut_down, _SIGTERM_DEADLINE_S)
     await closed.wait()
     return session.exit_code
 

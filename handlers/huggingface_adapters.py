@@ -1,0 +1,72 @@
+"""The LoRA adapters of a huggingface model: in memory from their registration on, or from their first request."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from lmi_server.errors import RequestError
+from lmi_server.protocol import Adapter
+
+if TYPE_CHECKING:
+    from handlers.rolling_batch.engine import RollingBatchEngine
+    from handlers.rolling_batch.lora import LoraPair, LoraWeights
+    from handlers.step_loop import StepLoop
+
+
+class LoadedAdapters:
+    """Adapters by name. Their weights stay until they are removed, so that every one of them is pinned."""
+
+    def __init__(self, loop: StepLoop[RollingBatchEngine]) -> None:
+        self._loop = loop
+        self._adapters: dict[str, Adapter] = {}
+        self._weights: dict[str, LoraWeights] = {}
+        self._loading = asyncio.Lock()
+
+    async def add(self, adapter: Adapter) -> None:
+        """Take an adapter in the place of one of its name. Raises RequestError where it cannot be used."""
+        engine = self._loop.engine
+        pairs = await asyncio.to_thread(_read, adapter.directory)
+        weights = None
+        if adapter.preload or adapter.pin:
+            weights = await self._loop.call(lambda: engine.load_adapter(pairs))
+        else:
+            await self._loop.call(lambda: engine.check_adapter(pairs))
+        replaced = self._weights.pop(adapter.name, None)
+        self._adapters[adapter.name] = adapter
+        if weights is not None:
+            self._weights[adapter.name] = weights
+        await self._forget(replaced)
+
+    async def remove(self, name: str) -> None:
+        """Forget an adapter; nothing happens where there is none."""
+        self._adapters.pop(name, None)
+        await self._forget(self._weights.pop(name, None))
+
+    async def _forget(self, weights: LoraWeights | None) -> None:
+        if weights is not None:
+            await self._loop.call(lambda: self._loop.engine.forget_adapter(weights))
+
+    async def weights(self, name: str) -> LoraWeights:
+        """Return the weights of an adapter, loaded where they are not yet. Raises RequestError where there is none."""
+        loaded = self._weights.get(name)
+        if loaded is not None:
+            return loaded
+        async with self._loading:
+            return self._weights.get(name) or await self._load(name)
+
+    async def _load(self, name: str) -> LoraWeights:
+        adapter = self._adapters.get(name)
+        if adapter is None:
+            raise RequestError(f"The adapter {name} has not been registered")
+        pairs = await asyncio.to_thread(_read, adapter.directory)
+        weights = await self._loop.call(lambda: self._loop.engine.load_adapter(pairs))
+        if self._adapters.get(name) is adapter:
+            self._weights[name] = weights
+        return weights
+
+
+def _read(directory: str) -> dict[str, LoraPair]:
+    from handlers.rolling_batch.lora_checkpoint import read_adapter
+
+    return read_adapter(directory)

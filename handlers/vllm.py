@@ -1,0 +1,77 @@
+"""The vllm handler: a model under vLLM's own scheduler, in the worker's process or in processes of its own.
+
+vLLM is imported when the model loads, never with this module. `handlers/` must never be on sys.path itself: there
+`import vllm` would find this file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from handlers.vllm_options import VllmOptions
+from lmi_server.configuration.environment import set_default
+from lmi_server.errors import ModelLoadError
+from lmi_server.generation import Delta, GenerationRequest
+from lmi_server.handler import LLMHandler, ModelInfo
+
+if TYPE_CHECKING:
+    from handlers.vllm_engine.loading import LoadedEngine
+
+_VARIABLES = {
+    "VLLM_CONFIGURE_LOGGING": "0",  # the worker's log takes its lines
+    "VLLM_NO_USAGE_STATS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+class VllmHandler(LLMHandler):
+    """Serves a model directory or name that vLLM can load."""
+
+    options_type = VllmOptions
+
+    def __init__(self) -> None:
+        self._loaded: LoadedEngine
+        self._numbers = itertools.count()
+
+    async def start(self, model_dir: str, options: VllmOptions) -> ModelInfo:
+        """Load the model; the worker's heartbeat goes on meanwhile."""
+        for name, value in (_VARIABLES | options.engine_variables()).items():
+            set_default(name, value)
+        loading = await asyncio.to_thread(_import_loading)
+        self._loaded = await loading.load(model_dir, options)
+        return self._loaded.info
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+        """Yield the deltas of one request."""
+        loaded = self._loaded
+        prompt = await loaded.prompts.render(request)
+        answer = loaded.answer(request, prompt)
+        # The engine's ids are our own: nobody says that two requests do not come with the same one.
+        request_id = f"{next(self._numbers)}-{request.request_id}"
+        async with aclosing(loaded.driver.generate(request_id, prompt, answer, request.priority)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def tokenize(self, text: str) -> list[int]:
+        return self._loaded.prompts.tokenize(text)
+
+    def stats(self) -> Mapping[str, float]:
+        return self._loaded.statistics.gauges(self._loaded.driver.unfinished)
+
+    async def stop(self) -> None:
+        await self._loaded.driver.stop()
+
+
+def _import_loading() -> ModuleType:
+    try:
+        return import_module("handlers.vllm_engine.loading")
+    except ImportError as error:
+        raise ModelLoadError(
+            f"the vllm handler needs vLLM ({error}); install vllm, or lmi-server[vllm] on a machine without GPU"
+        ) from error

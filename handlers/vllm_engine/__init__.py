@@ -1,0 +1,1 @@
+"""vLLM behind the vllm handler; imported when a model loads, never before."""

@@ -1,0 +1,99 @@
+"""Everything that is taken from vLLM: what depends on its version (0.32 and 0.33) is settled here and nowhere else."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import vllm
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMClientError
+from vllm.platforms import current_platform
+from vllm.renderers import BaseRenderer, ChatParams, TokenizeParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+__all__ = [
+    "AsyncEngineArgs",
+    "AsyncLLM",
+    "BaseRenderer",
+    "ChatParams",
+    "EngineDeadError",
+    "EngineGenerateError",
+    "FlexibleArgumentParser",
+    "LLMEngine",
+    "RequestOutputKind",
+    "SamplingParams",
+    "StatLoggerBase",
+    "StructuredOutputsParams",
+    "TokenizeParams",
+    "VLLMClientError",
+]
+
+_log = logging.getLogger(__name__)
+
+KNOWN_VERSIONS = ("0.32", "0.33")
+
+
+def warn_of_unknown_version() -> None:
+    """Log where the installed vLLM is none that this handler was made for."""
+    if vllm.__version__.rpartition(".")[0] not in KNOWN_VERSIONS:
+        known = " and ".join(KNOWN_VERSIONS)
+        _log.warning("vLLM %s is installed; the handler was made for %s", vllm.__version__, known)
+
+
+def version() -> str:
+    return vllm.__version__
+
+
+def in_process_engine(config: Any, loggers: list[Callable[..., Any]]) -> LLMEngine:
+    """Return an engine whose core runs in this process and steps when it is told to.
+
+    Its output side has a tokenizer of its own: the requests' texts are encoded in another thread, and a tokenizer must
+    not be set up for encoding while it decodes.
+    """
+    engine = LLMEngine.from_vllm_config(config, stat_loggers=loggers)
+    engine.output_processor.tokenizer = copy.deepcopy(engine.output_processor.tokenizer)
+    return engine
+
+
+def own_process_engine(config: Any, loggers: list[Callable[..., Any]]) -> AsyncLLM:
+    """Return an engine whose core runs in a process of its own; to be called on the event loop."""
+    return AsyncLLM.from_vllm_config(config, stat_loggers=loggers)
+
+
+def is_dead(engine: AsyncLLM) -> bool:
+    """Tell whether the engine's processes have ended."""
+    return bool(engine.engine_core.resources.engine_dead)
+
+
+def is_on_cpu() -> bool:
+    return bool(current_platform.is_cpu())
+
+
+def silence_default_statistics() -> None:
+    """Keep vLLM from logging its own statistics line beside ours."""
+    logging.getLogger("vllm.v1.metrics.loggers").setLevel(logging.WARNING)
+
+
+def kv_cache_tokens(config: Any) -> int:
+    """Return how many tokens the KV cache of a loaded engine holds."""
+    return int(config.cache_config.num_gpu_blocks or 0) * int(config.cache_config.block_size)
+
+
+def bytes_per_token(config: Any) -> int:
+    """Estimate the bytes of KV cache that a token takes, for a model whose layers are all attention."""
+    model, parallel = config.model_config, config.parallel_config
+    per_layer = 2 * model.get_num_kv_heads(parallel) * model.get_head_size() * model.dtype.itemsize
+    return model.get_num_layers(parallel) * per_layer
+
+
+def default_sampling(config: Any) -> Mapping[str, Any]:
+    """Return what the model's generation_config.json says of sampling, by vLLM's names."""
+    return dict(config.model_config.get_diff_sampling_param())

@@ -1,0 +1,211 @@
+"""Loads a model with vLLM: engine arguments from the options, KV cache by the machine, errors in plain words."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import psutil
+import torch
+from pydantic import ValidationError
+
+from handlers.step_loop import StepLoop
+from handlers.vllm_engine import library
+from handlers.vllm_engine.drivers import Driver, InProcessDriver, InProcessEngine, OwnProcessDriver
+from handlers.vllm_engine.outputs import Answer, Vocabulary
+from handlers.vllm_engine.requests import PromptRenderer, sampling_params
+from handlers.vllm_engine.statistics import Statistics
+from handlers.vllm_options import VllmOptions
+from lmi_server.errors import ModelLoadError
+from lmi_server.generation import GenerationRequest
+from lmi_server.handler import ModelInfo
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+_GIB = 2**30
+_JSON_ARGUMENTS = ("limit_mm_per_prompt", "kv_transfer_config", "speculative_config")
+_TRUE_OR_FALSE = {
+    "true": True,
+    "1": True,
+    "yes": True,
+    "on": True,
+    "false": False,
+    "0": False,
+    "no": False,
+    "off": False,
+}
+# What vLLM raises for arguments and models that it cannot take; some of its checks are assertions.
+_REFUSALS = (ValidationError, ValueError, TypeError, NotImplementedError, OSError, AssertionError, RuntimeError)
+
+
+def engine_config(model_dir: str, options: VllmOptions) -> Any:
+    """Return vLLM's configuration of the whole engine.
+
+    Raises ModelLoadError with vLLM's own words where it refuses an argument or the model.
+    """
+    library.warn_of_unknown_version()
+    arguments = {"model": model_dir, **_parsed(options.engine_arguments()), **_from_text(options.passed_to_engine())}
+    try:
+        config = library.AsyncEngineArgs(**arguments).create_engine_config()
+    except _REFUSALS as error:
+        raise ModelLoadError(f"vLLM refuses the configuration: {plain(error)}") from error
+    if library.is_on_cpu() and config.cache_config.kv_cache_memory_bytes is None:
+        config.cache_config.kv_cache_memory_bytes = _kv_cache_bytes(config)
+    return config
+
+
+def _parsed(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: json.loads(value) if name in _JSON_ARGUMENTS and isinstance(value, str) else value
+        for name, value in arguments.items()
+    }
+
+
+def _from_text(given: Mapping[str, str]) -> dict[str, Any]:
+    """Return arguments of vLLM that serving.properties gives by vLLM's own names, read as its command line reads them.
+
+    Raises ModelLoadError with the command line's message.
+    """
+    if not given:
+        return {}
+    parser = library.AsyncEngineArgs.add_cli_args(_Parser(allow_abbrev=False))
+    actions = {action.dest: action for action in parser._actions}
+    words = [word for name, raw in given.items() for word in _command_line(actions[name], name, raw)]
+    parsed = parser.parse_args(words)
+    return {name: getattr(parsed, name) for name in given}
+
+
+def _command_line(action: argparse.Action, name: str, raw: str) -> list[str]:
+    if action.nargs != 0:
+        return [f"--{name.replace('_', '-')}", raw]
+    switch = _TRUE_OR_FALSE.get(raw.lower())
+    if switch is None:
+        raise ModelLoadError(f"option.{name}={raw} is not allowed; allowed: true or false")
+    return [next(option for option in action.option_strings if option.startswith("--no-") is not switch)]
+
+
+class _Parser(library.FlexibleArgumentParser):
+    """vLLM's parser, which raises where a command line would end."""
+
+    def error(self, message: str) -> Any:
+        raise ModelLoadError(f"vLLM refuses an engine argument: {message}")
+
+
+def _kv_cache_bytes(config: Any) -> int:
+    """Return the bytes of KV cache on a machine without GPU, where nobody set them.
+
+    Enough for every place at full length, at most a quarter of the free memory: the rest is for weights, activations
+    and whatever else the machine does.
+    """
+    per_token = library.bytes_per_token(config)
+    length = config.model_config.max_model_len
+    wanted = config.scheduler_config.max_num_seqs * length * per_token
+    return max(min(wanted, psutil.virtual_memory().available // 4), length * per_token)
+
+
+def plain(error: BaseException) -> str:
+    """Return the message without pydantic's frame and links."""
+    if isinstance(error, ValidationError):
+        return "; ".join(str(detail["msg"]).removeprefix("Value error, ") for detail in error.errors())
+    return str(error) or type(error).__name__
+
+
+@dataclass(frozen=True)
+class LoadedEngine:
+    """An engine that runs, and what its requests need."""
+
+    driver: Driver
+    prompts: PromptRenderer
+    vocabulary: Vocabulary
+    statistics: Statistics
+    info: ModelInfo
+
+    def answer(self, request: GenerationRequest, prompt: Any) -> Answer:
+        """Return what reads the outputs of `request`, whose rendered prompt is `prompt`.
+
+        Raises ContextLengthError or RequestError where the request cannot be served.
+        """
+        ids = prompt["prompt_token_ids"]
+        parameters = sampling_params(request.sampling, len(ids), self.info.max_model_len)
+
+        def prompt_text() -> str:
+            return prompt.get("prompt") or self.vocabulary.decode(ids)
+
+        return Answer(request.sampling, parameters, prompt_text, self.vocabulary)
+
+
+async def load(model_dir: str, options: VllmOptions) -> LoadedEngine:
+    """Load the model as the options say.
+
+    Raises ModelLoadError where vLLM refuses the configuration or cannot load the model.
+    """
+    began = time.perf_counter()
+    statistics = Statistics()
+    library.silence_default_statistics()
+    driver, engine = await (_load_in_worker if options.engine_process == "worker" else _load_apart)(
+        model_dir, options, statistics
+    )
+    config, renderer = engine.vllm_config, engine.renderer
+    statistics.set_capacity(library.kv_cache_tokens(config))
+    tokenizer = renderer.get_tokenizer()
+    max_model_len = config.model_config.max_model_len
+    info = ModelInfo(max_model_len=max_model_len, details=_details(config, options, began))
+    prompts = PromptRenderer(renderer, max_model_len, options)
+    vocabulary = Vocabulary(tokenizer.decode, tokenizer.all_special_ids)
+    return LoadedEngine(driver, prompts, vocabulary, statistics, info)
+
+
+async def _load_in_worker(
+    model_dir: str, options: VllmOptions, statistics: Statistics
+) -> tuple[Driver, library.LLMEngine]:
+    def build() -> InProcessEngine:
+        if options.threads is not None:
+            torch.set_num_threads(options.threads)
+        config = engine_config(model_dir, options)
+        return InProcessEngine(_loaded(lambda: library.in_process_engine(config, [statistics.logger_factory])))
+
+    loop = StepLoop(build)
+    stepped = await loop.start()
+    return InProcessDriver(loop), stepped.engine
+
+
+async def _load_apart(model_dir: str, options: VllmOptions, statistics: Statistics) -> tuple[Driver, library.AsyncLLM]:
+    config = await asyncio.to_thread(engine_config, model_dir, options)
+    engine = await asyncio.to_thread(_loaded, lambda: library.own_process_engine(config, [statistics.logger_factory]))
+    return OwnProcessDriver(engine), engine
+
+
+def _loaded(build: Callable[[], T]) -> T:
+    try:
+        return build()
+    except _REFUSALS as error:
+        raise ModelLoadError(f"vLLM cannot load the model: {plain(error)}") from error
+
+
+def _details(config: Any, options: VllmOptions, began: float) -> dict[str, Any]:
+    """Return what was decided for the loaded engine, for the log and for `explain`."""
+    cache, scheduler = config.cache_config, config.scheduler_config
+    return {
+        "engine": f"vLLM {library.version()}",
+        "engine_process": options.engine_process,
+        "model": ", ".join(config.model_config.architectures),
+        "dtype": str(config.model_config.dtype).removeprefix("torch."),
+        "device": config.device_config.device_type,
+        "threads": torch.get_num_threads(),
+        "enforce_eager": config.model_config.enforce_eager,
+        "max_model_len": config.model_config.max_model_len,
+        "max_rolling_batch_size": scheduler.max_num_seqs,
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "kv_cache_tokens": library.kv_cache_tokens(config),
+        "kv_cache_gib": round((cache.kv_cache_memory_bytes or 0) / _GIB, 3),
+        "enable_prefix_caching": bool(cache.enable_prefix_caching),
+        "load_seconds": round(time.perf_counter() - began, 1),
+    }

@@ -1,0 +1,96 @@
+"""From vLLM's outputs to deltas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lmi_server.errors import HandlerError, LmiServerError
+from lmi_server.generation import Delta, FinishReason, SamplingParameters, Token, TopToken, Usage
+
+
+class Vocabulary:
+    """The text of single tokens, decoded once each."""
+
+    def __init__(self, decode: Callable[[list[int]], str], special_ids: Sequence[int]) -> None:
+        self.decode = decode
+        self._special = frozenset(special_ids)
+        self._texts: dict[int, str] = {}
+
+    def token(self, token_id: int) -> Token:
+        return Token(token_id, self.text(token_id), None, token_id in self._special)
+
+    def scored(self, token_id: int, logprobs: Mapping[int, Any], alternatives: int) -> Token:
+        """Return a token with its log probability and the `alternatives` most likely ones, as vLLM tells them."""
+        chosen = logprobs[token_id]
+        ranked = sorted(logprobs.items(), key=lambda item: item[1].rank)[:alternatives]
+        top = tuple(TopToken(other, entry.decoded_token or "", entry.logprob) for other, entry in ranked)
+        return Token(token_id, chosen.decoded_token or "", chosen.logprob, token_id in self._special, top)
+
+    def text(self, token_id: int) -> str:
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self.decode([token_id])
+        return text
+
+
+class Answer:
+    """Turns the outputs of one request into its deltas."""
+
+    def __init__(
+        self, sampling: SamplingParameters, parameters: Any, prompt_text: Callable[[], str], vocabulary: Vocabulary
+    ) -> None:
+        self.parameters = parameters  # the sampling in vLLM's form
+        self._sampling = sampling
+        self._prompt_text: Callable[[], str] | None = prompt_text
+        self._vocabulary = vocabulary
+        self._completion_tokens = 0
+
+    def take(self, output: Any) -> Delta | LmiServerError:
+        """Return the delta of one of vLLM's `RequestOutput`s, or the error that ends the request."""
+        completion = output.outputs[0]
+        ids = completion.token_ids
+        self._completion_tokens += len(ids)
+        if completion.finish_reason is None:
+            reason, usage = None, None
+        else:
+            ended = self._finish_reason(completion)
+            if isinstance(ended, LmiServerError):
+                return ended
+            reason = ended
+            usage = Usage(len(output.prompt_token_ids), self._completion_tokens, output.num_cached_tokens or 0)
+        tokens = self._tokens(ids, completion.logprobs)
+        if self._prompt_text is None:
+            return Delta(completion.text, tokens, reason, usage)
+        prompt_text, self._prompt_text = self._prompt_text(), None
+        return Delta(completion.text, tokens, reason, usage, prompt_text, self._prompt_tokens(output))
+
+    def _tokens(self, ids: Sequence[int], logprobs: Sequence[Mapping[int, Any]] | None) -> tuple[Token, ...]:
+        if logprobs is None:
+            return tuple(map(self._vocabulary.token, ids))
+        alternatives = self._sampling.logprobs or 0
+        return tuple(
+            self._vocabulary.scored(token, entry, alternatives) for token, entry in zip(ids, logprobs, strict=True)
+        )
+
+    def _prompt_tokens(self, output: Any) -> tuple[Token, ...] | None:
+        if not self._sampling.prompt_logprobs:
+            return None
+        alternatives = self._sampling.logprobs or 0
+        scores = output.prompt_logprobs or [None] * len(output.prompt_token_ids)
+        return tuple(
+            self._vocabulary.token(token) if entry is None else self._vocabulary.scored(token, entry, alternatives)
+            for token, entry in zip(output.prompt_token_ids, scores, strict=True)
+        )
+
+    def _finish_reason(self, completion: Any) -> FinishReason | LmiServerError:
+        match completion.finish_reason:
+            case "length":
+                return "length"
+            case "stop":
+                by_client = completion.stop_reason in (*self._sampling.stop, *self._sampling.stop_token_ids)
+                return "stop_sequence" if by_client else "eos_token"
+            case "repetition":
+                return "stop_sequence"
+            case reason:
+                return HandlerError(f"vLLM ended the request: {reason}")

@@ -1,0 +1,86 @@
+"""What the engine tells of itself: gauges, and a line in the log while it decodes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from handlers.vllm_engine import library
+
+_log = logging.getLogger("handlers.vllm")
+
+_LINE_INTERVAL_S = 5.0
+
+
+class Statistics:
+    """Gauges as of the engine's last step. `loggers` are what vLLM calls with its own statistics."""
+
+    def __init__(self) -> None:
+        self._kv_tokens = 0
+        self._running = 0
+        self._waiting = 0
+        self._usage = 0.0
+        self._generated = 0
+        self._prompt_tokens = 0
+        self._line_at = time.monotonic()
+        self._generated_at_line = 0
+        self._rate = 0.0
+
+    def logger_factory(self, config: Any, index: int = 0) -> library.StatLoggerBase:
+        """Return what vLLM hands its statistics to, as it asks for it."""
+        return _Recorder(self)
+
+    def set_capacity(self, kv_tokens: int) -> None:
+        self._kv_tokens = kv_tokens
+
+    def gauges(self, unfinished: int) -> Mapping[str, float]:
+        """Return the gauges by name; without `unfinished` requests the engine idles, of which vLLM tells nothing."""
+        busy = unfinished > 0
+        return {
+            "running_requests": self._running * busy,
+            "waiting_requests": self._waiting * busy,
+            "kv_cache_used_tokens": round(self._usage * self._kv_tokens) * busy,
+            "kv_cache_usage": self._usage * busy,
+            "generated_tokens": self._generated,
+            "prompt_tokens": self._prompt_tokens,
+            "generation_throughput": self._rate * busy,
+        }
+
+    def record(self, scheduler: Any | None, iteration: Any | None) -> None:
+        if scheduler is not None:
+            self._running = scheduler.num_running_reqs
+            self._waiting = scheduler.num_waiting_reqs + scheduler.num_skipped_waiting_reqs
+            self._usage = scheduler.kv_cache_usage
+        if iteration is not None:
+            self._generated += iteration.num_generation_tokens
+            self._prompt_tokens += iteration.num_prompt_tokens
+        now = time.monotonic()
+        if now - self._line_at >= _LINE_INTERVAL_S:
+            self._write_line(now)
+
+    def _write_line(self, now: float) -> None:
+        self._rate = (self._generated - self._generated_at_line) / (now - self._line_at)
+        self._line_at, self._generated_at_line = now, self._generated
+        if self._running or self._rate:
+            _log.info(
+                "Decode batch. #running-req: %d, #token: %d, token usage: %.2f, gen throughput (token/s): %.2f,"
+                " #queue-req: %d",
+                self._running,
+                round(self._usage * self._kv_tokens),
+                self._usage,
+                self._rate,
+                self._waiting,
+            )
+
+
+class _Recorder(library.StatLoggerBase):
+    def __init__(self, statistics: Statistics) -> None:
+        self._statistics = statistics
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, **_: Any) -> None:
+        self._statistics.record(scheduler_stats, iteration_stats)
+
+    def log_engine_initialized(self) -> None:
+        return

@@ -1,0 +1,106 @@
+"""A rolling batch over a tiny model, for tests; beside it the untouched model."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tiny_models import CONTEXT, byte_tokenizer
+
+from handlers.rolling_batch.engine import RollingBatchEngine
+from handlers.rolling_batch.lora import LoraWeights
+from handlers.rolling_batch.model_runner import ModelRunner
+from handlers.rolling_batch.scheduler import Scheduler, SchedulerLimits
+from lmi_server.errors import LmiServerError
+from lmi_server.generation import Delta, SamplingParameters
+
+EOS = 258
+
+
+@dataclass
+class Answer:
+    """What one request was given."""
+
+    deltas: list[Delta] = field(default_factory=list)
+    error: LmiServerError | None = None
+
+    def take(self, output: Delta | LmiServerError) -> None:
+        assert self.error is None, "nothing follows an error"
+        assert self.finish_reason is None, "nothing follows the end"
+        if isinstance(output, Delta):
+            self.deltas.append(output)
+        else:
+            self.error = output
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.deltas[-1].finish_reason if self.deltas else None
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token.id for delta in self.deltas for token in delta.tokens]
+
+    @property
+    def text(self) -> str:
+        return "".join(delta.text for delta in self.deltas)
+
+
+class Engine:
+    """A rolling batch over a tiny model, and the untouched model to compare with."""
+
+    def __init__(self, model: Any, *, slots: int = 8, kv_tokens: int = 8 * CONTEXT, chunk: int = 16) -> None:
+        self.model = model
+        self.reference = copy.deepcopy(model)
+        self.tokenizer = byte_tokenizer()
+        runner = ModelRunner(model)
+        runner.prepare(slots, CONTEXT, kv_tokens)
+        self.cache = runner.cache
+        self.fused = runner.fused
+        self.scheduler = Scheduler(SchedulerLimits(slots, kv_tokens, chunk, chunk))
+        self.engine = RollingBatchEngine(runner, self.scheduler, self.tokenizer, frozenset({EOS}), CONTEXT)
+        self._count = 0
+
+    def add(self, prompt: list[int], adapter: LoraWeights | None = None, **parameters: Any) -> tuple[str, Answer]:
+        answer = Answer()
+        self._count += 1
+        request_id = str(self._count)
+        self.engine.add(request_id, prompt, SamplingParameters(**parameters), "", 3, answer.take, adapter)
+        return request_id, answer
+
+    def run(self, after_step: Callable[[], None] = lambda: None) -> None:
+        while self.engine.has_work:
+            self.engine.step()
+            after_step()
+
+    def generate(self, prompt: list[int], **parameters: Any) -> Answer:
+        _, answer = self.add(prompt, **parameters)
+        self.run()
+        return answer
+
+    def expected(self, prompt: list[int], max_new_tokens: int, **parameters: Any) -> list[int]:
+        """What transformers generates for the prompt alone."""
+        return generated(self.reference, prompt, max_new_tokens, **parameters)
+
+
+def generated(model: Any, prompt: list[int], max_new_tokens: int, **parameters: Any) -> list[int]:
+    """Return what `model.generate` of transformers adds to the prompt."""
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        eos_token_id=EOS,
+        pad_token_id=0,
+        **parameters,
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def prompts(count: int, seed: int = 1) -> list[list[int]]:
+    chance = random.Random(seed)
+    return [[chance.randrange(256) for _ in range(chance.choice([1, 2, 7, 16, 17, 40, 90]))] for _ in range(count)]
