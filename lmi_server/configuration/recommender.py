@@ -8,10 +8,12 @@ from dataclasses import replace
 from lmi_server.configuration.handlers import DEFAULT_HANDLER, HANDLERS, PIPELINE, HandlerRow, load_options_type
 from lmi_server.configuration.layers import Given
 from lmi_server.configuration.machine import Machine
+from lmi_server.configuration.options import ServingOptions
 from lmi_server.configuration.tasks import TEXT_EMBEDDING
 from lmi_server.devices import ALL_DEVICES, plan_devices
 from lmi_server.errors import ConfigurationError
 
+_BATCH_SIZES = next(option.keys for option in ServingOptions.declared() if option.field == "batch_size")
 _DEGREE = "option.tensor_parallel_degree"
 _TRUE = ("true", "1", "yes", "on", "t", "y")
 # Architectures that LMI gives to LMI-Dist under the MPI engine where option.rolling_batch=auto.
@@ -105,7 +107,7 @@ def _for_handler(row: HandlerRow, given: Given, machine: Machine) -> Mapping[str
 
 def batches_statically(given: Given) -> bool:
     """Tell whether requests are to be collected to batches that run together from start to end."""
-    return "batch_size" in given and given["batch_size"].raw not in ("", "1")
+    return any(key in given and given[key].raw not in ("", "1") for key in _BATCH_SIZES)
 
 
 def _stages(given: Given) -> int:
