@@ -217,6 +217,8 @@ class RollingBatchEngine:
             Usage(sequence.prompt_len, len(sequence.tokens) - sequence.prompt_len) if reason else None,
             request.prompt_text if first else None,
             tuple(request.prompt_tokens) if first and parameters.prompt_logprobs is not None else None,
+            sequence.tokens[: sequence.prompt_len] if first else None,
+            stop_reason=(request.stop.found or sampled.token) if reason == "stop_sequence" else None,
         )
         if reason:
             del self._requests[sequence.request_id]

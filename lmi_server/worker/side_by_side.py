@@ -25,7 +25,7 @@ class SideBySide(Service):
     def __init__(self, handler: LLMHandler, loading: Loading, link: FrontendLink) -> None:
         self._engine = Engine(handler, loading.options.max_rolling_batch_size)
         self._loading = loading
-        self._served: ServedModel = loading.served_model()
+        self._served: ServedModel  # once it is loaded
         self._outbox = Outbox(link)
         self._requests: dict[int, asyncio.Task[None]] = {}
         self._answers: dict[int, Answer] = {}  # those of _requests
@@ -33,6 +33,7 @@ class SideBySide(Service):
 
     async def load(self) -> Ready:
         info = await self._engine.handler.start(self._loading.model_dir, self._loading.options)
+        self._served = self._loading.served_model(info)
         self._loaded = True
         gc.collect()
         gc.freeze()  # what is loaded stays; without it every full collection would walk the engine's objects
