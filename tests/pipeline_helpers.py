@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def approximately(left: Any, right: Any, tolerance: float = 1e-5) -> bool:
     if isinstance(left, Mapping) and isinstance(right, Mapping):
         return left.keys() == right.keys() and all(approximately(left[key], right[key], tolerance) for key in left)
     if isinstance(left, list | tuple) and isinstance(right, list | tuple):
-        return len(left) == len(right) and all(map(approximately, left, right))
+        return len(left) == len(right) and all(map(partial(approximately, tolerance=tolerance), left, right))
     if isinstance(left, float) or isinstance(right, float):
         return abs(left - right) <= tolerance
     return bool(left == right)

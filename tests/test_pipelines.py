@@ -282,5 +282,5 @@ def test_the_data_type_is_the_option_s(load: Load) -> None:
 def test_a_directory_without_weights_fails_to_load(tmp_path: Path) -> None:
     directory = make_task_model("fill-mask", tmp_path / "model")
     (directory / "model.safetensors").unlink()
-    with pytest.raises(ModelLoadError, match="transformers cannot load .* for fill-mask"):
+    with pytest.raises(ModelLoadError, match=r"transformers cannot load .* for fill-mask"):
         started(directory)

@@ -19,7 +19,7 @@ def audio_reader(sampling_rate: int) -> Callable[[Any], Any]:
         import soundfile
         import soxr
     except ImportError as error:
-        raise ModelLoadError(f"sound needs the extra 'audio' ({error}); install lmi-server[audio]") from error
+        raise ModelLoadError(f"sound needs the extra 'tasks' ({error}); install lmi-server[tasks]") from error
 
     def read(value: Any) -> Any:
         data = file_bytes(value, "audio")

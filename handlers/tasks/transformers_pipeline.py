@@ -73,7 +73,7 @@ def _questions_of_tables(pipeline: Any) -> Callable[[Any], Any]:
     try:
         import pandas  # noqa: F401
     except ImportError as error:
-        raise ModelLoadError("table-question-answering needs the Python package pandas; install it") from error
+        raise ModelLoadError(f"tables need the extra 'tasks' ({error}); install lmi-server[tasks]") from error
     return _question_of_table
 
 
