@@ -6,14 +6,15 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from handlers.rolling_batch_options import RollingBatchOptions
 from handlers.transformers_options import TransformersOptions
 from lmi_server.configuration.declaration import Deprecated, NoEffect, Unavailable
-from lmi_server.configuration.options import Fraction, PositiveFloat, PositiveInt
+from lmi_server.configuration.options import Fraction, PositiveInt
 
 _NO_PADDING = "sequences are batched without padding"
 
 
-class HuggingFaceOptions(TransformersOptions):
+class HuggingFaceOptions(TransformersOptions, RollingBatchOptions):
     """Keys of serving.properties for a causal language model under the rolling batch of transformers."""
 
     decoding_strategy: Annotated[
@@ -37,15 +38,6 @@ class HuggingFaceOptions(TransformersOptions):
     )
     max_model_len: PositiveInt | None = Field(
         None, description="Tokens of prompt and output together; without it what config.json allows."
-    )
-    chunked_prefill_size: PositiveInt | None = Field(
-        None, description="Prompt tokens computed per step beside decoding; without it the handler chooses."
-    )
-    mem_fraction_static: Fraction | None = Field(
-        None, description="Share of the memory of the device for weights and KV cache; without it the handler chooses."
-    )
-    kv_cache_memory_gb: PositiveFloat | None = Field(
-        None, description="Memory of the KV cache in GiB, taken when the model loads; it never grows."
     )
     enable_torch_compile: Annotated[bool, Unavailable.values(True, instead="remove the key")] = Field(
         False, description="Compile the decode step when the model loads."
