@@ -31,6 +31,7 @@ HANDLER = {
     "huggingface": "huggingface",
     "huggingface-bitsandbytes": "huggingface",
     "huggingface-cpu": "huggingface",
+    "huggingface-lora": "huggingface",
     "huggingface-private": "huggingface",
     "lmi-dist": "lmi-dist",
     "lmi-dist-gptq": "lmi-dist",
@@ -51,7 +52,6 @@ HANDLER = {
 PIPELINE = "huggingface pipeline"
 NOT_YET = {name for name, title in HANDLER.items() if title not in ("huggingface", PIPELINE, "echo", "vllm")} | {
     "huggingface-bitsandbytes",
-    "vllm-lora",
 }
 VLLM = {name for name, title in HANDLER.items() if title == "vllm"}  # test_vllm.py runs them, in processes of their own
 
