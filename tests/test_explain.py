@@ -188,9 +188,10 @@ CONFIGURATIONS = {
     ),
     "dynamic batching": Expected(
         "engine=Python\noption.entryPoint=djl_python.huggingface\nbatch_size=8\nmax_batch_delay=50\nminWorkers=2",
-        "huggingface",
+        "huggingface pipeline",
         {
-            "option.rolling_batch": ("disable", RECOMMENDED),
+            "option.rolling_batch": ("disable", DEFAULT),
+            "option.task": ("text-generation", RECOMMENDED),
             "batch_size": (8, FILE),
             "max_batch_delay": (50, FILE),
             "maxWorkers": (2, RECOMMENDED),
@@ -235,7 +236,7 @@ def test_memory_is_shared_by_the_devices_of_a_worker(tmp_path: Path) -> None:
     assert found.memory["devices"] == 4
     assert found.memory["weights_bytes"] == pytest.approx(2 * 6.74e9 / 4, rel=0.001)
     assert found.memory["kv_bytes"] == 256 * 1024 * 524288 / 4
-    assert found.memory["kv_tokens_that_fit"] == 32 * 1024
+    assert found.memory["kv_tokens_that_fit"] == 256 * 1024
     assert not [warning for warning in found.warnings if "memory" in warning]
 
 
