@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import vllm
+from prometheus_client import REGISTRY, generate_latest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError, VLLMError
 from vllm.lora.request import LoRARequest
@@ -78,6 +79,12 @@ def is_dead(engine: AsyncLLM) -> bool:
 
 def is_on_cpu() -> bool:
     return bool(current_platform.is_cpu())
+
+
+def own_metrics() -> bytes:
+    """Return vLLM's metrics in Prometheus' text format; those of the Python process in the same registry are not its."""
+    names = [name for name in REGISTRY._names_to_collectors if name.startswith("vllm:")]
+    return generate_latest(REGISTRY.restricted_registry(names)) if names else b""
 
 
 def silence_default_statistics() -> None:

@@ -61,7 +61,7 @@ class SideBySide(Service):
         if task is not None:
             task.cancel()
 
-    async def control(self, operation: str, arguments: Mapping[str, Any]) -> None:
+    async def control(self, operation: str, arguments: Mapping[str, Any]) -> bytes:
         match operation:
             case "add_adapter":
                 adapter = msgspec.convert(arguments, Adapter)
@@ -70,8 +70,11 @@ class SideBySide(Service):
             case "remove_adapter":
                 self._set_adapters(self._served.adapters - {arguments["name"]})
                 await self._engine.handler.remove_adapter(arguments["name"])
+            case "metrics":
+                return self._engine.handler.metrics()
             case _:
-                await super().control(operation, arguments)
+                return await super().control(operation, arguments)
+        return b""
 
     def _set_adapters(self, names: frozenset[str]) -> None:
         self._served = msgspec.structs.replace(self._served, adapters=names)
