@@ -22,6 +22,8 @@ _EXACT = {
     "/invocations": "invocations",
     "/v1/completions": "completions",
     "/v1/chat/completions": "chat/completions",
+    "/tokenize": "tokenize",
+    "/detokenize": "detokenize",
 }
 _WITH_MODEL = ("/predictions/{model}", "/predictions/{model}/{version}", "/models/{model}/invoke")
 

@@ -54,8 +54,8 @@ class EchoHandler(LLMHandler):
         finally:
             self._running -= 1
 
-    async def tokenize(self, text: str) -> list[int]:
-        return list(range(len(text.split())))
+    async def tokenize(self, request: GenerationRequest) -> list[int]:
+        return list(range(len(_prompt_text(request).split())))
 
     def stats(self) -> dict[str, float]:
         return {"running_requests": self._running}
