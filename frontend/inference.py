@@ -120,7 +120,7 @@ class Relay:
         """Return the model that an OpenAI request names in its body, or the default one."""
         name = model_named_in(body)
         if name is not None:
-            return self._models.named(name, version)
+            return self._models.named_as_model(name, version)
         if self._models.default is None:
             raise BadParameterError("Parameter model_name is required.")
         return self._models.default.choose(version)

@@ -29,6 +29,7 @@ HANDLER = {
     "huggingface": "huggingface",
     "huggingface-bitsandbytes": "huggingface",
     "huggingface-cpu": "huggingface",
+    "huggingface-lora": "huggingface",
     "huggingface-private": "huggingface",
     "lmi-dist": "lmi-dist",
     "lmi-dist-gptq": "lmi-dist",
@@ -47,7 +48,6 @@ HANDLER = {
 NOT_YET = {name for name, title in HANDLER.items() if title not in ("huggingface", "echo", "vllm")} | {
     "dynamic-batching",
     "huggingface-bitsandbytes",
-    "vllm-lora",
 }
 VLLM = {name for name, title in HANDLER.items() if title == "vllm"}  # test_vllm.py runs them, in processes of their own
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import Any
 
+from lmi_server.errors import RequestError
 from lmi_server.job import CANCELLED, RECALLED
 from lmi_server.protocol import Error, Ready, Submit
 
@@ -39,6 +41,10 @@ class Service(ABC):
     @abstractmethod
     def gauges(self) -> Mapping[str, float]:
         """Return the gauges of the handler."""
+
+    async def control(self, operation: str, arguments: Mapping[str, Any]) -> None:
+        """Do what a Control asks for. Raises RequestError where this model does not, or whatever the handler raises."""
+        raise RequestError(f"operation {operation!r} is not known to this worker")
 
     def progressed(self) -> list[int]:
         """Return the requests for which something happened since the last call that the front end has not seen."""

@@ -6,11 +6,14 @@ import asyncio
 import gc
 import logging
 from collections.abc import Mapping
+from typing import Any
+
+import msgspec
 
 from lmi_server.dialects.base import ServedModel
 from lmi_server.handler import LLMHandler
 from lmi_server.link import FrontendLink
-from lmi_server.protocol import Ready, Submit
+from lmi_server.protocol import Adapter, Ready, Submit
 from lmi_server.worker.loading import Loading
 from lmi_server.worker.outbox import Answer, Outbox
 from lmi_server.worker.serve import Engine, serve
@@ -57,6 +60,21 @@ class SideBySide(Service):
         task = self._requests.get(request_id)  # none where the answer's end and the Cancel crossed on the link
         if task is not None:
             task.cancel()
+
+    async def control(self, operation: str, arguments: Mapping[str, Any]) -> None:
+        match operation:
+            case "add_adapter":
+                adapter = msgspec.convert(arguments, Adapter)
+                await self._engine.handler.add_adapter(adapter)
+                self._set_adapters(self._served.adapters | {adapter.name})
+            case "remove_adapter":
+                self._set_adapters(self._served.adapters - {arguments["name"]})
+                await self._engine.handler.remove_adapter(arguments["name"])
+            case _:
+                await super().control(operation, arguments)
+
+    def _set_adapters(self, names: frozenset[str]) -> None:
+        self._served = msgspec.structs.replace(self._served, adapters=names)
 
     def recall(self, request_id: int) -> None:
         """Keep it: every request begins when it arrives."""
