@@ -23,8 +23,12 @@ _EXACT = {
     "/invocations": "invocations",
     "/v1/completions": "completions",
     "/v1/chat/completions": "chat/completions",
+<<<<<<< HEAD
     "/tokenize": "tokenize",
     "/detokenize": "detokenize",
+=======
+    "/v1/embeddings": "embeddings",
+>>>>>>> main
 }
 _WITH_MODEL = ("/predictions/{model}", "/predictions/{model}/{version}", "/models/{model}/invoke")
 
