@@ -23,12 +23,9 @@ _EXACT = {
     "/invocations": "invocations",
     "/v1/completions": "completions",
     "/v1/chat/completions": "chat/completions",
-<<<<<<< HEAD
+    "/v1/embeddings": "embeddings",
     "/tokenize": "tokenize",
     "/detokenize": "detokenize",
-=======
-    "/v1/embeddings": "embeddings",
->>>>>>> main
 }
 _WITH_MODEL = ("/predictions/{model}", "/predictions/{model}/{version}", "/models/{model}/invoke")
 

@@ -31,10 +31,6 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
-<<<<<<< HEAD
-=======
-_OPENAI_ROUTES = frozenset({"completions", "chat/completions", "embeddings"})
->>>>>>> main
 _CLIENT_GONE = 499  # the status in the metrics of a request whose client left; nobody reads it
 _CACHE_HEADERS = [
     (b"pragma", b"no-cache"),
