@@ -44,7 +44,7 @@ HANDLER = {
     "vllm-lora": "vllm",
     "vllm-tools": "vllm",
 }
-NOT_YET = {name for name, title in HANDLER.items() if title not in ("huggingface", "echo", "vllm")} | {
+NOT_YET = {name for name, title in HANDLER.items() if title not in ("huggingface", "echo", "vllm", "a handler of one's own")} | {
     "dynamic-batching",
     "huggingface-bitsandbytes",
     "vllm-lora",
@@ -55,7 +55,7 @@ VLLM = {name for name, title in HANDLER.items() if title == "vllm"}  # test_vllm
 def inspect(sample: Path, directory: Path) -> Inspection:
     (directory / "serving.properties").write_text(sample.read_text(encoding="utf-8"), encoding="utf-8")
     if sample.stem == "own-handler":
-        (directory / "model.py").touch()
+        (directory / "model.py").write_text("def handle(inputs): ...")
     return inspect_model(directory, {}, machine=MACHINE)
 
 
