@@ -27,11 +27,29 @@ _WITH_MODEL = ("/predictions/{model}", "/predictions/{model}/{version}", "/model
 
 
 class App:
-    """The ASGI application."""
+    """The ASGI application.
 
-    def __init__(self, models: ModelRegistry, metrics: Metrics, relay: Relay) -> None:
+    `management_port` is where models are managed, if that is not where requests are served; one then has not the routes
+    of the other, but for `/ping`. `multi_status` is the setting `allow_multi_status`.
+    """
+
+    def __init__(
+        self,
+        models: ModelRegistry,
+        metrics: Metrics,
+        relay: Relay,
+        management_port: int | None = None,
+        multi_status: bool = False,
+    ) -> None:
         self._relay = relay
-        self._cold = _cold_routes(models, metrics, relay)
+        self._management_port = management_port
+        cold = _Cold(models, metrics, multi_status)
+        serving, managing = _serving_routes(cold, models, relay), _managing_routes(cold, models)
+        if management_port is None:
+            self._cold = _application([_ping(cold), *serving, *managing])
+        else:
+            self._cold = _application([_ping(cold), *serving])
+            self._management = _application([_ping(cold), *managing])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
@@ -39,6 +57,9 @@ class App:
             scope["path"] = "/"
         elif path.endswith("/") and path != "/":
             scope["path"] = path[:-1]
+        if self._management_port is not None and scope["server"][1] == self._management_port:
+            await self._management(scope, cast(Any, receive), cast(Any, send))
+            return
         if scope["method"] == "POST":
             route = _EXACT.get(scope["path"])
             if route is not None:
@@ -75,12 +96,13 @@ class _Inference:
 class _Cold:
     """What is asked now and then: health, metrics, the list of models."""
 
-    def __init__(self, models: ModelRegistry, metrics: Metrics) -> None:
+    def __init__(self, models: ModelRegistry, metrics: Metrics, multi_status: bool) -> None:
         self._models = models
         self._metrics = metrics
+        self._multi_status = multi_status
 
     async def ping(self, request: Request) -> Response:
-        """Tell every model's status in LMI's shape; 200 while at least one can serve, or none is registered."""
+        """Tell every model's status in LMI's shape; 200 (or 207) while one can serve, or none is registered."""
         endpoints = self._models.endpoints
         statuses = {
             endpoint.name if len(endpoint.models) == 1 else model.label: model.status
@@ -88,7 +110,7 @@ class _Cold:
             for model in endpoint.models
         }
         body = {name: {"status": status.value} for name, status in statuses.items()}
-        return json_response(body, _ping_code(set(statuses.values())))
+        return json_response(body, _ping_code(set(statuses.values()), self._multi_status))
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -107,35 +129,44 @@ class _Cold:
         return json_response({})
 
 
-def _cold_routes(models: ModelRegistry, metrics: Metrics, relay: Relay) -> Starlette:
-    cold = _Cold(models, metrics)
+def _ping(cold: _Cold) -> Route:
+    return Route("/ping", cold.ping)
+
+
+def _serving_routes(cold: _Cold, models: ModelRegistry, relay: Relay) -> list[Route]:
     paths = [*_EXACT.items(), *((path, "predictions") for path in _WITH_MODEL)]
-    inference = [
-        Route(path, cast(Any, _Inference(route, models, relay)), methods=["POST", "OPTIONS"]) for path, route in paths
+    return [
+        Route("/v1/models", cold.models),
+        Route("/v1/models/{model:path}", cold.model),
+        Route("/", cold.root_options, methods=["OPTIONS"]),
+        *(
+            Route(path, cast(Any, _Inference(route, models, relay)), methods=["POST", "OPTIONS"])
+            for path, route in paths
+        ),
     ]
+
+
+def _managing_routes(cold: _Cold, models: ModelRegistry) -> list[Route]:
+    # /server/metrics is LMI's path of the metrics.
+    return [Route("/metrics", cold.metrics), Route("/server/metrics", cold.metrics), *Management(models).routes()]
+
+
+def _application(routes: list[Route]) -> Starlette:
     starlette = Starlette(
-        routes=[
-            Route("/ping", cold.ping),
-            Route("/metrics", cold.metrics),
-            Route("/v1/models", cold.models),
-            Route("/v1/models/{model:path}", cold.model),
-            Route("/", cold.root_options, methods=["OPTIONS"]),
-            *inference,
-            *Management(models).routes(),
-        ],
-        exception_handlers={HTTPException: on_http_error, LmiServerError: on_lmi_error},
+        routes=routes, exception_handlers={HTTPException: on_http_error, LmiServerError: on_lmi_error}
     )
     starlette.router.redirect_slashes = False  # many clients do not follow a redirect of a POST
     return starlette
 
 
-def _ping_code(statuses: set[ModelStatus]) -> int:
+def _ping_code(statuses: set[ModelStatus], multi_status: bool) -> int:
     """Return 200 unless no model can serve: 503 where one still may, 500 where all have failed.
 
-    LMI answers 500 as soon as one of several has failed, and the platform then ends the others too.
+    LMI answers 500 as soon as one of several has failed, and the platform then ends the others too. With `multi_status`
+    200 is for all of them, and 207 where only some can serve.
     """
     if not statuses or ModelStatus.HEALTHY in statuses:
-        return 200
+        return 207 if multi_status and len(statuses) > 1 else 200
     return 500 if statuses == {ModelStatus.FAILED} else 503
 
 

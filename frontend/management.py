@@ -34,6 +34,16 @@ _SETTINGS = {
     "min_worker": "minWorkers",
     "max_worker": "maxWorkers",
 }
+# Those of LMI's logger by the names of ours.
+_LOG_LEVELS = {
+    "trace": "DEBUG",
+    "debug": "DEBUG",
+    "info": "INFO",
+    "warn": "WARNING",
+    "warning": "WARNING",
+    "error": "ERROR",
+    "fatal": "CRITICAL",
+}
 _LISTED_STATUS = {ModelStatus.PENDING: "PENDING", ModelStatus.FAILED: "FAILED"}
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -51,6 +61,7 @@ class Management:
         return [
             _route("/models", {"GET": self.list_models, "POST": self.register}),
             _route("/workflows", {"GET": self.list_workflows}),
+            _route("/server/logging", dict.fromkeys(("GET", "POST", "PUT"), self.set_log_level)),
             *(
                 _route(f"/{kind}/{{model}}{version}", one)
                 for kind in ("models", "workflows")
@@ -63,7 +74,7 @@ class Management:
         rows = [
             {
                 "modelName": model.name,
-                **({} if model.version is None else {"version": model.version}),
+                **_version(model),
                 "modelUrl": model.source.url,
                 "status": _LISTED_STATUS.get(model.status, "READY"),
             }
@@ -74,9 +85,7 @@ class Management:
 
     async def list_workflows(self, request: Request) -> Response:
         page, more = self._page(request)
-        rows = [
-            {"workflowName": model.name, "version": model.version} for endpoint in page for model in endpoint.models
-        ]
+        rows = [{"workflowName": model.name, **_version(model)} for endpoint in page for model in endpoint.models]
         return json_response({**more, "workflows": rows})
 
     def _page(self, request: Request) -> tuple[list[Endpoint], dict[str, str]]:
@@ -122,6 +131,15 @@ class Management:
         name, version = _path(request)
         await asyncio.shield(asyncio.ensure_future(self._models.unregister(name, version)))
         return json_response({"status": f'Model or workflow "{name}" unregistered'})
+
+    async def set_log_level(self, request: Request) -> Response:
+        """Set what is logged from now on, here and in the workers; without a level, "info"."""
+        given = request.query_params.get("level", "").strip().lower() or "info"
+        level = _LOG_LEVELS.get(given)
+        if level is None:
+            raise BadParameterError(f'Parameter level is "{given}"; it takes {", ".join(_LOG_LEVELS)}')
+        self._models.set_log_level(level)
+        return json_response({"status": "OK"})
 
     def _named(self, request: Request) -> list[Model]:
         """Return the version that the path names, or all of them."""
@@ -170,6 +188,9 @@ def _source(given: Mapping[str, str]) -> ModelSource:
     url = given.get("url", "").strip()
     if not url:
         raise BadParameterError("Parameter url is required.")
+    for name in ("model_name", "model_version"):
+        if "/" in given.get(name, ""):
+            raise BadParameterError(f'Parameter {name} is "{given[name]}"; no path reaches a name with a slash')
     for name in ("min_worker", "max_worker"):
         _count(given, name)
     unchanged = {name for name in ("min_worker", "max_worker") if given.get(name, "").strip() == str(_UNCHANGED)}
@@ -224,8 +245,11 @@ def _truth(given: Mapping[str, str], name: str, default: bool) -> bool:
 
 
 def _description(model: Model) -> dict[str, Any]:
-    version = {} if model.version is None else {"version": model.version}
-    return {"workflowName": model.name, **version, "models": [_details(model)]}
+    return {"workflowName": model.name, **_version(model), "models": [_details(model)]}
+
+
+def _version(model: Model) -> dict[str, str]:
+    return {} if model.version is None else {"version": model.version}
 
 
 def _details(model: Model) -> dict[str, Any]:

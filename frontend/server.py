@@ -50,13 +50,15 @@ def run(
     """
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    try:
-        listener = _bind(settings.host, settings.port)
-    except OSError as error:
-        logger.error("cannot listen on %s port %d: %s", settings.host, settings.port, error.strerror)
-        return 1
+    listeners = []
+    for host, port in _addresses(settings):
+        try:
+            listeners.append(_bind(host, port))
+        except OSError as error:
+            logger.error("cannot listen on %s port %d: %s", host, port, error.strerror)
+            return 1
     _allow_many_connections()
-    return uvloop.run(_Server(sources, settings, listener, environment, resolve).serve())
+    return uvloop.run(_Server(sources, settings, listeners, environment, resolve).serve())
 
 
 class _Server:
@@ -66,13 +68,13 @@ class _Server:
         self,
         sources: Sequence[ModelSource],
         settings: ServerSettings,
-        listener: socket.socket,
+        listeners: Sequence[socket.socket],
         environment: Mapping[str, str],
         resolve: Resolve,
     ) -> None:
         self._sources = sources
         self._settings = settings
-        self._listener = listener
+        self._listeners = listeners
         self._signals = 0
         self._signalled = asyncio.Event()
         artifacts = artifact_settings(settings.download_dir, environment)
@@ -84,13 +86,16 @@ class _Server:
         models = self._models
         metrics = Metrics(lambda: models.models)
         relay = Relay(models, metrics, self._settings.max_request_size, self._settings.request_id_header)
-        http = _HttpServer(App(models, metrics, relay), self._settings)
+        addresses = [listener.getsockname()[:2] for listener in self._listeners]
+        management_port = addresses[1][1] if len(addresses) > 1 else None
+        app = App(models, metrics, relay, management_port, self._settings.allow_multi_status)
+        http = _HttpServer(app, self._settings)
         self._listen_to_signals()
-        serving = asyncio.create_task(http.serve([self._listener]))
+        serving = asyncio.create_task(http.serve(list(self._listeners)))
         for source in self._sources:
             models.register(source, at_startup=True)
-        host, port = self._listener.getsockname()[:2]
-        logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+        for (host, port), what in zip(addresses, ("", " for management"), strict=False):
+            logger.info("listening on http://%s:%d%s", f"[{host}]" if ":" in host else host, port, what)
         gc.freeze()
         await self._signalled.wait()
         logger.info("draining: up to %g seconds; a second signal ends at once", self._settings.drain_timeout)
@@ -140,6 +145,15 @@ class _HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
+
+
+def _addresses(settings: ServerSettings) -> list[tuple[str, int]]:
+    """Return where requests are served, and where models are managed if that is elsewhere."""
+    serving = (settings.host, settings.port)
+    port = settings.port if settings.management_port is None else settings.management_port
+    managing = (settings.management_host or settings.host, port)
+    is_elsewhere = managing != serving or settings.management_port == 0
+    return [serving, managing] if is_elsewhere else [serving]
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -75,6 +75,7 @@ def _deltas(tokens: list[Token], count: int, prompt_text: str) -> Iterator[Delta
             finish_reason="length" if last else None,
             usage=usage if last else None,
             prompt_text=prompt_text if first else None,
+            prompt_token_ids=range(len(tokens)) if first else None,
         )
 
 

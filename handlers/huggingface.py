@@ -5,7 +5,7 @@ Torch and transformers are imported when the model loads, never with this module
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from handlers.huggingface_adapters import LoadedAdapters
@@ -76,6 +76,9 @@ class HuggingFaceHandler(LLMHandler):
 
     async def remove_adapter(self, name: str) -> None:
         await self._adapters.remove(name)
+
+    async def detokenize(self, tokens: Sequence[int]) -> str:
+        return self._loaded.prompts.detokenize(tokens)
 
     def stats(self) -> Mapping[str, float]:
         return self._loaded.stats()

@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from handlers.rolling_batch_options import RollingBatchOptions
 from lmi_server.configuration.declaration import Allowed, Deprecated, Documented, Finding, NoEffect, Unavailable
-from lmi_server.configuration.options import Fraction, ModelOptions, ParallelDegree, PositiveFloat, PositiveInt
+from lmi_server.configuration.options import Fraction, ParallelDegree, PositiveInt
 
 _NO_PADDING = "sequences are batched without padding"
 _NO_QUANTIZATION = "remove the key"
@@ -20,7 +21,7 @@ DeviceMap = Annotated[
 ]
 
 
-class HuggingFaceOptions(ModelOptions):
+class HuggingFaceOptions(RollingBatchOptions):
     """Keys of serving.properties for a model that transformers runs."""
 
     tensor_parallel_degree: Annotated[
@@ -73,15 +74,6 @@ class HuggingFaceOptions(ModelOptions):
     )
     max_model_len: PositiveInt | None = Field(
         None, description="Tokens of prompt and output together; without it what config.json allows."
-    )
-    chunked_prefill_size: PositiveInt | None = Field(
-        None, description="Prompt tokens computed per step beside decoding; without it the handler chooses."
-    )
-    mem_fraction_static: Fraction | None = Field(
-        None, description="Share of the memory of the device for weights and KV cache; without it the handler chooses."
-    )
-    kv_cache_memory_gb: PositiveFloat | None = Field(
-        None, description="Memory of the KV cache in GiB, taken when the model loads; it never grows."
     )
     threads: PositiveInt | None = Field(None, description="Threads of one worker inside an operation on the CPU.")
     enable_torch_compile: Annotated[bool, Unavailable.values(True, instead="remove the key")] = Field(

@@ -153,6 +153,8 @@ class VllmOptions(PagedAttentionOptions):
         return {name: getattr(self, name) for name in names}
 
     def contradictions(self, given: Collection[str]) -> Iterator[Finding]:
+        if self.mpi_mode:
+            yield Finding(("option.mpi_mode",), "engine=Python without option.mpi_mode; vLLM starts its own processes")
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             yield Finding(("option.enable_auto_tool_choice",), "true only with option.tool_call_parser")
         if self.enable_reasoning and self.reasoning_parser is None:

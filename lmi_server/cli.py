@@ -20,7 +20,7 @@ from lmi_server.configuration.explain import Explanation
 from lmi_server.configuration.explain import explain as explain_model
 from lmi_server.configuration.machine import this_machine, with_gpu_memory
 from lmi_server.configuration.resolve import inspect_model
-from lmi_server.configuration.server import ServerSettings, model_defaults, resolve_server
+from lmi_server.configuration.server import ServerSettings, find_config_file, model_defaults, resolve_server
 from lmi_server.errors import ConfigurationError
 from lmi_server.model_store import ModelSource, Startup, startup_sources
 
@@ -62,6 +62,7 @@ def serve(
         "log_level": log_level,
     }
     with _plain_configuration_errors():
+        config_file = config_file or find_config_file(environment, Path.cwd())
         settings, doubtful = resolve_server(environment, flags, config_file)
         if config_file is not None:
             environment = {**model_defaults(config_file), **environment}
@@ -69,6 +70,8 @@ def serve(
         if directories and len(sources) == 1:
             _check_directory(sources[0], environment)
     _log_to_stderr(settings.log_level)
+    if config_file is not None:
+        _log.info("settings are read from %s", config_file)
     for warning in (*doubtful, *warnings):
         _log.warning(warning)
     raise typer.Exit(run(sources, settings, environment))

@@ -82,14 +82,10 @@ class NamedTool(msgspec.Struct, frozen=True):
 
 
 class ChatOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How a chat is rendered and how its answer is read; names and defaults are those of vLLM's chat requests.
-
-    `tool_choice` is "none", "auto", "required", or the name of the one function to call, as `NamedTool`.
-    """
+    """How a chat is rendered and how its answer is read; names and defaults are those of vLLM's chat requests."""
 
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "none"
     parallel_tool_calls: bool = True
-    chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] = {}
     documents: Sequence[Mapping[str, Any]] | None = None
     add_generation_prompt: bool = True
@@ -97,7 +93,6 @@ class ChatOptions(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_effort: str | None = None
     include_reasoning: bool = True
     thinking_token_budget: int | None = None
-    mm_processor_kwargs: Mapping[str, Any] | None = None
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,7 +159,8 @@ class Delta(msgspec.Struct, frozen=True):
     `text` never ends inside a character or inside a possible stop sequence, so it may be empty or cover several
     tokens. `tokens` are the step's tokens in order (none on a delta that only flushes text). The last delta, and only
     the last one, has a `finish_reason` and `usage`. The first delta carries `prompt_text`, the prompt as the model saw
-    it (a chat rendered by its template), and, where `prompt_logprobs` asked for them, `prompt_tokens`.
+    it (a chat rendered by its template), `prompt_token_ids`, and, where `prompt_logprobs` asked for them,
+    `prompt_tokens`.
 
     Where the handler reads tool calls and reasoning out of a chat's answer, `text` is the content alone. `stop_reason`
     on the last delta is the stop string or token id that ended the sequence.
@@ -176,6 +172,7 @@ class Delta(msgspec.Struct, frozen=True):
     usage: Usage | None = None
     prompt_text: str | None = None
     prompt_tokens: tuple[Token, ...] | None = None
+    prompt_token_ids: Sequence[int] | None = None
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
     stop_reason: str | int | None = None

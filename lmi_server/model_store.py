@@ -15,6 +15,8 @@ HUB_VARIABLES = ("HF_MODEL_ID", "HF_REVISION", "HF_TASK")
 LOAD_ALL = "ALL"
 LOAD_NONE = "NONE"
 
+SAGEMAKER_STORE = Path("/opt/ml/model")
+
 _SEPARATOR = re.compile(r"[,\s]+")
 _SPEC_KEYS = ("engine", "load_on_devices")
 
@@ -41,12 +43,24 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True)
 class Startup:
-    """What was asked for at the start. Paths may be relative; `load_models` is ALL, NONE, or specs."""
+    """What was asked for at the start. Paths may be relative; `load_models` is ALL, NONE, or specs.
+
+    `fallback_store` is the model store where nothing is named, as in a container of SageMaker; it may be missing.
+    """
 
     directories: Sequence[Path] = ()
     specs: Sequence[str] = ()
     model_store: Path | None = None
     load_models: str = LOAD_ALL
+    fallback_store: Path = SAGEMAKER_STORE
+
+    @property
+    def store(self) -> Path | None:
+        """Return the directory whose models are all loaded, or None."""
+        if self.load_models.strip().upper() != LOAD_ALL:
+            return None
+        nothing_named = self.model_store is None and not self.directories and not self.specs
+        return self.fallback_store if nothing_named and self.fallback_store.is_dir() else self.model_store
 
 
 def startup_sources(startup: Startup, environment: Mapping[str, str]) -> tuple[list[ModelSource], list[str]]:
@@ -58,14 +72,17 @@ def startup_sources(startup: Startup, environment: Mapping[str, str]) -> tuple[l
     plain = [_directory_source(directory) for directory in startup.directories]
     named = [parse_spec(text, startup.model_store) for text in _specs(startup)]
     warnings: list[str] = []
-    store = startup.model_store
-    if store is not None and startup.load_models.strip().upper() == LOAD_ALL:
+    store = startup.store
+    if store is not None:
         if is_one_model(store):
             plain.append(_directory_source(store))
         else:
             found, warnings = discover(store)
             named = [*found, *named]
-    return _distinct([*_with_hub_model(plain, named, environment), *named]), warnings
+    sources = _distinct([*_with_hub_model(plain, named, environment), *named])
+    if not sources and startup.load_models.strip().upper() != LOAD_NONE:
+        warnings.append("no model is named; name a DIR, --model-store, --models or HF_MODEL_ID, or POST it to /models")
+    return sources, warnings
 
 
 def _specs(startup: Startup) -> Iterator[str]:

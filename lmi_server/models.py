@@ -20,6 +20,9 @@ from lmi_server.artifacts.location import HubModel, parse_location
 from lmi_server.artifacts.model import FetchedModel, Resolve, fetch_model
 from lmi_server.artifacts.progress import shown_progress
 from lmi_server.configuration.environment import process_environment
+from lmi_server.configuration.estimate import shortages
+from lmi_server.configuration.machine import this_machine, with_gpu_memory
+from lmi_server.configuration.options import ServingOptions
 from lmi_server.configuration.resolve import ResolvedModel
 from lmi_server.devices import installed_gpus, plan_devices, visible_gpus
 from lmi_server.errors import (
@@ -27,6 +30,7 @@ from lmi_server.errors import (
     LmiServerError,
     ModelExistsError,
     ModelLoadError,
+    ModelMemoryError,
     ModelNotFoundError,
     ModelNotReadyError,
 )
@@ -173,7 +177,7 @@ class ModelRegistry:
     def register(self, source: ModelSource, at_startup: bool = False) -> Model:
         """Add a model and begin to load it. Raises ModelExistsError where it is registered already."""
         endpoint = self._endpoints.get(source.name) or Endpoint(source.name)
-        if source.name in self._aliases or any(model.version == source.version for model in endpoint.models):
+        if source.name in self._aliases or any(model.label == source.label for model in self.models):
             raise ModelExistsError(f"Workflow {source.label} is already registered.")
         model = Model(source, at_startup)
         endpoint.models.append(model)
@@ -248,6 +252,7 @@ class ModelRegistry:
             model.resolved = resolved
             for warning in resolved.warnings:
                 logger.warning("model %s: %s", model.label, warning)
+            await asyncio.to_thread(self._check_memory, resolved.serving)
             model.pool = WorkerPool(self._pool_settings(model.source, resolved, fetched.python_path))
             model.pool.start()
             await model.pool.settled()
@@ -258,6 +263,12 @@ class ModelRegistry:
             self._fail(model, ModelLoadError(f"{type(error).__name__}: {error}"))
         finally:
             model.settled.set()
+
+    def _check_memory(self, serving: ServingOptions) -> None:
+        machine = this_machine(self._environment)
+        missing = shortages(serving, with_gpu_memory(machine) if serving.gpu_required_memory_mb else machine)
+        if missing:
+            raise ModelMemoryError("; ".join(f"{key}: {text}" for key, text in missing.items()))
 
     def _fail(self, model: Model, error: LmiServerError) -> None:
         logger.error("model %s could not be loaded: %s", model.label, error)
@@ -318,6 +329,13 @@ class ModelRegistry:
             parallel_loading=options.parallel_loading,
             retry_threshold=serving.retry_threshold,
         )
+
+    def set_log_level(self, level: str) -> None:
+        """Log what is at least as important as `level` ("INFO"), here and in every worker, running or to come."""
+        logging.getLogger().setLevel(level)
+        self._log_level = level
+        for pool in self._pools():
+            pool.set_log_level(level)
 
     # --- the end ---
 

@@ -3,7 +3,7 @@
 On the wire each message is a 4-byte big-endian length and that many bytes of msgpack (see `lmi_server.link`). Fields
 are positional (`array_like`), tagged by the class name. Ids are the front end's, unique per worker process.
 
-    front end -> worker   Load (once, first), Submit, Cancel, Recall, Control, Shutdown
+    front end -> worker   Load (once, first), Submit, Cancel, Recall, Control, LogLevel, Shutdown
     worker -> front end   Ready or Failed (once), Frames, Stats
 
 For every Submit the worker sends exactly one terminal item: Reply, End or Error. A streamed answer is
@@ -102,6 +102,12 @@ class Control(Message, frozen=True):
     arguments: dict[str, Any]
 
 
+class LogLevel(Message, frozen=True):
+    """Log what is at least as important as this from now on; not answered."""
+
+    level: str
+
+
 class Shutdown(Message, frozen=True):
     """Finish what runs within `deadline_s` seconds, then exit."""
 
@@ -186,5 +192,5 @@ class Stats(Message, frozen=True):
     progressed: list[int] = []
 
 
-ToWorker = Load | Submit | Cancel | Recall | Control | Shutdown
+ToWorker = Load | Submit | Cancel | Recall | Control | LogLevel | Shutdown
 FromWorker = Ready | Failed | Frames | Stats

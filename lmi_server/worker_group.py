@@ -6,8 +6,10 @@ import asyncio
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
+
+import msgspec
 
 from lmi_server.devices import DeviceGroup
 from lmi_server.errors import ModelLoadError
@@ -141,6 +143,10 @@ class WorkerGroup:
             self._add()
         for replica in self._least_loaded()[: max(0, self.size - max_workers)]:
             self._close(replica)
+
+    def set_log_level(self, level: str) -> None:
+        """Have the workers that are still to come log at `level`."""
+        self._plan = replace(self._plan, load=msgspec.structs.replace(self._plan.load, log_level=level))
 
     def can_grow(self) -> bool:
         """Tell whether another worker may be started now: one at a time, and not right after one failed to load."""

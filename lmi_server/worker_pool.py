@@ -362,6 +362,12 @@ class WorkerPool:
             logger.info("model %s: requests wait; starting another worker", self.label)
             smallest.grow()
 
+    def set_log_level(self, level: str) -> None:
+        for group in self.groups:
+            group.set_log_level(level)
+        for worker in self._workers:
+            worker.set_log_level(level)
+
     def _serving(self) -> list[WorkerProcess]:
         return [*self._ready, *self._leaving]
 

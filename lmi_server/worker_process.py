@@ -26,6 +26,7 @@ from lmi_server.protocol import (
     FromWorker,
     Item,
     Load,
+    LogLevel,
     Ready,
     Recall,
     Shutdown,
@@ -152,6 +153,10 @@ class WorkerProcess:
     def cancel(self, job: Job) -> None:
         """Ask the worker to free the place of `job`; it is free once the worker says so."""
         self._link.send(Cancel(job.id))
+
+    def set_log_level(self, level: str) -> None:
+        if self._process is not None:  # Load goes first; a process that is only being started learns the level with it
+            self._link.send(LogLevel(level))
 
     def retire(self, deadline_s: float) -> None:
         """Let the worker finish what it holds within `deadline_s` seconds, and then exit by itself."""

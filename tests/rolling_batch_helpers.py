@@ -52,15 +52,16 @@ class Answer:
 class Engine:
     """A rolling batch over a tiny model, and the untouched model to compare with."""
 
-    def __init__(self, model: Any, *, slots: int = 8, kv_tokens: int = 8 * CONTEXT, chunk: int = 16) -> None:
+    def __init__(
+        self, model: Any, *, slots: int = 8, kv_tokens: int = 8 * CONTEXT, chunk: int = 16, **limits: Any
+    ) -> None:
         self.model = model
         self.reference = copy.deepcopy(model)
         self.tokenizer = byte_tokenizer()
         runner = ModelRunner(model)
-        runner.prepare(slots, CONTEXT, kv_tokens)
-        self.cache = runner.cache
+        runner.prepare(2 * slots, CONTEXT)
         self.fused = runner.fused
-        self.scheduler = Scheduler(SchedulerLimits(slots, kv_tokens, chunk, chunk))
+        self.scheduler = Scheduler(SchedulerLimits(slots, kv_tokens, chunk, chunk, 2 * slots, **limits))
         self.engine = RollingBatchEngine(runner, self.scheduler, self.tokenizer, frozenset({EOS}), CONTEXT)
         self._count = 0
 

@@ -17,7 +17,15 @@ import httpx
 from relay_helpers import FAULTS, HANDLERS
 
 TESTS = Path(__file__).parent
-SERVING_KEYS = {"job_queue_size", "minWorkers", "maxWorkers", "max_idle_time", "retry_threshold"}
+SERVING_KEYS = {
+    "job_queue_size",
+    "minWorkers",
+    "maxWorkers",
+    "max_idle_time",
+    "retry_threshold",
+    "required_memory_mb",
+    "reserved_memory_mb",
+}
 
 
 class Server:

@@ -48,7 +48,7 @@ def test_configuration_errors_are_printed_plainly(tmp_path: Path) -> None:
     result = lmi_server("serve", str(tmp_path), "--port", "0")
     assert result.returncode == 1
     lines = result.stderr.splitlines()
-    assert f'{tmp_path}/serving.properties:1: option.dtype = "[bold]" is not allowed; allowed: auto, ' in lines[1]
+    assert f'{tmp_path}/serving.properties:1: option.dtype = "[bold]" is not allowed; allowed: auto, ' in lines[0]
     assert len(lines) == 3
     assert "Traceback" not in result.stderr
     assert result.stdout == ""

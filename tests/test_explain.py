@@ -260,6 +260,20 @@ def test_too_few_gpus_are_a_warning(tmp_path: Path) -> None:
 def test_required_memory_that_is_not_there_is_a_warning(tmp_path: Path) -> None:
     found = explained(tmp_path, "required_memory_mb=100000", NO_GPU)
     assert [warning for warning in found.warnings if "100500 MiB are needed, 8192 are free" in warning]
+    found = explained(tmp_path, "gpu.required_memory_mb=24000\nrequired_memory_mb=1000", FOUR_GPUS)
+    assert [warning for warning in found.warnings if 'gpu.required_memory_mb = "24000": ' in warning]
+    assert not [warning for warning in found.warnings if " required_memory_mb" in warning]
+
+
+def test_problems_are_in_the_order_of_the_file(tmp_path: Path) -> None:
+    found = explained(tmp_path, "option.dtype=x\nminWorkers=x\noption.model_loading_timeout=x\nmaxWorkers=x", NO_GPU)
+    assert [problem.split(":")[1] for problem in found.problems] == ["1", "2", "3", "4"]
+
+
+def test_what_happens_with_a_key_of_ones_own_is_told(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("def handle(inputs): ...")
+    (own,) = explained(tmp_path, "option.score_limit=3", NO_GPU).unknown
+    assert own.note == "passed on to the handler"
 
 
 def test_an_argument_of_the_engine_is_passed_on(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model(directory / "echo")
     make_model(directory / "failing", "fault_handlers:FailingHandler")
     make_model(directory / "greedy", "fault_handlers:GreedyHandler")
+    make_model(directory / "huge", required_memory_mb="1000000000", reserved_memory_mb="0")
     make_model(directory / "wrong", job_queue_size="0")
     return directory
 
@@ -77,7 +78,7 @@ def test_the_list_and_its_pages(server: Server, store: Path) -> None:
     assert page == {"models": rows[1:]}
     assert server.http.get("/models?next_page_token=9&limit=0").json() == {"models": []}
     workflows = server.http.get("/workflows?limit=101").json()
-    assert workflows == {"workflows": [{"workflowName": name, "version": None} for name in ("first", "second")]}
+    assert workflows == {"workflows": [{"workflowName": name} for name in ("first", "second")]}
     assert server.http.get("/models?limit=x").status_code == 400
 
 
@@ -160,6 +161,7 @@ def test_versions_take_turns(server: Server, store: Path) -> None:
     [
         ("failing", 500, "EngineException", "the weights are missing"),
         ("greedy", 507, "WlmOutOfMemoryException", "the weights do not fit: 17 GiB are not free"),
+        ("huge", 507, "WlmOutOfMemoryException", "with what stays reserved 1000000000 MiB are needed, "),
         ("wrong", 400, "IllegalConfigurationException", 'serving.properties:3: job_queue_size = "0" is not allowed'),
         ("nowhere", 404, "ModelNotFoundException", "there is no directory"),
     ],
@@ -195,6 +197,7 @@ def drained(server: Server) -> list[str]:
 def test_bad_parameters(server: Server, store: Path) -> None:
     http = server.http
     echo = str(store / "echo")
+    register(server, echo, model_name="first", model_version="1")
     calls = [
         (400, http.post("/models"), "Parameter url is required."),
         (400, http.post("/models", json={"model_name": "x"}), "Parameter url is required."),
@@ -211,11 +214,16 @@ def test_bad_parameters(server: Server, store: Path) -> None:
         (404, http.get("/models/first/2"), "Model or workflow not found: first/2"),
         (409, register(server, echo, model_name="first"), "Workflow first is already registered."),
         (409, register(server, echo, model_name="alias"), "Workflow alias is already registered."),
+        (409, register(server, echo, model_name="first:1"), "Workflow first:1 is already registered."),
+        (400, register(server, echo, model_name="a/b"), "no path reaches a name with a slash"),
+        (400, register(server, echo, model_version="1/2"), "no path reaches a name with a slash"),
+        (400, http.get("/server/logging?level=loud"), 'Parameter level is "loud"; it takes trace, debug, info'),
         (405, http.patch("/models/first"), "use DELETE, GET, HEAD, PUT"),
     ]
     for status, response, message in calls:
         assert (response.status_code, response.json()["code"]) == (status, status)
         assert message in response.json()["message"]
+    server.http.delete("/models/first/1")
     assert register(server, store / "start" / "first", model_name="x").json()["message"].endswith("choose another")
     assert server.http.get("/ping").json().keys() == {"first", "second"}
 
@@ -300,3 +308,43 @@ def test_archives_of_a_store_are_loaded(tmp_path: Path) -> None:
     with running("--model-store", tmp_path, variables=variables) as server:
         until_status(server, "packed", "Healthy")
         assert server.http.post("/invocations", json=request("a")).status_code == 200
+
+
+def test_the_log_level_changes_at_run_time(tmp_path: Path) -> None:
+    with running(make_model(tmp_path / "model", "fault_handlers:TalkativeHandler")) as server:
+        server.log_line(r"\] ready: process")
+        server.invoke("before")
+        assert server.http.get("/server/logging?level=DEBUG").json() == {"status": "OK"}
+        server.invoke("between")
+        server.http.put("/models/model?min_worker=2")
+        server.http.post("/server/logging")
+        server.invoke("after")
+        assert server.stop() == 0
+        told = [line.rpartition(" ")[2].strip() for line in server.lines if "fault_handlers: " in line]
+        assert told == ["started", "between"][::-1]
+
+
+def test_management_may_have_a_port_of_its_own(tmp_path: Path) -> None:
+    with running(make_model(tmp_path / "model"), variables={"SERVING_MANAGEMENT_PORT": "0"}) as server:
+        port = int(server.log_line(r"listening on http://127\.0\.0\.1:(\d+) for management")[1])
+        server.log_line(r"\] ready: process")
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}") as management:
+            assert management.get("/models/model").status_code == 200
+            assert management.get("/server/metrics").text.startswith("# HELP")
+            refused = [management.post(path, json=request("a")) for path in ("/invocations", "/predictions/model")]
+            assert [response.status_code for response in refused] == [404, 404]
+            assert management.get("/ping").status_code == 200
+        assert server.http.get("/ping").status_code == 200
+        assert server.invoke("a").status_code == 200
+        for path in ("/models", "/models/model", "/metrics", "/server/logging"):
+            assert server.http.get(path).status_code == 404
+        assert server.http.delete("/models/model").status_code == 404
+
+
+def test_ping_tells_of_a_part_where_that_is_asked_for(tmp_path: Path) -> None:
+    with running(make_model(tmp_path / "good"), variables={"SERVING_ALLOW_MULTI_STATUS": "true"}) as server:
+        until_status(server, "good", "Healthy")
+        assert server.http.get("/ping").status_code == 200
+        register(server, tmp_path / "nowhere", synchronous="false")
+        until_status(server, "nowhere", "FAILED")
+        assert server.http.get("/ping").status_code == 207

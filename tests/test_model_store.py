@@ -14,6 +14,9 @@ def model(directory: Path, file: str = "serving.properties") -> Path:
     return directory
 
 
+NOWHERE = Path("/nowhere")  # so that the machine's own /opt/ml/model is not looked at
+
+
 def started(startup: Startup, **environment: str) -> dict[str, str]:
     """Return the url of each model by its label."""
     return {source.label: source.url for source in startup_sources(startup, environment)[0]}
@@ -59,6 +62,7 @@ def test_an_empty_directory_is_told(tmp_path: Path) -> None:
     assert warnings == [
         f"{tmp_path}/lost+found: is empty and is no model",
         f"model_store {tmp_path} holds no model",
+        "no model is named; name a DIR, --model-store, --models or HF_MODEL_ID, or POST it to /models",
     ]
 
 
@@ -110,9 +114,32 @@ def test_the_hub_model_stands_beside_the_store(tmp_path: Path) -> None:
     }
 
 
+def test_sagemaker_s_directory_is_the_store_where_nothing_is_named(tmp_path: Path) -> None:
+    store = model(tmp_path / "opt" / "model")
+    assert started(Startup(fallback_store=store)) == {"model": str(store)}
+    (source,), _ = startup_sources(Startup(fallback_store=store), {"HF_MODEL_ID": "Owner/M"})
+    assert (source.url, source.variables) == (str(store), {"HF_MODEL_ID": "Owner/M"})
+    other = model(tmp_path / "other")
+    for startup in (Startup([other], fallback_store=store), Startup(specs=[str(other)], fallback_store=store)):
+        assert started(startup) == {"other": str(other)}
+    assert started(Startup(load_models="NONE", fallback_store=store)) == {}
+
+
+def test_an_empty_directory_of_sagemaker_leaves_the_hub_model(tmp_path: Path) -> None:
+    assert started(Startup(fallback_store=tmp_path), HF_MODEL_ID="Owner/M") == {"Owner_M": "Owner/M"}
+
+
+@pytest.mark.parametrize("load_models", ["ALL", "NONE"])
+def test_a_server_without_models_tells_how_to_name_one(load_models: str) -> None:
+    _, warnings = startup_sources(Startup(load_models=load_models, fallback_store=NOWHERE), {})
+    assert [text.partition(";")[0] for text in warnings] == ["no model is named"] * (load_models == "ALL")
+
+
 @pytest.mark.parametrize("load_models", ["ALL", "NONE"])
 def test_the_hub_model_alone(load_models: str) -> None:
-    sources, _ = startup_sources(Startup(load_models=load_models), {"HF_MODEL_ID": "Owner/M", "HF_TASK": "x", "A": "b"})
+    sources, _ = startup_sources(
+        Startup(load_models=load_models, fallback_store=NOWHERE), {"HF_MODEL_ID": "Owner/M", "HF_TASK": "x", "A": "b"}
+    )
     assert sources == [ModelSource("Owner/M", "Owner_M", variables={"HF_MODEL_ID": "Owner/M", "HF_TASK": "x"})]
 
 
@@ -125,7 +152,7 @@ def test_the_hub_model_completes_the_one_directory(tmp_path: Path) -> None:
 
 def test_the_hub_model_may_be_a_path(tmp_path: Path) -> None:
     directory = model(tmp_path / "my.model", "config.json")
-    assert started(Startup(), HF_MODEL_ID=str(directory)) == {"my_model": str(directory)}
+    assert started(Startup(fallback_store=NOWHERE), HF_MODEL_ID=str(directory)) == {"my_model": str(directory)}
 
 
 @pytest.mark.parametrize(

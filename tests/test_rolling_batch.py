@@ -51,8 +51,7 @@ def test_every_request_gets_what_generate_gives_it_alone(family: Engine) -> None
         else:
             assert answer.tokens == expected
     assert any(request_id in cancelled for _, _, request_id, _ in running)
-    assert family.cache.used_slots == 0
-    assert family.scheduler.reserved_tokens == 0
+    assert family.scheduler.slots.running_slots == 0
 
 
 @pytest.mark.parametrize("penalty", [1.3, 0.8])
@@ -168,7 +167,7 @@ def test_requests_wait_where_the_kv_cache_is_full_and_all_are_answered() -> None
 
     def watch() -> None:
         nonlocal most_resident
-        most_resident = max(most_resident, engine.cache.resident_tokens)
+        most_resident = max(most_resident, engine.scheduler.slots.resident_tokens)
 
     engine.run(watch)
     for prompt, answer in answers:
@@ -185,7 +184,7 @@ def test_a_failing_step_ends_what_runs_and_the_next_request_is_served() -> None:
     assert "out of luck" in str(answers[0].error)
     engine.run()
     assert answers[2].tokens == engine.expected([1, 2, 3], 5)
-    assert engine.cache.used_slots == 0
+    assert engine.scheduler.slots.running_slots == 0
 
 
 @pytest.mark.parametrize(
@@ -212,7 +211,7 @@ def test_a_request_whose_text_cannot_be_made_ends_alone() -> None:
     engine.run()
     assert "no such piece" in str(broken.error)
     assert sound.tokens == engine.expected([1, 2, 3], 4)
-    assert engine.cache.used_slots == 0
+    assert engine.scheduler.slots.running_slots == 0
 
 
 def test_extreme_parameters_end_nobody_elses_request(llama: Engine) -> None:

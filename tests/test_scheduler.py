@@ -2,45 +2,106 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from handlers.rolling_batch.scheduler import Scheduler, SchedulerLimits, Sequence, advance
+from handlers.rolling_batch.scheduler import Scheduler, SchedulerLimits, Sequence, StepPlan
 
 
-def scheduler(max_running: int = 4, kv_tokens: int = 1000, chunk: int = 10, idle_chunk: int = 40) -> Scheduler:
-    return Scheduler(SchedulerLimits(max_running, kv_tokens, chunk, idle_chunk))
+class Batch:
+    """A scheduler, and the slots as its plans would fill them: what is computed is checked against what it needs.
+
+    The next token of a sequence is a function of its tokens, as with a model.
+    """
+
+    def __init__(
+        self, max_running: int = 4, kv_tokens: int = 1000, chunk: int = 10, idle_chunk: int = 40, **limits: Any
+    ) -> None:
+        self.limits = SchedulerLimits(max_running, kv_tokens, chunk, idle_chunk, **limits)
+        self.scheduler = Scheduler(self.limits)
+        self.written: dict[int, list[tuple[str | None, int]]] = {}  # adapter and token of each row of a slot
+        self.plan = StepPlan([], [])
+        self.retracted = 0
+
+    def add(self, *sequences: Sequence) -> None:
+        for sequence in sequences:
+            self.scheduler.add(sequence)
+
+    @property
+    def running(self) -> list[str]:
+        return [sequence.request_id for sequence in self.scheduler.running]
+
+    def step(self) -> tuple[list[str], list[tuple[str, int, int]]]:
+        """Run one step with a token for everyone whose logits it gives; return what was planned."""
+        plan = self.plan = self.scheduler.plan()
+        self.retracted += len(plan.retraction.sequences) if plan.retraction else 0
+        for trim in plan.trims:
+            del self.written.setdefault(trim.slot, [])[trim.keep :]
+        for copy in plan.copies:
+            source, target = (self.written.setdefault(slot, []) for slot in (copy.source, copy.target))
+            assert len(source) >= copy.tokens
+            target[: copy.tokens] = source[: copy.tokens]
+        rows = [(sequence, sequence.computed, sequence.computed + 1) for sequence in plan.decode]
+        rows += [(chunk.sequence, chunk.start, chunk.end) for chunk in plan.prefill]
+        for sequence, start, end in rows:
+            self._compute(sequence, start, end)
+        self.scheduler.advance(plan)
+        for sequence, _, end in rows:
+            if end == len(sequence.tokens):
+                sequence.tokens.append(next_token(sequence.tokens))
+                if sequence.generated == sequence.max_new_tokens:
+                    self.scheduler.remove(sequence)
+        return (
+            [sequence.request_id for sequence in plan.decode],
+            [(chunk.sequence.request_id, chunk.start, chunk.end) for chunk in plan.prefill],
+        )
+
+    def run(self) -> None:
+        while self.scheduler.running or self.scheduler.waiting:
+            self.step()
+
+    @property
+    def resident(self) -> int:
+        return sum(map(len, self.written.values()))
+
+    def _compute(self, sequence: Sequence, start: int, end: int) -> None:
+        """The rows before `start` have to be this sequence's own, wherever they came from."""
+        slot = self.written.setdefault(sequence.slot, [])
+        assert slot[:start] == [(sequence.adapter, token) for token in sequence.tokens[:start]]
+        assert end <= len(sequence.tokens)
+        slot[start:end] = [(sequence.adapter, token) for token in sequence.tokens[start:end]]
 
 
-def sequence(name: str, prompt: int, new: int = 5, priority: int = 3) -> Sequence:
-    return Sequence(name, [1] * prompt, prompt, new, priority)
+def next_token(tokens: list[int]) -> int:
+    return (sum(tokens) + len(tokens)) % 3
 
 
-def step(batch: Scheduler) -> tuple[list[str], list[tuple[str, int, int]]]:
-    """Run one step with a token for everyone whose logits it gives; return what was planned."""
-    batch.admit()
-    plan = batch.plan()
-    planned = [s.request_id for s in plan.decode], [(c.sequence.request_id, c.start, c.end) for c in plan.prefill]
-    advance(plan)
-    for chosen in [*plan.decode, *(c.sequence for c in plan.prefill if c.completes_prompt)]:
-        chosen.tokens.append(2)
-    return planned
+def sequence(name: str, prompt: int | list[int], new: int = 5, priority: int = 3, **more: Any) -> Sequence:
+    """A sequence with a prompt of its own of so many tokens, or with the given one."""
+    tokens = [hash(name)] + [1] * (prompt - 1) if isinstance(prompt, int) else list(prompt)
+    return Sequence(name, tokens, len(tokens), new, priority, **more)
+
+
+# --- the batch ---
 
 
 def test_a_prompt_is_computed_at_once_while_nothing_decodes() -> None:
-    batch = scheduler()
+    batch = Batch()
     batch.add(sequence("a", 25))
-    assert step(batch) == ([], [("a", 0, 25)])
-    assert step(batch) == (["a"], [])
+    assert batch.step() == ([], [("a", 0, 25)])
+    assert batch.step() == (["a"], [])
 
 
 def test_a_long_prompt_is_cut_into_chunks_beside_decoding() -> None:
-    batch = scheduler()
+    batch = Batch()
     batch.add(sequence("a", 2))
-    step(batch)
+    batch.step()
     batch.add(sequence("b", 25))
-    assert [step(batch) for _ in range(4)] == [
+    assert [batch.step() for _ in range(4)] == [
         (["a"], [("b", 0, 10)]),
         (["a"], [("b", 10, 20)]),
         (["a"], [("b", 20, 25)]),
@@ -49,69 +110,320 @@ def test_a_long_prompt_is_cut_into_chunks_beside_decoding() -> None:
 
 
 def test_a_chunk_is_filled_from_several_prompts() -> None:
-    batch = scheduler()
-    for name in "abc":
-        batch.add(sequence(name, 15))
-    assert step(batch) == ([], [("a", 0, 15), ("b", 0, 15), ("c", 0, 10)])
-    assert step(batch) == (["a", "b"], [("c", 10, 15)])
+    batch = Batch()
+    batch.add(*(sequence(name, 15) for name in "abc"))
+    assert batch.step() == ([], [("a", 0, 15), ("b", 0, 15), ("c", 0, 10)])
+    assert batch.step() == (["a", "b"], [("c", 10, 15)])
 
 
-def test_slots_and_kv_tokens_bound_the_batch_and_are_given_back() -> None:
-    batch = scheduler(max_running=2, kv_tokens=30)
+def test_places_bound_the_batch_and_are_given_back() -> None:
+    batch = Batch(max_running=2)
     waiting = [sequence(name, 10) for name in "abc"]
-    for entry in waiting:
-        batch.add(entry)
-    assert [s.request_id for s in batch.admit()] == ["a", "b"]
-    batch.remove(waiting[0])
-    assert [s.request_id for s in batch.admit()] == ["c"]
-    for entry in waiting[1:]:
-        batch.remove(entry)
-    assert (batch.reserved_tokens, batch.running, list(batch.waiting)) == (0, [], [])
+    batch.add(*waiting)
+    batch.step()
+    assert batch.running == ["a", "b"]
+    batch.scheduler.remove(waiting[0])
+    batch.step()
+    assert batch.running == ["b", "c"]
+    batch.scheduler.remove(waiting[1])
+    batch.scheduler.remove(waiting[2])
+    assert (batch.running, batch.scheduler.waiting, batch.scheduler.slots.running_slots) == ([], [], 0)
 
 
 def test_the_first_in_line_is_not_overtaken_by_a_smaller_one() -> None:
-    batch = scheduler(kv_tokens=30)
-    for entry in (sequence("a", 20), sequence("big", 20), sequence("small", 1)):
-        batch.add(entry)
-    assert [s.request_id for s in batch.admit()] == ["a"]
+    batch = Batch(kv_tokens=30)
+    batch.add(sequence("a", 20), sequence("big", 20), sequence("small", 1))
+    batch.step()
+    assert batch.running == ["a"]
 
 
 def test_a_more_urgent_priority_waits_in_front_and_equals_stay_in_order() -> None:
-    batch = scheduler(max_running=1)
+    batch = Batch(max_running=1)
     for name, priority in (("a", 3), ("b", 3), ("urgent", 1), ("later", 5), ("c", 3)):
         batch.add(sequence(name, 1, priority=priority))
-    assert [s.request_id for s in batch.waiting] == ["urgent", "a", "b", "c", "later"]
+    assert [entry.request_id for entry in batch.scheduler.waiting] == ["urgent", "a", "b", "c", "later"]
 
 
 def test_what_could_never_be_admitted_is_refused() -> None:
     with pytest.raises(ValueError, match="needs 34 tokens of KV cache of 30"):
-        scheduler(kv_tokens=30).add(sequence("a", 30))
+        Batch(kv_tokens=30).add(sequence("a", 30))
 
 
-@given(
-    jobs=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 9)), min_size=1, max_size=15),
-    max_running=st.integers(1, 5),
-    kv_tokens=st.integers(70, 200),
-    chunk=st.integers(1, 30),
+# --- prefix reuse ---
+
+
+def test_a_prefix_of_a_running_sequence_is_copied() -> None:
+    batch = Batch(chunk=100, idle_chunk=100)
+    first = sequence("a", [*range(50), 7], new=50)
+    batch.add(first)
+    batch.step()
+    second = sequence("b", [*range(50), 8, 8, 8])
+    batch.add(second)
+    assert batch.step() == (["a"], [("b", 50, 53)])
+    assert [(copy.source, copy.target, copy.tokens) for copy in batch.plan.copies] == [(first.slot, second.slot, 50)]
+    assert (first.cached, second.cached) == (0, 50)
+
+
+def test_a_conversation_goes_on_in_the_slot_of_its_last_turn() -> None:
+    batch = Batch()
+    first = sequence("a", 20)
+    batch.add(first)
+    batch.run()
+    second = sequence("b", [*first.tokens, 2, 2])
+    batch.add(second)
+    assert batch.step() == ([], [("b", 24, 27)])
+    assert batch.plan.copies == []
+    assert second.cached == 24
+
+
+def test_what_a_finished_sequence_goes_on_with_is_kept_by_a_copy() -> None:
+    batch = Batch()
+    first = sequence("a", 60)
+    batch.add(first)
+    batch.run()
+    second = sequence("b", [*first.tokens[:30], 9, 9])
+    batch.add(second)
+    batch.run()
+    assert second.cached == 30
+    third = sequence("c", [*first.tokens, 9])
+    batch.add(third)
+    batch.run()
+    assert third.cached == 64
+
+
+def test_the_whole_prompt_again_leaves_its_last_token_to_compute() -> None:
+    batch = Batch()
+    batch.add(sequence("a", list(range(30))))
+    batch.run()
+    batch.add(sequence("b", list(range(30))))
+    assert batch.step() == (["b"], [])
+
+
+@pytest.mark.parametrize("policy", ["lpm", "fcfs"])
+def test_requests_that_arrive_with_one_prefix_wait_for_the_first_to_compute_it(policy: str) -> None:
+    batch = Batch(max_running=8, chunk=40, idle_chunk=40, policy=policy)
+    prefix = list(range(100))
+    batch.add(*(sequence(str(index), [*prefix, 200 + index]) for index in range(4)), sequence("other", 3))
+    chunks = []
+    while batch.scheduler.running or batch.scheduler.waiting:
+        chunks += batch.step()[1]
+    assert chunks == [("0", 0, 40), ("0", 40, 80), ("0", 80, 101), ("other", 0, 3)]
+
+
+def test_a_request_that_waits_for_a_prefix_computes_it_where_the_first_is_aborted() -> None:
+    batch = Batch(chunk=10, idle_chunk=10)
+    first, second = (sequence(name, [*range(100), last]) for name, last in (("a", 1), ("b", 2)))
+    batch.add(first, second)
+    batch.step()
+    assert batch.running == ["a"]
+    batch.scheduler.remove(first)
+    assert batch.step() == ([], [("b", 10, 20)])
+
+
+def test_another_adapter_reuses_nothing() -> None:
+    batch = Batch()
+    first, second = (sequence(name, list(range(20)), adapter=name) for name in "ab")
+    batch.add(first)
+    batch.run()
+    batch.add(second)
+    batch.run()
+    assert second.cached == 0
+    running = sequence("running", list(range(20)), adapter="b")
+    batch.add(running)
+    batch.step()
+    batch.scheduler.forget("b")
+    batch.run()
+    third, fourth = (sequence(name, list(range(20)), adapter=name) for name in "ab")
+    batch.add(third, fourth)
+    batch.run()
+    assert (running.cached, third.cached, fourth.cached) == (19, 19, 0)
+
+
+def test_a_sequence_that_must_be_computed_in_full_reuses_nothing_and_gives_to_others() -> None:
+    batch = Batch()
+    batch.add(sequence("a", list(range(20))))
+    batch.run()
+    scored = sequence("b", [*range(20), 5, 5, 5, 5, 5, 5], reuses=False)
+    batch.add(scored)
+    batch.run()
+    last = sequence("c", [*scored.tokens])
+    batch.add(last)
+    batch.run()
+    assert (scored.cached, last.cached) == (0, len(scored.tokens) - 1)
+
+
+def test_what_a_failed_step_left_is_not_reused() -> None:
+    batch = Batch()
+    failed = sequence("a", list(range(20)))
+    batch.add(failed)
+    batch.step()
+    batch.scheduler.remove(failed, sound=False)
+    again = sequence("b", list(range(20)))
+    batch.add(again)
+    batch.step()
+    assert again.cached == 0
+
+
+def test_the_longest_match_comes_first_under_lpm_only() -> None:
+    for policy, order in (("lpm", ["b", "a"]), ("fcfs", ["a", "b"])):
+        batch = Batch(max_running=1, policy=policy)
+        batch.add(sequence("before", list(range(50))))
+        batch.run()
+        batch.add(sequence("a", 30), sequence("b", [*range(50), 7]))
+        started = []
+        while batch.scheduler.waiting:
+            batch.step()
+            started += [name for name in batch.running if name not in started]
+        assert started == order
+
+
+def test_lpm_lets_nobody_wait_for_ever() -> None:
+    batch = Batch(max_running=1, policy="lpm")
+    shared = list(range(50))
+    batch.add(sequence("before", shared))
+    batch.run()
+    lonely = sequence("lonely", 30)
+    batch.add(lonely)
+    for index in range(5):
+        batch.add(sequence(f"shared {index}", [*shared, index]))
+        while batch.scheduler.running or len(batch.scheduler.waiting) > 1:
+            batch.step()
+        if lonely.slot >= 0 or lonely not in batch.scheduler.waiting:
+            break
+    else:
+        pytest.fail("five others were admitted before it")
+
+
+def test_the_least_recently_used_gives_way_first() -> None:
+    batch = Batch(kv_tokens=300, max_running=2, slots=8, chunk=100, idle_chunk=100)
+    for name in ("old", "new"):
+        batch.add(sequence(name, 100))
+        batch.run()
+    batch.add(sequence("big", 180))
+    batch.run()
+    assert batch.resident <= 300
+    again = [sequence("new", 100), sequence("old", 100)]
+    batch.add(again[0])
+    batch.run()
+    assert again[0].cached == 99
+    batch.add(again[1])
+    batch.run()
+    assert again[1].cached == 0
+
+
+# --- memory ---
+
+
+def test_admission_expects_a_part_of_the_output_and_retraction_mends_it() -> None:
+    batch = Batch(kv_tokens=110, max_running=8)
+    entries = [sequence(str(index), 10, new=60) for index in range(4)]
+    batch.add(*entries)
+    batch.step()
+    assert len(batch.running) == 2, "2 * (10 + 0.7 * 60) is what fits into 110, 3 of them do not"
+    batch.run()
+    assert batch.retracted >= 1
+    assert all(entry.generated == 60 for entry in entries)
+    assert [entry.cached for entry in entries] == [0] * 4
+
+
+def test_a_conservative_scheduler_admits_what_surely_fits_and_never_retracts() -> None:
+    counts = {}
+    for conservativeness in (0.3, 1.0, 1.5):
+        batch = Batch(kv_tokens=200, max_running=8, conservativeness=conservativeness)
+        batch.add(*(sequence(str(index), 10, new=60) for index in range(8)))
+        batch.step()
+        first = len(batch.running)
+        batch.run()
+        counts[conservativeness] = (first, batch.retracted)
+    assert counts[0.3][0] > counts[1.0][0] > counts[1.5][0] == 2
+    assert counts[0.3][1] > 0
+
+
+def test_the_newest_of_the_least_urgent_is_retracted() -> None:
+    batch = Batch(kv_tokens=120, max_running=8, conservativeness=0.1)
+    entries = [sequence(name, 10, new=100, priority=priority) for name, priority in (("a", 3), ("late", 5), ("b", 3))]
+    batch.add(*entries)
+    batch.step()
+    assert batch.running == ["a", "b", "late"]
+    order = []
+    while batch.scheduler.waiting or batch.scheduler.running:
+        batch.step()
+        if batch.plan.retraction:
+            order += [entry.request_id for entry in batch.plan.retraction.sequences]
+    assert order[:2] == ["late", "b"]
+    assert "a" not in order
+
+
+REQUESTS = st.lists(
+    st.tuples(
+        st.integers(0, 3),  # the shared prefix that it begins with
+        st.integers(0, 40),  # how many tokens of it
+        st.integers(1, 20),  # tokens of its own
+        st.integers(1, 25),  # tokens to generate
+        st.sampled_from([None, None, None, "adapter"]),
+        st.sampled_from([3, 3, 3, 1]),
+        st.integers(0, 12),  # steps before it arrives
+        st.one_of(st.none(), st.none(), st.none(), st.integers(0, 10)),  # steps before it is aborted
+    ),
+    min_size=1,
+    max_size=14,
 )
-def test_every_token_is_computed_exactly_once_and_everything_ends(
-    jobs: list[tuple[int, int]], max_running: int, kv_tokens: int, chunk: int
+
+
+@settings(max_examples=300)
+@given(
+    requests=REQUESTS,
+    max_running=st.integers(1, 5),
+    further_slots=st.integers(0, 4),
+    kv_tokens=st.integers(85, 260),
+    chunk=st.integers(1, 30),
+    policy=st.sampled_from(["lpm", "fcfs"]),
+    conservativeness=st.sampled_from([0.05, 0.3, 1.0, 2.0]),
+    seed=st.integers(0, 5),
+)
+def test_everything_ends_rightly_within_the_memory(
+    requests: list[tuple[Any, ...]],
+    max_running: int,
+    further_slots: int,
+    kv_tokens: int,
+    chunk: int,
+    policy: Any,
+    conservativeness: float,
+    seed: int,
 ) -> None:
-    batch = scheduler(max_running, kv_tokens, chunk, chunk)
-    sequences = [sequence(str(index), prompt, new) for index, (prompt, new) in enumerate(jobs)]
-    for entry in sequences:
-        batch.add(entry)
-    for _ in range(sum(prompt + new for prompt, new in jobs) + 1):
-        before = {s.request_id: s.computed for s in sequences}
-        decoding, chunks = step(batch)
+    """`Batch` checks that every row is computed over the sequence's own tokens; here, that all of them end."""
+    prefixes = [[random.Random(index).randrange(3) for _ in range(40)] for index in range(4)]
+    chance = random.Random(seed)
+    slots = max_running + further_slots
+    batch = Batch(max_running, kv_tokens, chunk, chunk, slots=slots, policy=policy, conservativeness=conservativeness)
+    arrivals: list[tuple[int, Sequence, int | None]] = []
+    for index, (prefix, shared, own, new, adapter, priority, after, aborted) in enumerate(requests):
+        tokens = prefixes[prefix][:shared] + [chance.randrange(3) for _ in range(own)]
+        entry = Sequence(str(index), tokens, len(tokens), new, priority, adapter, reuses=chance.random() < 0.9)
+        arrivals.append((after, entry, None if aborted is None else after + aborted))
+    prompts = {entry.request_id: list(entry.tokens) for _, entry, _ in arrivals}
+    aborted_ones = set()
+    for step in range(5000):
+        for after, entry, abort in arrivals:
+            if after == step:
+                batch.add(entry)
+            live = entry.generated < entry.max_new_tokens
+            if abort == step and live:
+                batch.scheduler.remove(entry)
+                aborted_ones.add(entry.request_id)
+        if step > 30 and not batch.scheduler.waiting and not batch.scheduler.running:
+            break
+        decoding, chunks = batch.step()
         assert len(batch.running) <= max_running
-        assert batch.reserved_tokens == sum(s.reserved for s in batch.running) <= kv_tokens
+        assert batch.resident <= batch.scheduler.slots.resident_tokens <= kv_tokens
         assert sum(end - start for _, start, end in chunks) <= chunk
-        assert all(start == before[name] for name, start, _ in chunks)
         assert len(set(decoding) | {name for name, _, _ in chunks}) == len(decoding) + len(chunks)
-        for entry in list(batch.running):
-            if len(entry.tokens) - entry.prompt_len == entry.max_new_tokens:
-                batch.remove(entry)
-    assert not batch.running
-    assert not batch.waiting
-    assert all(s.computed == s.reserved for s in sequences)
+    else:
+        pytest.fail("not everything ended")
+    for _, entry, _ in arrivals:
+        if entry.request_id not in aborted_ones:
+            expected = prompts[entry.request_id]
+            while len(expected) < entry.prompt_len + entry.max_new_tokens:
+                expected.append(next_token(expected))
+            assert entry.tokens == expected
+    assert batch.scheduler.slots.running_slots == 0

@@ -324,16 +324,16 @@ async def test_a_model_that_cannot_be_loaded_again_is_tried_again(tmp_path: Path
 
 @on_loop
 async def test_a_worker_without_progress_is_killed_and_only_the_overdue_request_fails(tmp_path: Path) -> None:
-    async with pool_of(tmp_path, predict_timeout_s=1.0, max_in_flight=4) as pool:
+    async with pool_of(tmp_path, predict_timeout_s=3.0, max_in_flight=4) as pool:
         (pid,) = pool.worker_pids()
         stuck = submit(pool, "wait")
-        await asyncio.sleep(0.5)  # so that the other one is not overdue
+        await asyncio.sleep(1.5)  # so that the other one is not overdue
         other = submit(pool, "wait-once")
         terminal = await ended(stuck)
         assert isinstance(terminal, Error)
         assert (terminal.kind, terminal.message) == (
             "PredictTimeoutError",
-            "The request made no progress within predict_timeout=1 seconds",
+            "The request made no progress within predict_timeout=3 seconds",
         )
         assert await answer(other) == " wait-once wait-once wait-once"
         assert pool.worker_pids() != [pid]

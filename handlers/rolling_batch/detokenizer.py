@@ -12,11 +12,12 @@ _LONGEST_CHARACTER = 16  # tokens after which what looks like half a character i
 
 @dataclass(slots=True)
 class StopMatcher:
-    """Finds stop sequences in a growing text and holds back what may become one."""
+    """Finds stop sequences in a growing text and holds back what may become one. `found` is the one that was found."""
 
     stops: tuple[str, ...]
     include_stop: bool = False
     held: str = ""
+    found: str | None = None
 
     def feed(self, piece: str) -> tuple[str, bool]:
         """Add `piece`; return the text that is safe to emit, and whether a stop sequence was found."""
@@ -26,7 +27,7 @@ class StopMatcher:
         found = min(((at, stop) for stop in self.stops if (at := text.find(stop)) >= 0), default=None)
         if found:
             at, stop = found
-            self.held = ""
+            self.held, self.found = "", stop
             return text[: at + len(stop) if self.include_stop else at], True
         keep = max(_overlap(text, stop) for stop in self.stops)
         self.held = text[len(text) - keep :]

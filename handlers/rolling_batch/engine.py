@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +11,8 @@ from handlers.rolling_batch.detokenizer import IncrementalDetokenizer, StopMatch
 from handlers.rolling_batch.lora import LoraPair, LoraWeights
 from handlers.rolling_batch.model_runner import ModelRunner, StepLogits
 from handlers.rolling_batch.sampler import Sampled, SamplingState, sample, score
-from handlers.rolling_batch.scheduler import Scheduler, Sequence, StepPlan, advance
+from handlers.rolling_batch.scheduler import Chunk, Scheduler, Sequence
+from handlers.rolling_batch.step_recorder import EngineStats, StepRecorder
 from handlers.step_loop import Output
 from lmi_server.errors import ContextLengthError, HandlerError, RequestError
 from lmi_server.generation import Delta, FinishReason, SamplingParameters, Token, TopToken, Usage
@@ -39,19 +39,6 @@ class _Request:
     started: bool = False
 
 
-@dataclass(slots=True)
-class EngineStats:
-    """Counters since the start, and the state after the last step."""
-
-    steps: int = 0
-    generated_tokens: int = 0
-    prompt_tokens: int = 0
-    running: int = 0
-    waiting: int = 0
-    used_tokens: int = 0
-    step_seconds: float = 0.0
-
-
 class RollingBatchEngine:
     """Not thread-safe: a `StepLoop` calls it from its own thread."""
 
@@ -65,7 +52,11 @@ class RollingBatchEngine:
         self._eos_ids = eos_ids
         self._max_len = max_len
         self._requests: dict[str, _Request] = {}
-        self.stats = EngineStats()
+        self._recorder = StepRecorder(scheduler)
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._recorder.stats
 
     @property
     def has_work(self) -> bool:
@@ -108,8 +99,9 @@ class RollingBatchEngine:
         adapter: LoraWeights | None = None,
     ) -> None:
         """Queue a request that `check` accepts; `emit` gets its deltas from `step`."""
-        sequence = Sequence(request_id, list(prompt), len(prompt), self.check(prompt, parameters), priority)
-        sequence.adapter = adapter
+        wanted = self.check(prompt, parameters)
+        sequence = Sequence(request_id, list(prompt), len(prompt), wanted, priority, adapter)
+        sequence.reuses = parameters.prompt_logprobs is None  # scoring a prompt takes the logits of all its tokens
         self._requests[request_id] = _Request(
             sequence,
             parameters,
@@ -135,26 +127,25 @@ class RollingBatchEngine:
     def forget_adapter(self, weights: LoraWeights) -> None:
         """Keep nothing of an adapter beyond the requests that run with it."""
         self._runner.lora.forget(weights)
+        self._scheduler.forget(weights)
+
+    def reset_stats(self) -> None:
+        """Count anew."""
+        self._recorder = StepRecorder(self._scheduler)
 
     def abort(self, request_id: str) -> None:
         """Forget a request: its slot is free for the next step. One that has ended is none of ours any more."""
         request = self._requests.pop(request_id, None)
         if request:
-            self._leave(request)
+            self._scheduler.remove(request.sequence)
+            self._recorder.observe()
 
     def step(self) -> None:
         """Run one forward pass and emit what it gave."""
-        began = time.perf_counter()
-        for sequence in self._scheduler.admit():
-            sequence.slot = self._runner.cache.acquire(sequence.reserved)
+        self._recorder.begin()
         plan = self._scheduler.plan()
-        scored = {
-            chunk.sequence.request_id
-            for chunk in plan.prefill
-            if self._requests[chunk.sequence.request_id].parameters.prompt_logprobs is not None
-        }
-        logits = self._runner.run(plan, scored)
-        advance(plan)
+        logits = self._runner.run(plan, {chunk.sequence.request_id for chunk in plan.prefill if self._scores(chunk)})
+        self._scheduler.advance(plan)
         self._score_prompts(logits)
         states = [self._requests[sequence.request_id].sampling for sequence in logits.sampled]
         count = len(states)
@@ -162,30 +153,31 @@ class RollingBatchEngine:
             logits.sampled, sample(logits.logits[:count], states) if count else [], strict=True
         ):
             self._accept_or_fail(self._requests[sequence.request_id], sampled)
-        self._account(plan, count, time.perf_counter() - began)
+        self._recorder.end(plan, count)
 
     def fail_running(self, error: Exception) -> None:
         """End every request that a failed step may have touched; those that wait are untouched."""
         for sequence in list(self._scheduler.running):
             request = self._requests.pop(sequence.request_id)
-            self._leave(request)
+            self._scheduler.remove(sequence, sound=False)
             request.emit(HandlerError(f"the step failed: {type(error).__name__}: {error}"))
-        self.stats.running = 0
+        self._recorder.observe()
 
-    def _leave(self, request: _Request) -> None:
-        self._scheduler.remove(request.sequence)
-        if request.sequence.slot >= 0:
-            self._runner.cache.release(request.sequence.slot)
-            request.sequence.slot = -1
+    def _scores(self, chunk: Chunk) -> bool:
+        """Whether the chunk's tokens are scored: not again after a retraction."""
+        request = self._requests[chunk.sequence.request_id]
+        wanted = request.parameters.prompt_logprobs is not None and not request.started
+        return wanted and len(request.prompt_tokens) <= chunk.end
 
     def _score_prompts(self, logits: StepLogits) -> None:
         for sequence, first, rows in logits.prompt_rows:
             request = self._requests[sequence.request_id]
-            ids = sequence.tokens[first : first + rows.stop - rows.start]
+            begin = len(request.prompt_tokens)  # more than `first` where the request was retracted meanwhile
+            ids = sequence.tokens[begin : first + rows.stop - rows.start]
             if not ids:
                 continue
             top = [request.parameters.prompt_logprobs or 0] * len(ids)
-            scored = score(logits.logits[rows], ids, top)
+            scored = score(logits.logits[rows.start + begin - first : rows.stop], ids, top)
             request.prompt_tokens.extend(self._token(entry, self._piece(entry.token)) for entry in scored)
 
     def _accept_or_fail(self, request: _Request, sampled: Sampled) -> None:
@@ -195,7 +187,7 @@ class RollingBatchEngine:
         except Exception as error:  # noqa: BLE001
             _log.exception("request %s: its token %d could not be taken", request.sequence.request_id, sampled.token)
             if self._requests.pop(request.sequence.request_id, None):
-                self._leave(request)
+                self._scheduler.remove(request.sequence)
             request.emit(HandlerError(f"{type(error).__name__}: {error}"))
 
     def _accept(self, request: _Request, sampled: Sampled) -> None:
@@ -210,17 +202,20 @@ class RollingBatchEngine:
             text += rest
             reason = "stop_sequence" if stopped else reason
         first, request.started = not request.started, True
+        sequence.reuses = True
         delta = Delta(
             text,
             (self._token(sampled, piece),),
             reason,
-            Usage(sequence.prompt_len, len(sequence.tokens) - sequence.prompt_len) if reason else None,
+            Usage(sequence.prompt_len, sequence.generated, sequence.cached) if reason else None,
             request.prompt_text if first else None,
             tuple(request.prompt_tokens) if first and parameters.prompt_logprobs is not None else None,
+            sequence.tokens[: sequence.prompt_len] if first else None,
+            stop_reason=(request.stop.found or sampled.token) if reason == "stop_sequence" else None,
         )
         if reason:
             del self._requests[sequence.request_id]
-            self._leave(request)
+            self._scheduler.remove(request.sequence)
         request.emit(delta)
 
     def _finish_reason(self, request: _Request, token: int, stopped: bool) -> FinishReason | None:
@@ -229,7 +224,7 @@ class RollingBatchEngine:
             return "stop_sequence"
         if token in self._eos_ids and not parameters.ignore_eos:
             return "eos_token"
-        if len(sequence.tokens) - sequence.prompt_len >= sequence.max_new_tokens:
+        if sequence.generated >= sequence.max_new_tokens:
             return "length"
         return None
 
@@ -245,13 +240,3 @@ class RollingBatchEngine:
 
     def _piece(self, token: int) -> str:
         return self._tokenizer.decode([token])
-
-    def _account(self, plan: StepPlan, sampled: int, seconds: float) -> None:
-        stats = self.stats
-        stats.steps += 1
-        stats.generated_tokens += sampled
-        stats.prompt_tokens += sum(chunk.end - chunk.start for chunk in plan.prefill)
-        stats.running = len(self._scheduler.running)
-        stats.waiting = len(self._scheduler.waiting)
-        stats.used_tokens = sum(sequence.computed for sequence in self._scheduler.running)
-        stats.step_seconds = seconds

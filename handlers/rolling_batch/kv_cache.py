@@ -1,10 +1,14 @@
-"""The KV cache: one slot per running sequence, contiguous per head, its memory bounded when the model loads.
+"""The KV cache: slots, contiguous per head. What they hold, and how much, is decided in `slots.py`.
 
 A slot is addressed as if it held `max_len` tokens, so that attention reads one contiguous stretch per head and needs no
 block table. On the CPU the slots are only reserved address space: a page becomes memory when it is first written, and
-the pages of released slots go back before more than `kv_tokens` tokens could be resident. The operating system's page
-table is the block table, as in vAttention (Prabhu et al., ASPLOS 2025). On other devices the slots are plain tensors,
-so that `max_len` is chosen there such that all of them fit.
+goes back when the slot is trimmed. The operating system's page table is the block table, as in vAttention (Prabhu et
+al., ASPLOS 2025). On other devices the slots are plain tensors, so that `max_len` is chosen there such that all of them
+fit.
+
+A shared prefix is copied: 1,024 tokens of 23 KB each take 2 ms to memory that is there and 8 ms to new pages, where
+computing them takes 600 ms. Mapping the same pages twice takes 2 ms, and a mapping of its own per layer, head and slot,
+of which Linux allows 65,530 in a process.
 """
 
 from __future__ import annotations
@@ -46,16 +50,12 @@ class KVCache:
         layers: list[LayerShape],
         slots: int,
         max_len: int,
-        kv_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        self.slots = slots
         self.max_len = _aligned_length(layers, max_len, dtype)
-        self.kv_tokens = kv_tokens
         self.bytes_per_token = bytes_per_token(layers, dtype)
-        self._free = list(range(slots - 1, -1, -1))
-        self._resident = [0] * slots  # tokens of each slot that may be in memory
-        self._needed = [0] * slots  # tokens that the slot's sequence may write; 0 for a free slot
         self._maps: list[mmap.mmap] = []
         self.keys = [
             self._allocate((slots, layer.kv_heads, self.max_len, layer.head_dim), dtype, device) for layer in layers
@@ -64,31 +64,21 @@ class KVCache:
             self._allocate((slots, layer.kv_heads, self.max_len, layer.value_dim), dtype, device) for layer in layers
         ]
 
-    @property
-    def used_slots(self) -> int:
-        return len(self._resident) - len(self._free)
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        """Copy keys and values of the first `tokens` tokens of one slot to another."""
+        for area in (*self.keys, *self.values):
+            area[target, :, :tokens] = area[source, :, :tokens]
 
-    @property
-    def resident_tokens(self) -> int:
-        """Tokens whose memory may be in use, those of released slots included; never more than `kv_tokens`."""
-        return sum(self._resident)
-
-    def acquire(self, tokens: int) -> int:
-        """Return a free slot for a sequence of up to `tokens` tokens; the scheduler admitted no more than fit."""
-        slot = self._free.pop()
-        self._needed[slot] = tokens
-        self._resident[slot] = max(self._resident[slot], tokens)
-        for other in range(len(self._resident)):
-            if self.resident_tokens <= self.kv_tokens:
-                break
-            if self._resident[other] > self._needed[other]:
-                self._drop_pages(other)
-        return slot
-
-    def release(self, slot: int) -> None:
-        """Free a slot. Its pages stay resident for the next sequence until their room is needed."""
-        self._needed[slot] = 0
-        self._free.append(slot)
+    def trim(self, slot: int, keep: int) -> None:
+        """Give the memory behind all but the first `keep` tokens of a slot back to the system."""
+        for area, tensor in zip(self._maps, (*self.keys, *self.values), strict=False):  # no maps beside the CPU
+            token = tensor.stride(2) * tensor.itemsize
+            stretch = self.max_len * token
+            for head in range(slot * tensor.shape[1], (slot + 1) * tensor.shape[1]):
+                begin = math.ceil((head * stretch + keep * token) / _PAGE) * _PAGE
+                end = (head + 1) * stretch // _PAGE * _PAGE
+                if begin < end:
+                    area.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if device.type != "cpu":
@@ -99,20 +89,6 @@ class KVCache:
         area.madvise(mmap.MADV_NOHUGEPAGE)
         self._maps.append(area)
         return torch.frombuffer(area, dtype=dtype).view(shape)
-
-    def _drop_pages(self, slot: int) -> None:
-        """Give the memory behind the tokens that the slot needs back to the system."""
-        needed = self._needed[slot]
-        areas = zip(self._maps, (*self.keys, *self.values), strict=True) if self._maps else ()
-        for area, tensor in areas:
-            token = tensor.stride(2) * tensor.itemsize
-            stretch = self.max_len * token
-            for head in range(slot * tensor.shape[1], (slot + 1) * tensor.shape[1]):
-                begin = math.ceil((head * stretch + needed * token) / _PAGE) * _PAGE
-                end = (head + 1) * stretch // _PAGE * _PAGE
-                if begin < end:
-                    area.madvise(mmap.MADV_DONTNEED, begin, end - begin)
-        self._resident[slot] = needed
 
 
 def _aligned_length(layers: list[LayerShape], max_len: int, dtype: torch.dtype) -> int:

@@ -31,6 +31,9 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # A step of the CPU takes about 30 ms to decode 32 sequences of a small model and 0.7 ms per prompt token beside them:
 # at 128 tokens an inter-token gap stays within about three times its median while a long prompt arrives.
 _CHUNK_SIZES = {"cpu": (128, 512), "cuda": (2048, 8192)}
+# Slots beside those of running sequences, which keep what others may reuse: on the CPU they cost memory only where
+# tokens are kept.
+_FURTHER_SLOTS = {"cpu": 64}
 _FREE_MEMORY_SHARE = {"cpu": 0.5, "cuda": 0.9}
 
 
@@ -55,6 +58,11 @@ class LoadedEngine:
             "engine_steps": stats.steps,
             "generated_tokens": stats.generated_tokens,
             "computed_prompt_tokens": stats.prompt_tokens,
+            "cached_prompt_tokens": stats.cached_prompt_tokens,
+            "retracted_requests": stats.retracted_requests,
+            "kv_cache_kept_tokens": stats.kept_tokens,
+            "new_token_ratio": stats.new_token_ratio,
+            "gen_throughput": stats.throughput if stats.running else 0.0,
             "step_seconds": stats.step_seconds,
         }
 
@@ -74,7 +82,7 @@ def load_engine(model_dir: str, options: HuggingFaceOptions) -> LoadedEngine:
         runner = ModelRunner(model)
         limits, max_len = _limits(runner, model, weights, options)
         _refuse_unsteady_rope(model.config, max_len)
-        runner.prepare(limits.max_running, max_len, limits.kv_tokens)
+        runner.prepare(limits.slots, max_len)
     except UnsupportedAttentionError as error:
         raise ModelLoadError(f"{type(model).__name__} cannot run under the rolling batch: {error}") from error
     engine = RollingBatchEngine(runner, Scheduler(limits), tokenizer, _eos_ids(model, tokenizer), max_len)
@@ -86,10 +94,11 @@ def load_engine(model_dir: str, options: HuggingFaceOptions) -> LoadedEngine:
         "device": str(runner.device),
         "threads": torch.get_num_threads(),
         "max_model_len": max_len,
-        "max_rolling_batch_size": limits.max_running,
+        "max_running_requests": limits.max_running,
         "kv_cache_tokens": limits.kv_tokens,
         "kv_cache_gib": round(limits.kv_tokens * runner.cache.bytes_per_token / _GIB, 3),
         "chunked_prefill_size": limits.chunk_size,
+        "schedule_policy": limits.policy,
         "fused_modules": runner.fused,
         "load_seconds": round(time.perf_counter() - began, 1),
     }
@@ -170,7 +179,8 @@ def _refuse_unsteady_rope(config: Any, max_len: int) -> None:
 def _limits(runner: ModelRunner, model: Any, weights: int, options: HuggingFaceOptions) -> tuple[SchedulerLimits, int]:
     kind = runner.device.type
     per_token = bytes_per_token(runner.layers, runner.dtype)
-    slots = options.max_rolling_batch_size
+    running = min(options.max_running_requests or options.max_rolling_batch_size, options.max_rolling_batch_size)
+    slots = running + _FURTHER_SLOTS.get(kind, 0)
     max_len = _max_len(model, options)
     kv_tokens = min(slots * max_len, int(_kv_bytes(kind, weights, options) // per_token))
     if kind != "cpu":  # slots are real memory there, all of one length
@@ -181,8 +191,11 @@ def _limits(runner: ModelRunner, model: Any, weights: int, options: HuggingFaceO
         )
     chunk, idle_chunk = _CHUNK_SIZES.get(kind, _CHUNK_SIZES["cuda"])
     if options.chunked_prefill_size:
-        chunk = idle_chunk = options.chunked_prefill_size
-    return SchedulerLimits(slots, kv_tokens, chunk, idle_chunk), min(max_len, kv_tokens)
+        chunk = idle_chunk = options.chunked_prefill_size if options.chunked_prefill_size > 0 else kv_tokens
+    limits = SchedulerLimits(
+        running, kv_tokens, chunk, idle_chunk, slots, options.schedule_policy, options.schedule_conservativeness
+    )
+    return limits, min(max_len, kv_tokens)
 
 
 def _max_len(model: Any, options: HuggingFaceOptions) -> int:
@@ -240,4 +253,4 @@ def _warm_up(engine: RollingBatchEngine, prompts: PromptEncoder) -> None:
     engine.add("warm-up", prompt, parameters, "", 0, lambda output: None)
     while engine.has_work:
         engine.step()
-    engine.stats = type(engine.stats)()
+    engine.reset_stats()

@@ -21,6 +21,7 @@ from handlers.rolling_batch.fusion import fuse, fuse_decoder_layers
 from handlers.rolling_batch.kv_cache import KVCache, LayerShape
 from handlers.rolling_batch.lora import LoraLayers
 from handlers.rolling_batch.scheduler import Chunk, Sequence, StepPlan
+from handlers.rolling_batch.slots import Copy
 
 _runner_ids = itertools.count()
 
@@ -74,12 +75,12 @@ class ModelRunner:
     def device(self) -> torch.device:
         return self._device
 
-    def prepare(self, slots: int, max_len: int, kv_tokens: int) -> None:
-        """Allocate the KV cache for `slots` sequences of up to `max_len` tokens, `kv_tokens` in all.
+    def prepare(self, slots: int, max_len: int) -> None:
+        """Allocate the KV cache: `slots` slots of up to `max_len` tokens.
 
         Raises UnsupportedAttentionError where the model's logits over that cache are not its own.
         """
-        self.cache = KVCache(self.layers, slots, max_len, kv_tokens, self._dtype, self._device)
+        self.cache = KVCache(self.layers, slots, max_len, self._dtype, self._device)
         self._attention = SlotAttention(self.cache, self._attention_name)
         self._model.set_attn_implementation(self._attention_name)
         if self.fused:
@@ -95,10 +96,14 @@ class ModelRunner:
         return self._lora
 
     def run(self, plan: StepPlan, prompt_scored: set[str]) -> StepLogits:
-        """Compute the plan's tokens; return the logits that the sampler needs.
+        """Do what the plan says; return the logits that the sampler needs.
 
         `prompt_scored` names the requests whose prompt tokens are scored as well.
         """
+        for trim in plan.trims:
+            self.cache.trim(trim.slot, trim.keep)
+        for copy in plan.copies:
+            self.cache.copy(copy.source, copy.target, copy.tokens)
         plan = StepPlan(plan.decode, sorted(plan.prefill, key=lambda chunk: not self._row_by_row(chunk)))
         rows, token_ids, positions = self._lay_out(plan)
         keep, sampled, prompt_rows = _rows_to_keep(plan, prompt_scored)
@@ -160,23 +165,26 @@ class _LoadCheck:
             self._expected = model(input_ids=self._ids.to(model.device), use_cache=False).logits[0].float()
 
     def compare(self, runner: ModelRunner) -> None:
-        """Compute the tokens in two chunks and the last ones by decoding.
+        """Compute the tokens in two chunks, of which another slot goes on from the first, and the last by decoding.
 
         Raises UnsupportedAttentionError where the logits differ by more than rounding.
         """
-        if runner.cache.max_len < self._TOKENS or runner.cache.kv_tokens < self._TOKENS:
+        if runner.cache.max_len < self._TOKENS:
             return
         ids = self._ids[0].tolist()
         sequence = Sequence("check", ids[: self._PROMPT], self._PROMPT, self._TOKENS - self._PROMPT)
-        sequence.slot = runner.cache.acquire(self._TOKENS)
+        sequence.slot, other = 0, runner.cache.slots - 1
         half = self._PROMPT // 2
-        plans = [StepPlan([], [Chunk(sequence, 0, half)]), StepPlan([], [Chunk(sequence, half, self._PROMPT)])]
-        logits = [runner.run(plan, set()).logits for plan in plans][-1:]
+        runner.run(StepPlan([], [Chunk(sequence, 0, half)]), set())
+        sequence.slot = other
+        second = StepPlan([], [Chunk(sequence, half, self._PROMPT)], copies=[Copy(0, other, half)] if other else [])
+        logits = [runner.run(second, set()).logits]
         for position in range(self._PROMPT, self._TOKENS):
             sequence.tokens.append(ids[position])
             sequence.computed = position
             logits.append(runner.run(StepPlan([sequence], []), set()).logits)
-        runner.cache.release(sequence.slot)
+        for slot in {0, other}:
+            runner.cache.trim(slot, 0)
         self._judge(torch.cat(logits).float(), runner.dtype)
 
     def _judge(self, logits: torch.Tensor, dtype: torch.dtype) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from jinja2 import TemplateError
 
 from lmi_server.errors import RequestError
-from lmi_server.generation import GenerationRequest
+from lmi_server.generation import ChatOptions, GenerationRequest
 
 _LONG_TEXT = 20_000  # characters from which tokenizing would hold up the event loop for milliseconds
 
@@ -50,18 +51,38 @@ class PromptEncoder:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        """Return the text of token ids, special ones too. Raises RequestError where one is not in the vocabulary."""
+        vocabulary = len(self._tokenizer)
+        unknown = [token for token in tokens if not 0 <= token < vocabulary]
+        if unknown:
+            raise RequestError(f"token id {unknown[0]} is not in the vocabulary of {vocabulary} tokens")
+        return self._tokenizer.decode(list(tokens))
+
     def _render(self, request: GenerationRequest) -> str:
         if not self._tokenizer.chat_template:
             raise RequestError(
                 "the model's tokenizer has no chat template, so `messages` cannot be served; send `prompt` or `inputs`,"
                 " or put a chat_template.jinja into the model directory"
             )
+        chat = request.chat
         try:
             return self._tokenizer.apply_chat_template(
                 list(request.messages or ()),
                 tools=list(request.tools) if request.tools else None,
+                documents=list(chat.documents) if chat.documents else None,
                 tokenize=False,
-                add_generation_prompt=True,
+                add_generation_prompt=chat.add_generation_prompt,
+                continue_final_message=chat.continue_final_message,
+                **_template_arguments(chat),
             )
         except (TemplateError, TypeError, ValueError) as error:
             raise RequestError(f"the chat template refuses these messages: {error}") from error
+
+
+def _template_arguments(chat: ChatOptions) -> dict[str, Any]:
+    """Return what the template gets by name; templates that can think ask for `enable_thinking`, as with vLLM."""
+    if chat.reasoning_effort is None:
+        return dict(chat.chat_template_kwargs)
+    effort = {"reasoning_effort": chat.reasoning_effort, "enable_thinking": chat.reasoning_effort != "none"}
+    return {**effort, **chat.chat_template_kwargs}

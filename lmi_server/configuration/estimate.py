@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lmi_server.configuration.machine import Machine
-from lmi_server.configuration.options import ModelOptions
+from lmi_server.configuration.options import ModelOptions, ServingOptions
 
 _BYTES = {"fp32": 4, "float32": 4, "fp16": 2, "float16": 2, "bf16": 2, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1}
 # Bytes per weight of methods that quantise while loading; the others need a checkpoint that is quantised already.
@@ -77,6 +77,24 @@ def estimate(
         kv_bytes=None if tokens is None or per_token is None else _share(tokens * per_token, devices),
         available_bytes=_available(machine),
     )
+
+
+def shortages(serving: ServingOptions, machine: Machine) -> Mapping[str, str]:
+    """Return by key in full what `serving` requires and `machine` does not have; GPUs of unknown memory pass."""
+    free = [gpu.free_bytes for gpu in machine.gpus if gpu.free_bytes is not None]
+    wanted = {
+        "required_memory_mb": (serving.required_memory_mb, serving.reserved_memory_mb, machine.available_bytes),
+        "gpu.required_memory_mb": (
+            serving.gpu_required_memory_mb,
+            serving.gpu_reserved_memory_mb,
+            min(free, default=None),
+        ),
+    }
+    return {
+        key: f"with what stays reserved {required + reserved} MiB are needed, {available // 2**20} are free"
+        for key, (required, reserved, available) in wanted.items()
+        if required and available is not None and required + reserved > available // 2**20
+    }
 
 
 def gib(size: int | None) -> str:

@@ -8,8 +8,8 @@ from typing import Any
 
 from lmi_server.configuration.check import told
 from lmi_server.configuration.declaration import Deprecated, DeprecatedValue, NoEffect, Option
-from lmi_server.configuration.estimate import Estimate, estimate
-from lmi_server.configuration.handlers import load_options_type
+from lmi_server.configuration.estimate import Estimate, estimate, shortages
+from lmi_server.configuration.handlers import OWN_CODE, load_options_type
 from lmi_server.configuration.layers import Source
 from lmi_server.configuration.machine import Machine
 from lmi_server.configuration.options import ModelOptions, ServingOptions
@@ -72,7 +72,7 @@ def explain(found: Inspection) -> Explanation:
         model=found.location,
         can_be_served=bool(groups) and not found.problems and not found.unavailable and found.row.handler is not None,
         options=tuple(_explained(found)),
-        unknown=tuple(_unknown(key, source) for key, source in found.unknown.items()),
+        unknown=tuple(_unknown(found, key, source) for key, source in found.unknown.items()),
         devices=tuple({"kind": group.kind, "gpus": list(group.gpus)} for group in groups),
         worker_command=tuple(_command(found.options, found.machine)),
         worker_environment=groups[0].environment if groups else {},
@@ -129,8 +129,13 @@ def _note(option: Option, source: Source) -> str:
     return ""
 
 
-def _unknown(key: str, source: Source) -> Explained:
-    return Explained(key, source.raw, source.layer, _place(source), "", "", None, "not an option of this handler")
+def _unknown(found: Inspection, key: str, source: Source) -> Explained:
+    note = "not an option of this handler"
+    if key.removeprefix("option.") in found.options.passed_to_engine():
+        note = "passed on to the engine"
+    elif found.row is OWN_CODE:
+        note = "passed on to the handler"
+    return Explained(key, source.raw, source.layer, _place(source), "", "", None, note)
 
 
 def _devices(
@@ -159,13 +164,8 @@ def _machine(machine: Machine) -> Mapping[str, Any]:
 
 def _reserved(found: Inspection) -> Sequence[str]:
     """Return a warning where the machine has less than the configuration says that the model needs."""
-    key = "required_memory_mb"
-    if found.sources[key].layer == "default":
-        return ()
-    needed = found.serving.required_memory_mb + found.serving.reserved_memory_mb
-    available = found.machine.available_bytes // 2**20
-    place = told(found.sources[key], key)
-    return (f"{place}: with what stays reserved {needed} MiB are needed, {available} are free",) * (needed > available)
+    missing = shortages(found.serving, found.machine)
+    return [f"{told(found.sources[key], key)}: {text}" for key, text in missing.items()]
 
 
 def _absent(found: Inspection) -> Sequence[str]:

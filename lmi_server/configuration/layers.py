@@ -116,9 +116,9 @@ def sort_keys(layer: Given, declared: Sequence[Option]) -> Sorted:
     return Sorted({key: known[key] for key in known if key not in empty}, unknown, tuple(warnings), tuple(problems))
 
 
-def unknown_key_warning(key: str, source: Source, declared: Sequence[Option], fate: str = "it is ignored") -> str:
-    """Return the warning on a key that nobody declared, naming the nearest one that somebody did."""
-    nearest = nearest_key(key, spellings(declared))
+def unknown_key_warning(key: str, source: Source, known: Sequence[str], fate: str = "it is ignored") -> str:
+    """Return the warning on a key that nobody declared, naming the nearest `known` one."""
+    nearest = nearest_key(key, known)
     advice = f"; did you mean {nearest}?" if nearest else ""
     return f"{source.where}: unknown key {key}, {fate}{advice}"
 

@@ -159,18 +159,18 @@ class ServingOptions(Options):
     retry_threshold: NonNegativeInt = Field(
         10, description="Times that a worker may die within ten minutes before the model counts as failed."
     )
-    required_memory_mb: Annotated[NonNegativeInt, NoEffect("`explain` compares it, loading is not held back")] = Field(
-        0, description="MiB of memory that loading the model needs."
+    required_memory_mb: NonNegativeInt = Field(
+        0, description="MiB of memory that loading the model needs; with less the model fails with 507. 0: no check."
     )
-    reserved_memory_mb: Annotated[NonNegativeInt, NoEffect("`explain` compares it, loading is not held back")] = Field(
-        500, description="MiB of memory that stay free when the model is loaded."
+    reserved_memory_mb: NonNegativeInt = Field(
+        500, description="MiB of memory that must stay free beside required_memory_mb."
     )
-    gpu_required_memory_mb: Annotated[
-        NonNegativeInt, Key("gpu.required_memory_mb"), NoEffect("`explain` compares it, loading is not held back")
-    ] = Field(0, description="MiB of GPU memory that loading the model needs.")
-    gpu_reserved_memory_mb: Annotated[
-        NonNegativeInt, Key("gpu.reserved_memory_mb"), NoEffect("`explain` compares it, loading is not held back")
-    ] = Field(0, description="MiB of GPU memory that stay free when the model is loaded.")
+    gpu_required_memory_mb: Annotated[NonNegativeInt, Key("gpu.required_memory_mb")] = Field(
+        0, description="MiB that loading the model needs on each GPU; with less the model fails with 507. 0: no check."
+    )
+    gpu_reserved_memory_mb: Annotated[NonNegativeInt, Key("gpu.reserved_memory_mb")] = Field(
+        0, description="MiB that must stay free on each GPU beside gpu.required_memory_mb."
+    )
     log_request_metric: Annotated[
         bool, Key(also=("option.log_request_metric",)), NoEffect("metrics are served at /metrics, not logged")
     ] = Field(False, description="Log metrics of each request.")

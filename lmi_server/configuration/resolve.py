@@ -160,7 +160,7 @@ def inspect_model(
     stack = _stack(layers, row, declared, machine)
     serving, bad_serving = build(ServingOptions, stack.known)
     options, bad_options = build(options_type, stack.known)
-    bad = {**bad_serving, **bad_options}
+    bad = dict(sorted({**bad_serving, **bad_options}.items(), key=lambda item: stack.known[item[0]].line or 0))
     wrong = [*stack.problems, *bad.values(), *misplaced, *contradictions(serving, options, stack.known, bad)]
     if choice.problem is not None:
         wrong.append(choice.problem)
@@ -314,17 +314,19 @@ def _idle_variables(known: Given, unknown: Given) -> Iterator[str]:
 def _unknown(
     unknown: Given, row: HandlerRow, options_type: type[ModelOptions], declared: Sequence[Option]
 ) -> Iterator[str]:
+    of_engine = options_type.engine_names()
+    known = [*spellings(declared), *(f"option.{name}" for name in sorted(of_engine))]
     for key, source in unknown.items():
-        if key.removeprefix("option.") in options_type.engine_names():
+        if key.removeprefix("option.") in of_engine:
             continue
         others = _handlers_that_know(key)
         if row is OWN_CODE:
-            if nearest_key(key, spellings(declared)) is not None:  # else its author knows
-                yield unknown_key_warning(key, source, declared, "it is passed on to the handler")
+            if nearest_key(key, known) is not None:  # else its author knows
+                yield unknown_key_warning(key, source, known, "it is passed on to the handler")
         elif others:
             yield f"{source.where}: {key} has no effect on {row.title}; it is an option of {', '.join(others)}"
         else:
-            yield unknown_key_warning(key, source, declared)
+            yield unknown_key_warning(key, source, known)
 
 
 def _handlers_that_know(key: str) -> list[str]:

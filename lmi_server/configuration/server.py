@@ -15,11 +15,13 @@ from lmi_server.configuration.check import build
 from lmi_server.configuration.declaration import Allowed, Key, Option, Options
 from lmi_server.configuration.layers import (
     Given,
+    Source,
     from_file,
     from_values,
     from_variables,
     merge,
     sort_keys,
+    spellings,
     unknown_key_warning,
 )
 from lmi_server.configuration.options import PositiveInt
@@ -39,6 +41,12 @@ class ServerSettings(Options):
     port: Annotated[int, Field(ge=0, le=65535), Allowed("an integer from 0 to 65535")] = Field(
         8080, description="Port to listen on; 0 lets the system choose one."
     )
+    management_host: str | None = Field(
+        None, description="Address for models to be managed at, where that is not the one for requests."
+    )
+    management_port: Annotated[int | None, Field(ge=0, le=65535), Allowed("an integer from 0 to 65535")] = Field(
+        None, description="Port for models to be managed at; without it, that for requests serves both."
+    )
     max_request_size: PositiveInt = Field(67108864, description="Longest request body in bytes.")
     drain_timeout: Annotated[float, Field(ge=0, allow_inf_nan=False), Allowed("a number of seconds, 0 or more")] = (
         Field(30.0, description="Seconds that running requests get to finish after SIGTERM.")
@@ -54,11 +62,47 @@ class ServerSettings(Options):
     download_dir: str | None = Field(
         None, description="Directory for what is downloaded, extracted or installed; without it ~/.cache/lmi-server."
     )
+    allow_multi_status: bool = Field(
+        False, description="Answer /ping with 207 while some models can serve and others cannot, not with 200."
+    )
     log_level: LogLevel = Field("info", description="Least important messages that are logged.")
 
 
 # Keys of config.properties that are defaults of every model's keys.
 _MODEL_DEFAULTS = ("job_queue_size", "batch_size", "max_batch_delay", "max_idle_time", "load_on_devices")
+# LMI's other keys, and what to know where one is given.
+_WITHOUT_EFFECT = {
+    "wait_model_loading": "the server listens at once, and /ping answers 503 until a model can serve",
+    "model_url_pattern": "no model is registered by a request; POST it to /models",
+    "reserved_memory_mb": "set it in the serving.properties of the models",
+    "features": "the installed engines are found without it",
+    "prometheus": "/metrics is always there",
+    **dict.fromkeys(
+        ("fail_fast", "health_check_override"), "/ping tells of every model, and answers 500 where all failed"
+    ),
+    "chunked_read_timeout": "option.predict_timeout limits how long a request may make no progress",
+    **dict.fromkeys(("number_of_netty_threads", "use_native_io", "io_ratio"), "there is one event loop"),
+    **dict.fromkeys(("cluster_address", "plugin_folder", "WEB_ROOT"), "there is nothing like it"),
+    **dict.fromkeys(
+        ("keystore", "keystore_pass", "keystore_type", "private_key_file", "certificate_file"),
+        "TLS is for a proxy in front",
+    ),
+    **dict.fromkeys(
+        ("cors_allowed_origin", "cors_allowed_methods", "cors_allowed_headers"), "CORS is for a proxy in front"
+    ),
+    **dict.fromkeys(
+        tuple(
+            f"{kind}_http_code" for kind in ("bad_request", "wlm_error", "throttle_error", "timeout", "server_error")
+        ),
+        "the codes of errors cannot be chosen",
+    ),
+    **dict.fromkeys(
+        tuple(f"error_rate_{kind}" for kind in ("wlm", "server", "model", "any")),
+        "watch lmi_requests_total at /metrics",
+    ),
+    **dict.fromkeys(("grpc_address", "grpc_port"), "there is no gRPC"),
+}
+_CONFIG = "config.properties"
 _ADDRESSES = ("inference_address", "management_address")
 _ADDRESS = re.compile(r"http://([\w.-]+)(?::(\d{1,5}))?/?", re.ASCII)
 
@@ -82,12 +126,20 @@ def resolve_server(
         raise ConfigurationError("\n".join([*problems, *wrong.values()]))
     warnings = [text for layer in found for text in layer.warnings]
     warnings += [
-        unknown_key_warning(key, source, declared)
+        _without_effect(key, source)
+        if key in _WITHOUT_EFFECT
+        else unknown_key_warning(key, source, spellings(declared))
         for layer in found
         for key, source in layer.unknown.items()
         if key not in _MODEL_DEFAULTS
     ]
     return settings, tuple(warnings)
+
+
+def find_config_file(environment: Mapping[str, str], directory: Path) -> Path | None:
+    """Return the config.properties that counts where none was named: LMI's places, below `directory` without a home."""
+    home = Path(environment.get("MODEL_SERVER_HOME") or directory)
+    return next((path for path in (home / "conf" / _CONFIG, home / _CONFIG) if path.is_file()), None)
 
 
 def model_defaults(config_file: Path) -> dict[str, str]:
@@ -105,22 +157,25 @@ def _from_config_file(path: Path | None) -> Given:
 
 
 def _with_address(layer: Given, problems: list[str]) -> Given:
-    """Return the layer with LMI's `inference_address` and `management_address` as `host` and `port`."""
+    """Return the layer with LMI's `inference_address` and `management_address` as hosts and ports."""
     rest = {key: source for key, source in layer.items() if key not in _ADDRESSES}
-    for source in (layer[key] for key in _ADDRESSES if key in layer):
-        match = _ADDRESS.fullmatch(source.raw)
-        if match is None:
-            problems.append(f'{source.where}: "{source.raw}" is not allowed; allowed: http://host:port')
-            continue
-        address = {"host": match[1], "port": match[2] or "80"}
-        for key, value in address.items():
-            if rest.setdefault(key, replace(source, raw=value)).raw != value:
-                problems.append(
-                    f'{source.where}: "{source.raw}" is not available in this version; one address serves inference '
-                    "and management, give both the same"
-                )
-                break
+    inference, management = (_address(key, layer[key], problems) if key in layer else {} for key in _ADDRESSES)
+    rest |= inference
+    if management and [source.raw for source in management.values()] != [source.raw for source in inference.values()]:
+        rest |= {f"management_{key}": source for key, source in management.items()}
     return rest
+
+
+def _address(key: str, source: Source, problems: list[str]) -> dict[str, Source]:
+    match = _ADDRESS.fullmatch(source.raw)
+    if match is None:
+        problems.append(f'{source.where}: {key} = "{source.raw}" is not allowed; allowed: http://host:port')
+        return {}
+    return {"host": replace(source, raw=match[1]), "port": replace(source, raw=match[2] or "80")}
+
+
+def _without_effect(key: str, source: Source) -> str:
+    return f"{source.where}: {key} has no effect in this version: {_WITHOUT_EFFECT[key]}"
 
 
 def _given(command_line: Mapping[str, Any], option: Option) -> bool:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
 from lmi_server.errors import LmiServerError
-from lmi_server.generation import Delta, GenerationRequest
+from lmi_server.generation import Delta, Feature, GenerationRequest
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """What a dialect may know about the model: its name, the other names it answers to, and formatting options."""
+    """What a dialect may know about the model: its names, formatting options, and what its handler told of it."""
 
     name: str
     served_names: tuple[str, ...] = ()
     output_formatter: str | None = None  # option.output_formatter
     tgi_compat: bool = False  # option.tgi_compat
+    features: frozenset[Feature] = frozenset()
+    sampling_defaults: Mapping[str, Any] = {}
+    max_model_len: int = 0  # tokens
 
 
 class Exchange(ABC):

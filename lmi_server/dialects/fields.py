@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
 
 from lmi_server.errors import RequestError
+from lmi_server.generation import Feature
 from lmi_server.job_queue import parse_priority
 from lmi_server.protocol import Input
 
@@ -26,10 +27,14 @@ _decode = msgspec.json.Decoder().decode
 
 
 class Field(NamedTuple):
-    """A known field: the key under which `read_fields` returns it (None: only checked) and how it is read."""
+    """A known field: the key under which `read_fields` returns it (None: only checked) and how it is read.
+
+    `needs` is what the model's handler must do for any value but one that is empty, zero or false.
+    """
 
     target: str | None
     read: Reader
+    needs: Feature | None = None
 
 
 def show(value: Any) -> str:
@@ -96,9 +101,12 @@ def priority(request: Input) -> int:
 
 
 def read_fields(
-    body: Mapping[str, Any], known: Mapping[str, Field], prefix: str = ""
+    body: Mapping[str, Any], known: Mapping[str, Field], prefix: str = "", features: Collection[Feature] = ()
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of the known fields by target, and the unknown names. Null is the same as absent."""
+    """Return the values of the known fields by target, and the unknown names. Null is the same as absent.
+
+    `features` are those of the model's handler.
+    """
     values: dict[str, Any] = {}
     unknown: list[str] = []
     for name, value in body.items():
@@ -109,6 +117,8 @@ def read_fields(
             unknown.append(name)
             continue
         read = field.read(prefix + name, value)
+        if field.needs is not None and field.needs not in features and read:
+            raise RequestError(f"{prefix}{name} is not supported by the handler that serves this model; leave it out")
         if field.target is not None:
             values[field.target] = read
     return values, unknown
@@ -192,6 +202,28 @@ def stop_strings(name: str, value: Any) -> tuple[str, ...]:
         if not isinstance(item, str) or not item:
             raise not_allowed(name, item, "send strings that are not empty")
     return tuple(items)
+
+
+def strings(name: str, value: Any) -> tuple[str, ...]:
+    """Reads a list of strings that are not empty."""
+    if not isinstance(value, list):
+        raise not_allowed(name, value, "send a list of strings")
+    for index, item in enumerate(value):
+        if not isinstance(item, str) or not item:
+            raise not_allowed(f"{name}[{index}]", item, "send strings that are not empty")
+    return tuple(value)
+
+
+def objects(name: str, value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise not_allowed(name, value, "send a list of objects")
+    return value
+
+
+def mapping(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise not_allowed(name, value, "send an object")
+    return value
 
 
 def token_ids(name: str, value: Any) -> tuple[int, ...]:

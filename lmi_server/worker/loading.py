@@ -10,7 +10,7 @@ from lmi_server.configuration.options import ModelOptions
 from lmi_server.configuration.resolve import rebuild_options
 from lmi_server.dialects.base import ServedModel
 from lmi_server.errors import LmiServerError, ModelLoadError, ModelMemoryError, is_out_of_memory
-from lmi_server.handler import LLMHandler, RequestHandler
+from lmi_server.handler import LLMHandler, ModelInfo, RequestHandler
 from lmi_server.protocol import Load
 
 
@@ -25,13 +25,16 @@ class Loading:
     def model_dir(self) -> str:
         return self.load.model_dir
 
-    def served_model(self) -> ServedModel:
+    def served_model(self, info: ModelInfo) -> ServedModel:
         """Return what the dialects may know of the model."""
         return ServedModel(
             name=self.load.model_name,
             served_names=tuple(self.load.served_names),
             output_formatter=self.options.output_formatter,
             tgi_compat=self.options.tgi_compat,
+            features=info.features,
+            sampling_defaults=info.sampling_defaults,
+            max_model_len=info.max_model_len,
         )
 
 

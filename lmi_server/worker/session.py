@@ -16,6 +16,7 @@ from lmi_server.protocol import (
     Failed,
     Frames,
     Load,
+    LogLevel,
     Recall,
     Shutdown,
     Stats,
@@ -64,6 +65,8 @@ class Session:
                 self._loaded().recall(request_id)
             case Control():
                 self._refuse(message)
+            case LogLevel(level):
+                logging.getLogger().setLevel(level)
             case Shutdown(deadline_s):
                 self.shut_down(deadline_s)
 

@@ -8,6 +8,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
+from lmi_server.dialects.base import ServedModel
 from lmi_server.handler import AsyncRequestHandler, LLMHandler, ModelInfo
 from lmi_server.protocol import Input, Ready, Submit
 from lmi_server.worker.loading import Loading
@@ -45,10 +46,12 @@ class Generation(Serving):
         self._handler = handler
         self._loading = loading
         self._engine = Engine(handler, loading.options.max_rolling_batch_size)
-        self._served = loading.served_model()
+        self._served: ServedModel  # once it is loaded
 
     async def start(self) -> ModelInfo:
-        return await self._handler.start(self._loading.model_dir, self._loading.options)
+        info = await self._handler.start(self._loading.model_dir, self._loading.options)
+        self._served = self._loading.served_model(info)
+        return info
 
     async def serve(self, request: Input, answer: Answer, outbox: Outbox) -> None:
         await serve(request, self._engine, self._served, answer, outbox)

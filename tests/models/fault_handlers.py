@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import AsyncGenerator
@@ -108,6 +109,19 @@ class GreedyHandler(EchoHandler):
             raise MemoryError("17 GiB are not free")
         except MemoryError as error:
             raise ModelLoadError(f"the weights do not fit: {error}") from error
+
+
+class TalkativeHandler(EchoHandler):
+    """Logs its start and each prompt where that is asked for."""
+
+    async def start(self, model_dir: str, options: Any) -> ModelInfo:
+        logging.getLogger("fault_handlers").debug("started")
+        return await super().start(model_dir, options)
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+        logging.getLogger("fault_handlers").debug("%s", request.prompt)
+        async for delta in super().generate(request):
+            yield delta
 
 
 class EnvironmentHandler(EchoHandler):

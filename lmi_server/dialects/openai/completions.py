@@ -1,4 +1,4 @@
-"""OpenAI's completions: one choice for each prompt."""
+"""OpenAI's completions: `n` choices for each prompt."""
 
 from __future__ import annotations
 
@@ -6,15 +6,37 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from lmi_server.dialects import fields
 from lmi_server.dialects.base import Exchange, ServedModel
 from lmi_server.dialects.fields import Field
 from lmi_server.dialects.framing import SSE, encode, encode_line
-from lmi_server.dialects.openai.answer import FINISH, Chunks, OpenAIExchange, answer_of, finite, usage_of
-from lmi_server.dialects.openai.request import SHARED_FIELDS, UNSUPPORTED, Envelope, envelope_of, read, sampling_of
+from lmi_server.dialects.openai.answer import (
+    FINISH,
+    Chunks,
+    OpenAIExchange,
+    PromptLogprobs,
+    answer_of,
+    finite,
+    prompt_logprobs,
+    shown,
+)
+from lmi_server.dialects.openai.request import (
+    CHOICES,
+    SHARED_FIELDS,
+    UNSUPPORTED,
+    AnswerOptions,
+    Envelope,
+    answer_options,
+    envelope_of,
+    of_choice,
+    priority_of,
+    read,
+    sampling_of,
+)
 from lmi_server.errors import RequestError
-from lmi_server.generation import Delta, GenerationRequest, Token, TopToken
+from lmi_server.generation import Delta, GenerationRequest, Token
 from lmi_server.protocol import Input
 
 _MAX_PROMPTS = 2048
@@ -41,6 +63,8 @@ def _prompt(name: str, value: Any, kind: type) -> str | tuple[int, ...]:
 COMPLETION_FIELDS: dict[str, Field] = {
     **SHARED_FIELDS,
     "prompt": Field("prompts", _prompts),
+    "max_tokens": Field("max_tokens", fields.integer(0, 2**31 - 1)),
+    "best_of": Field("best_of", CHOICES),
     "echo": Field("echo", fields.boolean),
     "logprobs": Field("logprobs", fields.LOGPROBS),
     "add_special_tokens": Field("add_special_tokens", fields.boolean),
@@ -49,30 +73,63 @@ COMPLETION_FIELDS: dict[str, Field] = {
 }
 
 
+class _Form(msgspec.Struct, frozen=True):
+    """What a completion asks of its answer beyond what chats ask."""
+
+    echo: bool = False
+    prompt_only: bool = False  # max_tokens is 0: the one token that is generated all the same is not told
+    candidates: int = 1  # sequences per prompt; where they are more than n, the likeliest n are told
+
+
 def parse_completion(request: Input, body: dict[str, Any], served: ServedModel) -> Exchange:
-    """Parse a body of /v1/completions: one sequence, and one choice, for each prompt. Raises RequestError."""
+    """Parse a body of /v1/completions: `n` sequences, or `best_of`, for each prompt. Raises RequestError."""
     values, warnings = read(request, body, COMPLETION_FIELDS, served)
     prompts = values.pop("prompts", None)
     if prompts is None:
         raise RequestError("prompt is missing; send a string, a list of strings or a list of token ids")
     envelope = envelope_of("cmpl", values, served)
-    stream, include_usage = values.pop("stream", False), values.pop("include_usage", False)
-    echo, special = values.pop("echo", False), values.pop("add_special_tokens", True)
-    sampling = sampling_of(values, values.pop("max_tokens", 16), values.get("logprobs") if echo else None)
-    priority = fields.priority(request)
+    stream = values.pop("stream", False)
+    options = answer_options(values)
+    form = _form(values, options, stream)
+    special, priority = values.pop("add_special_tokens", True), priority_of(request, values)
+    max_tokens = values.pop("max_tokens", 16)
+    if form.echo and options.alternatives is not None:
+        values["prompt_logprobs"] = max(options.alternatives, options.prompt_alternatives or 0)
+    if form.candidates > options.n:
+        values.setdefault("logprobs", 0)
+    sampling = sampling_of(values, max_tokens or 1, served.sampling_defaults)
     requests = tuple(
         GenerationRequest(
-            request_id=f"{envelope.id}-{index}",
+            request_id=f"{envelope.id}-{place}-{index}",
             prompt=prompt,
-            sampling=sampling,
+            sampling=of_choice(sampling, index),
+            stream=stream,
             add_special_tokens=special,
             priority=priority,
         )
-        for index, prompt in enumerate(prompts)
+        for place, prompt in enumerate(prompts)
+        for index in range(form.candidates)
     )
+    _check_count(len(requests))
     if stream:
-        return CompletionStream(requests, envelope, warnings, echo, include_usage)
-    return CompletionBody(requests, envelope, warnings, echo)
+        return CompletionStream(requests, envelope, warnings, options, form)
+    return CompletionBody(requests, envelope, warnings, options, form)
+
+
+def _form(values: dict[str, Any], options: AnswerOptions, stream: bool) -> _Form:
+    echo, candidates = values.pop("echo", False), values.pop("best_of", options.n)
+    if candidates < options.n:
+        raise fields.not_allowed("best_of", candidates, f"send at least n, which is {options.n}")
+    if candidates > options.n and stream:
+        raise RequestError("best_of is not available in a stream; leave it out, or do not stream")
+    if values.get("max_tokens") == 0 and not echo:
+        raise fields.not_allowed("max_tokens", 0, "send an integer >= 1, or echo: true with it")
+    return _Form(echo, values.get("max_tokens") == 0, candidates)
+
+
+def _check_count(sequences: int) -> None:
+    if sequences > _MAX_PROMPTS:
+        raise RequestError(f"prompt, n and best_of make {sequences} sequences; send requests of {_MAX_PROMPTS} at most")
 
 
 # --- the objects of an answer ---
@@ -90,27 +147,33 @@ class _Choice(msgspec.Struct):
     text: str
     logprobs: _Logprobs | None
     finish_reason: str | None
+    stop_reason: str | int | UnsetType | None = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
-def _logprobs(tokens: Sequence[Token], alternatives: int, offset: int) -> _Logprobs:
+def _logprobs(tokens: Sequence[Token], options: AnswerOptions, offset: int) -> _Logprobs:
     """`offset` is that of the first token, in characters of the tokens' texts from the choice's beginning."""
+    texts = [shown(token, options) for token in tokens]
     offsets = []
-    for token in tokens:
+    for text in texts:
         offsets.append(offset)
-        offset += len(token.text)
+        offset += len(text)
     return _Logprobs(
-        [token.text for token in tokens],
+        texts,
         [None if token.logprob is None else finite(token.logprob) for token in tokens],
-        [_top_by_text(token, token.top[:alternatives]) for token in tokens],
+        [_top_by_text(token, options) for token in tokens],
         offsets,
     )
 
 
-def _top_by_text(token: Token, top: Sequence[TopToken]) -> dict[str, float] | None:
+def _top_by_text(token: Token, options: AnswerOptions) -> dict[str, float] | None:
     """Return the alternatives with the chosen token among them; None for a first prompt token, which was not chosen."""
     if token.logprob is None:
         return None
-    return {**{found.text: finite(found.logprob) for found in top}, token.text: finite(token.logprob)}
+    top = {shown(other, options): finite(other.logprob) for other in token.top[: options.alternatives]}
+    return {**top, shown(token, options): finite(token.logprob)}
 
 
 # --- format ---
@@ -119,64 +182,120 @@ def _top_by_text(token: Token, top: Sequence[TopToken]) -> dict[str, float] | No
 class _Progress:
     """How far one choice of a completion is."""
 
-    def __init__(self, request: GenerationRequest, echo: bool) -> None:
+    def __init__(self, request: GenerationRequest, options: AnswerOptions, form: _Form) -> None:
         self._prompt = request.prompt
-        self._alternatives = request.sampling.logprobs
-        self._echo = echo  # until the prompt was taken
+        self._options = options
+        self._form = form
+        self._echo = form.echo  # until the prompt was taken
         self._offset = 0
 
     def take(self, delta: Delta) -> tuple[str, tuple[Token, ...]]:
         """Return the text and the tokens that `delta` adds; with echo the prompt's come before the first ones."""
+        text, tokens = ("", ()) if self._form.prompt_only else (delta.text, delta.tokens)
         if not self._echo:
-            return delta.text, delta.tokens
+            return text, tokens
         self._echo = False
         prompt = self._prompt if isinstance(self._prompt, str) else delta.prompt_text or ""
-        return prompt + delta.text, (delta.prompt_tokens or ()) + delta.tokens
+        return prompt + text, (delta.prompt_tokens or ()) + tokens
 
     def logprobs(self, tokens: Sequence[Token]) -> _Logprobs | None:
-        if self._alternatives is None:
+        if self._options.alternatives is None:
             return None
-        logprobs = _logprobs(tokens, self._alternatives, self._offset)
-        self._offset += sum(len(token.text) for token in tokens)
+        logprobs = _logprobs(tokens, self._options, self._offset)
+        if tokens:
+            self._offset = logprobs.text_offset[-1] + len(logprobs.tokens[-1])
         return logprobs
 
 
+class _Candidate:
+    """One sequence of an answer that is not streamed."""
+
+    def __init__(self, request: GenerationRequest, options: AnswerOptions, form: _Form) -> None:
+        self._options = options
+        self._progress = _Progress(request, options, form)
+        self._keeps_tokens = options.token_ids or form.candidates > options.n
+        self._texts: list[str] = []
+        self._scored: list[Token] = []  # those of log probabilities, an echoed prompt's included
+        self._tokens: list[Token] = []
+        self._prompt: Delta | None = None  # the first delta, which tells of the prompt
+        self._last: Delta | None = None
+
+    def take(self, delta: Delta) -> None:
+        if self._prompt is None:
+            self._prompt = delta
+        text, tokens = self._progress.take(delta)
+        self._texts.append(text)
+        if self._options.alternatives is not None:
+            self._scored += tokens
+        if self._keeps_tokens:
+            self._tokens += delta.tokens
+        if delta.finish_reason is not None:
+            self._last = delta
+
+    @property
+    def likelihood(self) -> float:
+        """The log probability per token."""
+        return sum(finite(token.logprob) for token in self._tokens) / max(len(self._tokens), 1)
+
+    def choice(self, index: int) -> _Choice:
+        assert self._prompt is not None
+        assert self._last is not None
+        assert self._last.finish_reason is not None
+        choice = _Choice(
+            index,
+            "".join(self._texts),
+            self._progress.logprobs(self._scored),
+            FINISH[self._last.finish_reason],
+            self._last.stop_reason,
+        )
+        if self._options.prompt_alternatives is not None:
+            choice.prompt_logprobs = prompt_logprobs(
+                self._prompt.prompt_tokens or (), self._options.prompt_alternatives
+            )
+        if self._options.token_ids:
+            choice.prompt_token_ids = list(self._prompt.prompt_token_ids or ())
+            choice.token_ids = [token.id for token in self._tokens]
+        return choice
+
+
 class CompletionBody(OpenAIExchange):
-    """A whole completion, with a choice for each prompt."""
+    """A whole completion."""
 
     stream = False
     content_type = "application/json"
 
     def __init__(
-        self, requests: tuple[GenerationRequest, ...], envelope: Envelope, warnings: tuple[str, ...], echo: bool
+        self,
+        requests: tuple[GenerationRequest, ...],
+        envelope: Envelope,
+        warnings: tuple[str, ...],
+        options: AnswerOptions,
+        form: _Form,
     ) -> None:
-        super().__init__(requests, envelope, warnings)
-        self._progress = [_Progress(request, echo) for request in requests]
-        self._texts: list[list[str]] = [[] for _ in requests]
-        self._tokens: list[list[Token]] = [[] for _ in requests]
-        self._finish_reasons: list[str | None] = [None for _ in requests]
+        super().__init__(requests, envelope, warnings, options, form.candidates)
+        self._form = form
+        self._candidates = [_Candidate(request, options, form) for request in requests]
 
     def add(self, index: int, delta: Delta) -> bytes:
-        text, tokens = self._progress[index].take(delta)
-        self._texts[index].append(text)
-        if self._alternatives is not None:
-            self._tokens[index] += tokens
-        if delta.finish_reason is not None:
-            self._finish_reasons[index] = FINISH[delta.finish_reason]
+        self._candidates[index].take(delta)
         if delta.usage is not None:
-            self._usages.append(delta.usage)
+            self._tally.take(index, delta)
         return b""
 
     def body(self) -> bytes:
-        choices = [
-            _Choice(index, "".join(texts), progress.logprobs(tokens), reason)
-            for index, (texts, tokens, progress, reason) in enumerate(
-                zip(self._texts, self._tokens, self._progress, self._finish_reasons, strict=True)
-            )
-        ]
+        choices = [candidate.choice(index) for index, candidate in enumerate(self._best())]
         answer = answer_of("text_completion", self._envelope, choices)
-        answer.usage = usage_of(self._usages)
+        answer.usage = self._tally.total()
         return encode(answer)
+
+    def _best(self) -> list[_Candidate]:
+        """Return the candidates that are told: of each prompt the n with the highest log probability per token."""
+        per_prompt, told = self._form.candidates, self._options.n
+        if per_prompt == told:
+            return self._candidates
+        prompts = range(0, len(self._candidates), per_prompt)
+        groups = [self._candidates[first : first + per_prompt] for first in prompts]
+        return [best for group in groups for best in sorted(group, key=lambda one: -one.likelihood)[:told]]
 
 
 class CompletionStream(OpenAIExchange):
@@ -190,26 +309,32 @@ class CompletionStream(OpenAIExchange):
         requests: tuple[GenerationRequest, ...],
         envelope: Envelope,
         warnings: tuple[str, ...],
-        echo: bool,
-        include_usage: bool,
+        options: AnswerOptions,
+        form: _Form,
     ) -> None:
-        super().__init__(requests, envelope, warnings)
-        self._progress = [_Progress(request, echo) for request in requests]
-        self._chunks = Chunks("text_completion", envelope, SSE, include_usage)
+        super().__init__(requests, envelope, warnings, options, form.candidates)
+        self._progress = [_Progress(request, options, form) for request in requests]
+        self._chunks = Chunks("text_completion", envelope, SSE, options.include_usage)
         self._around = [self._chunks.around_text(_Choice(i, "", None, None)) for i in range(len(requests))]
+        self._text_only = options.alternatives is None and not options.token_ids and not options.continuous_usage
 
     def add(self, index: int, delta: Delta) -> bytes:
         text, tokens = self._progress[index].take(delta)
-        if delta.finish_reason is None and self._alternatives is None:
+        if delta.finish_reason is None and self._text_only:
             before, after = self._around[index]
             return before + encode_line(text) + after if text else b""
         if delta.finish_reason is None and not text and not tokens:
             return b""
-        if delta.usage is not None:
-            self._usages.append(delta.usage)
-        logprobs = self._progress[index].logprobs(tokens)
+        self._tally.take(index, delta)
         reason = None if delta.finish_reason is None else FINISH[delta.finish_reason]
-        return self._chunks.write(_Choice(index, text, logprobs, reason))
+        choice = _Choice(index, text, self._progress[index].logprobs(tokens), reason)
+        if reason is not None:
+            choice.stop_reason = delta.stop_reason
+        if self._options.token_ids:
+            choice.token_ids = [token.id for token in delta.tokens]
+            if delta.prompt_token_ids is not None:
+                choice.prompt_token_ids = list(delta.prompt_token_ids)
+        return self._chunks.write(choice, self._tally.so_far(index) if self._options.continuous_usage else None)
 
     def last(self) -> bytes:
-        return self._chunks.end(self._usages)
+        return self._chunks.end(self._tally)

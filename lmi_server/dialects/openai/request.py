@@ -1,14 +1,15 @@
-"""What completions and chats take alike: fields, the model's name, sampling parameters."""
+"""What completions and chats take alike: fields, the model's name, sampling parameters, the form of the answer."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
 import msgspec
 
-from lmi_server.dialects import fields
+from lmi_server.dialects import constraints, fields
 from lmi_server.dialects.base import ServedModel
 from lmi_server.dialects.fields import Field
 from lmi_server.errors import ModelNotFoundError, RequestError
@@ -16,18 +17,22 @@ from lmi_server.generation import SamplingParameters
 from lmi_server.protocol import Input
 
 ROUTES = frozenset({"completions", "chat/completions"})
+_MAX_CHOICES = 128  # OpenAI's own bound on n
 
 
-def _stream_options(name: str, value: Any) -> bool:
+def _stream_options(name: str, value: Any) -> tuple[bool, bool]:
+    """Reads OpenAI's include_usage, and vLLM's continuous_usage_stats."""
     if not isinstance(value, dict):
         raise fields.not_allowed(name, value, 'send an object such as {"include_usage": true}')
-    include_usage = value.get("include_usage")
-    return False if include_usage is None else fields.boolean(f"{name}.include_usage", include_usage)
+    usage, continuous = value.get("include_usage"), value.get("continuous_usage_stats")
+    return (
+        usage is not None and fields.boolean(f"{name}.include_usage", usage),
+        continuous is not None and fields.boolean(f"{name}.continuous_usage_stats", continuous),
+    )
 
 
-_ONE_CHOICE = fields.one("send 1 or leave it out: one choice is generated per prompt")
-_UNCONSTRAINED = fields.off("leave it out: the output is not constrained by a grammar or schema")
 UNSUPPORTED = fields.off("leave it out")
+CHOICES = fields.integer(1, _MAX_CHOICES)
 
 _IGNORED = (
     "user",
@@ -38,16 +43,27 @@ _IGNORED = (
     "prompt_cache_key",
     "prompt_cache_retention",
     "prediction",
-    "reasoning_effort",
     "verbosity",
-    "parallel_tool_calls",
+    "length_penalty",  # of beam search, which is refused
+    "stream_interval",
+    "session_id",
 )
+_ENGINE_EXTRAS = ("vllm_xargs", "kv_transfer_params", "ec_transfer_params", "repetition_detection", "cache_salt")
+
+
+def _any(name: str, value: Any) -> Any:
+    """Reads what only the engine can judge."""
+    return value
+
 
 SHARED_FIELDS: dict[str, Field] = {
     "model": Field("model", fields.string),
     "stream": Field("stream", fields.boolean),
-    "stream_options": Field("include_usage", _stream_options),
+    "stream_options": Field("stream_options", _stream_options),
+    "request_id": Field("request_id", fields.string),
+    "priority": Field("priority", fields.integer(-(2**31), 2**31 - 1)),
     "max_tokens": Field("max_tokens", fields.MAX_TOKENS),
+    "min_tokens": Field("min_tokens", fields.integer(0, 2**31 - 1), "min_tokens"),
     "temperature": Field("temperature", fields.TEMPERATURE),
     "top_p": Field("top_p", fields.PROBABILITY),
     "top_k": Field("top_k", fields.top_k),
@@ -63,20 +79,17 @@ SHARED_FIELDS: dict[str, Field] = {
     "include_stop_str_in_output": Field("include_stop_str_in_output", fields.boolean),
     "ignore_eos": Field("ignore_eos", fields.boolean),
     "skip_special_tokens": Field("skip_special_tokens", fields.boolean),
+    "spaces_between_special_tokens": Field("spaces_between_special_tokens", fields.boolean),
     "truncate_prompt_tokens": Field("truncate", fields.MAX_TOKENS),
-    "n": Field(None, _ONE_CHOICE),
-    "best_of": Field(None, _ONE_CHOICE),
-    "response_format": Field(None, fields.plain_text_format),
-    "guided_json": Field(None, _UNCONSTRAINED),
-    "guided_regex": Field(None, _UNCONSTRAINED),
-    "guided_choice": Field(None, _UNCONSTRAINED),
-    "guided_grammar": Field(None, _UNCONSTRAINED),
-    "structured_outputs": Field(None, _UNCONSTRAINED),
+    "bad_words": Field("bad_words", fields.strings, "bad_words"),
+    "allowed_token_ids": Field("allowed_token_ids", fields.token_ids, "allowed_token_ids"),
+    "prompt_logprobs": Field("prompt_logprobs", fields.LOGPROBS),
+    "n": Field("n", CHOICES),
+    "return_token_ids": Field("token_ids", fields.boolean),
+    "return_tokens_as_token_ids": Field("tokens_as_ids", fields.boolean),
+    **constraints.FIELDS,
+    **{name: Field(name, _any, "engine_extras") for name in _ENGINE_EXTRAS},
     "use_beam_search": Field(None, UNSUPPORTED),
-    "min_tokens": Field(None, UNSUPPORTED),
-    "bad_words": Field(None, UNSUPPORTED),
-    "allowed_token_ids": Field(None, UNSUPPORTED),
-    "prompt_logprobs": Field(None, UNSUPPORTED),
     "adapters": Field(None, fields.off("leave it out: this model is served without adapters")),
     **{name: Field(None, fields.ignored) for name in _IGNORED},
 }
@@ -90,13 +103,31 @@ class Envelope(msgspec.Struct, frozen=True):
     model: str
 
 
+class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What the request asked of the answer's form.
+
+    `alternatives` are those of log probabilities per token, None for no log probabilities; `n` choices are told per
+    prompt. `token_ids` adds the ids of prompt and output, `tokens_as_ids` tells tokens of log probabilities by id.
+    """
+
+    alternatives: int | None = None
+    prompt_alternatives: int | None = None
+    n: int = 1
+    include_usage: bool = False
+    continuous_usage: bool = False
+    token_ids: bool = False
+    tokens_as_ids: bool = False
+
+
 def read(
     request: Input, body: dict[str, Any], known: dict[str, Field], served: ServedModel
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the body's fields and the warnings."""
-    values, unknown = fields.read_fields(body, known)
-    if values.get("include_usage") is not None and not values.get("stream"):
+    values, unknown = fields.read_fields(body, known, features=served.features)
+    if "stream_options" in values and not values.get("stream"):
         raise RequestError("stream_options is only allowed with stream; send stream: true or leave it out")
+    if values.get("stream") and values.get("prompt_logprobs") is not None:
+        raise RequestError("prompt_logprobs is not available in a stream; leave it out, or do not stream")
     warnings = fields.unknown_warnings(unknown, known)
     model = values.get("model")
     if model is None or model == served.name or model in served.served_names:
@@ -114,15 +145,51 @@ def _other_model(request: Input, model: str, served: ServedModel) -> str:
 
 
 def envelope_of(prefix: str, values: dict[str, Any], served: ServedModel) -> Envelope:
+    """Take id and model of the answer out of `values`."""
     default = served.served_names[0] if served.served_names else served.name
-    return Envelope(f"{prefix}-{uuid4().hex}", int(time.time()), values.pop("model", default))
+    name = values.pop("request_id", None) or uuid4().hex
+    return Envelope(f"{prefix}-{name}", int(time.time()), values.pop("model", default))
 
 
-def sampling_of(values: dict[str, Any], max_tokens: int | None, prompt_logprobs: int | None) -> SamplingParameters:
-    values.setdefault("temperature", 1.0)
+def priority_of(request: Input, values: dict[str, Any]) -> int:
+    """Return the priority that the body names, or else the header."""
+    named: int | None = values.pop("priority", None)
+    return fields.priority(request) if named is None else named
+
+
+def answer_options(values: dict[str, Any]) -> AnswerOptions:
+    """Take out of `values` what concerns the answer's form only."""
+    include_usage, continuous = values.pop("stream_options", (False, False))
+    return AnswerOptions(
+        alternatives=values.get("logprobs"),
+        prompt_alternatives=values.get("prompt_logprobs"),
+        n=values.pop("n", 1),
+        include_usage=include_usage,
+        continuous_usage=include_usage and continuous,
+        token_ids=values.pop("token_ids", False),
+        tokens_as_ids=values.pop("tokens_as_ids", False),
+    )
+
+
+def sampling_of(values: dict[str, Any], max_tokens: int | None, defaults: Mapping[str, Any]) -> SamplingParameters:
+    """Return what is left of `values` as sampling parameters, over the model's own defaults."""
+    extra = {name: values.pop(name) for name in _ENGINE_EXTRAS if name in values}
+    constraint = constraints.take(values)
+    values = {"temperature": 1.0, **defaults, **values}
     return SamplingParameters(
         max_new_tokens=max_tokens,
         do_sample=values["temperature"] > 0,
-        prompt_logprobs=prompt_logprobs,
+        structured_outputs=constraint,
+        extra=extra,
         **values,
     )
+
+
+def of_choice(sampling: SamplingParameters, index: int) -> SamplingParameters:
+    """Return the parameters of one of several choices for a prompt: with a seed, each draws from a stream of its own.
+
+    The first has the seed as it was sent; the others count on, as vLLM's do.
+    """
+    if not index or sampling.seed is None:
+        return sampling
+    return msgspec.structs.replace(sampling, seed=sampling.seed + index)

@@ -1,0 +1,243 @@
+"""What each slot of the KV cache holds, and which memory is behind it: plain data, no tensors.
+
+A slot belongs to a running sequence, or keeps the tokens of one that has left (cached), or is empty. A newcomer whose
+first tokens some slot holds goes on in that slot where nobody needs it, or in one of its own into which those tokens
+are copied: copying costs about a hundredth of computing. Cached tokens give way, the least recently used slot's last
+ones first, before the memory of `kv_tokens` tokens is exceeded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from handlers.rolling_batch.prefix_tree import PrefixTree
+
+_LEAST_COPIED = 4  # tokens; computing fewer is as fast as copying them
+_TAIL_WORTH_KEEPING = 16  # tokens that are worth the copy of all that is before them
+_LEAST_EVICTED = 256  # tokens given back at once: it takes two system calls per layer and head
+_LEAST_KEPT = 32  # tokens; a page per layer and head
+
+
+@dataclass(slots=True, frozen=True)
+class Trim:
+    """Give the memory behind all but the first `keep` tokens of `slot` back to the system."""
+
+    slot: int
+    keep: int
+
+
+@dataclass(slots=True, frozen=True)
+class Copy:
+    """Copy keys and values of the first `tokens` tokens from one slot to another."""
+
+    source: int
+    target: int
+    tokens: int
+
+
+@dataclass(slots=True, frozen=True)
+class Match:
+    """`tokens` first tokens are in `slot` now; `coming` of them will be, once a running sequence is computed."""
+
+    slot: int
+    tokens: int
+    coming: int
+
+
+class SlotTable:
+    """Slots 0 to `slots` - 1 with the memory of `kv_tokens` tokens behind all of them together.
+
+    `trims` and `copies` collect what the next step has to do before it computes, in this order.
+    """
+
+    def __init__(self, slots: int, kv_tokens: int) -> None:
+        self.kv_tokens = kv_tokens
+        self.trims: list[Trim] = []
+        self.copies: list[Copy] = []
+        self._tree = PrefixTree()
+        self._empty = dict.fromkeys(range(slots))
+        self._cached: dict[int, int] = {}  # tokens held; the least recently used slot first
+        self._running: dict[int, int] = {}  # tokens computed
+        self._resident = [0] * slots  # tokens whose memory may be in use
+        self._needed = [0] * slots  # tokens whose memory must stay
+        self._resident_tokens = 0
+
+    @property
+    def running_slots(self) -> int:
+        return len(self._running)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens kept of sequences that have left."""
+        return sum(self._cached.values())
+
+    @property
+    def resident_tokens(self) -> int:
+        """Tokens whose memory may be in use; never more than `kv_tokens` once a step is planned."""
+        return self._resident_tokens
+
+    def find(self, adapter: Hashable, tokens: list[int]) -> Match:
+        """Return the slot that begins with most of `tokens`; the last one has to be computed in any case."""
+        best = Match(-1, 0, 0)
+        longest = 0
+        for common, slots in self._tree.match(adapter, tokens):
+            depth = min(common, len(tokens) - 1)
+            longest = max(longest, depth)
+            if depth <= best.tokens:
+                break
+            for slot in slots:
+                held = min(depth, self._held(slot))
+                if held > best.tokens or (held == best.tokens > 0 and self._fitness(slot) > self._fitness(best.slot)):
+                    best = Match(slot, held, longest)
+        return Match(best.slot, best.tokens, longest)
+
+    def claim(self, adapter: Hashable, tokens: list[int], match: Match, spare: int) -> tuple[int, int] | None:
+        """Take a slot for a sequence of `tokens`; return it and how many of them it holds.
+
+        None where every slot is in use in this step. `spare` is the memory, in tokens, that no running sequence needs.
+        """
+        slot, held = self._choose(tokens, match, spare)
+        if slot is None:
+            return None
+        self._empty.pop(slot, None)
+        self._cached.pop(slot, None)
+        if slot != match.slot:
+            held = match.tokens if match.tokens >= _LEAST_COPIED else 0
+            if held:
+                self.copies.append(Copy(match.slot, slot, held))
+                self._touch(match.slot)
+        self._tree.remove(slot)
+        self._tree.insert(slot, adapter, tokens)
+        self._running[slot] = held
+        self._needed[slot] = 0
+        self.reserve(slot, held)
+        return slot, held
+
+    def reserve(self, slot: int, tokens: int) -> None:
+        """Provide the memory of the first `tokens` tokens of a running sequence's slot."""
+        self._needed[slot] = tokens
+        if tokens > self._resident[slot]:
+            self._set_resident(slot, tokens)
+            if self._resident_tokens > self.kv_tokens:
+                self._give_way()
+
+    def computed(self, slot: int, tokens: int) -> None:
+        """Tell that the first `tokens` tokens of a running sequence are in its slot."""
+        self._running[slot] = tokens
+
+    def release(self, slot: int, adapter: Hashable, tokens: list[int]) -> None:
+        """Take the slot back from a sequence that leaves; what is computed of `tokens` stays for others."""
+        held = self._running.pop(slot)
+        self._tree.remove(slot)
+        self._needed[slot] = held
+        if held:
+            self._tree.insert(slot, adapter, tokens[:held])
+            self._cached[slot] = held
+        else:
+            self._empty[slot] = None
+
+    def discard(self, slot: int) -> None:
+        """Take the slot back from a sequence whose keys and values cannot be relied on."""
+        self._running[slot] = 0
+        self.release(slot, None, [])
+
+    def forget(self, adapter: Hashable) -> None:
+        """Drop what is cached of an adapter that is gone."""
+        for slot in self._tree.slots_of(adapter) & self._cached.keys():
+            self._forget(slot)
+
+    def step_planned(self) -> tuple[list[Trim], list[Copy]]:
+        """Return what has to be done before the planned step computes, trims first."""
+        done = self.trims, self.copies
+        self.trims, self.copies = [], []
+        return done
+
+    # --- which slot a newcomer gets ---
+
+    def _choose(self, tokens: list[int], match: Match, spare: int) -> tuple[int | None, int]:
+        """Return a slot and how many tokens it holds already if it is the matching one itself."""
+        sources = {copy.source for copy in self.copies}
+        useful = match.tokens >= _LEAST_COPIED
+        if len(tokens) > spare - self._cached_in(sources):
+            return None, 0  # what this step copies from has to stay until it is copied
+        room = spare - self._cached_in(sources | ({match.slot} if useful else set()))
+        if useful and match.slot in self._cached and match.slot not in sources:
+            lost = self._cached[match.slot] - match.tokens
+            if lost <= _TAIL_WORTH_KEEPING or len(tokens) > room or not self._others(sources | {match.slot}):
+                return match.slot, match.tokens
+        if len(tokens) > room:
+            return None, 0
+        return self._vacant(len(tokens), sources | ({match.slot} if useful else set())), 0
+
+    def _cached_in(self, slots: set[int]) -> int:
+        return sum(self._cached.get(slot, 0) for slot in slots)
+
+    def _others(self, slots: set[int]) -> bool:
+        """Whether a slot beside `slots` could be taken."""
+        return bool(self._empty) or any(slot not in slots for slot in self._cached)
+
+    def _vacant(self, tokens: int, pinned: set[int]) -> int | None:
+        """Return a slot whose content nobody needs, one with memory behind it first; a cached one is emptied."""
+        with_memory = max(self._empty, key=lambda slot: self._resident[slot], default=None)
+        if with_memory is not None and self._resident[with_memory] > 0:
+            return with_memory
+        evictable = next((slot for slot in self._cached if slot not in pinned), None)
+        short = self._resident_tokens + tokens > self.kv_tokens
+        if evictable is not None and (short or with_memory is None):
+            self._forget(evictable)
+            return evictable
+        return with_memory
+
+    def _held(self, slot: int) -> int:
+        return self._cached[slot] if slot in self._cached else self._running[slot]
+
+    def _fitness(self, slot: int) -> tuple[bool, int]:
+        """Of slots that match alike, one that can be gone on with at the least loss is the best."""
+        return slot in self._cached, -self._held(slot)
+
+    def _touch(self, slot: int) -> None:
+        if slot in self._cached:
+            self._cached[slot] = self._cached.pop(slot)
+
+    # --- memory ---
+
+    def _set_resident(self, slot: int, tokens: int) -> None:
+        self._resident_tokens += tokens - self._resident[slot]
+        self._resident[slot] = tokens
+
+    def _give_way(self) -> None:
+        """Bring the memory in use down to the limit: first what nobody needs, then cached tokens."""
+        for slot, needed in enumerate(self._needed):
+            if self._resident[slot] > needed:
+                self._trim(slot, needed)
+                if self._resident_tokens <= self.kv_tokens:
+                    return
+        pinned = {copy.source for copy in self.copies}
+        for slot, held in list(self._cached.items()):
+            if slot not in pinned:
+                self._shorten(slot, held - max(self._resident_tokens - self.kv_tokens, _LEAST_EVICTED))
+                if self._resident_tokens <= self.kv_tokens:
+                    return
+        raise AssertionError("the scheduler planned for more memory than there is")
+
+    def _shorten(self, slot: int, keep: int) -> None:
+        if keep < _LEAST_KEPT:
+            self._forget(slot)
+            keep = 0
+        else:
+            self._tree.shorten(slot, keep)
+            self._cached[slot] = keep
+            self._needed[slot] = keep
+        self._trim(slot, keep)
+
+    def _forget(self, slot: int) -> None:
+        """Empty a cached slot; its memory stays behind it."""
+        del self._cached[slot]
+        self._tree.remove(slot)
+        self._needed[slot] = 0
+        self._empty[slot] = None
+
+    def _trim(self, slot: int, keep: int) -> None:
+        self.trims.append(Trim(slot, keep))
+        self._set_resident(slot, keep)

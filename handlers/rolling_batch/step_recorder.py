@@ -1,0 +1,130 @@
+"""What a rolling batch tells of itself: counters and gauges, and a line in the log every few seconds.
+
+The lines and their terms are SGLang's, so that its advice on tuning applies to them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from handlers.rolling_batch.scheduler import Retraction, Scheduler, StepPlan
+
+_log = logging.getLogger(__name__)
+
+_LINE_INTERVAL_S = 5.0
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters since the start, and the state after the last step.
+
+    `used_tokens` are those of running sequences; what is cached beside them gives way where memory is needed.
+    `throughput` is that of the last interval of the log, in generated tokens per second.
+    """
+
+    steps: int = 0
+    generated_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    retracted_requests: int = 0
+    running: int = 0
+    waiting: int = 0
+    used_tokens: int = 0
+    kept_tokens: int = 0
+    new_token_ratio: float = 0.0
+    throughput: float = 0.0
+    step_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class _Interval:
+    """What happened since the last line of the log."""
+
+    began: float
+    generated: int = 0
+    started: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class StepRecorder:
+    """Accounts for steps. `clock` gives seconds."""
+
+    def __init__(self, scheduler: Scheduler, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.stats = EngineStats()
+        self._scheduler = scheduler
+        self._clock = clock
+        self._interval = _Interval(clock())
+        self._step_began = clock()
+
+    def begin(self) -> None:
+        """Tell that a step begins."""
+        self._step_began = self._clock()
+        if self.stats.running == 0:  # the time without work is nobody's throughput
+            self._interval.began = self._step_began
+
+    def end(self, plan: StepPlan, sampled: int) -> None:
+        """Account for a step that gave `sampled` tokens; write to the log what is due."""
+        now = self._clock()
+        self._count(plan, sampled, now - self._step_began)
+        if plan.retraction is not None:
+            self._warn(plan.retraction)
+        if now - self._interval.began >= _LINE_INTERVAL_S:
+            self._write_lines(now)
+
+    def observe(self) -> None:
+        """Take the state of the scheduler as it is now."""
+        stats = self.stats
+        stats.running = len(self._scheduler.running)
+        stats.waiting = len(self._scheduler.waiting)
+        stats.used_tokens = sum(sequence.computed for sequence in self._scheduler.running)
+        stats.kept_tokens = self._scheduler.slots.cached_tokens
+        stats.new_token_ratio = self._scheduler.new_token_ratio
+
+    def _count(self, plan: StepPlan, sampled: int, seconds: float) -> None:
+        stats, interval = self.stats, self._interval
+        computed = sum(chunk.end - chunk.start for chunk in plan.prefill)
+        cached = sum(sequence.cached for sequence in plan.started)
+        stats.steps += 1
+        stats.generated_tokens += sampled
+        stats.prompt_tokens += computed
+        stats.cached_prompt_tokens += cached
+        stats.retracted_requests += len(plan.retraction.sequences) if plan.retraction else 0
+        stats.step_seconds = seconds
+        self.observe()
+        interval.generated += sampled
+        interval.started += len(plan.started)
+        interval.prompt_tokens += computed
+        interval.cached_tokens += cached
+
+    def _write_lines(self, now: float) -> None:
+        stats, interval = self.stats, self._interval
+        stats.throughput = interval.generated / (now - interval.began)
+        usage = f"token usage: {stats.used_tokens / self._scheduler.limits.kv_tokens:.2f}"
+        if interval.started:
+            _log.info(
+                "Prefill batch. #new-seq: %d, #new-token: %d, #cached-token: %d, %s, #running-req: %d, #queue-req: %d",
+                *(
+                    interval.started,
+                    interval.prompt_tokens,
+                    interval.cached_tokens,
+                    usage,
+                    stats.running,
+                    stats.waiting,
+                ),
+            )
+        if interval.generated:
+            _log.info(
+                "Decode batch. #running-req: %d, #token: %d, %s, gen throughput (token/s): %.2f, #queue-req: %d",
+                *(stats.running, stats.used_tokens, usage, stats.throughput, stats.waiting),
+            )
+        self._interval = _Interval(now)
+
+    def _warn(self, retraction: Retraction) -> None:
+        _log.warning(
+            "decode out of memory happened, #retracted_reqs: %d, #new_token_ratio: %.4f -> %.4f",
+            *(len(retraction.sequences), retraction.ratio_before, retraction.ratio_after),
+        )

@@ -1,0 +1,46 @@
+"""The options of every handler that this project's own rolling batch schedules; the names are SGLang's."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from lmi_server.configuration.declaration import Allowed
+from lmi_server.configuration.options import Fraction, ModelOptions, PositiveFloat, PositiveInt, lower
+
+SchedulePolicy = Annotated[Literal["lpm", "fcfs"], BeforeValidator(lower)]
+ChunkSize = Annotated[
+    Annotated[int, Field(ge=1)] | Literal[-1],
+    BeforeValidator(lambda value: int(value) if value == "-1" else value),
+    Allowed("an integer of 1 or more, or -1"),
+]
+
+
+class RollingBatchOptions(ModelOptions):
+    """Keys of serving.properties for a model under the rolling batch."""
+
+    schedule_policy: SchedulePolicy = Field(
+        "lpm",
+        description="Which waiting request comes first: the one with the longest prefix in the KV cache (lpm), or the"
+        " one that came first (fcfs).",
+    )
+    schedule_conservativeness: PositiveFloat = Field(
+        1.0,
+        description="How much output is expected of a request when it is admitted; lower it where token usage stays"
+        " below 0.9 while requests wait, raise it where the log tells of retracted requests often.",
+    )
+    chunked_prefill_size: ChunkSize | None = Field(
+        None,
+        description="Prompt tokens computed per step, beside decoding too; -1 computes every prompt in one step,"
+        " without the key the handler chooses.",
+    )
+    max_running_requests: PositiveInt | None = Field(
+        None, description="Requests that are decoded together; without it option.max_rolling_batch_size."
+    )
+    mem_fraction_static: Fraction | None = Field(
+        None, description="Share of the memory of the device for weights and KV cache; without it the handler chooses."
+    )
+    kv_cache_memory_gb: PositiveFloat | None = Field(
+        None, description="Memory of the KV cache in GiB at most; option.mem_fraction_static is not used then."
+    )

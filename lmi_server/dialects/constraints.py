@@ -1,0 +1,130 @@
+"""Fields that constrain the output: `response_format`, vLLM's `structured_outputs`, and the older `guided_*`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from lmi_server.dialects import fields
+from lmi_server.dialects.fields import Field, Reader
+from lmi_server.errors import RequestError
+from lmi_server.generation import StructuredOutputs
+
+_WHITESPACE = "guided_whitespace_pattern"
+
+
+def _schema(name: str, value: Any) -> Any:
+    """Reads a JSON schema: an object, or the text of one."""
+    if isinstance(value, str):
+        try:
+            schema = msgspec.json.decode(value)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise RequestError(f"{name} is not valid JSON: {error}; send a JSON schema") from None
+    else:
+        schema = value
+    if not isinstance(schema, dict):
+        raise fields.not_allowed(name, value, "send a JSON schema as an object")
+    return value
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise fields.not_allowed(name, value, "send a string that is not empty")
+    return value
+
+
+def _choices(name: str, value: Any) -> list[str]:
+    choices = list(fields.strings(name, value))
+    if not choices:
+        raise fields.not_allowed(name, value, "send a list of the texts that the output may be")
+    return choices
+
+
+def _structural_tag(name: str, value: Any) -> str:
+    return value if isinstance(value, str) and value else msgspec.json.encode(fields.mapping(name, value)).decode()
+
+
+_KINDS: dict[str, Reader] = {
+    "json": _schema,
+    "json_object": fields.boolean,
+    "regex": _text,
+    "choice": _choices,
+    "grammar": _text,
+    "structural_tag": _structural_tag,
+}
+_MANNERS: dict[str, Reader] = {
+    "whitespace_pattern": _text,
+    "disable_any_whitespace": fields.boolean,
+    "disable_additional_properties": fields.boolean,
+}
+
+
+def _constraint(kind: Any, value: Any, **manners: Any) -> StructuredOutputs:
+    return StructuredOutputs(kind=kind, value=value, **manners)
+
+
+def response_format(name: str, value: Any) -> StructuredOutputs | None:
+    """Reads OpenAI's response_format; None where it is plain text."""
+    kind = fields.mapping(name, value).get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return _constraint("json_object", True)
+    if kind == "json_schema":
+        described = fields.mapping(f"{name}.json_schema", value.get("json_schema"))
+        return _constraint("json", _schema(f"{name}.json_schema.schema", described.get("schema")))
+    if kind == "structural_tag":
+        return _constraint("structural_tag", _structural_tag(name, value))
+    raise fields.not_allowed(f"{name}.type", kind, "send text, json_object, json_schema or structural_tag")
+
+
+def _structured_outputs(name: str, value: Any) -> StructuredOutputs | None:
+    """Reads vLLM's structured_outputs: one kind of constraint, and manners of the JSON."""
+    known = {kind: Field(kind, read) for kind, read in (_KINDS | _MANNERS).items()}
+    found, unknown = fields.read_fields(fields.mapping(name, value), known, f"{name}.")
+    if unknown:
+        raise RequestError(f"{name}.{unknown[0][:60]} is not known; send one of {', '.join(_KINDS)}")
+    manners = {manner: found.pop(manner) for manner in _MANNERS if manner in found}
+    if found.get("json_object") is False:
+        del found["json_object"]
+    if len(found) > 1:
+        raise RequestError(f"{name}: {' and '.join(found)} exclude each other; send one of them")
+    return next((_constraint(kind, read, **manners) for kind, read in found.items()), None)
+
+
+def _guided(kind: str) -> Reader:
+    def read(name: str, value: Any) -> StructuredOutputs | None:
+        found = _KINDS[kind](name, value)
+        return None if found is False else _constraint(kind, found)
+
+    return read
+
+
+_READERS: dict[str, Reader] = {
+    "response_format": response_format,
+    "structured_outputs": _structured_outputs,
+    **{f"guided_{kind}": _guided(kind) for kind in ("json", "json_object", "regex", "choice", "grammar")},
+    "structural_tag": _guided("structural_tag"),
+}
+FIELDS: dict[str, Field] = {
+    **{name: Field(name, read, "structured_outputs") for name, read in _READERS.items()},
+    _WHITESPACE: Field(_WHITESPACE, _text, "structured_outputs"),
+    "guided_decoding_backend": Field(None, fields.ignored),  # the engine chooses
+}
+
+
+def take(values: dict[str, Any]) -> StructuredOutputs | None:
+    """Take the fields of this module out of what `read_fields` returned; None where nothing constrains the output.
+
+    Raises RequestError where two fields do.
+    """
+    pattern = values.pop(_WHITESPACE, None)
+    given = {name: values.pop(name) for name in _READERS if name in values}
+    found = {name: constraint for name, constraint in given.items() if constraint is not None}
+    if len(found) > 1:
+        raise RequestError(f"{' and '.join(found)} exclude each other; send one of them")
+    constraint: StructuredOutputs | None = next(iter(found.values()), None)
+    if constraint is None or pattern is None:
+        return constraint
+    return msgspec.structs.replace(constraint, whitespace_pattern=pattern)

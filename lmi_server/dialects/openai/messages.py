@@ -1,0 +1,127 @@
+"""The messages and the tools of a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lmi_server.dialects import fields
+from lmi_server.errors import RequestError
+from lmi_server.generation import ChatOptions, NamedTool
+
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+_TEMPLATE_ONLY = ("chat_template", "tokenize", "messages", "conversation")  # what the renderer itself decides
+
+
+def messages(name: str, value: Any) -> list[dict[str, Any]]:
+    """Reads the messages; a content is text, or a list of parts."""
+    if not isinstance(value, list) or not value:
+        raise fields.not_allowed(name, value, 'send a list such as [{"role": "user", "content": "Hello"}]')
+    return [_message(f"{name}[{index}]", message) for index, message in enumerate(value)]
+
+
+def _message(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise fields.not_allowed(name, value, 'send an object such as {"role": "user", "content": "Hello"}')
+    role, content = value.get("role"), value.get("content")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise fields.not_allowed(f"{name}.role", role, f"send one of {', '.join(sorted(_ROLES))}")
+    if isinstance(content, str):
+        return value
+    if content is None and role == "assistant":  # a turn that only called tools
+        return {**value, "content": ""}
+    if not isinstance(content, list):
+        raise fields.not_allowed(f"{name}.content", content, "send a string or a list of text parts")
+    for index, part in enumerate(content):
+        _check_part(f"{name}.content[{index}]", part)
+    return value
+
+
+def _check_part(name: str, value: Any) -> None:
+    if not isinstance(value, dict):
+        raise fields.not_allowed(name, value, 'send an object such as {"type": "text", "text": "Hello"}')
+    if fields.string(f"{name}.type", value.get("type")) == "text":
+        fields.string(f"{name}.text", value.get("text"))
+
+
+def as_text(checked: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose contents are strings, as the chat templates of text models expect them.
+
+    Parts are joined as LMI joins them. Raises RequestError where one is not text.
+    """
+    return [
+        {**message, "content": _text_of(f"messages[{index}].content", message["content"])}
+        if isinstance(message["content"], list)
+        else message
+        for index, message in enumerate(checked)
+    ]
+
+
+def _text_of(name: str, parts: Sequence[dict[str, Any]]) -> str:
+    for index, part in enumerate(parts):
+        if part["type"] != "text":
+            raise fields.not_allowed(f"{name}[{index}].type", part["type"], 'send "text": the model takes text only')
+    return "\n".join([part["text"] for part in parts])
+
+
+def tools(name: str, value: Any) -> list[dict[str, Any]]:
+    """Reads the functions that the model may call."""
+    checked = fields.objects(name, value)
+    for index, tool in enumerate(checked):
+        where = f"{name}[{index}]"
+        if tool.get("type", "function") != "function":
+            raise fields.not_allowed(f"{where}.type", tool["type"], "send function, the only kind of tool")
+        function = fields.mapping(f"{where}.function", tool.get("function"))
+        _function_name(f"{where}.function.name", function.get("name"))
+        if function.get("parameters") is not None:
+            fields.mapping(f"{where}.function.parameters", function["parameters"])
+    return checked
+
+
+def _function_name(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise fields.not_allowed(name, value, "send the name of the function")
+    return value
+
+
+def tool_choice(name: str, value: Any) -> str | NamedTool:
+    if value in ("none", "auto", "required"):
+        return str(value)
+    if not isinstance(value, dict):
+        raise fields.not_allowed(
+            name, value, 'send none, auto, required or {"type": "function", "function": {"name": "..."}}'
+        )
+    if value.get("type") != "function":
+        raise fields.not_allowed(f"{name}.type", value.get("type"), "send function")
+    function = fields.mapping(f"{name}.function", value.get("function"))
+    return NamedTool(_function_name(f"{name}.function.name", function.get("name")))
+
+
+def template_arguments(name: str, value: Any) -> dict[str, Any]:
+    """Reads what the chat template is given beside messages and tools."""
+    arguments = fields.mapping(name, value)
+    for key in _TEMPLATE_ONLY:
+        if key in arguments:
+            raise RequestError(f"{name}.{key} is not supported; leave it out")
+    return arguments
+
+
+def chat_options(values: dict[str, Any]) -> ChatOptions:
+    """Take the fields of ChatOptions out of `values`; `tools` stay. Raises RequestError where two contradict."""
+    offered = values.get("tools") or ()
+    choice = values.pop("tool_choice", "auto" if offered else "none")
+    if not offered and choice != "auto" and choice != "none":
+        raise RequestError("tool_choice is only allowed with tools; send tools, or leave it out")
+    if isinstance(choice, NamedTool) and choice.name not in [tool["function"]["name"] for tool in offered]:
+        raise fields.not_allowed("tool_choice.function.name", choice.name, "send the name of one of tools")
+    continued = values.pop("continue_final_message", False)
+    opened = values.pop("add_generation_prompt", not continued)
+    if continued and opened:
+        raise RequestError("continue_final_message and add_generation_prompt exclude each other; send one of them")
+    plain = ("parallel_tool_calls", "chat_template_kwargs", "documents", "reasoning_effort", "include_reasoning")
+    return ChatOptions(
+        tool_choice=choice if offered else "none",
+        add_generation_prompt=opened,
+        continue_final_message=continued,
+        **{name: values.pop(name) for name in (*plain, "thinking_token_budget") if name in values},
+    )

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lmi_server.configuration.server import find_config_file, model_defaults, resolve_server
+from lmi_server.errors import ConfigurationError
+
+
+def config(directory: Path, *lines: str) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "config.properties"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_the_config_file_of_lmi_s_image(tmp_path: Path) -> None:
+    path = config(
+        tmp_path,
+        "inference_address=http://0.0.0.0:8080",
+        "management_address=http://0.0.0.0:8080",
+        "model_store=/opt/ml/model",
+        "load_models=ALL",
+        "job_queue_size=50",
+    )
+    settings, warnings = resolve_server({}, {}, path)
+    assert (settings.host, settings.port, settings.model_store) == ("0.0.0.0", 8080, "/opt/ml/model")
+    assert (settings.management_host, settings.management_port, warnings) == (None, None, ())
+    assert model_defaults(path) == {"SERVING_JOB_QUEUE_SIZE": "50"}
+
+
+def test_the_command_line_is_above_the_environment_and_that_above_the_file(tmp_path: Path) -> None:
+    path = config(tmp_path, "port=1", "drain_timeout=1", "log_level=debug")
+    settings, _ = resolve_server({"SERVING_PORT": "2", "SERVING_DRAIN_TIMEOUT": "2"}, {"port": 3}, path)
+    assert (settings.port, settings.drain_timeout, settings.log_level) == (3, 2.0, "debug")
+
+
+@pytest.mark.parametrize("management", ["http://127.0.0.1:8081", "http://127.0.0.1:8081/"])
+def test_management_elsewhere(tmp_path: Path, management: str) -> None:
+    path = config(tmp_path, "inference_address=http://0.0.0.0:8080", f"management_address={management}")
+    settings, _ = resolve_server({}, {}, path)
+    assert (settings.host, settings.port) == ("0.0.0.0", 8080)
+    assert (settings.management_host, settings.management_port) == ("127.0.0.1", 8081)
+
+
+def test_an_address_that_cannot_be_read(tmp_path: Path) -> None:
+    path = config(tmp_path, "# addresses", "inference_address=unix:/tmp/s")
+    with pytest.raises(ConfigurationError) as caught:
+        resolve_server({"SERVING_MANAGEMENT_ADDRESS": "https://x"}, {}, path)
+    environment, file = caught.value.message.splitlines()
+    assert environment.endswith('"https://x" is not allowed; allowed: http://host:port')
+    assert file == f'{path}:2: inference_address = "unix:/tmp/s" is not allowed; allowed: http://host:port'
+
+
+def test_an_unknown_setting_is_told_with_the_nearest_one(tmp_path: Path) -> None:
+    _, (warning,) = resolve_server({}, {}, config(tmp_path, "model_stor=/x"))
+    assert "model_stor" in warning
+    assert "did you mean model_store" in warning
+
+
+def test_where_a_config_file_is_looked_for(tmp_path: Path) -> None:
+    assert find_config_file({}, tmp_path) is None
+    here = config(tmp_path)
+    assert find_config_file({}, tmp_path) == here
+    below = config(tmp_path / "conf")
+    assert find_config_file({}, tmp_path) == below
+    assert find_config_file({"MODEL_SERVER_HOME": str(tmp_path / "conf")}, Path("/")) == below
+
+
+def test_a_key_of_lmi_without_effect_says_what_to_do(tmp_path: Path) -> None:
+    _, warnings = resolve_server({"SERVING_ERROR_RATE_ANY": "1/PT5M"}, {}, config(tmp_path, "wait_model_loading=true"))
+    assert warnings == (
+        "variable SERVING_ERROR_RATE_ANY: error_rate_any has no effect in this version: "
+        "watch lmi_requests_total at /metrics",
+        f"{tmp_path}/config.properties:1: wait_model_loading has no effect in this version: "
+        "the server listens at once, and /ping answers 503 until a model can serve",
+    )
