@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import uvloop
 
@@ -63,6 +64,11 @@ class MainLoop:
 
     def cancel(self, request_id: int) -> None:
         self._loop.call_soon_threadsafe(self._service.cancel, request_id)
+
+    async def control(self, operation: str, arguments: Mapping[str, Any]) -> None:
+        """Do what a Control asks for, as `Service.control` does."""
+        done = asyncio.run_coroutine_threadsafe(self._service.control(operation, arguments), self._loop)
+        await asyncio.wrap_future(done)
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._stopping.set)

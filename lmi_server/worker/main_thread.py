@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from types import FrameType
+from typing import Any
 
 from lmi_server.batch_progress import BatchProgress
 from lmi_server.errors import (
@@ -37,7 +38,7 @@ from lmi_server.worker.loading import Loading
 from lmi_server.worker.main_loop import MainLoop
 from lmi_server.worker.outgoing import Call, Outgoing
 from lmi_server.worker.serve import finish
-from lmi_server.worker.service import Service, cancelled, recalled
+from lmi_server.worker.service import Service, cancelled, recalled, unknown_operation
 from lmi_server.worker.side_by_side import Generation, Responses, Serving
 
 logger = logging.getLogger(__name__)
@@ -332,6 +333,11 @@ class InMainThread(Service):
 
     def gauges(self) -> Mapping[str, float]:
         return {"running_requests": len(self._calls)}
+
+    async def control(self, operation: str, arguments: Mapping[str, Any]) -> None:
+        if self._main.beside is None:
+            raise unknown_operation(operation)
+        await self._main.beside.control(operation, arguments)
 
     def progressed(self) -> list[int]:
         beside = self._main.beside

@@ -7,14 +7,17 @@ import gc
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import Any
+
+import msgspec
 
 from lmi_server.dialects.base import ServedModel
 from lmi_server.handler import AsyncRequestHandler, LLMHandler, ModelInfo
-from lmi_server.protocol import Input, Ready, Submit
+from lmi_server.protocol import Adapter, Input, Ready, Submit
 from lmi_server.worker.loading import Loading
 from lmi_server.worker.outbox import Answer, Outbox, Way
 from lmi_server.worker.serve import Engine, serve, serve_response
-from lmi_server.worker.service import Service, cancelled
+from lmi_server.worker.service import Service, cancelled, unknown_operation
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +36,10 @@ class Serving(ABC):
     @abstractmethod
     async def stop(self) -> None:
         """Release the model."""
+
+    async def control(self, operation: str, arguments: Mapping[str, Any]) -> None:
+        """Do what a Control asks for. Raises RequestError where this model does not, or whatever the handler raises."""
+        raise unknown_operation(operation)
 
     def stats(self) -> Mapping[str, float]:
         """Return the gauges of the handler."""
@@ -58,6 +65,21 @@ class Generation(Serving):
 
     async def stop(self) -> None:
         await self._handler.stop()
+
+    async def control(self, operation: str, arguments: Mapping[str, Any]) -> None:
+        match operation:
+            case "add_adapter":
+                adapter = msgspec.convert(arguments, Adapter)
+                await self._handler.add_adapter(adapter)
+                self._set_adapters(self._served.adapters | {adapter.name})
+            case "remove_adapter":
+                self._set_adapters(self._served.adapters - {arguments["name"]})
+                await self._handler.remove_adapter(arguments["name"])
+            case _:
+                raise unknown_operation(operation)
+
+    def _set_adapters(self, names: frozenset[str]) -> None:
+        self._served = msgspec.structs.replace(self._served, adapters=names)
 
     def stats(self) -> Mapping[str, float]:
         return self._handler.stats()
@@ -116,6 +138,9 @@ class SideBySide(Service):
         task = self._requests.get(request_id)  # none where the answer's end and the Cancel crossed on the link
         if task is not None:
             task.cancel()
+
+    async def control(self, operation: str, arguments: Mapping[str, Any]) -> None:
+        await self._serving.control(operation, arguments)
 
     def recall(self, request_id: int) -> None:
         """Keep it: every request begins when it arrives."""
