@@ -61,11 +61,11 @@ class VllmHandler(LLMHandler):
                 async for delta in deltas:
                     yield delta
 
-    async def tokenize(self, text: str) -> list[int]:
-        return self._loaded.prompts.tokenize(text)
+    async def tokenize(self, request: GenerationRequest) -> list[int]:
+        return list((await self._loaded.prompts.render(request))["prompt_token_ids"])
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
-        return self._loaded.prompts.detokenize(list(tokens))
+        return self._loaded.prompts.detokenize(tokens)
 
     async def add_adapter(self, adapter: Adapter) -> None:
         await self._loaded.adapters.add(adapter)

@@ -33,6 +33,7 @@ from lmi_server.protocol import (
     LogLevel,
     Ready,
     Recall,
+    Reply,
     Shutdown,
     Stats,
     Submit,
@@ -129,7 +130,8 @@ class WorkerProcess:
         if self.lost.is_set():
             raise _died_during(operation)
         control_id = next(self._control_ids)
-        done = self._controls[control_id] = self._loop.create_future()
+        done: asyncio.Future[LmiServerError | bytes] = self._loop.create_future()
+        self._controls[control_id] = done
         self._link.send(Control(control_id, operation, arguments))
         try:
             outcome = await done
@@ -188,7 +190,7 @@ class WorkerProcess:
         self._link.send(Cancel(job.id))
 
     def set_log_level(self, level: str) -> None:
-        if self._process is not None:  # Load goes first; a process that is only being started learns the level with it
+        if self._process is not None:  # Load goes first, and tells the level too
             self._link.send(LogLevel(level))
 
     def retire(self, deadline_s: float) -> None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+import re
 import string
+import subprocess
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from adapter_helpers import save_adapter, with_adapter
 from product_helpers import Server, serving
+from relay_helpers import on_loop
 from rolling_batch_helpers import generated
 from tiny_models import byte_tokenizer
 from vllm_helpers import make_tiny_model, tiny_llama, vllm_server

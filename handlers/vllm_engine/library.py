@@ -82,7 +82,7 @@ def is_on_cpu() -> bool:
 
 
 def own_metrics() -> bytes:
-    """Return vLLM's metrics in Prometheus' text format; those of the Python process in the same registry are not its."""
+    """Return vLLM's metrics in Prometheus' text format, without those of the Python process in the same registry."""
     names = [name for name in REGISTRY._names_to_collectors if name.startswith("vllm:")]
     return generate_latest(REGISTRY.restricted_registry(names)) if names else b""
 

@@ -47,11 +47,16 @@ class Service(ABC):
 
         Raises RequestError where this model does not, or whatever the handler raises.
         """
-        raise RequestError(f"operation {operation!r} is not known to this worker")
+        raise unknown_operation(operation)
 
     def progressed(self) -> list[int]:
         """Return the requests for which something happened since the last call that the front end has not seen."""
         return []
+
+
+def unknown_operation(operation: str) -> RequestError:
+    """Return the error of a Control that a model does not know."""
+    return RequestError(f"operation {operation!r} is not known to this worker")
 
 
 def cancelled(request_id: int) -> Error:
