@@ -72,6 +72,24 @@ def own_process_engine(config: Any, loggers: list[Callable[..., Any]]) -> AsyncL
     return AsyncLLM.from_vllm_config(config, stat_loggers=loggers)
 
 
+def keep_adapters_apart() -> None:
+    """Let the CPU kernels of LoRA leave requests without an adapter alone, which 0.32 gives the last adapter's update.
+
+    The index -1 of their rows means no adapter, and the kernels take it for the last one. Rows that are zero after the
+    first of the two products stay so.
+    """
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    shrink = lora_ops.bgmv_shrink
+
+    def bgmv_shrink(inputs: Any, weights: Any, output: Any, indices: Any, scaling: float = 1.0) -> None:
+        shrink(inputs, weights, output, indices, scaling)
+        output[: len(indices)][indices < 0] = 0
+
+    lora_ops.bgmv_shrink = punica_cpu.bgmv_shrink = bgmv_shrink
+
+
 def is_dead(engine: AsyncLLM) -> bool:
     """Tell whether the engine's processes have ended."""
     return bool(engine.engine_core.resources.engine_dead)

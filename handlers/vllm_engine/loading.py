@@ -148,6 +148,8 @@ async def load(model_dir: str, options: VllmOptions) -> LoadedEngine:
     """
     began = time.perf_counter()
     statistics = Statistics()
+    if options.enable_lora and library.is_on_cpu():
+        _prepare_adapters_on_cpu(options)
     template = None if options.chat_template is None else _chat_template(options.chat_template, Path(model_dir))
     library.silence_default_statistics()
     driver, engine = await (_load_in_worker if options.engine_process == "worker" else _load_apart)(
@@ -166,6 +168,14 @@ async def load(model_dir: str, options: VllmOptions) -> LoadedEngine:
     prompts = PromptRenderer(renderer, max_model_len, template, options.chat_template_content_format)
     vocabulary = Vocabulary(tokenizer.decode, tokenizer.all_special_ids)
     return LoadedEngine(driver, Adapters(driver), prompts, vocabulary, statistics, info)
+
+
+def _prepare_adapters_on_cpu(options: VllmOptions) -> None:
+    if options.engine_process == "own":
+        raise ModelLoadError(
+            "option.engine_process=own with option.enable_lora=true would mix adapters up on the CPU; use worker"
+        )
+    library.keep_adapters_apart()
 
 
 def _chat_template(given: str, model_dir: Path) -> str:
