@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -36,7 +35,6 @@ _GIB = 2**30
 _FEATURES: frozenset[Feature] = frozenset(
     {"structured_outputs", "min_tokens", "bad_words", "allowed_token_ids", "engine_extras"}
 )
-_JSON_ARGUMENTS = ("limit_mm_per_prompt", "kv_transfer_config", "speculative_config")
 _TRUE_OR_FALSE = {
     "true": True,
     "1": True,
@@ -57,21 +55,15 @@ def engine_config(model_dir: str, options: VllmOptions) -> Any:
     Raises ModelLoadError with vLLM's own words where it refuses an argument or the model.
     """
     library.warn_of_unknown_version()
-    arguments = {"model": model_dir, **_parsed(options.engine_arguments()), **_from_text(options.passed_to_engine())}
+    arguments = {"model": model_dir, **options.engine_arguments(), **_from_text(options.passed_to_engine())}
     try:
         config = library.AsyncEngineArgs(**arguments).create_engine_config()
     except _REFUSALS as error:
         raise ModelLoadError(f"vLLM refuses the configuration: {plain(error)}") from error
-    if library.is_on_cpu() and config.cache_config.kv_cache_memory_bytes is None:
+    is_open = config.cache_config.kv_cache_memory_bytes is None
+    if library.is_on_cpu() and is_open and "gpu_memory_utilization" not in options.model_fields_set:
         config.cache_config.kv_cache_memory_bytes = _kv_cache_bytes(config)
     return config
-
-
-def _parsed(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: json.loads(value) if name in _JSON_ARGUMENTS and isinstance(value, str) else value
-        for name, value in arguments.items()
-    }
 
 
 def _from_text(given: Mapping[str, str]) -> dict[str, Any]:
@@ -83,6 +75,9 @@ def _from_text(given: Mapping[str, str]) -> dict[str, Any]:
         return {}
     parser = library.AsyncEngineArgs.add_cli_args(_Parser(allow_abbrev=False))
     actions = {action.dest: action for action in parser._actions}
+    internal = sorted(given.keys() - actions.keys())
+    if internal:
+        raise ModelLoadError(f"vLLM takes option.{internal[0]} from no configuration; remove the key")
     words = [word for name, raw in given.items() for word in _command_line(actions[name], name, raw)]
     parsed = parser.parse_args(words)
     return {name: getattr(parsed, name) for name in given}
@@ -94,7 +89,7 @@ def _command_line(action: argparse.Action, name: str, raw: str) -> list[str]:
     switch = _TRUE_OR_FALSE.get(raw.lower())
     if switch is None:
         raise ModelLoadError(f"option.{name}={raw} is not allowed; allowed: true or false")
-    return [next(option for option in action.option_strings if option.startswith("--no-") is not switch)]
+    return [option for option in action.option_strings if option.startswith("--no-") is not switch][:1]
 
 
 class _Parser(library.FlexibleArgumentParser):

@@ -16,7 +16,7 @@ _IDLE_S = 1.0  # without a step; a step with a long prompt takes less
 
 
 class Statistics:
-    """Gauges as of the engine's last step. `loggers` are what vLLM calls with its own statistics."""
+    """Gauges as of the engine's last step; vLLM hands its own statistics to what `logger_factory` returns."""
 
     def __init__(self) -> None:
         self._kv_tokens = 0
@@ -85,10 +85,6 @@ class Statistics:
 class _Recorder(library.StatLoggerBase):
     def __init__(self, statistics: Statistics) -> None:
         self._statistics = statistics
-
-    def exposition(self) -> bytes:
-        """Return vLLM's own metrics in Prometheus' text format."""
-        return library.own_metrics()
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, **_: Any) -> None:
         self._statistics.record(scheduler_stats, iteration_stats)
