@@ -31,7 +31,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
-_OPENAI_ROUTES = frozenset({"completions", "chat/completions"})
+_OPENAI_ROUTES = frozenset({"completions", "chat/completions", "embeddings"})
 _CLIENT_GONE = 499  # the status in the metrics of a request whose client left; nobody reads it
 _CACHE_HEADERS = [
     (b"pragma", b"no-cache"),

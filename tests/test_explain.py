@@ -188,9 +188,10 @@ CONFIGURATIONS = {
     ),
     "dynamic batching": Expected(
         "engine=Python\noption.entryPoint=djl_python.huggingface\nbatch_size=8\nmax_batch_delay=50\nminWorkers=2",
-        "huggingface",
+        "huggingface pipeline",
         {
-            "option.rolling_batch": ("disable", RECOMMENDED),
+            "option.rolling_batch": ("disable", DEFAULT),
+            "option.task": ("text-generation", RECOMMENDED),
             "batch_size": (8, FILE),
             "max_batch_delay": (50, FILE),
             "maxWorkers": (2, RECOMMENDED),

@@ -15,6 +15,7 @@ from lmi_server.configuration.handlers import (
     DEFAULT_HANDLER,
     JAVA_ENGINE,
     OWN_CODE,
+    PIPELINE,
     HandlerRow,
     entry_points,
     find_handler,
@@ -23,7 +24,8 @@ from lmi_server.configuration.handlers import (
 )
 from lmi_server.configuration.layers import Given, Source
 from lmi_server.configuration.machine import Machine
-from lmi_server.configuration.recommender import is_true, recommend_rolling_batch
+from lmi_server.configuration.recommender import batches_statically, is_true, recommend_rolling_batch
+from lmi_server.configuration.tasks import TEXT_GENERATION
 
 ENTRY_POINT = "option.entryPoint"
 ROLLING_BATCH = "option.rolling_batch"
@@ -69,15 +71,28 @@ def engine_alias(given: Given) -> Given:
     return {key: replace(visible, raw=raw) for key, raw in _ALIASES.get(source.raw, {}).items()}
 
 
-def choose_handler(given: Given, model_dir: Path, names: tuple[str, ...], machine: Machine) -> Choice:
-    """Choose the handler for a model with architectures `names` (none: unknown)."""
+def choose_handler(given: Given, model_dir: Path, names: tuple[str, ...], task: str | None, machine: Machine) -> Choice:
+    """Choose the handler for a model with architectures `names` (none: unknown) and `task` (None: unknown)."""
     engine, entry_point = given.get("engine"), given.get(ENTRY_POINT)
     if engine is not None and engine.raw in _JAVA_ENGINES:
         return Choice(JAVA_ENGINE, "engine", engine)
     if entry_point is None and (model_dir / "model.py").exists():
         return Choice(OWN_CODE)
     chosen = Choice(DEFAULT_HANDLER) if entry_point is None else _by_entry_point(given, entry_point, model_dir)
-    return _by_rolling_batch(chosen, given, names, machine) if chosen.row is DEFAULT_HANDLER else chosen
+    if chosen.row is not DEFAULT_HANDLER:
+        return chosen
+    if _runs_as_pipeline(given, task):
+        return replace(chosen, row=PIPELINE)
+    return _by_rolling_batch(chosen, given, names, machine)
+
+
+def _runs_as_pipeline(given: Given, task: str | None) -> bool:
+    """Tell whether huggingface means whole tasks: of models that do not decode, and of static batches."""
+    rolling = given.get(ROLLING_BATCH)
+    asked = "auto" if rolling is None else rolling.raw.lower()
+    if asked not in ("auto", "disable") or (MPI_MODE in given and is_true(given[MPI_MODE].raw)):
+        return False
+    return task not in (None, TEXT_GENERATION) or asked == "disable" or batches_statically(given)
 
 
 def _by_entry_point(given: Given, source: Source, model_dir: Path) -> Choice:

@@ -50,6 +50,16 @@ _HUGGING_FACE = HandlerRow(
     reads_checkpoint=True,
     batches_by_default=True,
 )
+# Named by no entry point of its own: djl_python.huggingface means it for a task that the rolling batch is not for.
+PIPELINE = HandlerRow(
+    title="huggingface pipeline",
+    names=(),
+    handler="handlers.pipelines:PipelineHandler",
+    options="handlers.pipeline_options:PipelineOptions",
+    engines=("transformers", "torch"),
+    reads_checkpoint=True,
+    takes_batches=True,
+)
 _DEEPSPEED = HandlerRow(
     title="deepspeed",
     names=("djl_python.deepspeed", "deepspeed"),
@@ -119,6 +129,7 @@ OWN_CODE = HandlerRow(title="a handler of one's own", names=(), options="lmi_ser
 
 HANDLERS = (
     _HUGGING_FACE,
+    PIPELINE,
     _DEEPSPEED,
     _LMI_DIST,
     _VLLM,
@@ -148,7 +159,7 @@ def entry_points() -> tuple[str, ...]:
 
 def served_entry_points() -> tuple[str, ...]:
     """Return the first name of each handler that this version can serve."""
-    return tuple(row.names[0] for row in HANDLERS if row.handler is not None)
+    return tuple(row.names[0] for row in HANDLERS if row.names and row.handler is not None)
 
 
 def load_options_type(row: HandlerRow) -> type[ModelOptions]:
