@@ -76,9 +76,12 @@ FloatDtype = Annotated[
 RollingBatch = Annotated[
     Literal["auto", "scheduler", "disable", "vllm", "lmi-dist", "trtllm", "deepspeed"], BeforeValidator(lower)
 ]
+_FORMATTERS = ("json", "jsonlines", "sse", "json_chat", "jsonlines_chat", "sse_chat", "3p", "3p_stream", "none")
 OutputFormatter = Annotated[
-    Literal["json", "jsonlines", "sse", "json_chat", "jsonlines_chat", "sse_chat", "3p", "3p_stream", "none"],
-    BeforeValidator(lower),
+    str,
+    BeforeValidator(lambda value: lower(value) if lower(value) in _FORMATTERS else value),
+    Field(pattern=r"^(3p|3p_stream|[A-Za-z_]\w*)$"),
+    Allowed(", ".join((*_FORMATTERS, "or the name of a function in model.py"))),
 ]
 ParallelDegree = Annotated[
     Annotated[int, Field(ge=1)] | Literal[-1, "max"],
@@ -228,7 +231,7 @@ class ModelOptions(Options):
     )
     output_formatter: Annotated[
         OutputFormatter | None,
-        Unavailable.values("3p", "3p_stream", "none", instead="use json, jsonlines or sse"),
+        Unavailable.values("3p", "3p_stream", instead="use json, jsonlines or sse"),
         Documented("json", "the request's `stream` decides, as it does in LMI where the key is not set"),
     ] = Field(None, description="Shape of an LMI answer; without it json, or jsonlines where the request streams.")
     tgi_compat: bool = Field(False, description="Answer in the shapes of Hugging Face's text-generation-inference.")
@@ -266,8 +269,8 @@ class ModelOptions(Options):
     async_mode: Annotated[bool, NoEffect("requests are always handled side by side")] = Field(
         False, description="Handle requests side by side in the worker instead of one batch at a time."
     )
-    input_formatter: Annotated[str | None, Unavailable(lambda name: name is not None, _NOT_YET)] = Field(
-        None, description="Function of model.py that parses requests."
+    input_formatter: str | None = Field(
+        None, description="Function of model.py that parses requests; without it the one marked @input_formatter."
     )
     bedrock_compat: Annotated[bool, Unavailable.values(True, instead=_NOT_YET)] = Field(
         False, description="Answer in the shapes that Amazon Bedrock expects."

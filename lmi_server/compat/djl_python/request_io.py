@@ -59,6 +59,11 @@ class Sequence:
         self._read += 1
         return self.tokens[index], index, index == 0, self._is_last(index)
 
+    @property
+    def position(self) -> int:
+        """Return how many tokens `get_next_token` has returned."""
+        return self._read
+
     def get_last_token(self) -> Token | None:
         """Return the last token of a finished sequence, None before that."""
         return self.tokens[-1] if self.finish_reason is not None and self.tokens else None
