@@ -1,8 +1,8 @@
 """Answers that a function of the user's writes, in each of the three forms that LMI's users write such functions.
 
-    fn(output: TextGenerationOutput) -> str                                      after each step
-    fn(token, first_token, last_token, details, generated_text, id) -> str       for each token; `id` may be missing
-    fn(answer) -> str, dict or bytes                                             the finished answer, or each chunk
+fn(output: TextGenerationOutput) -> str                                      after each step
+fn(token, first_token, last_token, details, generated_text, id) -> str       for each token; `id` may be missing
+fn(answer) -> str, dict or bytes                                             the finished answer, or each chunk
 """
 
 from __future__ import annotations
@@ -101,9 +101,7 @@ class _Stepwise(Exchange):
 
     stream = True
 
-    def __init__(
-        self, inner: Exchange, given: RequestInput, streams: bool, write: _Reading | _Tokenwise
-    ) -> None:
+    def __init__(self, inner: Exchange, given: RequestInput, streams: bool, write: _Reading | _Tokenwise) -> None:
         self.requests = tuple(_told_by_token(request, streams) for request in inner.requests)
         self.warnings = inner.warnings
         self.content_type = JSON_LINES.content_type if streams else "application/json"

@@ -285,16 +285,14 @@ class ModelOptions(Options):
     is_peft_model: Annotated[bool, Unavailable.values(True, instead="merge the adapter into the model")] = Field(
         False, description="The checkpoint is a PEFT adapter; found out by LMI itself."
     )
-    enable_stateful_sessions: Annotated[bool, Unavailable.values(True, instead=_NOT_YET)] = Field(
-        False, description="Keep state between the requests of one session."
+    enable_stateful_sessions: bool = Field(
+        False, description="Open and close sessions with requests; a request that names an unknown one is refused."
     )
-    sessions_path: Annotated[str | None, NoEffect("sessions are not kept in this version")] = Field(
-        None, description="Directory that sessions are kept in."
+    sessions_path: str | None = Field(
+        None, description="Directory that sessions are kept in; without it /dev/shm/djl_sessions."
     )
-    sessions_expiration: Annotated[PositiveInt, NoEffect("sessions are not kept in this version")] = Field(
-        1200, description="Seconds after which a session ends."
-    )
-    sessions_s3url: Annotated[str | None, NoEffect("sessions are not kept in this version")] = Field(
+    sessions_expiration: PositiveInt = Field(1200, description="Seconds after which a session ends.")
+    sessions_s3url: Annotated[str | None, NoEffect("sessions stay in option.sessions_path")] = Field(
         None, description="Place in S3 that sessions are kept in."
     )
     draft_model_id: Annotated[str | None, NoEffect("LMI declares it and never reads it")] = Field(

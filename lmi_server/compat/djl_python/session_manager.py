@@ -156,5 +156,5 @@ class SessionManager:
 
 
 def _default_path() -> Path:
-    memory = Path("/dev/shm")  # noqa: S108 - files in memory; the directory made in it is for this user only
+    memory = Path("/dev/shm")
     return (memory if memory.is_dir() else Path(tempfile.gettempdir())) / "djl_sessions"
