@@ -87,6 +87,11 @@ def test_the_form_with_five_arguments(server: Server) -> None:
     assert server.http.post("/predictions/without_id", json=body).text == " A B A"
 
 
+def test_a_prompt_as_plain_text_is_formatted_too(server: Server) -> None:
+    text = server.http.post("/predictions/without_id", content="a b", headers={"Content-Type": "text/plain"}).text
+    assert text.startswith(" A B")
+
+
 def test_the_form_with_the_finished_answer(server: Server) -> None:
     body = {"inputs": "a b", "parameters": {"max_new_tokens": 2}}
     assert server.http.post("/predictions/whole", json=body).json() == {"answer": " a b", "also": " a b"}

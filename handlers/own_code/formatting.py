@@ -10,7 +10,6 @@ from types import ModuleType
 from typing import Any
 
 import msgspec
-from djl_python.inputs import Input
 from djl_python.request_io import RequestInput, TextInput
 
 from handlers.own_code.djl_requests import Requests
@@ -114,8 +113,7 @@ class OwnFormatting(Formatting):
         exchange = dialects.parse(request, served)
         if self._writes is None or not is_lmi:
             return exchange
-        body = fields.json_object(request) if text_input is None else {}
-        text_input = text_input or _input_of(body)
+        text_input = text_input or _input_of(request)
         self._complete(text_input, exchange, request)
         return self._writes(exchange, text_input, _streams(text_input))
 
@@ -201,7 +199,11 @@ def _body_of(read: RequestInput) -> dict[str, Any]:
     return body if adapters is None else {**body, "adapters": adapters}
 
 
-def _input_of(body: Mapping[str, Any]) -> TextInput:
+def _input_of(request: Request) -> TextInput:
+    """Return a request that a dialect took as formatters see it."""
+    if fields.media_type(request) == "text/plain":
+        return TextInput(parameters={"stream": False}, input_text=fields.plain_text(request))
+    body = fields.json_object(request)
     parameters = body.get("parameters") or {}
     parameters = {**parameters, "stream": body.get("stream") or False}
     text = body.get("inputs") or body.get("prompt")
@@ -215,6 +217,3 @@ def _streams(read: RequestInput) -> bool:
 def _place(function: Callable[..., Any]) -> str:
     code = getattr(function, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else repr(function)
-
-
-__all__ = ["Input", "OwnFormatting", "load_formatting"]

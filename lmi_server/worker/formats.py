@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from lmi_server import dialects
+from lmi_server.configuration.handlers import OWN_CODE
 from lmi_server.configuration.handlers import load as load_by_name
-from lmi_server.configuration.options import ModelOptions
 from lmi_server.dialects.adapters import named_adapter
 from lmi_server.dialects.base import Formatting
 from lmi_server.errors import ModelLoadError, RequestError
 from lmi_server.protocol import Input
+from lmi_server.worker.loading import Loading
 from lmi_server.worker.serve import Parse
 
 _LOADER = "handlers.own_code.formatting:load_formatting"
@@ -21,10 +22,11 @@ _LOADER = "handlers.own_code.formatting:load_formatting"
 class Formats:
     """Chooses by the adapter that a request names. Raises ModelLoadError where the model's code cannot be loaded."""
 
-    def __init__(self, model_dir: str, options: ModelOptions, tokenizer: Callable[[], Any]) -> None:
-        self._options = options
+    def __init__(self, loading: Loading, tokenizer: Callable[[], Any]) -> None:
+        self._options = loading.options
         self._tokenizer = tokenizer
-        own = self.load(model_dir) if self._is_needed(model_dir) else None
+        is_handler = loading.load.handler == OWN_CODE.handler  # it reads the options itself
+        own = None if is_handler else self._load(loading.model_dir)
         self._default: Parse = dialects.parse if own is None else own.parse
         self._of_adapters: dict[str, Parse] = {}
 
@@ -34,7 +36,7 @@ class Formats:
             return self._default
         return self._of_adapters.get(named_adapter(request) or "", self._default)
 
-    def load(self, directory: str) -> Formatting | None:
+    def _load(self, directory: str) -> Formatting | None:
         """Load the code in `directory`; None where there is none. Raises ModelLoadError with file and line."""
         if not self._is_needed(directory):
             return None
@@ -46,7 +48,7 @@ class Formats:
         if not Path(directory, "model.py").is_file():
             return None
         try:
-            return self.load(directory)
+            return self._load(directory)
         except ModelLoadError as error:
             raise RequestError(error.message) from error
 

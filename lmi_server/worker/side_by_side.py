@@ -66,7 +66,7 @@ class Generation(Serving):
 
     async def start(self) -> ModelInfo:
         options = self._loading.options
-        self._formats = Formats(self._loading.model_dir, options, self._handler.tokenizer)
+        self._formats = Formats(self._loading, self._handler.tokenizer)
         if options.enable_stateful_sessions:
             self._sessions = _session_requests(options)
         info = await self._handler.start(self._loading.model_dir, options)
