@@ -9,7 +9,8 @@ from typing import Any
 
 import vllm
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.exceptions import VLLMClientError
+from vllm.exceptions import VLLMClientError, VLLMError
+from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.renderers import BaseRenderer, ChatParams, TokenizeParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
@@ -28,12 +29,14 @@ __all__ = [
     "EngineGenerateError",
     "FlexibleArgumentParser",
     "LLMEngine",
+    "LoRARequest",
     "RequestOutputKind",
     "SamplingParams",
     "StatLoggerBase",
     "StructuredOutputsParams",
     "TokenizeParams",
     "VLLMClientError",
+    "VLLMError",
 ]
 
 _log = logging.getLogger(__name__)
@@ -95,5 +98,6 @@ def bytes_per_token(config: Any) -> int:
 
 
 def default_sampling(config: Any) -> Mapping[str, Any]:
-    """Return what the model's generation_config.json says of sampling, by vLLM's names."""
-    return dict(config.model_config.get_diff_sampling_param())
+    """Return what the model's generation_config.json says of sampling, by the names of SamplingParameters."""
+    names = {"max_tokens": "max_new_tokens"}
+    return {names.get(name, name): value for name, value in config.model_config.get_diff_sampling_param().items()}
