@@ -52,20 +52,17 @@ class VllmHandler(LLMHandler):
         """Yield the deltas of one request."""
         loaded = self._loaded
         with loaded.adapters.using(request.adapter) as adapter:
-            prompt = await loaded.prompts.render(request)
-            answer = loaded.answer(request, prompt)
+            rendered = await loaded.prompts.render(request)
+            answer, reading = loaded.answer(request, rendered), rendered.reading
             # The engine's ids are our own: nobody says that two requests do not come with the same one.
             request_id = f"{next(self._numbers)}-{request.request_id}"
-            deltas = loaded.driver.generate(request_id, prompt, answer, request.priority, adapter)
+            deltas = loaded.driver.generate(request_id, rendered.prompt, answer, request.priority, adapter)
             async with aclosing(deltas):
                 async for delta in deltas:
-                    yield delta
+                    yield delta if reading is None else reading.read(delta)
 
     async def tokenize(self, request: GenerationRequest) -> list[int]:
-        return list((await self._loaded.prompts.render(request))["prompt_token_ids"])
-
-    async def detokenize(self, tokens: Sequence[int]) -> str:
-        return self._loaded.prompts.detokenize(tokens)
+        return list((await self._loaded.prompts.render(request)).prompt["prompt_token_ids"])
 
     async def add_adapter(self, adapter: Adapter) -> None:
         await self._loaded.adapters.add(adapter)

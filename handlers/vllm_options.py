@@ -193,6 +193,7 @@ _SAME_NAME = (
     "disable_sliding_window",
     "max_logprobs",
     "tokenizer_mode",
+    "reasoning_parser",
 )
 _JSON = ("limit_mm_per_prompt", "kv_transfer_config", "speculative_config")
 _DECIDED_HERE = ("model", "served_model_name")

@@ -10,27 +10,42 @@ from typing import Any
 import vllm
 from prometheus_client import REGISTRY, generate_latest
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import VLLMClientError, VLLMError
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.renderers import BaseRenderer, ChatParams, TokenizeParams
-from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from vllm.renderers.chat_utils import make_tool_call_id
+from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.sampling_params import (
+    RepetitionDetectionParams,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from lmi_server.generation import StructuredOutputs
+
 __all__ = [
     "AsyncEngineArgs",
     "AsyncLLM",
     "BaseRenderer",
+    "ChatCompletionRequest",
     "ChatParams",
     "EngineDeadError",
     "EngineGenerateError",
+    "ErrorResponse",
     "FlexibleArgumentParser",
     "LLMEngine",
     "LoRARequest",
+    "OnlineRenderer",
+    "RepetitionDetectionParams",
     "RequestOutputKind",
     "SamplingParams",
     "StatLoggerBase",
@@ -38,6 +53,7 @@ __all__ = [
     "TokenizeParams",
     "VLLMClientError",
     "VLLMError",
+    "make_tool_call_id",
 ]
 
 _log = logging.getLogger(__name__)
@@ -120,6 +136,16 @@ def bytes_per_token(config: Any) -> int:
     model, parallel = config.model_config, config.parallel_config
     per_layer = 2 * model.get_num_kv_heads(parallel) * model.get_head_size() * model.dtype.itemsize
     return model.get_num_layers(parallel) * per_layer
+
+
+def structured_outputs(wanted: StructuredOutputs) -> StructuredOutputsParams:
+    """Return a constraint in vLLM's form. Raises vLLM's error where it refuses it."""
+    return StructuredOutputsParams(
+        **{wanted.kind: wanted.value},
+        whitespace_pattern=wanted.whitespace_pattern,
+        disable_any_whitespace=wanted.disable_any_whitespace,
+        disable_additional_properties=wanted.disable_additional_properties,
+    )
 
 
 def default_sampling(config: Any) -> Mapping[str, Any]:

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from handlers.step_loop import StepLoop
 from handlers.vllm_engine import library
 from handlers.vllm_engine.adapters import Adapters
+from handlers.vllm_engine.chats import ParsedChats, Rendered
 from handlers.vllm_engine.drivers import Driver, InProcessDriver, InProcessEngine, OwnProcessDriver
 from handlers.vllm_engine.outputs import Answer, Vocabulary
 from handlers.vllm_engine.requests import PromptRenderer, plain, sampling_params
@@ -33,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 _GIB = 2**30
 _FEATURES: frozenset[Feature] = frozenset(
-    {"structured_outputs", "min_tokens", "bad_words", "allowed_token_ids", "engine_extras"}
+    {"structured_outputs", "tools", "reasoning", "min_tokens", "bad_words", "allowed_token_ids", "engine_extras"}
 )
 _TRUE_OR_FALSE = {
     "true": True,
@@ -122,18 +123,19 @@ class LoadedEngine:
     statistics: Statistics
     info: ModelInfo
 
-    def answer(self, request: GenerationRequest, prompt: Any) -> Answer:
-        """Return what reads the outputs of `request`, whose rendered prompt is `prompt`.
+    def answer(self, request: GenerationRequest, rendered: Rendered) -> Answer:
+        """Return what reads the outputs of `request`.
 
         Raises ContextLengthError or RequestError where the request cannot be served.
         """
+        prompt, sampling = rendered.prompt, rendered.sampling
         ids = prompt["prompt_token_ids"]
-        parameters = sampling_params(request.sampling, request.stream, len(ids), self.info.max_model_len)
+        parameters = sampling_params(sampling, request.stream, len(ids), self.info.max_model_len)
 
         def prompt_text() -> str:
             return prompt.get("prompt") or self.vocabulary.decode(ids)
 
-        return Answer(request.sampling, parameters, prompt_text, self.vocabulary)
+        return Answer(sampling, parameters, prompt_text, self.vocabulary)
 
 
 async def load(model_dir: str, options: VllmOptions) -> LoadedEngine:
@@ -160,7 +162,8 @@ async def load(model_dir: str, options: VllmOptions) -> LoadedEngine:
         sampling_defaults=library.default_sampling(config),
         details=_details(config, options, began),
     )
-    prompts = PromptRenderer(renderer, max_model_len, template, options.chat_template_content_format)
+    chats = _parsed_chats(config, renderer, template, options)
+    prompts = PromptRenderer(renderer, max_model_len, template, options.chat_template_content_format, chats)
     vocabulary = Vocabulary(tokenizer.decode, tokenizer.all_special_ids)
     return LoadedEngine(driver, Adapters(driver), prompts, vocabulary, statistics, info)
 
@@ -171,6 +174,18 @@ def _prepare_adapters_on_cpu(options: VllmOptions) -> None:
             "option.engine_process=own with option.enable_lora=true would mix adapters up on the CPU; use worker"
         )
     library.keep_adapters_apart()
+
+
+def _parsed_chats(
+    config: Any, renderer: library.BaseRenderer, template: str | None, options: VllmOptions
+) -> ParsedChats:
+    try:
+        return ParsedChats(config, renderer, template, options)
+    except (*_REFUSALS, KeyError) as error:
+        raise ModelLoadError(
+            f"option.tool_call_parser={options.tool_call_parser} or option.reasoning_parser={options.reasoning_parser}"
+            f" cannot be used with this model: {plain(error)}"
+        ) from error
 
 
 def _chat_template(given: str, model_dir: Path) -> str:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from jinja2 import TemplateError
 from pydantic import ValidationError
 
 from handlers.vllm_engine import library
+from handlers.vllm_engine.chats import ParsedChats, Rendered
 from lmi_server.errors import ContextLengthError, RequestError
-from lmi_server.generation import GenerationRequest, SamplingParameters, StructuredOutputs
+from lmi_server.generation import GenerationRequest, SamplingParameters
 
+_CACHE_SALT = "cache_salt"  # belongs to the prompt, not to the sampling
 _LONG_TEXT = 20_000  # characters from which tokenizing would hold up the event loop for milliseconds
 # Tokens in an output of a request whose answer does not stream: each output costs a pass through here, and without any
 # a long answer would seem to make no progress.
@@ -23,32 +25,40 @@ class PromptRenderer:
     """Renders prompts with vLLM's own renderer: tokenizer, chat template, parts that are no text."""
 
     def __init__(
-        self, renderer: library.BaseRenderer, max_model_len: int, chat_template: str | None, content_format: str
+        self,
+        renderer: library.BaseRenderer,
+        max_model_len: int,
+        chat_template: str | None,
+        content_format: str,
+        chats: ParsedChats,
     ) -> None:
         self._renderer = renderer
         self._max_model_len = max_model_len
         self._chat_template = chat_template
         self._content_format = content_format
+        self._chats = chats
 
-    async def render(self, request: GenerationRequest) -> Any:
-        """Return vLLM's engine input: a mapping with `prompt_token_ids` and, where there is one, the text `prompt`.
+    async def render(self, request: GenerationRequest) -> Rendered:
+        """Return what the engine is given.
 
         Raises ContextLengthError or RequestError where the request cannot be rendered.
         """
         try:
-            if request.messages is not None:
-                return await self._chat(request)
-            return await self._text(request)
+            rendered = await self._render(request)
         except CLIENT_ERRORS as error:
             raise as_request_error(error) from error
+        salt = request.sampling.extra.get(_CACHE_SALT)
+        if salt is not None:
+            rendered.prompt[_CACHE_SALT] = salt
+        return rendered
 
-    def detokenize(self, tokens: Sequence[int]) -> str:
-        """Return the text of token ids, special ones too. Raises RequestError where one is not in the vocabulary."""
-        tokenizer = self._renderer.get_tokenizer()
-        unknown = [token for token in tokens if not 0 <= token <= tokenizer.max_token_id]
-        if unknown:
-            raise RequestError(f"token id {unknown[0]} is not in the vocabulary of {tokenizer.max_token_id + 1} tokens")
-        return tokenizer.decode(list(tokens))
+    async def _render(self, request: GenerationRequest) -> Rendered:
+        if request.messages is None:
+            return Rendered(await self._text(request), request.sampling)
+        self._chats.check(request)
+        if self._chats.parses:
+            return await self._chats.render(request)
+        return Rendered(await self._chat(request), request.sampling)
 
     async def _text(self, request: GenerationRequest) -> Any:
         if isinstance(request.prompt, str):
@@ -121,7 +131,7 @@ def sampling_params(
             logit_bias=dict(sampling.logit_bias) or None,
             bad_words=list(sampling.bad_words),
             allowed_token_ids=None if sampling.allowed_token_ids is None else list(sampling.allowed_token_ids),
-            structured_outputs=sampling.structured_outputs and _structured(sampling.structured_outputs),
+            structured_outputs=sampling.structured_outputs and library.structured_outputs(sampling.structured_outputs),
             seed=sampling.seed,
             stop=list(sampling.stop),
             stop_token_ids=list(sampling.stop_token_ids),
@@ -136,19 +146,22 @@ def sampling_params(
             output_kind=library.RequestOutputKind.DELTA,
             stream_interval=None if stream else _UNSTREAMED_INTERVAL,
             skip_clone=True,
-            **sampling.extra,
+            **_extra(sampling.extra),
         )
     except CLIENT_ERRORS as error:
         raise as_request_error(error) from error
 
 
-def _structured(wanted: StructuredOutputs) -> library.StructuredOutputsParams:
-    return library.StructuredOutputsParams(
-        **{wanted.kind: wanted.value},
-        whitespace_pattern=wanted.whitespace_pattern,
-        disable_any_whitespace=wanted.disable_any_whitespace,
-        disable_additional_properties=wanted.disable_additional_properties,
-    )
+def _extra(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return parameters that are vLLM's alone, where SamplingParams has them."""
+    extra = {name: value for name, value in given.items() if name != _CACHE_SALT}
+    arguments = dict(extra.pop("vllm_xargs", {}))
+    arguments |= {name: extra.pop(name) for name in ("kv_transfer_params", "ec_transfer_params") if name in extra}
+    if arguments:
+        extra["extra_args"] = arguments
+    if "repetition_detection" in extra:
+        extra["repetition_detection"] = library.RepetitionDetectionParams(**extra["repetition_detection"])
+    return extra
 
 
 def as_request_error(error: Exception) -> RequestError:
