@@ -36,7 +36,7 @@ HANDLER = {
     "lmi-dist": "lmi-dist",
     "lmi-dist-gptq": "lmi-dist",
     "own-handler": "a handler of one's own",
-    "sklearn": "sklearn and xgboost",
+    "sklearn": "sklearn",
     "static-batch": "huggingface pipeline",
     "text-embedding": "huggingface pipeline",
     "stable_diffusion": "stable_diffusion",
