@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from handlers.huggingface_options import HuggingFaceOptions
+from lmi_server.configuration.handlers import OWN_CODE
 from lmi_server.configuration.machine import Gpu, Machine
 from lmi_server.configuration.resolve import ResolvedModel, inspect_model, model_name, rebuild_options, resolve_model
 from lmi_server.configuration.server import resolve_server
@@ -232,16 +233,16 @@ def test_what_cannot_be_served_yet_is_refused(write: Write, properties: str) -> 
 
 
 @pytest.mark.parametrize("entry_point", ["model.py", "{directory}/model.py", "model.service", "json.tool"])
-def test_every_spelling_of_ones_own_handler_is_known_and_refused(write: Write, entry_point: str) -> None:
+def test_every_spelling_of_ones_own_handler_is_known(write: Write, entry_point: str) -> None:
     directory = write()
     (directory / "model.py").touch()
     (directory / "serving.properties").write_text(
         f"option.entryPoint={entry_point.format(directory=directory)}\noption.mine=1"
     )
-    (problem,) = refusal(directory)
-    assert problem.startswith(f"{directory / 'serving.properties'}:1: option.entryPoint = ")
-    assert "is not available in this version; missing: a handler of one's own" in problem
-    assert inspect_model(directory, {}).warnings == ()
+    resolved = resolve_model(directory, {})
+    assert resolved.handler == OWN_CODE.handler
+    assert resolved.raw_options()["mine"] == "1"
+    assert resolved.warnings == ()
 
 
 @pytest.mark.parametrize(
@@ -267,12 +268,32 @@ def test_a_file_that_is_not_there_is_no_entry_point(write: Write, name: str) -> 
     assert problem.endswith(f'option.entryPoint = "{name}" is not allowed; there is no file {directory / name}')
 
 
-def test_a_handler_of_ones_own_is_refused(write: Write) -> None:
+@pytest.mark.parametrize(
+    ("code", "own"),
+    [
+        ("def handle(inputs): ...", True),
+        ("async def handle(inputs): ...", True),
+        ("from mine import *", True),
+        ("from mine import handle", True),
+        ("class Service:\n    def handle(self): ...\nhandle = Service().handle", True),
+        ("async def generate(request): yield 'a'", True),
+        ("import lmi_server.handler\nclass Model(lmi_server.handler.LLMHandler): ...", True),
+        ("def handle(:", True),
+        ("", False),
+        ("from djl_python.output_formatter import output_formatter\n@output_formatter\ndef mine(token): ...", False),
+    ],
+)
+def test_a_model_py_that_takes_requests_is_the_handler(write: Write, code: str, own: bool) -> None:
     directory = write()
-    (directory / "model.py").touch()
-    (problem,) = refusal(directory)
-    assert problem.startswith(f"{directory / 'model.py'}: ")
+    (directory / "model.py").write_text(code)
+    assert (resolve_model(directory, {}).handler == OWN_CODE.handler) == own
     assert resolve_model(directory, {"OPTION_ENTRYPOINT": "huggingface"}).options.entry_point == "huggingface"
+
+
+def test_a_function_with_another_name_takes_the_requests(write: Write) -> None:
+    directory = write("option.handler=predict")
+    (directory / "model.py").write_text("def predict(inputs): ...")
+    assert resolve_model(directory, {}).handler == OWN_CODE.handler
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +30,7 @@ from lmi_server.configuration.recommender import batches_statically, is_true, re
 from lmi_server.configuration.tasks import TEXT_GENERATION
 
 ENTRY_POINT = "option.entryPoint"
+HANDLER = "option.handler"
 ROLLING_BATCH = "option.rolling_batch"
 MPI_MODE = "option.mpi_mode"
 
@@ -38,6 +40,7 @@ _ALIASES: Mapping[str, Mapping[str, str]] = {
 }
 _JAVA_ENGINES = ("PyTorch", "OnnxRuntime", "TensorFlow", "XGBoost", "LightGBM", "TritonServer", "Rust")
 _SKLEARN_FILES = ("skops", "joblib", "pkl", "pickle", "cloudpkl")
+_HANDLER_CLASSES = frozenset({"LLMHandler", "RequestHandler", "AsyncRequestHandler"})
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
@@ -78,7 +81,7 @@ def choose_handler(given: Given, model_dir: Path, names: tuple[str, ...], task: 
     engine, entry_point = given.get("engine"), given.get(ENTRY_POINT)
     if engine is not None and engine.raw in _JAVA_ENGINES:
         return Choice(JAVA_ENGINE, "engine", engine)
-    if entry_point is None and (model_dir / "model.py").exists():
+    if entry_point is None and _takes_requests(model_dir / "model.py", given):
         return Choice(OWN_CODE)
     if entry_point is None and any((model_dir / f"model.{ending}").is_file() for ending in _SKLEARN_FILES):
         return Choice(SKLEARN)
@@ -97,6 +100,41 @@ def _runs_as_pipeline(given: Given, task: str | None) -> bool:
     if asked not in ("auto", "disable") or (MPI_MODE in given and is_true(given[MPI_MODE].raw)):
         return False
     return task not in (None, TEXT_GENERATION) or asked == "disable" or batches_statically(given)
+
+
+def _takes_requests(path: Path, given: Given) -> bool:
+    """Tell whether a model.py is the handler; one that is not only brings formatters for the built-in one.
+
+    It is read, not run. What is no Python is the handler too, so that loading it tells what is wrong.
+    """
+    if not path.is_file():
+        return False
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return True
+    function = given[HANDLER].raw if HANDLER in given else "handle"
+    return not {function, "generate", "*"}.isdisjoint(_bound(tree)) or any(map(_is_handler, tree.body))
+
+
+def _bound(tree: ast.Module) -> Iterator[str]:
+    """Yield the names that a module binds when it is imported, "*" where another one's are among them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            yield from (alias.asname or alias.name for alias in node.names)
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
+def _is_handler(node: ast.stmt) -> bool:
+    """Tell whether a class is derived from a handler of lmi_server, by the name of its base."""
+    if not isinstance(node, ast.ClassDef):
+        return False
+    return any(ast.unparse(base).rpartition(".")[2] in _HANDLER_CLASSES for base in node.bases)
 
 
 def _by_entry_point(given: Given, source: Source, model_dir: Path) -> Choice:

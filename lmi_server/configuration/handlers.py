@@ -136,7 +136,13 @@ _ECHO = HandlerRow(
     options="handlers.echo:EchoOptions",
 )
 JAVA_ENGINE = HandlerRow(title="an engine in Java", names=(), options="handlers.java_engine_options:JavaEngineOptions")
-OWN_CODE = HandlerRow(title="a handler of one's own", names=(), options="lmi_server.configuration.options:ModelOptions")
+OWN_CODE = HandlerRow(
+    title="a handler of one's own",
+    names=(),
+    handler="handlers.own_code.handler:OwnCodeHandler",
+    options="handlers.own_code.options:OwnCodeOptions",
+    takes_batches=True,
+)
 
 HANDLERS = (
     _HUGGING_FACE,
@@ -184,7 +190,7 @@ def options_type_of(handler: str) -> type[ModelOptions]:
 
     A handler that is not in the table is imported and asked for its `options_type`.
     """
-    for row in HANDLERS:
+    for row in (*HANDLERS, OWN_CODE):
         if row.handler == handler:
             return load_options_type(row)
     return cast("type[ModelOptions]", getattr(load(handler), "options_type", ModelOptions))

@@ -70,10 +70,16 @@ class ResolvedModel:
         return tuple(dict.fromkeys((self.name, *self.options.served_model_name)))
 
     def raw_options(self) -> dict[str, str]:
-        """Return what was decided, keys without "option.", for `rebuild_options` in a worker."""
+        """Return what was decided, keys without "option.", for `rebuild_options` in a worker.
+
+        Code of one's own reads the keys of the model server too, as with LMI.
+        """
+        declared = self.options.declared()
+        if self.handler == OWN_CODE.handler:
+            declared = (*self.serving.declared(), *declared)
         decided = {
             option.key.removeprefix("option."): self.sources[option.key].raw
-            for option in self.options.declared()
+            for option in declared
             if self.sources[option.key].layer != "default"
         }
         return {**self.options.passed_through, **decided, "model_id": str(self.options.model_id)}

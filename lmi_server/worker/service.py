@@ -44,11 +44,16 @@ class Service(ABC):
 
     async def control(self, operation: str, arguments: Mapping[str, Any]) -> None:
         """Do what a Control asks for. Raises RequestError where this model does not, or whatever the handler raises."""
-        raise RequestError(f"operation {operation!r} is not known to this worker")
+        raise unknown_operation(operation)
 
     def progressed(self) -> list[int]:
         """Return the requests for which something happened since the last call that the front end has not seen."""
         return []
+
+
+def unknown_operation(operation: str) -> RequestError:
+    """Return the error of a Control that a model does not know."""
+    return RequestError(f"operation {operation!r} is not known to this worker")
 
 
 def cancelled(request_id: int) -> Error:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from lmi_server.errors import HandlerError, LmiServerError, ModelMemoryError
+from lmi_server.errors import HandlerError, LmiServerError, ModelMemoryError, is_out_of_memory
 from lmi_server.link import FrontendLink
 from lmi_server.protocol import (
     Cancel,
@@ -25,7 +25,7 @@ from lmi_server.protocol import (
     Submit,
     ToWorker,
 )
-from lmi_server.worker.loading import is_out_of_memory, load_failure
+from lmi_server.worker.loading import load_failure
 from lmi_server.worker.service import Service
 
 logger = logging.getLogger(__name__)
