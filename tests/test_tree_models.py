@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 import skops.io
 import xgboost
 from pipeline_helpers import ask, content_of, request, started
+from server_helpers import running
 from sklearn.ensemble import RandomForestClassifier
 from sklearn.linear_model import LinearRegression
 from sklearn.pipeline import make_pipeline
@@ -22,6 +25,7 @@ from lmi_server.configuration.resolve import resolve_model
 from lmi_server.errors import ConfigurationError, HandlerError, LmiServerError, ModelLoadError, RequestError
 
 SKLEARN = "djl_python.sklearn_handler"
+TREE = "sklearn.tree._tree.Tree"  # what a forest is made of
 XGBOOST = "djl_python.xgboost_handler"
 ROWS = np.random.default_rng(1).normal(size=(60, 4)).round(3)
 CLASSES = np.array(["low", "high"])[(ROWS[:, 0] + ROWS[:, 1] > 0).astype(int)]
@@ -52,7 +56,11 @@ def save_pickle(path: Path) -> None:
 def serve(directory: Path, entry_point: str, save: Callable[[Path], None], **options: str) -> Any:
     directory.mkdir(exist_ok=True)
     save(directory / "model")
-    return started(directory, entryPoint=entry_point, **options)
+    return started(
+        directory,
+        entryPoint=entry_point,
+        **{"skops_trusted_types": TREE, **options} if entry_point == SKLEARN else options,
+    )
 
 
 @pytest.fixture
@@ -192,7 +200,7 @@ def test_one_file_is_expected(tmp_path: Path) -> None:
     save_joblib(tmp_path / "second")
     with pytest.raises(ModelLoadError, match=r"found: first\.skops, second\.joblib; set option\.model_format"):
         started(tmp_path, entryPoint=SKLEARN)
-    assert ask(started(tmp_path, entryPoint=SKLEARN, model_format="skops"), ROWS[:1].tolist())
+    assert ask(started(tmp_path, entryPoint=SKLEARN, model_format="skops", skops_trusted_types=TREE), ROWS[:1].tolist())
 
 
 def test_a_file_that_is_damaged_is_named(tmp_path: Path) -> None:
@@ -259,3 +267,34 @@ def test_decorated_functions_take_over(tmp_path: Path) -> None:
     handler = started(tmp_path, entryPoint=XGBOOST)
     assert ask(handler, {"inputs": [[1, 2], [3, 4]]}) == {"answers": [[10, 20], [30, 40]]}
     assert ask(handler, b"1,2\n", content_type="text/csv") == {"answers": [[10.0, 20.0]]}
+
+
+# --- samples, and the whole way over HTTP ---
+
+
+def test_the_samples_run(tmp_path: Path) -> None:
+    samples = Path(__file__).parent.parent / "serving.properties.d"
+    for name in ("sklearn", "xgboost"):
+        directory = tmp_path / name
+        directory.mkdir()
+        shutil.copy(samples / f"{name}.properties", directory / "serving.properties")
+    save_skops(tmp_path / "sklearn" / "model")
+    booster().save_model(tmp_path / "xgboost" / "model.json")
+    assert ask(started(tmp_path / "sklearn"), ROWS.tolist())["predictions"] == forest().predict(ROWS).tolist()
+    values = [float(line) for line in ask(started(tmp_path / "xgboost"), ROWS.tolist()).split()]
+    assert values == pytest.approx(booster().predict(xgboost.DMatrix(ROWS)).tolist(), rel=1e-5)
+
+
+def test_rows_travel_over_http(tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    save_skops(directory / "model")
+    keys = {"option.skops_trusted_types": TREE, "batch_size": "8", "max_batch_delay": "5"}
+    (directory / "serving.properties").write_text("\n".join(f"{key}={value}" for key, value in keys.items()))
+    expected = forest().predict(ROWS).tolist()
+    with running(directory) as server, ThreadPoolExecutor(8) as clients:
+        server.log_line(r"\] ready: process")
+        answers = list(clients.map(lambda row: server.http.post("/invocations", json={"inputs": row}), ROWS.tolist()))
+        assert [answer.json()["predictions"] for answer in answers] == [[name] for name in expected]
+        narrow = server.http.post("/invocations", json={"inputs": [[1.0]]})
+        assert (narrow.status_code, "expecting 4 features" in narrow.json()["message"]) == (424, True)
