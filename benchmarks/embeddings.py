@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 MODEL = Path("models/all-minilm-l6-v2")
-TEXTS = 512
+TEXTS = 256
 RUNS = 2
 CLIENTS = (1, 16, 64)
 _WORDS = (
