@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from importlib import import_module
 from types import ModuleType
@@ -63,6 +63,9 @@ class VllmHandler(LLMHandler):
 
     async def tokenize(self, request: GenerationRequest) -> list[int]:
         return list((await self._loaded.prompts.render(request)).prompt["prompt_token_ids"])
+
+    async def detokenize(self, tokens: Sequence[int]) -> str:
+        return self._loaded.prompts.detokenize(list(tokens))
 
     async def add_adapter(self, adapter: Adapter) -> None:
         await self._loaded.adapters.add(adapter)

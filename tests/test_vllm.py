@@ -190,6 +190,14 @@ def test_what_vllm_refuses_is_told_in_its_words(ours: Server) -> None:
     assert (outside.status_code, "vocabulary" in outside.json()["error"]["message"]) == (400, True)
 
 
+def test_text_and_tokens_become_each_other(ours: Server) -> None:
+    tokens = ours.http.post("/tokenize", json={"model": "model", "prompt": "Once"}).json()["tokens"]
+    assert tokens == byte_tokenizer().encode("Once")
+    told = ours.http.post("/detokenize", json={"model": "model", "tokens": tokens}).json()
+    assert told["prompt"] == "Once"
+    assert ours.http.post("/detokenize", json={"model": "model", "tokens": [5000]}).status_code == 400
+
+
 def test_a_client_that_leaves_frees_its_place(ours: Server) -> None:
     with ours.http.stream("POST", "/v1/completions", json=streaming(250)) as reply:
         next(reply.iter_lines())

@@ -60,6 +60,14 @@ class PromptRenderer:
             return await self._chats.render(request)
         return Rendered(await self._chat(request), request.sampling)
 
+    def detokenize(self, ids: list[int]) -> str:
+        """Return the text of token ids, special ones too. Raises RequestError where one is not in the vocabulary."""
+        try:
+            self._renderer.validate_token_ids(ids)
+        except library.VLLMClientError as error:
+            raise as_request_error(error) from error
+        return self._renderer.get_tokenizer().decode(ids)
+
     async def _text(self, request: GenerationRequest) -> Any:
         if isinstance(request.prompt, str):
             prompt: dict[str, Any] = {"prompt": request.prompt}
