@@ -55,6 +55,8 @@ $(SETUP): setup.cfg constraints.txt
 $(SETUP_BENCH): $(SETUP)
 	$(PIP) --editable ".[vllm]"
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(PYTHON) -m venv $(VENV)/litserve
+	$(VENV)/litserve/bin/python -m pip install -qq litserve uvloop httptools
 	touch $@
 
 $(DEMO_MODEL)/serving.properties: | $(SETUP)
