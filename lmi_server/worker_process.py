@@ -184,7 +184,7 @@ class WorkerProcess:
         self._link.send(Cancel(job.id))
 
     def set_log_level(self, level: str) -> None:
-        if self._process is not None:  # Load goes first; a process that is only being started learns the level with it
+        if self._process is not None:  # Load goes first, and tells the level too
             self._link.send(LogLevel(level))
 
     def retire(self, deadline_s: float) -> None:
