@@ -58,8 +58,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     store = tmp_path_factory.mktemp("store")
     make_own(store / "bad", CODE, predict_timeout=3, max_worker_memory_mb=300)
     make_own(store / "good", CODE)
+    make_own(store / "loud", CODE)
     with running("--model-store", str(store)) as server:
-        for _ in range(2):
+        for _ in range(3):
             server.log_line(r"\] ready: process")
         yield server
 
@@ -130,8 +131,8 @@ def test_it_keeps_too_much_memory(server: Server) -> None:
 
 def test_it_prints_a_gigabyte(server: Server) -> None:
     before = resident_mib(server)
-    assert ask(server, "print").text == "fine"
-    server.log_line(r"\[bad-0\] wrote too much to be logged; \d+ bytes are left out")
+    assert ask(server, "print", "loud").text == "fine"
+    server.log_line(r"\[loud-0\] wrote too much to be logged; \d+ bytes are left out")
     assert resident_mib(server) < before + 50
 
 
