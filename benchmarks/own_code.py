@@ -2,7 +2,7 @@
 
     python -m benchmarks.own_code [--litserve PYTHON]
 
-PYTHON is an interpreter that has litserve (`make setup-bench` makes one). Prints a table.
+PYTHON is an interpreter that has litserve (`make bench` makes one). Prints a table.
 """
 
 from __future__ import annotations
