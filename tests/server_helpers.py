@@ -55,6 +55,7 @@ class Server:
             found = re.search(pattern, line)
             if found is not None:
                 return found
+        self._log.put(None)
         raise AssertionError(f"no {pattern!r} in the log:\n{''.join(self.lines)}")
 
     def _read_log(self) -> None:
