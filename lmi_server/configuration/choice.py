@@ -110,7 +110,8 @@ def _is_handler_file(model_dir: Path, given: Given) -> bool:
     path = model_dir / "model.py"
     if not path.is_file():
         return False
-    has_model = "option.model_id" in given or (model_dir / "config.json").is_file()
+    files = ("config.json", *(f"model.{ending}" for ending in _SKLEARN_FILES))
+    has_model = "option.model_id" in given or any((model_dir / name).is_file() for name in files)
     return HANDLER in given or not has_model or _takes_requests(path)
 
 
