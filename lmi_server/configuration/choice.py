@@ -17,6 +17,7 @@ from lmi_server.configuration.handlers import (
     JAVA_ENGINE,
     OWN_CODE,
     PIPELINE,
+    SKLEARN,
     HandlerRow,
     entry_points,
     find_handler,
@@ -38,6 +39,7 @@ _ALIASES: Mapping[str, Mapping[str, str]] = {
     "MPI": {MPI_MODE: "true", ENTRY_POINT: "djl_python.huggingface"},
 }
 _JAVA_ENGINES = ("PyTorch", "OnnxRuntime", "TensorFlow", "XGBoost", "LightGBM", "TritonServer", "Rust")
+_SKLEARN_FILES = ("skops", "joblib", "pkl", "pickle", "cloudpkl")
 _HANDLER_CLASSES = frozenset({"LLMHandler", "RequestHandler", "AsyncRequestHandler"})
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
@@ -81,6 +83,8 @@ def choose_handler(given: Given, model_dir: Path, names: tuple[str, ...], task: 
         return Choice(JAVA_ENGINE, "engine", engine)
     if entry_point is None and _takes_requests(model_dir / "model.py", given):
         return Choice(OWN_CODE)
+    if entry_point is None and any((model_dir / f"model.{ending}").is_file() for ending in _SKLEARN_FILES):
+        return Choice(SKLEARN)
     chosen = Choice(DEFAULT_HANDLER) if entry_point is None else _by_entry_point(given, entry_point, model_dir)
     if chosen.row is not DEFAULT_HANDLER:
         return chosen
