@@ -9,6 +9,7 @@ BENCHMARKS = (
     "benchmarks.embeddings",
     "benchmarks.generation",
     "benchmarks.memory",
+    "benchmarks.own_code",
     "benchmarks.relay",
     "benchmarks.vllm_server",
 )
