@@ -31,7 +31,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
-_OPENAI_ROUTES = frozenset({"completions", "chat/completions"})
+_OPENAI_ROUTES = frozenset({"completions", "chat/completions", "embeddings"})
 _CLIENT_GONE = 499  # the status in the metrics of a request whose client left; nobody reads it
 _CACHE_HEADERS = [
     (b"pragma", b"no-cache"),
@@ -121,7 +121,7 @@ class Relay:
         """Return the model that an OpenAI request names in its body, or the default one."""
         name = model_named_in(body)
         if name is not None:
-            return self._models.named(name, version)
+            return self._models.named_as_model(name, version)
         if self._models.default is None:
             raise BadParameterError("Parameter model_name is required.")
         return self._models.default.choose(version)

@@ -1,12 +1,13 @@
 """The contract between a worker and the handlers.
 
-One adapter per engine implements `LLMHandler`; what does not generate text is a `RequestHandler`.
+One adapter per engine implements `LLMHandler`; what does not generate text is a `RequestHandler`, which takes batches
+one after the other, or an `AsyncRequestHandler`, which takes requests side by side.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -77,16 +78,17 @@ class LLMHandler(ABC):
 
 
 class Response(msgspec.Struct, kw_only=True):
-    """What a `RequestHandler` answers to one request: a whole body, or a stream of pieces.
+    """What is answered to one request: a whole body, or a stream of pieces.
 
-    A piece of `stream` leaves as soon as it is there; an exception in the stream ends it with an error event.
-    `after` is called once the answer is on its way, whether it ended well or not.
+    A piece of `stream` leaves as soon as it is there; an exception in the stream ends it with an error event. An
+    iterator that is asynchronous is for an `AsyncRequestHandler` only. `after` is called once the answer is on its way,
+    whether it ended well or not.
     """
 
     status: int = 200
     headers: list[tuple[str, str]] = []
     data: bytes = b""
-    stream: Iterator[bytes] | None = None
+    stream: Iterator[bytes] | AsyncIterator[bytes] | None = None
     after: Callable[[], None] | None = None
 
 
@@ -110,6 +112,30 @@ class RequestHandler(ABC):
         Whatever is raised fails the whole batch.
         """
 
+    def side_by_side(self) -> AsyncRequestHandler | LLMHandler | None:
+        """Return what serves the requests in place of `handle`, side by side; None where `handle` does.
+
+        It is asked once, after `start`, and started itself then. It runs on an event loop of its own in the main
+        thread, so it may hold that loop up for a while without being taken for dead.
+        """
+        return None
+
     def stop(self) -> None:
+        """Release what `start` took."""
+        return
+
+
+class AsyncRequestHandler(ABC):
+    """Serves whatever is not text generation, requests side by side: up to option.max_rolling_batch_size at once."""
+
+    async def start(self) -> None:
+        """Load what is bound to the event loop."""
+        return
+
+    @abstractmethod
+    async def handle(self, request: Input) -> Response:
+        """Answer one request. What is raised fails it; a cancellation means that its client is gone."""
+
+    async def stop(self) -> None:
         """Release what `start` took."""
         return

@@ -80,7 +80,7 @@ def parse_chat(request: Input, body: dict[str, Any], served: ServedModel) -> Exc
     _set_alternatives(values)
     options, chat = answer_options(values), chats.chat_options(values)
     tools, special = values.pop("tools", None), values.pop("add_special_tokens", False)
-    priority = priority_of(request, values)
+    priority, adapter = priority_of(request, values), values.pop("adapter")
     max_tokens = values.pop("max_tokens", None)
     sampling = sampling_of(values, values.pop("max_completion_tokens", max_tokens), served.sampling_defaults)
     requests = tuple(
@@ -94,6 +94,7 @@ def parse_chat(request: Input, body: dict[str, Any], served: ServedModel) -> Exc
             stream=framing is not None,
             add_special_tokens=special,
             priority=priority,
+            adapter=adapter,
         )
         for index in range(options.n)
     )

@@ -10,6 +10,7 @@ from uuid import uuid4
 import msgspec
 
 from lmi_server.dialects import constraints, fields
+from lmi_server.dialects.adapters import adapter_name, chosen_adapter
 from lmi_server.dialects.base import ServedModel
 from lmi_server.dialects.fields import Field
 from lmi_server.errors import ModelNotFoundError, RequestError
@@ -90,7 +91,8 @@ SHARED_FIELDS: dict[str, Field] = {
     **constraints.FIELDS,
     **{name: Field(name, _any, "engine_extras") for name in _ENGINE_EXTRAS},
     "use_beam_search": Field(None, UNSUPPORTED),
-    "adapters": Field(None, fields.off("leave it out: this model is served without adapters")),
+    "adapters": Field("adapter", adapter_name),
+    "adapter": Field("adapter", adapter_name),
     **{name: Field(None, fields.ignored) for name in _IGNORED},
 }
 
@@ -122,7 +124,7 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
 def read(
     request: Input, body: dict[str, Any], known: dict[str, Field], served: ServedModel
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the body's fields and the warnings."""
+    """Return the body's fields and the warnings; `adapter` is what the request asks for, or what `model` names."""
     values, unknown = fields.read_fields(body, known, features=served.features)
     if "stream_options" in values and not values.get("stream"):
         raise RequestError("stream_options is only allowed with stream; send stream: true or leave it out")
@@ -130,6 +132,11 @@ def read(
         raise RequestError("prompt_logprobs is not available in a stream; leave it out, or do not stream")
     warnings = fields.unknown_warnings(unknown, known)
     model = values.get("model")
+    if model in served.adapters:
+        values.setdefault("adapter", model)
+    values["adapter"] = chosen_adapter(request, values.get("adapter"), served)
+    if model in served.adapters:
+        return values, warnings
     if model is None or model == served.name or model in served.served_names:
         return values, warnings
     del values["model"]
@@ -138,7 +145,7 @@ def read(
 
 def _other_model(request: Input, model: str, served: ServedModel) -> str:
     """Return the warning on a model that is not served here; OpenAI's routes refuse it."""
-    names = ", ".join(dict.fromkeys((*served.served_names, served.name)))
+    names = ", ".join(dict.fromkeys((*served.served_names, served.name, *sorted(served.adapters))))
     if request.route in ROUTES:
         raise ModelNotFoundError(f"The model {fields.show(model)} does not exist; served here: {names}")
     return f"model {fields.show(model)} is ignored; served here: {names}"
