@@ -24,6 +24,8 @@ _EXACT = {
     "/v1/completions": "completions",
     "/v1/chat/completions": "chat/completions",
     "/v1/embeddings": "embeddings",
+    "/tokenize": "tokenize",
+    "/detokenize": "detokenize",
 }
 _WITH_MODEL = ("/predictions/{model}", "/predictions/{model}/{version}", "/models/{model}/invoke")
 

@@ -64,8 +64,8 @@ class EchoHandler(LLMHandler):
     async def remove_adapter(self, name: str) -> None:
         return
 
-    async def tokenize(self, text: str) -> list[int]:
-        return list(range(len(text.split())))
+    async def tokenize(self, request: GenerationRequest) -> list[int]:
+        return list(range(len(_prompt_text(request).split())))
 
     def stats(self) -> dict[str, float]:
         return {"running_requests": self._running}

@@ -48,8 +48,11 @@ class LLMHandler(ABC):
         """
 
     @abstractmethod
-    async def tokenize(self, text: str) -> list[int]:
-        """Return the token ids of `text`, special tokens added."""
+    async def tokenize(self, request: GenerationRequest) -> Sequence[int]:
+        """Return the token ids of the prompt of `request`, as `generate` would have them.
+
+        Raises RequestError where the prompt cannot be rendered.
+        """
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids. Raises RequestError where one of them is not in the vocabulary."""

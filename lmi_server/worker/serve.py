@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import NamedTuple
 
 from lmi_server import dialects
+from lmi_server.dialects import tokens
 from lmi_server.dialects.base import Exchange, ServedModel
 from lmi_server.dialects.errors import error_reply
 from lmi_server.errors import HandlerError, LmiServerError, ModelMemoryError, is_out_of_memory
@@ -34,8 +35,11 @@ async def serve(request: Input, engine: Engine, served: ServedModel, answer: Ans
     """Answer `request`; `answer` has ended exactly once when this returns, whatever the handler raises."""
     exchange: Exchange | None = None
     try:
+        if request.route in tokens.ROUTES:
+            answer.reply(200, [("content-type", "application/json")], await _tokens(request, engine.handler, served))
+            return
         exchange = dialects.parse(request, served)
-        _log_warnings(request, exchange)
+        _log_warnings(request, exchange.warnings)
         if exchange.stream:
             await _stream(exchange, engine, answer, outbox)
         else:
@@ -48,6 +52,17 @@ async def serve(request: Input, engine: Engine, served: ServedModel, answer: Ans
     except Exception as error:  # the border to handlers and engines, which raise anything; the request ends with it
         logger.exception("request %s: the handler raised", _request_id(request))
         _fail(request, exchange, answer, HandlerError(f"{type(error).__name__}: {error}"))
+
+
+async def _tokens(request: Input, handler: LLMHandler, served: ServedModel) -> bytes:
+    """Return the body of an answer that tells tokens or their text; nothing is generated."""
+    if request.route == tokens.TOKENIZE:
+        asked, warnings = tokens.parse_tokenize(request, served)
+        _log_warnings(request, warnings)
+        return tokens.tokens_body(await handler.tokenize(asked), served)
+    ids, warnings = tokens.parse_detokenize(request, served)
+    _log_warnings(request, warnings)
+    return tokens.text_body(await handler.detokenize(ids))
 
 
 async def serve_response(request: Input, handler: AsyncRequestHandler, answer: Answer, outbox: Outbox) -> None:
@@ -196,8 +211,8 @@ def _fail(request: Input, exchange: Exchange | None, answer: Answer, error: LmiS
     answer.end(error_reply(request.route, error)[0])
 
 
-def _log_warnings(request: Input, exchange: Exchange) -> None:
-    for warning in exchange.warnings:
+def _log_warnings(request: Input, warnings: Sequence[str]) -> None:
+    for warning in warnings:
         logger.warning("request %s: %s", _request_id(request), warning)
 
 

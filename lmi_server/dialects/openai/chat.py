@@ -6,13 +6,13 @@ from typing import Any
 
 from lmi_server.dialects import fields
 from lmi_server.dialects.base import Exchange, ServedModel
+from lmi_server.dialects.errors import is_openai
 from lmi_server.dialects.fields import Field
 from lmi_server.dialects.framing import JSON_LINES, SSE, Framing
 from lmi_server.dialects.lmi import formatter_warnings
 from lmi_server.dialects.openai import messages as chats
 from lmi_server.dialects.openai.chat_answer import ChatBody, ChatStream
 from lmi_server.dialects.openai.request import (
-    ROUTES,
     SHARED_FIELDS,
     UNSUPPORTED,
     answer_options,
@@ -106,7 +106,7 @@ def parse_chat(request: Input, body: dict[str, Any], served: ServedModel) -> Exc
 def _chat_framing(request: Input, served: ServedModel, stream: bool) -> tuple[Framing | None, tuple[str, ...]]:
     """Return the framing of the stream, None for one JSON object. OpenAI's own routes know no option."""
     by_stream = SSE if stream else None
-    if request.route in ROUTES:
+    if is_openai(request.route):
         return by_stream, ()
     match served.output_formatter:
         case "json_chat":

@@ -12,12 +12,12 @@ import msgspec
 from lmi_server.dialects import constraints, fields
 from lmi_server.dialects.adapters import adapter_name, chosen_adapter
 from lmi_server.dialects.base import ServedModel
+from lmi_server.dialects.errors import is_openai
 from lmi_server.dialects.fields import Field
 from lmi_server.errors import ModelNotFoundError, RequestError
 from lmi_server.generation import SamplingParameters
 from lmi_server.protocol import Input
 
-ROUTES = frozenset({"completions", "chat/completions"})
 _MAX_CHOICES = 128  # OpenAI's own bound on n
 
 
@@ -135,20 +135,20 @@ def read(
     if model in served.adapters:
         values.setdefault("adapter", model)
     values["adapter"] = chosen_adapter(request, values.get("adapter"), served)
-    if model in served.adapters:
-        return values, warnings
-    if model is None or model == served.name or model in served.served_names:
-        return values, warnings
-    del values["model"]
-    return values, (*warnings, _other_model(request, model, served))
+    other = model_warnings(request, model, served)
+    if other:
+        del values["model"]
+    return values, warnings + other
 
 
-def _other_model(request: Input, model: str, served: ServedModel) -> str:
+def model_warnings(request: Input, model: str | None, served: ServedModel) -> tuple[str, ...]:
     """Return the warning on a model that is not served here; OpenAI's routes refuse it."""
+    if model is None or model == served.name or model in served.served_names or model in served.adapters:
+        return ()
     names = ", ".join(dict.fromkeys((*served.served_names, served.name, *sorted(served.adapters))))
-    if request.route in ROUTES:
+    if is_openai(request.route):
         raise ModelNotFoundError(f"The model {fields.show(model)} does not exist; served here: {names}")
-    return f"model {fields.show(model)} is ignored; served here: {names}"
+    return (f"model {fields.show(model)} is ignored; served here: {names}",)
 
 
 def envelope_of(prefix: str, values: dict[str, Any], served: ServedModel) -> Envelope:
