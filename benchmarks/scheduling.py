@@ -2,9 +2,9 @@
 
     python -m benchmarks.scheduling
 
-Three loads, each on a server of its own: 8 requests that share a prefix of 1,024 tokens; 64 requests of mixed lengths
-at once, beside static batches of the same requests through a padded `model.generate`; and 32 requests with KV memory
-for a third of what they need at most, beside the same with enough of it.
+Each load on a server of its own: 8 requests that share a prefix of 1,024 tokens; 64 requests of mixed lengths at once,
+beside static batches of the same requests through a padded `model.generate`; and 32 requests with KV memory for a third
+of what they need at most, beside the same with enough of it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.generation import MODEL, load_transformers, serving
+from benchmarks.generation import MODEL, load_transformers, prompts, serving
 
 SHARED = 1024
 MIXED = 64
@@ -36,10 +36,11 @@ VOCABULARY = (1000, 40000)  # token ids of ordinary words
 
 @dataclass(frozen=True)
 class Load:
-    """One request: its prompt and how many tokens it generates."""
+    """One request: its prompt and how many tokens it generates, or at most where the model may end the answer."""
 
-    prompt: list[int]
+    prompt: list[int] | str
     new_tokens: int
+    may_end: bool = False
 
 
 @dataclass
@@ -96,7 +97,7 @@ async def stream(port: int, load: Load) -> Timing:
         timing.tokens += [time.perf_counter()] * len((choice["logprobs"] or {}).get("tokens", ()))
         timing.text += choice["text"]
     writer.close()
-    if len(timing.tokens) != load.new_tokens:
+    if not load.may_end and len(timing.tokens) != load.new_tokens:
         raise AssertionError(f"{len(timing.tokens)} tokens of {load.new_tokens} came")
     return timing
 
@@ -168,22 +169,33 @@ def static_batches(size: int) -> dict[str, float]:
     return {"rate": sum(load.new_tokens for load in loads) / (time.perf_counter() - began)}
 
 
-def scarce_memory(share: float) -> dict[str, Any]:
-    """32 requests, with memory for `share` of what they need at most."""
+def chats() -> list[Load]:
+    """Questions to the model, which ends most answers long before the limit."""
+    turn = "<|im_start|>user\n{}.<|im_end|>\n<|im_start|>assistant\n"
+    return [Load(turn.format(prompt), 256, may_end=True) for prompt in prompts(SCARCE)]
+
+
+def full_lengths() -> list[Load]:
+    """Requests that generate all that they may."""
     chance = random.Random(3)
-    loads = [Load(words(chance.randint(16, 300), chance), chance.randint(64, 256)) for _ in range(SCARCE)]
-    needed = sum(len(load.prompt) + load.new_tokens for load in loads)
+    return [Load(words(chance.randint(16, 300), chance), chance.randint(64, 256)) for _ in range(SCARCE)]
+
+
+def scarce_memory(loads: list[Load], share: float) -> dict[str, Any]:
+    """Serve the loads at once, with memory for `share` of what they need at most."""
+    needed = sum((len(load.prompt) if isinstance(load.prompt, list) else 32) + load.new_tokens for load in loads)
     os.environ["OPTION_KV_CACHE_MEMORY_GB"] = str(share * needed * BYTES_PER_TOKEN / 2**30)
-    os.environ["OPTION_MAX_MODEL_LEN"] = "600"
+    os.environ["OPTION_MAX_MODEL_LEN"] = "1024"
     with serving(MODEL, SCARCE) as (_, port):
         warm_up(port)
         began = time.perf_counter()
         timings = asyncio.run(stream_all(port, loads))
         seconds = time.perf_counter() - began
+        time.sleep(1.5)  # the worker tells its gauges once a second
         metrics = httpx.get(f"http://127.0.0.1:{port}/metrics").text
     retracted = next(line for line in metrics.splitlines() if "retracted_requests" in line and line[0] != "#")
     return {
-        "rate": sum(load.new_tokens for load in loads) / seconds,
+        "rate": sum(len(timing.tokens) for timing in timings) / seconds,
         "retracted": float(retracted.split()[-1]),
         "texts": [timing.text for timing in timings],
     }
@@ -194,8 +206,10 @@ PARTS = {
     "mixed lengths": mixed_lengths,
     "static batches of 32": lambda: static_batches(32),
     "static batches of 64": lambda: static_batches(64),
-    "a third": lambda: scarce_memory(1 / 3),
-    "enough": lambda: scarce_memory(1.0),
+    "chats, a third": lambda: scarce_memory(chats(), 1 / 3),
+    "chats, enough": lambda: scarce_memory(chats(), 1.0),
+    "full lengths, a third": lambda: scarce_memory(full_lengths(), 1 / 3),
+    "full lengths, enough": lambda: scarce_memory(full_lengths(), 1.0),
 }
 
 
@@ -216,9 +230,34 @@ def main() -> None:
 
 
 def table(found: dict[str, dict[str, Any]]) -> Table:
-    shown = Table(title="Scheduling of the rolling batch, SmolLM2-135M (bf16), over HTTP")
+    shown = Table(title="Scheduling of the rolling batch, SmolLM2-135M (bf16), over HTTP, streaming")
     for column in ("", "measured", "ratio"):
-        shown.add_column(column, justify="left" if not column else "right")
+        shown.add_column(column, justify="right" if column else "left")
+    shared, mixed = found["shared prefix"], found["mixed lengths"]
+    shown.add_row(
+        f"TTFT of 7 requests that share {SHARED:,} tokens with an earlier one, the longest / that one's",
+        f"{shared['later'] * 1e3:.0f} ms / {shared['first'] * 1e3:.0f} ms",
+        f"{shared['ratio']:.2f}",
+    )
+    for size in (32, 64):
+        static = found[f"static batches of {size}"]["rate"]
+        shown.add_row(
+            f"{MIXED} requests of mixed lengths, tokens/s / static batches of {size}",
+            f"{mixed['rate']:.0f} / {static:.0f}",
+            f"{mixed['rate'] / static:.2f}",
+        )
+    for name, title in (("TTFT", "time to first token"), ("ITL", "inter-token latency")):
+        late, median = mixed[f"{name} p99"], mixed[f"{name} median"]
+        shown.add_row(f"the same, {title}, p99 / median", f"{late:.2f} s / {median:.2f} s", f"{late / median:.2f}")
+    for load in ("chats", "full lengths"):
+        third, enough = found[f"{load}, a third"], found[f"{load}, enough"]
+        same = sum(one == other for one, other in zip(third["texts"], enough["texts"], strict=True))
+        shown.add_row(
+            f"{SCARCE} {load}, tokens/s, KV memory for a third / enough"
+            f" ({third['retracted']:.0f} retracted, {same} texts alike)",
+            f"{third['rate']:.0f} / {enough['rate']:.0f}",
+            f"{third['rate'] / enough['rate']:.2f}",
+        )
     return shown
 
 

@@ -39,9 +39,9 @@ class HuggingFaceOptions(TransformersOptions, RollingBatchOptions):
     max_model_len: PositiveInt | None = Field(
         None, description="Tokens of prompt and output together; without it what config.json allows."
     )
-    enable_torch_compile: Annotated[bool, Unavailable.values(True, instead="remove the key")] = Field(
-        False, description="Compile the decode step when the model loads."
-    )
+    enable_torch_compile: Annotated[
+        bool, Unavailable.values(True, instead="remove the key: the step runs on kernels compiled when the model loads")
+    ] = Field(False, description="Compile the decode step when the model loads.")
 
     def context_length(self) -> int | None:
         return self.max_model_len
