@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from handlers.checkpoints.loading import eos_token_ids, load_model, load_tokenizer, set_threads
+from handlers.checkpoints.quantization import quantization_details
 from handlers.huggingface_options import HuggingFaceOptions
 from handlers.rolling_batch.attention import UnsupportedAttentionError
 from handlers.rolling_batch.engine import RollingBatchEngine
@@ -75,6 +76,7 @@ def load_engine(model_dir: str, options: HuggingFaceOptions) -> LoadedEngine:
     model = load_model(AutoModelForCausalLM, path, options)
     _refuse_spreading(model, options)
     weights = model.get_memory_footprint()
+    quantization = quantization_details(model)
     try:
         runner = ModelRunner(model)
         limits, max_len = _limits(runner, model, weights, options)
@@ -96,6 +98,7 @@ def load_engine(model_dir: str, options: HuggingFaceOptions) -> LoadedEngine:
         "kv_cache_gib": round(limits.kv_tokens * runner.cache.bytes_per_token / _GIB, 3),
         "chunked_prefill_size": limits.chunk_size,
         "schedule_policy": limits.policy,
+        **quantization,
         "fused_modules": runner.fused,
         "load_seconds": round(time.perf_counter() - began, 1),
     }

@@ -10,7 +10,9 @@ from lmi_server.dialects.base import Exchange, ServedModel
 from lmi_server.errors import RequestError, RouteNotFoundError
 from lmi_server.protocol import Input
 
-__all__ = ["Exchange", "ServedModel", "parse"]
+__all__ = ["FORMATTER_NAMES", "Exchange", "ServedModel", "parse"]
+
+FORMATTER_NAMES = lmi.FORMATTER_NAMES
 
 _LMI_ROUTES = frozenset({"invocations", "predictions"})
 
@@ -24,6 +26,8 @@ def parse(request: Input, served: ServedModel) -> Exchange:
         return openai.parse_chat(request, fields.json_object(request), served)
     if request.route == "completions":
         return openai.parse_completion(request, fields.json_object(request), served)
+    if request.route == "responses":
+        return openai.parse_response(request, fields.json_object(request), served)
     if request.route not in _LMI_ROUTES:
         raise RouteNotFoundError(f"no dialect serves the route {fields.show(request.route)}")
     if fields.media_type(request) == "text/plain":
