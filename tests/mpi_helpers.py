@@ -1,0 +1,33 @@
+"""What the tests of MPI groups look at: the processes of a group and the files that it leaves behind."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from lmi_server.process_session import session_members
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def litter() -> set[str]:
+    """Return what groups of this user have in shared memory."""
+    names = [path for path in SHARED_MEMORY.iterdir() if path.stat().st_uid == os.getuid()]
+    return {path.name for path in names if path.name.startswith(("lmi-", "deepspeed_", "sm_segment", "ompi"))}
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_running(pid: int) -> bool:
+    """Tell whether a process computes: one that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+def group_members(server: int) -> list[int]:
+    """Return the processes of all groups of a server."""
+    return [pid for launcher in children(server) for pid in session_members(launcher)]
