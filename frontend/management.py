@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from frontend.parameters import integer, page, parameters, truth
 from frontend.responses import json_response
 from lmi_server.errors import BadParameterError
 from lmi_server.model_store import ModelSource, name_of
@@ -19,7 +19,6 @@ from lmi_server.models import Endpoint, Model, ModelRegistry
 from lmi_server.worker_group import WorkerGroup
 from lmi_server.worker_pool import ModelStatus, WorkerPool
 
-_PAGE = 100  # models on a page at most
 _UNCHANGED = -1
 _ALL_DEVICES = "*"
 
@@ -59,11 +58,11 @@ class Management:
         """Return the routes. LMI takes "workflows" for "models" wherever both make sense."""
         one = {"GET": self.describe, "PUT": self.scale, "DELETE": self.unregister}
         return [
-            _route("/models", {"GET": self.list_models, "POST": self.register}),
-            _route("/workflows", {"GET": self.list_workflows}),
-            _route("/server/logging", dict.fromkeys(("GET", "POST", "PUT"), self.set_log_level)),
+            method_route("/models", {"GET": self.list_models, "POST": self.register}),
+            method_route("/workflows", {"GET": self.list_workflows}),
+            method_route("/server/logging", dict.fromkeys(("GET", "POST", "PUT"), self.set_log_level)),
             *(
-                _route(f"/{kind}/{{model}}{version}", one)
+                method_route(f"/{kind}/{{model}}{version}", one)
                 for kind in ("models", "workflows")
                 for version in ("", "/{version}")
             ),
@@ -88,21 +87,13 @@ class Management:
         rows = [{"workflowName": model.name, **_version(model)} for endpoint in page for model in endpoint.models]
         return json_response({**more, "workflows": rows})
 
-    def _page(self, request: Request) -> tuple[list[Endpoint], dict[str, str]]:
-        """Return the models of a page, and the token of the next one where there is one."""
-        query = request.query_params
-        limit = _integer(query, "limit", _PAGE)
-        start = max(0, _integer(query, "next_page_token", 0))
-        if not 1 <= limit <= _PAGE:
-            limit = _PAGE
-        endpoints = self._models.endpoints
-        end = start + limit
-        return endpoints[start:end], {"nextPageToken": str(end)} if end < len(endpoints) else {}
+    def _page(self, request: Request) -> tuple[Sequence[Endpoint], dict[str, str]]:
+        return page(request.query_params, self._models.endpoints)
 
     async def register(self, request: Request) -> Response:
-        given = await _parameters(request)
+        given = await parameters(request)
         source = _source(given)
-        if _truth(given, "synchronous", True):
+        if truth(given, "synchronous", True):
             # A task of its own: a client that goes away must not leave half a registration behind.
             await asyncio.shield(asyncio.ensure_future(self._models.register_and_load(source)))
             return json_response({"status": f'Model "{source.name}" registered.'})
@@ -113,7 +104,7 @@ class Management:
         return json_response([_description(model) for model in self._named(request)])
 
     async def scale(self, request: Request) -> Response:
-        given = await _parameters(request)
+        given = await parameters(request)
         least, most = _count(given, "min_worker"), _count(given, "max_worker")
         device = _device(given)
         models = self._named(request)
@@ -148,7 +139,7 @@ class Management:
         return list(endpoint.models) if version is None else [endpoint.version(version)]
 
 
-def _route(path: str, handlers: Mapping[str, Handler]) -> Route:
+def method_route(path: str, handlers: Mapping[str, Handler]) -> Route:
     async def call(request: Request) -> Response:
         return await handlers["GET" if request.method == "HEAD" else request.method](request)
 
@@ -160,28 +151,6 @@ def _path(request: Request) -> tuple[str, str | None]:
 
 
 # --- parameters ---
-
-
-async def _parameters(request: Request) -> dict[str, str]:
-    """Return the query's parameters, over those of a JSON body where there is one."""
-    given: dict[str, str] = {}
-    if request.headers.get("content-type", "").partition(";")[0].strip() == "application/json":
-        given = _from_json(await request.body())
-    return {**given, **request.query_params}
-
-
-def _from_json(body: bytes) -> dict[str, str]:
-    if not body:
-        return {}
-    try:
-        decoded = msgspec.json.decode(body, type=dict[str, str | bool | int | float | None])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadParameterError(f"The body is no JSON object of parameters: {error}") from error
-    return {key: _text(value) for key, value in decoded.items() if value is not None}
-
-
-def _text(value: str | bool | int | float) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _source(given: Mapping[str, str]) -> ModelSource:
@@ -205,7 +174,7 @@ def _source(given: Mapping[str, str]) -> ModelSource:
 
 def _count(given: Mapping[str, str], name: str) -> int | None:
     """Return a number of workers; None where it is to stay as it is."""
-    value = _integer(given, name, _UNCHANGED)
+    value = integer(given, name, _UNCHANGED)
     if value < _UNCHANGED:
         raise BadParameterError(f"Parameter {name} is {value}; it takes an integer, 0 or more, or -1 for no change")
     return None if value == _UNCHANGED else value
@@ -222,23 +191,6 @@ def _device(given: Mapping[str, str]) -> int | None:
     if digits.isdecimal():
         return int(digits)
     raise BadParameterError(f'Parameter device is "{text}"; it takes cpu, or a GPU as 0 or gpu0')
-
-
-def _integer(given: Mapping[str, str], name: str, default: int) -> int:
-    text = given.get(name, "").strip()
-    if not text:
-        return default
-    try:
-        return int(text)
-    except ValueError:
-        raise BadParameterError(f'Parameter {name} is "{text}"; it takes an integer') from None
-
-
-def _truth(given: Mapping[str, str], name: str, default: bool) -> bool:
-    text = given.get(name, "").strip().lower()
-    if text and text not in ("true", "false"):
-        raise BadParameterError(f'Parameter {name} is "{text}"; it takes true or false')
-    return text == "true" if text else default
 
 
 # --- descriptions ---

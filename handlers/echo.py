@@ -13,6 +13,7 @@ from lmi_server.configuration.declaration import Allowed
 from lmi_server.configuration.options import ModelOptions
 from lmi_server.generation import Delta, GenerationRequest, Token, Usage
 from lmi_server.handler import LLMHandler, ModelInfo
+from lmi_server.protocol import Adapter
 
 _MAX_MODEL_LEN = 1 << 20
 
@@ -44,6 +45,8 @@ class EchoHandler(LLMHandler):
         self._running += 1
         try:
             text = _prompt_text(request)
+            if request.adapter is not None:
+                text = f"{request.adapter}: {text}"
             words = text.split() or ["echo"]
             tokens = [Token(index, f" {word}", 0.0) for index, word in enumerate(words)]
             count = request.sampling.max_new_tokens
@@ -54,8 +57,15 @@ class EchoHandler(LLMHandler):
         finally:
             self._running -= 1
 
-    async def tokenize(self, text: str) -> list[int]:
-        return list(range(len(text.split())))
+    async def add_adapter(self, adapter: Adapter) -> None:
+        """Take anything; answers begin with the name of their adapter."""
+        return
+
+    async def remove_adapter(self, name: str) -> None:
+        return
+
+    async def tokenize(self, request: GenerationRequest) -> list[int]:
+        return list(range(len(_prompt_text(request).split())))
 
     def stats(self) -> dict[str, float]:
         return {"running_requests": self._running}

@@ -68,8 +68,8 @@ class HuggingFaceHandler(LLMHandler):
         finally:
             await deltas.aclose()
 
-    async def tokenize(self, text: str) -> list[int]:
-        return self._loaded.prompts.tokenize(text)
+    async def tokenize(self, request: GenerationRequest) -> list[int]:
+        return (await self._loaded.prompts.encode(request))[0]
 
     async def add_adapter(self, adapter: Adapter) -> None:
         await self._adapters.add(adapter)

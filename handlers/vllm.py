@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from importlib import import_module
 from types import ModuleType
@@ -58,8 +58,11 @@ class VllmHandler(LLMHandler):
             async for delta in deltas:
                 yield delta
 
-    async def tokenize(self, text: str) -> list[int]:
-        return self._loaded.prompts.tokenize(text)
+    async def tokenize(self, request: GenerationRequest) -> list[int]:
+        return list((await self._loaded.prompts.render(request))["prompt_token_ids"])
+
+    async def detokenize(self, tokens: Sequence[int]) -> str:
+        return self._loaded.prompts.detokenize(tokens)
 
     def stats(self) -> Mapping[str, float]:
         return self._loaded.statistics.gauges(self._loaded.driver.unfinished)

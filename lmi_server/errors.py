@@ -132,3 +132,23 @@ _BY_KIND = {cls.__name__: cls for cls in _subclasses(LmiServerError)}
 def error_from_kind(kind: str, message: str) -> LmiServerError:
     """Return the exception that `kind` names; an unknown kind becomes a `HandlerError`."""
     return _BY_KIND.get(kind, HandlerError)(message)
+
+
+# What engines raise for want of memory, beside MemoryError: CUDA's own, torch's by class name, vLLM's, and what torch
+# says when the host has none left.
+_OUT_OF_MEMORY_CLASS = "OutOfMemoryError"
+_OUT_OF_MEMORY_TEXTS = (
+    "CUDA error: out of memory",
+    "No available memory for the cache blocks",
+    "can't allocate memory",
+    "Cannot allocate memory",
+)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Tell whether `error`, or what caused it, is a want of memory of host or device."""
+    if error is None:
+        return False
+    if isinstance(error, MemoryError) or type(error).__name__ == _OUT_OF_MEMORY_CLASS:
+        return True
+    return any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS) or is_out_of_memory(error.__cause__)

@@ -1,12 +1,13 @@
 """The contract between a worker and the handlers.
 
-One adapter per engine implements `LLMHandler`; what does not generate text is a `RequestHandler`.
+One adapter per engine implements `LLMHandler`; what does not generate text is a `RequestHandler`, which takes batches
+one after the other, or an `AsyncRequestHandler`, which takes requests side by side.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -42,8 +43,8 @@ class LLMHandler(ABC):
         """Be one of the other ranks of an MPI group: load the model and do what rank 0 says, until it says stop.
 
         A handler that does not override it is refused under the MPI engine. `start` returns on rank 0 once all ranks
-        have loaded. Runs in the main thread of the process; `environment.own_rank` tells which rank it is. Raises ModelLoadError
-        (or anything else, which fails the load with its message).
+        have loaded. Runs in the main thread of the process; `environment.own_rank` tells which rank it is. Raises
+        ModelLoadError (or anything else, which fails the load with its message).
         """
         raise NotImplementedError
 
@@ -56,8 +57,11 @@ class LLMHandler(ABC):
         """
 
     @abstractmethod
-    async def tokenize(self, text: str) -> list[int]:
-        """Return the token ids of `text`, special tokens added."""
+    async def tokenize(self, request: GenerationRequest) -> Sequence[int]:
+        """Return the token ids of the prompt of `request`, as `generate` would have them.
+
+        Raises RequestError where the prompt cannot be rendered.
+        """
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids. Raises RequestError where one of them is not in the vocabulary."""
@@ -86,16 +90,17 @@ class LLMHandler(ABC):
 
 
 class Response(msgspec.Struct, kw_only=True):
-    """What a `RequestHandler` answers to one request: a whole body, or a stream of pieces.
+    """What is answered to one request: a whole body, or a stream of pieces.
 
-    A piece of `stream` leaves as soon as it is there; an exception in the stream ends it with an error event.
-    `after` is called once the answer is on its way, whether it ended well or not.
+    A piece of `stream` leaves as soon as it is there; an exception in the stream ends it with an error event. An
+    iterator that is asynchronous is for an `AsyncRequestHandler` only. `after` is called once the answer is on its way,
+    whether it ended well or not.
     """
 
     status: int = 200
     headers: list[tuple[str, str]] = []
     data: bytes = b""
-    stream: Iterator[bytes] | None = None
+    stream: Iterator[bytes] | AsyncIterator[bytes] | None = None
     after: Callable[[], None] | None = None
 
 
@@ -119,6 +124,30 @@ class RequestHandler(ABC):
         Whatever is raised fails the whole batch.
         """
 
+    def side_by_side(self) -> AsyncRequestHandler | LLMHandler | None:
+        """Return what serves the requests in place of `handle`, side by side; None where `handle` does.
+
+        It is asked once, after `start`, and started itself then. It runs on an event loop of its own in the main
+        thread, so it may hold that loop up for a while without being taken for dead.
+        """
+        return None
+
     def stop(self) -> None:
+        """Release what `start` took."""
+        return
+
+
+class AsyncRequestHandler(ABC):
+    """Serves whatever is not text generation, requests side by side: up to option.max_rolling_batch_size at once."""
+
+    async def start(self) -> None:
+        """Load what is bound to the event loop."""
+        return
+
+    @abstractmethod
+    async def handle(self, request: Input) -> Response:
+        """Answer one request. What is raised fails it; a cancellation means that its client is gone."""
+
+    async def stop(self) -> None:
         """Release what `start` took."""
         return

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from lmi_server.adapters import RegisteredAdapter, adapters_in
 from lmi_server.artifacts.fetch import ArtifactSettings, empty_directory, fetch_model_directory
 from lmi_server.artifacts.location import HubModel, parse_location
 from lmi_server.artifacts.model import FetchedModel, Resolve, fetch_model
@@ -80,6 +81,10 @@ class Model:
         """Return why the model is FAILED."""
         return self.failed or (None if self.pool is None else self.pool.failure)
 
+    @property
+    def adapter_names(self) -> list[str]:
+        return [] if self.pool is None else self.pool.adapters.names
+
     def submit(self, request: Input, priority: int, on_overflow: Callable[[], None]) -> Job:
         """Accept one request, as `WorkerPool.submit` does."""
         return self.loaded().submit(request, priority, on_overflow)
@@ -135,7 +140,7 @@ class ModelRegistry:
         self.only: Endpoint | None = None
         self.default: Endpoint | None = None
         self._environment = {name: value for name, value in environment.items() if name not in HUB_VARIABLES}
-        self._artifacts = artifacts
+        self.artifacts = artifacts
         self._resolve = resolve
         self._drain_timeout_s = drain_timeout_s
         self._log_level = log_level
@@ -169,6 +174,13 @@ class ModelRegistry:
         if endpoint is None:
             raise ModelNotFoundError(f"Model or workflow not found: {name}")
         return endpoint
+
+    def named_as_model(self, name: str, version: str | None = None) -> Model:
+        """Return the model that the `model` of an OpenAI request means, which may be an adapter's name."""
+        for model in () if name in self._endpoints or name in self._aliases else self.models:
+            if model.pool is not None and name in model.pool.adapters and version in (None, model.version):
+                return model
+        return self.named(name, version)
 
     def named(self, name: str, version: str | None = None) -> Model:
         """Return the model that a request names. Raises ModelNotFoundError."""
@@ -287,11 +299,11 @@ class ModelRegistry:
         with shown_progress(source.label, sys.stderr) as on_progress:
             if isinstance(location, HubModel):  # its weights are option.model_id of a directory that says nothing else
                 settings["option.model_id"] = location.repo_id
-                directory = await asyncio.to_thread(empty_directory, self._artifacts)
+                directory = await asyncio.to_thread(empty_directory, self.artifacts)
             else:
-                directory = await fetch_model_directory(source.url, self._artifacts, on_progress=on_progress)
+                directory = await fetch_model_directory(source.url, self.artifacts, on_progress=on_progress)
             return await fetch_model(
-                directory, environment, settings, self._artifacts, resolve=self._resolve, on_progress=on_progress
+                directory, environment, settings, self.artifacts, resolve=self._resolve, on_progress=on_progress
             )
 
     def _claim_names(self, model: Model, resolved: ResolvedModel) -> None:
@@ -321,6 +333,7 @@ class ModelRegistry:
             groups=plan_devices(serving.load_on_devices, options.gpus_per_worker(len(gpus)), gpus),
             environment=_worker_variables(python_path),
             mpi=None if options.ranks is None else self._mpi_launcher(options.ranks),
+            adapters=_adapters_beside(source, resolved),
             min_workers=serving.min_workers,
             max_workers=max(serving.min_workers, serving.max_workers),
             max_in_flight=options.max_rolling_batch_size,
@@ -368,6 +381,18 @@ class ModelRegistry:
 
     def _pools(self) -> list[WorkerPool]:
         return [*(model.pool for model in self.models if model.pool is not None), *self._ending]
+
+
+def _adapters_beside(source: ModelSource, resolved: ResolvedModel) -> tuple[RegisteredAdapter, ...]:
+    """Return the adapters in the directory of the model, and in that of its weights."""
+    options = resolved.options
+    places = dict.fromkeys([resolved.model_dir, *([options.model_id] if options.model_id else [])])
+    adapters = adapters_in([Path(place, options.adapters) for place in places])
+    if adapters and not options.enable_lora:
+        names = ", ".join(registered.name for registered in adapters)
+        logger.warning("model %s: adapters %s are not served; set option.enable_lora=true", source.label, names)
+        return ()
+    return adapters
 
 
 def _worker_variables(python_path: Sequence[str]) -> dict[str, str]:

@@ -22,8 +22,8 @@ import msgspec
 class Input(msgspec.Struct, array_like=True, frozen=True):
     """A request as the front end saw it; the front end has not looked into the body.
 
-    `route` is one of "invocations", "predictions", "completions", "chat/completions". `properties` are the HTTP
-    headers (lower-cased names), with `X-Amzn-SageMaker-Custom-Attributes` exploded into entries of its own.
+    `route` is one of "invocations", "predictions", "completions", "chat/completions", "embeddings". `properties` are
+    the HTTP headers (lower-cased names), with `X-Amzn-SageMaker-Custom-Attributes` exploded into entries of its own.
     `content` holds the query parameters, then the body under the key "data".
     """
 

@@ -64,6 +64,9 @@ class Owner(Protocol):
     def new_worker(self, device: DeviceGroup) -> WorkerProcess:
         """Return a worker that is not spawned yet."""
 
+    async def equip(self, worker: WorkerProcess) -> None:
+        """Give a worker that has loaded the model what was registered since. Raises ModelLoadError."""
+
     def admit(self, worker: WorkerProcess, ready: Ready) -> None:
         """Take a loaded worker into service. Raises ModelLoadError where it is dead already."""
 
@@ -250,6 +253,7 @@ class WorkerGroup:
         try:
             async with self._owner.loading_turns:
                 ready = await worker.load(self._plan.load, self._plan.timeout_s)
+                await self._owner.equip(worker)  # nothing may be awaited from here until it is admitted
             replica.failed = False
             replica.worker = worker
             self._owner.admit(worker, ready)

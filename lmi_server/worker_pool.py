@@ -26,6 +26,7 @@ from enum import Enum
 
 import msgspec
 
+from lmi_server.adapters import Adapters, RegisteredAdapter
 from lmi_server.devices import DeviceGroup
 from lmi_server.errors import (
     BadParameterError,
@@ -72,6 +73,7 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[DeviceGroup, ...] = (DeviceGroup(),)
     environment: Mapping[str, str] = {}
     mpi: MpiLauncher | None = None
+    adapters: tuple[RegisteredAdapter, ...] = ()
     min_workers: int = 1
     max_workers: int = 1
     max_in_flight: int = 32
@@ -104,6 +106,7 @@ class WorkerPool:
         self._workers: dict[WorkerProcess, int] = {}  # every process that is not reaped yet, and its number
         plan = LoadPlan(settings.load, settings.model_loading_timeout_s)
         self.groups: Sequence[WorkerGroup] = [WorkerGroup(device, plan, self) for device in settings.groups]
+        self.adapters = Adapters(settings.adapters, lambda: self._ready, settings.model_loading_timeout_s)
         self._deaths = Deaths(settings.retry_threshold, settings.death_window_s)
         self._draining = False
         self._closing = "The server is shutting down"
@@ -274,7 +277,8 @@ class WorkerPool:
         for item in items:
             job = in_flight.get(item.id)
             if job is None:
-                logger.error("[%s] sent a %s for request %d, which it does not hold", worker.name, item, item.id)
+                if not worker.settle(item):
+                    logger.error("[%s] sent a %s for request %d, which it does not hold", worker.name, item, item.id)
                 continue
             kind = type(item)
             if kind is Reply or kind is End or kind is Error:
@@ -386,6 +390,9 @@ class WorkerPool:
         )
         self._workers[worker] = number
         return worker
+
+    async def equip(self, worker: WorkerProcess) -> None:
+        await self.adapters.equip(worker)
 
     def admit(self, worker: WorkerProcess, ready: Ready) -> None:
         if worker.lost.is_set():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import signal
 import time
@@ -12,14 +13,17 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from lmi_server.errors import ModelLoadError, ModelMemoryError, error_from_kind
+from lmi_server.errors import LmiServerError, ModelLoadError, ModelMemoryError, WorkerDiedError, error_from_kind
 from lmi_server.job import Job
 from lmi_server.link import worker_link
 from lmi_server.mpi import MpiRun
 from lmi_server.process_session import is_stopped, kill_session
 from lmi_server.protocol import (
     Cancel,
+    Control,
+    Error,
     Failed,
     Frames,
     FromWorker,
@@ -101,6 +105,8 @@ class WorkerProcess:
         self._stopped_checks: Counter[int] = Counter()  # by process
         self._stopped_watch: asyncio.TimerHandle | None = None
         self._retiring = False
+        self._control_ids = itertools.count(-1, -1)  # those of requests grow from 1
+        self._controls: dict[int, asyncio.Future[LmiServerError | None]] = {}
         self._killed = False
         self._oom_kills = 0  # of the whole machine, before the process was there
 
@@ -129,6 +135,29 @@ class WorkerProcess:
         self._heartbeat = self._loop.call_later(self._heartbeat_timeout_s / _SILENT_CHECKS, self._check_heartbeat)
         self.ready_at = time.time()
         return ready
+
+    async def control(self, operation: str, arguments: dict[str, Any]) -> None:
+        """Have the worker do something with its model. Raises the error that it answers, or WorkerDiedError."""
+        if self.lost.is_set():
+            raise _died_during(operation)
+        control_id = next(self._control_ids)
+        done = self._controls[control_id] = self._loop.create_future()
+        self._link.send(Control(control_id, operation, arguments))
+        try:
+            error = await done
+        finally:
+            del self._controls[control_id]
+        if error is not None:
+            raise _died_during(operation) if isinstance(error, WorkerDiedError) else error
+
+    def settle(self, item: Item) -> bool:
+        """Take the answer to a `control`; return whether it is one."""
+        if item.id >= 0:
+            return False
+        done = self._controls.get(item.id)  # none where nobody waited any longer
+        if done is not None and not done.done():
+            done.set_result(error_from_kind(item.kind, item.message) if isinstance(item, Error) else None)
+        return True
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Send one batch."""
@@ -170,7 +199,7 @@ class WorkerProcess:
         self._link.send(Cancel(job.id))
 
     def set_log_level(self, level: str) -> None:
-        if self._process is not None:  # Load goes first; a process that is only being started learns the level with it
+        if self._process is not None:  # Load goes first, and tells the level too
             self._link.send(LogLevel(level))
 
     def retire(self, deadline_s: float) -> None:
@@ -299,6 +328,9 @@ class WorkerProcess:
             self._loop.call_later(_EXIT_GRACE_S, self.kill)
             return
         self.lost.set()
+        for done in self._controls.values():
+            if not done.done():
+                done.set_result(WorkerDiedError(""))
         self._on_lost(self)
 
     def _fail_loading(self, error: ModelLoadError) -> None:
@@ -336,6 +368,10 @@ def _mark_retrieved(loaded: asyncio.Future[Ready]) -> None:
     """Keep asyncio from telling of a failure that nobody waits for any more: the process has ended, as was wanted."""
     if not loaded.cancelled():
         loaded.exception()
+
+
+def _died_during(operation: str) -> WorkerDiedError:
+    return WorkerDiedError(f"The worker process ended during {operation}")
 
 
 def _oom_kills() -> int:

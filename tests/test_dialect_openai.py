@@ -214,7 +214,7 @@ def test_bad_messages(messages: Any, told: str) -> None:
         ("stream_options", True),
         ("response_format", {"type": "json_object"}),
         ("guided_json", {"type": "object"}),
-        ("adapters", "french"),
+        ("adapters", 3),
         ("model", 3),
     ],
 )

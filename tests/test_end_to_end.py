@@ -127,6 +127,35 @@ def test_the_openai_sdk_chats_and_streams(exact: Server) -> None:
             client.chat.completions.create(**chat | {"max_tokens": 9000})
 
 
+def test_tokens_and_their_text(exact: Server) -> None:
+    told = exact.http.post("/tokenize", json={"prompt": "The capital of France"}).json()
+    assert told == {"count": len(told["tokens"]), "max_model_len": 8192, "tokens": told["tokens"]}
+    text = exact.http.post("/detokenize", json={"tokens": told["tokens"]}).json()
+    assert text == {"prompt": "The capital of France"}
+    chat = exact.http.post("/tokenize", json={"messages": QUESTION}).json()
+    asked = exact.http.post("/v1/chat/completions", json={"messages": QUESTION, "max_tokens": 1}).json()
+    assert chat["count"] == asked["usage"]["prompt_tokens"]
+    refused = exact.http.post("/detokenize", json={"tokens": [10**6]})
+    assert (refused.status_code, "1000000" in refused.json()["error"]["message"]) == (400, True)
+
+
+def test_several_choices_and_token_ids(exact: Server) -> None:
+    body = {"prompt": "Once upon a time", "n": 3, "seed": 7, "max_tokens": 8, "return_token_ids": True}
+    answers = [exact.http.post("/v1/completions", json=body).json() for _ in range(2)]
+    texts = [choice["text"] for choice in answers[0]["choices"]]
+    assert len(set(texts)) == 3
+    assert [choice["text"] for choice in answers[1]["choices"]] == texts
+    assert answers[0]["usage"]["prompt_tokens"] == len(answers[0]["choices"][0]["prompt_token_ids"])
+    best = exact.http.post("/v1/completions", json={**body, "n": 1, "best_of": 3}).json()
+    assert best["choices"][0]["text"] in texts
+
+
+def test_what_the_rolling_batch_cannot_do_is_refused_by_name(exact: Server) -> None:
+    for name, value in {"guided_regex": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}.items():
+        reply = exact.http.post("/v1/chat/completions", json={"messages": QUESTION, name: value, "stream": True})
+        assert (reply.status_code, name in reply.json()["error"]["message"]) == (400, True)
+
+
 def test_sampling_repeats_with_a_seed(exact: Server) -> None:
     sampled = {"max_new_tokens": 12, "do_sample": True, "temperature": 1.2, "top_p": 0.9}
     texts = [invoke(exact, "Once upon a time", **sampled, seed=seed).json()["generated_text"] for seed in (1, 1, 2)]

@@ -188,9 +188,10 @@ CONFIGURATIONS = {
     ),
     "dynamic batching": Expected(
         "engine=Python\noption.entryPoint=djl_python.huggingface\nbatch_size=8\nmax_batch_delay=50\nminWorkers=2",
-        "huggingface",
+        "huggingface pipeline",
         {
-            "option.rolling_batch": ("disable", RECOMMENDED),
+            "option.rolling_batch": ("disable", DEFAULT),
+            "option.task": ("text-generation", RECOMMENDED),
             "batch_size": (8, FILE),
             "max_batch_delay": (50, FILE),
             "maxWorkers": (2, RECOMMENDED),
@@ -271,7 +272,7 @@ def test_problems_are_in_the_order_of_the_file(tmp_path: Path) -> None:
 
 
 def test_what_happens_with_a_key_of_ones_own_is_told(tmp_path: Path) -> None:
-    (tmp_path / "model.py").touch()
+    (tmp_path / "model.py").write_text("def handle(inputs): ...")
     (own,) = explained(tmp_path, "option.score_limit=3", NO_GPU).unknown
     assert own.note == "passed on to the handler"
 

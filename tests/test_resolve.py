@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from handlers.huggingface_options import HuggingFaceOptions
+from lmi_server.configuration.handlers import OWN_CODE
 from lmi_server.configuration.machine import Gpu, Machine
 from lmi_server.configuration.resolve import ResolvedModel, inspect_model, model_name, rebuild_options, resolve_model
 from lmi_server.configuration.server import resolve_server
@@ -194,14 +195,14 @@ def test_a_warning_on_a_variable_names_it(write: Write) -> None:
 
 
 def test_every_bad_value_is_reported_in_a_line_of_its_own(write: Write) -> None:
-    directory = write("option.dtype=fp64\n# ok\njob_queue_size=none\noption.rolling_batch=disable\n")
+    directory = write("option.dtype=fp64\n# ok\njob_queue_size=none\noption.disable_flash_attn=false\n")
     file = directory / "serving.properties"
     assert sorted(refusal(directory, {"OPTION_THREADS": "many"})) == sorted(
         [
             f'{file}:1: option.dtype = "fp64" is not allowed; '
             "allowed: auto, fp32 (float32), fp16 (float16), bf16 (bfloat16), int8",
             f'{file}:3: job_queue_size = "none" is not allowed; allowed: an integer of 1 or more',
-            f'{file}:4: option.rolling_batch = "disable" is not available in this version; use scheduler or auto',
+            f'{file}:4: option.disable_flash_attn = "false" is not available in this version; remove the key',
             'variable OPTION_THREADS: option.threads = "many" is not allowed; allowed: an integer of 1 or more',
         ]
     )
@@ -215,16 +216,12 @@ def test_every_bad_value_is_reported_in_a_line_of_its_own(write: Write) -> None:
         "option.rolling_batch=lmi-dist",
         "option.rolling_batch=trtllm",
         "option.rolling_batch=deepspeed",
-        "option.rolling_batch=disable",
         "option.entryPoint=djl_python.deepspeed",
         "option.mpi_mode=true",
         "option.tensor_parallel_degree=2",
         "option.quantize=awq",
         "option.dtype=int8",
         "option.decoding_strategy=contrastive",
-        "option.task=text-classification",
-        "batch_size=4",
-        "option.batch_size=4",
     ],
 )
 def test_what_cannot_be_served_yet_is_refused(write: Write, properties: str) -> None:
@@ -232,20 +229,20 @@ def test_what_cannot_be_served_yet_is_refused(write: Write, properties: str) -> 
     key, _, value = properties.partition("=")
     (problem,) = refusal(directory)
     assert problem.startswith(f"{directory / 'serving.properties'}:1: ")
-    assert f'{key.replace("option.batch", "batch")} = "{value}" is not available in this version; ' in problem
+    assert f'{key} = "{value}" is not available in this version; ' in problem
 
 
 @pytest.mark.parametrize("entry_point", ["model.py", "{directory}/model.py", "model.service", "json.tool"])
-def test_every_spelling_of_ones_own_handler_is_known_and_refused(write: Write, entry_point: str) -> None:
+def test_every_spelling_of_ones_own_handler_is_known(write: Write, entry_point: str) -> None:
     directory = write()
     (directory / "model.py").touch()
     (directory / "serving.properties").write_text(
         f"option.entryPoint={entry_point.format(directory=directory)}\noption.mine=1"
     )
-    (problem,) = refusal(directory)
-    assert problem.startswith(f"{directory / 'serving.properties'}:1: option.entryPoint = ")
-    assert "is not available in this version; missing: a handler of one's own" in problem
-    assert inspect_model(directory, {}).warnings == ()
+    resolved = resolve_model(directory, {})
+    assert resolved.handler == OWN_CODE.handler
+    assert resolved.raw_options()["mine"] == "1"
+    assert resolved.warnings == ()
 
 
 @pytest.mark.parametrize(
@@ -271,20 +268,109 @@ def test_a_file_that_is_not_there_is_no_entry_point(write: Write, name: str) -> 
     assert problem.endswith(f'option.entryPoint = "{name}" is not allowed; there is no file {directory / name}')
 
 
-def test_a_handler_of_ones_own_is_refused(write: Write) -> None:
+@pytest.mark.parametrize(
+    ("code", "own"),
+    [
+        ("def handle(inputs): ...", True),
+        ("async def handle(inputs): ...", True),
+        ("from mine import *", True),
+        ("from mine import handle", True),
+        ("class Service:\n    def handle(self): ...\nhandle = Service().handle", True),
+        ("async def generate(request): yield 'a'", True),
+        ("import lmi_server.handler\nclass Model(lmi_server.handler.LLMHandler): ...", True),
+        ("def handle(:", True),
+        ("", False),
+        ("from djl_python.output_formatter import output_formatter\n@output_formatter\ndef mine(token): ...", False),
+    ],
+)
+def test_a_model_py_that_takes_requests_is_the_handler(write: Write, code: str, own: bool) -> None:
     directory = write()
-    (directory / "model.py").touch()
-    (problem,) = refusal(directory)
-    assert problem.startswith(f"{directory / 'model.py'}: ")
+    (directory / "model.py").write_text(code)
+    assert (resolve_model(directory, {}).handler == OWN_CODE.handler) == own
     assert resolve_model(directory, {"OPTION_ENTRYPOINT": "huggingface"}).options.entry_point == "huggingface"
 
 
+def test_a_function_with_another_name_takes_the_requests(write: Write) -> None:
+    directory = write("option.handler=predict")
+    (directory / "model.py").write_text("def predict(inputs): ...")
+    assert resolve_model(directory, {}).handler == OWN_CODE.handler
+
+
 @pytest.mark.parametrize(
-    "config", [{"architectures": ["BertModel"]}, {"architectures": ["T5ForConditionalGeneration"]}]
+    ("architecture", "task"),
+    [
+        ("BertForMaskedLM", "fill-mask"),
+        ("T5ForConditionalGeneration", "text2text-generation"),
+        ("MarianMTModel", "text2text-generation"),
+        ("DistilBertForSequenceClassification", "text-classification"),
+        ("TapasForQuestionAnswering", "table-question-answering"),
+        ("RobertaForQuestionAnswering", "question-answering"),
+        ("BertForTokenClassification", "token-classification"),
+        ("ViTForImageClassification", "image-classification"),
+        ("WhisperForConditionalGeneration", "automatic-speech-recognition"),
+        ("Wav2Vec2ForCTC", "automatic-speech-recognition"),
+    ],
 )
-def test_another_architecture_is_refused(write: Write, config: object) -> None:
-    (problem,) = refusal(write(config=config))
-    assert "is not available in this version; use a causal language model" in problem
+def test_the_task_follows_from_the_architecture(write: Write, architecture: str, task: str) -> None:
+    model = resolve_model(write(config={"architectures": [architecture]}), {})
+    assert model.handler == "handlers.pipelines:PipelineHandler"
+    assert (model.options.task, model.sources["option.task"].layer) == (task, "recommender")
+    assert model.options.rolling_batch == "disable"
+
+
+@pytest.mark.parametrize(
+    ("properties", "task"),
+    [
+        ("option.task=text-embedding", "text-embedding"),
+        ("option.task=ner\noption.rolling_batch=auto", "token-classification"),
+        ("option.rolling_batch=disable", "text-generation"),
+        ("batch_size=4", "text-generation"),
+        ("option.batch_size=4", "text-generation"),
+        ("option.rolling_batch=disable\noption.task=auto", "text-generation"),
+    ],
+)
+def test_a_causal_lm_runs_as_a_pipeline_where_somebody_says_so(write: Write, properties: str, task: str) -> None:
+    model = resolve_model(write(properties, LLAMA), {})
+    assert (model.handler, model.options.task) == ("handlers.pipelines:PipelineHandler", task)
+
+
+def test_files_of_sentence_transformers_make_an_embedding_model(write: Write) -> None:
+    directory = write(config=LLAMA)
+    (directory / "modules.json").write_text("[]")
+    assert resolve_model(directory, {}).options.task == "text-embedding"
+    (directory / "config.json").write_text('{"architectures": ["BertForSequenceClassification"]}')
+    assert resolve_model(directory, {}).options.task == "text-classification"
+
+
+def test_an_architecture_that_tells_of_no_task_asks_for_one(write: Write) -> None:
+    (problem,) = refusal(write(config={"architectures": ["LlavaForConditionalGeneration"]}))
+    assert "cannot be decoded by option.rolling_batch=scheduler" in problem
+    assert "set option.task" in problem
+
+
+def test_a_static_batch_of_an_unknown_task_asks_for_one(write: Write) -> None:
+    (problem,) = refusal(write("option.rolling_batch=disable", {"architectures": ["BertModel"]}))
+    assert problem.endswith("no task follows from architecture BertModel; set option.task")
+
+
+def test_a_rolling_batch_of_what_is_no_causal_lm_is_refused(write: Write) -> None:
+    (problem,) = refusal(write("option.rolling_batch=scheduler", {"architectures": ["BertForMaskedLM"]}))
+    assert "BertForMaskedLM cannot be decoded by option.rolling_batch=scheduler" in problem
+
+
+@pytest.mark.parametrize("task", ["text-clasification", "translation_en", "multiple-choice"])
+def test_a_task_that_is_not_served_is_refused(write: Write, task: str) -> None:
+    (problem,) = refusal(write(f"option.task={task}", LLAMA))
+    assert f'option.task = "{task}" is not allowed; allowed: audio-classification, ' in problem
+
+
+def test_keys_of_the_rolling_batch_change_nothing_for_a_pipeline(write: Write) -> None:
+    properties = "option.task=fill-mask\noption.output_formatter=json\noption.normalize=false"
+    warnings = resolve_model(write(properties, LLAMA), {}).warnings
+    assert [line.partition(": ")[2] for line in warnings] == [
+        "option.output_formatter has no effect without a rolling batch",
+        "option.normalize has no effect without option.task=text-embedding",
+    ]
 
 
 def test_a_model_id_that_is_nowhere_is_refused(write: Write) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pipeline_helpers import ask, started
 from tiny_models import byte_tokenizer, tiny_model
+from tiny_tasks import make_task_model
 
 from lmi_server.configuration.handlers import load
 from lmi_server.configuration.machine import Gpu, Machine
@@ -24,16 +26,19 @@ MACHINE = Machine(
 HANDLER = {
     "deepspeed": "deepspeed",
     "deepspeed-smoothquant": "deepspeed",
-    "dynamic-batching": "huggingface",
+    "dynamic-batching": "huggingface pipeline",
     "echo": "echo",
     "huggingface": "huggingface",
     "huggingface-bitsandbytes": "huggingface",
     "huggingface-cpu": "huggingface",
+    "huggingface-lora": "huggingface",
     "huggingface-private": "huggingface",
     "lmi-dist": "lmi-dist",
     "lmi-dist-gptq": "lmi-dist",
     "own-handler": "a handler of one's own",
     "sklearn": "sklearn and xgboost",
+    "static-batch": "huggingface pipeline",
+    "text-embedding": "huggingface pipeline",
     "stable_diffusion": "stable_diffusion",
     "tensorrt_llm": "tensorrt_llm",
     "tensorrt_llm-awq": "tensorrt_llm",
@@ -44,18 +49,21 @@ HANDLER = {
     "vllm-lora": "vllm",
     "vllm-tools": "vllm",
 }
-NOT_YET = {name for name, title in HANDLER.items() if title not in ("huggingface", "echo", "vllm")} | {
-    "dynamic-batching",
+PIPELINE = "huggingface pipeline"
+OWN = "a handler of one's own"  # test_own_code.py runs such
+NOT_YET = {name for name, title in HANDLER.items() if title not in ("huggingface", PIPELINE, "echo", "vllm", OWN)} | {
     "huggingface-bitsandbytes",
-    "vllm-lora",
 }
 VLLM = {name for name, title in HANDLER.items() if title == "vllm"}  # test_vllm.py runs them, in processes of their own
+
+
+PIPELINES = {name for name, title in HANDLER.items() if title == PIPELINE}
 
 
 def inspect(sample: Path, directory: Path) -> Inspection:
     (directory / "serving.properties").write_text(sample.read_text(encoding="utf-8"), encoding="utf-8")
     if sample.stem == "own-handler":
-        (directory / "model.py").touch()
+        (directory / "model.py").write_text("def handle(inputs): ...")
     return inspect_model(directory, {}, machine=MACHINE)
 
 
@@ -81,7 +89,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("name", sorted(HANDLER.keys() - NOT_YET - VLLM))
+@pytest.mark.parametrize("name", sorted(HANDLER.keys() - NOT_YET - VLLM - PIPELINES - {"own-handler"}))
 def test_a_sample_runs(name: str, tiny_llama: Path, tmp_path: Path) -> None:
     sample = next(path for path in SAMPLES if path.stem == name)
     (tmp_path / "serving.properties").write_text(sample.read_text(encoding="utf-8"), encoding="utf-8")
@@ -89,6 +97,16 @@ def test_a_sample_runs(name: str, tiny_llama: Path, tmp_path: Path) -> None:
     instead = {"option.model_id": str(tiny_llama), "option.max_model_len": "128", "option.trust_remote_code": "false"}
     model = resolve_model(tmp_path, {}, instead)
     assert asyncio.run(generate(model.handler, model.model_dir, model.options)) == 4
+
+
+@pytest.mark.parametrize("name", sorted(PIPELINES))
+def test_a_sample_of_a_task_runs(name: str, tmp_path: Path) -> None:
+    sample = next(path for path in SAMPLES if path.stem == name)
+    (tmp_path / "serving.properties").write_text(sample.read_text(encoding="utf-8"), encoding="utf-8")
+    task = resolve_model(tmp_path, {}).options.task
+    assert task is not None
+    handler = started(tmp_path, model_id=str(make_task_model(task, tmp_path / "small")))
+    assert ask(handler, {"inputs": "the fox"})
 
 
 async def generate(handler_name: str, model_dir: str, options: Any) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lmi_server.configuration.declaration import Option
-from lmi_server.configuration.handlers import HANDLERS, JAVA_ENGINE, HandlerRow, load_options_type
+from lmi_server.configuration.handlers import HANDLERS, JAVA_ENGINE, PIPELINE, HandlerRow, load_options_type
 from lmi_server.configuration.machine import Machine
 from lmi_server.configuration.options import ServingOptions
 from lmi_server.configuration.resolve import inspect_model
@@ -17,6 +17,7 @@ MACHINE = Machine(total_bytes=2**34, available_bytes=2**33)
 WRONG = "no such value!"
 # They decide which handler is meant, and are tested with it.
 DECIDING = ("engine", "option.entryPoint")
+_OTHERWISE = {JAVA_ENGINE.title: "engine=PyTorch", PIPELINE.title: "option.task=fill-mask"}
 
 
 def typed(options: tuple[Option, ...]) -> list[Option]:
@@ -34,7 +35,7 @@ def cases() -> list[tuple[HandlerRow, Option]]:
 @pytest.mark.parametrize(("row", "option"), cases(), ids=lambda case: getattr(case, "key", None) or case.title)
 def test_a_wrong_value(row: HandlerRow, option: Option, spelling: str, tmp_path: Path) -> None:
     key = option.keys[0 if spelling == "first" else -1]
-    decide = f"option.entryPoint={row.names[0]}" if row.names else "engine=PyTorch"
+    decide = f"option.entryPoint={row.names[0]}" if row.names else _OTHERWISE[row.title]
     file = tmp_path / "serving.properties"
     file.write_text(f"{decide}\n\n{key}={WRONG}\n")
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numba
 import torch
-from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
+from handlers.checkpoints.loading import eos_token_ids, load_model, load_tokenizer, set_threads
 from handlers.huggingface_options import HuggingFaceOptions
 from handlers.rolling_batch.attention import UnsupportedAttentionError
 from handlers.rolling_batch.engine import RollingBatchEngine
@@ -24,10 +23,7 @@ from handlers.rolling_batch.scheduler import Scheduler, SchedulerLimits
 from lmi_server.errors import ModelLoadError
 from lmi_server.generation import SamplingParameters
 
-_log = logging.getLogger(__name__)
-
 _GIB = 2**30
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # A step of the CPU takes about 30 ms to decode 32 sequences of a small model and 0.7 ms per prompt token beside them:
 # at 128 tokens an inter-token gap stays within about three times its median while a long prompt arrives.
 _CHUNK_SIZES = {"cpu": (128, 512), "cuda": (2048, 8192)}
@@ -75,8 +71,9 @@ def load_engine(model_dir: str, options: HuggingFaceOptions) -> LoadedEngine:
     began = time.perf_counter()
     _set_threads(options)
     path = options.model_id or model_dir
-    tokenizer = _load_tokenizer(path, options)
-    model = _load_model(path, options)
+    tokenizer = load_tokenizer(path, options)
+    model = load_model(AutoModelForCausalLM, path, options)
+    _refuse_spreading(model, options)
     weights = model.get_memory_footprint()
     try:
         runner = ModelRunner(model)
@@ -85,7 +82,7 @@ def load_engine(model_dir: str, options: HuggingFaceOptions) -> LoadedEngine:
         runner.prepare(limits.slots, max_len)
     except UnsupportedAttentionError as error:
         raise ModelLoadError(f"{type(model).__name__} cannot run under the rolling batch: {error}") from error
-    engine = RollingBatchEngine(runner, Scheduler(limits), tokenizer, _eos_ids(model, tokenizer), max_len)
+    engine = RollingBatchEngine(runner, Scheduler(limits), tokenizer, eos_token_ids(model, tokenizer), max_len)
     prompts = PromptEncoder(tokenizer)
     _warm_up(engine, prompts)
     details = {
@@ -107,58 +104,17 @@ def load_engine(model_dir: str, options: HuggingFaceOptions) -> LoadedEngine:
 
 def _set_threads(options: HuggingFaceOptions) -> None:
     """Let torch and numba use the same number of threads: they share libgomp's team."""
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    set_threads(options)
     numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
 
 
-def _load_tokenizer(path: str, options: HuggingFaceOptions) -> Any:
-    return _from_pretrained(AutoTokenizer, path, revision=options.revision, trust_remote_code=options.trust_remote_code)
-
-
-def _load_model(path: str, options: HuggingFaceOptions) -> Any:
-    config = _from_pretrained(AutoConfig, path, revision=options.revision, trust_remote_code=options.trust_remote_code)
-    has_gpu = torch.cuda.is_available()
-    arguments = {**({"device_map": "cuda"} if has_gpu else {}), **options.engine_arguments()}
-    arguments["dtype"] = _dtype(config, options, on_cpu=not has_gpu or options.device_map == "cpu")
-    model = _from_pretrained(AutoModelForCausalLM, path, **arguments)
-    model.requires_grad_(False)
+def _refuse_spreading(model: Any, options: HuggingFaceOptions) -> None:
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1:
         raise ModelLoadError(
             f"option.device_map={options.device_map} spreads the model over {len(devices)} devices, which the rolling"
             " batch cannot drive; set option.device_map=cuda:0 or leave it out"
         )
-    return model
-
-
-def _from_pretrained(loader: Any, path: str, **arguments: Any) -> Any:
-    try:
-        return loader.from_pretrained(path, **arguments)
-    except SafetensorError as error:
-        damaged = ", ".join(_damaged_weights(Path(path))) or path
-        raise ModelLoadError(f"{damaged}: SafetensorError: {error}; the file is damaged, fetch it again") from error
-    except (OSError, ValueError, KeyError, RuntimeError) as error:  # what transformers raises for a broken directory
-        raise ModelLoadError(f"{loader.__name__} cannot load {path}: {error}") from error
-
-
-def _damaged_weights(directory: Path) -> Iterator[str]:
-    """Yield the weights whose header cannot be read: transformers does not say which of many shards it was."""
-    for path in sorted(directory.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt"):
-                pass
-        except SafetensorError:
-            yield str(path)
-
-
-def _dtype(config: Any, options: HuggingFaceOptions, on_cpu: bool) -> torch.dtype | str:
-    if options.dtype in _DTYPES:
-        return _DTYPES[options.dtype]
-    if on_cpu and getattr(config, "dtype", None) == torch.float16:
-        _log.warning("the checkpoint is fp16, which the CPU has no kernels for: loading as bf16; set option.dtype=fp32")
-        return torch.bfloat16
-    return "auto"
 
 
 def _refuse_unsteady_rope(config: Any, max_len: int) -> None:
@@ -238,12 +194,6 @@ def _cgroup_bytes(name: str) -> int | None:
     file = Path("/sys/fs/cgroup") / name
     text = file.read_text().strip() if file.exists() else "max"
     return None if text == "max" else int(text)
-
-
-def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    configured = model.generation_config.eos_token_id
-    ids = configured if isinstance(configured, list) else [configured]
-    return frozenset(token for token in (*ids, tokenizer.eos_token_id) if token is not None)
 
 
 def _warm_up(engine: RollingBatchEngine, prompts: PromptEncoder) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from jinja2 import TemplateError
@@ -36,8 +37,13 @@ class PromptRenderer:
         except CLIENT_ERRORS as error:
             raise as_request_error(error) from error
 
-    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self._renderer.get_tokenizer().encode(text, add_special_tokens=add_special_tokens)
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        """Return the text of token ids, special ones too. Raises RequestError where one is not in the vocabulary."""
+        tokenizer = self._renderer.get_tokenizer()
+        unknown = [token for token in tokens if not 0 <= token <= tokenizer.max_token_id]
+        if unknown:
+            raise RequestError(f"token id {unknown[0]} is not in the vocabulary of {tokenizer.max_token_id + 1} tokens")
+        return tokenizer.decode(list(tokens))
 
     async def _text(self, request: GenerationRequest) -> Any:
         if isinstance(request.prompt, str):

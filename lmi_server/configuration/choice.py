@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +16,7 @@ from lmi_server.configuration.handlers import (
     DEFAULT_HANDLER,
     JAVA_ENGINE,
     OWN_CODE,
+    PIPELINE,
     HandlerRow,
     entry_points,
     find_handler,
@@ -23,9 +25,11 @@ from lmi_server.configuration.handlers import (
 )
 from lmi_server.configuration.layers import Given, Source
 from lmi_server.configuration.machine import Machine
-from lmi_server.configuration.recommender import is_true, recommend_rolling_batch
+from lmi_server.configuration.recommender import batches_statically, is_true, recommend_rolling_batch
+from lmi_server.configuration.tasks import TEXT_GENERATION
 
 ENTRY_POINT = "option.entryPoint"
+HANDLER = "option.handler"
 ROLLING_BATCH = "option.rolling_batch"
 MPI_MODE = "option.mpi_mode"
 
@@ -34,6 +38,7 @@ _ALIASES: Mapping[str, Mapping[str, str]] = {
     "MPI": {MPI_MODE: "true", ENTRY_POINT: "djl_python.huggingface"},
 }
 _JAVA_ENGINES = ("PyTorch", "OnnxRuntime", "TensorFlow", "XGBoost", "LightGBM", "TritonServer", "Rust")
+_HANDLER_CLASSES = frozenset({"LLMHandler", "RequestHandler", "AsyncRequestHandler"})
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
@@ -69,15 +74,63 @@ def engine_alias(given: Given) -> Given:
     return {key: replace(visible, raw=raw) for key, raw in _ALIASES.get(source.raw, {}).items()}
 
 
-def choose_handler(given: Given, model_dir: Path, names: tuple[str, ...], machine: Machine) -> Choice:
-    """Choose the handler for a model with architectures `names` (none: unknown)."""
+def choose_handler(given: Given, model_dir: Path, names: tuple[str, ...], task: str | None, machine: Machine) -> Choice:
+    """Choose the handler for a model with architectures `names` (none: unknown) and `task` (None: unknown)."""
     engine, entry_point = given.get("engine"), given.get(ENTRY_POINT)
     if engine is not None and engine.raw in _JAVA_ENGINES:
         return Choice(JAVA_ENGINE, "engine", engine)
-    if entry_point is None and (model_dir / "model.py").exists():
+    if entry_point is None and _takes_requests(model_dir / "model.py", given):
         return Choice(OWN_CODE)
     chosen = Choice(DEFAULT_HANDLER) if entry_point is None else _by_entry_point(given, entry_point, model_dir)
-    return _by_rolling_batch(chosen, given, names, machine) if chosen.row is DEFAULT_HANDLER else chosen
+    if chosen.row is not DEFAULT_HANDLER:
+        return chosen
+    if _runs_as_pipeline(given, task):
+        return replace(chosen, row=PIPELINE)
+    return _by_rolling_batch(chosen, given, names, machine)
+
+
+def _runs_as_pipeline(given: Given, task: str | None) -> bool:
+    """Tell whether huggingface means whole tasks: of models that do not decode, and of static batches."""
+    rolling = given.get(ROLLING_BATCH)
+    asked = "auto" if rolling is None else rolling.raw.lower()
+    if asked not in ("auto", "disable") or (MPI_MODE in given and is_true(given[MPI_MODE].raw)):
+        return False
+    return task not in (None, TEXT_GENERATION) or asked == "disable" or batches_statically(given)
+
+
+def _takes_requests(path: Path, given: Given) -> bool:
+    """Tell whether a model.py is the handler; one that is not only brings formatters for the built-in one.
+
+    It is read, not run. What is no Python is the handler too, so that loading it tells what is wrong.
+    """
+    if not path.is_file():
+        return False
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return True
+    function = given[HANDLER].raw if HANDLER in given else "handle"
+    return not {function, "generate", "*"}.isdisjoint(_bound(tree)) or any(map(_is_handler, tree.body))
+
+
+def _bound(tree: ast.Module) -> Iterator[str]:
+    """Yield the names that a module binds when it is imported, "*" where another one's are among them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            yield from (alias.asname or alias.name for alias in node.names)
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
+def _is_handler(node: ast.stmt) -> bool:
+    """Tell whether a class is derived from a handler of lmi_server, by the name of its base."""
+    if not isinstance(node, ast.ClassDef):
+        return False
+    return any(ast.unparse(base).rpartition(".")[2] in _HANDLER_CLASSES for base in node.bases)
 
 
 def _by_entry_point(given: Given, source: Source, model_dir: Path) -> Choice:

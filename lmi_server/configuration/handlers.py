@@ -50,6 +50,16 @@ _HUGGING_FACE = HandlerRow(
     reads_checkpoint=True,
     batches_by_default=True,
 )
+# Named by no entry point of its own: djl_python.huggingface means it for a task that the rolling batch is not for.
+PIPELINE = HandlerRow(
+    title="huggingface pipeline",
+    names=(),
+    handler="handlers.pipelines:PipelineHandler",
+    options="handlers.pipeline_options:PipelineOptions",
+    engines=("transformers", "torch"),
+    reads_checkpoint=True,
+    takes_batches=True,
+)
 _DEEPSPEED = HandlerRow(
     title="deepspeed",
     names=("djl_python.deepspeed", "deepspeed"),
@@ -115,10 +125,17 @@ _ECHO = HandlerRow(
     options="handlers.echo:EchoOptions",
 )
 JAVA_ENGINE = HandlerRow(title="an engine in Java", names=(), options="handlers.java_engine_options:JavaEngineOptions")
-OWN_CODE = HandlerRow(title="a handler of one's own", names=(), options="lmi_server.configuration.options:ModelOptions")
+OWN_CODE = HandlerRow(
+    title="a handler of one's own",
+    names=(),
+    handler="handlers.own_code.handler:OwnCodeHandler",
+    options="handlers.own_code.options:OwnCodeOptions",
+    takes_batches=True,
+)
 
 HANDLERS = (
     _HUGGING_FACE,
+    PIPELINE,
     _DEEPSPEED,
     _LMI_DIST,
     _VLLM,
@@ -148,7 +165,7 @@ def entry_points() -> tuple[str, ...]:
 
 def served_entry_points() -> tuple[str, ...]:
     """Return the first name of each handler that this version can serve."""
-    return tuple(row.names[0] for row in HANDLERS if row.handler is not None)
+    return tuple(row.names[0] for row in HANDLERS if row.names and row.handler is not None)
 
 
 def load_options_type(row: HandlerRow) -> type[ModelOptions]:
@@ -161,7 +178,7 @@ def options_type_of(handler: str) -> type[ModelOptions]:
 
     A handler that is not in the table is imported and asked for its `options_type`.
     """
-    for row in HANDLERS:
+    for row in (*HANDLERS, OWN_CODE):
         if row.handler == handler:
             return load_options_type(row)
     return cast("type[ModelOptions]", getattr(load(handler), "options_type", ModelOptions))

@@ -276,11 +276,12 @@ class ModelOptions(Options):
     bedrock_compat: Annotated[bool, Unavailable.values(True, instead=_NOT_YET)] = Field(
         False, description="Answer in the shapes that Amazon Bedrock expects."
     )
-    enable_lora: Annotated[bool, Unavailable.values(True, instead=_NOT_YET)] = Field(
-        False, description="Serve LoRA adapters beside the model."
+    enable_lora: bool = Field(
+        False,
+        description="Serve LoRA adapters of the model: those that lie beside it, and those that are registered.",
     )
-    adapters: Annotated[str | None, NoEffect("adapters are not served in this version")] = Field(
-        None, description="Directory of LoRA adapters inside the model directory."
+    adapters: str = Field(
+        "adapters", description="Directory inside the model directory; each directory in it is a LoRA adapter."
     )
     is_peft_model: Annotated[bool, Unavailable.values(True, instead="merge the adapter into the model")] = Field(
         False, description="The checkpoint is a PEFT adapter; found out by LMI itself."

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from lmi_server.configuration.handlers import DEFAULT_HANDLER, HANDLERS, HandlerRow, load_options_type
+from lmi_server.configuration.handlers import DEFAULT_HANDLER, HANDLERS, PIPELINE, HandlerRow, load_options_type
 from lmi_server.configuration.layers import Given
 from lmi_server.configuration.machine import Machine
+from lmi_server.configuration.options import ServingOptions
+from lmi_server.configuration.tasks import TEXT_EMBEDDING
 from lmi_server.devices import ALL_DEVICES, plan_devices
 from lmi_server.errors import ConfigurationError
 
+_BATCH_SIZES = next(option.keys for option in ServingOptions.declared() if option.field == "batch_size")
 _DEGREE = "option.tensor_parallel_degree"
 _TRUE = ("true", "1", "yes", "on", "t", "y")
 # Architectures that LMI gives to LMI-Dist under the MPI engine where option.rolling_batch=auto.
@@ -38,9 +41,14 @@ def _can_serve(row: HandlerRow, machine: Machine) -> bool:
     return row.handler is not None and bool(machine.gpus) and machine.engines.issuperset(row.engines)
 
 
-def recommend(row: HandlerRow | None, given: Given, machine: Machine) -> Mapping[str, str]:
-    """Return values by key; they are used where no higher layer has one, or where that says "auto"."""
+def recommend(row: HandlerRow | None, given: Given, task: str | None, machine: Machine) -> Mapping[str, str]:
+    """Return values by key; they are used where no higher layer has one, or where that says "auto".
+
+    `task` is the one that the model's files tell of, None where they do not.
+    """
     recommended: dict[str, str] = {}
+    if row is PIPELINE:
+        recommended |= _for_pipeline(given, task)
     if row is not None:
         recommended |= _for_handler(row, given, machine)
     if "minWorkers" in given and given["minWorkers"].raw.isdecimal() and "maxWorkers" not in given:
@@ -72,11 +80,21 @@ def _devices_of_a_worker(known: Given, machine: Machine) -> int:
         return len(machine.gpus)
 
 
+def _for_pipeline(given: Given, inferred: str | None) -> Mapping[str, str]:
+    recommended = {} if inferred is None else {"option.task": inferred}
+    task = given["option.task"].raw if "option.task" in given else inferred
+    if task == TEXT_EMBEDDING and "batch_size" not in given:
+        # Texts of any number cost little more together than the longest of them alone, and what has come in while the
+        # last batch ran is a batch already.
+        recommended |= {"batch_size": "32", "max_batch_delay": "0"}
+    return recommended
+
+
 def _for_handler(row: HandlerRow, given: Given, machine: Machine) -> Mapping[str, str]:
     recommended = dict(load_options_type(row).recommended(machine))
     rolling = given.get("option.rolling_batch")
     left_open = row.batches_by_default if rolling is None else rolling.raw.lower() == "auto"
-    if left_open and _batches_statically(given):
+    if left_open and (row is PIPELINE or batches_statically(given)):
         recommended["option.rolling_batch"] = "disable"
     elif left_open and row.rolling_batches:
         recommended["option.rolling_batch"] = row.rolling_batches[0]
@@ -87,8 +105,9 @@ def _for_handler(row: HandlerRow, given: Given, machine: Machine) -> Mapping[str
     return recommended
 
 
-def _batches_statically(given: Given) -> bool:
-    return "batch_size" in given and given["batch_size"].raw not in ("", "1")
+def batches_statically(given: Given) -> bool:
+    """Tell whether requests are to be collected to batches that run together from start to end."""
+    return any(key in given and given[key].raw not in ("", "1") for key in _BATCH_SIZES)
 
 
 def _stages(given: Given) -> int:

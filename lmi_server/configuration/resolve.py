@@ -19,6 +19,7 @@ from lmi_server.configuration.handlers import (
     DEFAULT_HANDLER,
     HANDLERS,
     OWN_CODE,
+    PIPELINE,
     HandlerRow,
     load_options_type,
     options_type_of,
@@ -39,6 +40,7 @@ from lmi_server.configuration.machine import Machine, this_machine
 from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.configuration.properties import read_properties
 from lmi_server.configuration.recommender import is_true, recommend, with_max_resolved
+from lmi_server.configuration.tasks import infer_task
 from lmi_server.errors import ConfigurationError
 
 SERVING_PROPERTIES = "serving.properties"
@@ -68,10 +70,16 @@ class ResolvedModel:
         return tuple(dict.fromkeys((self.name, *self.options.served_model_name)))
 
     def raw_options(self) -> dict[str, str]:
-        """Return what was decided, keys without "option.", for `rebuild_options` in a worker."""
+        """Return what was decided, keys without "option.", for `rebuild_options` in a worker.
+
+        Code of one's own reads the keys of the model server too, as with LMI.
+        """
+        declared = self.options.declared()
+        if self.handler == OWN_CODE.handler:
+            declared = (*self.serving.declared(), *declared)
         decided = {
             option.key.removeprefix("option."): self.sources[option.key].raw
-            for option in self.options.declared()
+            for option in declared
             if self.sources[option.key].layer != "default"
         }
         return {**self.options.passed_through, **decided, "model_id": str(self.options.model_id)}
@@ -147,11 +155,13 @@ def inspect_model(
     given = layers.merged()
     location, misplaced = _locate(given, model_dir)
     config = read_config(location)
-    choice = choose_handler(given, model_dir, architectures(config), machine)
+    names = architectures(config)
+    inferred = infer_task(names, location)
+    choice = choose_handler(given, model_dir, names, _task(given) or inferred, machine)
     row = choice.row or DEFAULT_HANDLER
     options_type = load_options_type(row)
     declared = (*ServingOptions.declared(), *options_type.declared())
-    stack = _stack(layers, row, declared, machine)
+    stack = _stack(layers, row, declared, inferred, machine)
     serving, bad_serving = build(ServingOptions, stack.known)
     options, bad_options = build(options_type, stack.known)
     bad = dict(sorted({**bad_serving, **bad_options}.items(), key=lambda item: stack.known[item[0]].line or 0))
@@ -252,7 +262,15 @@ def _read_file(path: Path) -> tuple[Given, list[str]]:
     return from_file(properties, str(path)), list(properties.warnings)
 
 
-def _stack(layers: _Layers, row: HandlerRow, declared: Sequence[Option], machine: Machine) -> _Stack:
+def _task(given: Given) -> str | None:
+    """Return the task that somebody asked for."""
+    source = given.get("option.task")
+    return None if source is None or source.raw.lower() == "auto" else source.raw
+
+
+def _stack(
+    layers: _Layers, row: HandlerRow, declared: Sequence[Option], inferred: str | None, machine: Machine
+) -> _Stack:
     given = layers.merged()
     alias = engine_alias(given)
     ordered = [*layers.upper, alias, layers.lower]
@@ -260,7 +278,7 @@ def _stack(layers: _Layers, row: HandlerRow, declared: Sequence[Option], machine
     above = _instead_of_deprecated(merge([layer.known for layer in sorted_layers[:-1]]), declared)
     above = _for_this_device(above, machine)
     below = sorted_layers[-1].known
-    recommended = from_values("recommender", recommend(row, merge([above, below]), machine))
+    recommended = from_values("recommender", recommend(row, merge([above, below]), inferred, machine))
     left_open = {key for key in recommended if key in above and above[key].raw.lower() == "auto"}
     decided = {key: source for key, source in above.items() if key not in left_open}
     guests = len(layers.upper) - 1  # the variables of text-generation-inference
@@ -363,10 +381,13 @@ def _unavailable(
         )
     yield from unavailable(options, sources)
     names = architectures(config)
+    if choice.row is PIPELINE and "option.task" not in sources:
+        yield f"{model_dir}: no task follows from architecture {', '.join(names) or 'unknown'}; set option.task"
     if choice.row is not None and choice.row.causal_lm_only and names and not is_causal_lm(names):
+        rolling = options.rolling_batch
         yield (
-            f"{model_dir}: architecture {', '.join(names)} is not available in this version; "
-            "use a causal language model (*ForCausalLM)"
+            f"{model_dir}: architecture {', '.join(names)} cannot be decoded by option.rolling_batch={rolling}, which "
+            "needs a causal language model (*ForCausalLM); set option.task, for example option.task=text-embedding"
         )
 
 

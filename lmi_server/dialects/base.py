@@ -19,6 +19,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     served_names: tuple[str, ...] = ()
     output_formatter: str | None = None  # option.output_formatter
     tgi_compat: bool = False  # option.tgi_compat
+    adapters: frozenset[str] = frozenset()  # names of the LoRA adapters that the handler was given
     features: frozenset[Feature] = frozenset()
     sampling_defaults: Mapping[str, Any] = {}
     max_model_len: int = 0  # tokens

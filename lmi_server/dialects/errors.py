@@ -8,7 +8,9 @@ from lmi_server import errors
 from lmi_server.dialects.framing import JSON_LINES, SSE, encode
 from lmi_server.errors import LmiServerError
 
-_OPENAI_ROUTES = frozenset({"completions", "chat/completions", "v1"})
+_OPENAI_ROUTES = frozenset(
+    {"completions", "chat/completions", "responses", "embeddings", "tokenize", "detokenize", "v1"}
+)
 
 
 class _Row(NamedTuple):

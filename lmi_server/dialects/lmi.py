@@ -13,6 +13,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from lmi_server.dialects import fields
+from lmi_server.dialects.adapters import adapter_name, chosen_adapter
 from lmi_server.dialects.base import Exchange, ServedModel
 from lmi_server.dialects.errors import error_event
 from lmi_server.dialects.fields import Field
@@ -44,7 +45,6 @@ def _parameters(name: str, value: Any) -> dict[str, Any]:
 
 _ONE_SEQUENCE = "send 1 or leave it out: one sequence is generated per request"
 _UNCONSTRAINED = "leave it out: the output is not constrained by a grammar or schema"
-_NO_ADAPTER = "leave it out: this model is served without adapters"
 
 PARAMETERS: dict[str, Field] = {
     "max_new_tokens": Field("max_new_tokens", fields.MAX_TOKENS),
@@ -81,13 +81,14 @@ PARAMETERS: dict[str, Field] = {
     "guided_choice": Field(None, fields.off(_UNCONSTRAINED)),
     "guided_grammar": Field(None, fields.off(_UNCONSTRAINED)),
     "response_format": Field(None, fields.plain_text_format),
-    "adapter_id": Field(None, fields.off(_NO_ADAPTER)),
+    "adapter_id": Field("adapter", adapter_name),
 }
 _BODY: dict[str, Field] = {
     "inputs": Field("inputs", _inputs),
     "parameters": Field("parameters", _parameters),
     "stream": Field("stream", fields.boolean),
-    "adapters": Field(None, fields.off(_NO_ADAPTER)),
+    "adapters": Field("adapter", adapter_name),
+    "adapter": Field("adapter", adapter_name),
 }
 _FORMATTERS: dict[str, Framing | None] = {"json": None, "jsonlines": JSON_LINES, "sse": SSE}
 _CHAT_FORMATTERS = ("json_chat", "jsonlines_chat", "sse_chat")
@@ -122,9 +123,9 @@ def parse(request: Input, body: dict[str, Any], served: ServedModel) -> Exchange
 
 
 def _exchange(request: Input, served: ServedModel, values: dict[str, Any], warnings: tuple[str, ...]) -> Exchange:
-    _refuse_adapter_header(request)
     parameters, unknown = fields.read_fields(values.get("parameters", {}), PARAMETERS, "parameters.")
     warnings += fields.unknown_warnings(unknown, PARAMETERS, "parameters.")
+    in_body = values.get("adapter", parameters.pop("adapter", None))
     framing, ignored_formatter = _formatter(request, served, values.get("stream", False))
     prompt = values["inputs"]
     shape = _shape(prompt, parameters, served.tgi_compat)
@@ -135,17 +136,12 @@ def _exchange(request: Input, served: ServedModel, values: dict[str, Any], warni
         prompt=prompt,
         sampling=_sampling(parameters, shape, framing is not None),
         priority=fields.priority(request),
+        adapter=chosen_adapter(request, in_body, served),
     )
     warnings += ignored_formatter
     if framing is None:
         return JsonExchange(generation, shape, warnings)
     return LinesExchange(generation, shape, warnings, framing)
-
-
-def _refuse_adapter_header(request: Input) -> None:
-    adapter = request.properties.get("x-amzn-sagemaker-adapter-identifier")
-    if adapter:
-        raise fields.not_allowed("X-Amzn-SageMaker-Adapter-Identifier", adapter, _NO_ADAPTER)
 
 
 def _formatter(request: Input, served: ServedModel, stream: bool) -> tuple[Framing | None, tuple[str, ...]]:

@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 from functools import partial
+from pathlib import Path
 
 import uvloop
 
@@ -25,10 +26,11 @@ from lmi_server.worker.loading import Loading, make_handler
 from lmi_server.worker.main_thread import InMainThread, MainThread
 from lmi_server.worker.service import Service
 from lmi_server.worker.session import Session
-from lmi_server.worker.side_by_side import SideBySide
+from lmi_server.worker.side_by_side import Generation, SideBySide
 
 _PR_SET_PDEATHSIG = 1
 _SIGTERM_DEADLINE_S = 30.0
+_COMPAT = Path(__file__).parent.parent / "compat"  # where djl_python is
 _EXIT_S = 5.0  # for the main thread's end, once the link is closed
 
 logger = logging.getLogger("lmi_server.worker")
@@ -52,6 +54,7 @@ def _lead(link: socket.socket, progress: BatchProgress | None) -> int:
     """Serve over the link, as the only process of the worker or the first of its ranks."""
     load = read_load(link)
     logging.getLogger().setLevel(load.log_level)
+    sys.path.insert(0, str(_COMPAT))
     link.setblocking(False)
     try:
         handler, loading = make_handler(load)
@@ -61,7 +64,8 @@ def _lead(link: socket.socket, progress: BatchProgress | None) -> int:
         return uvloop.run(_serve(link, Session(load, _Broken(error))))
     if isinstance(handler, RequestHandler):
         return _serve_requests(link, handler, loading, progress)
-    return uvloop.run(_serve(link, Session(load, partial(SideBySide, handler, loading)), signals=True))
+    session = Session(load, partial(SideBySide, Generation(handler, loading)))
+    return uvloop.run(_serve(link, session, signals=True))
 
 
 def _arguments() -> argparse.Namespace:
@@ -100,6 +104,7 @@ def _serve_requests(
     """Run the handler's code in this thread, the main one, and the link in another."""
     main_thread = MainThread(handler, loading, progress or BatchProgress.create()[0])
     session = Session(loading.load, lambda link: InMainThread(main_thread, link, session.end))
+    signal.signal(signal.SIGTERM, lambda *_: main_thread.call_link(session.shut_down, _SIGTERM_DEADLINE_S))
     thread = threading.Thread(target=_run_link, args=(link, session, main_thread), name="link")
     thread.start()
     code = main_thread.run()

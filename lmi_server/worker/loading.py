@@ -9,19 +9,9 @@ from lmi_server.configuration.handlers import load as load_class
 from lmi_server.configuration.options import ModelOptions
 from lmi_server.configuration.resolve import rebuild_options
 from lmi_server.dialects.base import ServedModel
-from lmi_server.errors import LmiServerError, ModelLoadError, ModelMemoryError
+from lmi_server.errors import LmiServerError, ModelLoadError, ModelMemoryError, is_out_of_memory
 from lmi_server.handler import LLMHandler, ModelInfo, RequestHandler
 from lmi_server.protocol import Load
-
-# What engines raise for want of memory, beside MemoryError: CUDA's own, torch's by class name, vLLM's, and what torch
-# says when the host has none left.
-_OUT_OF_MEMORY_CLASS = "OutOfMemoryError"
-_OUT_OF_MEMORY_TEXTS = (
-    "CUDA error: out of memory",
-    "No available memory for the cache blocks",
-    "can't allocate memory",
-    "Cannot allocate memory",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +51,3 @@ def load_failure(error: Exception) -> LmiServerError:
     if is_out_of_memory(error):
         return ModelMemoryError(message)
     return error if isinstance(error, LmiServerError) else ModelLoadError(message)
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Tell whether `error`, or what caused it, is a want of memory of host or device."""
-    if error is None:
-        return False
-    if isinstance(error, MemoryError) or type(error).__name__ == _OUT_OF_MEMORY_CLASS:
-        return True
-    return any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS) or is_out_of_memory(error.__cause__)

@@ -16,129 +16,46 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from types import FrameType
+from typing import Any
 
 from lmi_server.batch_progress import BatchProgress
-from lmi_server.dialects.errors import error_reply
-from lmi_server.errors import HandlerError, LmiServerError, ModelLoadError, ModelMemoryError, WorkerDiedError
-from lmi_server.handler import RequestHandler, Response
+from lmi_server.errors import (
+    HandlerError,
+    LmiServerError,
+    ModelLoadError,
+    ModelMemoryError,
+    WorkerDiedError,
+    is_out_of_memory,
+)
+from lmi_server.handler import AsyncRequestHandler, LLMHandler, ModelInfo, RequestHandler, Response
 from lmi_server.link import FrontendLink
-from lmi_server.protocol import Chunk, End, Error, Frames, Head, Input, Item, Ready, Reply, Submit
-from lmi_server.worker.loading import Loading, is_out_of_memory
-from lmi_server.worker.service import Service, cancelled, recalled
+from lmi_server.protocol import End, Error, Frames, Head, Item, Ready, Reply, Submit
+from lmi_server.worker.loading import Loading
+from lmi_server.worker.main_loop import MainLoop
+from lmi_server.worker.outgoing import Call, Outgoing
+from lmi_server.worker.serve import finish
+from lmi_server.worker.service import Service, cancelled, recalled, unknown_operation
+from lmi_server.worker.side_by_side import Generation, Responses, Serving
 
 logger = logging.getLogger(__name__)
 
-_UNSENT_LIMIT = 1 << 20  # bytes of streams that the main thread may be ahead of the link
 _FULL_PAUSE_S = 0.001
 _STOP_S = 5.0  # for RequestHandler.stop
 _FAILURES = (Exception, asyncio.CancelledError)  # what a handler may raise and be asked again
 _EXITS = (SystemExit, KeyboardInterrupt)
 
 
-class Call:
-    """One request. `cancelled` is set by the link's thread, the rest by the main thread."""
-
-    __slots__ = ("cancelled", "ended", "id", "request", "started")
-
-    def __init__(self, call_id: int, request: Input) -> None:
-        self.id = call_id
-        self.request = request
-        self.cancelled = False
-        self.started = False  # the head of its stream is out
-        self.ended = False
-
-
-class Outgoing:
-    """What the main thread hands to the link's thread; all but `leave` is for the main thread."""
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        on_items: Callable[[list[Item]], None],
-        is_congested: Callable[[], bool],
-    ) -> None:
-        self.loop = loop
-        self._on_items = on_items
-        self._is_congested = is_congested
-        self._items: deque[Item] = deque()
-        self._leaving = False  # `leave` is on its way to the loop
-        self._put = 0  # bytes of chunks, ever; one thread writes each of the two
-        self._left = 0
-
-    def put(self, item: Item) -> None:
-        """Send `item`, together with what else is put before the link's thread has its turn."""
-        self._items.append(item)
-        if not self._leaving:
-            self._leaving = True
-            self.loop.call_soon_threadsafe(self.leave)
-
-    def put_chunk(self, call_id: int, data: bytes) -> None:
-        self._put += len(data)
-        self.put(Chunk(call_id, data))
-
-    def end(self, call: Call, item: Reply | End | Error) -> None:
-        """Send the last item of `call`."""
-        call.ended = True
-        self.put(item)
-
-    def fail(self, call: Call, error: LmiServerError) -> None:
-        """End `call` with an error, in the form that what was sent before asks for."""
-        if call.started:
-            self.end(call, Error(call.id, error.kind, error.message))
-        else:
-            self.end(call, Reply(call.id, *error_reply(call.request.route, error)))
-
-    def is_full(self) -> bool:
-        """Tell whether the front end reads more slowly than a stream produces."""
-        return self._put - self._left > _UNSENT_LIMIT or self._is_congested()
-
-    def leave(self) -> None:
-        """Give what was put to the link. Runs in the link's thread."""
-        self._leaving = False
-        items = list(_joined(self._taken()))
-        if items:
-            self._on_items(items)
-
-    def _taken(self) -> Iterator[Item]:
-        take = self._items.popleft
-        while self._items:
-            item = take()
-            if isinstance(item, Chunk):
-                self._left += len(item.data)
-            yield item
-
-
-def _joined(items: Iterable[Item]) -> Iterator[Item]:
-    """Yield `items`, chunks of one answer that follow each other as one."""
-    chunks: list[bytes] = []
-    call_id = 0
-    for item in items:
-        if isinstance(item, Chunk):
-            if chunks and item.id != call_id:
-                yield Chunk(call_id, b"".join(chunks))
-                chunks = []
-            call_id = item.id
-            chunks.append(item.data)
-            continue
-        if chunks:
-            yield Chunk(call_id, b"".join(chunks))
-            chunks = []
-        yield item
-    if chunks:
-        yield Chunk(call_id, b"".join(chunks))
-
-
 class MainThread:
     """Runs the handler's code. `run` returns once `stop` was called, or the handler has ended the process."""
 
     def __init__(self, handler: RequestHandler, loading: Loading, progress: BatchProgress) -> None:
-        self.outgoing: Outgoing
+        self.outgoing: Outgoing  # from the moment there is a link
         self.waiting: dict[int, Call] = {}  # not begun; whoever takes a call out of it has it
+        self.beside: MainLoop | None = None  # what serves instead; known once the model is loaded
         self.on_exit: Callable[[int], None]
         self._exit_code = 0
         self._handler = handler
@@ -168,8 +85,16 @@ class MainThread:
     def stop(self) -> Future[None]:
         """Have `run` end after what was delivered; return what is done once it has."""
         self._inbox.put(None)
+        if self.beside is not None and self._loaded.done():
+            self.beside.stop()
         self._start.set()
         return self._ended
+
+    def call_link(self, function: Callable[..., object], *arguments: object) -> None:
+        """Have the link's thread call `function`, once there is a link; from any thread."""
+        outgoing = getattr(self, "outgoing", None)
+        if outgoing is not None:
+            outgoing.loop.call_soon_threadsafe(function, *arguments)
 
     def stack(self) -> str:
         """Return where the main thread is, the innermost call last."""
@@ -182,27 +107,42 @@ class MainThread:
         """Load the model, answer what is delivered, stop the handler; return the exit code of the process."""
         self._start.wait()
         try:
-            if self._load():
-                self._serve()
-                self._handler.stop()
+            self._live()
+        except _EXITS as error:
+            self._exit((), error)
+        except Exception:  # the border to handlers, which raise anything at their end too
+            logger.exception("the worker cannot go on")
+            self._leave()
         finally:
             self._ended.set_result(None)
         return self._exit_code
 
-    def _load(self) -> bool:
+    def _live(self) -> None:
         try:
             info = self._handler.start(self._loading.model_dir, self._loading.options)
-        except Exception as error:  # noqa: BLE001 - the border to handlers, which raise anything; the load fails with it
+            beside = self._handler.side_by_side()
+            if beside is not None:
+                self.beside = MainLoop(_serving(beside, self._loading, info), self.outgoing)
+                self.beside.run(self._loaded.set_result)
+            else:
+                self._ready(info)
+                self._serve()
+        except Exception as error:
+            if self._loaded.done():
+                raise
             self._loaded.set_exception(error)
-            return False
         except _EXITS as error:
+            if self._loaded.done():
+                raise
             self._loaded.set_exception(ModelLoadError(_ended_by(error)))
-            return False
+        else:
+            self._handler.stop()
+
+    def _ready(self, info: ModelInfo) -> None:
         gc.collect()
         gc.freeze()  # what is loaded stays; without it every full collection would walk it
         batch_size = self._loading.load.batch_size
         self._loaded.set_result(Ready(info.max_model_len, dict(info.details), batch_size))
-        return True
 
     def _serve(self) -> None:
         take = self._inbox.get
@@ -227,10 +167,11 @@ class MainThread:
             if isinstance(outcome, LmiServerError):
                 self.outgoing.fail(call, outcome)
             elif outcome.stream is not None:
+                assert isinstance(outcome.stream, Iterator), "an asynchronous stream is for an AsyncRequestHandler"
                 streams.append(_Stream(call, outcome, outcome.stream, self.outgoing))
             else:
                 self.outgoing.end(call, Reply(call.id, outcome.status, outcome.headers, outcome.data))
-                _finish(outcome)
+                finish(outcome)
         while streams:
             streams = [stream for stream in streams if stream.advance()]
             self._end_fork()
@@ -258,8 +199,12 @@ class MainThread:
         for call in batch:
             if not call.ended:
                 self.outgoing.fail(call, WorkerDiedError(_ended_by(error)))
+        self._leave()
+
+    def _leave(self) -> None:
+        """Have the process end."""
         self._exit_code = 1
-        self.outgoing.loop.call_soon_threadsafe(self.on_exit, 1)
+        self.call_link(self.on_exit, 1)
 
 
 class _Stream:
@@ -290,7 +235,7 @@ class _Stream:
                 self._begin()
                 outgoing.put_chunk(call.id, piece)
             return True
-        _finish(self._response)
+        finish(self._response)
         return False
 
     def _begin(self) -> None:
@@ -305,16 +250,7 @@ class _Stream:
                 close()
         except Exception:  # the border to handlers: nobody waits for this stream any more
             logger.exception("the stream of a client that is gone raised while it was closed")
-        _finish(self._response)
-
-
-def _finish(response: Response) -> None:
-    if response.after is None:
-        return
-    try:
-        response.after()
-    except Exception:  # the border to handlers: the answer is on its way
-        logger.exception("what the handler does after its answer raised")
+        finish(self._response)
 
 
 def _failure(error: BaseException) -> LmiServerError:
@@ -323,6 +259,10 @@ def _failure(error: BaseException) -> LmiServerError:
     logger.error("the handler raised", exc_info=error)
     message = f"{type(error).__name__}: {error}"
     return ModelMemoryError(message) if is_out_of_memory(error) else HandlerError(message)
+
+
+def _serving(handler: AsyncRequestHandler | LLMHandler, loading: Loading, info: ModelInfo) -> Serving:
+    return Generation(handler, loading) if isinstance(handler, LLMHandler) else Responses(handler, info)
 
 
 def _ended_by(error: BaseException) -> str:
@@ -338,16 +278,23 @@ class InMainThread(Service):
         self._calls: dict[int, Call] = {}
         self._forming: list[Call] = []
         self._closed = False
+        self._ready = False
         self._idle = asyncio.Event()
         loop = asyncio.get_running_loop()
         self._outgoing = main.outgoing = Outgoing(loop, self._on_items, lambda: link.congested)
         main.on_exit = on_exit
 
     async def load(self) -> Ready:
-        return await self._main.load()
+        ready = await self._main.load()
+        self._ready = True
+        return ready
 
     def submit(self, submit: Submit) -> None:
         call = self._calls[submit.id] = Call(submit.id, submit.input)
+        beside = self._main.beside
+        if beside is not None:
+            beside.submit(submit)
+            return
         self._forming.append(call)
         if not submit.more:
             batch, self._forming = self._forming, []
@@ -358,7 +305,9 @@ class InMainThread(Service):
         if call is None:
             return
         call.cancelled = True
-        if self._main.waiting.pop(request_id, None) is not None:
+        if self._main.beside is not None:
+            self._main.beside.cancel(request_id)
+        elif self._main.waiting.pop(request_id, None) is not None:
             self._on_items([cancelled(request_id)])
 
     def recall(self, request_id: int) -> None:
@@ -384,6 +333,15 @@ class InMainThread(Service):
 
     def gauges(self) -> Mapping[str, float]:
         return {"running_requests": len(self._calls)}
+
+    async def control(self, operation: str, arguments: Mapping[str, Any]) -> None:
+        if self._main.beside is None:
+            raise unknown_operation(operation)
+        await self._main.beside.control(operation, arguments)
+
+    def progressed(self) -> list[int]:
+        beside = self._main.beside
+        return [] if beside is None or not self._ready else beside.progressed()
 
     def _on_items(self, items: list[Item]) -> None:
         if self._closed:

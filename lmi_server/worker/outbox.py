@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Protocol
 
-from lmi_server.link import FrontendLink
 from lmi_server.protocol import Chunk, End, Error, Frames, Head, Item, Reply
+
+
+class Way(Protocol):
+    """What leads to the front end: the link itself, or where the main thread serves, what leads to the link."""
+
+    @property
+    def congested(self) -> bool:
+        """True while the front end cannot keep up."""
+
+    async def writable(self) -> None:
+        """Wait until the front end has caught up."""
+
+    def send(self, message: Frames) -> None:
+        """Send `message`, at `flush` at the latest."""
+
+    def flush(self) -> None:
+        """Send everything now."""
 
 
 class Outbox:
     """Collects items until the end of the tick."""
 
-    def __init__(self, link: FrontendLink) -> None:
+    def __init__(self, link: Way) -> None:
         self._link = link
         self._loop = asyncio.get_running_loop()
         self._items: list[Item] = []

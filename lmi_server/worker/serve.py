@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import NamedTuple
 
 from lmi_server import dialects
+from lmi_server.dialects import tokens
 from lmi_server.dialects.base import Exchange, ServedModel
 from lmi_server.dialects.errors import error_reply
-from lmi_server.errors import HandlerError, LmiServerError
+from lmi_server.errors import HandlerError, LmiServerError, ModelMemoryError, is_out_of_memory
 from lmi_server.generation import GenerationRequest
-from lmi_server.handler import LLMHandler
+from lmi_server.handler import AsyncRequestHandler, LLMHandler, Response
 from lmi_server.job import CANCELLED
 from lmi_server.protocol import Input
 from lmi_server.worker.outbox import Answer, Outbox
@@ -34,8 +35,11 @@ async def serve(request: Input, engine: Engine, served: ServedModel, answer: Ans
     """Answer `request`; `answer` has ended exactly once when this returns, whatever the handler raises."""
     exchange: Exchange | None = None
     try:
+        if request.route in tokens.ROUTES:
+            answer.reply(200, [("content-type", "application/json")], await _tokens(request, engine.handler, served))
+            return
         exchange = dialects.parse(request, served)
-        _log_warnings(request, exchange)
+        _log_warnings(request, exchange.warnings)
         if exchange.stream:
             await _stream(exchange, engine, answer, outbox)
         else:
@@ -48,6 +52,80 @@ async def serve(request: Input, engine: Engine, served: ServedModel, answer: Ans
     except Exception as error:  # the border to handlers and engines, which raise anything; the request ends with it
         logger.exception("request %s: the handler raised", _request_id(request))
         _fail(request, exchange, answer, HandlerError(f"{type(error).__name__}: {error}"))
+
+
+async def _tokens(request: Input, handler: LLMHandler, served: ServedModel) -> bytes:
+    """Return the body of an answer that tells tokens or their text; nothing is generated."""
+    if request.route == tokens.TOKENIZE:
+        asked, warnings = tokens.parse_tokenize(request, served)
+        _log_warnings(request, warnings)
+        return tokens.tokens_body(await handler.tokenize(asked), served)
+    ids, warnings = tokens.parse_detokenize(request, served)
+    _log_warnings(request, warnings)
+    return tokens.text_body(await handler.detokenize(ids))
+
+
+async def serve_response(request: Input, handler: AsyncRequestHandler, answer: Answer, outbox: Outbox) -> None:
+    """Answer `request` as `serve` does, with what the handler itself makes of it."""
+    response: Response | None = None
+    try:
+        response = await handler.handle(request)
+        if response.stream is None:
+            answer.reply(response.status, response.headers, response.data)
+        else:
+            answer.open(response.status, response.headers, b"")
+            await _relay_pieces(response, answer, outbox)
+            answer.end()
+    except asyncio.CancelledError:
+        if _is_cancelled():
+            answer.error(CANCELLED, "cancelled by the front end")
+        else:
+            _fail_response(request, answer, HandlerError("the handler cancelled the request"))
+    except LmiServerError as error:
+        _fail_response(request, answer, error)
+    except Exception as error:  # the border to handlers, which raise anything; the request ends with it
+        logger.exception("request %s: the handler raised", _request_id(request))
+        message = f"{type(error).__name__}: {error}"
+        failure = ModelMemoryError(message) if is_out_of_memory(error) else HandlerError(message)
+        _fail_response(request, answer, failure)
+    finally:
+        if response is not None:
+            finish(response)
+
+
+async def _relay_pieces(response: Response, answer: Answer, outbox: Outbox) -> None:
+    burst = _BURST
+    pieces = response.stream
+    assert isinstance(pieces, AsyncIterator), "an AsyncRequestHandler streams with an asynchronous iterator"
+    try:
+        async for piece in pieces:
+            answer.progressed = True
+            if piece:
+                answer.chunk(piece)
+            burst -= 1
+            if not burst:
+                burst = _BURST
+                await outbox.breathe()
+    finally:
+        if isinstance(pieces, AsyncGenerator):
+            await pieces.aclose()
+
+
+def _fail_response(request: Input, answer: Answer, error: LmiServerError) -> None:
+    if answer.started:
+        answer.error(error.kind, error.message)
+    else:
+        answer.reply(*error_reply(request.route, error))
+
+
+def finish(response: Response) -> None:
+    """Do what a handler does once its answer is on its way."""
+    if response.after is None:
+        return
+    try:
+        response.after()
+    except Exception:  # the border to handlers: the answer is on its way
+        logger.exception("what the handler does after its answer raised")
 
 
 async def _stream(exchange: Exchange, engine: Engine, answer: Answer, outbox: Outbox) -> None:
@@ -133,8 +211,8 @@ def _fail(request: Input, exchange: Exchange | None, answer: Answer, error: LmiS
     answer.end(error_reply(request.route, error)[0])
 
 
-def _log_warnings(request: Input, exchange: Exchange) -> None:
-    for warning in exchange.warnings:
+def _log_warnings(request: Input, warnings: Sequence[str]) -> None:
+    for warning in warnings:
         logger.warning("request %s: %s", _request_id(request), warning)
 
 

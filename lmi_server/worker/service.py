@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import Any
 
+from lmi_server.errors import RequestError
 from lmi_server.job import CANCELLED, RECALLED
 from lmi_server.protocol import Error, Ready, Submit
 
@@ -40,9 +42,18 @@ class Service(ABC):
     def gauges(self) -> Mapping[str, float]:
         """Return the gauges of the handler."""
 
+    async def control(self, operation: str, arguments: Mapping[str, Any]) -> None:
+        """Do what a Control asks for. Raises RequestError where this model does not, or whatever the handler raises."""
+        raise unknown_operation(operation)
+
     def progressed(self) -> list[int]:
         """Return the requests for which something happened since the last call that the front end has not seen."""
         return []
+
+
+def unknown_operation(operation: str) -> RequestError:
+    """Return the error of a Control that a model does not know."""
+    return RequestError(f"operation {operation!r} is not known to this worker")
 
 
 def cancelled(request_id: int) -> Error:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from lmi_server.errors import LmiServerError, RequestError
+from lmi_server.errors import HandlerError, LmiServerError, ModelMemoryError, is_out_of_memory
 from lmi_server.link import FrontendLink
 from lmi_server.protocol import (
     Cancel,
@@ -15,9 +15,11 @@ from lmi_server.protocol import (
     Error,
     Failed,
     Frames,
+    Item,
     Load,
     LogLevel,
     Recall,
+    Reply,
     Shutdown,
     Stats,
     Submit,
@@ -64,7 +66,7 @@ class Session:
             case Recall(request_id):
                 self._loaded().recall(request_id)
             case Control():
-                self._refuse(message)
+                self._run(self._control(message))
             case LogLevel(level):
                 logging.getLogger().setLevel(level)
             case Shutdown(deadline_s):
@@ -130,10 +132,18 @@ class Session:
         if not self._stopping:  # otherwise the end of the link tells the front end to give it to another worker
             self._loaded().submit(submit)
 
-    def _refuse(self, control: Control) -> None:
+    async def _control(self, control: Control) -> None:
         assert self._link is not None
-        error = RequestError(f"operation {control.operation!r} is not known to this worker")
-        self._link.send(Frames([Error(control.id, error.kind, error.message)]))
+        outcome: Item = Reply(control.id, 200, [], b"")
+        try:
+            await self._loaded().control(control.operation, control.arguments)
+        except LmiServerError as error:
+            outcome = Error(control.id, error.kind, error.message)
+        except Exception as error:  # the border to handlers and engines, which raise anything; the operation fails
+            logger.exception("model %s: the handler raised in %s", self._model_name, control.operation)
+            kind = ModelMemoryError if is_out_of_memory(error) else HandlerError
+            outcome = Error(control.id, kind.__name__, f"{type(error).__name__}: {error}")
+        self._link.send(Frames([outcome]))
 
     def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start a task that the session keeps alive; the process ends with an error where it raises."""

@@ -1,39 +1,120 @@
-"""Serves an LLMHandler: each request is a task of the worker's event loop."""
+"""Serves requests side by side: each is a task of an event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import Any
+
+import msgspec
 
 from lmi_server.dialects.base import ServedModel
-from lmi_server.handler import LLMHandler
-from lmi_server.link import FrontendLink
-from lmi_server.protocol import Ready, Submit
+from lmi_server.handler import AsyncRequestHandler, LLMHandler, ModelInfo
+from lmi_server.protocol import Adapter, Input, Ready, Submit
 from lmi_server.worker.loading import Loading
-from lmi_server.worker.outbox import Answer, Outbox
-from lmi_server.worker.serve import Engine, serve
-from lmi_server.worker.service import Service, cancelled
+from lmi_server.worker.outbox import Answer, Outbox, Way
+from lmi_server.worker.serve import Engine, serve, serve_response
+from lmi_server.worker.service import Service, cancelled, unknown_operation
 
 logger = logging.getLogger(__name__)
 
 
-class SideBySide(Service):
-    """Serves requests side by side, as many as the front end sends."""
+class Serving(ABC):
+    """What answers one request, by the kind of handler."""
 
-    def __init__(self, handler: LLMHandler, loading: Loading, link: FrontendLink) -> None:
-        self._engine = Engine(handler, loading.options.max_rolling_batch_size)
+    @abstractmethod
+    async def start(self) -> ModelInfo:
+        """Load the model. Raises whatever the handler raises."""
+
+    @abstractmethod
+    async def serve(self, request: Input, answer: Answer, outbox: Outbox) -> None:
+        """Answer `request`; `answer` has ended exactly once when this returns."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """Release the model."""
+
+    async def control(self, operation: str, arguments: Mapping[str, Any]) -> None:
+        """Do what a Control asks for. Raises RequestError where this model does not, or whatever the handler raises."""
+        raise unknown_operation(operation)
+
+    def stats(self) -> Mapping[str, float]:
+        """Return the gauges of the handler."""
+        return {}
+
+
+class Generation(Serving):
+    """Text generation: requests are parsed, and answers written, in a dialect."""
+
+    def __init__(self, handler: LLMHandler, loading: Loading) -> None:
+        self._handler = handler
         self._loading = loading
+        self._engine = Engine(handler, loading.options.max_rolling_batch_size)
         self._served: ServedModel  # once it is loaded
-        self._outbox = Outbox(link)
+
+    async def start(self) -> ModelInfo:
+        info = await self._handler.start(self._loading.model_dir, self._loading.options)
+        self._served = self._loading.served_model(info)
+        return info
+
+    async def serve(self, request: Input, answer: Answer, outbox: Outbox) -> None:
+        await serve(request, self._engine, self._served, answer, outbox)
+
+    async def stop(self) -> None:
+        await self._handler.stop()
+
+    async def control(self, operation: str, arguments: Mapping[str, Any]) -> None:
+        match operation:
+            case "add_adapter":
+                adapter = msgspec.convert(arguments, Adapter)
+                await self._handler.add_adapter(adapter)
+                self._set_adapters(self._served.adapters | {adapter.name})
+            case "remove_adapter":
+                self._set_adapters(self._served.adapters - {arguments["name"]})
+                await self._handler.remove_adapter(arguments["name"])
+            case _:
+                raise unknown_operation(operation)
+
+    def _set_adapters(self, names: frozenset[str]) -> None:
+        self._served = msgspec.structs.replace(self._served, adapters=names)
+
+    def stats(self) -> Mapping[str, float]:
+        return self._handler.stats()
+
+
+class Responses(Serving):
+    """Anything else: the handler itself reads the request and writes the answer."""
+
+    def __init__(self, handler: AsyncRequestHandler, info: ModelInfo) -> None:
+        self._handler = handler
+        self._info = info
+
+    async def start(self) -> ModelInfo:
+        await self._handler.start()
+        return self._info
+
+    async def serve(self, request: Input, answer: Answer, outbox: Outbox) -> None:
+        await serve_response(request, self._handler, answer, outbox)
+
+    async def stop(self) -> None:
+        await self._handler.stop()
+
+
+class SideBySide(Service):
+    """Serves as many requests at once as the front end sends."""
+
+    def __init__(self, serving: Serving, way: Way) -> None:
+        self._serving = serving
+        self._outbox = Outbox(way)
         self._requests: dict[int, asyncio.Task[None]] = {}
         self._answers: dict[int, Answer] = {}  # those of _requests
         self._loaded = False
 
     async def load(self) -> Ready:
-        info = await self._engine.handler.start(self._loading.model_dir, self._loading.options)
-        self._served = self._loading.served_model(info)
+        info = await self._serving.start()
         self._loaded = True
         gc.collect()
         gc.freeze()  # what is loaded stays; without it every full collection would walk the engine's objects
@@ -41,7 +122,7 @@ class SideBySide(Service):
 
     def submit(self, submit: Submit) -> None:
         answer = Answer(self._outbox, submit.id)
-        task = asyncio.create_task(serve(submit.input, self._engine, self._served, answer, self._outbox))
+        task = asyncio.create_task(self._serving.serve(submit.input, answer, self._outbox))
         self._requests[submit.id] = task
         self._answers[submit.id] = answer
         task.add_done_callback(lambda _: self._answered(answer))
@@ -58,6 +139,9 @@ class SideBySide(Service):
         if task is not None:
             task.cancel()
 
+    async def control(self, operation: str, arguments: Mapping[str, Any]) -> None:
+        await self._serving.control(operation, arguments)
+
     def recall(self, request_id: int) -> None:
         """Keep it: every request begins when it arrives."""
 
@@ -72,19 +156,19 @@ class SideBySide(Service):
         if self._requests:
             await asyncio.wait(self._requests.values())
         if self._loaded:
-            await self._engine.handler.stop()
+            await self._serving.stop()
 
     def gauges(self) -> Mapping[str, float]:
         if not self._loaded:
             return {}
         try:
-            return dict(self._engine.handler.stats())
+            return dict(self._serving.stats())
         except Exception:  # the border to handlers: gauges that cannot be read must not end the model
             logger.exception("the handler raised in stats()")
             return {}
 
     def progressed(self) -> list[int]:
-        moved = [answer for answer in self._answers.values() if answer.progressed]
+        moved = [answer for answer in list(self._answers.values()) if answer.progressed]
         for answer in moved:
             answer.progressed = False
         return [answer.id for answer in moved]

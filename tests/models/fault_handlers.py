@@ -14,6 +14,7 @@ from handlers.echo import EchoHandler
 from lmi_server.errors import ModelLoadError, RequestError
 from lmi_server.generation import Delta, GenerationRequest, Usage
 from lmi_server.handler import ModelInfo
+from lmi_server.protocol import Adapter
 
 
 class FaultHandler(EchoHandler):
@@ -65,6 +66,17 @@ class FaultHandler(EchoHandler):
                 yield Delta("x" * 65536)
         async for delta in super().generate(request):
             yield delta
+
+    async def add_adapter(self, adapter: Adapter) -> None:
+        fault = adapter.name
+        if fault == "refuse" or (fault == "refuse-second" and not self._is_first(fault)):
+            raise RequestError("the adapter is refused")
+        if fault == "raise":
+            raise RuntimeError("raised while it was loaded")
+        if fault == "too-big":
+            raise MemoryError("no room for it")
+        if fault == "exit":
+            os._exit(7)
 
     def _is_first(self, fault: str) -> bool:
         """Tell whether no worker of this model has seen the fault before."""

@@ -6,13 +6,13 @@ from typing import Any
 
 from lmi_server.dialects import fields
 from lmi_server.dialects.base import Exchange, ServedModel
+from lmi_server.dialects.errors import is_openai
 from lmi_server.dialects.fields import Field
 from lmi_server.dialects.framing import JSON_LINES, SSE, Framing
 from lmi_server.dialects.lmi import formatter_warnings
 from lmi_server.dialects.openai import messages as chats
 from lmi_server.dialects.openai.chat_answer import ChatBody, ChatStream
 from lmi_server.dialects.openai.request import (
-    ROUTES,
     SHARED_FIELDS,
     UNSUPPORTED,
     answer_options,
@@ -80,7 +80,7 @@ def parse_chat(request: Input, body: dict[str, Any], served: ServedModel) -> Exc
     _set_alternatives(values)
     options, chat = answer_options(values), chats.chat_options(values)
     tools, special = values.pop("tools", None), values.pop("add_special_tokens", False)
-    priority = priority_of(request, values)
+    priority, adapter = priority_of(request, values), values.pop("adapter")
     max_tokens = values.pop("max_tokens", None)
     sampling = sampling_of(values, values.pop("max_completion_tokens", max_tokens), served.sampling_defaults)
     requests = tuple(
@@ -94,6 +94,7 @@ def parse_chat(request: Input, body: dict[str, Any], served: ServedModel) -> Exc
             stream=framing is not None,
             add_special_tokens=special,
             priority=priority,
+            adapter=adapter,
         )
         for index in range(options.n)
     )
@@ -105,7 +106,7 @@ def parse_chat(request: Input, body: dict[str, Any], served: ServedModel) -> Exc
 def _chat_framing(request: Input, served: ServedModel, stream: bool) -> tuple[Framing | None, tuple[str, ...]]:
     """Return the framing of the stream, None for one JSON object. OpenAI's own routes know no option."""
     by_stream = SSE if stream else None
-    if request.route in ROUTES:
+    if is_openai(request.route):
         return by_stream, ()
     match served.output_formatter:
         case "json_chat":

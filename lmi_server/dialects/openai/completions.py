@@ -92,6 +92,7 @@ def parse_completion(request: Input, body: dict[str, Any], served: ServedModel) 
     options = answer_options(values)
     form = _form(values, options, stream)
     special, priority = values.pop("add_special_tokens", True), priority_of(request, values)
+    adapter = values.pop("adapter")
     max_tokens = values.pop("max_tokens", 16)
     if form.echo and options.alternatives is not None:
         values["prompt_logprobs"] = max(options.alternatives, options.prompt_alternatives or 0)
@@ -106,6 +107,7 @@ def parse_completion(request: Input, body: dict[str, Any], served: ServedModel) 
             stream=stream,
             add_special_tokens=special,
             priority=priority,
+            adapter=adapter,
         )
         for place, prompt in enumerate(prompts)
         for index in range(form.candidates)

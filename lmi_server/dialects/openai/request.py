@@ -10,13 +10,14 @@ from uuid import uuid4
 import msgspec
 
 from lmi_server.dialects import constraints, fields
+from lmi_server.dialects.adapters import adapter_name, chosen_adapter
 from lmi_server.dialects.base import ServedModel
+from lmi_server.dialects.errors import is_openai
 from lmi_server.dialects.fields import Field
 from lmi_server.errors import ModelNotFoundError, RequestError
 from lmi_server.generation import SamplingParameters
 from lmi_server.protocol import Input
 
-ROUTES = frozenset({"completions", "chat/completions"})
 _MAX_CHOICES = 128  # OpenAI's own bound on n
 
 
@@ -90,7 +91,8 @@ SHARED_FIELDS: dict[str, Field] = {
     **constraints.FIELDS,
     **{name: Field(name, _any, "engine_extras") for name in _ENGINE_EXTRAS},
     "use_beam_search": Field(None, UNSUPPORTED),
-    "adapters": Field(None, fields.off("leave it out: this model is served without adapters")),
+    "adapters": Field("adapter", adapter_name),
+    "adapter": Field("adapter", adapter_name),
     **{name: Field(None, fields.ignored) for name in _IGNORED},
 }
 
@@ -122,7 +124,7 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
 def read(
     request: Input, body: dict[str, Any], known: dict[str, Field], served: ServedModel
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the body's fields and the warnings."""
+    """Return the body's fields and the warnings; `adapter` is what the request asks for, or what `model` names."""
     values, unknown = fields.read_fields(body, known, features=served.features)
     if "stream_options" in values and not values.get("stream"):
         raise RequestError("stream_options is only allowed with stream; send stream: true or leave it out")
@@ -130,18 +132,23 @@ def read(
         raise RequestError("prompt_logprobs is not available in a stream; leave it out, or do not stream")
     warnings = fields.unknown_warnings(unknown, known)
     model = values.get("model")
-    if model is None or model == served.name or model in served.served_names:
-        return values, warnings
-    del values["model"]
-    return values, (*warnings, _other_model(request, model, served))
+    if model in served.adapters:
+        values.setdefault("adapter", model)
+    values["adapter"] = chosen_adapter(request, values.get("adapter"), served)
+    other = model_warnings(request, model, served)
+    if other:
+        del values["model"]
+    return values, warnings + other
 
 
-def _other_model(request: Input, model: str, served: ServedModel) -> str:
+def model_warnings(request: Input, model: str | None, served: ServedModel) -> tuple[str, ...]:
     """Return the warning on a model that is not served here; OpenAI's routes refuse it."""
-    names = ", ".join(dict.fromkeys((*served.served_names, served.name)))
-    if request.route in ROUTES:
+    if model is None or model == served.name or model in served.served_names or model in served.adapters:
+        return ()
+    names = ", ".join(dict.fromkeys((*served.served_names, served.name, *sorted(served.adapters))))
+    if is_openai(request.route):
         raise ModelNotFoundError(f"The model {fields.show(model)} does not exist; served here: {names}")
-    return f"model {fields.show(model)} is ignored; served here: {names}"
+    return (f"model {fields.show(model)} is ignored; served here: {names}",)
 
 
 def envelope_of(prefix: str, values: dict[str, Any], served: ServedModel) -> Envelope:

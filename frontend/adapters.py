@@ -1,0 +1,154 @@
+"""LMI's adapter API: LoRA adapters are registered, listed, described, updated and unregistered over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from frontend.management import method_route
+from frontend.parameters import page, parameters, truth
+from frontend.responses import json_response
+from lmi_server.adapters import Adapters, RegisteredAdapter, fetch_adapter
+from lmi_server.errors import BadParameterError, RequestError
+from lmi_server.models import Model, ModelRegistry
+from lmi_server.protocol import Adapter
+
+logger = logging.getLogger(__name__)
+
+_ALIAS_HEADER = "x-amzn-sagemaker-adapter-alias"
+_KNOWN = frozenset({"name", "src", "preload", "pin", "model_version"})
+
+T = TypeVar("T")
+
+
+class AdapterManagement:
+    """The calls; each raises LmiServerError, which the application answers.
+
+    Without a model in the path they are about the one that answers requests without a name. Where a model has several
+    versions, the parameter `model_version` names one.
+    """
+
+    def __init__(self, models: ModelRegistry) -> None:
+        self._models = models
+
+    def routes(self) -> list[Route]:
+        """Return the routes. They come before those of models, where "adapters" would be a version."""
+        return [
+            route
+            for prefix in ("/models/{model}", "")
+            for route in (
+                method_route(f"{prefix}/adapters", {"GET": self.list, "POST": self.register}),
+                method_route(f"{prefix}/adapters/{{adapter}}", {"GET": self.describe, "DELETE": self.unregister}),
+                method_route(f"{prefix}/adapters/{{adapter}}/update", {"POST": self.update}),
+            )
+        ]
+
+    async def list(self, request: Request) -> Response:
+        adapters = self._adapters(request)
+        names, more = page(request.query_params, adapters.names)
+        return json_response({**more, "adapters": [_row(adapters.get(name)) for name in names]})
+
+    async def describe(self, request: Request) -> Response:
+        return json_response(_row(self._adapters(request).get(request.path_params["adapter"])))
+
+    async def register(self, request: Request) -> Response:
+        given = await parameters(request)
+        model, adapters = self._model(request), self._adapters(request)
+        name = _required(given, "name")
+        source = _required(given, "src")
+        self._check_name(name, model)
+        adapters.refuse_known(name)
+        alias = request.headers.get(_ALIAS_HEADER, name)
+        preload, pin = truth(given, "preload", True), truth(given, "pin", False)
+        await _to_the_end(self._register(model, adapters, name, source, alias, preload, pin))
+        _warn_of_options(name, given)
+        return json_response({"status": f"Adapter {alias} registered"})
+
+    async def update(self, request: Request) -> Response:
+        given = await parameters(request)
+        model, adapters = self._model(request), self._adapters(request)
+        before = adapters.get(request.path_params["adapter"])
+        source = given.get("src", "").strip() or before.source
+        preload = truth(given, "preload", before.adapter.preload)
+        pin = truth(given, "pin", before.adapter.pin)
+        await _to_the_end(self._update(model, adapters, before, source, preload, pin))
+        _warn_of_options(before.name, given)
+        return json_response({"status": f"Adapter {before.alias} updated"})
+
+    async def unregister(self, request: Request) -> Response:
+        adapters = self._adapters(request)
+        registered = adapters.get(request.path_params["adapter"])
+        await _to_the_end(adapters.remove(registered.name))
+        return json_response({"status": f"Adapter {registered.alias} unregistered"})
+
+    async def _register(
+        self, model: Model, adapters: Adapters, name: str, source: str, alias: str, preload: bool, pin: bool
+    ) -> None:
+        adapter = await self._fetched(model, name, source, preload, pin)
+        await adapters.register(RegisteredAdapter(adapter=adapter, source=source, alias=alias))
+
+    async def _update(
+        self, model: Model, adapters: Adapters, before: RegisteredAdapter, source: str, preload: bool, pin: bool
+    ) -> None:
+        adapter = await self._fetched(model, before.name, source, preload, pin)
+        await adapters.update(msgspec.structs.replace(before, adapter=adapter, source=source))
+
+    async def _fetched(self, model: Model, name: str, source: str, preload: bool, pin: bool) -> Adapter:
+        if pin and not preload:
+            raise RequestError("preload=false is not allowed with pin=true; leave one of them out")
+        assert model.resolved is not None
+        directory = await fetch_adapter(source, model.resolved.model_dir, self._models.artifacts)
+        return Adapter(name=name, directory=str(directory), preload=preload, pin=pin)
+
+    def _check_name(self, name: str, model: Model) -> None:
+        if "/" in name:
+            raise BadParameterError(f'Parameter name is "{name}"; it takes a name without "/"')
+        if name in self._models.names:
+            raise BadParameterError(f'Parameter name is "{name}", which is the name of a model; choose another')
+
+    def _model(self, request: Request) -> Model:
+        name, version = request.path_params.get("model"), request.query_params.get("model_version")
+        endpoint = self._models.default if name is None else self._models.endpoint(name)
+        if endpoint is None:
+            raise BadParameterError("Several models are served; name one in the path: /models/{model}/adapters")
+        if version is None and len(endpoint.models) > 1:
+            raise BadParameterError("Parameter model_version is required: the model has several versions")
+        return endpoint.choose(version)
+
+    def _adapters(self, request: Request) -> Adapters:
+        model = self._model(request)
+        adapters = model.loaded().adapters
+        assert model.resolved is not None
+        if not model.resolved.options.enable_lora:
+            raise BadParameterError("LoRA is not enabled. Set option.enable_lora=true in serving.properties")
+        return adapters
+
+
+def _row(registered: RegisteredAdapter) -> dict[str, Any]:
+    adapter = registered.adapter
+    return {"name": adapter.name, "src": registered.source, "preload": adapter.preload, "pin": adapter.pin}
+
+
+def _required(given: Mapping[str, str], name: str) -> str:
+    value = given.get(name, "").strip()
+    if not value:
+        raise BadParameterError(f"Parameter {name} is required.")
+    return value
+
+
+def _warn_of_options(name: str, given: Mapping[str, str]) -> None:
+    unknown = sorted(given.keys() - _KNOWN)
+    if unknown:
+        logger.warning("adapter %s: no handler reads %s", name, ", ".join(unknown))
+
+
+async def _to_the_end(change: Awaitable[T]) -> T:
+    """Await `change` in a task of its own: a client that goes away must not leave half of it behind."""
+    return await asyncio.shield(asyncio.ensure_future(change))

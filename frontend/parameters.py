@@ -1,0 +1,64 @@
+"""Reads the parameters of a management call: its query, and a JSON body where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from lmi_server.errors import BadParameterError
+
+T = TypeVar("T")
+
+_PAGE = 100  # entries on a page at most
+
+
+async def parameters(request: Request) -> dict[str, str]:
+    """Return the query's parameters, over those of a JSON body where there is one."""
+    given: dict[str, str] = {}
+    if request.headers.get("content-type", "").partition(";")[0].strip() == "application/json":
+        given = _from_json(await request.body())
+    return {**given, **request.query_params}
+
+
+def _from_json(body: bytes) -> dict[str, str]:
+    if not body:
+        return {}
+    try:
+        decoded = msgspec.json.decode(body, type=dict[str, str | bool | int | float | None])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadParameterError(f"The body is no JSON object of parameters: {error}") from error
+    return {key: _text(value) for key, value in decoded.items() if value is not None}
+
+
+def _text(value: str | bool | int | float) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def integer(given: Mapping[str, str], name: str, default: int) -> int:
+    text = given.get(name, "").strip()
+    if not text:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise BadParameterError(f'Parameter {name} is "{text}"; it takes an integer') from None
+
+
+def truth(given: Mapping[str, str], name: str, default: bool) -> bool:
+    text = given.get(name, "").strip().lower()
+    if text and text not in ("true", "false"):
+        raise BadParameterError(f'Parameter {name} is "{text}"; it takes true or false')
+    return text == "true" if text else default
+
+
+def page(query: Mapping[str, str], everything: Sequence[T]) -> tuple[Sequence[T], dict[str, str]]:
+    """Return what is on the page that the query asks for, and the token of the next one where there is one."""
+    limit = integer(query, "limit", _PAGE)
+    start = max(0, integer(query, "next_page_token", 0))
+    if not 1 <= limit <= _PAGE:
+        limit = _PAGE
+    end = start + limit
+    return everything[start:end], {"nextPageToken": str(end)} if end < len(everything) else {}

@@ -1,0 +1,1 @@
+"""Reading Hugging Face checkpoints with transformers, for every handler that does. Importing it imports torch."""

@@ -1,0 +1,85 @@
+"""Loads what a Hugging Face checkpoint holds, in the data type and on the device that the options say."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoTokenizer
+
+from handlers.transformers_options import TransformersOptions
+from lmi_server.errors import ModelLoadError
+
+_log = logging.getLogger(__name__)
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def load_tokenizer(path: str, options: TransformersOptions) -> Any:
+    return from_pretrained(AutoTokenizer, path, **_origin(options))
+
+
+def load_model(auto_class: Any, path: str, options: TransformersOptions) -> Any:
+    """Load a model for inference. Raises ModelLoadError."""
+    model = from_pretrained(auto_class, path, **model_arguments(path, options))
+    model.requires_grad_(False)
+    return model.eval()
+
+
+def model_arguments(path: str, options: TransformersOptions) -> dict[str, Any]:
+    """Return how transformers loads the model: on the worker's GPU where it has one and the options leave it open."""
+    has_gpu = torch.cuda.is_available()
+    arguments = {**({"device_map": "cuda"} if has_gpu else {}), **options.engine_arguments()}
+    arguments["dtype"] = _dtype(path, options, on_cpu=not has_gpu or options.device_map == "cpu")
+    return arguments
+
+
+def set_threads(options: TransformersOptions) -> None:
+    """Let torch use as many threads inside an operation as the options say."""
+    if options.threads:
+        torch.set_num_threads(options.threads)
+
+
+def eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Return the tokens that end a text."""
+    configured = model.generation_config.eos_token_id
+    ids = configured if isinstance(configured, list) else [configured]
+    return frozenset(token for token in (*ids, tokenizer.eos_token_id) if token is not None)
+
+
+def from_pretrained(loader: Any, path: str, **arguments: Any) -> Any:
+    try:
+        return loader.from_pretrained(path, **arguments)
+    except SafetensorError as error:
+        damaged = ", ".join(_damaged_weights(Path(path))) or path
+        raise ModelLoadError(f"{damaged}: SafetensorError: {error}; the file is damaged, fetch it again") from error
+    except (OSError, ValueError, KeyError, RuntimeError) as error:  # what transformers raises for a broken directory
+        raise ModelLoadError(f"{loader.__name__} cannot load {path}: {error}") from error
+
+
+def _damaged_weights(directory: Path) -> Iterator[str]:
+    """Yield the weights whose header cannot be read: transformers does not say which of many shards it was."""
+    for path in sorted(directory.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except SafetensorError:
+            yield str(path)
+
+
+def _origin(options: TransformersOptions) -> dict[str, Any]:
+    return {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
+
+
+def _dtype(path: str, options: TransformersOptions, on_cpu: bool) -> torch.dtype | str:
+    if options.dtype in _DTYPES:
+        return _DTYPES[options.dtype]
+    config = from_pretrained(AutoConfig, path, **_origin(options))
+    if on_cpu and getattr(config, "dtype", None) == torch.float16:
+        _log.warning("the checkpoint is fp16, which the CPU has no kernels for: loading as bf16; set option.dtype=fp32")
+        return torch.bfloat16
+    return "auto"

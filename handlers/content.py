@@ -1,0 +1,147 @@
+"""What the body of a request that generates no text means by its Content-Type, and how its answer is written by Accept.
+
+The content types are LMI's. A body that is not JSON stands for {"inputs": ...}: lines of CSV, one text, or the bytes of
+an image or a sound.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from lmi_server.dialects import fields
+from lmi_server.errors import RequestError
+from lmi_server.handler import Response
+from lmi_server.protocol import Input
+
+JSON = "application/json"
+CSV = "text/csv"
+TEXT = "text/plain"
+JSON_LINES = "application/jsonlines"
+
+_TEXT_COLUMNS = ("inputs",)
+_QUESTION_COLUMNS = ("question", "context")
+
+
+def body_of(request: Input) -> Mapping[str, Any]:
+    """Return the body as a JSON object would have it: `inputs`, `parameters`, or the fields of a single input.
+
+    Raises RequestError naming what is wrong.
+    """
+    kind = fields.media_type(request)
+    if kind == CSV:
+        return {"inputs": _csv_inputs(_text(request))}
+    if kind == TEXT:
+        return {"inputs": [_text(request)]}
+    if kind.startswith(("image/", "audio/")):
+        if not request.body():
+            raise RequestError(f"the body is empty; send the bytes of an {kind.partition('/')[0]} file")
+        return {"inputs": request.body()}
+    return fields.json_object(request)
+
+
+def _text(request: Input) -> str:
+    return fields.plain_text(request).removeprefix("\ufeff")
+
+
+def _csv_inputs(text: str) -> list[Any]:
+    reader = csv.DictReader(io.StringIO(text), strict=True)
+    try:
+        columns, rows = tuple(reader.fieldnames or ()), list(reader)
+    except csv.Error as error:
+        raise RequestError(f"the body is not valid CSV: {error}; quote fields that hold commas or lines") from None
+    if not set(_QUESTION_COLUMNS) - set(columns):
+        return [{name: row[name] for name in _QUESTION_COLUMNS} for row in rows]
+    if not set(_TEXT_COLUMNS) - set(columns):
+        return [row["inputs"] for row in rows]
+    shown = fields.show(", ".join(columns))
+    raise RequestError(f"the first line of the CSV is {shown}; begin with a line `inputs`, or `question,context`")
+
+
+def answer(request: Input, result: Any) -> Response:
+    """Write `result`, made of plain values and numpy's, as the request's Accept asks; JSON where it does not say.
+
+    Raises RequestError where the result cannot be written so.
+    """
+    return written(result, accepted(request, JSON))
+
+
+def accepted(request: Input, default: str) -> str:
+    """Return the first media type of Accept that can be written; `default` where anything is accepted.
+
+    Raises RequestError where none can.
+    """
+    header = request.properties.get("accept", "")
+    kinds = [kind.partition(";")[0].strip().lower() for kind in header.split(",")]
+    for kind in kinds:
+        if kind in ("", "*/*", "application/*"):
+            return default
+        if kind in _WRITERS:
+            return kind
+    raise RequestError(f"Accept: {fields.show(header)} is not supported; accept {', '.join(_WRITERS)}")
+
+
+def written(result: Any, kind: str) -> Response:
+    """Write `result` as the media type `kind`, which `accepted` returned."""
+    return Response(headers=[("content-type", kind)], data=_WRITERS[kind](result))
+
+
+def encode_json(value: Any) -> bytes:
+    """Return `value` as JSON; numpy's numbers and arrays and tuples too. Not-a-number becomes null."""
+    return msgspec.json.encode(value, enc_hook=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):  # arrays and numbers of numpy
+        return value.tolist()
+    raise RequestError(f"the answer holds a {type(value).__name__}, which JSON has no form for")
+
+
+def _json_lines(value: Any) -> bytes:
+    items = value if isinstance(value, list) else [value]
+    return b"".join(encode_json(item) + b"\n" for item in items)
+
+
+def _csv_lines(value: Any) -> bytes:
+    """Rows of numbers as they are; objects of plain values under a line of their names."""
+    rows = msgspec.json.decode(encode_json(value if isinstance(value, list) else [value]))
+    out = io.StringIO(newline="")
+    flat = [row[0] if isinstance(row, list) and len(row) == 1 and isinstance(row[0], dict) else row for row in rows]
+    if all(isinstance(row, dict) for row in flat):
+        names = list(dict.fromkeys(name for row in flat for name in row))
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow(names)
+        writer.writerows([_cell(row.get(name)) for name in names] for row in flat)
+    else:
+        rows_of_cells: Sequence[Sequence[Any]] = [row if isinstance(row, list) else [row] for row in flat]
+        csv.writer(out, lineterminator="\n").writerows([_cell(cell) for cell in row] for row in rows_of_cells)
+    return out.getvalue().encode()
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, dict | list):
+        return encode_json(value).decode()
+    return value
+
+
+def _texts(value: Any) -> bytes:
+    """The generated texts, one a line; anything else as JSON, one a line."""
+    items = value if isinstance(value, list) else [value]
+    return "".join(f"{_shown_text(item)}\n" for item in items).encode()
+
+
+def _shown_text(item: Any) -> str:
+    if isinstance(item, str):
+        return item
+    if isinstance(item, dict) and len(item) == 1:
+        only = next(iter(item.values()))
+        if isinstance(only, str):
+            return only
+    return encode_json(item).decode()
+
+
+_WRITERS = {JSON: encode_json, CSV: _csv_lines, JSON_LINES: _json_lines, TEXT: _texts}

@@ -1,0 +1,132 @@
+"""Calls an asynchronous function of LMI's contract: it returns an Output, or yields one per piece of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from typing import Any, NamedTuple
+
+from djl_python.outputs import Output
+
+from handlers.own_code.djl_calls import Calls
+from handlers.own_code.djl_requests import body_of, failed, headers_of, piece_error, respond
+from lmi_server.errors import HandlerError, LmiServerError
+from lmi_server.handler import AsyncRequestHandler, Response
+from lmi_server.protocol import Input as Request
+
+
+class AsyncFunction(AsyncRequestHandler):
+    """Calls the function for each request, side by side; one that is not asynchronous holds up the others."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+
+    async def start(self) -> None:
+        self._calls.check_loaded(await _resolved(self._calls.load()))
+
+    async def handle(self, request: Request) -> Response:
+        try:
+            result = await _resolved(self._calls.function(self._calls.requests.one(request)))
+            if isinstance(result, AsyncIterator):
+                return await _streamed(result)
+            return _whole(result)
+        except Exception as error:  # noqa: BLE001 - the border to the user's code; `failure` logs it
+            outcome = self._calls.failure(request, error)
+        if isinstance(outcome, LmiServerError):
+            raise outcome
+        return outcome
+
+
+async def _resolved(result: Any) -> Any:
+    return await result if isinstance(result, Awaitable) else result
+
+
+class _Piece(NamedTuple):
+    """One piece of an answer. `error` is what it says of a failure."""
+
+    output: Output
+    data: bytes
+    last: bool
+    error: str | None = None
+    code: int = 424
+
+
+def _piece(item: Any) -> _Piece:
+    """Read what the function yielded. Raises HandlerError where it is nothing of the kind."""
+    if isinstance(item, str | bytes | bytearray):
+        return _Piece(Output(), item.encode() if isinstance(item, str) else bytes(item), last=False)
+    if not isinstance(item, Output):
+        raise HandlerError(f"Invalid output type: {type(item)}")
+    told = told_of(item)
+    if told is None:
+        error = None if item.code < 300 else body_of(item).decode(errors="replace") or item.message
+        return _Piece(item, body_of(item), error is not None, error, item.code)
+    error = told.get("error")
+    code = int(told.get("code", 424 if error is not None else 200))
+    failed = error is not None or code >= 300
+    return _Piece(item, told["data"].encode(), told.get("last") == "True", (error or "") if failed else None, code)
+
+
+def told_of(output: Output) -> dict[str, str] | None:
+    """Return what the first content says where it is in the form of `create_stream_chunk_output`; None where not."""
+    if not output.content.values:
+        return None
+    try:
+        told = Output.binary_decode(output.content.values[0])
+    except (ValueError, TypeError):
+        return None
+    return told if "data" in told else None
+
+
+def _whole(result: Any) -> Response:
+    if not isinstance(result, Output) or result.code >= 300 or told_of(result) is None:
+        return respond(result)
+    piece = _piece(result)
+    return _alone(piece)
+
+
+def _alone(piece: _Piece) -> Response:
+    """Return the answer that is one piece."""
+    if piece.error is not None:
+        return piece_error(piece.error, piece.code)
+    output = piece.output
+    return Response(
+        status=piece.code if piece.code in range(200, 300) else 200,
+        headers=headers_of(output.properties),
+        data=piece.data,
+        after=output.execute_finalize,
+    )
+
+
+async def _streamed(items: AsyncIterator[Any]) -> Response:
+    """Return the answer that `items` make; the first of them has a say in its status and headers."""
+    async for item in items:
+        piece = _piece(item)
+        if piece.error is not None or piece.last:
+            await _close(items)
+            return _alone(piece)
+        if piece.data or piece.output.properties:
+            headers = headers_of(piece.output.properties)
+            return Response(status=piece.output.code, headers=headers, stream=_rest(piece, items))
+        piece.output.execute_finalize()
+    return failed("the handler yielded nothing")
+
+
+async def _rest(first: _Piece, items: AsyncIterator[Any]) -> AsyncGenerator[bytes, None]:
+    try:
+        yield first.data
+        first.output.execute_finalize()
+        async for item in items:
+            piece = _piece(item)
+            if piece.error is not None:
+                raise HandlerError(piece.error)
+            yield piece.data
+            piece.output.execute_finalize()
+            if piece.last:
+                return
+    finally:
+        await _close(items)
+
+
+async def _close(items: AsyncIterator[Any]) -> None:
+    if isinstance(items, AsyncGenerator):
+        await items.aclose()

@@ -1,0 +1,60 @@
+"""What every way of calling a function of LMI's contract shares: the first call, and what an exception means."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from djl_python.inputs import Input, make_input
+from djl_python.outputs import Output
+
+from handlers.own_code.djl_requests import Requests, failed
+from handlers.own_code.loading import told
+from lmi_server.errors import HandlerError, LmiServerError, ModelLoadError, ModelMemoryError, is_out_of_memory
+from lmi_server.handler import Response
+from lmi_server.protocol import Input as Request
+
+logger = logging.getLogger(__name__)
+
+_OUT_OF_MEMORY = 507
+_LMI_ROUTES = ("invocations", "predictions")
+
+
+class Calls:
+    """What every way of calling the function shares."""
+
+    def __init__(
+        self, function: Callable[[Input], Any], requests: Requests, initial: Mapping[str, Any], model_dir: str
+    ) -> None:
+        self.function = function
+        self.requests = requests
+        self.model_dir = model_dir
+        self._initial = initial
+
+    def load(self) -> Any:
+        """Call the function without content, which means that it is to load the model; return what it returns."""
+        return self.function(make_input(self._initial, [], self._initial["handler"]))
+
+    def check_loaded(self, output: Any) -> None:
+        """Raise ModelLoadError where the `output` of the first call says that the model could not be loaded."""
+        if output is None:
+            return
+        if not isinstance(output, Output):
+            raise ModelLoadError(f"the handler returned a {type(output).__name__} when it was to load the model")
+        if output.code >= 300:
+            body = b"".join(map(bytes, output.content.values)).decode(errors="replace")
+            error = ModelMemoryError if output.code == _OUT_OF_MEMORY else ModelLoadError
+            raise error(f"Failed to initialize model: {output.message} {body}".rstrip())
+
+    def failure(self, request: Request, error: Exception) -> Response | LmiServerError:
+        """Log an exception and return the answer to the request that it ended."""
+        if isinstance(error, LmiServerError):
+            return error
+        request_id = request.properties.get("x-request-id", "-")
+        logger.error("request %s: %s", request_id, told(error, self.model_dir), exc_info=error)
+        memory = is_out_of_memory(error)
+        if request.route not in _LMI_ROUTES:
+            message = f"{type(error).__name__}: {error}"
+            return ModelMemoryError(message) if memory else HandlerError(message)
+        return failed(str(error), _OUT_OF_MEMORY) if memory else failed(str(error))

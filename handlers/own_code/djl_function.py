@@ -1,0 +1,86 @@
+"""Calls a function in the contract of LMI's `djl_python`: it gets an Input and returns an Output."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from djl_python.inputs import Input
+
+from handlers.own_code.djl_async import AsyncFunction
+from handlers.own_code.djl_calls import Calls
+from handlers.own_code.djl_requests import Requests, respond, split
+from handlers.own_code.djl_rolling import RollingFunction
+from handlers.own_code.loading import place_of
+from handlers.own_code.options import OwnCodeOptions
+from lmi_server.configuration.environment import process_environment
+from lmi_server.errors import LmiServerError
+from lmi_server.handler import AsyncRequestHandler, ModelInfo, RequestHandler, Response
+from lmi_server.protocol import Input as Request
+
+logger = logging.getLogger(__name__)
+
+_MAY_CHOOSE_HANDLER = "ALLOW_REQUEST_HANDLER_OVERRIDE"
+
+
+class DjlFunction(RequestHandler):
+    """Serves with `function`, by its kind: in batches, asynchronously, or step by step.
+
+    `formatters` are functions that the code marks for the built-in handlers; the call that loads the model gets them.
+    """
+
+    def __init__(self, function: Callable[[Input], Any], formatters: Mapping[str, Callable[..., Any]]) -> None:
+        self._function = function
+        self._formatters = formatters
+        self._calls: Calls
+        self._beside: AsyncRequestHandler | None = None
+
+    def start(self, model_dir: str, options: OwnCodeOptions) -> ModelInfo:
+        environment = process_environment()
+        common = {"model_dir": model_dir, "device_id": "0" if environment.get("CUDA_VISIBLE_DEVICES") else "-1"}
+        initial = {**_properties(model_dir, options), **self._formatters, **common, "handler": options.handler}
+        may_choose = environment.get(_MAY_CHOOSE_HANDLER, "").lower() == "true"
+        calls = self._calls = Calls(self._function, Requests(options.handler, common, may_choose), initial, model_dir)
+        if options.rolling_batch != "disable":
+            self._beside = RollingFunction(calls, options.max_rolling_batch_size)
+        elif options.async_mode or _is_async(self._function):
+            self._beside = AsyncFunction(calls)
+        else:
+            calls.check_loaded(calls.load())
+        return ModelInfo(max_model_len=0, details={"handler": options.handler})
+
+    def side_by_side(self) -> AsyncRequestHandler | None:
+        return self._beside
+
+    def handle(self, requests: Sequence[Request]) -> Sequence[Response | LmiServerError]:
+        """Answer a batch with one call.
+
+        Where that raises, each request of it is handled alone, so that the one which made it raise fails alone.
+        """
+        if len(requests) > 1:
+            try:
+                return split(self._function(self._calls.requests.batch(requests)), len(requests))
+            except Exception as error:  # the border to the user's code
+                place = place_of(error, self._calls.model_dir)
+                logger.exception("%s: raised for a batch of %d; handling each alone", place, len(requests))
+        return [self._one(request) for request in requests]
+
+    def _one(self, request: Request) -> Response | LmiServerError:
+        try:
+            return respond(self._function(self._calls.requests.one(request)))
+        except Exception as error:  # noqa: BLE001 - the border to the user's code; `failure` logs it
+            return self._calls.failure(request, error)
+
+
+def _properties(model_dir: str, options: OwnCodeOptions) -> dict[str, str]:
+    """Return what the call that loads the model sees of the configuration."""
+    given = dict(options.given)
+    if given.get("model_id") == model_dir:  # nobody named another one
+        del given["model_id"]
+    return given
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)

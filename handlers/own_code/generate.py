@@ -1,0 +1,69 @@
+"""Serves text generation by code of one's own: the function `generate`, an asynchronous generator."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from typing import Any
+
+from lmi_server.errors import LmiServerError, ModelLoadError
+from lmi_server.generation import Delta, GenerationRequest, Token, Usage
+from lmi_server.handler import AsyncRequestHandler, LLMHandler, ModelInfo, RequestHandler, Response
+from lmi_server.protocol import Input
+
+_MAX_MODEL_LEN = 1 << 20
+_UNKNOWN_ID = -1  # of a token that is a piece of text and in no vocabulary
+
+Generate = Callable[[GenerationRequest], AsyncIterator[Delta | str]]
+
+
+class GenerateFunction(LLMHandler):
+    """Yields what the function yields; a text is a delta of one token. The end of the function ends the sequence."""
+
+    def __init__(self, generate: Generate) -> None:
+        self._generate = generate
+
+    async def start(self, model_dir: str, options: Any) -> ModelInfo:
+        return ModelInfo(max_model_len=_MAX_MODEL_LEN)
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+        prompt_text = request.prompt if isinstance(request.prompt, str) else None
+        tokens = 0
+        async for piece in self._generate(request):
+            delta = Delta(piece, (Token(_UNKNOWN_ID, piece),)) if isinstance(piece, str) else piece
+            yield delta if prompt_text is None else _with_prompt(delta, prompt_text)
+            prompt_text = None
+            if delta.finish_reason is not None:
+                return
+            tokens += len(delta.tokens)
+        usage = Usage(prompt_tokens=_prompt_tokens(request), completion_tokens=tokens)
+        yield Delta("", finish_reason="eos_token", usage=usage, prompt_text=prompt_text)
+
+    async def tokenize(self, text: str) -> list[int]:
+        return [_UNKNOWN_ID] * len(text.split())
+
+
+def _with_prompt(delta: Delta, prompt_text: str) -> Delta:
+    import msgspec
+
+    return delta if delta.prompt_text is not None else msgspec.structs.replace(delta, prompt_text=prompt_text)
+
+
+def _prompt_tokens(request: GenerationRequest) -> int:
+    prompt = request.prompt
+    return len(prompt.split()) if isinstance(prompt, str) else len(prompt or ())
+
+
+class Beside(RequestHandler):
+    """Leaves the requests to a handler that serves them side by side."""
+
+    def __init__(self, handler: AsyncRequestHandler | LLMHandler) -> None:
+        self._handler = handler
+
+    def start(self, model_dir: str, options: Any) -> ModelInfo:
+        return ModelInfo(max_model_len=0)
+
+    def handle(self, requests: Sequence[Input]) -> Sequence[Response | LmiServerError]:
+        raise ModelLoadError("the requests are served side by side")
+
+    def side_by_side(self) -> AsyncRequestHandler | LLMHandler:
+        return self._handler

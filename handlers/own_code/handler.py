@@ -1,0 +1,62 @@
+"""Serves the user's own code: a function in the contract of LMI's `djl_python`, or a handler of `lmi_server`'s own."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from handlers.own_code.generate import Beside, GenerateFunction
+from handlers.own_code.loading import find_class, find_marked, load_entry_point
+from handlers.own_code.options import OwnCodeOptions
+from lmi_server.errors import LmiServerError, ModelLoadError
+from lmi_server.handler import AsyncRequestHandler, LLMHandler, ModelInfo, RequestHandler, Response
+from lmi_server.protocol import Input
+
+_HANDLERS = (RequestHandler, AsyncRequestHandler, LLMHandler)
+_FORMATTERS = ("input_formatter", "output_formatter")
+
+
+class OwnCodeHandler(RequestHandler):
+    """Imports the entry point and hands everything to what it defines."""
+
+    options_type = OwnCodeOptions
+
+    def __init__(self) -> None:
+        self._code: RequestHandler
+
+    def start(self, model_dir: str, options: OwnCodeOptions) -> ModelInfo:
+        os.chdir(model_dir)  # LMI's workers run there, and code opens its files by relative names
+        sys.path.insert(0, model_dir)
+        self._code = _code_of(load_entry_point(options.entry_point, model_dir), options)
+        return self._code.start(model_dir, options)
+
+    def handle(self, requests: Sequence[Input]) -> Sequence[Response | LmiServerError]:
+        return self._code.handle(requests)
+
+    def side_by_side(self) -> AsyncRequestHandler | LLMHandler | None:
+        return self._code.side_by_side()
+
+    def stop(self) -> None:
+        self._code.stop()
+
+
+def _code_of(module: ModuleType, options: OwnCodeOptions) -> RequestHandler:
+    """Return what `module` defines: the function of LMI's contract, a handler class, or the function `generate`."""
+    function = getattr(module, options.handler, None)
+    if callable(function):
+        from handlers.own_code.djl_function import DjlFunction  # it needs djl_python, which only workers have
+
+        return DjlFunction(function, find_marked(module, _FORMATTERS))
+    handler = find_class(module, _HANDLERS)
+    if handler is not None:
+        return handler() if issubclass(handler, RequestHandler) else Beside(handler())
+    generate = getattr(module, "generate", None)
+    if inspect.isasyncgenfunction(generate):
+        return Beside(GenerateFunction(generate))
+    raise ModelLoadError(
+        f"{module.__file__}: defines no function {options.handler} (option.handler), no class derived from "
+        f"{', '.join(cls.__name__ for cls in _HANDLERS)}, and no asynchronous generator generate; define one of them"
+    )

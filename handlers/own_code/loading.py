@@ -1,0 +1,87 @@
+"""Finds and imports the user's code, and tells where in it an error is."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lmi_server.errors import ModelLoadError
+
+DEFAULT_ENTRY_POINT = "model.py"
+
+
+def load_entry_point(entry_point: str | None, model_dir: str) -> ModuleType:
+    """Import what option.entryPoint names: a file of the model directory, an absolute path, or a dotted module.
+
+    Raises ModelLoadError with file and line.
+    """
+    name = entry_point or DEFAULT_ENTRY_POINT
+    try:
+        if name.endswith(".py"):
+            return load_file(Path(model_dir, name))  # an absolute name replaces the model directory
+        return importlib.import_module(name)
+    except Exception as error:
+        raise ModelLoadError(f"{name} cannot be imported: {told(error, model_dir)}") from error
+
+
+def load_file(path: Path) -> ModuleType:
+    """Execute a Python file as a module, once.
+
+    The module has the name of the file, so that what the code starts can import and unpickle it, or one made of the
+    path where a module of that name is there already. Raises whatever the file raises.
+    """
+    for module in list(sys.modules.values()):
+        if getattr(module, "__file__", None) == str(path):
+            return module
+    name = path.stem
+    if not name.isidentifier() or name in sys.modules:
+        name = f"{name}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def find_class(module: ModuleType, bases: tuple[type, ...]) -> type | None:
+    """Return the first class that `module` itself defines and that is complete and one of `bases`."""
+    for value in vars(module).values():
+        own = inspect.isclass(value) and value.__module__ == module.__name__
+        if own and issubclass(value, bases) and not inspect.isabstract(value):
+            return value
+    return None
+
+
+def find_marked(module: ModuleType, marks: Sequence[str]) -> Mapping[str, Callable[..., Any]]:
+    """Return the functions of `module` that a decorator of djl_python has marked, by their marks."""
+    functions = [value for value in vars(module).values() if inspect.isfunction(value)]
+    return {mark: function for mark in marks for function in functions if getattr(function, f"is_{mark}", False)}
+
+
+def told(error: BaseException, model_dir: str) -> str:
+    """Return file and line of `error` in the user's code, and what it says."""
+    what = f"{type(error).__name__}: {error}"
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
+    place = place_of(error, model_dir)
+    return f"{place}: {what}" if place else what
+
+
+def place_of(error: BaseException, model_dir: str) -> str:
+    """Return "file:line" of the innermost frame in the model directory; nothing where there is none."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(model_dir)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""

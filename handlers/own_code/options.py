@@ -1,0 +1,48 @@
+"""Keys of serving.properties for a model with code of its own. What the code does with them is its own affair."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, PrivateAttr
+
+from lmi_server.configuration.declaration import Allowed, Key
+from lmi_server.configuration.options import ModelOptions, lower
+
+
+class OwnCodeOptions(ModelOptions):
+    """Values that other handlers cannot serve are left to the code; `given` has every key as it was written."""
+
+    task: str | None = Field(None, description="For the code to read.")
+    dtype: Annotated[str, Key(also=("option.data_type",))] = Field("auto", description="For the code to read.")
+    tensor_parallel_degree: Annotated[
+        Annotated[int, Field(ge=1)] | Literal[-1, "max"],
+        BeforeValidator(lambda value: int(value) if value == "-1" else lower(value)),
+        Allowed("an integer of 1 or more, or max"),
+    ] = Field(1, description="GPUs that each worker sees.")
+    handler: str = Field("handle", description="Function of the entry point that takes the requests.")
+    rolling_batch: Annotated[str, BeforeValidator(lower)] = Field(
+        "disable", description="Anything but disable: the function is called once per step with all live requests."
+    )
+    max_rolling_batch_size: Annotated[int, Field(ge=1), Allowed("an integer of 1 or more")] = Field(
+        32, description="Requests that a worker holds at once, where it does not take batches one after the other."
+    )
+    async_mode: bool = Field(
+        False, description="Call the function for each request as it comes; an async function is called so in any case."
+    )
+    output_formatter: str | None = Field(None, description="For the code to read.")
+    input_formatter: str | None = Field(None, description="For the code to read.")
+
+    _given: Mapping[str, str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def given(self) -> Mapping[str, str]:
+        """Return what somebody decided, by key without "option."; keys of the model server are among them."""
+        return self._given
+
+    @classmethod
+    def from_raw(cls, raw: Mapping[str, str]) -> Self:
+        options = super().from_raw(raw)
+        options._given = dict(raw)
+        return options

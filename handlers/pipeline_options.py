@@ -1,0 +1,97 @@
+"""The options of the pipeline handler: tasks that are not the decoding of a rolling batch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from handlers.transformers_options import TransformersOptions
+from lmi_server.configuration.declaration import Allowed, Finding, Unavailable
+from lmi_server.configuration.options import PositiveInt, RollingBatch, lower, without_effect
+from lmi_server.configuration.tasks import canonical_task
+
+TASKS = (
+    "audio-classification",
+    "automatic-speech-recognition",
+    "feature-extraction",
+    "fill-mask",
+    "image-classification",
+    "image-feature-extraction",
+    "object-detection",
+    "question-answering",
+    "summarization",
+    "table-question-answering",
+    "text-classification",
+    "text-embedding",
+    "text-generation",
+    "text2text-generation",
+    "token-classification",
+    "translation",
+    "zero-shot-classification",
+    "zero-shot-image-classification",
+)
+GENERATING = ("text-generation", "text2text-generation", "summarization", "translation")
+_TRANSLATION = re.compile(r"translation_([A-Za-z-]+)_to_([A-Za-z-]+)")
+
+
+def _known_task(task: str) -> str:
+    if task not in TASKS and _TRANSLATION.fullmatch(task) is None:
+        raise ValueError("not a task of this handler")
+    return task
+
+
+Task = Annotated[
+    str,
+    BeforeValidator(canonical_task),
+    AfterValidator(_known_task),
+    Allowed(", ".join((*TASKS, "translation_XX_to_YY"))),
+]
+Pooling = Literal["auto", "cls", "mean", "max", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
+
+
+class PipelineOptions(TransformersOptions):
+    """Keys of serving.properties for a model whose requests are whole tasks: classified, embedded, answered."""
+
+    task: Task | None = Field(None, description="Task of the model; inferred from its architecture where not given.")
+    rolling_batch: Annotated[
+        RollingBatch,
+        Unavailable(
+            lambda name: name not in ("auto", "disable"), "use disable: a rolling batch decodes causal language models"
+        ),
+    ] = Field("disable", description="Requests run together as one dynamic batch (batch_size).")
+    enable_streaming: Annotated[Literal["true", "false", "huggingface"], BeforeValidator(lower)] = Field(
+        "false",
+        description="Answer tasks that generate text as JSON lines, one per step; huggingface is like true.",
+    )
+    pooling: Annotated[Pooling, BeforeValidator(lower)] = Field(
+        "auto",
+        description="How text-embedding makes a vector of a text's tokens; auto: what the model's files say, or mean.",
+    )
+    normalize: bool = Field(True, description="Give vectors of text-embedding the length 1.")
+    max_model_len: PositiveInt | None = Field(
+        None, description="Tokens of an input at most; without it what the model's files allow."
+    )
+
+    @property
+    def streams(self) -> bool:
+        return self.enable_streaming != "false"
+
+    def context_length(self) -> int | None:
+        return self.max_model_len
+
+    def doubts(self, given: Collection[str]) -> Iterator[Finding]:
+        rolling_only = ("option.max_rolling_batch_size", "option.output_formatter", "option.tgi_compat")
+        yield from without_effect(given, "a rolling batch", rolling_only)
+        if self.task != "text-embedding":
+            embedding_only = ("option.pooling", "option.normalize")
+            yield from without_effect(given, "option.task=text-embedding", embedding_only)
+        if self.task is not None and not generates(self.task):
+            yield from without_effect(given, "a task that generates text", ("option.enable_streaming",))
+
+
+def generates(task: str) -> bool:
+    """Tell whether the task writes a text token by token."""
+    return task in GENERATING or task.startswith("translation_")

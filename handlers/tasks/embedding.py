@@ -1,0 +1,135 @@
+"""text-embedding: one vector per text, in LMI's shape and in OpenAI's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from handlers.pipeline_options import PipelineOptions
+from handlers.tasks.encoder import Encoder
+from handlers.tasks.pooling import Pooler, read_layout
+from handlers.tasks.task import Task, named
+from lmi_server.dialects import fields
+from lmi_server.dialects.openai_embeddings import EmbeddingRequest
+from lmi_server.errors import LmiServerError, RequestError
+
+
+class Text(NamedTuple):
+    """One text (or its token ids, taken as they are) and what its request says of the vector.
+
+    `size`: cut to so many tokens, -1 to what the model takes; None refuses a longer text.
+    """
+
+    content: str | tuple[int, ...]
+    size: int | None
+    dimensions: int | None
+    normalize: bool
+
+
+class Embedding(NamedTuple):
+    """A float32 vector, and the tokens that were read for it."""
+
+    vector: np.ndarray
+    tokens: int
+
+
+class TextEmbedding(Task):
+    """Embeds texts with a model that transformers can load, pooled as its files say."""
+
+    parameters = named(truncate=fields.boolean, normalize=fields.boolean, dimensions=fields.integer(1))
+
+    def __init__(self, path: str, options: PipelineOptions) -> None:
+        layout = read_layout(Path(path))
+        if options.pooling != "auto":
+            layout = replace(layout, pooling=(options.pooling,))
+        self._layout = layout
+        self._normalize = options.normalize
+        self._encoder = Encoder(path, options, layout.max_length)
+        self._pool = Pooler(layout, self._encoder.model.device)
+        self.max_length = self._encoder.max_length
+        self._vocabulary = self._encoder.model.get_input_embeddings().num_embeddings
+        self._width = int(self._embed([self._encoder.tokenize(["a"])[0]]).shape[1])
+
+    def read(self, value: Any, parameters: Mapping[str, Any]) -> Text:
+        if isinstance(value, list):
+            value = fields.token_ids("inputs", value)
+        if not isinstance(value, str | tuple) or not value:
+            raise fields.not_allowed("inputs", value, "send a string or token ids, or a list of them")
+        return self._checked(
+            Text(
+                value,
+                -1 if parameters.get("truncate", False) else None,
+                parameters.get("dimensions"),
+                parameters.get("normalize", self._normalize),
+            )
+        )
+
+    def read_openai(self, request: EmbeddingRequest) -> list[Text]:
+        """Return the texts of a request in OpenAI's shape. Raises RequestError."""
+        return [
+            self._checked(Text(content, request.truncate_tokens, request.dimensions, self._normalize))
+            for content in request.inputs
+        ]
+
+    def _checked(self, text: Text) -> Text:
+        if text.dimensions is not None and text.dimensions > self._width:
+            raise fields.not_allowed("dimensions", text.dimensions, f"send at most {self._width}, the model's own")
+        if not isinstance(text.content, str) and max(text.content) >= self._vocabulary:
+            raise RequestError(f"token id {max(text.content)} is none of the model's {self._vocabulary} tokens")
+        return text
+
+    def group_of(self, parameters: Mapping[str, Any]) -> Any:
+        return "all"  # each text carries what its request says
+
+    @torch.inference_mode()
+    def run(self, inputs: Sequence[Any], parameters: Mapping[str, Any]) -> Sequence[Embedding | LmiServerError]:
+        encoder = self._encoder
+        sequences = [self._cut(ids, text.size) for text, ids in zip(inputs, self._ids(inputs), strict=True)]
+        results: list[Embedding | LmiServerError] = [encoder.too_long(len(ids)) for ids in sequences]
+        for indices in encoder.batches(sequences):
+            vectors = self._embed([sequences[index] for index in indices])
+            for index, vector in zip(indices, vectors, strict=True):
+                text = inputs[index]
+                cut = vector[: text.dimensions]
+                results[index] = Embedding(_of_length_one(cut) if text.normalize else cut, len(sequences[index]))
+        return results
+
+    def shown(self, result: Embedding) -> Any:
+        return result.vector
+
+    def details(self) -> Mapping[str, Any]:
+        return {
+            **self._encoder.details(),
+            "pooling": "+".join(self._layout.pooling),
+            "dimensions": self._width,
+        }
+
+    def _cut(self, ids: Sequence[int], size: int | None) -> Sequence[int]:
+        if size is None:
+            return ids
+        return self._encoder.cut(ids, self.max_length if size == -1 else min(size, self.max_length))
+
+    def _ids(self, inputs: Sequence[Text]) -> Sequence[Sequence[int]]:
+        """Return the token ids of each text."""
+        texts = [self._prepared(text.content) for text in inputs if isinstance(text.content, str)]
+        tokenized = iter(self._encoder.tokenize(texts) if texts else ())
+        return [next(tokenized) if isinstance(text.content, str) else text.content for text in inputs]
+
+    def _prepared(self, text: str) -> str:
+        text = self._layout.prompt + text
+        return text.lower() if self._layout.lower_case else text
+
+    @torch.inference_mode()
+    def _embed(self, sequences: Sequence[Sequence[int]]) -> np.ndarray:
+        """Return the vectors of sequences that run together: (sequences, width), float32."""
+        vectors: np.ndarray = self._pool(*self._encoder.hidden_states(sequences)).cpu().numpy()
+        return vectors
+
+
+def _of_length_one(vector: np.ndarray) -> np.ndarray:
+    return vector / np.float32(max(float(np.sqrt(np.dot(vector, vector))), 1e-12))

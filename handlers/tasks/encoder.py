@@ -1,0 +1,130 @@
+"""Models that read texts and give the hidden states of their tokens: feature-extraction and text-embedding.
+
+Texts of many requests run together, sorted by length, a bounded number of tokens at a time. A padded row would change
+nothing but take time; the rows of padding are cut off again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import AutoModel
+
+from handlers.checkpoints.loading import load_model, load_tokenizer
+from handlers.pipeline_options import PipelineOptions
+from handlers.tasks.batches import even_batches
+from handlers.tasks.task import Task, named, read_text
+from lmi_server.dialects import fields
+from lmi_server.errors import ContextLengthError
+
+_MAX_TOKENS = 16384  # of one forward pass, padding counted
+_NO_LIMIT = 10**9  # a tokenizer that knows no limit says 10**30
+
+
+class Encoder:
+    """A tokenizer and a model without head. `max_length` is in tokens, those around a text counted."""
+
+    def __init__(self, path: str, options: PipelineOptions, max_length: int | None = None) -> None:
+        self.tokenizer = load_tokenizer(path, options)
+        if self.tokenizer.pad_token is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        model = load_model(AutoModel, path, options)
+        self.model = model.get_encoder() if model.config.is_encoder_decoder else model
+        positions = getattr(model.config, "max_position_embeddings", None) or _NO_LIMIT
+        longest = min(positions - _positions_lost(model), self.tokenizer.model_max_length)
+        self.max_length = min(options.max_model_len or max_length or longest, longest)
+
+    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text, special ones around them, however long."""
+        return self.tokenizer(list(texts), return_attention_mask=False, return_token_type_ids=False)["input_ids"]  # type: ignore[no-any-return]
+
+    def cut(self, ids: Sequence[int], size: int) -> list[int]:
+        """Return `ids` cut to `size`, its last special tokens kept."""
+        if len(ids) <= size:
+            return list(ids)
+        tail = self._special_tail(ids)
+        return [*ids[: size - len(tail)], *tail] if len(tail) < size else list(ids[:size])
+
+    def _special_tail(self, ids: Sequence[int]) -> list[int]:
+        special = set(self.tokenizer.all_special_ids)
+        tail: list[int] = []
+        for token in reversed(ids):
+            if token not in special or len(tail) == 1:
+                break
+            tail.insert(0, token)
+        return tail
+
+    def hidden_states(self, batch: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the last layer's states (sequences, tokens, width) and the mask of what is no padding."""
+        lengths = torch.tensor([len(ids) for ids in batch])
+        longest = int(lengths.max())
+        ids = torch.full((len(batch), longest), self.tokenizer.pad_token_id or 0)
+        for row, sequence in zip(ids, batch, strict=True):
+            row[: len(sequence)] = torch.tensor(sequence)
+        mask = torch.arange(longest)[None, :] < lengths[:, None]
+        device = self.model.device
+        mask, ids = mask.to(device), ids.to(device)
+        # Without a mask attention takes its faster way.
+        attention = {} if bool((lengths == longest).all()) else {"attention_mask": mask.long()}
+        return self.model(input_ids=ids, **attention).last_hidden_state, mask
+
+    def batches(self, sequences: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+        """Yield the indices of sequences that run together; those that are too long are left out."""
+        fitting = [index for index, ids in enumerate(sequences) if len(ids) <= self.max_length]
+        for batch in even_batches([len(sequences[index]) for index in fitting], _MAX_TOKENS):
+            yield [fitting[index] for index in batch]
+
+    def too_long(self, count: int) -> ContextLengthError:
+        return ContextLengthError(
+            f"an input has {count} tokens, and the model takes at most {self.max_length}; send a shorter one, or have "
+            'it cut: "truncate_prompt_tokens": -1 in an embeddings request, "truncate": true in parameters'
+        )
+
+    def details(self) -> Mapping[str, Any]:
+        return {
+            "model": type(self.model).__name__,
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "device": str(self.model.device),
+            "threads": torch.get_num_threads(),
+            "max_length": self.max_length,
+        }
+
+
+def _positions_lost(model: Any) -> int:
+    """Return how many positions RoBERTa and its relatives, which count from the padding token on, cannot use."""
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            return int(module.padding_idx) + 1
+    return 0
+
+
+class FeatureExtraction(Task):
+    """Gives the hidden states of a text's tokens, a row per token."""
+
+    parameters = named(truncate=fields.boolean)
+
+    def __init__(self, path: str, options: PipelineOptions) -> None:
+        self._encoder = Encoder(path, options)
+        self.max_length = self._encoder.max_length
+
+    def read(self, value: Any, parameters: Mapping[str, Any]) -> str:
+        return read_text(value)
+
+    @torch.inference_mode()
+    def run(self, inputs: Sequence[Any], parameters: Mapping[str, Any]) -> Sequence[Any]:
+        encoder = self._encoder
+        sequences = encoder.tokenize(inputs)
+        if parameters.get("truncate", False):
+            sequences = [encoder.cut(ids, self.max_length) for ids in sequences]
+        results: list[Any] = [encoder.too_long(len(ids)) for ids in sequences]
+        for indices in encoder.batches(sequences):
+            states, _ = encoder.hidden_states([sequences[index] for index in indices])
+            for index, rows in zip(indices, states.float().cpu().numpy(), strict=True):
+                # An axis of one text, as the pipeline of transformers has it.
+                results[index] = rows[None, : len(sequences[index])]
+        return results
+
+    def details(self) -> Mapping[str, Any]:
+        return self._encoder.details()

@@ -1,0 +1,197 @@
+"""Extractive question answering: the part of a context that answers a question. Transformers 5 has no pipeline for it.
+
+A context that is longer than the model takes is cut into windows that overlap; every window is a row of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import AutoModelForQuestionAnswering
+
+from handlers.checkpoints.loading import load_model, load_tokenizer
+from handlers.pipeline_options import PipelineOptions
+from handlers.tasks.batches import even_batches
+from handlers.tasks.task import Task, named, read_object, read_text
+from lmi_server.dialects import fields
+from lmi_server.errors import ModelLoadError
+
+_MAX_WINDOW = 384  # tokens of question and context together, as the models were trained
+_STRIDE = 128  # tokens that neighbouring windows share
+_MAX_QUESTION = 64
+_MAX_ANSWER = 15
+_MAX_TOKENS = 16384  # of one forward pass, padding counted
+
+_COUNT = fields.integer(1)
+
+
+class Span(NamedTuple):
+    """A possible answer: its score, and the characters of the context that it covers (none: no answer)."""
+
+    score: float
+    start: int
+    end: int
+
+
+class _Window(NamedTuple):
+    owner: int  # the input that it is of
+    ids: list[int]
+    type_ids: list[int]
+    offsets: list[tuple[int, int]]
+    in_context: np.ndarray  # (tokens,) of bool
+    classifier: int  # where the token is that stands for "no answer"
+
+
+class QuestionAnswering(Task):
+    """Finds answers with a model that scores each token as the start and as the end of one."""
+
+    parameters = named(
+        top_k=_COUNT,
+        doc_stride=_COUNT,
+        max_answer_len=_COUNT,
+        max_seq_len=_COUNT,
+        max_question_len=_COUNT,
+        handle_impossible_answer=fields.boolean,
+        align_to_words=fields.boolean,
+    )
+    object_fields = ("question", "context")
+
+    def __init__(self, path: str, options: PipelineOptions) -> None:
+        self._tokenizer = load_tokenizer(path, options)
+        if not self._tokenizer.is_fast:
+            raise ModelLoadError(
+                "question-answering needs a fast tokenizer (tokenizer.json), which tells of characters"
+            )
+        if self._tokenizer.pad_token is None:
+            self._tokenizer.pad_token = self._tokenizer.eos_token
+        self._model = load_model(AutoModelForQuestionAnswering, path, options)
+        positions = getattr(self._model.config, "max_position_embeddings", None) or 10**9
+        self.max_length = min(options.max_model_len or positions, positions, self._tokenizer.model_max_length)
+
+    def read(self, value: Any, parameters: Mapping[str, Any]) -> Mapping[str, str]:
+        found = read_object(value, self.object_fields)
+        return {name: read_text(found[name]) for name in self.object_fields}
+
+    @torch.inference_mode()
+    def run(self, inputs: Sequence[Any], parameters: Mapping[str, Any]) -> Sequence[Any]:
+        windows = [window for index, item in enumerate(inputs) for window in self._windows(index, item, parameters)]
+        spans: list[list[Span]] = [[] for _ in inputs]
+        unanswered = [1.0] * len(inputs)
+        longest = int(parameters.get("max_answer_len", _MAX_ANSWER))
+        count = int(parameters.get("top_k", 1))
+        for batch in even_batches([len(window.ids) for window in windows], _MAX_TOKENS):
+            rows = [windows[index] for index in batch]
+            for window, start, end in zip(rows, *self._probabilities(rows), strict=True):
+                unanswered[window.owner] = min(
+                    unanswered[window.owner], float(start[window.classifier] * end[window.classifier])
+                )
+                spans[window.owner] += _best_spans(window, start, end, longest, count)
+        words = parameters.get("align_to_words", True)
+        impossible = parameters.get("handle_impossible_answer", False)
+        return [
+            _answers(item["context"], [*found, Span(null, 0, 0)] if impossible else found, count, words)
+            for item, found, null in zip(inputs, spans, unanswered, strict=True)
+        ]
+
+    def details(self) -> Mapping[str, Any]:
+        return {"model": type(self._model).__name__, "device": str(self._model.device)}
+
+    def _windows(self, owner: int, item: Mapping[str, str], parameters: Mapping[str, Any]) -> list[_Window]:
+        tokenizer = self._tokenizer
+        size = min(int(parameters.get("max_seq_len", _MAX_WINDOW)), self.max_length)
+        longest = min(int(parameters.get("max_question_len", _MAX_QUESTION)), size // 2)
+        question = tokenizer(item["question"], add_special_tokens=False)["input_ids"][:longest]
+        cut = tokenizer.decode(question) if len(question) == longest else item["question"]
+        stride = min(int(parameters.get("doc_stride", min(_STRIDE, size // 2))), max(1, size - len(question) - 8))
+        # Some models read the context first, and pad on that side.
+        first = tokenizer.padding_side == "left"
+        encoded = tokenizer(
+            item["context"] if first else cut,
+            cut if first else item["context"],
+            truncation="only_first" if first else "only_second",
+            max_length=size,
+            stride=stride,
+            return_overflowing_tokens=True,
+            return_offsets_mapping=True,
+            return_token_type_ids=True,
+        )
+        return [
+            _Window(
+                owner,
+                ids,
+                type_ids,
+                offsets,
+                np.array([sequence == (0 if first else 1) for sequence in encoded.sequence_ids(index)]),
+                ids.index(tokenizer.cls_token_id) if tokenizer.cls_token_id in ids else 0,
+            )
+            for index, (ids, type_ids, offsets) in enumerate(
+                zip(encoded["input_ids"], encoded["token_type_ids"], encoded["offset_mapping"], strict=True)
+            )
+        ]
+
+    def _probabilities(self, rows: Sequence[_Window]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Return for each window the probability of each token to start and to end the answer, the question's 0."""
+        names = self._tokenizer.model_input_names
+        columns = {"input_ids": [row.ids for row in rows], "token_type_ids": [row.type_ids for row in rows]}
+        padded = self._tokenizer.pad(
+            {name: column for name, column in columns.items() if name in names or name == "input_ids"},
+            return_tensors="pt",
+            padding_side="right",
+        )
+        outputs = self._model(**padded.to(self._model.device))
+        return _softmax(outputs.start_logits, rows), _softmax(outputs.end_logits, rows)
+
+
+def _softmax(logits: torch.Tensor, rows: Sequence[_Window]) -> list[np.ndarray]:
+    scores = logits.float().cpu().numpy()
+    found = []
+    for row, score in zip(rows, scores, strict=True):
+        allowed = row.in_context.copy()
+        allowed[row.classifier] = True
+        masked = np.where(allowed, score[: len(row.ids)], -np.inf)
+        exponents = np.exp(masked - masked.max())
+        found.append(exponents / exponents.sum())
+    return found
+
+
+def _best_spans(window: _Window, start: np.ndarray, end: np.ndarray, longest: int, count: int) -> list[Span]:
+    """Return the `count` most probable spans of at most `longest` tokens inside the context."""
+    inside = window.in_context
+    pairs = np.outer(np.where(inside, start, 0), np.where(inside, end, 0))
+    pairs = np.tril(np.triu(pairs), longest - 1)
+    best = np.argsort(-pairs, axis=None, kind="stable")[:count]
+    return [
+        Span(float(pairs[first, last]), window.offsets[first][0], window.offsets[last][1])
+        for first, last in zip(*np.unravel_index(best, pairs.shape), strict=True)
+        if pairs[first, last] > 0
+    ]
+
+
+def _answers(context: str, spans: Sequence[Span], count: int, words: bool) -> Any:
+    """Return the best answer, or the list of the best where several are asked for."""
+    scores: dict[tuple[int, int], float] = {}
+    for span in spans:
+        place = _whole_words(context, span) if words else (span.start, span.end)
+        scores[place] = max(scores.get(place, 0.0), span.score)  # windows overlap: the same span may come twice
+    best = sorted(scores.items(), key=lambda entry: -entry[1])[:count]
+    answers = [
+        {"score": score, "start": start, "end": end, "answer": context[start:end]} for (start, end), score in best
+    ]
+    if count > 1:
+        return answers
+    return answers[0] if answers else {"score": 0.0, "start": 0, "end": 0, "answer": ""}
+
+
+def _whole_words(context: str, span: Span) -> tuple[int, int]:
+    """Return the span, widened to the spaces around it."""
+    start, end = span.start, span.end
+    if start == end:
+        return start, end
+    while start > 0 and not context[start - 1].isspace():
+        start -= 1
+    while end < len(context) and not context[end].isspace():
+        end += 1
+    return start, end

@@ -1,0 +1,28 @@
+"""Which class runs which task."""
+
+from __future__ import annotations
+
+from handlers.pipeline_options import PipelineOptions
+from handlers.tasks.embedding import TextEmbedding
+from handlers.tasks.encoder import FeatureExtraction
+from handlers.tasks.generation import TextGeneration, TextToText, Translation
+from handlers.tasks.question_answering import QuestionAnswering
+from handlers.tasks.task import Task
+from handlers.tasks.transformers_pipeline import TransformersPipeline
+
+
+def load_task(task: str, path: str, options: PipelineOptions) -> Task:
+    """Load the model in directory `path` for a task that the options allow. Raises ModelLoadError."""
+    if task == "text-embedding":
+        return TextEmbedding(path, options)
+    if task == "feature-extraction":
+        return FeatureExtraction(path, options)
+    if task == "question-answering":
+        return QuestionAnswering(path, options)
+    if task == "text-generation":
+        return TextGeneration(path, options)
+    if task in ("text2text-generation", "summarization"):
+        return TextToText(task, path, options)
+    if task.startswith("translation"):
+        return Translation(task, path, options)
+    return TransformersPipeline(task, path, options)

@@ -1,0 +1,224 @@
+"""Tasks that run as a pipeline of transformers: its own steps, with the inputs of many requests in one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from transformers.pipelines import Pipeline
+from transformers.pipelines.base import PipelineException
+
+from handlers.checkpoints.loading import model_arguments
+from handlers.pipeline_options import PipelineOptions
+from handlers.tasks.audio import audio_reader
+from handlers.tasks.task import Task, named, one_of, read_image, read_object, read_text, texts
+from lmi_server.dialects import fields
+from lmi_server.dialects.fields import Field
+from lmi_server.errors import ContextLengthError, ModelLoadError, RequestError
+
+_MAX_BATCH = 32  # inputs of one forward pass; a request may bring any number of them
+
+_COUNT = fields.integer(1)
+_FUNCTION = one_of("sigmoid", "softmax", "none")
+_SECONDS = fields.number(lambda value: value >= 0, "a number of seconds, 0 or more")
+
+
+def _strides(name: str, value: Any) -> Any:
+    if isinstance(value, list) and len(value) == 2:
+        return tuple(_SECONDS(name, item) for item in value)
+    return _SECONDS(name, value)
+
+
+def _timestamps(name: str, value: Any) -> bool | str:
+    if value not in (True, False, "char", "word"):
+        raise fields.not_allowed(name, value, "send true, false, char or word")
+    return value  # type: ignore[no-any-return]
+
+
+def _text_or_pair(value: Any) -> Any:
+    if isinstance(value, dict):
+        pair = read_object(value, ("text",))
+        return {name: read_text(pair[name]) for name in ("text", "text_pair") if pair.get(name) is not None}
+    return read_text(value)
+
+
+def _question_of_table(value: Any) -> Any:
+    import pandas
+
+    found = read_object(value, ("query", "table"))
+    table = found["table"]
+    if not isinstance(table, dict | list):
+        raise fields.not_allowed("inputs.table", table, 'send {"column": ["cell", ...], ...}')
+    try:
+        frame = pandas.DataFrame(table).astype(str)
+    except ValueError as error:
+        raise RequestError(f"inputs.table is no table: {error}; send columns of the same length") from None
+    if frame.empty:
+        raise RequestError("inputs.table is empty; send at least one row")
+    return {"table": frame, "query": read_text(found["query"])}
+
+
+def _texts(pipeline: Any) -> Callable[[Any], Any]:
+    return read_text
+
+
+def _texts_or_pairs(pipeline: Any) -> Callable[[Any], Any]:
+    return _text_or_pair
+
+
+def _questions_of_tables(pipeline: Any) -> Callable[[Any], Any]:
+    try:
+        import pandas  # noqa: F401
+    except ImportError as error:
+        raise ModelLoadError(f"tables need the extra 'tasks' ({error}); install lmi-server[tasks]") from error
+    return _question_of_table
+
+
+def _images(pipeline: Any) -> Callable[[Any], Any]:
+    return read_image
+
+
+def _sounds(pipeline: Any) -> Callable[[Any], Any]:
+    return audio_reader(pipeline.feature_extractor.sampling_rate)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How requests of one task are read (by what `reader` makes for a pipeline), and what they must and may say."""
+
+    reader: Callable[[Any], Callable[[Any], Any]]
+    parameters: Mapping[str, Field] = field(default_factory=dict)
+    required: tuple[str, ...] = ()
+    object_fields: tuple[str, ...] = ()
+
+
+_LABELS = {"candidate_labels": Field("candidate_labels", texts), **named(hypothesis_template=fields.string)}
+
+_KINDS = {
+    "fill-mask": _Kind(_texts, named(top_k=_COUNT, targets=texts)),
+    "text-classification": _Kind(
+        _texts_or_pairs,
+        named(top_k=_COUNT, function_to_apply=_FUNCTION, truncation=fields.boolean, max_length=_COUNT),
+    ),
+    "token-classification": _Kind(
+        _texts,
+        named(
+            aggregation_strategy=one_of("none", "simple", "first", "average", "max"),
+            ignore_labels=texts,
+            stride=fields.integer(0),
+        ),
+    ),
+    "zero-shot-classification": _Kind(
+        _texts, {**_LABELS, **named(multi_label=fields.boolean)}, required=("candidate_labels",)
+    ),
+    "table-question-answering": _Kind(
+        _questions_of_tables, named(sequential=fields.boolean), object_fields=("query", "table")
+    ),
+    "image-classification": _Kind(_images, named(top_k=_COUNT, function_to_apply=_FUNCTION)),
+    "image-feature-extraction": _Kind(_images, named(pool=fields.boolean)),
+    "object-detection": _Kind(_images, named(threshold=fields.PROBABILITY)),
+    "zero-shot-image-classification": _Kind(_images, _LABELS, required=("candidate_labels",)),
+    "audio-classification": _Kind(_sounds, named(top_k=_COUNT, function_to_apply=_FUNCTION)),
+    "automatic-speech-recognition": _Kind(
+        _sounds,
+        named(chunk_length_s=_SECONDS, stride_length_s=_strides, return_timestamps=_timestamps),
+    ),
+}
+_ALONE = frozenset({"table-question-answering", "automatic-speech-recognition", "object-detection"})
+"""Tasks whose pipelines cannot pad inputs of different sizes to one batch, or give other results if they do."""
+
+
+class TransformersPipeline(Task):
+    """Runs a pipeline of transformers."""
+
+    def __init__(self, task: str, path: str, options: PipelineOptions) -> None:
+        kind = _KINDS[task]
+        self.parameters = kind.parameters
+        self.object_fields = kind.object_fields
+        self._required = kind.required
+        self._pipeline = _load(task, path, options)
+        self._read = kind.reader(self._pipeline)
+        self._tokenizer = self._pipeline.tokenizer
+        self._batches = task not in _ALONE and (self._tokenizer is None or self._tokenizer.pad_token_id is not None)
+        self.max_length = _max_length(self._pipeline, options)
+
+    def read(self, value: Any, parameters: Mapping[str, Any]) -> Any:
+        return self._read(value)
+
+    def run(self, inputs: Sequence[Any], parameters: Mapping[str, Any]) -> Sequence[Any]:
+        for name in self._required:
+            if name not in parameters:
+                raise RequestError(f"parameters.{name} is missing; send at least one")
+        order = sorted(range(len(inputs)), key=lambda index: -_length(inputs[index]))
+        size = min(len(inputs), _MAX_BATCH) if self._batches else 1
+        try:
+            # The pipelines' own __call__ unwrap single results, each in its way; the base class gives one per input.
+            results = Pipeline.__call__(
+                self._pipeline, [inputs[index] for index in order], batch_size=size, **parameters
+            )
+        except PipelineException as error:  # an input that the task cannot use; derived from Exception alone
+            raise RequestError(str(error)) from error
+        placed = dict(zip(order, results, strict=True))
+        return [placed[index] for index in range(len(inputs))]
+
+    def blame(self, value: Any) -> RequestError | None:
+        if not isinstance(value, str) or self._tokenizer is None or not self.max_length:
+            return None
+        count = len(self._tokenizer(value)["input_ids"])
+        if count <= self.max_length:
+            return None
+        return ContextLengthError(
+            f"an input has {count} tokens, and the model takes at most {self.max_length}; send a shorter one"
+        )
+
+    def details(self) -> Mapping[str, Any]:
+        model = self._pipeline.model
+        return {
+            "model": type(model).__name__,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "device": str(self._pipeline.device),
+            "threads": torch.get_num_threads(),
+        }
+
+
+def _load(task: str, path: str, options: PipelineOptions) -> Any:
+    arguments = model_arguments(path, options)
+    try:
+        pipeline = transformers.pipeline(
+            task,
+            model=path,
+            **{"device": "cpu"} if "device_map" not in arguments else {},
+            **arguments,
+        )
+    except ImportError as error:
+        raise ModelLoadError(f"option.task={task} needs a Python package that is not installed: {error}") from error
+    except (OSError, ValueError, KeyError, RuntimeError) as error:  # what transformers raises for a broken directory
+        raise ModelLoadError(f"transformers cannot load {path} for {task}: {error}") from error
+    pipeline.model.requires_grad_(False)
+    return pipeline
+
+
+def _max_length(pipeline: Any, options: PipelineOptions) -> int:
+    """Return the tokens of a text that the model takes; 0 where nothing limits them, or where there is no text."""
+    if options.max_model_len is not None:
+        return options.max_model_len
+    if pipeline.tokenizer is None:
+        return 0
+    positions = getattr(pipeline.model.config, "max_position_embeddings", None)
+    return min(int(pipeline.tokenizer.model_max_length), positions or _NO_LIMIT) % _NO_LIMIT
+
+
+_NO_LIMIT = 10**9  # a tokenizer that knows no limit says 10**30
+
+
+def _length(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    return sum(map(len, value.values())) if isinstance(value, dict) and all(map(_is_text, value.values())) else 0
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)

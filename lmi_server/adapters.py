@@ -1,0 +1,182 @@
+"""The LoRA adapters of one model: registered with all its workers, and replayed to each that starts later."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from lmi_server.artifacts.fetch import ArtifactSettings, fetch_model_directory
+from lmi_server.errors import (
+    ArtifactError,
+    LmiServerError,
+    ModelExistsError,
+    ModelLoadError,
+    ModelNotFoundError,
+    ModelNotReadyError,
+    RequestError,
+    WorkerDiedError,
+)
+from lmi_server.protocol import Adapter
+
+if TYPE_CHECKING:
+    from lmi_server.worker_process import WorkerProcess
+
+logger = logging.getLogger(__name__)
+
+
+class RegisteredAdapter(msgspec.Struct, frozen=True, kw_only=True):
+    """An adapter as it was registered: `source` is where its files came from, `alias` the name that messages use."""
+
+    adapter: Adapter
+    source: str
+    alias: str
+
+    @property
+    def name(self) -> str:
+        return self.adapter.name
+
+
+class Adapters:
+    """What the workers of a model have: every ready one all of them.
+
+    `workers` returns the ready ones; each operation gets `timeout_s` seconds there, and a worker that does not answer
+    within them is killed, because nobody knows what it has; its successor gets the adapters like every other.
+    """
+
+    def __init__(
+        self, given: Sequence[RegisteredAdapter], workers: Callable[[], Sequence[WorkerProcess]], timeout_s: float
+    ) -> None:
+        self._adapters = {registered.name: registered for registered in given}
+        self._workers = workers
+        self._timeout_s = timeout_s
+        self._changing = asyncio.Lock()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._adapters
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._adapters)
+
+    def get(self, name: str) -> RegisteredAdapter:
+        """Return an adapter. Raises ModelNotFoundError."""
+        registered = self._adapters.get(name)
+        if registered is None:
+            raise ModelNotFoundError(f"Adapter not found: {name}")
+        return registered
+
+    def refuse_known(self, name: str) -> None:
+        """Raise ModelExistsError where an adapter of that name is registered."""
+        if name in self._adapters:
+            raise ModelExistsError(f"Adapter {name} is already registered.")
+
+    async def register(self, registered: RegisteredAdapter) -> None:
+        """Give a new adapter to every worker. Raises what a worker refuses it with; no worker has it then."""
+        async with self._changing:
+            self.refuse_known(registered.name)
+            await self._put(registered)
+
+    async def update(self, registered: RegisteredAdapter) -> None:
+        """Put an adapter in the place of the one of its name. Raises what a worker refuses it with; it stays then."""
+        async with self._changing:
+            self.get(registered.name)
+            await self._put(registered)
+
+    async def remove(self, name: str) -> None:
+        """Take an adapter from every worker; requests that run with it finish. Raises ModelNotFoundError."""
+        async with self._changing:
+            self.get(name)
+            del self._adapters[name]
+            await self._everywhere(list(self._workers()), "remove_adapter", {"name": name})
+
+    async def equip(self, worker: WorkerProcess) -> None:
+        """Give a worker that has just loaded the model every adapter. Raises ModelLoadError where one fails.
+
+        From the return of this on, until the event loop's next turn, nothing is missing in it.
+        """
+        async with self._changing:
+            for registered in self._adapters.values():
+                try:
+                    await self._do(worker, "add_adapter", msgspec.to_builtins(registered.adapter))
+                except LmiServerError as error:
+                    raise ModelLoadError(f"adapter {registered.name}: {error.message}") from error
+
+    async def _put(self, registered: RegisteredAdapter) -> None:
+        workers = self._ready()
+        outcomes = await self._everywhere(workers, "add_adapter", msgspec.to_builtins(registered.adapter))
+        refusals = [outcome for outcome in outcomes if outcome is not None]
+        alive = [refusal for refusal in refusals if not isinstance(refusal, WorkerDiedError)]
+        if alive or len(refusals) == len(workers):
+            await self._restore(registered.name, workers, outcomes)
+            raise (alive or refusals)[0]
+        self._adapters[registered.name] = registered
+
+    async def _restore(
+        self, name: str, workers: Sequence[WorkerProcess], outcomes: Sequence[LmiServerError | None]
+    ) -> None:
+        """Undo a change in the workers that took it."""
+        changed = [worker for worker, outcome in zip(workers, outcomes, strict=True) if outcome is None]
+        before = self._adapters.get(name)
+        if before is None:
+            await self._everywhere(changed, "remove_adapter", {"name": name})
+        else:
+            await self._everywhere(changed, "add_adapter", msgspec.to_builtins(before.adapter))
+
+    def _ready(self) -> Sequence[WorkerProcess]:
+        workers = list(self._workers())
+        if not workers:
+            raise ModelNotReadyError("No worker of the model is ready to take adapters")
+        return workers
+
+    async def _everywhere(
+        self, workers: Sequence[WorkerProcess], operation: str, arguments: Mapping[str, object]
+    ) -> list[LmiServerError | None]:
+        """Have each worker do it; return for each the error with which it refused."""
+
+        async def attempt(worker: WorkerProcess) -> LmiServerError | None:
+            try:
+                await self._do(worker, operation, arguments)
+            except LmiServerError as error:
+                return error
+            return None
+
+        return await asyncio.gather(*(attempt(worker) for worker in workers))
+
+    async def _do(self, worker: WorkerProcess, operation: str, arguments: Mapping[str, object]) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await worker.control(operation, dict(arguments))
+        except TimeoutError:
+            late = f"did not finish {operation} within {self._timeout_s:g} seconds"
+            logger.error("[%s] %s; killing it", worker.name, late)
+            worker.kill()
+            raise WorkerDiedError(f"The worker {late}") from None
+
+
+async def fetch_adapter(source: str, model_dir: str, settings: ArtifactSettings) -> Path:
+    """Bring an adapter here: a directory or archive (relative to the model's), s3://bucket/prefix, or a hub id.
+
+    Raises RequestError where there is none, or it cannot be fetched.
+    """
+    beside = await asyncio.to_thread(lambda: Path(model_dir, source).exists())
+    try:
+        return await fetch_model_directory(str(Path(model_dir, source)) if beside else source, settings)
+    except ArtifactError as error:
+        raise RequestError(f"src = {source}: {error.message}") from error
+
+
+def adapters_in(directories: Sequence[Path]) -> tuple[RegisteredAdapter, ...]:
+    """Return an adapter for each directory inside `directories`, under its name; the first of a name counts."""
+    found: dict[str, RegisteredAdapter] = {}
+    for parent in directories:
+        for directory in sorted(parent.iterdir()) if parent.is_dir() else ():
+            if directory.is_dir() and not directory.name.startswith("."):
+                adapter = Adapter(name=directory.name, directory=str(directory))
+                registered = RegisteredAdapter(adapter=adapter, source=str(directory), alias=directory.name)
+                found.setdefault(directory.name, registered)
+    return tuple(found.values())

@@ -1,0 +1,89 @@
+"""From the bytes of a request to values by its content type, and from values to an answer by what it accepts."""
+
+from __future__ import annotations
+
+import csv
+import io
+from typing import Any
+
+from djl_python.inputs import Input
+from djl_python.outputs import Output
+
+_HEADERS = ("question", "context", "inputs")
+"""What the first line of a CSV file has at least one of."""
+
+
+def decode(inputs: Input, content_type: str | None, key: str | None = None, require_csv_headers: bool = True) -> Any:
+    """Return the body of `inputs` as its content type says; a dict with "inputs", or what JSON or tensors hold.
+
+    A CSV file is `{"inputs": [a row each]}`, its first line naming the columns; without `require_csv_headers` it is an
+    array of float32. Raises ValueError.
+    """
+    if not content_type:
+        return inputs.get_as_json(key) if inputs.get_as_bytes(key) else {"inputs": ""}
+    if "application/json" in content_type:
+        return inputs.get_as_json(key)
+    if "text/csv" in content_type:
+        return _decode_csv(inputs.get_as_string(key), require_csv_headers)
+    if "text/plain" in content_type:
+        return {"inputs": [inputs.get_as_string(key)]}
+    if content_type.startswith("image/"):
+        return {"inputs": inputs.get_as_image(key)}
+    if "tensor/npz" in content_type:
+        return inputs.get_as_npz(key)
+    if "tensor/ndlist" in content_type or "application/x-npy" in content_type:
+        return inputs.get_as_numpy(key)
+    if "application/x-www-form-urlencoded" in content_type:
+        return inputs.get_as_string(key)
+    return inputs.get_as_bytes(key) if content_type.startswith("audio/") else {"inputs": inputs.get_as_bytes(key)}
+
+
+def encode(outputs: Output, prediction: Any, accept: str | None, key: str | None = None) -> Output:
+    """Add `prediction` to `outputs` in the form that `accept` asks for, and set its content type."""
+    if not accept or "application/json" in accept or "*/*" in accept:
+        outputs.add_as_json(prediction, key)
+        return outputs.add_property("Content-Type", "application/json")
+    if "text/csv" in accept:
+        return outputs.add(_encode_csv(prediction), key).add_property("Content-Type", "text/csv")
+    if "text/plain" in accept:
+        text = prediction if isinstance(prediction, str) else None
+        (outputs.add_as_json(prediction, key) if text is None else outputs.add(text, key))
+        return outputs.add_property("Content-Type", "text/plain")
+    if "tensor/npz" in accept:
+        return outputs.add_as_npz(prediction, key).add_property("Content-Type", "tensor/npz")
+    return outputs.add_as_numpy(prediction, key).add_property("Content-Type", "tensor/ndlist")
+
+
+def _decode_csv(text: str, require_headers: bool) -> Any:
+    if not require_headers:
+        return _numbers(text)
+    reader = csv.DictReader(io.StringIO(text))
+    names = [name.strip() for name in reader.fieldnames or ()]
+    if not set(names) & set(_HEADERS):
+        raise ValueError(f"the first line of a CSV file must name its columns, one of them {', '.join(_HEADERS)}")
+    reader.fieldnames = names
+    rows = list(reader)
+    return {"inputs": [row["inputs"] for row in rows] if names == ["inputs"] else rows}
+
+
+def _numbers(text: str) -> Any:
+    import numpy as np
+
+    rows = [row for row in csv.reader(io.StringIO(text)) if row]
+    try:
+        return np.array([[float(cell) for cell in row] for row in rows], dtype=np.float32)
+    except ValueError as error:
+        raise ValueError(f"a CSV file without names of columns holds numbers, equally many a line: {error}") from error
+
+
+def _encode_csv(prediction: Any) -> str:
+    rows = prediction.tolist() if hasattr(prediction, "tolist") else prediction
+    if isinstance(rows, dict):
+        rows = [rows]
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    if rows and isinstance(rows[0], dict):
+        writer.writerow(rows[0])
+        rows = [list(row.values()) for row in rows]
+    writer.writerows(row if isinstance(row, list | tuple) else [row] for row in rows)
+    return file.getvalue()

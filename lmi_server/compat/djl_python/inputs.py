@@ -1,0 +1,147 @@
+"""A request, or a batch of them, as a handler of one's own gets it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from djl_python.np_util import from_nd_list, from_npz
+from djl_python.pair_list import PairList
+from djl_python.properties import Properties
+
+if TYPE_CHECKING:
+    from djl_python.np_util import Array
+
+_IN_BATCH = re.compile(r"batch_(\d+)[._](.*)", re.DOTALL)
+
+
+class Input:
+    """`properties` are the headers of the request; `content` holds its query parameters, then its body as "data"."""
+
+    def __init__(self) -> None:
+        self.properties: Properties = Properties()
+        self.content = PairList()
+        self.function_name: str | None = None
+
+    # --- properties ---
+
+    def get_function_name(self) -> str | None:
+        return self.function_name
+
+    def get_properties(self) -> Properties:
+        """Return the properties themselves, to be changed too."""
+        return self.properties
+
+    def get_property(self, key: str) -> Any:
+        """Return a property, its name in any case; None where it is missing."""
+        return self.properties.get(key)
+
+    # --- batches ---
+
+    def is_batch(self) -> bool:
+        return "batch_size" in self.properties
+
+    def get_batch_size(self) -> int:
+        return int(self.properties.get("batch_size", "1"))
+
+    def get_batches(self) -> list[Input]:
+        """Return the requests of the batch, each an Input of its own; this one, where it is no batch."""
+        if not self.is_batch():
+            return [self]
+        batches = [Input() for _ in range(self.get_batch_size())]
+        for key, value in self.properties.items():
+            found = _IN_BATCH.fullmatch(key)
+            if found is not None and key != "batch_size":
+                dict.__setitem__(batches[int(found[1])].properties, found[2], value)
+        for key, value in zip(self.content.keys, self.content.values, strict=True):
+            found = None if key is None else _IN_BATCH.fullmatch(key)
+            if found is not None:
+                batches[int(found[1])].content.add(found[2], value)
+        return batches
+
+    # --- content ---
+
+    def get_content(self) -> PairList:
+        return self.content
+
+    def is_empty(self) -> bool:
+        """Tell whether this is the call at the start of the worker, in which the model is to be loaded."""
+        return self.content.is_empty()
+
+    def contains_key(self, key: str) -> bool:
+        return self.content.get(key) is not None
+
+    def get_data(self, key: str | None = None) -> Any:
+        """Return the content as its type says: arrays, what JSON holds, a text, an image, or bytes."""
+        content_type = self.get_property("content-type")
+        if content_type == "tensor/ndlist":
+            return self.get_as_numpy(key)
+        if content_type == "tensor/npz":
+            return self.get_as_npz(key)
+        if content_type and content_type.startswith("application/json"):
+            return self.get_as_json(key)
+        if content_type and content_type.startswith("text/"):
+            return self.get_as_string(key)
+        if content_type and content_type.startswith("image/"):
+            return self.get_as_image(key)
+        return None if self.content.is_empty() else self.get_as_bytes(key)
+
+    def get_as_bytes(self, key: str | None = None) -> Any:
+        """Return the bytes under `key`; without one those under "data", or else the first.
+
+        None where there is no content at all. Raises KeyError where `key` is missing.
+        """
+        content = self.content
+        if not content.keys:
+            return None
+        if key is None:
+            key = "data" if "data" in content.keys else content.keys[0]
+        elif key not in content.keys:
+            raise KeyError(key)
+        return content.values[content.keys.index(key)]
+
+    def get_as_string(self, key: str | None = None) -> Any:
+        data = self.get_as_bytes(key)
+        return None if data is None else data.decode("utf-8")
+
+    def get_as_json(self, key: str | None = None) -> Any:
+        data = self.get_as_bytes(key)
+        return None if data is None else json.loads(data)
+
+    def get_as_image(self, key: str | None = None) -> Any:
+        """Return a PIL image."""
+        from PIL import Image
+
+        return Image.open(io.BytesIO(self.get_as_bytes(key)))
+
+    def get_as_numpy(self, key: str | None = None) -> list[Array]:
+        """Return the arrays of an NDList (or of an NPZ file)."""
+        return from_nd_list(self.get_as_bytes(key))
+
+    def get_as_npz(self, key: str | None = None) -> list[Array]:
+        return from_npz(self.get_as_bytes(key))
+
+    def get_as_csv(self, key: str | None = None) -> list[dict[str, Any]]:
+        """Return the rows of a CSV file, by the names in its first line."""
+        return list(csv.DictReader(io.StringIO(self.get_as_string(key))))
+
+    def __str__(self) -> str:
+        lines = [f"properties: {dict(self.properties)}"]
+        lines += [f"{key}: {self.get_data(key) if key is not None else value!r}" for key, value in self._pairs()]
+        return "\n".join(lines)
+
+    def _pairs(self) -> list[tuple[str | None, Any]]:
+        return list(zip(self.content.keys, self.content.values, strict=True))
+
+
+def make_input(properties: Mapping[str, Any], content: list[tuple[str, bytes]], function_name: str | None) -> Input:
+    """Return an Input; `properties` are copied."""
+    made = Input()
+    made.properties = Properties(properties)
+    made.content = PairList([key for key, _ in content], [value for _, value in content])
+    made.function_name = function_name
+    return made

@@ -1,0 +1,130 @@
+"""NDList and NPZ, the two forms of tensors in requests and answers. numpy is imported when the first one is seen.
+
+An NDList is big-endian but for the data, which follows its own byte-order mark:
+
+    int32 count, then per array:
+    text "NDAR", int32 version (3), byte flag, then a text (the name) where it is 1, text "default" (the sparse format),
+    text dtype in upper case, int32 rank, int64 each dimension, int32 length of the layout, int16 per character of it,
+    byte "<" or ">", int32 length, data
+
+where a text is an int16 length and so many bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+_MAGIC = "NDAR"
+_VERSION = 3
+_DENSE = "default"
+_ZIP = b"PK"
+
+
+def to_nd_list(arrays: Sequence[Array] | Array) -> bytearray:
+    """Encode arrays of any shape; one array is a list of one."""
+    import numpy as np
+
+    if isinstance(arrays, np.ndarray):
+        arrays = [arrays]
+    encoded = bytearray(struct.pack(">i", len(arrays)))
+    for array in arrays:
+        _encode(np.asarray(array), encoded)
+    return encoded
+
+
+def from_nd_list(encoded: bytes | bytearray) -> list[Array]:
+    """Decode an NDList; the bytes of an NPZ file are taken too. Raises ValueError."""
+    if encoded[:2] == _ZIP:
+        return from_npz(encoded)
+    reader = _Reader(encoded)
+    try:
+        return [_decode(reader) for _ in range(reader.integer(">i"))]
+    except (struct.error, TypeError, IndexError) as error:
+        raise ValueError(f"the bytes are no NDList: {error}") from error
+
+
+def to_npz(arrays: Sequence[Array]) -> bytes:
+    """Encode arrays as an NPZ file."""
+    import numpy as np
+
+    file = io.BytesIO()
+    np.savez(file, *arrays)
+    return file.getvalue()
+
+
+def from_npz(encoded: bytes | bytearray) -> list[Array]:
+    """Decode an NPZ file; arrays in the order of the file. Pickled objects are refused."""
+    import numpy as np
+
+    with np.load(io.BytesIO(encoded), allow_pickle=False) as archive:
+        return [archive[name] for name in archive.files]
+
+
+def _encode(array: Array, encoded: bytearray) -> None:
+    import numpy as np
+
+    little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+    _put_text(_MAGIC, encoded)
+    encoded += struct.pack(">iB", _VERSION, 0)
+    _put_text(_DENSE, encoded)
+    _put_text(array.dtype.name.upper(), encoded)
+    encoded += struct.pack(f">i{array.ndim}q", array.ndim, *array.shape)
+    encoded += struct.pack(">i", array.ndim) + "?".encode("utf-16-be") * array.ndim
+    encoded += b"<" + struct.pack(">i", little.nbytes)
+    encoded += little.tobytes()
+
+
+def _put_text(text: str, encoded: bytearray) -> None:
+    encoded += struct.pack(">h", len(text)) + text.encode()
+
+
+class _Reader:
+    def __init__(self, data: bytes | bytearray) -> None:
+        self._data = data
+        self._at = 0
+
+    def take(self, length: int) -> bytes:
+        taken = bytes(self._data[self._at : self._at + length])
+        if length < 0 or len(taken) < length:
+            raise ValueError(f"the bytes are no NDList: {length} expected at {self._at}, {len(taken)} there")
+        self._at += length
+        return taken
+
+    def integer(self, form: str) -> int:
+        value: int = struct.unpack(form, self.take(struct.calcsize(form)))[0]
+        return value
+
+    def text(self) -> str:
+        return self.take(self.integer(">h")).decode()
+
+
+def _decode(reader: _Reader) -> Array:
+    import numpy as np
+
+    magic = reader.text()
+    if magic != _MAGIC:
+        raise ValueError(f"the bytes are no NDList: {magic!r} where {_MAGIC!r} is expected")
+    version = reader.integer(">i")
+    if version != _VERSION:
+        raise ValueError(f"an NDList of version {version} is not supported, only of {_VERSION}")
+    if reader.integer(">B"):
+        reader.text()  # its name
+    sparse = reader.text()
+    if sparse != _DENSE:
+        raise ValueError(f"an NDList with {sparse!r} arrays is not supported")
+    dtype = np.dtype(reader.text().lower())
+    shape = [reader.integer(">q") for _ in range(reader.integer(">i"))]
+    reader.take(2 * reader.integer(">i"))  # the layout
+    order = reader.take(1).decode("latin-1")
+    if order not in "<>":
+        raise ValueError(f"the bytes are no NDList: byte order {order!r}")
+    data = reader.take(reader.integer(">i"))
+    return np.frombuffer(data, dtype.newbyteorder(order)).reshape(shape)  # type: ignore[arg-type]

@@ -1,0 +1,187 @@
+"""The answer of a handler of one's own."""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import json
+import logging
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from djl_python.np_util import to_nd_list, to_npz
+from djl_python.pair_list import PairList
+from djl_python.properties import Properties
+
+if TYPE_CHECKING:
+    from djl_python.np_util import Array
+
+logger = logging.getLogger(__name__)
+
+ERROR_MESSAGE = "invoke handler failure"
+
+
+def _outputs_line(item: Any) -> bytes:
+    return json.dumps({"outputs": item}, ensure_ascii=False, default=_plain).encode() + b"\n"
+
+
+def _json(value: Any) -> bytes:
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=2, separators=(",", ":"), default=_plain)
+    return text.encode("utf-8")
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON can tell in place of `value`: numpy's and torch's values, times, bytes."""
+    if isinstance(value, datetime.date | datetime.time):
+        return str(value)
+    if isinstance(value, bytes | bytearray):
+        return base64.b64encode(value).decode()
+    if hasattr(value, "tolist"):  # arrays, tensors and their scalars
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} cannot be told in JSON: {value!r}")
+
+
+class Output:
+    """`code` is the status of the HTTP answer, `properties` are its headers, `content` its body.
+
+    Every method that changes it returns the Output itself.
+    """
+
+    def __init__(self, code: int = 200, message: str = "OK") -> None:
+        self.code = code
+        self.message = message
+        self.properties: dict[str, Any] = Properties()
+        self.content = PairList()
+        self.stream_content: Iterator[Any] | None = None
+        self.stream_output_formatter: Callable[[Any], Any] | None = None
+        self.finalize_function: Callable[..., Any] | None = None
+        self.finalize_args: tuple[Any, ...] = ()
+
+    def set_code(self, code: int) -> Output:
+        self.code = code
+        return self
+
+    def set_message(self, message: str) -> Output:
+        self.message = message
+        return self
+
+    def error(
+        self, error: str, code: int = 424, message: str = ERROR_MESSAGE, batch_index: int | None = None
+    ) -> Output:
+        """Answer with an error; with `batch_index`, only to that request of the batch."""
+        body = {"code": code, "message": message, "error": error}
+        if batch_index is None:
+            self.code, self.message = code, message
+            self.add_property("Content-Type", "application/json")
+            return self.add_as_json(body)
+        self.add_property(f"batch_{batch_index}_code", str(code))
+        self.add_property(f"batch_{batch_index}_Content-Type", "application/json")
+        return self.add_as_json(body, batch_index=batch_index)
+
+    # --- headers ---
+
+    def add_property(self, key: str, value: Any) -> Output:
+        """Set a header. In an answer to a batch, `batch_<index>_<name>` sets that of one request."""
+        self.properties[key] = value
+        return self
+
+    def get_properties(self) -> dict[str, Any]:
+        return self.properties
+
+    def get_property(self, key: str) -> Any:
+        return self.properties.get(key)
+
+    # --- body ---
+
+    def add(self, value: Any, key: str | None = None, batch_index: int | None = None) -> Output:
+        """Add a text, bytes, or anything that JSON can tell; in a batch, for the request `batch_index`."""
+        if isinstance(value, str):
+            value = value.encode("utf-8")
+        elif not isinstance(value, bytes | bytearray):
+            value = _json(value)
+        if key is not None and not isinstance(key, str):
+            logger.warning("key %r of a content is not a text", key)
+            key = str(key)
+        self.content.add(key if batch_index is None else f"batch_{batch_index}.{key or ''}", value)
+        return self
+
+    def add_as_numpy(
+        self, array: Sequence[Array] | Array, key: str | None = None, batch_index: int | None = None
+    ) -> Output:
+        """Add arrays as an NDList."""
+        return self.add(to_nd_list(array), key, batch_index)
+
+    def add_as_npz(self, arrays: Sequence[Array], key: str | None = None, batch_index: int | None = None) -> Output:
+        return self.add(to_npz(arrays), key, batch_index)
+
+    def add_as_json(self, value: Any, key: str | None = None, batch_index: int | None = None) -> Output:
+        """Add JSON. Raises ValueError where a number is NaN or infinite."""
+        return self.add(_json(value), key, batch_index)
+
+    def add_stream_content(
+        self, stream_content: Iterator[Any], output_formatter: Callable[[Any], Any] | None = _outputs_line
+    ) -> Output:
+        """Answer with what the iterator yields, each item as soon as it is there.
+
+        `output_formatter` turns an item into what is sent; without the argument an item X is sent as `{"outputs": X}`
+        and a line feed, with None as it is.
+        """
+        self.stream_content = stream_content
+        self.stream_output_formatter = output_formatter
+        return self
+
+    def stream(self) -> Iterator[bytes]:
+        """Yield the bytes of the stream content."""
+        assert self.stream_content is not None
+        form = self.stream_output_formatter
+        for item in self.stream_content:
+            sent = item if form is None else form(item)
+            if isinstance(sent, str):
+                yield sent.encode("utf-8")
+            elif isinstance(sent, bytes | bytearray):
+                yield bytes(sent)
+            else:
+                yield _json(sent)
+
+    # --- afterwards ---
+
+    def finalize(self, function: Callable[..., Any], *args: Any) -> Output:
+        """Have `function(*args)` called once the answer is on its way, whether it ended well or not."""
+        self.finalize_function = function
+        self.finalize_args = args
+        return self
+
+    def execute_finalize(self) -> Any:
+        if self.finalize_function is not None:
+            return self.finalize_function(*self.finalize_args)
+        return None
+
+    @staticmethod
+    def binary_encode(mapping: Mapping[str, Any]) -> bytearray:
+        """Encode what one step of a rolling batch says of one request; see `binary_decode`."""
+        encoded = bytearray(struct.pack(">h", len(mapping)))
+        for key, value in mapping.items():
+            for text in (key.encode(), str(value).encode()):
+                encoded += struct.pack(">i", len(text)) + text
+        return encoded
+
+    @staticmethod
+    def binary_decode(encoded: bytes | bytearray) -> dict[str, str]:
+        """Decode `binary_encode`. Raises ValueError."""
+        texts, at = [], 2
+        try:
+            for _ in range(2 * struct.unpack_from(">h", encoded)[0]):
+                (length,) = struct.unpack_from(">i", encoded, at)
+                texts.append(encoded[at + 4 : at + 4 + length].decode())
+                at += 4 + length
+        except (struct.error, UnicodeDecodeError) as error:
+            raise ValueError(f"the bytes are no step of a rolling batch: {error}") from error
+        if at != len(encoded):
+            raise ValueError("the bytes are no step of a rolling batch: they do not end where they should")
+        return dict(zip(texts[::2], texts[1::2], strict=True))
+
+    def __str__(self) -> str:
+        lines = [f"code: {self.code}", f"message: {self.message}", f"properties: {dict(self.properties)}"]
+        lines += [f"{key}: {value!r}" for key, value in zip(self.content.keys, self.content.values, strict=True)]
+        return "\n".join(lines)

@@ -1,0 +1,61 @@
+"""An ordered list of (key, value) pairs in which keys may repeat or be missing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class PairList:
+    """The content of a request or an answer: `keys` and `values` are parallel."""
+
+    def __init__(self, keys: list[str | None] | None = None, values: list[Any] | None = None) -> None:
+        self.keys: list[str | None] = [] if keys is None else keys
+        self.values: list[Any] = [] if values is None else values
+
+    def add(
+        self,
+        key: str | None = None,
+        value: Any = None,
+        index: int | None = None,
+        pair: tuple[str | None, Any] | None = None,
+    ) -> None:
+        """Add a pair, before position `index` where it is given. A value of None is ignored."""
+        if pair is not None:
+            key, value = pair
+        if value is None:
+            return
+        position = len(self.keys) if index is None else index
+        self.keys.insert(position, key)
+        self.values.insert(position, value)
+
+    def add_all(self, other: PairList) -> None:
+        self.keys.extend(other.keys)
+        self.values.extend(other.values)
+
+    def size(self) -> int:
+        return len(self.keys)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def is_empty(self) -> bool:
+        return not self.keys
+
+    def get(self, key: str | None) -> Any:
+        """Return the value of the first pair with `key`; None where there is none."""
+        return self.values[self.keys.index(key)] if key in self.keys else None
+
+    def contains_key(self, key: str | None) -> bool:
+        return key in self.keys
+
+    def key_at(self, index: int) -> str | None:
+        return self.keys[index]
+
+    def value_at(self, index: int) -> Any:
+        return self.values[index]
+
+    def get_keys(self) -> list[str | None]:
+        return self.keys
+
+    def get_values(self) -> list[Any]:
+        return self.values

@@ -1,0 +1,61 @@
+"""Properties of a request: HTTP headers above all, whose names mean the same in any case."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+
+class Properties(dict[str, Any]):
+    """A dict with keys as they were set, found in any case."""
+
+    def __init__(self, values: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()) -> None:
+        super().__init__(values)
+        self._spelling: dict[str, str] | None = None  # by the key in lower case; made when it is needed
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(self._spelled(key), value)
+        self._spelling = None
+
+    def __delitem__(self, key: str) -> None:
+        super().__delitem__(self._spelled(key))
+        self._spelling = None
+
+    def __missing__(self, key: str) -> Any:
+        spelled = self._spelled(key)
+        if spelled in self.keys():
+            return super().__getitem__(spelled)
+        raise KeyError(key)
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or (isinstance(key, str) and super().__contains__(self._spelled(key)))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+    def pop(self, key: str, *default: Any) -> Any:
+        spelled = self._spelled(key)
+        self._spelling = None
+        return super().pop(spelled, *default)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def update(self, *values: Any, **more: Any) -> None:
+        for key, value in dict(*values, **more).items():
+            self[key] = value
+
+    def copy(self) -> Properties:
+        return Properties(self)
+
+    def _spelled(self, key: str) -> str:
+        if super().__contains__(key):
+            return key
+        if self._spelling is None:
+            self._spelling = {name.lower(): name for name in self}
+        return self._spelling.get(key.lower(), key)

@@ -1,0 +1,72 @@
+"""Which task a model serves, as Hugging Face names it: what `option.task` says, or what its architecture says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+TEXT_GENERATION = "text-generation"
+TEXT_EMBEDDING = "text-embedding"
+
+_ALIASES = {"ner": "token-classification", "sentiment-analysis": "text-classification"}
+# The first that fits counts: some endings contain others.
+_BY_BEGINNING = {
+    "Tapas": "table-question-answering",
+    "Whisper": "automatic-speech-recognition",
+    "Speech2Text": "automatic-speech-recognition",
+}
+_BY_ENDING = {
+    "T5WithLMHeadModel": "text2text-generation",
+    "ForCausalLM": TEXT_GENERATION,
+    "LMHeadModel": TEXT_GENERATION,
+    "ForQuestionAnswering": "question-answering",
+    "ForTokenClassification": "token-classification",
+    "ForSequenceClassification": "text-classification",
+    "ForMaskedLM": "fill-mask",
+    "ForImageClassification": "image-classification",
+    "ForObjectDetection": "object-detection",
+    "ForAudioClassification": "audio-classification",
+    "ForCTC": "automatic-speech-recognition",
+    "ForSpeechSeq2Seq": "automatic-speech-recognition",
+    "MTModel": "text2text-generation",
+    "EncoderDecoderModel": "text2text-generation",
+}
+# Others end like these too, models of images and text among them.
+_TEXT_TO_TEXT = (
+    *("Bart", "BigBirdPegasus", "Blenderbot", "FSMT", "LED", "LongT5", "M2M100", "MBart", "MT5", "Mvp", "NllbMoe"),
+    *("PLBart", "Pegasus", "ProphetNet", "SeamlessM4T", "SwitchTransformers", "T5", "UMT5", "XLMProphetNet"),
+)
+
+
+def canonical_task(name: Any) -> Any:
+    """Return the name that is used here for a task with several; anything else as it is."""
+    return _ALIASES.get(name, name)
+
+
+def infer_task(architectures: tuple[str, ...], location: str) -> str | None:
+    """Return the task of a model with these architectures in directory `location`; None where nothing tells.
+
+    The files of sentence-transformers (modules.json) make an embedding model of anything but a classifier.
+    """
+    tasks = [task for name in architectures if (task := _task_of(name)) is not None]
+    found = tasks[0] if tasks else None
+    if found != "text-classification" and _is_sentence_transformer(location):
+        return TEXT_EMBEDDING
+    return found
+
+
+def _task_of(architecture: str) -> str | None:
+    for beginning, task in _BY_BEGINNING.items():
+        if architecture.startswith(beginning):
+            return task
+    for ending, task in _BY_ENDING.items():
+        if architecture.endswith(ending):
+            return task
+    if architecture.endswith("ForConditionalGeneration") and architecture.startswith(_TEXT_TO_TEXT):
+        return "text2text-generation"
+    return None
+
+
+def _is_sentence_transformer(location: str) -> bool:
+    path = Path(location) / "modules.json"
+    return path.is_absolute() and path.is_file()

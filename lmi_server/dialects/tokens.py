@@ -1,0 +1,95 @@
+"""vLLM's /tokenize and /detokenize: token ids of a prompt or a chat, and text of token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+
+from lmi_server.dialects import fields
+from lmi_server.dialects.base import ServedModel
+from lmi_server.dialects.fields import Field
+from lmi_server.dialects.framing import encode
+from lmi_server.dialects.openai import messages as chats
+from lmi_server.dialects.openai.request import model_warnings
+from lmi_server.errors import RequestError
+from lmi_server.generation import GenerationRequest, SamplingParameters
+from lmi_server.protocol import Input
+
+TOKENIZE, DETOKENIZE = "tokenize", "detokenize"
+ROUTES = frozenset({TOKENIZE, DETOKENIZE})
+
+_TOKENIZE_FIELDS: dict[str, Field] = {
+    "model": Field("model", fields.string),
+    "prompt": Field("prompt", fields.string),
+    "messages": Field("messages", chats.messages),
+    "tools": Field("tools", chats.tools),
+    "add_special_tokens": Field("add_special_tokens", fields.boolean),
+    "add_generation_prompt": Field("add_generation_prompt", fields.boolean),
+    "continue_final_message": Field("continue_final_message", fields.boolean),
+    "chat_template_kwargs": Field("chat_template_kwargs", chats.template_arguments),
+    "return_token_strs": Field(None, fields.off("leave it out, or send each token to /detokenize")),
+    "chat_template": Field(None, fields.off("leave it out: the tokenizer's chat template is used")),
+}
+_DETOKENIZE_FIELDS: dict[str, Field] = {
+    "model": Field("model", fields.string),
+    "tokens": Field("tokens", fields.token_ids),
+}
+
+
+class _Tokens(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: Sequence[int]
+
+
+class _Text(msgspec.Struct):
+    prompt: str
+
+
+def parse_tokenize(request: Input, served: ServedModel) -> tuple[GenerationRequest, tuple[str, ...]]:
+    """Return the prompt as a request that nobody generates from, and warnings. Raises RequestError."""
+    values, warnings = _read(request, _TOKENIZE_FIELDS, served)
+    if ("prompt" in values) == ("messages" in values):
+        raise RequestError('send either "prompt", a string, or "messages", those of a chat')
+    prompt: str | None = values.get("prompt")
+    messages = values.get("messages")
+    if messages is not None and "media" not in served.features:
+        messages = chats.as_text(messages)
+    asked = GenerationRequest(
+        request_id=uuid4().hex,
+        prompt=prompt,
+        messages=messages,
+        tools=values.get("tools"),
+        chat=chats.chat_options({name: value for name, value in values.items() if name in _CHAT_OPTIONS}),
+        sampling=SamplingParameters(max_new_tokens=None),
+        add_special_tokens=values.get("add_special_tokens", prompt is not None),
+    )
+    return asked, warnings
+
+
+_CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+
+
+def parse_detokenize(request: Input, served: ServedModel) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the token ids, and warnings. Raises RequestError."""
+    values, warnings = _read(request, _DETOKENIZE_FIELDS, served)
+    if "tokens" not in values:
+        raise RequestError("tokens is missing; send a list of token ids")
+    return values["tokens"], warnings
+
+
+def tokens_body(tokens: Sequence[int], served: ServedModel) -> bytes:
+    return encode(_Tokens(len(tokens), served.max_model_len, tokens))
+
+
+def text_body(text: str) -> bytes:
+    return encode(_Text(text))
+
+
+def _read(request: Input, known: dict[str, Field], served: ServedModel) -> tuple[dict[str, Any], tuple[str, ...]]:
+    values, unknown = fields.read_fields(fields.json_object(request), known)
+    warnings = fields.unknown_warnings(unknown, known)
+    return values, warnings + model_warnings(request, values.pop("model", None), served)

@@ -1,0 +1,84 @@
+"""Adapters of a transformers model over HTTP: what peft generates, for several of them at once on two workers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from adapter_helpers import save_adapter, with_adapter
+from rolling_batch_helpers import generated
+from server_helpers import Server, running
+from tiny_models import byte_tokenizer, tiny_model
+
+PROMPTS = ["Hello there", "x", "a longer prompt with some more words in it", "1 2 3 4"]
+
+
+class Served:
+    """A server of a tiny Llama, and peft's own models to compare with; "" is the model without adapter."""
+
+    def __init__(self, server: Server, directory: Path) -> None:
+        self.server = server
+        self._model = tiny_model("llama")
+        self._directory = directory
+        self._tokenizer = byte_tokenizer()
+
+    def make(self, name: str, seed: int, **config: Any) -> Path:
+        return save_adapter(self._model, self._directory / name, seed, **config)
+
+    def expected(self, name: str, prompt: str, length: int) -> str:
+        model = with_adapter(self._model, self._directory / name) if name else self._model
+        tokens = generated(model, self._tokenizer.encode(prompt), length)
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def answer(self, name: str, prompt: str, length: int) -> str:
+        body = {"inputs": prompt, "parameters": {"max_new_tokens": length}, "adapters": name}
+        return str(self.server.http.post("/invocations", json=body).json()["generated_text"])
+
+    def compare(self, names: list[str], length: int) -> None:
+        wanted = [(name, prompt, length) for prompt in PROMPTS for name in names]
+        with ThreadPoolExecutor(len(wanted)) as pool:
+            told = list(pool.map(lambda each: self.answer(*each), wanted))
+        assert told == [self.expected(*each) for each in wanted]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    directory = tmp_path_factory.mktemp("tiny") / "model"
+    tiny_model("llama").save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+    keys = ["option.enable_lora=true", "option.dtype=fp32", "minWorkers=2", "maxWorkers=2", "option.threads=1"]
+    (directory / "serving.properties").write_text("\n".join([*keys, "option.parallel_loading=true"]))
+    save_adapter(tiny_model("llama"), directory / "adapters" / "beside", seed=4)
+    with running(directory) as server:
+        for _ in range(2):
+            server.log_line(r"\] ready: process")
+        yield Served(server, directory / "adapters")
+
+
+def test_adapters_share_the_batch_and_are_replaced(served: Served) -> None:
+    source = served.make("french", seed=1)
+    served.make("german", seed=2, r=8, target_modules=["q_proj", "v_proj"])
+    for name, preload in (("french", "true"), ("german", "false")):
+        given = {"name": name, "src": f"adapters/{name}", "preload": preload}
+        assert served.server.http.post("/adapters", params=given).status_code == 200
+    served.compare(["french", "", "german", "beside"], length=9)
+    assert served.expected("french", "x", 9) != served.expected("", "x", 9)
+    served.make("french", seed=3)
+    assert served.server.http.post("/adapters/french/update", params={"src": str(source)}).status_code == 200
+    served.compare(["beside", "french", ""], length=7)
+    assert served.server.http.delete("/adapters/french").status_code == 200
+    served.compare(["beside", ""], length=3)
+
+
+def test_what_the_handler_does_not_support_is_refused_by_name(served: Served) -> None:
+    source = served.make("dora", seed=1)
+    file = source / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_dora": True}))
+    reply = served.server.http.post("/adapters", params={"name": "dora", "src": str(source)})
+    assert reply.status_code == 424
+    assert "use_dora = True is not supported" in reply.json()["message"]
+    assert served.server.http.get("/adapters/dora").status_code == 404

@@ -1,0 +1,198 @@
+"""Small random models for every task of the pipeline handler, in directories as Hugging Face has them."""
+
+from __future__ import annotations
+
+import json
+import string
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tiny_models import byte_tokenizer, tiny_model
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+CONTEXT = 64
+_SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+_WORDS = ["the", "fox", "jumps", "over", "dog", "red", "blue", "who", "example", "this", "is"]
+VOCABULARY = [*_SPECIAL, *_WORDS, *string.ascii_lowercase, *string.digits, *".,?!'-:"]
+VOCABULARY += [f"##{letter}" for letter in string.ascii_lowercase + string.digits]
+_BERT = {
+    "vocab_size": len(VOCABULARY),
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": CONTEXT,
+}
+SAMPLING_RATE = 16000
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a WordPiece tokenizer like BERT's, of a few words and all letters."""
+    backend = Tokenizer(models.WordPiece({word: index for index, word in enumerate(VOCABULARY)}, unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer()
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        model_max_length=CONTEXT,
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+        **{f"{name.strip('[]').lower()}_token": name for name in _SPECIAL},
+    )
+
+
+def _save(model_class: str, config: Any, directory: Path) -> None:
+    torch.manual_seed(7)
+    model = getattr(transformers, model_class)(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name.lower():
+                parameter.normal_(std=0.3)
+    model.eval().save_pretrained(directory)
+
+
+def _bert(model_class: str, **more: Any) -> Callable[[Path], None]:
+    def save(directory: Path) -> None:
+        _save(model_class, transformers.BertConfig(**_BERT, **more), directory)
+        word_tokenizer().save_pretrained(directory)
+
+    return save
+
+
+def _labels(*names: str) -> dict[str, Any]:
+    return {"id2label": dict(enumerate(names)), "label2id": {name: index for index, name in enumerate(names)}}
+
+
+def sentence_transformer(directory: Path, pooling: str = "mean", max_length: int = CONTEXT) -> None:
+    """Save an embedding model in the layout of sentence-transformers."""
+    _bert("BertModel")(directory)
+    modules = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
+    (directory / "modules.json").write_text(
+        json.dumps(
+            [
+                {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
+                for index, (path, kind) in enumerate(modules)
+            ]
+        )
+    )
+    (directory / "1_Pooling").mkdir()
+    flags = {"cls": "cls_token", "mean": "mean_tokens", "max": "max_tokens", "lasttoken": "lasttoken"}
+    flags |= {"mean_sqrt_len_tokens": "mean_sqrt_len_tokens", "weightedmean": "weightedmean_tokens"}
+    modes = {f"pooling_mode_{flag}": mode == pooling for mode, flag in flags.items()}
+    (directory / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 32, **modes}))
+    (directory / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": max_length}))
+    (directory / "2_Normalize").mkdir()
+
+
+def _tapas(directory: Path) -> None:
+    config = transformers.TapasConfig(**_BERT, type_vocab_sizes=[3, 256, 256, 2, 256, 256, 10], select_one_column=True)
+    _save("TapasForQuestionAnswering", config, directory)
+    vocabulary = directory / "vocab.txt"
+    vocabulary.write_text("\n".join([*VOCABULARY, "[EMPTY]"]))
+    transformers.TapasTokenizer(str(vocabulary), model_max_length=CONTEXT).save_pretrained(directory)
+
+
+def seq2seq_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = "<s>"
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 258)]
+    )
+    return tokenizer
+
+
+def _t5(directory: Path) -> None:
+    config = transformers.T5Config(
+        vocab_size=259,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_heads=4,
+        pad_token_id=257,
+        eos_token_id=258,
+        decoder_start_token_id=257,
+        task_specific_params={
+            "translation_en_to_de": {"prefix": "translate: ", "max_length": 12},
+            "summarization": {"prefix": "summarize: ", "max_length": 10, "num_beams": 2},
+        },
+    )
+    _save("T5ForConditionalGeneration", config, directory)
+    seq2seq_tokenizer().save_pretrained(directory)
+
+
+def _vit(directory: Path) -> None:
+    config = transformers.ViTConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=16,
+        patch_size=8,
+        **_labels("cat", "dog", "fox"),
+    )
+    _save("ViTForImageClassification", config, directory)
+    transformers.ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(directory)
+
+
+def _wav2vec2(directory: Path) -> None:
+    config = transformers.Wav2Vec2Config(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        conv_dim=(16, 16),
+        conv_kernel=(10, 5),
+        conv_stride=(20, 16),
+        num_conv_pos_embeddings=16,
+        num_conv_pos_embedding_groups=4,
+        pad_token_id=0,
+    )
+    _save("Wav2Vec2ForCTC", config, directory)
+    letters = ["<pad>", "<s>", "</s>", "<unk>", "|", *string.ascii_uppercase, "'"]
+    vocabulary = directory / "vocab.json"
+    vocabulary.write_text(json.dumps({letter: index for index, letter in enumerate(letters)}))
+    transformers.Wav2Vec2CTCTokenizer(str(vocabulary)).save_pretrained(directory)
+    transformers.Wav2Vec2FeatureExtractor(sampling_rate=SAMPLING_RATE).save_pretrained(directory)
+
+
+def _causal(directory: Path) -> None:
+    tiny_model("llama").save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+
+
+MODELS: dict[str, Callable[[Path], None]] = {
+    "fill-mask": _bert("BertForMaskedLM"),
+    "text-classification": _bert("BertForSequenceClassification", **_labels("good", "bad", "other")),
+    "token-classification": _bert("BertForTokenClassification", **_labels("O", "B-PER", "I-PER")),
+    "question-answering": _bert("BertForQuestionAnswering"),
+    "zero-shot-classification": _bert(
+        "BertForSequenceClassification", **_labels("contradiction", "neutral", "entailment")
+    ),
+    "feature-extraction": _bert("BertModel"),
+    "text-embedding": sentence_transformer,
+    "table-question-answering": _tapas,
+    "text2text-generation": _t5,
+    "summarization": _t5,
+    "translation_en_to_de": _t5,
+    "text-generation": _causal,
+    "image-classification": _vit,
+    "automatic-speech-recognition": _wav2vec2,
+}
+
+
+def make_task_model(task: str, directory: Path, **options: Any) -> Path:
+    """Make a model directory for `task`; `options` are keys without "option.", but for batch_size and its like."""
+    directory.mkdir(parents=True, exist_ok=True)
+    MODELS[task](directory)
+    serving = {"batch_size", "max_batch_delay"}
+    options = {"task": task, "rolling_batch": "disable", **options}
+    keys = {name if name in serving else f"option.{name}": value for name, value in options.items()}
+    (directory / "serving.properties").write_text("\n".join(f"{key}={value}" for key, value in keys.items()))
+    return directory
