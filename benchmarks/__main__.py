@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-BENCHMARKS = ("benchmarks.generation", "benchmarks.memory", "benchmarks.relay")
+BENCHMARKS = ("benchmarks.generation", "benchmarks.memory", "benchmarks.ranks", "benchmarks.relay")
 
 if __name__ == "__main__":
     codes = [subprocess.run([sys.executable, "-m", name], check=False).returncode for name in BENCHMARKS]

@@ -33,6 +33,7 @@ class RankGroup:
             "LOCAL_SIZE": size,
             "MASTER_ADDR": _ADDRESS,
             "MASTER_PORT": str(self.port),
+            "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": inherited.get("OMP_NUM_THREADS", str(threads)),
             "MKL_DYNAMIC": "FALSE",
         }
@@ -50,8 +51,3 @@ class Rank:
     rank: int
     size: int
     directory: str
-
-    @property
-    def local_device(self) -> int:
-        """Return the index of the rank's GPU among those of the group."""
-        return self.rank

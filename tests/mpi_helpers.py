@@ -31,3 +31,10 @@ def is_running(pid: int) -> bool:
 def group_members(server: int) -> list[int]:
     """Return the processes of all groups of a server."""
     return [pid for launcher in children(server) for pid in session_members(launcher)]
+
+
+def process_of_rank(server: int, rank: int) -> int:
+    """Return the process of a rank, as mpirun numbers them."""
+    mark = f"OMPI_COMM_WORLD_RANK={rank}".encode()
+    found = [pid for pid in group_members(server) if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")]
+    return found[0]

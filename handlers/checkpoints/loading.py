@@ -23,9 +23,14 @@ def load_tokenizer(path: str, options: TransformersOptions) -> Any:
     return from_pretrained(AutoTokenizer, path, **_origin(options))
 
 
-def load_model(auto_class: Any, path: str, options: TransformersOptions) -> Any:
-    """Load a model for inference. Raises ModelLoadError."""
-    model = from_pretrained(auto_class, path, **model_arguments(path, options))
+def load_config(path: str, options: TransformersOptions) -> Any:
+    """Return the configuration that the checkpoint brings. Raises ModelLoadError."""
+    return from_pretrained(AutoConfig, path, **_origin(options))
+
+
+def load_model(auto_class: Any, path: str, options: TransformersOptions, **more: Any) -> Any:
+    """Load a model for inference; `more` is for transformers. Raises ModelLoadError."""
+    model = from_pretrained(auto_class, path, **{**model_arguments(path, options), **more})
     model.requires_grad_(False)
     return model.eval()
 
@@ -78,7 +83,7 @@ def _origin(options: TransformersOptions) -> dict[str, Any]:
 def _dtype(path: str, options: TransformersOptions, on_cpu: bool) -> torch.dtype | str:
     if options.dtype in _DTYPES:
         return _DTYPES[options.dtype]
-    config = from_pretrained(AutoConfig, path, **_origin(options))
+    config = load_config(path, options)
     if on_cpu and getattr(config, "dtype", None) == torch.float16:
         _log.warning("the checkpoint is fp16, which the CPU has no kernels for: loading as bf16; set option.dtype=fp32")
         return torch.bfloat16

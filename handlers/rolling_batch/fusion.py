@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from handlers.rolling_batch.attention import AttentionLayer, SlotAttention, StepRows, as_numpy
+from handlers.rolling_batch.sharding import SummedLinear
 
 _DECODE_ROWS = 32  # the row count that oneDNN lays the weights out for
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -94,8 +95,9 @@ class FusedRMSNorm(nn.Module):
 
 def _is_gated_mlp(module: nn.Module) -> bool:
     children = dict(module.named_children())
-    linears = all(isinstance(children.get(name), nn.Linear) for name in ("gate_proj", "up_proj", "down_proj"))
-    return linears and "act_fn" in children and not (set(children) - {"gate_proj", "up_proj", "down_proj", "act_fn"})
+    linears = all(isinstance(children.get(name), nn.Linear) for name in ("gate_proj", "up_proj"))
+    down = isinstance(children.get("down_proj"), (nn.Linear, SummedLinear))
+    return linears and down and set(children) == {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 class FusedGatedMLP(nn.Module):

@@ -19,6 +19,10 @@ _BUSY_S = 0.02  # from the last message on a follower polls without a pause: the
 _PAUSE_S = 0.001
 
 
+class GroupBrokenError(BaseException):
+    """A step failed on this rank only: the ranks are not at the same place any more, and the worker has to end."""
+
+
 class Peers:
     """The group of `rank`. Every method is called by one thread at a time; the sums by all ranks in the same order."""
 
@@ -60,8 +64,18 @@ class Peers:
         return torch.sum(self._gathered(partial), dim=0)
 
     def join_columns(self, columns: torch.Tensor) -> torch.Tensor:
-        """Return what each rank has of the last dimension, one rank's beside the other's."""
-        gathered = self._gathered(columns)
+        """Return on rank 0 what each rank has of the last dimension, one rank's beside the other's.
+
+        The other ranks get their own back.
+        """
+        columns = columns.contiguous()
+        if columns.is_cuda:
+            return torch.cat(tuple(self._gathered(columns)), dim=-1)
+        if self.rank:
+            self._world.Gather(self._buffer(columns), None)
+            return columns
+        gathered = columns.new_empty((self.size, *columns.shape))
+        self._world.Gather(self._buffer(columns), self._buffer(gathered))
         return torch.cat(tuple(gathered), dim=-1)
 
     def _gathered(self, part: torch.Tensor) -> torch.Tensor:
