@@ -6,7 +6,7 @@ Torch and transformers are imported when the model loads, never with this module
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from handlers.huggingface_adapters import LoadedAdapters
 from handlers.huggingface_options import HuggingFaceOptions
@@ -75,6 +75,9 @@ class HuggingFaceHandler(LLMHandler):
 
     async def tokenize(self, request: GenerationRequest) -> list[int]:
         return (await self._loaded.prompts.encode(request))[0]
+
+    def tokenizer(self) -> Any:
+        return self._loaded.prompts.tokenizer
 
     async def add_adapter(self, adapter: Adapter) -> None:
         await self._adapters.add(adapter)

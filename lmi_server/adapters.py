@@ -92,7 +92,9 @@ class Adapters:
         async with self._changing:
             self.get(name)
             del self._adapters[name]
-            await self._everywhere(list(self._workers()), "remove_adapter", {"name": name})
+            for error in await self._everywhere(list(self._workers()), "remove_adapter", {"name": name}):
+                if error is not None:
+                    logger.warning("adapter %s is gone, and a worker could not let go of it: %s", name, error)
 
     async def equip(self, worker: WorkerProcess) -> None:
         """Give a worker that has just loaded the model every adapter. Raises ModelLoadError where one fails.

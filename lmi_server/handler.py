@@ -67,6 +67,10 @@ class LLMHandler(ABC):
         """Return the text of token ids. Raises RequestError where one of them is not in the vocabulary."""
         raise RequestError("this model's handler does not turn tokens into text")
 
+    def tokenizer(self) -> Any:
+        """Return the tokenizer of the loaded model for its own code; None where there is none like transformers'."""
+        return None
+
     async def add_adapter(self, adapter: Adapter) -> None:
         """Take a LoRA adapter; from now on requests may name it in `GenerationRequest.adapter`.
 

@@ -201,7 +201,7 @@ async def _execute(command: Sequence[str], variables: Mapping[str, str], inherit
 def _new_directory() -> str:
     """Make a directory that only this user can open, in memory where there is such a file system."""
     in_memory = _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK)
-    return tempfile.mkdtemp(prefix="lmi-", dir=_SHARED_MEMORY if in_memory else None)
+    return tempfile.mkdtemp(prefix=f"lmi-{os.getpid()}-", dir=_SHARED_MEMORY if in_memory else None)
 
 
 def _free_port() -> int:

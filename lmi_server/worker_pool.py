@@ -38,7 +38,8 @@ from lmi_server.errors import (
 )
 from lmi_server.job import CANCELLED, RECALLED, Job
 from lmi_server.job_queue import JobQueue
-from lmi_server.protocol import End, Error, Input, Item, Load, Ready, Reply
+from lmi_server.protocol import End, Error, Head, Input, Item, Load, Ready, Reply
+from lmi_server.sticky_sessions import StickySessions
 from lmi_server.worker_group import Deaths, LoadPlan, WorkerGroup
 from lmi_server.worker_process import MpiLauncher, WorkerProcess
 
@@ -107,6 +108,7 @@ class WorkerPool:
         plan = LoadPlan(settings.load, settings.model_loading_timeout_s)
         self.groups: Sequence[WorkerGroup] = [WorkerGroup(device, plan, self) for device in settings.groups]
         self.adapters = Adapters(settings.adapters, lambda: self._ready, settings.model_loading_timeout_s)
+        self._sessions = StickySessions()
         self._deaths = Deaths(settings.retry_threshold, settings.death_window_s)
         self._draining = False
         self._closing = "The server is shutting down"
@@ -216,6 +218,11 @@ class WorkerPool:
             return ModelNotReadyError(f"Model is not ready: {self.name}: it could not be loaded again; see the log")
         return None
 
+    def _worker_for(self, job: Job) -> WorkerProcess | None:
+        """Return the worker that `job` goes to next: that of its session, or any where that one has no room."""
+        sticky = self._sessions.worker_of(job.request)
+        return sticky if sticky is not None and self._has_room(sticky) else self._roomiest()
+
     def _roomiest(self) -> WorkerProcess | None:
         best: WorkerProcess | None = None
         least = _UNLIMITED
@@ -231,14 +238,17 @@ class WorkerPool:
 
     def _dispatch(self) -> None:
         while self._queue:
-            worker = self._roomiest()
+            worker = self._worker_for(self._queue.peek())
             if worker is None:
                 self._grow()
                 break
             size = worker.batch_size or 1
             if len(self._queue) < size and not self._is_batch_due(size):
                 break
-            worker.submit([self._queue.pop() for _ in range(min(size, len(self._queue)))])
+            jobs = [self._queue.pop() for _ in range(min(size, len(self._queue)))]
+            for job in jobs:
+                self._sessions.sent(job.request, worker)
+            worker.submit(jobs)
             if worker.batch_size is not None:
                 self._watch_delayed()
         self._check_idle()
@@ -287,6 +297,8 @@ class WorkerPool:
                 if isinstance(item, Error) and item.kind == RECALLED:
                     recalled.append(job)
                     continue
+            if isinstance(item, Reply | Head):
+                self._sessions.answered(item.headers, worker)
             reply = job.reply
             reply.put(item)
             if reply.unread > _MAX_UNREAD:
@@ -411,6 +423,7 @@ class WorkerPool:
         if worker in self._ready:
             self._ready.remove(worker)
             self._leaving.add(worker)
+            self._sessions.forget(worker)
 
     def forget(self, worker: WorkerProcess) -> None:
         del self._workers[worker]
@@ -435,6 +448,7 @@ class WorkerPool:
         """Take back the jobs of a dead worker: retry what no client has seen a byte of, once; fail the rest."""
         if worker in self._ready:
             self._ready.remove(worker)
+            self._sessions.forget(worker)
         elif worker in self._leaving:
             self._leaving.remove(worker)
         else:

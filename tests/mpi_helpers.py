@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
+
+from server_helpers import Server, running
 
 from lmi_server.process_session import session_members
 
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def litter() -> set[str]:
-    """Return what groups of this user have in shared memory."""
-    names = [path for path in SHARED_MEMORY.iterdir() if path.stat().st_uid == os.getuid()]
-    return {path.name for path in names if path.name.startswith(("lmi-", "deepspeed_", "sm_segment", "ompi"))}
+def litter(server: int) -> list[str]:
+    """Return the directories of a server's groups that are there."""
+    return [path.name for path in SHARED_MEMORY.glob(f"lmi-{server}-*")]
+
+
+@contextlib.contextmanager
+def clean(directory: Path) -> Iterator[Server]:
+    """Serve a model; in the end nothing of its groups may be left."""
+    with running(directory) as server:
+        yield server
+        if server.process.returncode is None:
+            assert server.stop() == 0
+    assert not litter(server.process.pid)
 
 
 def children(pid: int) -> list[int]:

@@ -74,6 +74,19 @@ def test_adapters_share_the_batch_and_are_replaced(served: Served) -> None:
     served.compare(["beside", ""], length=3)
 
 
+def test_an_adapters_own_code_gets_the_tokenizer_of_the_model(served: Served) -> None:
+    source = served.make("counting", seed=5)
+    (source / "model.py").write_text(
+        "from djl_python.input_parser import input_formatter\n"
+        "@input_formatter\n"
+        "def read(body: dict, tokenizer, **kwargs) -> dict:\n"
+        "    count = len(tokenizer.encode(body['inputs']))\n"
+        "    return {**body, 'inputs': f\"{count} {body['inputs']}\"}\n"
+    )
+    assert served.server.http.post("/adapters", params={"name": "counting", "src": str(source)}).status_code == 200
+    assert served.answer("counting", "abc", 6) == served.expected("counting", "3 abc", 6)
+
+
 def test_what_the_handler_does_not_support_is_refused_by_name(served: Served) -> None:
     source = served.make("dora", seed=1)
     file = source / "adapter_config.json"

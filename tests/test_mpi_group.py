@@ -7,21 +7,13 @@ import signal
 from pathlib import Path
 
 import pytest
-from mpi_helpers import group_members, is_running, litter
-from server_helpers import Server, make_model, running, serving
+from mpi_helpers import clean, group_members, is_running, litter
+from server_helpers import Server, make_model, serving
 
 from lmi_server.mpi import rank_of_line
 
 RANKS = "rank_handlers:RankHandler"
 MPI_KEYS = {"entryPoint": "djl_python.huggingface", "rolling_batch": "scheduler", "mpi_mode": "true"}
-
-
-@pytest.fixture(autouse=True)
-def no_litter() -> object:
-    before = litter()
-    yield
-    left = litter() - before
-    assert not left
 
 
 def model(directory: Path, ranks: int = 2, **options: object) -> Path:
@@ -41,16 +33,17 @@ def wait_for_group(server: Server) -> None:
 
 def test_the_ranks_know_who_they_are_and_share_the_cores(tmp_path: Path) -> None:
     directory = model(tmp_path, 3)
-    with running(directory) as server:
+    with clean(directory) as server:
         wait_for_group(server)
         told = [(directory / f"rank-{rank}").read_text().split()[1:] for rank in range(3)]
         threads = str(max(1, len(os.sched_getaffinity(0)) // 3))
         assert told == [[str(rank), str(rank), "3", "3", "127.0.0.1", threads] for rank in range(3)]
-        assert len(group_members(server.process.pid)) == 4
+        members = group_members(server.process.pid)
+        assert len(members) == 4
+        assert len(litter(server.process.pid)) == 1
         log = "".join(server.lines)
         assert all(f"[model-0 rank {rank}] rank {rank} loads" in log for rank in range(3))
-        assert server.stop() == 0
-    assert not any(is_running(pid_of(directory, rank)) for rank in range(3))
+    assert not any(map(is_running, members))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -59,7 +52,7 @@ def test_a_rank_that_dies_or_is_stopped_ends_the_group_and_the_next_one_serves(
     rank: int, number: int, tmp_path: Path
 ) -> None:
     directory = model(tmp_path)
-    with running(directory) as server:
+    with clean(directory) as server:
         wait_for_group(server)
         first = group_members(server.process.pid)
         os.kill(pid_of(directory, rank), number)
@@ -70,7 +63,7 @@ def test_a_rank_that_dies_or_is_stopped_ends_the_group_and_the_next_one_serves(
 
 def test_the_launcher_killed_takes_its_ranks_with_it(tmp_path: Path) -> None:
     directory = model(tmp_path)
-    with running(directory) as server:
+    with clean(directory) as server:
         wait_for_group(server)
         first = group_members(server.process.pid)
         os.kill(server.worker_pid(), signal.SIGKILL)
@@ -83,19 +76,19 @@ def test_the_launcher_killed_takes_its_ranks_with_it(tmp_path: Path) -> None:
 def test_a_rank_lost_while_it_loads_fails_the_load(fault: str, tmp_path: Path) -> None:
     directory = model(tmp_path)
     (directory / fault).touch()
-    with running(directory) as server:
+    with clean(directory) as server:
         server.log_line("model model could not be loaded: the worker process")
         assert server.http.get("/ping").status_code == 500
 
 
 def test_a_server_killed_leaves_no_rank_and_no_file(tmp_path: Path) -> None:
     directory = model(tmp_path)
-    with running(directory) as server:
+    with clean(directory) as server:
         wait_for_group(server)
         members = group_members(server.process.pid)
         server.process.kill()
         server.ended()
-        while any(map(is_running, members)):
+        while any(map(is_running, members)) or litter(server.process.pid):
             pass
 
 

@@ -36,6 +36,7 @@ HANDLER = {
     "huggingface-private": "huggingface",
     "lmi-dist": "lmi-dist",
     "lmi-dist-gptq": "lmi-dist",
+    "own-formatters": "huggingface",
     "own-handler": "a handler of one's own",
     "sklearn": "sklearn and xgboost",
     "static-batch": "huggingface pipeline",

@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from mpi_helpers import group_members, is_running, litter, process_of_rank
-from server_helpers import Server, make_model, running
+from mpi_helpers import clean, group_members, is_running, process_of_rank
+from server_helpers import Server, make_model
 from tiny_models import FAMILIES, byte_tokenizer, random_model
 
 HUGGING_FACE = "handlers.huggingface:HuggingFaceHandler"
@@ -47,12 +47,10 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 @pytest.fixture(scope="module")
 def sharded(reference: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    before = litter()
     directory = make_model(tmp_path_factory.mktemp("tp") / "model", HUGGING_FACE, model_id=reference[0], **MPI_KEYS)
-    with running(directory) as server:
+    with clean(directory) as server:
         server.log_line(r"\] ready: process .* ranks=2 ")
         yield server
-    assert litter() <= before
 
 
 def generated(model: Any, prompt: str, count: int) -> list[int]:
@@ -130,5 +128,5 @@ def test_a_follower_lost_in_a_step_ends_the_streams_and_the_next_group_answers(
 def test_a_degree_that_divides_not_is_refused_by_name(changes: dict[str, int], message: str, tmp_path: Path) -> None:
     save(tmp_path / "weights", **changes)
     directory = make_model(tmp_path / "model", HUGGING_FACE, model_id=tmp_path / "weights", **MPI_KEYS)
-    with running(directory) as server:
+    with clean(directory) as server:
         assert message in server.log_line("could not be loaded: (.*)")[1]

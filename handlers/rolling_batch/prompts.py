@@ -25,6 +25,10 @@ class PromptEncoder:
             self._backend.no_truncation()
             self._backend.no_padding()
 
+    @property
+    def tokenizer(self) -> Any:
+        return self._tokenizer
+
     async def encode(self, request: GenerationRequest) -> tuple[list[int], str]:
         """Return the token ids and the text of the request's prompt.
 

@@ -76,9 +76,12 @@ FloatDtype = Annotated[
 RollingBatch = Annotated[
     Literal["auto", "scheduler", "disable", "vllm", "lmi-dist", "trtllm", "deepspeed"], BeforeValidator(lower)
 ]
+_FORMATTERS = ("json", "jsonlines", "sse", "json_chat", "jsonlines_chat", "sse_chat", "3p", "3p_stream", "none")
 OutputFormatter = Annotated[
-    Literal["json", "jsonlines", "sse", "json_chat", "jsonlines_chat", "sse_chat", "3p", "3p_stream", "none"],
-    BeforeValidator(lower),
+    str,
+    BeforeValidator(lambda value: lower(value) if lower(value) in _FORMATTERS else value),
+    Field(pattern=r"^(3p|3p_stream|[A-Za-z_]\w*)$"),
+    Allowed(", ".join((*_FORMATTERS, "or the name of a function in model.py"))),
 ]
 ParallelDegree = Annotated[
     Annotated[int, Field(ge=1)] | Literal[-1, "max"],
@@ -232,7 +235,7 @@ class ModelOptions(Options):
     )
     output_formatter: Annotated[
         OutputFormatter | None,
-        Unavailable.values("3p", "3p_stream", "none", instead="use json, jsonlines or sse"),
+        Unavailable.values("3p", "3p_stream", instead="use json, jsonlines or sse"),
         Documented("json", "the request's `stream` decides, as it does in LMI where the key is not set"),
     ] = Field(None, description="Shape of an LMI answer; without it json, or jsonlines where the request streams.")
     tgi_compat: bool = Field(False, description="Answer in the shapes of Hugging Face's text-generation-inference.")
@@ -270,8 +273,8 @@ class ModelOptions(Options):
     async_mode: Annotated[bool, NoEffect("requests are always handled side by side")] = Field(
         False, description="Handle requests side by side in the worker instead of one batch at a time."
     )
-    input_formatter: Annotated[str | None, Unavailable(lambda name: name is not None, _NOT_YET)] = Field(
-        None, description="Function of model.py that parses requests."
+    input_formatter: str | None = Field(
+        None, description="Function of model.py that parses requests; without it the one marked @input_formatter."
     )
     bedrock_compat: Annotated[bool, Unavailable.values(True, instead=_NOT_YET)] = Field(
         False, description="Answer in the shapes that Amazon Bedrock expects."
@@ -286,16 +289,14 @@ class ModelOptions(Options):
     is_peft_model: Annotated[bool, Unavailable.values(True, instead="merge the adapter into the model")] = Field(
         False, description="The checkpoint is a PEFT adapter; found out by LMI itself."
     )
-    enable_stateful_sessions: Annotated[bool, Unavailable.values(True, instead=_NOT_YET)] = Field(
-        False, description="Keep state between the requests of one session."
+    enable_stateful_sessions: bool = Field(
+        False, description="Open and close sessions with requests; a request that names an unknown one is refused."
     )
-    sessions_path: Annotated[str | None, NoEffect("sessions are not kept in this version")] = Field(
-        None, description="Directory that sessions are kept in."
+    sessions_path: str | None = Field(
+        None, description="Directory that sessions are kept in; without it /dev/shm/djl_sessions."
     )
-    sessions_expiration: Annotated[PositiveInt, NoEffect("sessions are not kept in this version")] = Field(
-        1200, description="Seconds after which a session ends."
-    )
-    sessions_s3url: Annotated[str | None, NoEffect("sessions are not kept in this version")] = Field(
+    sessions_expiration: PositiveInt = Field(1200, description="Seconds after which a session ends.")
+    sessions_s3url: Annotated[str | None, NoEffect("sessions stay in option.sessions_path")] = Field(
         None, description="Place in S3 that sessions are kept in."
     )
     draft_model_id: Annotated[str | None, NoEffect("LMI declares it and never reads it")] = Field(

@@ -10,7 +10,9 @@ from lmi_server.dialects.base import Exchange, ServedModel
 from lmi_server.errors import RequestError, RouteNotFoundError
 from lmi_server.protocol import Input
 
-__all__ = ["Exchange", "ServedModel", "parse"]
+__all__ = ["FORMATTER_NAMES", "Exchange", "ServedModel", "parse"]
+
+FORMATTER_NAMES = lmi.FORMATTER_NAMES
 
 _LMI_ROUTES = frozenset({"invocations", "predictions"})
 

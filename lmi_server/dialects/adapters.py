@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from lmi_server.dialects import fields
 from lmi_server.dialects.base import ServedModel
 from lmi_server.errors import RequestError
@@ -36,6 +38,31 @@ def chosen_adapter(request: Input, in_body: str | None, served: ServedModel) -> 
         known = f"; registered: {', '.join(sorted(served.adapters))}" if served.adapters else ""
         raise RequestError(f"The adapter {headers.get(_ALIAS_HEADER, name)} has not been registered{known}")
     return name
+
+
+def named_adapter(request: Input) -> str | None:
+    """Return the adapter that a request names, before anything is checked; None where it names none."""
+    headers = request.properties
+    named = (headers.get(_HEADER), _in_query(request), _in_body(request.body()), headers.get(_KEY))
+    return next((name for name in named if name is not None), None)
+
+
+def _in_body(body: bytes) -> str | None:
+    try:
+        found = _decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return None
+    listed = found.adapters[0] if isinstance(found.adapters, list) and found.adapters else found.adapters
+    return next((name for name in (listed, found.adapter, found.model) if isinstance(name, str)), None)
+
+
+class _Body(msgspec.Struct):
+    adapters: Any = None
+    adapter: Any = None
+    model: Any = None
+
+
+_decode = msgspec.json.Decoder(_Body).decode
 
 
 def _in_query(request: Input) -> str | None:

@@ -10,6 +10,7 @@ import msgspec
 
 from lmi_server.errors import LmiServerError
 from lmi_server.generation import Delta, Feature, GenerationRequest
+from lmi_server.protocol import Input
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,6 +24,14 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     features: frozenset[Feature] = frozenset()
     sampling_defaults: Mapping[str, Any] = {}
     max_model_len: int = 0  # tokens
+
+
+class Formatting(ABC):
+    """What stands in the place of the dialects: code that a model, or an adapter, brings along."""
+
+    @abstractmethod
+    def parse(self, request: Input, served: ServedModel) -> Exchange:
+        """Parse a request. Raises RequestError where it cannot be served, HandlerError where the code raised."""
 
 
 class Exchange(ABC):

@@ -92,6 +92,9 @@ _BODY: dict[str, Field] = {
 }
 _FORMATTERS: dict[str, Framing | None] = {"json": None, "jsonlines": JSON_LINES, "sse": SSE}
 _CHAT_FORMATTERS = ("json_chat", "jsonlines_chat", "sse_chat")
+_TEXT = "none"
+FORMATTER_NAMES = (*_FORMATTERS, *_CHAT_FORMATTERS, _TEXT)
+"""The values of option.output_formatter that mean no function of the model's own code."""
 
 
 # --- parse ---
@@ -139,6 +142,8 @@ def _exchange(request: Input, served: ServedModel, values: dict[str, Any], warni
         adapter=chosen_adapter(request, in_body, served),
     )
     warnings += ignored_formatter
+    if served.output_formatter == _TEXT:
+        return TextExchange(generation, shape, warnings, values.get("stream", False))
     if framing is None:
         return JsonExchange(generation, shape, warnings)
     return LinesExchange(generation, shape, warnings, framing)
@@ -158,10 +163,9 @@ def _formatter(request: Input, served: ServedModel, stream: bool) -> tuple[Frami
 
 def formatter_warnings(name: str | None) -> tuple[str, ...]:
     """Return a warning where option.output_formatter names no formatter of any dialect."""
-    if name is None or name in _FORMATTERS or name in _CHAT_FORMATTERS:
+    if name is None or name in FORMATTER_NAMES:
         return ()
-    known = ", ".join([*_FORMATTERS, *_CHAT_FORMATTERS])
-    return (f"option.output_formatter={name} is not known and is ignored; use one of {known}",)
+    return (f"option.output_formatter={name} is not known and is ignored; use one of {', '.join(FORMATTER_NAMES)}",)
 
 
 def _shape(prompt: str, parameters: dict[str, Any], tgi: bool) -> _Shape:
@@ -250,7 +254,7 @@ class _TgiLine(msgspec.Struct):
     details: _Details | None = None
 
 
-def _texts(delta: Delta) -> list[str]:
+def token_texts(delta: Delta) -> list[str]:
     """Return the text of each token such that they join to the delta's text.
 
     A step's own texts differ from it where the delta holds text back, cuts a stop sequence, or joins bytes to a
@@ -335,7 +339,7 @@ class JsonExchange(Exchange):
     def add(self, index: int, delta: Delta) -> bytes:
         self._answer.take(delta)
         if self._shape.details and delta.tokens:
-            self._tokens += map(self._answer.token, delta.tokens, _texts(delta))
+            self._tokens += map(self._answer.token, delta.tokens, token_texts(delta))
         return b""
 
     def body(self) -> bytes:
@@ -353,6 +357,32 @@ class JsonExchange(Exchange):
 
     def error_chunk(self, error: LmiServerError) -> bytes:
         return error_event(_ROUTE, self.content_type, error)
+
+
+class TextExchange(Exchange):
+    """Nothing but the text, as it is generated where the client streams."""
+
+    content_type = "text/plain; charset=utf-8"
+
+    def __init__(self, request: GenerationRequest, shape: _Shape, warnings: tuple[str, ...], stream: bool) -> None:
+        self.requests = (request,)
+        self.warnings = warnings
+        self.stream = stream
+        self._shape = shape
+        self._answer = _Answer(shape)
+
+    def first(self) -> bytes:
+        return self._shape.prompt.encode() if self._shape.full_text else b""
+
+    def add(self, index: int, delta: Delta) -> bytes:
+        self._answer.take(delta)
+        return delta.text.encode()
+
+    def body(self) -> bytes:
+        return self._answer.text().encode()
+
+    def error_chunk(self, error: LmiServerError) -> bytes:
+        return b"\n" + error_event(_ROUTE, self.content_type, error)
 
 
 class LinesExchange(Exchange):
@@ -381,7 +411,7 @@ class LinesExchange(Exchange):
         ends_at = len(tokens) - 1
         return b"".join(
             self._framing.frame(self._line(token, text, last and i == ends_at))
-            for i, (token, text) in enumerate(zip(tokens, _texts(delta), strict=True))
+            for i, (token, text) in enumerate(zip(tokens, token_texts(delta), strict=True))
         )
 
     def _flush(self, delta: Delta) -> bytes:

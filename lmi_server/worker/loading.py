@@ -8,6 +8,7 @@ from typing import cast
 from lmi_server.configuration.handlers import load as load_class
 from lmi_server.configuration.options import ModelOptions
 from lmi_server.configuration.resolve import rebuild_options
+from lmi_server.dialects import FORMATTER_NAMES
 from lmi_server.dialects.base import ServedModel
 from lmi_server.errors import LmiServerError, ModelLoadError, ModelMemoryError, is_out_of_memory
 from lmi_server.handler import LLMHandler, ModelInfo, RequestHandler
@@ -27,10 +28,11 @@ class Loading:
 
     def served_model(self, info: ModelInfo) -> ServedModel:
         """Return what the dialects may know of the model."""
+        formatter = self.options.output_formatter
         return ServedModel(
             name=self.load.model_name,
             served_names=tuple(self.load.served_names),
-            output_formatter=self.options.output_formatter,
+            output_formatter=formatter if formatter in FORMATTER_NAMES else None,  # or a function of model.py
             tgi_compat=self.options.tgi_compat,
             features=info.features,
             sampling_defaults=info.sampling_defaults,

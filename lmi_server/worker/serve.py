@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import NamedTuple
 
-from lmi_server import dialects
 from lmi_server.dialects import tokens
 from lmi_server.dialects.base import Exchange, ServedModel
 from lmi_server.dialects.errors import error_reply
@@ -24,6 +23,10 @@ logger = logging.getLogger(__name__)
 _BURST = 8  # deltas that a sequence which never waits may hand out before the others have their turn
 
 
+Parse = Callable[[Input, ServedModel], Exchange]
+"""Reads a request: `dialects.parse`, or what the code of a model or an adapter has in its place."""
+
+
 class Engine(NamedTuple):
     """The handler, and how many sequences of one request it gets at once, so that others have their turn."""
 
@@ -31,14 +34,16 @@ class Engine(NamedTuple):
     max_sequences: int
 
 
-async def serve(request: Input, engine: Engine, served: ServedModel, answer: Answer, outbox: Outbox) -> None:
+async def serve(
+    request: Input, parse: Parse, engine: Engine, served: ServedModel, answer: Answer, outbox: Outbox
+) -> None:
     """Answer `request`; `answer` has ended exactly once when this returns, whatever the handler raises."""
     exchange: Exchange | None = None
     try:
         if request.route in tokens.ROUTES:
             answer.reply(200, [("content-type", "application/json")], await _tokens(request, engine.handler, served))
             return
-        exchange = dialects.parse(request, served)
+        exchange = parse(request, served)
         _log_warnings(request, exchange.warnings)
         if exchange.stream:
             await _stream(exchange, engine, answer, outbox)

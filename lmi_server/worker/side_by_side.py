@@ -7,17 +7,24 @@ import gc
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from lmi_server.configuration.options import ModelOptions
 from lmi_server.dialects.base import ServedModel
+from lmi_server.dialects.errors import error_reply
+from lmi_server.errors import RequestError
 from lmi_server.handler import AsyncRequestHandler, LLMHandler, ModelInfo
 from lmi_server.protocol import Adapter, Input, Ready, Submit
+from lmi_server.worker.formats import Formats
 from lmi_server.worker.loading import Loading
 from lmi_server.worker.outbox import Answer, Outbox, Way
 from lmi_server.worker.serve import Engine, serve, serve_response
 from lmi_server.worker.service import Service, cancelled, unknown_operation
+
+if TYPE_CHECKING:
+    from lmi_server.worker.session_requests import SessionRequests
 
 logger = logging.getLogger(__name__)
 
@@ -54,14 +61,33 @@ class Generation(Serving):
         self._loading = loading
         self._engine = Engine(handler, loading.options.max_rolling_batch_size)
         self._served: ServedModel  # once it is loaded
+        self._formats: Formats
+        self._sessions: SessionRequests | None = None
 
     async def start(self) -> ModelInfo:
-        info = await self._handler.start(self._loading.model_dir, self._loading.options)
+        options = self._loading.options
+        self._formats = Formats(self._loading, self._handler.tokenizer)
+        if options.enable_stateful_sessions:
+            self._sessions = _session_requests(options)
+        info = await self._handler.start(self._loading.model_dir, options)
         self._served = self._loading.served_model(info)
         return info
 
     async def serve(self, request: Input, answer: Answer, outbox: Outbox) -> None:
-        await serve(request, self._engine, self._served, answer, outbox)
+        if self._sessions is not None and self._answered(request, self._sessions, answer):
+            return
+        await serve(request, self._formats.of(request), self._engine, self._served, answer, outbox)
+
+    def _answered(self, request: Input, sessions: SessionRequests, answer: Answer) -> bool:
+        """Answer a request that is about sessions, or names one that is not there; return whether it was one."""
+        try:
+            response = sessions.answer(request)
+        except RequestError as error:
+            answer.reply(*error_reply(request.route, error))
+            return True
+        if response is not None:
+            answer.reply(response.status, response.headers, response.data)
+        return response is not None
 
     async def stop(self) -> None:
         await self._handler.stop()
@@ -70,10 +96,13 @@ class Generation(Serving):
         match operation:
             case "add_adapter":
                 adapter = msgspec.convert(arguments, Adapter)
+                formatting = self._formats.of_adapter(adapter.directory)  # the code before the weights
                 await self._handler.add_adapter(adapter)
+                self._formats.set_adapter(adapter.name, formatting)
                 self._set_adapters(self._served.adapters | {adapter.name})
             case "remove_adapter":
                 self._set_adapters(self._served.adapters - {arguments["name"]})
+                self._formats.set_adapter(arguments["name"], None)
                 await self._handler.remove_adapter(arguments["name"])
             case _:
                 raise unknown_operation(operation)
@@ -83,6 +112,12 @@ class Generation(Serving):
 
     def stats(self) -> Mapping[str, float]:
         return self._handler.stats()
+
+
+def _session_requests(options: ModelOptions) -> SessionRequests:
+    from lmi_server.worker.session_requests import SessionRequests  # it needs djl_python, which only workers have
+
+    return SessionRequests(options)
 
 
 class Responses(Serving):

@@ -8,5 +8,6 @@ from __future__ import annotations
 from djl_python.inputs import Input
 from djl_python.outputs import Output
 from djl_python.pair_list import PairList
+from djl_python.session_manager import Session, SessionManager
 
-__all__ = ["Input", "Output", "PairList"]
+__all__ = ["Input", "Output", "PairList", "Session", "SessionManager"]

@@ -1,0 +1,218 @@
+"""Answers that a function of the user's writes, in each of the three forms that LMI's users write such functions.
+
+fn(output: TextGenerationOutput) -> str                                      after each step
+fn(token, first_token, last_token, details, generated_text, id) -> str       for each token; `id` may be missing
+fn(answer) -> str, dict or bytes                                             the finished answer, or each chunk
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+from djl_python.request_io import RequestInput, Sequence, TextGenerationOutput, Token
+
+from lmi_server.dialects.base import Exchange
+from lmi_server.dialects.errors import error_event
+from lmi_server.dialects.framing import JSON_LINES
+from lmi_server.dialects.lmi import token_texts
+from lmi_server.errors import HandlerError, LmiServerError
+from lmi_server.generation import Delta, GenerationRequest
+from lmi_server.generation import Token as GeneratedToken
+
+_ROUTE = "invocations"
+_OUTPUT_TYPES = ("RequestOutput", "TextGenerationOutput")
+_TOKEN_ARGUMENTS = 5  # of the oldest form
+
+Write = Callable[[Exchange, RequestInput, bool], Exchange]
+"""Takes what a dialect made of a request, the request as formatters see it, and whether the client streams."""
+
+
+def written_by(function: Callable[..., Any], tokenizer: Callable[[], Any]) -> Write:
+    """Return what makes Exchanges whose answers `function` writes, by its first annotation and number of arguments."""
+    parameters = [
+        parameter
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    annotation = parameters[0].annotation if parameters else None
+    name = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+    if name.rpartition(".")[2] in _OUTPUT_TYPES:
+        return lambda inner, given, streams: _Stepwise(inner, given, streams, _Reading(function))
+    if len(parameters) >= _TOKEN_ARGUMENTS:
+        ids = itertools.count()
+        with_id = len(parameters) > _TOKEN_ARGUMENTS
+        return lambda inner, given, streams: _Stepwise(
+            inner, given, streams, _Tokenwise(function, next(ids) if with_id else None)
+        )
+    return lambda inner, given, streams: _Rewritten(inner, function)
+
+
+class _Reading:
+    """Calls `fn(output)` as long as it reads tokens, where the client streams; once a step where it does not."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, output: TextGenerationOutput, fresh: list[Token], streams: bool) -> Iterator[bytes]:
+        sequence = output.best_sequence
+        while True:
+            before = sequence.position
+            yield _bytes(self._function(output))
+            if not streams or sequence.position == before or not sequence.has_next_token():
+                return
+
+
+class _Tokenwise:
+    """Calls `fn(token, first_token, last_token, details, generated_text, id)` for each token."""
+
+    def __init__(self, function: Callable[..., Any], number: int | None) -> None:
+        self._function = function
+        self._more = () if number is None else (number,)
+
+    def __call__(self, output: TextGenerationOutput, fresh: list[Token], streams: bool) -> Iterator[bytes]:
+        sequence, parameters = output.best_sequence, output.input.parameters
+        prefix = str(output.input.input_text or "") if parameters.get("return_full_text") else ""
+        count = len(sequence.tokens)
+        for index, token in enumerate(fresh, count - len(fresh)):
+            last = sequence.finish_reason is not None and index == count - 1
+            text = prefix + "".join(token.text for token in sequence.tokens) if last else prefix
+            details = _details(output) if parameters.get("details") else {}
+            yield _bytes(self._function(token, index == 0, last, details, text, *self._more))
+
+
+def _details(output: TextGenerationOutput) -> dict[str, Any]:
+    sequence, given = output.best_sequence, output.input
+    return {
+        "finish_reason": sequence.finish_reason,
+        "tokens": output.get_tokens_as_dict(output.best_sequence_index),
+        "generated_tokens": len(sequence.tokens),
+        "inputs": given.input_text,
+        "parameters": given.parameters,
+        "prompt_tokens": output.get_prompt_tokens_as_dict(),
+    }
+
+
+class _Stepwise(Exchange):
+    """Hands what each step added to a function that writes it; the first bytes decide about the status."""
+
+    stream = True
+
+    def __init__(self, inner: Exchange, given: RequestInput, streams: bool, write: _Reading | _Tokenwise) -> None:
+        self.requests = tuple(_told_by_token(request, streams) for request in inner.requests)
+        self.warnings = inner.warnings
+        self.content_type = JSON_LINES.content_type if streams else "application/json"
+        self._write = write
+        self._streams = streams
+        self._unfinished = len(self.requests)
+        sequences = {index: Sequence() for index in range(len(self.requests))}
+        self._output = TextGenerationOutput(self.requests[0].request_id, given, False, sequences)
+
+    def add(self, index: int, delta: Delta) -> bytes:
+        fresh = self._take(index, delta)
+        if delta.finish_reason is not None:
+            self._output.sequences[index].finish_reason = delta.finish_reason
+            self._unfinished -= 1
+            self._output.finished = self._unfinished == 0
+        ends = self._output.finished
+        if not (fresh or ends) or (index != self._output.best_sequence_index and not ends):
+            return b""
+        return b"".join(self._write(self._output, fresh if index == 0 else [], self._streams))
+
+    def _take(self, index: int, delta: Delta) -> list[Token]:
+        """Add a delta to its sequence; return its tokens."""
+        sequence, output = self._output.sequences[index], self._output
+        fresh = [_token(token, text) for token, text in zip(delta.tokens, token_texts(delta), strict=False)]
+        if not delta.tokens and (delta.text or delta.finish_reason is not None):
+            fresh = [Token(-1, delta.text)]
+        sequence.tokens += fresh
+        sequence.top_tokens += [[Token(top.id, top.text, top.logprob) for top in token.top] for token in delta.tokens]
+        sequence.cumulative_log_prob += sum(token.log_prob or 0.0 for token in fresh)
+        if delta.prompt_tokens is not None:
+            output.prompt_tokens_details = [_token(token, token.text) for token in delta.prompt_tokens]
+        return fresh
+
+    def error_chunk(self, error: LmiServerError) -> bytes:
+        return error_event(_ROUTE, self.content_type, error)
+
+
+def _told_by_token(request: GenerationRequest, streams: bool) -> GenerationRequest:
+    sampling = msgspec.structs.replace(request.sampling, logprobs=request.sampling.logprobs or 0)
+    return msgspec.structs.replace(request, sampling=sampling, stream=streams)
+
+
+def _token(token: GeneratedToken, text: str) -> Token:
+    return Token(token.id, text, token.logprob, token.special)
+
+
+class Answer(dict[str, Any]):
+    """An answer as its JSON object, with what formatters use that were written for pydantic models."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def model_dump(self, **_: Any) -> dict[str, Any]:
+        """Return the object as plain values."""
+        return msgspec.json.decode(msgspec.json.encode(self))  # type: ignore[no-any-return]
+
+    def model_dump_json(self, **_: Any) -> str:
+        """Return the object as JSON."""
+        return msgspec.json.encode(self).decode()
+
+
+def _answer(value: Any) -> Any:
+    if isinstance(value, dict):
+        return Answer({key: _answer(item) for key, item in value.items()})
+    return [_answer(item) for item in value] if isinstance(value, list) else value
+
+
+class _Rewritten(Exchange):
+    """Hands the finished answer of a dialect to a function, or each chunk of it where the client streams."""
+
+    def __init__(self, inner: Exchange, function: Callable[..., Any]) -> None:
+        self.requests = inner.requests
+        self.warnings = inner.warnings
+        self.stream = inner.stream
+        self.content_type = inner.content_type
+        self._inner = inner
+        self._function = function
+
+    def first(self) -> bytes:
+        return self._chunk(self._inner.first())
+
+    def add(self, index: int, delta: Delta) -> bytes:
+        return self._chunk(self._inner.add(index, delta))
+
+    def last(self) -> bytes:
+        return self._chunk(self._inner.last())
+
+    def body(self) -> bytes:
+        return _bytes(self._function(_answer(msgspec.json.decode(self._inner.body()))))
+
+    def _chunk(self, data: bytes) -> bytes:
+        return _bytes(self._function(data.decode())) if data else data
+
+    def error_chunk(self, error: LmiServerError) -> bytes:
+        return self._inner.error_chunk(error)
+
+
+def _bytes(value: Any) -> bytes:
+    """Return what an output formatter returned as the bytes that are sent."""
+    if isinstance(value, str):
+        return value.encode()
+    if isinstance(value, bytes) or value is None:
+        return value or b""
+    if hasattr(value, "model_dump_json") and not isinstance(value, dict):
+        return str(value.model_dump_json()).encode()
+    try:
+        return msgspec.json.encode(value)
+    except TypeError:
+        raise HandlerError(
+            f"output_formatter returned a {type(value).__name__}; it has to return str, bytes or what JSON can hold"
+        ) from None

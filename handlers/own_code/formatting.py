@@ -1,0 +1,219 @@
+"""The formatters of a model.py beside a built-in handler that generates text: they read requests and write answers."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+from djl_python.request_io import RequestInput, TextInput
+
+from handlers.own_code.djl_requests import Requests
+from handlers.own_code.formatted_answers import written_by
+from handlers.own_code.loading import DEFAULT_ENTRY_POINT, find_marked, load_file, told
+from lmi_server import dialects
+from lmi_server.configuration.options import ModelOptions
+from lmi_server.dialects import fields, lmi
+from lmi_server.dialects.base import Exchange, Formatting, ServedModel
+from lmi_server.errors import HandlerError, LmiServerError, ModelLoadError
+from lmi_server.protocol import Input as Request
+
+logger = logging.getLogger(__name__)
+
+_LMI_ROUTES = frozenset({"invocations", "predictions"})
+_INPUT, _OUTPUT = "input_formatter", "output_formatter"
+_ELSEWHERE = ("prediction_handler", "init_handler")
+# What LMI hands to an input formatter beside the request, and what has no meaning here.
+_ABSENT = ("adapter_registry", "model_config", "peft_config", "rolling_batch", "image_placeholder_token")
+
+
+def load_formatting(model_dir: str, options: ModelOptions, tokenizer: Callable[[], Any]) -> Formatting | None:
+    """Return what the model.py in `model_dir` has of formatters; None where it has none, or is not there.
+
+    `tokenizer` returns that of the model, once it is loaded. Raises ModelLoadError with file and line.
+    """
+    module = _load(Path(model_dir, DEFAULT_ENTRY_POINT))
+    marked = {} if module is None else find_marked(module, (_INPUT, _OUTPUT, *_ELSEWHERE))
+    chosen = options.output_formatter
+    reads = _named(module, "option.input_formatter", options.input_formatter) or marked.get(_INPUT)
+    if chosen is None:
+        writes = marked.get(_OUTPUT)
+    else:
+        writes = None if chosen in lmi.FORMATTER_NAMES else _named(module, "option.output_formatter", chosen)
+    for name in _ELSEWHERE:
+        if name in marked:
+            logger.warning("%s: @%s has no effect beside a model that generates text", model_dir, name)
+    if reads is None and writes is None:
+        return None
+    for function in (reads, writes):
+        if function is not None and (inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)):
+            raise ModelLoadError(f"{_place(function)}: a formatter is an ordinary function; write it without async")
+    return OwnFormatting(reads, writes, options, tokenizer, model_dir)
+
+
+def _load(path: Path) -> ModuleType | None:
+    if not path.is_file():
+        return None
+    try:
+        return load_file(path)
+    except Exception as error:  # the border to the user's code
+        raise ModelLoadError(f"{path} cannot be imported: {told(error, str(path.parent))}") from error
+
+
+def _named(module: ModuleType | None, key: str, name: str | None) -> Callable[..., Any] | None:
+    if name is None:
+        return None
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = ", ".join(lmi.FORMATTER_NAMES)
+        where = "there is no model.py that defines it" if module is None else f"{module.__file__} does not define it"
+        raise ModelLoadError(f'{key} = "{name}": {where}; allowed: a function of model.py, or {known}')
+    return function  # type: ignore[no-any-return]
+
+
+class OwnFormatting(Formatting):
+    """Reads requests with `reads` and writes answers with `writes`; where one is None, the dialects do.
+
+    A function that takes an Input, and what writes answers, is for LMI's own paths; one that takes the body, a dict,
+    for OpenAI's too.
+    """
+
+    def __init__(
+        self,
+        reads: Callable[..., Any] | None,
+        writes: Callable[..., Any] | None,
+        options: ModelOptions,
+        tokenizer: Callable[[], Any],
+        model_dir: str,
+    ) -> None:
+        self._reads = reads
+        self._takes_body = reads is not None and _takes_body(reads)
+        self._writes = written_by(writes, tokenizer) if writes is not None else None
+        self._options = options
+        self._tokenizer = tokenizer
+        self._requests = Requests("handle", {"model_dir": model_dir}, may_choose_handler=True)
+        self._model_dir = model_dir
+
+    def parse(self, request: Request, served: ServedModel) -> Exchange:
+        is_lmi = request.route in _LMI_ROUTES
+        text_input: RequestInput | None = None
+        if self._reads is not None and self._takes_body:
+            request = self._body_formatted(request)
+        elif self._reads is not None and is_lmi:
+            read = self._call(self._reads, self._requests.one(request))
+            if isinstance(read, RequestInput):
+                text_input = read
+                request = _with_body(request, _body_of(read))
+            else:
+                request = _with_body(request, _checked(read, "TextInput or a dict"))
+        exchange = dialects.parse(request, served)
+        if self._writes is None or not is_lmi:
+            return exchange
+        text_input = text_input or _input_of(request)
+        self._complete(text_input, exchange, request)
+        return self._writes(exchange, text_input, _streams(text_input))
+
+    def _body_formatted(self, request: Request) -> Request:
+        assert self._reads is not None
+        return _with_body(request, _checked(self._call(self._reads, fields.json_object(request)), "a dict"))
+
+    def _call(self, function: Callable[..., Any], value: Any) -> Any:
+        more = {
+            **dict.fromkeys(_ABSENT),
+            "configs": self._options,
+            "tokenizer": self._tokenizer(),
+            "is_rolling_batch": True,
+            "is_mistral_tokenizer": False,
+        }
+        try:
+            return function(value, **_accepted(function, more))
+        except LmiServerError:
+            raise
+        except Exception as error:
+            raise HandlerError(f"input_formatter: {told(error, self._model_dir)}") from error
+
+    def _complete(self, text_input: RequestInput, exchange: Exchange, request: Request) -> None:
+        """Fill in what the server knows of a request, as LMI does after the formatter."""
+        text_input.request_id = exchange.requests[0].request_id
+        text_input.client_request_id = request.properties.get("x-request-id")
+        text_input.server_parameters = text_input.server_parameters or dict(text_input.parameters)
+        text_input.tgi_compat = self._options.tgi_compat
+        if isinstance(text_input, TextInput) and text_input.tokenizer is None:
+            text_input.tokenizer = self._tokenizer()
+
+
+def _takes_body(function: Callable[..., Any]) -> bool:
+    """Tell whether an input formatter takes the body as a dict, by what it says it takes or returns."""
+    signature = _signature(function)
+    first = next(iter(signature.parameters.values()), None)
+    if first is not None and first.annotation is not inspect.Parameter.empty:
+        return _says(first.annotation, dict, "dict", "Dict", "Mapping")
+    return _says(signature.return_annotation, dict, "dict", "Dict", "Mapping")
+
+
+def _says(annotation: Any, kind: type, *names: str) -> bool:
+    if isinstance(annotation, str):
+        return annotation.partition("[")[0].rpartition(".")[2] in names
+    return annotation is kind or getattr(annotation, "__origin__", None) is kind
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError) as error:  # a callable that tells nothing of itself
+        raise ModelLoadError(f"{function!r} cannot be a formatter: {error}") from error
+
+
+def _accepted(function: Callable[..., Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = _signature(function).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(more)
+    return {name: value for name, value in more.items() if name in list(parameters)[1:]}
+
+
+def _checked(value: Any, wanted: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise HandlerError(f"input_formatter returned a {type(value).__name__}; it has to return {wanted}")
+    return value
+
+
+def _with_body(request: Request, body: Mapping[str, Any]) -> Request:
+    try:
+        data = msgspec.json.encode(body)
+    except (TypeError, ValueError) as error:
+        raise HandlerError(f"what input_formatter returned cannot be written as JSON: {error}") from error
+    properties = {**request.properties, "content-type": "application/json"}
+    content = [(key, value) for key, value in request.content if key != "data"]
+    return msgspec.structs.replace(request, properties=properties, content=[*content, ("data", data)])
+
+
+def _body_of(read: RequestInput) -> dict[str, Any]:
+    """Return the request that a formatter made, in LMI's form."""
+    parameters = {name: value for name, value in read.parameters.items() if name != "stream"}
+    body = {"inputs": getattr(read, "input_text", None), "parameters": parameters, "stream": _streams(read)}
+    adapters = getattr(read, "adapters", None)
+    return body if adapters is None else {**body, "adapters": adapters}
+
+
+def _input_of(request: Request) -> TextInput:
+    """Return a request that a dialect took as formatters see it."""
+    if fields.media_type(request) == "text/plain":
+        return TextInput(parameters={"stream": False}, input_text=fields.plain_text(request))
+    body = fields.json_object(request)
+    parameters = body.get("parameters") or {}
+    parameters = {**parameters, "stream": body.get("stream") or False}
+    text = body.get("inputs") or body.get("prompt")
+    return TextInput(parameters=parameters, input_text=text, adapters=body.get("adapters"))
+
+
+def _streams(read: RequestInput) -> bool:
+    return read.parameters.get("stream") in (True, "true")
+
+
+def _place(function: Callable[..., Any]) -> str:
+    code = getattr(function, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else repr(function)

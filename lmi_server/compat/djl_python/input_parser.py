@@ -1,0 +1,29 @@
+"""Decorators for the functions of a `model.py` that take the place of a built-in handler's own.
+
+Each marks its function; the first function of a kind in the file counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def input_formatter(function: F) -> F:
+    """Mark the function that parses requests: `fn(input, **kwargs) -> TextInput`, or `fn(body, **kwargs) -> body`."""
+    function.is_input_formatter = True  # type: ignore[attr-defined]
+    return function
+
+
+def prediction_handler(function: F) -> F:
+    """Mark the function that predicts in the place of a scikit-learn or XGBoost model: `fn(inputs, model)`."""
+    function.is_prediction_handler = True  # type: ignore[attr-defined]
+    return function
+
+
+def init_handler(function: F) -> F:
+    """Mark the function that loads a scikit-learn or XGBoost model: `fn(model_dir) -> model`."""
+    function.is_init_handler = True  # type: ignore[attr-defined]
+    return function

@@ -1,0 +1,141 @@
+"""What formatters get and give: a request as parsed, and its answer as far as it was generated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Token:
+    """One token. `log_prob` is a natural logarithm; None where it was not computed."""
+
+    id: int
+    text: str
+    log_prob: float | None = None
+    special_token: bool | None = None
+    error_msg: str | None = None
+    request_id: Any = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the token as LMI's answers tell it."""
+        told: dict[str, Any] = {"id": self.id, "text": self.text, "log_prob": self.log_prob}
+        if self.special_token:
+            told["special_token"] = True
+        if self.error_msg:
+            told["error_msg"] = self.error_msg
+        return told
+
+    def as_tgi_dict(self) -> dict[str, Any]:
+        """Return the token as text-generation-inference tells it."""
+        told: dict[str, Any] = {"id": self.id, "text": self.text, "logprob": self.log_prob}
+        if self.special_token is not None:
+            told["special"] = self.special_token
+        return told
+
+
+@dataclass
+class Sequence:
+    """One generated sequence. `get_next_token` reads its tokens one after the other, as they arrive."""
+
+    tokens: list[Token] = field(default_factory=list)
+    top_tokens: list[list[Token]] = field(default_factory=list)
+    cumulative_log_prob: float = 0.0
+    finish_reason: str | None = None
+    stop_reason: str | None = None
+    _read: int = field(default=0, repr=False)
+    _top_read: int = field(default=0, repr=False)
+
+    def has_next_token(self) -> bool:
+        """Tell whether there is a token that `get_next_token` has not returned."""
+        return self._read < len(self.tokens)
+
+    def get_next_token(self) -> tuple[Token | None, int, bool, bool]:
+        """Return the next token, its index, and whether it is the first one and the last one there will be."""
+        if not self.has_next_token():
+            return None, -1, False, False
+        index = self._read
+        self._read += 1
+        return self.tokens[index], index, index == 0, self._is_last(index)
+
+    @property
+    def position(self) -> int:
+        """Return how many tokens `get_next_token` has returned."""
+        return self._read
+
+    def get_last_token(self) -> Token | None:
+        """Return the last token of a finished sequence, None before that."""
+        return self.tokens[-1] if self.finish_reason is not None and self.tokens else None
+
+    def has_next_top_tokens(self) -> bool:
+        return self._top_read < len(self.top_tokens)
+
+    def get_next_top_tokens(self) -> tuple[list[Token] | None, int, bool, bool]:
+        """Return the best alternatives at the next position, as `get_next_token` returns the token there."""
+        if not self.has_next_top_tokens():
+            return None, -1, False, False
+        index = self._top_read
+        self._top_read += 1
+        return self.top_tokens[index], index, index == 0, self._is_last(index)
+
+    def _is_last(self, index: int) -> bool:
+        return self.finish_reason is not None and index == len(self.tokens) - 1
+
+
+@dataclass
+class RequestInput:
+    """A request as parsed. A formatter may add attributes; the output formatter gets the same object."""
+
+    request_id: Any = None
+    client_request_id: str | None = None
+    output_formatter: str | Callable[..., Any] | None = None
+    parameters: dict[str, Any] = field(default_factory=dict)
+    server_parameters: dict[str, Any] = field(default_factory=dict)
+    tgi_compat: bool = False
+
+
+@dataclass
+class TextInput(RequestInput):
+    """A request for text: `input_text` is the prompt, `parameters` those of the request, `stream` among them."""
+
+    input_text: str | list[str] | None = None
+    adapters: Any = None
+    tokenizer: Any = None
+
+    def prompt_tokens_length(self) -> int:
+        """Return the number of the prompt's tokens."""
+        return len(self.tokenizer.encode(self.input_text)) if self.tokenizer is not None else 0
+
+
+@dataclass
+class RequestOutput:
+    """The answer to a request, as far as there is one."""
+
+    request_id: Any = None
+    input: Any = None
+    finished: bool = False
+
+
+@dataclass
+class TextGenerationOutput(RequestOutput):
+    """The sequences that were generated so far, by index."""
+
+    sequences: dict[int, Sequence] = field(default_factory=dict)
+    best_sequence_index: int = 0
+    prompt_tokens_details: list[Token] = field(default_factory=list)
+
+    @property
+    def other_sequences_indices(self) -> list[int]:
+        return [index for index in self.sequences if index != self.best_sequence_index]
+
+    @property
+    def best_sequence(self) -> Sequence:
+        return self.sequences[self.best_sequence_index]
+
+    def get_tokens_as_dict(self, sequence_index: int) -> list[dict[str, Any]]:
+        """Return the tokens of a sequence as LMI's answers tell them."""
+        return [token.as_dict() for token in self.sequences[sequence_index].tokens]
+
+    def get_prompt_tokens_as_dict(self) -> list[dict[str, Any]]:
+        return [token.as_dict() for token in self.prompt_tokens_details]

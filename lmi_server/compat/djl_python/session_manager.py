@@ -1,0 +1,160 @@
+"""State between the requests of one session, in files that every worker of the machine sees and that outlive them.
+
+What `put` stores is written as msgpack and NumPy's own format, never pickled: reading a session runs no code.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from djl_python.session_values import decode, encode
+
+if TYPE_CHECKING:
+    import numpy as np
+
+NEW_SESSION = "NEW_SESSION"
+DEFAULT_EXPIRATION_S = 1200
+
+_EXPIRATION = ".expiration"  # a file of each session; keys cannot begin with a dot
+_SESSION_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+
+class Session:
+    """One session. `expiration_ts` is in seconds of time.time().
+
+    Keys are texts; "/" in them means the same as "-".
+    """
+
+    def __init__(self, session_id: str, directory: Path, expiration_ts: float) -> None:
+        self.session_id = session_id
+        self.expiration_ts = expiration_ts
+        self._directory = directory
+
+    @property
+    def files_path(self) -> str:
+        """Return the directory of the session."""
+        return str(self._directory)
+
+    def put(self, key: str, value: Any) -> None:
+        """Store a value: None, bool, int, float, str, bytes, NumPy arrays and scalars, and list, tuple, dict of these.
+
+        Raises TypeError naming the type of anything else.
+        """
+        data = encode(value)
+        path = self._path(key)
+        file, temporary = tempfile.mkstemp(prefix=".", dir=self._directory)
+        with os.fdopen(file, "wb") as written:
+            written.write(data)
+        os.replace(temporary, path)  # whoever reads meanwhile sees the old value or the new one
+
+    def get(self, key: str, d: Any = None) -> Any:
+        """Return the value of a key, `d` where there is none. Raises ValueError where it is an array's memory."""
+        try:
+            return decode(self._path(key).read_bytes())
+        except FileNotFoundError:
+            return d
+
+    def get_as_numpy(
+        self, key: str, shape: tuple[int, ...], dtype: Any = None, create: bool = False
+    ) -> np.memmap[Any, np.dtype[Any]]:
+        """Return an array whose memory is a file of the session; what is written to it stays there.
+
+        Without `create` it has to be there: raises ValueError where it is not, or has another size.
+        """
+        import numpy as np
+
+        path, kind = self._path(key), np.dtype(np.float32 if dtype is None else dtype)
+        if create:
+            return np.memmap(path, kind, "w+", shape=shape)
+        wanted = kind.itemsize * int(np.prod(shape))
+        if not path.is_file():
+            raise ValueError(f"session {self.session_id} has no array {key}; create it with create=True")
+        if path.stat().st_size != wanted:
+            raise ValueError(f"array {key} has {path.stat().st_size} bytes; {shape} of {kind} are {wanted}")
+        return np.memmap(path, kind, "r+", shape=shape)
+
+    def remove(self) -> None:
+        """Delete everything of the session."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _path(self, key: str) -> Path:
+        name = key.replace("/", "-")
+        if not name or name.startswith(".") or "\0" in name:
+            raise ValueError(f"key {key!r} is not allowed; use a text that does not begin with a dot")
+        return self._directory / name
+
+
+class SessionManager:
+    """The sessions below `sessions_path`; each ends `sessions_expiration` seconds after it was created."""
+
+    def __init__(self, properties: Mapping[str, Any]) -> None:
+        self.expiration = float(properties.get("sessions_expiration") or DEFAULT_EXPIRATION_S)
+        self.sessions_path = Path(properties.get("sessions_path") or _default_path())
+        self.sessions_path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self.sessions_path.stat().st_uid != os.getuid():
+            raise PermissionError(f"{self.sessions_path} belongs to another user; set option.sessions_path")
+
+    def create_session(self) -> Session:
+        """Return a new session; those that have expired are deleted first."""
+        self._clean_expired()
+        session_id = str(uuid.uuid4())
+        directory = self.sessions_path / session_id
+        expiration_ts = time.time() + self.expiration
+        with tempfile.TemporaryDirectory(prefix=".", dir=self.sessions_path) as unfinished:
+            made = Path(unfinished, session_id)
+            made.mkdir(mode=0o700)
+            (made / _EXPIRATION).write_text(repr(expiration_ts))
+            made.rename(directory)  # with its expiration in it, so that nobody takes it for a broken one
+        return Session(session_id, directory, expiration_ts)
+
+    def get_session(self, session_id: str | None) -> Session | None:
+        """Return a session; None where none is named, a new one is asked for, or it has expired.
+
+        Raises ValueError where there is no such session.
+        """
+        if not session_id or session_id == NEW_SESSION:
+            return None
+        session = self._find(session_id)
+        if session is None:
+            raise ValueError(f"session not found: {session_id}")
+        if session.expiration_ts <= time.time():
+            session.remove()
+            return None
+        return session
+
+    def close_session(self, session_id: str | None) -> None:
+        """Delete a session. Raises ValueError where none is named, or there is no such session."""
+        if not session_id:
+            raise ValueError(f"invalid session_id: {session_id!r}")
+        session = self._find(session_id)
+        if session is None:
+            raise ValueError(f"session not found: {session_id}")
+        session.remove()
+
+    def _find(self, session_id: str) -> Session | None:
+        if _SESSION_ID.fullmatch(session_id) is None:  # it comes from a header, and becomes a path
+            return None
+        directory = self.sessions_path / session_id
+        try:
+            return Session(session_id, directory, float((directory / _EXPIRATION).read_text()))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def _clean_expired(self) -> None:
+        for directory in self.sessions_path.iterdir():
+            session = self._find(directory.name)
+            if session is not None and session.expiration_ts <= time.time():
+                session.remove()
+
+
+def _default_path() -> Path:
+    memory = Path("/dev/shm")
+    return (memory if memory.is_dir() else Path(tempfile.gettempdir())) / "djl_sessions"

@@ -1,0 +1,60 @@
+"""Which worker a session's requests go to: the one that opened it, or that had its last request."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from lmi_server.protocol import Input
+
+if TYPE_CHECKING:
+    from lmi_server.worker_process import WorkerProcess
+
+_SESSION = "x-amzn-sagemaker-session-id"
+_NEW_SESSION = "x-amzn-sagemaker-new-session-id"
+_CLOSED_SESSION = "x-amzn-sagemaker-closed-session-id"
+_TO_BE_OPENED = "NEW_SESSION"
+_MOST = 100_000  # sessions; the one that was silent for longest is forgotten first
+
+
+class StickySessions:
+    """Remembers a worker for each session. It is a preference: a session's files outlive its worker."""
+
+    def __init__(self) -> None:
+        self._workers: OrderedDict[str, WorkerProcess] = OrderedDict()
+
+    def worker_of(self, request: Input) -> WorkerProcess | None:
+        """Return the worker that `request` should go to; None where any will do."""
+        session = request.properties.get(_SESSION)
+        return None if session is None else self._workers.get(session)
+
+    def sent(self, request: Input, worker: WorkerProcess) -> None:
+        """Note that `worker` gets `request`."""
+        session = request.properties.get(_SESSION)
+        if session is not None:
+            self._remember(session, worker)
+
+    def answered(self, headers: Iterable[tuple[str, str]], worker: WorkerProcess) -> None:
+        """Note what the headers of an answer tell of sessions that were opened and closed."""
+        for name, value in headers:
+            if len(name) < len(_SESSION):
+                continue
+            match name.lower():
+                case name if name in (_SESSION, _NEW_SESSION):
+                    self._remember(value.partition(";")[0].strip(), worker)
+                case name if name == _CLOSED_SESSION:
+                    self._workers.pop(value.strip(), None)
+
+    def forget(self, worker: WorkerProcess) -> None:
+        """Let the sessions of a worker that takes no more requests go to any other."""
+        for session in [session for session, owner in self._workers.items() if owner is worker]:
+            del self._workers[session]
+
+    def _remember(self, session: str, worker: WorkerProcess) -> None:
+        if session == _TO_BE_OPENED:
+            return
+        self._workers[session] = worker
+        self._workers.move_to_end(session)
+        if len(self._workers) > _MOST:
+            self._workers.popitem(last=False)

@@ -1,0 +1,65 @@
+"""Who reads requests and writes answers: the dialects, or code in the directory of the model or of an adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+from lmi_server import dialects
+from lmi_server.configuration.handlers import OWN_CODE
+from lmi_server.configuration.handlers import load as load_by_name
+from lmi_server.dialects.adapters import named_adapter
+from lmi_server.dialects.base import Formatting
+from lmi_server.errors import ModelLoadError, RequestError
+from lmi_server.protocol import Input
+from lmi_server.worker.loading import Loading
+from lmi_server.worker.serve import Parse
+
+_LOADER = "handlers.own_code.formatting:load_formatting"
+
+
+class Formats:
+    """Chooses by the adapter that a request names. Raises ModelLoadError where the model's code cannot be loaded."""
+
+    def __init__(self, loading: Loading, tokenizer: Callable[[], Any]) -> None:
+        self._options = loading.options
+        self._tokenizer = tokenizer
+        is_handler = loading.load.handler == OWN_CODE.handler  # it reads the options itself
+        own = None if is_handler else self._load(loading.model_dir)
+        self._default: Parse = dialects.parse if own is None else own.parse
+        self._of_adapters: dict[str, Parse] = {}
+
+    def of(self, request: Input) -> Parse:
+        """Return what reads `request`."""
+        if not self._of_adapters:
+            return self._default
+        return self._of_adapters.get(named_adapter(request) or "", self._default)
+
+    def _load(self, directory: str) -> Formatting | None:
+        """Load the code in `directory`; None where there is none. Raises ModelLoadError with file and line."""
+        if not self._is_needed(directory):
+            return None
+        load_formatting = cast("Callable[..., Formatting | None]", load_by_name(_LOADER))
+        return load_formatting(directory, self._options, self._tokenizer)
+
+    def of_adapter(self, directory: str) -> Formatting | None:
+        """Load the code of an adapter; None where it has none. Raises RequestError with file and line."""
+        if not Path(directory, "model.py").is_file():
+            return None
+        try:
+            return self._load(directory)
+        except ModelLoadError as error:
+            raise RequestError(error.message) from error
+
+    def set_adapter(self, name: str, formatting: Formatting | None) -> None:
+        """Let requests that name an adapter be read by its own code, or again by that of the model."""
+        if formatting is None:
+            self._of_adapters.pop(name, None)
+        else:
+            self._of_adapters[name] = formatting.parse
+
+    def _is_needed(self, directory: str) -> bool:
+        options = self._options
+        names_function = options.output_formatter not in (None, *dialects.FORMATTER_NAMES) or options.input_formatter
+        return bool(names_function) or Path(directory, "model.py").is_file()

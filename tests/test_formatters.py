@@ -1,0 +1,168 @@
+"""Formatters in a model.py beside a built-in handler, over HTTP."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from server_helpers import Server, make_model, running
+
+CODE = Path(__file__).parent / "models"
+
+
+def make(directory: Path, code: str, **options: str) -> Path:
+    make_model(directory, **options)
+    shutil.copy(CODE / f"{code}.py", directory / "model.py")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Serve a model for each way to format."""
+    store = tmp_path_factory.mktemp("formatters")
+    make(store / "newer", "formatters")
+    make(store / "with_id", "old_formatters", output_formatter="with_id")
+    make(store / "without_id", "old_formatters", output_formatter="without_id")
+    make(store / "whole", "old_formatters", output_formatter="whole")
+    make(store / "body", "body_formatter")
+    make(store / "option", "formatters", output_formatter="json", input_formatter="parse")
+    make_model(store / "text", output_formatter="none")
+    make(store / "adapted", "body_formatter", enable_lora="true")
+    make_adapter(store / "adapted" / "adapters" / "plain")
+    shutil.copy(CODE / "formatters.py", make_adapter(store / "adapted" / "adapters" / "own") / "model.py")
+    with running("--model-store", store) as server:
+        for _ in range(8):
+            server.log_line(r"\] ready: process")
+        yield server
+
+
+def make_adapter(directory: Path) -> Path:
+    directory.mkdir(parents=True)
+    return directory
+
+
+def test_an_input_formatter_makes_the_request_and_an_output_formatter_the_answer(server: Server) -> None:
+    answer = server.http.post("/predictions/newer", json={"question": "a b"}, headers={"X-Greeting": "hi"})
+    assert (answer.status_code, answer.text) == (200, "hi a b a (length)")
+    assert server.http.post("/predictions/newer", json={"question": "a b"}).text == "hello a b a (length)"
+
+
+def test_an_output_formatter_is_called_until_it_has_read_each_token_of_a_stream(server: Server) -> None:
+    answer = server.http.post("/predictions/newer", json={"question": "a b", "lines": True})
+    assert answer.headers["content-type"] == "application/jsonlines"
+    assert answer.text == "0 a first\n1 b\n2 a last\n"
+
+
+def test_a_formatter_that_raises_fails_its_request_alone(server: Server) -> None:
+    before = server.http.post("/predictions/newer", json={"question": "raise"})
+    assert before.status_code == 424
+    assert "KeyError: 'no such question'" in before.json()["message"]
+    assert "model.py:17" in before.json()["message"]
+    late = server.http.post("/predictions/newer", json={"question": "break late"})
+    assert (late.status_code, late.json()["message"]) == (424, "RuntimeError: no answer to that")
+    stream = server.http.post("/predictions/newer", json={"question": "a late", "lines": True})
+    *lines, error = stream.text.splitlines()
+    assert (stream.status_code, lines) == (200, ["0 a first"])
+    assert (json.loads(error)["code"], json.loads(error)["error"]) == (424, "RuntimeError: no answer to that")
+    assert server.http.post("/predictions/newer", json={"question": "a"}).status_code == 200
+
+
+def test_openais_paths_keep_openais_form(server: Server) -> None:
+    body = {"model": "newer", "prompt": "a b", "max_tokens": 2}
+    assert server.http.post("/v1/completions", json=body).json()["choices"][0]["text"] == " a b"
+
+
+def test_the_form_with_six_arguments(server: Server) -> None:
+    body = {"inputs": "a b", "parameters": {"max_new_tokens": 3, "return_full_text": True, "details": True}}
+    assert server.http.post("/predictions/with_id", json=body).text == "< a b a|a b a b a|length|3>"
+    del body["parameters"]["details"], body["parameters"]["return_full_text"]  # type: ignore[attr-defined]
+    assert server.http.post("/predictions/with_id", json={**body, "stream": True}).text == "< a b a| a b a>"
+
+
+def test_the_form_with_five_arguments(server: Server) -> None:
+    body = {"inputs": "a b", "parameters": {"max_new_tokens": 3}}
+    assert server.http.post("/predictions/without_id", json=body).text == " A B A"
+
+
+def test_a_prompt_as_plain_text_is_formatted_too(server: Server) -> None:
+    text = server.http.post("/predictions/without_id", content="a b", headers={"Content-Type": "text/plain"}).text
+    assert text.startswith(" A B")
+
+
+def test_the_form_with_the_finished_answer(server: Server) -> None:
+    body = {"inputs": "a b", "parameters": {"max_new_tokens": 2}}
+    assert server.http.post("/predictions/whole", json=body).json() == {"answer": " a b", "also": " a b"}
+    lines = server.http.post("/predictions/whole", json={**body, "stream": True}).text.splitlines()
+    assert json.loads(lines[-1])["text"] == " a b"
+
+
+def test_an_input_formatter_of_bodies_is_for_every_path(server: Server) -> None:
+    assert server.http.post("/predictions/body", json={"ask": "a b"}).json() == {"generated_text": " a b"}
+    assert server.http.post("/predictions/body", json={"inputs": "c", "parameters": {"max_new_tokens": 1}}).json() == {
+        "generated_text": " c"
+    }
+    answer = server.http.post("/v1/completions", json={"model": "body", "ask": "a b"}).json()
+    assert answer["choices"][0]["text"] == " a b"
+    wrong = server.http.post("/predictions/body", json={"ask": "wrong"})
+    assert wrong.status_code == 424
+    assert "returned a list; it has to return a dict" in wrong.json()["message"]
+
+
+def test_the_option_goes_before_the_decorator(server: Server) -> None:
+    assert server.http.post("/predictions/option", json={"question": "a b"}).json() == {"generated_text": " a b a"}
+
+
+def test_none_is_the_text_alone(server: Server) -> None:
+    body = {"inputs": "a b", "parameters": {"max_new_tokens": 2, "return_full_text": True}}
+    for stream in (False, True):
+        answer = server.http.post("/predictions/text", json={**body, "stream": stream})
+        assert (answer.headers["content-type"], answer.text) == ("text/plain; charset=utf-8", "a b a b")
+
+
+def test_an_adapters_own_formatters_are_for_its_requests(server: Server) -> None:
+    own = server.http.post("/predictions/adapted?adapter=own", json={"question": "a"})
+    assert own.text == "hello own: a own: (length)"
+    header = {"X-Amzn-SageMaker-Adapter-Identifier": "own"}
+    assert server.http.post("/predictions/adapted", json={"question": "a"}, headers=header).text == own.text
+    plain = server.http.post("/predictions/adapted?adapter=plain", json={"ask": "a"})
+    assert plain.json() == {"generated_text": " plain: a"}
+    assert server.http.delete("/models/adapted/adapters/own").status_code == 200
+    assert server.http.post("/predictions/adapted?adapter=own", json={"ask": "a"}).status_code == 424
+
+
+@pytest.mark.parametrize(
+    ("code", "options", "told"),
+    [
+        ("old_formatters", {"output_formatter": "misspelt"}, "misspelt.*model.py does not define it; allowed: a func"),
+        ("old_formatters", {"output_formatter": "asynchronous"}, "a formatter is an ordinary function"),
+        ("old_formatters", {"input_formatter": "misspelt"}, 'option.input_formatter = "misspelt"'),
+        ("broken", {}, "model.py:1.*SyntaxError"),
+    ],
+)
+def test_code_that_cannot_be_used_fails_the_model(
+    tmp_path: Path, code: str, options: dict[str, str], told: str
+) -> None:
+    directory = make_model(tmp_path / "model", **options)
+    source = "def :" if code == "broken" else (CODE / f"{code}.py").read_text()
+    (directory / "model.py").write_text(source)
+    with running(directory) as server:
+        server.log_line(f"could not be loaded.*{told}")
+
+
+def test_a_function_without_a_file_is_told(tmp_path: Path) -> None:
+    with running(make_model(tmp_path / "model", output_formatter="mine")) as server:
+        server.log_line("could not be loaded.*mine.*there is no model.py that defines it")
+
+
+def test_an_adapter_whose_code_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
+    broken = make_adapter(tmp_path / "broken")
+    (broken / "model.py").write_text("import no_such_package")
+    with running(make_model(tmp_path / "model", enable_lora="true")) as server:
+        server.log_line(r"\] ready: process")
+        reply = server.http.post("/adapters", params={"name": "broken", "src": str(broken)})
+        assert reply.status_code == 424
+        assert "no_such_package" in reply.json()["message"]
+        assert server.http.get("/adapters").json() == {"adapters": []}

@@ -1,0 +1,219 @@
+"""Stateful sessions: what djl_python's SessionManager keeps, and requests that open, name and close sessions."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from server_helpers import Server, make_model, running, serving
+
+from lmi_server import worker
+
+COMPAT = Path(worker.__file__).parent.parent / "compat"
+HEADER = "X-Amzn-SageMaker-Session-Id"
+
+
+@pytest.fixture(scope="module")
+def sessions() -> Iterator[Any]:
+    """Import djl_python as a worker does."""
+    sys.path.insert(0, str(COMPAT))
+    try:
+        from djl_python import session_manager
+
+        yield session_manager
+    finally:
+        sys.path.remove(str(COMPAT))
+        for name in [name for name in sys.modules if name.partition(".")[0] == "djl_python"]:
+            del sys.modules[name]
+
+
+@pytest.fixture
+def manager(sessions: Any, tmp_path: Path) -> Any:
+    return sessions.SessionManager({"sessions_path": str(tmp_path), "sessions_expiration": "60"})
+
+
+def test_another_manager_finds_what_one_has_stored(sessions: Any, manager: Any, tmp_path: Path) -> None:
+    session = manager.create_session()
+    session.put("a/b", {"text": "x", "list": [1, (2.5, None)], "bytes": b"\0", "array": np.arange(6).reshape(2, 3)})
+    other = sessions.SessionManager({"sessions_path": str(tmp_path)}).get_session(session.session_id)
+    value = other.get("a-b")
+    assert value["list"] == [1, (2.5, None)]
+    assert (value["text"], value["bytes"]) == ("x", b"\0")
+    assert value["array"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert (other.get("nothing"), other.get("nothing", 3)) == (None, 3)
+    assert other.expiration_ts == session.expiration_ts
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats() | st.text() | st.binary(),
+        lambda inner: (
+            st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text() | st.integers(0, 99), inner)
+        ),
+        max_leaves=20,
+    )
+)
+def test_values_come_back_as_they_were(sessions: Any, value: Any) -> None:
+    from djl_python.session_values import decode, encode
+
+    assert equal(decode(encode(value)), value)
+
+
+def equal(left: Any, right: Any) -> bool:
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, float):
+        return left == right or (math.isnan(left) and math.isnan(right))
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(equal, left, right))
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(equal(left[key], right[key]) for key in left)
+    return bool(left == right)
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (object(), "builtins.object cannot be stored"),
+        ({"nested": [{1, 2}]}, "builtins.set"),
+        (lambda: None, "builtins.function"),
+        (datetime.min, "datetime.datetime"),
+        ({(1, 2): 3}, "keys of tuple"),
+        (np.array([object()]), "numpy.ndarray of objects"),
+        (2**70, "64 bits"),
+        (Path("x"), "pathlib"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused_by_name(manager: Any, value: Any, told: str) -> None:
+    session = manager.create_session()
+    session.put("key", "before")
+    with pytest.raises(TypeError, match=told):
+        session.put("key", value)
+    assert session.get("key") == "before"
+
+
+def test_nothing_that_a_session_holds_is_executed(manager: Any, tmp_path: Path) -> None:
+    session = manager.create_session()
+    pickled = b"cos\nsystem\n(S'touch " + str(tmp_path / "ran").encode() + b"'\ntR."
+    Path(session.files_path, "key").write_bytes(pickled)
+    with pytest.raises(ValueError, match="no value that put"):
+        session.get("key")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_an_array_whose_memory_is_a_file(sessions: Any, manager: Any, tmp_path: Path) -> None:
+    session = manager.create_session()
+    with pytest.raises(ValueError, match="no array frames"):
+        session.get_as_numpy("frames", (2, 3))
+    array = session.get_as_numpy("frames", (2, 3), create=True)
+    array[1] = 7
+    again = sessions.SessionManager({"sessions_path": str(tmp_path)}).get_session(session.session_id)
+    assert again.get_as_numpy("frames", (2, 3)).tolist() == [[0, 0, 0], [7, 7, 7]]
+    with pytest.raises(ValueError, match="has 24 bytes"):
+        again.get_as_numpy("frames", (2, 3), np.float64)
+
+
+def test_sessions_end(sessions: Any, manager: Any, tmp_path: Path) -> None:
+    short = sessions.SessionManager({"sessions_path": str(tmp_path), "sessions_expiration": 0.01}).create_session()
+    time.sleep(0.02)  # the point: the time after which it ends
+    assert manager.get_session(short.session_id) is None
+    with pytest.raises(ValueError, match="session not found"):
+        manager.get_session(short.session_id)
+    closed = manager.create_session()
+    manager.close_session(closed.session_id)
+    with pytest.raises(ValueError, match="session not found"):
+        manager.close_session(closed.session_id)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["", None, "NEW_SESSION"])
+def test_no_session_is_named(manager: Any, name: Any) -> None:
+    assert manager.get_session(name) is None
+
+
+@pytest.mark.parametrize("name", ["..", "../x", "/etc", "x" * 36, "a.b"])
+def test_an_id_is_no_path(manager: Any, name: str) -> None:
+    with pytest.raises(ValueError, match="session not found"):
+        manager.get_session(name)
+    with pytest.raises(ValueError, match="session not found"):
+        manager.close_session(name)
+
+
+@pytest.mark.parametrize("key", ["", "..", ".expiration", "a\0"])
+def test_a_key_is_no_path(manager: Any, key: str) -> None:
+    with pytest.raises(ValueError, match="is not allowed"):
+        manager.create_session().put(key, 1)
+
+
+# --- over HTTP ---
+
+
+def opened(server: Server) -> str:
+    reply = server.http.post("/invocations", json={"requestType": "NEW_SESSION"})
+    assert reply.status_code == 200
+    header = reply.headers[HEADER]
+    session_id, _, expires = header.partition("; Expires=")
+    assert datetime.fromisoformat(expires) > datetime.now().astimezone()
+    assert reply.json() == {"result": f"Session {session_id} created"}
+    return str(session_id)
+
+
+def test_a_model_that_generates_text_opens_checks_and_closes_sessions(tmp_path: Path) -> None:
+    options = {"enable_stateful_sessions": "true", "sessions_path": str(tmp_path / "sessions")}
+    body = {"inputs": "a requestType", "parameters": {"max_new_tokens": 1}}
+    with serving(tmp_path, **options) as server:
+        session_id = opened(server)
+        assert server.http.post("/invocations", json=body, headers={HEADER: session_id}).status_code == 200
+        os.kill(server.worker_pid(), signal.SIGKILL)
+        server.log_line(r"\] ready: process")
+        assert server.http.post("/invocations", json=body, headers={HEADER: session_id}).status_code == 200
+        closed = server.http.post("/invocations", json={"requestType": "CLOSE"}, headers={HEADER: session_id})
+        assert closed.json() == {"result": f"Session {session_id} closed"}
+        assert closed.headers["X-Amzn-SageMaker-Closed-Session-Id"] == session_id
+        for refused in (body, {"requestType": "CLOSE"}):
+            reply = server.http.post("/invocations", json=refused, headers={HEADER: session_id})
+            assert (reply.status_code, reply.json()["message"]) == (424, f"session not found: {session_id}")
+        other = server.http.post("/invocations", json={"requestType": "PAUSE"})
+        assert other.status_code == 424
+        assert "send NEW_SESSION or CLOSE" in other.json()["message"]
+        assert server.http.post("/invocations", json={"requestType": "CLOSE"}).status_code == 424
+        assert server.http.post("/invocations", json=body).status_code == 200
+
+
+def test_the_requests_of_a_session_go_to_its_worker(tmp_path: Path) -> None:
+    """Each of three workers tells its process; a session keeps its own, until that one is gone."""
+    directory = make_model(tmp_path / "model", minWorkers=3, maxWorkers=3, sessions_path=tmp_path / "sessions")
+    (directory / "serving.properties").write_text(
+        re.sub("option.(entryPoint|test_handler)=.*\n", "", (directory / "serving.properties").read_text())
+    )
+    shutil.copy(Path(__file__).parent / "models" / "sessions.py", directory / "model.py")
+    with running(directory) as server:
+        for _ in range(3):
+            server.log_line(r"\] ready: process")
+        owners = {}
+        for _ in range(6):
+            reply = server.http.post("/invocations", json={"requestType": "NEW_SESSION"})
+            owners[reply.headers[HEADER]] = reply.json()["pid"]
+        for count in (1, 2, 3):
+            for session, pid in owners.items():
+                told = server.http.post("/invocations", json={}, headers={HEADER: session}).json()
+                assert told == {"pid": pid, "count": count}
+        session, pid = owners.popitem()
+        os.kill(pid, signal.SIGKILL)
+        server.log_line(r"\] ready: process")
+        told = server.http.post("/invocations", json={}, headers={HEADER: session}).json()
+        assert told["count"] == 4
+        assert told["pid"] != pid
