@@ -17,6 +17,9 @@ from mpi_helpers import clean, group_members, is_running, process_of_rank
 from server_helpers import Server, make_model
 from tiny_models import FAMILIES, byte_tokenizer, random_model
 
+from handlers.rolling_batch.sharding import check_degree
+from lmi_server.errors import ModelLoadError
+
 HUGGING_FACE = "handlers.huggingface:HuggingFaceHandler"
 MPI_KEYS = {
     "entryPoint": "djl_python.huggingface",
@@ -29,10 +32,10 @@ MPI_KEYS = {
 }
 
 
-def save(directory: Path, family: str = "llama", **changes: Any) -> Any:
+def save(directory: Path) -> Any:
     """Save a tiny model whose vocabulary two ranks can share; return it."""
-    config = FAMILIES[family]()
-    config.update({"vocab_size": 260, **changes})
+    config = FAMILIES["llama"]()
+    config.update({"vocab_size": 260})
     model = random_model(config)
     model.save_pretrained(directory)
     byte_tokenizer().save_pretrained(directory)
@@ -119,14 +122,20 @@ def test_a_follower_lost_in_a_step_ends_the_streams_and_the_next_group_answers(
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "degree", "message"),
     [
-        ({"num_key_value_heads": 1}, "tensor_parallel_degree=2 does not divide num_key_value_heads=1"),
-        ({"vocab_size": 261}, "tensor_parallel_degree=2 does not divide vocab_size=261"),
+        ({"num_key_value_heads": 1}, 2, "tensor_parallel_degree=2 does not divide num_key_value_heads=1"),
+        ({}, 3, "tensor_parallel_degree=3 does not divide num_attention_heads=4"),
+        ({}, 2, "tensor_parallel_degree=2 does not divide vocab_size=259"),
     ],
 )
-def test_a_degree_that_divides_not_is_refused_by_name(changes: dict[str, int], message: str, tmp_path: Path) -> None:
-    save(tmp_path / "weights", **changes)
-    directory = make_model(tmp_path / "model", HUGGING_FACE, model_id=tmp_path / "weights", **MPI_KEYS)
-    with clean(directory) as server:
-        assert message in server.log_line("could not be loaded: (.*)")[1]
+def test_a_degree_that_divides_not_is_refused_by_name(changes: dict[str, int], degree: int, message: str) -> None:
+    config = FAMILIES["llama"]()
+    config.update(changes)
+    with pytest.raises(ModelLoadError, match=message):
+        check_degree(config, degree)
+
+
+def test_a_model_without_a_plan_is_refused_by_name() -> None:
+    with pytest.raises(ModelLoadError, match="no tensor-parallel plan for opt"):
+        check_degree(FAMILIES["opt"](), 2)
