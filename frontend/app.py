@@ -16,13 +16,14 @@ from frontend.management import Management
 from frontend.metrics import Metrics
 from frontend.responses import error_response, json_response, on_http_error, on_lmi_error
 from lmi_server.errors import LmiServerError, ModelNotFoundError
-from lmi_server.models import ModelRegistry
+from lmi_server.models import Model, ModelRegistry
 from lmi_server.worker_pool import ModelStatus
 
 _EXACT = {
     "/invocations": "invocations",
     "/v1/completions": "completions",
     "/v1/chat/completions": "chat/completions",
+    "/v1/responses": "responses",
     "/v1/embeddings": "embeddings",
     "/tokenize": "tokenize",
     "/detokenize": "detokenize",
@@ -121,14 +122,14 @@ class _Cold:
 
     async def models(self, request: Request) -> Response:
         """OpenAI's list of models."""
-        entries = [_model(name) for name in self._models.names]
-        entries += [_model(name, parent.name) for parent in self._models.models for name in parent.adapter_names]
+        entries = [_entry(name, self._models.named(name)) for name in self._models.names]
+        entries += [_entry(name, parent) for parent in self._models.models for name in parent.adapter_names]
         return json_response({"object": "list", "data": entries})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model"]
         model = self._models.named_as_model(name)
-        return json_response(_model(name, model.name if name in model.adapter_names else None))
+        return json_response(_entry(name, model))
 
     async def root_options(self, request: Request) -> Response:
         return json_response({})
@@ -180,7 +181,11 @@ def _ping_code(statuses: set[ModelStatus], multi_status: bool) -> int:
     return 500 if statuses == {ModelStatus.FAILED} else 503
 
 
-def _model(name: str, parent: str | None = None) -> dict[str, Any]:
-    """Return OpenAI's model object; that of an adapter names its model as `parent`."""
-    model = {"id": name, "object": "model", "created": 0, "owned_by": "lmi-server"}
-    return model if parent is None else {**model, "parent": parent}
+def _entry(name: str, model: Model) -> dict[str, Any]:
+    """Return OpenAI's model object, with vLLM's `max_model_len` once it is known; an adapter names its `parent`."""
+    entry: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "lmi-server"}
+    if model.pool is not None and model.pool.max_model_len:
+        entry["max_model_len"] = model.pool.max_model_len
+    if name in model.adapter_names:
+        entry["parent"] = model.name
+    return entry

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -70,8 +70,8 @@ def answer(request: Input, result: Any) -> Response:
     return written(result, accepted(request, JSON))
 
 
-def accepted(request: Input, default: str) -> str:
-    """Return the first media type of Accept that can be written; `default` where anything is accepted.
+def accepted(request: Input, default: str, known: Collection[str] = ()) -> str:
+    """Return the first media type of Accept that is `known` (all, if none is); `default` where anything is accepted.
 
     Raises RequestError where none can.
     """
@@ -80,9 +80,9 @@ def accepted(request: Input, default: str) -> str:
     for kind in kinds:
         if kind in ("", "*/*", "application/*"):
             return default
-        if kind in _WRITERS:
+        if kind in (known or _WRITERS):
             return kind
-    raise RequestError(f"Accept: {fields.show(header)} is not supported; accept {', '.join(_WRITERS)}")
+    raise RequestError(f"Accept: {fields.show(header)} is not supported; accept {', '.join(known or _WRITERS)}")
 
 
 def written(result: Any, kind: str) -> Response:

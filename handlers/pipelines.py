@@ -17,7 +17,14 @@ from handlers.pipeline_options import PipelineOptions, generates
 from handlers.tasks.task import Task, read_parameters
 from lmi_server.configuration.environment import set_default
 from lmi_server.dialects import fields, openai_embeddings
-from lmi_server.errors import HandlerError, LmiServerError, ModelLoadError, ModelMemoryError, RequestError
+from lmi_server.errors import (
+    HandlerError,
+    LmiServerError,
+    ModelLoadError,
+    ModelMemoryError,
+    RequestError,
+    is_out_of_memory,
+)
 from lmi_server.handler import ModelInfo, RequestHandler, Response
 from lmi_server.protocol import Input
 
@@ -29,7 +36,6 @@ logger = logging.getLogger(__name__)
 # What clients of the rolling batch send beside the inputs, and what has no bearing here.
 _BODY_FIELDS = frozenset({"inputs", "parameters", "stream"})
 _EMBEDDINGS = "embeddings"
-_OUT_OF_MEMORY = "OutOfMemoryError"  # torch's, by name: the server's own process never imports it
 
 
 @dataclass(frozen=True)
@@ -176,7 +182,7 @@ class PipelineHandler(RequestHandler):
             if blamed is not None:
                 return blamed
         text = f"{type(error).__name__}: {error}"
-        if isinstance(error, MemoryError) or type(error).__name__ == _OUT_OF_MEMORY:
+        if is_out_of_memory(error):
             return ModelMemoryError(text)
         if isinstance(error, ValueError):  # what the steps of a pipeline raise for an input or a parameter
             return RequestError(text)

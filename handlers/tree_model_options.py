@@ -10,12 +10,29 @@ from lmi_server.configuration.options import ModelOptions, Names
 
 
 class TreeModelOptions(ModelOptions):
-    """Keys of serving.properties for a model of scikit-learn or XGBoost."""
+    """Keys of serving.properties for a model that answers rows of numbers."""
 
     rolling_batch: Literal["disable", "auto"] = Field("disable", description="There are no tokens to batch by.")
-    model_format: Literal["skops", "json", "joblib", "pickle", "cloudpickle", "ubj", "xgb"] | None = Field(
+    trust_insecure_model_files: bool = Field(False, description="Load files that can run code (pickle and its like).")
+    default_accept: Literal["application/json", "text/csv"] = Field(
+        "application/json", description="Content type of answers to requests that accept anything."
+    )
+
+
+class SklearnOptions(TreeModelOptions):
+    """Keys of serving.properties for a model of scikit-learn."""
+
+    model_format: Literal["skops", "joblib", "pickle", "cloudpickle"] | None = Field(
         None, description="Format of the model's file; without it, what the file's name says."
     )
-    skops_trusted_types: Names = Field((), description="Types that a skops file may hold.")
-    trust_insecure_model_files: bool = Field(False, description="Load files that can run code (pickle and its like).")
-    default_accept: str = Field("application/json", description="Content type of answers to requests without Accept.")
+    skops_trusted_types: Names = Field(
+        (), description="Types that a skops file may hold beside those that skops itself knows to be harmless."
+    )
+
+
+class XgboostOptions(TreeModelOptions):
+    """Keys of serving.properties for a model of XGBoost."""
+
+    model_format: Literal["json", "ubj", "pickle", "xgb"] | None = Field(
+        None, description="Format of the model's file; without it, what the file's name says."
+    )

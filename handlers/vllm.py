@@ -19,6 +19,7 @@ from lmi_server.configuration.environment import set_default
 from lmi_server.errors import ModelLoadError
 from lmi_server.generation import Delta, GenerationRequest
 from lmi_server.handler import LLMHandler, ModelInfo
+from lmi_server.protocol import Adapter
 
 if TYPE_CHECKING:
     from handlers.vllm_engine.loading import LoadedEngine
@@ -50,19 +51,27 @@ class VllmHandler(LLMHandler):
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """Yield the deltas of one request."""
         loaded = self._loaded
-        prompt = await loaded.prompts.render(request)
-        answer = loaded.answer(request, prompt)
-        # The engine's ids are our own: nobody says that two requests do not come with the same one.
-        request_id = f"{next(self._numbers)}-{request.request_id}"
-        async with aclosing(loaded.driver.generate(request_id, prompt, answer, request.priority)) as deltas:
-            async for delta in deltas:
-                yield delta
+        with loaded.adapters.using(request.adapter) as adapter:
+            rendered = await loaded.prompts.render(request)
+            answer, reading = loaded.answer(request, rendered), rendered.reading
+            # The engine's ids are our own: nobody says that two requests do not come with the same one.
+            request_id = f"{next(self._numbers)}-{request.request_id}"
+            deltas = loaded.driver.generate(request_id, rendered.prompt, answer, request.priority, adapter)
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    yield delta if reading is None else reading.read(delta)
 
     async def tokenize(self, request: GenerationRequest) -> list[int]:
-        return list((await self._loaded.prompts.render(request))["prompt_token_ids"])
+        return list((await self._loaded.prompts.render(request)).prompt["prompt_token_ids"])
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
-        return self._loaded.prompts.detokenize(tokens)
+        return self._loaded.prompts.detokenize(list(tokens))
+
+    async def add_adapter(self, adapter: Adapter) -> None:
+        await self._loaded.adapters.add(adapter)
+
+    async def remove_adapter(self, name: str) -> None:
+        await self._loaded.adapters.remove(name)
 
     def stats(self) -> Mapping[str, float]:
         return self._loaded.statistics.gauges(self._loaded.driver.unfinished)

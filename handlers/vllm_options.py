@@ -141,10 +141,11 @@ class VllmOptions(PagedAttentionOptions):
 
     @classmethod
     def recommended(cls, machine: Machine) -> Mapping[str, str]:
-        """Without a GPU the engine steps in the worker, uncompiled, with a bounded KV cache."""
+        """As many places as LMI gives vLLM; without a GPU the engine steps in the worker, uncompiled."""
+        places = {"option.max_rolling_batch_size": "256"}
         if machine.gpus:
-            return {}
-        return {"option.engine_process": "worker", "option.enforce_eager": "true"}
+            return places
+        return places | {"option.engine_process": "worker", "option.enforce_eager": "true"}
 
     def _lora_arguments(self) -> dict[str, Any]:
         if not self.enable_lora:
@@ -182,6 +183,7 @@ _SAME_NAME = (
     "disable_sliding_window",
     "max_logprobs",
     "tokenizer_mode",
+    "reasoning_parser",
 )
 _JSON = ("limit_mm_per_prompt", "kv_transfer_config", "speculative_config")
 _DECIDED_HERE = ("model", "served_model_name")

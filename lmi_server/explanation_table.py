@@ -84,11 +84,16 @@ def _memory(memory: Mapping[str, Any]) -> Mapping[str, str]:
     return {
         "devices": f"{memory['devices']} ({memory['device_kind']})",
         "weights": gib(memory["weights_bytes"]),
+        **_quantised(memory["unquantized_bytes"]),
         "KV cache per token": "unknown" if per_token is None else f"{per_token} bytes",
         "KV cache of all running requests": f"{gib(memory['kv_bytes'])} for {memory['kv_tokens'] or '?'} tokens",
         "KV cache that fits": f"{'?' if memory['kv_tokens_that_fit'] is None else memory['kv_tokens_that_fit']} tokens",
         "free": gib(memory["available_bytes"]),
     }
+
+
+def _quantised(unquantized: int | None) -> Mapping[str, str]:
+    return {} if unquantized is None else {"weights without quantisation": gib(unquantized)}
 
 
 def _lines(console: Console, title: str, lines: Sequence[str], style: str = "") -> None:

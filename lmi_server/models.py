@@ -328,6 +328,7 @@ class ModelRegistry:
                 served_names=list(resolved.served_names),
                 log_level=self._log_level,
                 batch_size=serving.batch_size,
+                memory_limit_mb=serving.max_worker_memory_mb,
             ),
             version=source.version,
             groups=plan_devices(serving.load_on_devices, options.gpus_per_worker(len(gpus)), gpus),

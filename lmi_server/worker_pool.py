@@ -97,6 +97,7 @@ class WorkerPool:
         self.label = self.name if settings.version is None else f"{self.name}:{settings.version}"
         self.failure: LmiServerError | None = None
         self.was_ready = False
+        self.max_model_len = 0  # tokens, once a worker was ready; 0 where the model has no such bound
         self.stopping = False
         self.loading_turns = asyncio.Semaphore(_UNLIMITED if settings.parallel_loading else 1)
         self._settings = settings
@@ -414,6 +415,7 @@ class WorkerPool:
             "[%s] ready: process %s, max_model_len=%d %s", worker.name, worker.pid, ready.max_model_len, details
         )
         self.was_ready = True
+        self.max_model_len = ready.max_model_len
         self._ready.append(worker)
         self._settled.set()
         self._dispatch()

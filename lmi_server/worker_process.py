@@ -37,10 +37,10 @@ from lmi_server.protocol import (
     Submit,
 )
 from lmi_server.worker_launch import MpiGroup, SingleProcess, WorkerLaunch
+from lmi_server.worker_log import WorkerLog
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_LOG_LINE = 64 * 1024
 _EXIT_GRACE_S = 1.0  # from the end of the link to the end of the process
 _RECALL_AFTER_S = 0.02
 _STOPPED_CHECK_S = 1.0
@@ -254,10 +254,11 @@ class WorkerProcess:
     def _watch(self, process: Process) -> None:
         assert process.stdout is not None
         assert process.stderr is not None
+        log = WorkerLog(self.name, self._launch.rank_of_line)
         self._tasks = [
             asyncio.create_task(self._wait_exit(process)),
-            asyncio.create_task(self._forward_log(process.stdout)),
-            asyncio.create_task(self._forward_log(process.stderr)),
+            asyncio.create_task(log.forward(process.stdout)),
+            asyncio.create_task(log.forward(process.stderr)),
         ]
         self._stopped_watch = self._loop.call_later(_STOPPED_CHECK_S, self._check_stopped)
 
@@ -271,23 +272,6 @@ class WorkerProcess:
             self._fail_loading(ModelMemoryError(reason))
         self._fail_loading(ModelLoadError(reason))
         logger.info("[%s] process %d %s", self.name, process.pid, _exit_reason(code))
-
-    async def _forward_log(self, stream: asyncio.StreamReader) -> None:
-        rest = b""
-        while data := await stream.read(_LONGEST_LOG_LINE):
-            *lines, rest = (rest + data).split(b"\n")
-            if len(rest) > _LONGEST_LOG_LINE:
-                lines, rest = [*lines, rest], b""
-            for line in lines:
-                self._log_line(line)
-        if rest:
-            self._log_line(rest)
-
-    def _log_line(self, line: bytes) -> None:
-        rank, text = self._launch.rank_of_line(line.decode(errors="replace").rstrip())
-        name = self.name if rank is None else f"{self.name} rank {rank}"
-        level = logging.getLevelName(text.partition(" ")[0])  # the worker's own log begins with the level
-        logger.log(level if isinstance(level, int) else logging.INFO, "[%s] %s", name, text)
 
     def _on_message(self, message: FromWorker) -> None:
         match message:

@@ -117,6 +117,8 @@ def test_progress_is_told(tmp_path: Path) -> None:
         ([special("disk", tarfile.BLKTYPE)], "is a device or another special file"),
         ([special("pipe", tarfile.FIFOTYPE)], "is a device or another special file"),
         ([file("a\\..\\b")], "holds a character"),
+        ([link(".", "a")], "has no name"),
+        ([file("b/..")], "leads out of the archive"),
     ],
 )
 def test_an_unsafe_tar_is_refused(tmp_path: Path, entries: list[Entry], reason: str) -> None:
@@ -124,6 +126,11 @@ def test_an_unsafe_tar_is_refused(tmp_path: Path, entries: list[Entry], reason: 
         extract(write_tar(tmp_path / "model.tar", *entries))
     assert not (tmp_path / "evil").exists()
     assert not (tmp_path / "nested" / "evil").exists()
+
+
+def test_an_entry_may_be_named_with_a_dot(tmp_path: Path) -> None:
+    target = extract(write_tar(tmp_path / "model.tar", file("./a/.", b"1"), hard_link("b/.", "a/."), link("c/.", "b")))
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == {"a": b"1", "b": b"1", "c": b"1"}
 
 
 NAMES = st.sampled_from(["a", "b", "a/b", "a/a", "b/a/b", "../a", "/a", "a/../b", ".", "a/..", "../../a", "b/.", ""])

@@ -319,7 +319,7 @@ def test_chat_logprobs() -> None:
     assert [token.logprob for token in content] == [-0.5, -0.25, 0.0, -0.125]
     assert content[2].bytes == list("ís\u2028".encode())
     assert [top.token for top in content[0].top_logprobs] == [" Par"]
-    assert content[3].top_logprobs == []
+    assert [top.token for top in content[3].top_logprobs] == ["</s>"]
 
 
 def test_logprobs_without_a_finite_number() -> None:

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import random
-import re
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,68 +16,13 @@ import openai
 import pytest
 import torch
 from huggingface_hub import InferenceClient
+from product_helpers import Server, serving
 from relay_helpers import on_loop
 
 pytestmark = pytest.mark.slow
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 ANSWER = "The capital of France is Paris."
-
-
-class Server:
-    """`lmi-server serve` in a process of its own, ready to answer."""
-
-    def __init__(self, directory: Path) -> None:
-        command = [str(Path(sys.executable).with_name("lmi-server")), "serve", str(directory), "--port", "0"]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        self.lines: list[str] = []
-        self.url = self._log_line(r"listening on (http://\S+)")[1]
-        self._log_line(r"\] ready: process")
-        self.model = directory.name.replace("-", "_")
-        self.http = httpx.Client(base_url=self.url, timeout=120)
-
-    def _log_line(self, pattern: str) -> re.Match[str]:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.lines.append(line)
-            if found := re.search(pattern, line):
-                return found
-        raise AssertionError("".join(self.lines))
-
-    def gauge(self, name: str) -> float | None:
-        found = re.search(rf"^{name}{{[^}}]*}} (\S+)$", self.http.get("/metrics").text, re.MULTILINE)
-        return None if found is None else float(found[1])
-
-    def wait_for(self, name: str, value: float) -> None:
-        deadline = time.monotonic() + 60
-        while self.gauge(name) != value:
-            assert time.monotonic() < deadline, f"{name} is {self.gauge(name)}, not {value}"
-
-    def worker_pid(self) -> int:
-        return int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()[0])
-
-    def stop(self) -> int:
-        assert self.process.stderr is not None
-        self.http.close()
-        self.process.terminate()
-        self.lines += self.process.stderr.readlines()
-        self.process.stderr.close()
-        return self.process.wait(60)
-
-
-@contextlib.contextmanager
-def serving(parent: Path, model: Path, **options: str) -> Iterator[Server]:
-    """Serve the demo model from a directory whose serving.properties has these options."""
-    directory = parent / "model"
-    directory.mkdir()
-    lines = [f"option.{name}={value}" for name, value in {"model_id": str(model), **options}.items()]
-    (directory / "serving.properties").write_text("\n".join(lines))
-    server = Server(directory)
-    try:
-        yield server
-    finally:
-        if server.process.returncode is None:
-            assert server.stop() == 0
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +46,9 @@ def test_the_readmes_curl(exact: Server) -> None:
 
 def test_the_openai_sdk_chats_and_streams(exact: Server) -> None:
     with openai.OpenAI(base_url=f"{exact.url}/v1", api_key="none") as client:
-        assert client.models.list().data[0].id == exact.model
+        listed = client.models.list().data[0]
+        assert (listed.id, listed.model_extra) == (exact.model, {"max_model_len": 8192})
+        assert client.responses.create(model=exact.model, input="Say hello.", max_output_tokens=8).output_text
         chat = {"model": exact.model, "messages": QUESTION, "temperature": 0, "max_tokens": 20}
         whole = client.chat.completions.create(**chat, logprobs=True, top_logprobs=2)
         assert whole.choices[0].message.content == ANSWER
@@ -116,7 +58,8 @@ def test_the_openai_sdk_chats_and_streams(exact: Server) -> None:
         assert len(whole.choices[0].logprobs.content[0].top_logprobs) == 2
         chunks = list(client.chat.completions.create(**chat, stream=True, stream_options={"include_usage": True}))
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == ANSWER
-        assert chunks[-1].usage == whole.usage
+        counts = [(usage.prompt_tokens, usage.completion_tokens) for usage in (chunks[-1].usage, whole.usage)]
+        assert counts[0] == counts[1]  # the second chat found the first one's prompt in the KV cache
         cut = client.completions.create(
             model=exact.model, prompt="The capital of France is", max_tokens=3, temperature=0
         )

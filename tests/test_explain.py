@@ -81,9 +81,9 @@ CONFIGURATIONS = {
             "option.tensor_parallel_degree": (4, RECOMMENDED),
             "option.gpu_memory_utilization": (0.9, DEFAULT),
             "option.enforce_eager": (False, DEFAULT),
-            "option.max_rolling_batch_size": (32, DEFAULT),
+            "option.max_rolling_batch_size": (256, RECOMMENDED),
         },
-        {"tensor_parallel_size": 4, "max_num_seqs": 32, "dtype": "auto", "load_format": "auto"},
+        {"tensor_parallel_size": 4, "max_num_seqs": 256, "dtype": "auto", "load_format": "auto"},
         [[0, 1, 2, 3]],
     ),
     "vllm with awq and a shorter context": Expected(
@@ -235,8 +235,8 @@ def test_memory_is_shared_by_the_devices_of_a_worker(tmp_path: Path) -> None:
     found = explained(tmp_path, "option.rolling_batch=vllm\noption.max_model_len=1024", FOUR_GPUS)
     assert found.memory["devices"] == 4
     assert found.memory["weights_bytes"] == pytest.approx(2 * 6.74e9 / 4, rel=0.001)
-    assert found.memory["kv_bytes"] == 32 * 1024 * 524288 / 4
-    assert found.memory["kv_tokens_that_fit"] == 32 * 1024
+    assert found.memory["kv_bytes"] == 256 * 1024 * 524288 / 4
+    assert found.memory["kv_tokens_that_fit"] == 256 * 1024
     assert not [warning for warning in found.warnings if "memory" in warning]
 
 
@@ -247,8 +247,10 @@ def test_weights_are_measured_where_they_are(tmp_path: Path) -> None:
 
 
 def test_weights_that_are_quantised_while_loading(tmp_path: Path) -> None:
-    found = explained(tmp_path, "option.quantize=bitsandbytes4\noption.device_map=auto", NO_GPU)
-    assert found.memory["weights_bytes"] == found.memory["parameters"] // 2
+    found = explained(tmp_path, "option.quantize=bitsandbytes4\noption.dtype=bf16", NO_GPU)
+    embeddings = 2 * LLAMA_7B["vocab_size"] * LLAMA_7B["hidden_size"]
+    assert found.memory["unquantized_bytes"] == 2 * found.memory["parameters"]
+    assert found.memory["weights_bytes"] == (found.memory["parameters"] - embeddings) // 2 + 2 * embeddings
 
 
 def test_too_few_gpus_are_a_warning(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from handlers.checkpoints.loading import eos_token_ids, load_config, load_model, load_tokenizer, set_threads
+from handlers.checkpoints.quantization import quantization_details
 from handlers.huggingface_options import HuggingFaceOptions
 from handlers.rolling_batch.attention import UnsupportedAttentionError
 from handlers.rolling_batch.engine import RollingBatchEngine
@@ -77,6 +78,7 @@ def load_engine(model_dir: str, options: HuggingFaceOptions) -> LoadedEngine:
     ranks = own_rank().size
     model = _load_model(path, options)
     weights = local_bytes(model)
+    quantization = quantization_details(model)
     try:
         runner = ModelRunner(model, _peers())
         limits, max_len = _limits(runner, model, weights, options)
@@ -99,6 +101,7 @@ def load_engine(model_dir: str, options: HuggingFaceOptions) -> LoadedEngine:
         "kv_cache_gib": round(limits.kv_tokens * runner.cache.bytes_per_token / _GIB, 3),
         "chunked_prefill_size": limits.chunk_size,
         "schedule_policy": limits.policy,
+        **quantization,
         "fused_modules": runner.fused,
         "load_seconds": round(time.perf_counter() - began, 1),
     }
@@ -119,7 +122,10 @@ def _load_model(path: str, options: HuggingFaceOptions) -> Any:
         model = load_model(AutoModelForCausalLM, path, options)
         _refuse_spreading(model, options)
         return model
-    check_degree(load_config(path, options), rank.size)
+    config = load_config(path, options)
+    if options.quantize or getattr(config, "quantization_config", None):
+        raise ModelLoadError("quantised weights are not split over ranks; set option.tensor_parallel_degree=1")
+    check_degree(config, rank.size)
     join_process_group(rank)
     return load_model(AutoModelForCausalLM, path, options, **loading_arguments(rank.size))
 

@@ -55,8 +55,8 @@ def loading_arguments(degree: int) -> dict[str, Any]:
 
 def local_bytes(model: nn.Module) -> int:
     """Return the bytes of this rank's part of the weights."""
-    parameters = (_local(parameter) for parameter in model.parameters())
-    return sum(parameter.nelement() * parameter.element_size() for parameter in parameters)
+    tensors = (_local(tensor) for tensor in (*model.parameters(), *model.buffers()))
+    return sum(tensor.nelement() * tensor.element_size() for tensor in tensors)
 
 
 def make_local(model: nn.Module, peers: Peers) -> bool:

@@ -24,8 +24,22 @@ _LOOK_INTERVAL_S = 0.2  # between two looks at an idle engine
 class Driver(Protocol):
     """Runs requests on an engine that is loaded."""
 
-    def generate(self, request_id: str, prompt: Any, answer: Answer, priority: int) -> AsyncGenerator[Delta, None]:
+    def generate(
+        self, request_id: str, prompt: Any, answer: Answer, priority: int, adapter: library.LoRARequest | None
+    ) -> AsyncGenerator[Delta, None]:
         """Yield the deltas of a request, under an id that nobody else uses; closing the generator aborts it."""
+        ...
+
+    async def add_lora(self, adapter: library.LoRARequest) -> None:
+        """Load an adapter's weights. Raises whatever vLLM does."""
+        ...
+
+    async def pin_lora(self, number: int) -> None:
+        """Keep the weights of a loaded adapter."""
+        ...
+
+    async def remove_lora(self, number: int) -> None:
+        """Forget the weights of an adapter; requests that name it load them again."""
         ...
 
     @property
@@ -45,15 +59,26 @@ class InProcessDriver:
         self._loop = loop
 
     async def generate(
-        self, request_id: str, prompt: Any, answer: Answer, priority: int
+        self, request_id: str, prompt: Any, answer: Answer, priority: int, adapter: library.LoRARequest | None
     ) -> AsyncGenerator[Delta, None]:
         engine = self._loop.engine
-        deltas = self._loop.generate(request_id, lambda emit: engine.add(request_id, prompt, answer, priority, emit))
+        deltas = self._loop.generate(
+            request_id, lambda emit: engine.add(request_id, prompt, answer, priority, adapter, emit)
+        )
         try:
             async for delta in deltas:
                 yield delta
         finally:
             await deltas.aclose()
+
+    async def add_lora(self, adapter: library.LoRARequest) -> None:
+        await self._loop.call(lambda: self._loop.engine.engine.add_lora(adapter))
+
+    async def pin_lora(self, number: int) -> None:
+        await self._loop.call(lambda: self._loop.engine.engine.pin_lora(number))
+
+    async def remove_lora(self, number: int) -> None:
+        await self._loop.call(lambda: self._loop.engine.engine.remove_lora(number))
 
     @property
     def unfinished(self) -> int:
@@ -75,10 +100,18 @@ class InProcessEngine:
     def has_work(self) -> bool:
         return bool(self._requests)
 
-    def add(self, request_id: str, prompt: Any, answer: Answer, priority: int, emit: Callable[[Output], None]) -> None:
+    def add(
+        self,
+        request_id: str,
+        prompt: Any,
+        answer: Answer,
+        priority: int,
+        adapter: library.LoRARequest | None,
+        emit: Callable[[Output], None],
+    ) -> None:
         """Give the engine a request; `emit` gets its deltas from `step`. Raises RequestError where vLLM refuses it."""
         try:
-            self.engine.add_request(request_id, prompt, answer.parameters, priority=priority)
+            self.engine.add_request(request_id, prompt, answer.parameters, lora_request=adapter, priority=priority)
         except CLIENT_ERRORS as error:
             raise as_request_error(error) from error
         self._requests[request_id] = (answer, emit)
@@ -108,9 +141,9 @@ class OwnProcessDriver:
         self._watch = asyncio.create_task(self._die_with_engine())
 
     async def generate(
-        self, request_id: str, prompt: Any, answer: Answer, priority: int
+        self, request_id: str, prompt: Any, answer: Answer, priority: int, adapter: library.LoRARequest | None
     ) -> AsyncGenerator[Delta, None]:
-        outputs = self._engine.generate(prompt, answer.parameters, request_id, priority=priority)
+        outputs = self._engine.generate(prompt, answer.parameters, request_id, lora_request=adapter, priority=priority)
         try:
             async for output in outputs:
                 delta = answer.take(output)
@@ -125,6 +158,15 @@ class OwnProcessDriver:
             raise HandlerError(f"vLLM could not generate: {error.__cause__ or error}") from error
         finally:
             await outputs.aclose()
+
+    async def add_lora(self, adapter: library.LoRARequest) -> None:
+        await self._engine.add_lora(adapter)
+
+    async def pin_lora(self, number: int) -> None:
+        await self._engine.pin_lora(number)
+
+    async def remove_lora(self, number: int) -> None:
+        await self._engine.remove_lora(number)
 
     @property
     def unfinished(self) -> int:

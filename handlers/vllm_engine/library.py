@@ -9,31 +9,50 @@ from typing import Any
 
 import vllm
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.exceptions import VLLMClientError
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.exceptions import VLLMClientError, VLLMError
+from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.renderers import BaseRenderer, ChatParams, TokenizeParams
-from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from vllm.renderers.chat_utils import make_tool_call_id
+from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.sampling_params import (
+    RepetitionDetectionParams,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from lmi_server.generation import StructuredOutputs
+
 __all__ = [
     "AsyncEngineArgs",
     "AsyncLLM",
     "BaseRenderer",
+    "ChatCompletionRequest",
     "ChatParams",
     "EngineDeadError",
     "EngineGenerateError",
+    "ErrorResponse",
     "FlexibleArgumentParser",
     "LLMEngine",
+    "LoRARequest",
+    "OnlineRenderer",
+    "RepetitionDetectionParams",
     "RequestOutputKind",
     "SamplingParams",
     "StatLoggerBase",
     "StructuredOutputsParams",
     "TokenizeParams",
     "VLLMClientError",
+    "VLLMError",
+    "make_tool_call_id",
 ]
 
 _log = logging.getLogger(__name__)
@@ -94,6 +113,17 @@ def bytes_per_token(config: Any) -> int:
     return model.get_num_layers(parallel) * per_layer
 
 
+def structured_outputs(wanted: StructuredOutputs) -> StructuredOutputsParams:
+    """Return a constraint in vLLM's form. Raises vLLM's error where it refuses it."""
+    return StructuredOutputsParams(
+        **{wanted.kind: wanted.value},
+        whitespace_pattern=wanted.whitespace_pattern,
+        disable_any_whitespace=wanted.disable_any_whitespace,
+        disable_additional_properties=wanted.disable_additional_properties,
+    )
+
+
 def default_sampling(config: Any) -> Mapping[str, Any]:
-    """Return what the model's generation_config.json says of sampling, by vLLM's names."""
-    return dict(config.model_config.get_diff_sampling_param())
+    """Return what the model's generation_config.json says of sampling, by the names of SamplingParameters."""
+    names = {"max_tokens": "max_new_tokens"}
+    return {names.get(name, name): value for name, value in config.model_config.get_diff_sampling_param().items()}

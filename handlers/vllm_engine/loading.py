@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
@@ -17,13 +18,15 @@ from pydantic import ValidationError
 
 from handlers.step_loop import StepLoop
 from handlers.vllm_engine import library
+from handlers.vllm_engine.adapters import Adapters
+from handlers.vllm_engine.chats import ParsedChats, Rendered
 from handlers.vllm_engine.drivers import Driver, InProcessDriver, InProcessEngine, OwnProcessDriver
 from handlers.vllm_engine.outputs import Answer, Vocabulary
-from handlers.vllm_engine.requests import PromptRenderer, sampling_params
+from handlers.vllm_engine.requests import PromptRenderer, plain, sampling_params
 from handlers.vllm_engine.statistics import Statistics
 from handlers.vllm_options import VllmOptions
 from lmi_server.errors import ModelLoadError
-from lmi_server.generation import GenerationRequest
+from lmi_server.generation import Feature, GenerationRequest
 from lmi_server.handler import ModelInfo
 
 T = TypeVar("T")
@@ -31,6 +34,9 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _GIB = 2**30
+_FEATURES: frozenset[Feature] = frozenset(
+    {"structured_outputs", "tools", "reasoning", "min_tokens", "bad_words", "allowed_token_ids", "engine_extras"}
+)
 _JSON_ARGUMENTS = ("limit_mm_per_prompt", "kv_transfer_config", "speculative_config")
 _TRUE_OR_FALSE = {
     "true": True,
@@ -111,35 +117,30 @@ def _kv_cache_bytes(config: Any) -> int:
     return max(min(wanted, psutil.virtual_memory().available // 4), length * per_token)
 
 
-def plain(error: BaseException) -> str:
-    """Return the message without pydantic's frame and links."""
-    if isinstance(error, ValidationError):
-        return "; ".join(str(detail["msg"]).removeprefix("Value error, ") for detail in error.errors())
-    return str(error) or type(error).__name__
-
-
 @dataclass(frozen=True)
 class LoadedEngine:
     """An engine that runs, and what its requests need."""
 
     driver: Driver
+    adapters: Adapters
     prompts: PromptRenderer
     vocabulary: Vocabulary
     statistics: Statistics
     info: ModelInfo
 
-    def answer(self, request: GenerationRequest, prompt: Any) -> Answer:
-        """Return what reads the outputs of `request`, whose rendered prompt is `prompt`.
+    def answer(self, request: GenerationRequest, rendered: Rendered) -> Answer:
+        """Return what reads the outputs of `request`.
 
         Raises ContextLengthError or RequestError where the request cannot be served.
         """
+        prompt, sampling = rendered.prompt, rendered.sampling
         ids = prompt["prompt_token_ids"]
-        parameters = sampling_params(request.sampling, len(ids), self.info.max_model_len)
+        parameters = sampling_params(sampling, request.stream, len(ids), self.info.max_model_len)
 
         def prompt_text() -> str:
             return prompt.get("prompt") or self.vocabulary.decode(ids)
 
-        return Answer(request.sampling, parameters, prompt_text, self.vocabulary)
+        return Answer(sampling, parameters, prompt_text, self.vocabulary)
 
 
 async def load(model_dir: str, options: VllmOptions) -> LoadedEngine:
@@ -149,6 +150,7 @@ async def load(model_dir: str, options: VllmOptions) -> LoadedEngine:
     """
     began = time.perf_counter()
     statistics = Statistics()
+    template = None if options.chat_template is None else _chat_template(options.chat_template, Path(model_dir))
     library.silence_default_statistics()
     driver, engine = await (_load_in_worker if options.engine_process == "worker" else _load_apart)(
         model_dir, options, statistics
@@ -157,10 +159,38 @@ async def load(model_dir: str, options: VllmOptions) -> LoadedEngine:
     statistics.set_capacity(library.kv_cache_tokens(config))
     tokenizer = renderer.get_tokenizer()
     max_model_len = config.model_config.max_model_len
-    info = ModelInfo(max_model_len=max_model_len, details=_details(config, options, began))
-    prompts = PromptRenderer(renderer, max_model_len, options)
+    info = ModelInfo(
+        max_model_len=max_model_len,
+        features=_FEATURES | {"media"} if config.model_config.is_multimodal_model else _FEATURES,
+        sampling_defaults=library.default_sampling(config),
+        details=_details(config, options, began),
+    )
+    chats = _parsed_chats(config, renderer, template, options)
+    prompts = PromptRenderer(renderer, max_model_len, template, options.chat_template_content_format, chats)
     vocabulary = Vocabulary(tokenizer.decode, tokenizer.all_special_ids)
-    return LoadedEngine(driver, prompts, vocabulary, statistics, info)
+    return LoadedEngine(driver, Adapters(driver), prompts, vocabulary, statistics, info)
+
+
+def _parsed_chats(
+    config: Any, renderer: library.BaseRenderer, template: str | None, options: VllmOptions
+) -> ParsedChats:
+    try:
+        return ParsedChats(config, renderer, template, options)
+    except (*_REFUSALS, KeyError) as error:
+        raise ModelLoadError(
+            f"option.tool_call_parser={options.tool_call_parser} or option.reasoning_parser={options.reasoning_parser}"
+            f" cannot be used with this model: {plain(error)}"
+        ) from error
+
+
+def _chat_template(given: str, model_dir: Path) -> str:
+    """Return a chat template that is given as a file, of the model directory too, or itself."""
+    if "{" in given:
+        return given
+    file = model_dir / given  # an absolute name replaces model_dir
+    if not file.is_file():
+        raise ModelLoadError(f"option.chat_template={given} is no file, of the model directory {model_dir} neither")
+    return file.read_text(encoding="utf-8")
 
 
 async def _load_in_worker(

@@ -25,7 +25,7 @@ class Vocabulary:
         chosen = logprobs[token_id]
         ranked = sorted(logprobs.items(), key=lambda item: item[1].rank)[:alternatives]
         top = tuple(TopToken(other, entry.decoded_token or "", entry.logprob) for other, entry in ranked)
-        return Token(token_id, chosen.decoded_token or "", chosen.logprob, token_id in self._special, top)
+        return Token(token_id, chosen.decoded_token or "", chosen.logprob, token_id in self._special, top, chosen.rank)
 
     def text(self, token_id: int) -> str:
         text = self._texts.get(token_id)
@@ -60,10 +60,20 @@ class Answer:
             reason = ended
             usage = Usage(len(output.prompt_token_ids), self._completion_tokens, output.num_cached_tokens or 0)
         tokens = self._tokens(ids, completion.logprobs)
+        stop = completion.stop_reason
         if self._prompt_text is None:
-            return Delta(completion.text, tokens, reason, usage)
+            return Delta(completion.text, tokens, reason, usage, stop_reason=stop)
         prompt_text, self._prompt_text = self._prompt_text(), None
-        return Delta(completion.text, tokens, reason, usage, prompt_text, self._prompt_tokens(output))
+        return Delta(
+            completion.text,
+            tokens,
+            reason,
+            usage,
+            prompt_text,
+            self._prompt_tokens(output),
+            prompt_token_ids=tuple(output.prompt_token_ids),
+            stop_reason=stop,
+        )
 
     def _tokens(self, ids: Sequence[int], logprobs: Sequence[Mapping[int, Any]] | None) -> tuple[Token, ...]:
         if logprobs is None:
@@ -74,9 +84,9 @@ class Answer:
         )
 
     def _prompt_tokens(self, output: Any) -> tuple[Token, ...] | None:
-        if not self._sampling.prompt_logprobs:
+        alternatives = self._sampling.prompt_logprobs
+        if alternatives is None:
             return None
-        alternatives = self._sampling.logprobs or 0
         scores = output.prompt_logprobs or [None] * len(output.prompt_token_ids)
         return tuple(
             self._vocabulary.token(token) if entry is None else self._vocabulary.scored(token, entry, alternatives)

@@ -2,48 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from jinja2 import TemplateError
+from pydantic import ValidationError
 
 from handlers.vllm_engine import library
-from handlers.vllm_options import VllmOptions
+from handlers.vllm_engine.chats import ParsedChats, Rendered
 from lmi_server.errors import ContextLengthError, RequestError
 from lmi_server.generation import GenerationRequest, SamplingParameters
 
+_CACHE_SALT = "cache_salt"  # belongs to the prompt, not to the sampling
 _LONG_TEXT = 20_000  # characters from which tokenizing would hold up the event loop for milliseconds
+# Tokens in an output of a request whose answer does not stream: each output costs a pass through here, and without any
+# a long answer would seem to make no progress.
+_UNSTREAMED_INTERVAL = 32
 CLIENT_ERRORS = (library.VLLMClientError, ValueError, TypeError, NotImplementedError, TemplateError)
 
 
 class PromptRenderer:
     """Renders prompts with vLLM's own renderer: tokenizer, chat template, parts that are no text."""
 
-    def __init__(self, renderer: library.BaseRenderer, max_model_len: int, options: VllmOptions) -> None:
+    def __init__(
+        self,
+        renderer: library.BaseRenderer,
+        max_model_len: int,
+        chat_template: str | None,
+        content_format: str,
+        chats: ParsedChats,
+    ) -> None:
         self._renderer = renderer
         self._max_model_len = max_model_len
-        self._chat_template = options.chat_template
-        self._content_format = options.chat_template_content_format
+        self._chat_template = chat_template
+        self._content_format = content_format
+        self._chats = chats
 
-    async def render(self, request: GenerationRequest) -> Any:
-        """Return vLLM's engine input: a mapping with `prompt_token_ids` and, where there is one, the text `prompt`.
+    async def render(self, request: GenerationRequest) -> Rendered:
+        """Return what the engine is given.
 
         Raises ContextLengthError or RequestError where the request cannot be rendered.
         """
         try:
-            if request.messages is not None:
-                return await self._chat(request)
-            return await self._text(request)
+            rendered = await self._render(request)
         except CLIENT_ERRORS as error:
             raise as_request_error(error) from error
+        salt = request.sampling.extra.get(_CACHE_SALT)
+        if salt is not None:
+            rendered.prompt[_CACHE_SALT] = salt
+        return rendered
 
-    def detokenize(self, tokens: Sequence[int]) -> str:
-        """Return the text of token ids, special ones too. Raises RequestError where one is not in the vocabulary."""
-        tokenizer = self._renderer.get_tokenizer()
-        unknown = [token for token in tokens if not 0 <= token <= tokenizer.max_token_id]
-        if unknown:
-            raise RequestError(f"token id {unknown[0]} is not in the vocabulary of {tokenizer.max_token_id + 1} tokens")
-        return tokenizer.decode(list(tokens))
+    async def _render(self, request: GenerationRequest) -> Rendered:
+        if request.messages is None:
+            return Rendered(await self._text(request), request.sampling)
+        self._chats.check(request)
+        if self._chats.parses:
+            return await self._chats.render(request)
+        return Rendered(await self._chat(request), request.sampling)
+
+    def detokenize(self, ids: list[int]) -> str:
+        """Return the text of token ids. Raises RequestError where one is not in the vocabulary."""
+        try:
+            self._renderer.validate_token_ids(ids)
+        except library.VLLMClientError as error:
+            raise as_request_error(error) from error
+        return self._renderer.get_tokenizer().decode(ids)
 
     async def _text(self, request: GenerationRequest) -> Any:
         if isinstance(request.prompt, str):
@@ -56,17 +79,26 @@ class PromptRenderer:
         return self._renderer.render_cmpl([prompt], parameters)[0]
 
     async def _chat(self, request: GenerationRequest) -> Any:
+        options = request.chat
+        arguments = {
+            "add_generation_prompt": options.add_generation_prompt,
+            "continue_final_message": options.continue_final_message,
+            "documents": options.documents,
+            "reasoning_effort": options.reasoning_effort,
+            "tools": list(request.tools) if request.tools else None,
+        }
         chat = library.ChatParams(
             chat_template=self._chat_template,
             chat_template_content_format=self._content_format,
             chat_template_kwargs={
-                "add_generation_prompt": True,
-                "tools": list(request.tools) if request.tools else None,
+                **options.chat_template_kwargs,
+                **{k: v for k, v in arguments.items() if v is not None},
             },
         )
         messages = [dict(message) for message in request.messages or ()]
-        # A template writes its special tokens itself.
-        rendered = await self._renderer.render_chat_async([messages], chat, self._tokenizing(request, False))
+        rendered = await self._renderer.render_chat_async(
+            [messages], chat, self._tokenizing(request, add_special_tokens=False)
+        )
         return rendered[1][0]
 
     def _tokenizing(self, request: GenerationRequest, add_special_tokens: bool) -> library.TokenizeParams:
@@ -79,8 +111,10 @@ class PromptRenderer:
         )
 
 
-def sampling_params(sampling: SamplingParameters, prompt_len: int, max_model_len: int) -> library.SamplingParams:
-    """Return `sampling` in vLLM's form.
+def sampling_params(
+    sampling: SamplingParameters, stream: bool, prompt_len: int, max_model_len: int
+) -> library.SamplingParams:
+    """Return `sampling` in vLLM's form; without `stream` many tokens come in one output.
 
     Raises ContextLengthError where prompt and new tokens do not fit, RequestError where vLLM refuses a value.
     """
@@ -103,25 +137,51 @@ def sampling_params(sampling: SamplingParameters, prompt_len: int, max_model_len
             presence_penalty=sampling.presence_penalty,
             frequency_penalty=sampling.frequency_penalty,
             logit_bias=dict(sampling.logit_bias) or None,
+            bad_words=list(sampling.bad_words),
+            allowed_token_ids=None if sampling.allowed_token_ids is None else list(sampling.allowed_token_ids),
+            structured_outputs=sampling.structured_outputs and library.structured_outputs(sampling.structured_outputs),
             seed=sampling.seed,
             stop=list(sampling.stop),
             stop_token_ids=list(sampling.stop_token_ids),
             include_stop_str_in_output=sampling.include_stop_str_in_output,
             ignore_eos=sampling.ignore_eos,
             skip_special_tokens=sampling.skip_special_tokens,
+            spaces_between_special_tokens=sampling.spaces_between_special_tokens,
             max_tokens=wanted,
+            min_tokens=sampling.min_tokens,
             logprobs=sampling.logprobs,
-            prompt_logprobs=(sampling.logprobs or 0) if sampling.prompt_logprobs else None,
+            prompt_logprobs=sampling.prompt_logprobs,
             output_kind=library.RequestOutputKind.DELTA,
+            stream_interval=None if stream else _UNSTREAMED_INTERVAL,
             skip_clone=True,
+            **_extra(sampling.extra),
         )
     except CLIENT_ERRORS as error:
         raise as_request_error(error) from error
 
 
+def _extra(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return parameters that are vLLM's alone, where SamplingParams has them."""
+    extra = {name: value for name, value in given.items() if name != _CACHE_SALT}
+    arguments = dict(extra.pop("vllm_xargs", {}))
+    arguments |= {name: extra.pop(name) for name in ("kv_transfer_params", "ec_transfer_params") if name in extra}
+    if arguments:
+        extra["extra_args"] = arguments
+    if "repetition_detection" in extra:
+        extra["repetition_detection"] = library.RepetitionDetectionParams(**extra["repetition_detection"])
+    return extra
+
+
 def as_request_error(error: Exception) -> RequestError:
     """Return what the client is told of an error that vLLM raised for its request."""
-    message = str(error.args[0]) if isinstance(error, library.VLLMClientError) and error.args else str(error)
+    message = str(error.args[0]) if isinstance(error, library.VLLMClientError) and error.args else plain(error)
     if getattr(error, "parameter", None) in ("input_tokens", "input_text"):
         return ContextLengthError(message)
-    return RequestError(message or type(error).__name__)
+    return RequestError(message)
+
+
+def plain(error: BaseException) -> str:
+    """Return the message without pydantic's frame and links."""
+    if isinstance(error, ValidationError):
+        return "; ".join(str(detail["msg"]).removeprefix("Value error, ") for detail in error.errors())
+    return str(error) or type(error).__name__

@@ -22,6 +22,7 @@ _DAMAGED = (
     *(tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, lzma.LZMAError, zlib.error),
     *(EOFError, NotImplementedError),
 )
+_HERE = PurePosixPath()
 _SMALL = 1 << 30  # bytes; whatever unpacks to less is no bomb, however well it was packed
 
 
@@ -85,7 +86,23 @@ def _extract_tar(archive: Path, target: Path, limits: ArchiveLimits, activity: A
             allowance.take(member.size)
             guard.check(member)
             with file_errors(target):
-                tar.extract(member, target, filter="data")
+                if member.issym() or member.islnk():
+                    _write_link(member, target)
+                else:
+                    tar.extract(member, target, filter="data")
+
+
+def _write_link(member: tarfile.TarInfo, target: Path) -> None:
+    """Make the link that was found safe; where tarfile cannot, it looks for a copy of its target, maybe for ever."""
+    path, linked = target / member.name, target / member.linkname
+    if member.islnk() and path == linked:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    if member.issym():
+        path.symlink_to(member.linkname)
+    else:
+        path.hardlink_to(linked)
 
 
 class _TarGuard:
@@ -100,17 +117,24 @@ class _TarGuard:
         self._files: set[PurePosixPath] = set()
 
     def check(self, member: tarfile.TarInfo) -> None:
-        """Raise ArtifactError where `member`, after all that were checked before it, is unsafe."""
+        """Raise ArtifactError where `member`, after all that were checked before it, is unsafe.
+
+        Its name and that of the file that it links to are without "." afterwards.
+        """
         path = _safe_path(self._archive, member.name)
+        if path == _HERE and not member.isdir():
+            raise _refused(self._archive, member.name, "has no name")
+        member.name = str(path)
         if any(step in self._links for step in (path, *path.parents)):
             raise _refused(self._archive, member.name, "leads through a link")
         if member.issym():
             self._check_link(member, path)
             self._links.add(path)
         elif member.islnk():
-            # tarfile would look for another entry of that name, and for ever where it is this one.
-            if _safe_path(self._archive, member.linkname) not in self._files:
+            linked = _safe_path(self._archive, member.linkname)
+            if linked not in self._files:
                 raise _refused(self._archive, member.name, f"is a link to {member.linkname}, no file before it")
+            member.linkname = str(linked)
             self._files.add(path)
         elif member.isreg():
             self._files.add(path)

@@ -113,10 +113,21 @@ _STABLE_DIFFUSION = HandlerRow(
     options="handlers.stable_diffusion_options:StableDiffusionOptions",
     engines=("diffusers", "deepspeed"),
 )
-_TREE_MODELS = HandlerRow(
-    title="sklearn and xgboost",
-    names=("djl_python.sklearn_handler", "djl_python.xgboost_handler"),
-    options="handlers.tree_model_options:TreeModelOptions",
+SKLEARN = HandlerRow(
+    title="sklearn",
+    names=("djl_python.sklearn_handler", "sklearn"),
+    handler="handlers.sklearn_handler:SklearnHandler",
+    options="handlers.tree_model_options:SklearnOptions",
+    engines=("sklearn",),
+    takes_batches=True,
+)
+_XGBOOST = HandlerRow(
+    title="xgboost",
+    names=("djl_python.xgboost_handler", "xgboost"),
+    handler="handlers.xgboost_handler:XgboostHandler",
+    options="handlers.tree_model_options:XgboostOptions",
+    engines=("xgboost",),
+    takes_batches=True,
 )
 _ECHO = HandlerRow(
     title="echo",
@@ -142,7 +153,8 @@ HANDLERS = (
     _TENSORRT_LLM,
     _NEURONX,
     _STABLE_DIFFUSION,
-    _TREE_MODELS,
+    SKLEARN,
+    _XGBOOST,
     _ECHO,
 )
 DEFAULT_HANDLER = _HUGGING_FACE

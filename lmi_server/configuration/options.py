@@ -159,6 +159,9 @@ class ServingOptions(Options):
     max_idle_time: Annotated[PositiveInt, Key(also=("option.max_idle_time",))] = Field(
         60, description="Seconds without work after which a worker beyond minWorkers is stopped."
     )
+    max_worker_memory_mb: NonNegativeInt = Field(
+        0, description="MiB that a worker may grow to before it is restarted, 0 for any; not for text generation."
+    )
     load_on_devices: Devices = Field(
         "*", description="Devices to load the model on, separated by semicolons; * is all of them."
     )

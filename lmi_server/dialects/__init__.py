@@ -26,6 +26,8 @@ def parse(request: Input, served: ServedModel) -> Exchange:
         return openai.parse_chat(request, fields.json_object(request), served)
     if request.route == "completions":
         return openai.parse_completion(request, fields.json_object(request), served)
+    if request.route == "responses":
+        return openai.parse_response(request, fields.json_object(request), served)
     if request.route not in _LMI_ROUTES:
         raise RouteNotFoundError(f"no dialect serves the route {fields.show(request.route)}")
     if fields.media_type(request) == "text/plain":

@@ -63,17 +63,22 @@ def media_type(request: Input) -> str:
 
 def json_object(request: Input) -> dict[str, Any]:
     """Return the body, which must be a JSON object."""
+    value = json_value(request)
+    if not isinstance(value, dict):
+        raise RequestError(f"the body is {show(value)}; send a JSON object")
+    return value
+
+
+def json_value(request: Input) -> Any:
+    """Return the body, which must be JSON."""
     kind = media_type(request)
     body = request.body().removeprefix(_BOM)
-    taken_as_json = kind in _DEFAULT_TYPES and body.lstrip().startswith(b"{")
+    taken_as_json = kind in _DEFAULT_TYPES and body.lstrip().startswith((b"{", b"["))
     if kind and not kind.startswith("application/json") and not taken_as_json:
         raise RequestError(f"Content-Type: {show(kind)} is not supported; send application/json")
     if not body.strip():
         raise RequestError("the body is empty; send a JSON object")
-    value = _json(body)
-    if not isinstance(value, dict):
-        raise RequestError(f"the body is {show(value)}; send a JSON object")
-    return value
+    return _json(body)
 
 
 def _json(body: bytes) -> Any:

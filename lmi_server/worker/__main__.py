@@ -118,7 +118,7 @@ def _run_link(link: socket.socket, session: Session, main_thread: MainThread) ->
         code = uvloop.run(_serve(link, session))
     finally:
         try:
-            main_thread.stop().result(_EXIT_S)
+            main_thread.stop().result(0 if main_thread.abandoned else _EXIT_S)
         except TimeoutError:
             os._exit(code)  # the handler's code does not come back
 

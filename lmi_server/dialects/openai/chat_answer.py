@@ -100,7 +100,9 @@ def _logprobs(tokens: Sequence[Token], options: AnswerOptions) -> _Logprobs:
 
 
 def _token_logprob(token: Token, options: AnswerOptions) -> _TokenLogprob:
-    top = [_TopLogprob(*_told(other, options)) for other in token.top[: options.alternatives]]
+    # As with vLLM the chosen token comes first, whether it is one of the most likely or not.
+    ranked: list[Token | TopToken] = [token, *(other for other in token.top if other.id != token.id)]
+    top = [_TopLogprob(*_told(other, options)) for other in ranked[: options.alternatives]]
     return _TokenLogprob(*_told(token, options), top)
 
 

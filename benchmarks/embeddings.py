@@ -1,0 +1,199 @@
+"""Measures embeddings with all-MiniLM-L6-v2: this server over HTTP beside what else makes the same vectors here.
+
+    python -m benchmarks.embeddings
+
+The texts are of 3 to 120 words. sentence-transformers is called with each text as it comes, as a server without batches
+would, and with batches of 32 that are there already, which no server can have; the pipeline of transformers with each
+text. All run in one go, each in a process of its own, every contender with two runs; the better one counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+MODEL = Path("models/all-minilm-l6-v2")
+TEXTS = 256
+RUNS = 2
+CLIENTS = (1, 16, 64)
+_WORDS = (
+    "river",
+    "engine",
+    "bread",
+    "moon",
+    "chess",
+    "whale",
+    "paper",
+    "steel",
+    "under",
+    "makes",
+    "blue",
+    "seven",
+    "when",
+)
+
+
+def texts(count: int = TEXTS) -> list[str]:
+    """Return texts of which most are short, as those of searches and passages are."""
+    numbers = random.Random(5)
+    return [" ".join(numbers.choices(_WORDS, k=min(120, int(3 + numbers.expovariate(1 / 25))))) for _ in range(count)]
+
+
+def rate_of(embed: Callable[[list[str]], object]) -> float:
+    """Return texts per second."""
+    embed(texts(8))
+    rates = []
+    for _ in range(RUNS):
+        began = time.perf_counter()
+        embed(texts())
+        rates.append(TEXTS / (time.perf_counter() - began))
+    return max(rates)
+
+
+# --- the others ---
+
+
+def sentence_transformers_alone() -> float:
+    model = _sentence_transformer()
+    return rate_of(lambda batch: [model.encode(text) for text in batch])
+
+
+def sentence_transformers_in_batches() -> float:
+    model = _sentence_transformer()
+    return rate_of(lambda batch: model.encode(batch, batch_size=32))
+
+
+def _sentence_transformer():  # type: ignore[no-untyped-def]
+    from sentence_transformers import SentenceTransformer
+
+    return SentenceTransformer(str(MODEL), device="cpu")
+
+
+def pipeline_alone() -> float:
+    import torch
+    from transformers import pipeline
+
+    extract = pipeline("feature-extraction", model=str(MODEL), device="cpu")
+
+    def embed(text: str) -> list[float]:
+        mean = torch.tensor(extract(text)[0]).mean(0)
+        vector: list[float] = (mean / mean.norm()).tolist()
+        return vector
+
+    return rate_of(lambda batch: [embed(text) for text in batch])
+
+
+# --- this server ---
+
+
+class Connection:
+    """Sends requests one after the other."""
+
+    async def open(self, port: int) -> None:
+        self._reader, self._writer = await asyncio.open_connection("127.0.0.1", port)
+
+    async def embed(self, text: str) -> bytes:
+        body = json.dumps({"input": text, "model": "m", "encoding_format": "base64"}).encode()
+        head = f"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        self._writer.write(head.encode() + body)
+        answer = await self._reader.readuntil(b"\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 200"), answer
+        length = int(answer.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        return await self._reader.readexactly(length)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+async def _load(port: int, clients: int, batch: list[str]) -> None:
+    waiting = iter(batch)
+
+    async def client() -> None:
+        connection = Connection()
+        await connection.open(port)
+        for text in waiting:
+            await connection.embed(text)
+        connection.close()
+
+    await asyncio.gather(*(client() for _ in range(clients)))
+
+
+def server(clients: int) -> float:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        sys.executable,
+        "-m",
+        "lmi_server.cli",
+        "serve",
+        str(MODEL),
+        "--port",
+        str(port),
+        "--log-level",
+        "warning",
+    ]
+    process = subprocess.Popen(command)
+    try:
+        _wait_until_ready(port)
+        return rate_of(lambda batch: asyncio.run(_load(port, clients, batch)))
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def _wait_until_ready(port: int) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        try:
+            if httpx.get(f"http://127.0.0.1:{port}/ping").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.2)
+    raise TimeoutError("the server is not ready")
+
+
+CONTENDERS: dict[str, Callable[[], float]] = {
+    "pipeline of transformers, text by text": pipeline_alone,
+    "sentence-transformers, text by text": sentence_transformers_alone,
+    "sentence-transformers, batches of 32": sentence_transformers_in_batches,
+    **{f"lmi-server, HTTP, {count} clients": lambda count=count: server(count) for count in CLIENTS},  # type: ignore[misc]
+}
+BASELINE = "sentence-transformers, text by text"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--contender", choices=CONTENDERS)
+    chosen = parser.parse_args().contender
+    if chosen is not None:
+        print(CONTENDERS[chosen]())
+        return
+    rates = {name: _in_process(name) for name in CONTENDERS}
+    table = Table("", "texts/s", "ratio", title=f"{TEXTS} texts, all-MiniLM-L6-v2")
+    for name, rate in rates.items():
+        table.add_row(name, f"{rate:.0f}", f"{rate / rates[BASELINE]:.2f}")
+    Console().print(table)
+
+
+def _in_process(name: str) -> float:
+    command = [sys.executable, "-m", "benchmarks.embeddings", "--contender", name]
+    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return float(out.split()[-1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""The sklearn handler: one model file of scikit-learn, skops by default."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from handlers.tabular import TabularHandler
+from handlers.tree_model_options import SklearnOptions
+from lmi_server.errors import ModelLoadError
+
+
+class SklearnHandler(TabularHandler):
+    """Serves whatever has a `predict`."""
+
+    options_type = SklearnOptions
+    formats = MappingProxyType(
+        {"skops": (".skops",), "joblib": (".joblib",), "pickle": (".pkl", ".pickle"), "cloudpickle": (".cloudpkl",)}
+    )
+    safe = frozenset({"skops"})
+
+    def load(self, path: Path, model_format: str, options: SklearnOptions) -> Any:
+        try:
+            if model_format == "skops":
+                return _load_skops(path, options)
+            if model_format == "joblib":
+                import joblib
+
+                return joblib.load(path)
+            import sklearn  # noqa: F401 - what the file holds; missing it has a name then
+        except ImportError as error:
+            raise ModelLoadError(
+                f"the sklearn handler needs the extra 'sklearn' ({error}); install lmi-server[sklearn]"
+            ) from error
+        import pickle
+
+        with path.open("rb") as file:
+            return pickle.load(file)  # cloudpickle's files are read by pickle too
+
+    def predict(self, model: Any, rows: Any) -> Any:
+        return model.predict(rows)
+
+
+def _load_skops(path: Path, options: SklearnOptions) -> Any:
+    import skops.io
+
+    unknown = sorted(set(skops.io.get_untrusted_types(file=path)) - set(options.skops_trusted_types))
+    if unknown:
+        raise ModelLoadError(
+            f"{path}: holds types that are not known to be harmless: {', '.join(unknown)}; add those that you trust to "
+            "option.skops_trusted_types"
+        )
+    return skops.io.load(path, trusted=list(options.skops_trusted_types))

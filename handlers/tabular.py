@@ -1,0 +1,240 @@
+"""What the handlers of sklearn and XGBoost have in common: rows of numbers in, a prediction per row out.
+
+The user's model.py may take over parts of it: functions that djl_python's decorators mark, or, where there are none,
+model_fn, input_fn, predict_fn and output_fn as SageMaker names them.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from handlers import content
+from handlers.own_code.loading import find_marked, load_entry_point, told
+from lmi_server.dialects import fields
+from lmi_server.errors import HandlerError, LmiServerError, ModelLoadError, RequestError
+from lmi_server.handler import ModelInfo, RequestHandler, Response
+from lmi_server.protocol import Input
+
+_MARKS = ("init_handler", "input_formatter", "prediction_handler", "output_formatter")
+_SAGEMAKER = ("model_fn", "input_fn", "predict_fn", "output_fn")
+_KINDS = (content.JSON, content.CSV)
+
+
+class TabularHandler(RequestHandler):
+    """Serves the one model file of a directory; `formats` are file endings by format, `safe` those without code."""
+
+    formats: Mapping[str, tuple[str, ...]]
+    safe: frozenset[str]
+
+    def __init__(self) -> None:
+        self._model: Any = None
+        self._default = content.JSON
+        self._own: Mapping[str, Callable[..., Any]] = {}
+        self._model_dir = ""
+
+    @abstractmethod
+    def load(self, path: Path, model_format: str, options: Any) -> Any:
+        """Load the model from its file. Raises whatever the library raises."""
+
+    @abstractmethod
+    def predict(self, model: Any, rows: Any) -> Any:
+        """Return a prediction per row, an array. Raises ValueError where the rows do not fit the model."""
+
+    def start(self, model_dir: str, options: Any) -> ModelInfo:
+        self._default = options.default_accept
+        self._model_dir = model_dir
+        self._own = _own_functions(model_dir)
+        make = self._own.get("init_handler") or self._own.get("model_fn")
+        if make is not None:
+            self._model = make(model_dir)
+            return ModelInfo(max_model_len=0, details={"model": type(self._model).__name__})
+        path, model_format = self._find(Path(options.model_id or model_dir), options)
+        try:
+            self._model = self.load(path, model_format, options)
+        except LmiServerError:
+            raise
+        except Exception as error:  # the border to the library, which raises anything for a file that it cannot read
+            raise ModelLoadError(f"{path}: cannot be loaded as {model_format}: {error}") from error
+        return ModelInfo(max_model_len=0, details={"model": type(self._model).__name__, "file": path.name})
+
+    def handle(self, requests: Sequence[Input]) -> Sequence[Response | LmiServerError]:
+        if self._own:  # such a function gets a request at a time
+            return [self._outcome(request) for request in requests]
+        return self._handle_together(requests)
+
+    # --- the model's file ---
+
+    def _find(self, directory: Path, options: Any) -> tuple[Path, str]:
+        if directory.is_file():
+            candidates = {directory: self._format_of(directory)}
+        else:
+            candidates = {path: self._format_of(path) for path in sorted(directory.iterdir()) if path.is_file()}
+        wanted = options.model_format
+        found = [(path, kind) for path, kind in candidates.items() if kind is not None and wanted in (None, kind)]
+        endings = ", ".join(f"*{ending}" for ending in self.formats.get(wanted, sum(self.formats.values(), ())))
+        if len(found) != 1:
+            names = ", ".join(path.name for path, _ in found) or "none"
+            raise ModelLoadError(
+                f"{directory}: one file {endings} is expected, found: {names}; set option.model_format"
+            )
+        path, kind = found[0]
+        if kind not in self.safe and not options.trust_insecure_model_files:
+            raise ModelLoadError(
+                f"{path}: a file in the format {kind} can run code when it is loaded; save the model as "
+                f"{' or '.join(sorted(self.safe))}, or set option.trust_insecure_model_files=true if you trust it"
+            )
+        return path, kind
+
+    def _format_of(self, path: Path) -> str | None:
+        if path.name == "config.json":
+            return None
+        return next((kind for kind, endings in self.formats.items() if path.suffix in endings), None)
+
+    # --- a request at a time, for the user's functions ---
+
+    def _outcome(self, request: Input) -> Response | LmiServerError:
+        try:
+            rows = self._input(request)
+            predict = self._own.get("prediction_handler") or self._own.get("predict_fn") or self._predict
+            return self._output(request, predict(rows, self._model))
+        except LmiServerError as error:
+            return error
+        except Exception as error:  # noqa: BLE001 - the border to the user's code and to the library
+            return HandlerError(told(error, self._model_dir))
+
+    def _predict(self, rows: Any, model: Any) -> Any:
+        return self._predictions(rows)
+
+    def _input(self, request: Input) -> Any:
+        formatter, function = self._own.get("input_formatter"), self._own.get("input_fn")
+        kind = fields.media_type(request) or content.JSON
+        if formatter is not None:
+            from djl_python.inputs import make_input  # which only workers have
+
+            return formatter(make_input(request.properties, request.content, "handle"), content_type=kind)
+        return rows_of(request) if function is None else function(request.body(), kind)
+
+    def _output(self, request: Input, predictions: Any) -> Response:
+        formatter, function = self._own.get("output_formatter"), self._own.get("output_fn")
+        if formatter is None and function is None:
+            return _written(predictions, self._accepted(request))
+        accept = request.properties.get("accept", self._default)
+        result = formatter(predictions) if formatter is not None else _sagemaker_output(function, predictions, accept)
+        kind = accept if function is not None and "*" not in accept else _kind_of(result, self._default)
+        data = result.encode() if isinstance(result, str) else result
+        return Response(
+            headers=[("content-type", kind)], data=data if isinstance(data, bytes) else content.encode_json(data)
+        )
+
+    # --- many requests at a time ---
+
+    def _handle_together(self, requests: Sequence[Input]) -> Sequence[Response | LmiServerError]:
+        """Predict the rows of all requests at once, as far as they have the same width."""
+        outcomes: dict[int, Response | LmiServerError] = {}
+        groups: dict[Any, list[tuple[int, Any, str]]] = {}
+        for index, request in enumerate(requests):
+            try:
+                kind, rows = self._accepted(request), rows_of(request)
+            except LmiServerError as error:
+                outcomes[index] = error
+            else:
+                groups.setdefault((rows.shape[1:], rows.dtype.kind), []).append((index, rows, kind))
+        for group in groups.values():
+            outcomes |= self._answers(group)
+        return [outcomes[index] for index in range(len(requests))]
+
+    def _answers(self, group: Sequence[tuple[int, Any, str]]) -> dict[int, Response | LmiServerError]:
+        import numpy as np
+
+        try:
+            predictions = self._predictions(np.concatenate([rows for _, rows, _ in group]))
+        except LmiServerError as error:
+            if len(group) == 1:
+                return {group[0][0]: error}
+            return {index: outcome for entry in group for index, outcome in self._answers([entry]).items()}
+        ends = np.cumsum([len(rows) for _, rows, _ in group])[:-1]
+        parts = np.split(predictions, ends)
+        return {index: _written(part, kind) for (index, _, kind), part in zip(group, parts, strict=True)}
+
+    def _predictions(self, rows: Any) -> Any:
+        try:
+            return self.predict(self._model, rows)
+        except ValueError as error:  # both libraries' word for rows of another width, or with what is no number
+            raise RequestError(f"inputs cannot be used: {error}; send rows as the model was trained on") from error
+        except Exception as error:  # the border to the library
+            raise HandlerError(f"{type(error).__name__}: {error}") from error
+
+    def _accepted(self, request: Input) -> str:
+        return content.accepted(request, self._default, _KINDS)
+
+
+def rows_of(request: Input) -> Any:
+    """Return the rows of a request, an array of (rows, columns): numbers, or objects where JSON brings texts.
+
+    The body is {"inputs": [[...], ...]} or the bare array, or CSV without a line of names; a single row need not be in
+    a list of its own. Raises RequestError.
+    """
+    import numpy as np
+
+    if fields.media_type(request) == content.CSV:
+        return _numbers(fields.plain_text(request))
+    value = fields.json_value(request)
+    if isinstance(value, dict):
+        value = value.get("inputs")
+    if not isinstance(value, list) or not value:
+        raise RequestError('inputs is missing; send {"inputs": [[1.0, 2.0], ...]}, or the array alone')
+    try:
+        rows = np.array(value if isinstance(value[0], list) else [value])
+        if rows.dtype.kind not in "biuf":
+            rows = np.array(rows, dtype=object if _has_texts(rows) else float)
+    except (ValueError, TypeError):
+        raise RequestError("inputs: rows of different lengths, or of what is no number; send a table") from None
+    if rows.ndim == 1 or not rows.size:
+        raise RequestError("inputs: a row is empty; send a number per column")
+    return rows
+
+
+def _has_texts(rows: Any) -> bool:
+    return rows.dtype.kind in "US" or any(isinstance(cell, str) for cell in rows.flat)
+
+
+def _numbers(text: str) -> Any:
+    import numpy as np
+
+    try:
+        lines = [line for line in csv.reader(io.StringIO(text.removeprefix("\ufeff")), strict=True) if line]
+        rows = np.array([[float(cell) for cell in line] for line in lines])
+    except (ValueError, csv.Error) as error:
+        raise RequestError(f"the body is no CSV of numbers: {error}; send rows of equal length, no names") from None
+    if not rows.size:
+        raise RequestError("the body is empty; send a line per row")
+    return rows
+
+
+def _written(predictions: Any, kind: str) -> Response:
+    plain = predictions.tolist() if hasattr(predictions, "tolist") else predictions
+    return content.written({"predictions": plain} if kind == content.JSON else plain, kind)
+
+
+def _own_functions(model_dir: str) -> Mapping[str, Callable[..., Any]]:
+    """Return the functions of model.py that take over a part, by what they do; decorated ones rule out the others."""
+    if not (Path(model_dir) / "model.py").is_file():
+        return {}
+    module = load_entry_point("model.py", model_dir)
+    return find_marked(module, _MARKS) or {
+        name: getattr(module, name) for name in _SAGEMAKER if callable(getattr(module, name, None))
+    }
+
+
+def _sagemaker_output(function: Any, predictions: Any, accept: str) -> Any:
+    result = function(predictions, accept)
+    return result[0] if isinstance(result, tuple) else result  # some return the content type beside it
+
+
+def _kind_of(result: Any, default: str) -> str:
+    return "text/plain" if isinstance(result, str) else default

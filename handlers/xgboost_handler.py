@@ -1,0 +1,44 @@
+"""The xgboost handler: one model file of XGBoost, JSON or UBJSON by default."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from handlers.tabular import TabularHandler
+from handlers.tree_model_options import XgboostOptions
+from lmi_server.errors import ModelLoadError
+
+
+class XgboostHandler(TabularHandler):
+    """Serves a Booster, whatever it was saved from; a pickle may hold a model of its scikit-learn interface."""
+
+    options_type = XgboostOptions
+    formats = MappingProxyType(
+        {"json": (".json",), "ubj": (".ubj",), "xgb": (".xgb", ".bst"), "pickle": (".pkl", ".pickle")}
+    )
+    safe = frozenset({"json", "ubj"})
+
+    def load(self, path: Path, model_format: str, options: XgboostOptions) -> Any:
+        try:
+            import xgboost
+        except ImportError as error:
+            raise ModelLoadError(
+                f"the xgboost handler needs the extra 'xgboost' ({error}); install lmi-server[xgboost]"
+            ) from error
+        if model_format == "pickle":
+            import pickle
+
+            with path.open("rb") as file:
+                return pickle.load(file)
+        booster = xgboost.Booster()
+        booster.load_model(path)
+        return booster
+
+    def predict(self, model: Any, rows: Any) -> Any:
+        import xgboost
+
+        if not isinstance(model, xgboost.Booster):
+            return model.predict(rows)
+        return model.predict(xgboost.DMatrix(rows, feature_names=model.feature_names))

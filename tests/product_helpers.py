@@ -1,0 +1,69 @@
+"""The product as its users start it: `lmi-server serve` on a model directory, in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+
+
+class Server:
+    """`lmi-server serve` in a process of its own, ready to answer."""
+
+    def __init__(self, directory: Path) -> None:
+        command = [str(Path(sys.executable).with_name("lmi-server")), "serve", str(directory), "--port", "0"]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.lines: list[str] = []
+        self.url = self._log_line(r"listening on (http://\S+)")[1]
+        self._log_line(r"\] ready: process")
+        self.model = directory.name.replace("-", "_")
+        self.http = httpx.Client(base_url=self.url, timeout=120)
+
+    def _log_line(self, pattern: str) -> re.Match[str]:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+            if found := re.search(pattern, line):
+                return found
+        raise AssertionError("".join(self.lines))
+
+    def gauge(self, name: str) -> float | None:
+        found = re.search(rf"^{name}{{[^}}]*}} (\S+)$", self.http.get("/metrics").text, re.MULTILINE)
+        return None if found is None else float(found[1])
+
+    def wait_for(self, name: str, value: float) -> None:
+        deadline = time.monotonic() + 60
+        while self.gauge(name) != value:
+            assert time.monotonic() < deadline, f"{name} is {self.gauge(name)}, not {value}"
+
+    def worker_pid(self) -> int:
+        return int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()[0])
+
+    def stop(self) -> int:
+        assert self.process.stderr is not None
+        self.http.close()
+        self.process.terminate()
+        self.lines += self.process.stderr.readlines()
+        self.process.stderr.close()
+        return self.process.wait(60)
+
+
+@contextlib.contextmanager
+def serving(parent: Path, model: Path, **options: str) -> Iterator[Server]:
+    """Serve the demo model from a directory whose serving.properties has these options."""
+    directory = parent / "model"
+    directory.mkdir()
+    lines = [f"option.{name}={value}" for name, value in {"model_id": str(model), **options}.items()]
+    (directory / "serving.properties").write_text("\n".join(lines))
+    server = Server(directory)
+    try:
+        yield server
+    finally:
+        if server.process.returncode is None:
+            assert server.stop() == 0

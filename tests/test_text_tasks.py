@@ -1,0 +1,253 @@
+"""Tasks that transformers has no pipeline for any more: written texts, static batches, answers found in a context."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from pipeline_helpers import approximately, ask, content_of, request, started
+from tiny_tasks import CONTEXT, make_task_model, seq2seq_tokenizer
+
+from lmi_server.errors import ContextLengthError, LmiServerError, RequestError
+from lmi_server.handler import RequestHandler
+
+Load = Callable[..., tuple[RequestHandler, Path]]
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
+    @functools.cache
+    def loaded(task: str, **options: str) -> tuple[RequestHandler, Path]:
+        directory = make_task_model(task, tmp_path_factory.mktemp("tasks") / "model")
+        return started(directory, **options), directory
+
+    return loaded
+
+
+def generated(directory: Path, text: str, **arguments: Any) -> list[int]:
+    """Return the new tokens that the model itself writes for one text, end and all."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    config = transformers.AutoConfig.from_pretrained(directory)
+    kind = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    model = kind.from_pretrained(directory)
+    ids = tokenizer(text, return_tensors="pt")
+    out = model.generate(input_ids=ids["input_ids"], attention_mask=ids["attention_mask"], **arguments)[0].tolist()
+    return out[1:] if config.is_encoder_decoder else out[ids["input_ids"].shape[1] :]
+
+
+def decoded(ids: list[int]) -> str:
+    kept = list(itertools.takewhile(lambda token: token != 258, ids))
+    return str(seq2seq_tokenizer().decode(kept, skip_special_tokens=True))
+
+
+# --- text generation in static batches ---
+
+PROMPTS = ["hello", "a", "the quick brown fox"]
+
+
+def test_prompts_are_continued_as_by_the_model_alone(load: Load) -> None:
+    handler, directory = load("text-generation")
+    expected = [prompt + decoded(generated(directory, prompt, max_new_tokens=8)) for prompt in PROMPTS]
+    parameters = {"max_new_tokens": 8}
+    assert ask(handler, {"inputs": PROMPTS, "parameters": parameters}) == [
+        {"generated_text": text} for text in expected
+    ]
+    outcomes = handler.handle([request({"inputs": prompt, "parameters": parameters}) for prompt in PROMPTS])
+    assert [content_of(outcome) for outcome in outcomes] == [[{"generated_text": text}] for text in expected]
+
+
+def test_without_a_number_thirty_tokens_are_written(load: Load) -> None:
+    handler, _ = load("text-generation")
+    body = {"inputs": "hello", "parameters": {"return_full_text": False}}
+    longer = ask(handler, {"inputs": "hello", "parameters": {"return_full_text": False, "max_new_tokens": 30}})
+    assert ask(handler, body) == longer
+
+
+def test_a_seed_gives_the_same_text_in_any_company(load: Load) -> None:
+    handler, _ = load("text-generation")
+    sampled = {"max_new_tokens": 8, "do_sample": True, "temperature": 2.0, "seed": 5}
+    alone = ask(handler, {"inputs": "hello", "parameters": sampled})
+    bodies = [{"inputs": text, "parameters": sampled} for text in ("a", "hello", "b")]
+    assert content_of(handler.handle([request(body) for body in bodies])[1]) == alone
+    assert ask(handler, {"inputs": "hello", "parameters": {**sampled, "seed": 6}}) != alone
+
+
+def test_a_stop_sequence_ends_a_text(load: Load) -> None:
+    handler, _ = load("text-generation")
+    own = {"max_new_tokens": 60, "return_full_text": False, "do_sample": True, "temperature": 9.0, "seed": 5}
+    whole = ask(handler, {"inputs": "hello", "parameters": own})[0]["generated_text"]
+    stop = next(char for char in whole[2:] if char.isascii() and char.isprintable() and char not in whole[:2])
+    cut = ask(handler, {"inputs": "hello", "parameters": {**own, "stop_sequences": [stop]}})[0]["generated_text"]
+    assert cut == whole[: whole.index(stop)]
+    kept = {**own, "stop": stop, "include_stop_str_in_output": True}
+    assert ask(handler, {"inputs": "hello", "parameters": kept})[0]["generated_text"] == cut + stop
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "message"),
+    [
+        ({"inputs": "a" * 250, "parameters": {"max_new_tokens": 10}}, ContextLengthError, "has 250 tokens and 10 new"),
+        ({"inputs": ""}, RequestError, "an empty text is not allowed"),
+        ({"inputs": "a", "parameters": {"max_new_tokens": 0}}, RequestError, "max_new_tokens: 0 is not allowed"),
+        ({"inputs": "a", "parameters": {"custom_generate": "x/y"}}, RequestError, "custom_generate is not known"),
+        ({"inputs": "a", "parameters": {"trust_remote_code": True}}, RequestError, "trust_remote_code is not known"),
+        ({"inputs": {"text": "a"}}, RequestError, "an object is not allowed; send a string"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused(load: Load, body: Any, error: type[LmiServerError], message: str) -> None:
+    handler, _ = load("text-generation")
+    with pytest.raises(error, match=message):
+        ask(handler, body)
+
+
+# --- streams of static batches ---
+
+
+def lines(handler: RequestHandler, body: Any) -> list[list[str]]:
+    (outcome,) = handler.handle([request(body)])
+    assert not isinstance(outcome, LmiServerError)
+    assert dict(outcome.headers) == {"content-type": "application/jsonlines"}
+    assert outcome.stream is not None
+    return [json.loads(line)["outputs"] for line in outcome.stream]
+
+
+@pytest.mark.parametrize(("task", "mode"), [("text-generation", "true"), ("text2text-generation", "huggingface")])
+def test_a_stream_adds_up_to_the_whole_answer(load: Load, task: str, mode: str) -> None:
+    handler, _ = load(task, enable_streaming=mode)
+    parameters = {"max_new_tokens": 8} | ({"return_full_text": False} if task == "text-generation" else {})
+    body = {"inputs": PROMPTS, "parameters": parameters}
+    steps = lines(handler, body)
+    assert len(steps) > 2
+    whole = ask(handler, {**body, "stream": False})
+    assert [{"generated_text": "".join(pieces)} for pieces in zip(*steps, strict=True)] == whole
+
+
+def test_a_stream_whose_reader_goes_ends_at_the_next_step(load: Load) -> None:
+    handler, _ = load("text-generation", enable_streaming="true")
+    (outcome,) = handler.handle([request({"inputs": "hello", "parameters": {"max_new_tokens": 200}})])
+    assert not isinstance(outcome, LmiServerError)
+    stream: Any = outcome.stream
+    assert next(stream)
+    stream.close()
+    assert ask(handler, {"inputs": "a", "stream": False, "parameters": {"max_new_tokens": 1}})  # its turn comes
+
+
+def test_a_stream_of_beams_is_refused(load: Load) -> None:
+    handler, _ = load("text-generation", enable_streaming="true")
+    with pytest.raises(RequestError, match="num_beams: a stream needs the tokens of each step"):
+        ask(handler, {"inputs": "a", "parameters": {"num_beams": 2}})
+
+
+# --- texts for texts ---
+
+
+@pytest.mark.parametrize(
+    ("task", "prefix", "key", "limits"),
+    [
+        ("text2text-generation", "", "generated_text", {"max_new_tokens": 256}),
+        ("summarization", "summarize: ", "summary_text", {"max_length": 10, "num_beams": 2}),
+        ("translation_en_to_de", "translate: ", "translation_text", {"max_length": 12}),
+    ],
+)
+def test_a_text_becomes_another(load: Load, task: str, prefix: str, key: str, limits: Mapping[str, Any]) -> None:
+    handler, directory = load(task)
+    expected = [{key: decoded(generated(directory, prefix + text, **limits))} for text in PROMPTS]
+    assert ask(handler, {"inputs": PROMPTS}) == expected
+    assert ask(handler, {"inputs": PROMPTS[0]}) == expected[:1]
+    short = {
+        key: decoded(generated(directory, prefix + PROMPTS[0], **{**limits, "max_length": 4, "max_new_tokens": 3}))
+    }
+    assert ask(handler, {"inputs": PROMPTS[0], "parameters": {"max_new_tokens": 3}}) == [short]
+
+
+def test_languages_are_for_models_of_many(load: Load) -> None:
+    handler, _ = load("translation_en_to_de")
+    with pytest.raises(RequestError, match="are for models of many languages"):
+        ask(handler, {"inputs": "a", "parameters": {"src_lang": "en", "tgt_lang": "de"}})
+
+
+# --- questions ---
+
+CONTEXT_TEXT = "the fox is red. the dog is blue."
+QUESTION = "who is red"
+
+
+def best_span(directory: Path, question: str, context: str, longest: int) -> tuple[float, int, int]:
+    """Return score and characters of the best answer by trying every span of a context that fits in one pass."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    model = transformers.AutoModelForQuestionAnswering.from_pretrained(directory)
+    encoded = tokenizer(question, context, return_offsets_mapping=True, return_tensors="pt")
+    offsets = encoded.pop("offset_mapping")[0].tolist()
+    with torch.inference_mode():
+        out = model(**encoded)
+    own = [index for index, part in enumerate(encoded.sequence_ids()) if part == 1]
+    kept = [0, *own]  # the token of "no answer" has a share of the probability
+    start, end = (logits[0, kept].softmax(0).tolist() for logits in (out.start_logits, out.end_logits))
+    scored = [
+        (start[1 + first] * end[1 + last], offsets[own[first]][0], offsets[own[last]][1])
+        for first in range(len(own))
+        for last in range(first, min(first + longest, len(own)))
+    ]
+    return max(scored)
+
+
+@pytest.mark.parametrize("longest", [1, 3, 15])
+def test_the_best_span_is_the_answer(load: Load, longest: int) -> None:
+    handler, directory = load("question-answering")
+    score, start, end = best_span(directory, QUESTION, CONTEXT_TEXT, longest)
+    parameters = {"max_answer_len": longest, "align_to_words": False}
+    body = {"inputs": {"question": QUESTION, "context": CONTEXT_TEXT}, "parameters": parameters}
+    expected = {"score": score, "start": start, "end": end, "answer": CONTEXT_TEXT[start:end]}
+    assert approximately(ask(handler, body), expected)
+
+
+def test_several_answers_and_none(load: Load) -> None:
+    handler, _ = load("question-answering")
+    inputs = {"question": QUESTION, "context": CONTEXT_TEXT}
+    answers = ask(handler, {"inputs": inputs, "parameters": {"top_k": 3}})
+    assert [answer["score"] for answer in answers] == sorted((a["score"] for a in answers), reverse=True)
+    assert len({(answer["start"], answer["end"]) for answer in answers}) == 3
+    with_none = {"top_k": 20, "handle_impossible_answer": True}
+    found = ask(handler, {"inputs": inputs, "parameters": with_none})
+    assert [answer for answer in found if answer["answer"] == ""]
+
+
+def test_an_answer_is_made_of_whole_words(load: Load) -> None:
+    handler, _ = load("question-answering")
+    context = "abcdefgh ijklmnop"
+    found = ask(handler, {"question": "who", "context": context})
+    assert found["answer"] in ("abcdefgh", "ijklmnop", context)
+
+
+def test_a_long_context_is_read_in_windows(load: Load) -> None:
+    handler, _ = load("question-answering")
+    context = " ".join(["the fox jumps over the dog."] * 20) + " the blue dog is red."
+    found = ask(handler, {"question": QUESTION, "context": context})
+    assert context[found["start"] : found["end"]] == found["answer"]
+    assert found["end"] > 0
+    short = {"question": QUESTION, "context": CONTEXT_TEXT}
+    together = ask(handler, {"inputs": [{"question": QUESTION, "context": context}, short]})
+    assert approximately(together, [found, ask(handler, short)])
+    assert CONTEXT == 64  # the context above is several times that
+
+
+def test_questions_come_as_csv(load: Load) -> None:
+    handler, _ = load("question-answering")
+    csv = f"question,context\n{QUESTION},{CONTEXT_TEXT}\n".encode()
+    answer = ask(handler, {"question": QUESTION, "context": CONTEXT_TEXT})
+    assert approximately(ask(handler, csv, content_type="text/csv"), [answer])
+
+
+def test_a_question_without_context_is_refused(load: Load) -> None:
+    handler, _ = load("question-answering")
+    with pytest.raises(RequestError, match=r"inputs\.context is missing"):
+        ask(handler, {"inputs": {"question": QUESTION}})
+    with pytest.raises(RequestError, match="a list of such objects"):
+        ask(handler, {"inputs": "who?"})

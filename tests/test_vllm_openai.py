@@ -1,0 +1,254 @@
+"""OpenAI's API with vLLM's engine, on a model that speaks: tools, constraints, and the shapes of vLLM's own server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import openai
+import pydantic
+import pytest
+from product_helpers import Server, serving
+from vllm_helpers import vllm_server
+
+pytestmark = pytest.mark.slow
+
+QUESTION = [{"role": "user", "content": "What is the weather in Paris?"}]
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tells the weather of a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 12}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+NAMED = {"type": "function", "function": {"name": "weather"}}
+# A small model calls no tool by itself: the output is made one, as Hermes' models write them.
+CALL = '<tool_call>\n\\{"name": "weather", "arguments": \\{"city": "[A-Z][a-z]{3,8}"\\}\\}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def ours(demo_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    options = {
+        "rolling_batch": "vllm",
+        "dtype": "fp32",
+        "max_rolling_batch_size": "8",
+        "max_model_len": "1024",
+        "kv_cache_memory_gb": "1",
+        "tool_call_parser": "hermes",
+        "enable_auto_tool_choice": "true",
+    }
+    with serving(tmp_path_factory.mktemp("ours"), demo_model_dir, **options) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def theirs(demo_model_dir: Path) -> Iterator[httpx.Client]:
+    arguments = ("--dtype", "float32", "--max-num-seqs", "8", "--max-model-len", "1024", "--enforce-eager")
+    tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--disable-uvicorn-access-log")
+    with vllm_server(demo_model_dir, "model", *arguments, *tools) as client:
+        yield client
+
+
+@pytest.fixture
+def sdk(ours: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{ours.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+# --- the same shapes as vLLM's own server ---
+
+CHATS: list[dict[str, Any]] = [
+    {},
+    {"n": 2, "seed": 1, "temperature": 0.8},
+    {"logprobs": True, "top_logprobs": 2},
+    {"stop": ["."]},
+    {"return_token_ids": True},
+    {"response_format": {"type": "json_object"}},
+    {"structured_outputs": {"choice": ["sunny", "rainy"]}},
+    {"tools": [WEATHER], "tool_choice": "none"},
+    {"tools": [WEATHER], "tool_choice": "auto"},
+    {"tools": [WEATHER], "tool_choice": "auto", "structured_outputs": {"regex": CALL}},
+    {"tools": [WEATHER], "tool_choice": "required"},
+    {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False},
+    {"tools": [WEATHER], "tool_choice": NAMED},
+]
+COMPLETIONS: list[dict[str, Any]] = [
+    {},
+    {"prompt": ["The capital of France is", "Two and two is"], "n": 2, "seed": 3, "temperature": 0.8},
+    {"logprobs": 2},
+    {"echo": True, "logprobs": 1},
+    {"echo": True, "max_tokens": 0, "logprobs": 1},
+    {"return_token_ids": True},
+    {"stop_token_ids": [30]},
+]
+WHOLE_ONLY: list[dict[str, Any]] = [{"prompt_logprobs": 1}]
+PLAIN = 4  # fields of a request that asks for nothing beyond them
+CONTINUOUS = {"include_usage": True, "continuous_usage_stats": True}
+
+
+def shape(value: Any, path: str = "") -> set[str]:
+    """Return the paths of all that is not null; lists and the names that a client or a model chose are one path."""
+    if isinstance(value, dict):
+        opened = path.endswith(("top_logprobs", "prompt_logprobs"))
+        found = [shape(inner, f"{path}.{'*' if opened else key}") for key, inner in value.items()]
+    elif isinstance(value, list):
+        found = [shape(inner, path) for inner in value]
+    else:
+        return set() if value is None or value == "" else {path}
+    return set().union(*found)
+
+
+# What only one of the two tells: the tokens that the prefix cache gave; which build of vLLM runs with what settings.
+OURS = {".usage.prompt_tokens_details.cached_tokens"}
+THEIRS = {".system_fingerprint"}
+
+
+def whole_of(client: httpx.Client, path: str, body: dict[str, Any]) -> Any:
+    reply = client.post(path, json=body)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def chunks_of(client: httpx.Client, path: str, body: dict[str, Any], options: dict[str, Any]) -> list[Any]:
+    reply = client.post(path, json=body | {"stream": True, "stream_options": options})
+    assert reply.status_code == 200, reply.text
+    lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def said(chunks: list[Any]) -> list[dict[str, Any]]:
+    """Return what the choices of a stream add up to."""
+    choices: dict[int, dict[str, Any]] = {}
+    for chunk in chunks:
+        for piece in chunk["choices"]:
+            told = choices.setdefault(piece["index"], {"text": "", "calls": {}, "reason": None, "stop": None})
+            delta = piece.get("delta") or {"content": piece.get("text")}
+            told["text"] += delta.get("content") or ""
+            for call in delta.get("tool_calls") or []:
+                function = told["calls"].setdefault(call["index"], {"name": "", "arguments": ""})
+                for name, value in (call.get("function") or {}).items():
+                    function[name] += value or ""
+            told["reason"] = told["reason"] or piece["finish_reason"]
+            told["stop"] = told["stop"] or piece.get("stop_reason")
+    return [choices[index] for index in sorted(choices)]
+
+
+def told(answer: Any) -> list[dict[str, Any]]:
+    """Return the choices of a whole answer in the form of `said`."""
+    found = []
+    for choice in answer["choices"]:
+        message = choice.get("message") or {"content": choice.get("text")}
+        calls = {index: call["function"] for index, call in enumerate(message.get("tool_calls") or [])}
+        text = message["content"] or ""
+        found.append(
+            {"text": text, "calls": calls, "reason": choice["finish_reason"], "stop": choice.get("stop_reason")}
+        )
+    return found
+
+
+def compare(ours: Server, theirs: httpx.Client, path: str, body: dict[str, Any]) -> None:
+    mine, other = whole_of(ours.http, path, body), whole_of(theirs, path, body)
+    assert told(mine) == told(other), body
+    assert shape(mine) - OURS == shape(other) - THEIRS, body
+    if "prompt_logprobs" in body:
+        return
+    for options in (CONTINUOUS,) if len(body) > PLAIN else ({"include_usage": True}, CONTINUOUS):
+        mine, other = chunks_of(ours.http, path, body, options), chunks_of(theirs, path, body, options)
+        assert said(mine) == said(other), body
+        assert shape(mine) - OURS == shape(other) - THEIRS, body
+        assert mine[-1]["usage"]["total_tokens"] == other[-1]["usage"]["total_tokens"]
+
+
+@pytest.mark.parametrize("body", CHATS + WHOLE_ONLY, ids=lambda body: ",".join(map(str, body)) or "plain")
+def test_chats_have_the_shapes_of_vllms_server(ours: Server, theirs: httpx.Client, body: dict[str, Any]) -> None:
+    asked = {"model": "model", "messages": QUESTION, "temperature": 0, "max_tokens": 28} | body
+    compare(ours, theirs, "/v1/chat/completions", asked)
+
+
+@pytest.mark.parametrize("body", COMPLETIONS + WHOLE_ONLY, ids=lambda body: ",".join(map(str, body)) or "plain")
+def test_completions_have_the_shapes_of_vllms_server(ours: Server, theirs: httpx.Client, body: dict[str, Any]) -> None:
+    asked = {"model": "model", "prompt": "The capital of France is", "temperature": 0, "max_tokens": 12} | body
+    compare(ours, theirs, "/v1/completions", asked)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"model": "model", "prompt": "Hello there"}),
+        ("/tokenize", {"model": "model", "messages": QUESTION}),
+        ("/detokenize", {"model": "model", "tokens": [504, 3575]}),
+    ],
+)
+def test_tokens_are_told_as_vllms_server_does(
+    ours: Server, theirs: httpx.Client, path: str, body: dict[str, Any]
+) -> None:
+    mine, other = whole_of(ours.http, path, body), whole_of(theirs, path, body)
+    assert mine == {name: value for name, value in other.items() if value is not None}
+
+
+def test_both_refuse_the_same_requests(ours: Server, theirs: httpx.Client) -> None:
+    chat = {"model": "model", "messages": QUESTION}
+    for body in (
+        {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "clock"}}},
+        {"tool_choice": "required"},
+        {"max_tokens": 5000},
+        {"structured_outputs": {"regex": "["}},
+        {"response_format": {"type": "json_schema"}},
+        {"top_logprobs": 3},
+        {"stream_options": {"include_usage": True}},
+        {"temperature": -1},
+    ):
+        refused = [client.post("/v1/chat/completions", json=chat | body) for client in (ours.http, theirs)]
+        assert [reply.status_code for reply in refused] == [400, 400], [body, *(reply.text for reply in refused)]
+        assert refused[0].json()["error"]["message"]
+
+
+# --- OpenAI's SDK ---
+
+
+class Weather(pydantic.BaseModel):
+    city: Literal["Paris", "London"]
+    sunny: bool
+
+
+def test_the_sdk_parses_an_answer(sdk: openai.OpenAI) -> None:
+    parsed = sdk.chat.completions.parse(model="model", messages=QUESTION, response_format=Weather, max_tokens=40)  # type: ignore[arg-type]
+    assert isinstance(parsed.choices[0].message.parsed, Weather)
+
+
+def test_the_sdk_streams_a_tool_call(sdk: openai.OpenAI) -> None:
+    with sdk.chat.completions.stream(
+        model="model",
+        messages=QUESTION,
+        tools=[WEATHER],
+        tool_choice=NAMED,
+        max_tokens=40,
+        temperature=0,  # type: ignore[arg-type]
+    ) as stream:
+        done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+        final = stream.get_final_completion()
+    assert done[0].name == "weather"
+    calls = final.choices[0].message.tool_calls
+    assert calls is not None
+    assert set(json.loads(calls[0].function.arguments)) == {"city"}
+
+
+def test_a_tools_result_goes_back_to_the_model(sdk: openai.OpenAI) -> None:
+    call = {"id": "call-1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
+    messages = [
+        *QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call-1", "content": "sunny"},
+    ]
+    answer = sdk.chat.completions.create(model="model", messages=messages, tools=[WEATHER], max_tokens=5)  # type: ignore[arg-type,call-overload]
+    assert answer.choices[0].finish_reason in ("stop", "length")

@@ -1,0 +1,63 @@
+"""A tiny model that vLLM's kernels take, and vLLM's own server to compare with."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+from tiny_models import CONTEXT, VOCABULARY, byte_tokenizer, random_model
+from transformers import LlamaConfig
+
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def make_tiny_model(directory: Path) -> Path:
+    """Save a random Llama in float32 with heads of 32, a byte tokenizer and a chat template."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, max_position_embeddings=CONTEXT, bos_token_id=257, eos_token_id=258,
+        hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    random_model(config).save_pretrained(directory)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = _CHAT_TEMPLATE
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@contextlib.contextmanager
+def vllm_server(model: Path, name: str, *arguments: str) -> Iterator[httpx.Client]:
+    """Run `python -m vllm.entrypoints.openai.api_server` on `model` and yield a client of it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--served-model-name", name, "--host", "127.0.0.1", "--port", str(port), *arguments]
+    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    server = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    assert server.stdout is not None
+    try:
+        lines = []
+        for line in server.stdout:
+            lines.append(line)
+            if "Application startup complete" in line:
+                break
+        else:
+            raise AssertionError("".join(lines))
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            yield client
+    finally:
+        server.terminate()
+        server.stdout.read()
+        server.wait(60)
+        server.stdout.close()
