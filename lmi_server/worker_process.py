@@ -98,6 +98,7 @@ class WorkerProcess:
         self._loaded.add_done_callback(_mark_retrieved)
         self._exited = asyncio.Event()
         self._link = worker_link(self._on_message, self._on_link_lost)
+        self._starting: asyncio.Task[Process] | None = None
         self._process: Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._heartbeat: asyncio.TimerHandle | None = None
@@ -222,6 +223,8 @@ class WorkerProcess:
 
     async def reap(self) -> None:
         """Wait for the worker's end and for the last lines of its log; kill it where it does not end by itself."""
+        if self._starting is not None:
+            await asyncio.wait([self._starting])
         self._stop_watching()
         if self._process is None:
             return
@@ -240,16 +243,18 @@ class WorkerProcess:
 
     async def _spawn(self, load: Load) -> None:
         self._oom_kills = _oom_kills()
-        starting = asyncio.create_task(self._launch.start(self._link, load, self._environment))
-        try:
-            await asyncio.shield(starting)
-        finally:
-            await asyncio.wait([starting])  # a start that is cancelled leaves a process all the same
-            if starting.exception() is None:
-                self._process = starting.result()
-                self._watch(self._process)
-            else:
-                self._link.close()
+        self._starting = asyncio.create_task(self._launch.start(self._link, load, self._environment))
+        self._starting.add_done_callback(self._on_started)
+        await asyncio.shield(self._starting)  # a start that is cancelled leaves a process all the same
+
+    def _on_started(self, starting: asyncio.Task[Process]) -> None:
+        if starting.cancelled() or starting.exception() is not None:
+            self._link.close()
+            return
+        self._process = starting.result()
+        self._watch(self._process)
+        if self._killed:
+            self.kill()
 
     def _watch(self, process: Process) -> None:
         assert process.stdout is not None
