@@ -9,9 +9,10 @@ BENCHMARKS = (
     "benchmarks.embeddings",
     "benchmarks.generation",
     "benchmarks.memory",
+    "benchmarks.own_code",
     "benchmarks.ranks",
     "benchmarks.relay",
-    "benchmarks.own_code",
+    "benchmarks.vllm_server",
 )
 
 if __name__ == "__main__":
