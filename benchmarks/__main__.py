@@ -9,8 +9,9 @@ BENCHMARKS = (
     "benchmarks.embeddings",
     "benchmarks.generation",
     "benchmarks.memory",
-    "benchmarks.relay",
     "benchmarks.own_code",
+    "benchmarks.relay",
+    "benchmarks.vllm_server",
 )
 
 if __name__ == "__main__":

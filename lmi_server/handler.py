@@ -75,6 +75,10 @@ class LLMHandler(ABC):
         """Forget an adapter that `add_adapter` took; requests that run with it finish."""
         return
 
+    def metrics(self) -> bytes:
+        """Return what the engine measures of itself in Prometheus' text format; it stands in /metrics beside ours."""
+        return b""
+
     def stats(self) -> Mapping[str, float]:
         """Return gauges of the engine, by Prometheus name without prefix (`running_requests`, ...)."""
         return {}

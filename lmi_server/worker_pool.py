@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 _MAX_UNREAD = 16 << 20  # bytes of one answer that its client has not read yet
 _WORKER_STOP_S = 10.0
 _RECALL_PAUSE_S = 0.02
+_METRICS_TIMEOUT_S = 1.0
 _UNLIMITED = 1 << 30
 _WATCHES_PER_TIMEOUT = 4  # how finely the shortest timeout is watched
 _LONGEST_WATCH_S = 1.0
@@ -154,6 +155,23 @@ class WorkerPool:
     def worker_gauges(self) -> dict[str, Mapping[str, float]]:
         """Return what each ready worker last told in Stats, by the worker's name."""
         return {worker.name: worker.gauges for worker in self._ready}
+
+    async def engine_metrics(self) -> dict[str, bytes]:
+        """Return what the engine of each ready worker measures of itself, by the worker's name.
+
+        Left out is who measures nothing or does not answer within a second: a scrape waits for nobody.
+        """
+
+        async def ask(worker: WorkerProcess) -> bytes:
+            try:
+                async with asyncio.timeout(_METRICS_TIMEOUT_S):
+                    return await worker.control("metrics", {})
+            except (LmiServerError, TimeoutError):
+                return b""
+
+        workers = list(self._ready)
+        texts = await asyncio.gather(*map(ask, workers))
+        return {worker.name: text for worker, text in zip(workers, texts, strict=True) if text}
 
     def worker_pids(self) -> list[int]:
         return [worker.pid for worker in self._ready if worker.pid is not None]

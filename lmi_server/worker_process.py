@@ -33,6 +33,7 @@ from lmi_server.protocol import (
     LogLevel,
     Ready,
     Recall,
+    Reply,
     Shutdown,
     Stats,
     Submit,
@@ -90,7 +91,7 @@ class WorkerProcess:
         self._heartbeat: asyncio.TimerHandle | None = None
         self._silent_checks = 0
         self._control_ids = itertools.count(-1, -1)  # those of requests grow from 1
-        self._controls: dict[int, asyncio.Future[LmiServerError | None]] = {}
+        self._controls: dict[int, asyncio.Future[LmiServerError | bytes]] = {}
         self._killed = False
         self._oom_kills = 0  # of the whole machine, before the process was there
 
@@ -121,19 +122,24 @@ class WorkerProcess:
         self.ready_at = time.time()
         return ready
 
-    async def control(self, operation: str, arguments: dict[str, Any]) -> None:
-        """Have the worker do something with its model. Raises the error that it answers, or WorkerDiedError."""
+    async def control(self, operation: str, arguments: dict[str, Any]) -> bytes:
+        """Have the worker do something with its model; return what it answers.
+
+        Raises the error that it answers, or WorkerDiedError.
+        """
         if self.lost.is_set():
             raise _died_during(operation)
         control_id = next(self._control_ids)
-        done = self._controls[control_id] = self._loop.create_future()
+        done: asyncio.Future[LmiServerError | bytes] = self._loop.create_future()
+        self._controls[control_id] = done
         self._link.send(Control(control_id, operation, arguments))
         try:
-            error = await done
+            outcome = await done
         finally:
             del self._controls[control_id]
-        if error is not None:
-            raise _died_during(operation) if isinstance(error, WorkerDiedError) else error
+        if isinstance(outcome, LmiServerError):
+            raise _died_during(operation) if isinstance(outcome, WorkerDiedError) else outcome
+        return outcome
 
     def settle(self, item: Item) -> bool:
         """Take the answer to a `control`; return whether it is one."""
@@ -141,7 +147,7 @@ class WorkerProcess:
             return False
         done = self._controls.get(item.id)  # none where nobody waited any longer
         if done is not None and not done.done():
-            done.set_result(error_from_kind(item.kind, item.message) if isinstance(item, Error) else None)
+            done.set_result(error_from_kind(item.kind, item.message) if isinstance(item, Error) else _data_of(item))
         return True
 
     def submit(self, jobs: Sequence[Job]) -> None:
@@ -331,6 +337,10 @@ class WorkerProcess:
     def _stop_heartbeat(self) -> None:
         if self._heartbeat is not None:
             self._heartbeat.cancel()
+
+
+def _data_of(item: Item) -> bytes:
+    return item.data if isinstance(item, Reply) else b""
 
 
 def _mark_retrieved(loaded: asyncio.Future[Ready]) -> None:
