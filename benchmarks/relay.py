@@ -84,9 +84,8 @@ class Server:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
-        self._process = subprocess.Popen(
-            [part.replace("{port}", str(self.port)) for part in command], start_new_session=True
-        )
+        command = tuple(part.replace("{port}", str(self.port)) for part in command)
+        self._process = subprocess.Popen(command, start_new_session=True)
 
     async def ready(self, request: bytes = b"") -> None:
         """Wait until it answers `request`, one of this benchmark where none is given."""
