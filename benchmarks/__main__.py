@@ -9,9 +9,11 @@ BENCHMARKS = (
     "benchmarks.embeddings",
     "benchmarks.generation",
     "benchmarks.memory",
-    "benchmarks.relay",
     "benchmarks.own_code",
+    "benchmarks.ranks",
+    "benchmarks.relay",
     "benchmarks.scheduling",
+    "benchmarks.vllm_server",
 )
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ class Control(Message, frozen=True):
     """An operation on the model itself; answered by a Reply or an Error under the same id.
 
     "add_adapter" takes the fields of an Adapter and puts it in the place of one of that name; "remove_adapter" its
-    `name`. The ids are those of Submit.
+    `name`. "metrics" is answered by the engine's own metrics in Prometheus' text format. The ids are those of Submit.
     """
 
     id: int

@@ -384,10 +384,10 @@ class InMainThread(Service):
         self._main.abandoned = True
         self._main.on_exit(1)
 
-    async def control(self, operation: str, arguments: Mapping[str, Any]) -> None:
+    async def control(self, operation: str, arguments: Mapping[str, Any]) -> bytes:
         if self._main.beside is None:
             raise unknown_operation(operation)
-        await self._main.beside.control(operation, arguments)
+        return await self._main.beside.control(operation, arguments)
 
     def progressed(self) -> list[int]:
         beside = self._main.beside
