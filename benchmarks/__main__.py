@@ -5,7 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 
-BENCHMARKS = ("benchmarks.embeddings", "benchmarks.generation", "benchmarks.memory", "benchmarks.relay")
+BENCHMARKS = (
+    "benchmarks.embeddings",
+    "benchmarks.generation",
+    "benchmarks.memory",
+    "benchmarks.own_code",
+    "benchmarks.ranks",
+    "benchmarks.relay",
+    "benchmarks.scheduling",
+    "benchmarks.vllm_server",
+)
 
 if __name__ == "__main__":
     codes = [subprocess.run([sys.executable, "-m", name], check=False).returncode for name in BENCHMARKS]

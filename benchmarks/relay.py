@@ -14,6 +14,7 @@ import json
 import os
 import re
 import resource
+import signal
 import socket
 import statistics
 import subprocess
@@ -77,21 +78,22 @@ def serve_relay(directory: Path, port: int) -> None:
 
 
 class Server:
-    """A server in a process of its own."""
+    """A server in a process of its own; "{port}" in its command is the port that it is to have."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *command: str) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
-        command = [sys.executable, "-m", "benchmarks.relay", "--port", str(self.port), *arguments]
-        self._process = subprocess.Popen(command)
+        command = tuple(part.replace("{port}", str(self.port)) for part in command)
+        self._process = subprocess.Popen(command, start_new_session=True)
 
-    async def ready(self) -> None:
+    async def ready(self, request: bytes = b"") -> None:
+        """Wait until it answers `request`, one of this benchmark where none is given."""
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError, asyncio.IncompleteReadError):
                 reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-                writer.write(request_bytes(1, stream=False))
+                writer.write(request or request_bytes(1, stream=False))
                 status = await reader.readuntil(b"\r\n")
                 writer.close()
                 if b" 200 " in status:
@@ -120,11 +122,13 @@ class Server:
     def stop(self) -> None:
         self._process.terminate()
         self._process.wait(60)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # what a server left behind
 
 
 @contextlib.contextmanager
 def running(*arguments: str) -> Iterator[Server]:
-    server = Server(*arguments)
+    server = Server(sys.executable, "-m", "benchmarks.relay", "--port", "{port}", *arguments)
     try:
         yield server
     finally:

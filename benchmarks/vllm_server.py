@@ -18,6 +18,7 @@ import os
 import random
 import socket
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -29,10 +30,13 @@ from typing import Any, cast
 
 import psutil
 import uvloop
+from rich.console import Console
+from rich.table import Table
 
 from benchmarks.generation import CONCURRENCIES, CORES, MODEL, NEW_TOKENS, prompts
 
 NAME = "model"
+PREFIX = "prefix of 448 of 512 tokens shared"
 SHARED_TOKENS, PROMPT_TOKENS, PREFIX_REQUESTS = 448, 512, 300
 # The settings of the engine that both get in the second part.
 SAME = {"max_num_seqs": 64, "max_model_len": 2048, "kv_gib": 2}
@@ -169,7 +173,7 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def ours(settings: Mapping[str, Any] | None, environment: Mapping[str, str]) -> Iterator[Server]:
+def ours(settings: Mapping[str, Any] | None) -> Iterator[Server]:
     """This server with `rolling_batch=vllm`, and for the rest its defaults or the engine settings given."""
     with tempfile.TemporaryDirectory() as parent:
         directory = Path(parent) / NAME
@@ -186,7 +190,7 @@ def ours(settings: Mapping[str, Any] | None, environment: Mapping[str, str]) -> 
         (directory / "serving.properties").write_text("\n".join(lines))
         port = free_port()
         command = [sys.executable, "-m", "lmi_server.cli", "serve", str(directory), "--port", str(port)]
-        server = Server([*command, "--log-level", "warning"], environment, port, "/ping")
+        server = Server([*command, "--log-level", "warning"], {}, port, "/ping")
         try:
             yield server
         finally:
@@ -194,16 +198,19 @@ def ours(settings: Mapping[str, Any] | None, environment: Mapping[str, str]) -> 
 
 
 @contextlib.contextmanager
-def theirs(settings: Mapping[str, Any] | None, environment: Mapping[str, str]) -> Iterator[Server]:
-    """vLLM's own server with its defaults or the engine settings given, its access log off."""
+def theirs(settings: Mapping[str, Any] | None) -> Iterator[Server]:
+    """vLLM's own server with its defaults or the engine settings given, its access log off.
+
+    The size of its KV cache is always given: its default, nine tenths of the memory, is not to be had beside others.
+    """
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL.resolve())]
     command += ["--served-model-name", NAME, "--port", str(port), "--host", "127.0.0.1", "--disable-uvicorn-access-log"]
+    environment = {"VLLM_CPU_KVCACHE_SPACE": str(SAME["kv_gib"]), "VLLM_NO_USAGE_STATS": "1"}
     if settings is not None:
         command += ["--max-num-seqs", str(settings["max_num_seqs"]), "--max-model-len", str(settings["max_model_len"])]
         command += ["--enforce-eager"]
-        bind = {"VLLM_CPU_KVCACHE_SPACE": str(settings["kv_gib"]), "VLLM_CPU_OMP_THREADS_BIND": f"0-{CORES - 1}"}
-        environment = {**bind, **environment}
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{CORES - 1}"
     server = Server(command, environment, port, "/health")
     try:
         yield server
@@ -263,38 +270,117 @@ async def shared_prefix(server: Server) -> Figures:
     return Figures(len(streams) / seconds, cpu_s=server.cpu_s() - before)
 
 
-async def measure(server: Server, rounds: int, only: list[int], stream_only: bool) -> dict[str, Figures]:
+async def measure(server: Server, rounds: int) -> dict[str, Figures]:
     await load(server.port, [request_bytes(prompt, 8, stream=True) for prompt in prompts(8)], 8, 8)
     figures = {}
-    for concurrency in only:
-        for stream in (True, False)[: 1 if stream_only else 2]:
-            figures[f"{concurrency} {'streaming' if stream else 'whole'}"] = await generation(
-                server, concurrency, stream, rounds if concurrency > 1 else 2 * rounds
+    for concurrency in CONCURRENCIES:
+        for stream in (True, False):
+            figures[f"{concurrency}, {'streaming' if stream else 'whole'}"] = await generation(
+                server, concurrency, stream, rounds
             )
-    if not stream_only:
-        figures["prefix"] = await shared_prefix(server)
+    figures[PREFIX] = await shared_prefix(server)
     return figures
 
 
-def run(name: str, same: bool, rounds: int, only: list[int], stream_only: bool) -> dict[str, Any]:
-    with SERVERS[name](SAME if same else None, {}) as server:
-        figures = uvloop.run(measure(server, rounds, only, stream_only))
+def run(name: str, same: bool, rounds: int) -> dict[str, Any]:
+    with SERVERS[name](SAME if same else None) as server:
+        figures = uvloop.run(measure(server, rounds))
         return {"ready_s": server.ready_s, **{key: asdict(value) for key, value in figures.items()}}
+
+
+def engine_cpu_s(rounds: int) -> float:
+    """Return the CPU seconds that vLLM's engine takes for the largest load without any server, without texts too."""
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": str(SAME["kv_gib"]),
+        "TORCH_COMPILE_DISABLE": "1",
+    }
+    from vllm import LLM, SamplingParams
+
+    sizes = {name: SAME[name] for name in ("max_num_seqs", "max_model_len")}
+    llm = LLM(str(MODEL), enforce_eager=True, disable_log_stats=True, **sizes)
+    parameters = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
+    llm.generate(prompts(8), parameters, use_tqdm=False)
+    process = psutil.Process()
+    before = sum(process.cpu_times()[:2])
+    asked = prompts(max(CONCURRENCIES) * rounds)
+    for first in range(0, len(asked), max(CONCURRENCIES)):
+        llm.generate(asked[first : first + max(CONCURRENCIES)], parameters, use_tqdm=False)
+    return sum(process.cpu_times()[:2]) - before
+
+
+# --- the tables ---
+
+
+def in_a_process(*arguments: str) -> Any:
+    """Return what this script prints as JSON when it is run with these arguments."""
+    command = [sys.executable, "-m", "benchmarks.vllm_server", *arguments]
+    finished = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    return json.loads(finished.stdout.decode().strip().rpartition("\n")[2])
+
+
+def table(title: str, mine: dict[str, Any], other: dict[str, Any], aims: Mapping[str, str]) -> Table:
+    shown = Table("measured", "lmi-server", "vLLM's server", "ratio", "aim", title=title)
+
+    def row(what: str, own: float, their: float, aim: str = "", form: str = ".0f") -> None:
+        shown.add_row(what, f"{own:{form}}", f"{their:{form}}", f"{own / their:.2f}", aim)
+
+    for load_name in (name for name in mine if name != "ready_s"):
+        own, their = mine[load_name], other[load_name]
+        unit = "requests/s" if load_name == PREFIX else "output tokens/s"
+        row(f"{load_name}, {unit}", own["tokens_per_s"], their["tokens_per_s"], aims.get(load_name, ""), ".1f")
+        if own["ttft_ms"]:
+            for key, name in _LATENCIES.items():
+                row(f"    {name}, ms", own[key], their[key], "<= 1", ".1f")
+        row("    CPU seconds", own["cpu_s"], their["cpu_s"], form=".1f")
+    row("seconds to the first 200", mine["ready_s"], other["ready_s"], aims.get("ready_s", ""), ".1f")
+    return shown
+
+
+_LATENCIES = {
+    "ttft_ms": "TTFT, median",
+    "ttft_p99_ms": "TTFT, p99",
+    "itl_ms": "ITL, median",
+    "itl_p99_ms": "ITL, p99",
+}
+_AIMS = {
+    "64, streaming": ">= 1.5",
+    "32, streaming": ">= 1.4",
+    "8, streaming": ">= 1.2",
+    "1, streaming": ">= 1.1",
+    "ready_s": "<= 0.5",
+}
+_SAME_AIMS = {"64, streaming": ">= 1.03", PREFIX: ">= 1.0"}
+
+
+def report(rounds: int) -> None:
+    console = Console(width=110)
+    for same, aims in ((False, _AIMS), (True, _SAME_AIMS)):
+        arguments = ["--rounds", str(rounds), *(["--same"] if same else [])]
+        mine, other = (in_a_process("--server", name, *arguments) for name in SERVERS)
+        title = "the same settings of the engine" if same else "defaults"
+        console.print(table(f"SmolLM2-135M on both servers, {title}", mine, other, aims))
+    engine = in_a_process("--engine", "--rounds", str(rounds))
+    own, their = (figures["64, streaming"]["cpu_s"] - engine for figures in (mine, other))
+    console.print(
+        f"CPU seconds of everything but the engine (it alone takes {engine:.1f}), 64 streaming:"
+        f" {own:.1f} against {their:.1f}, ratio {own / their:.2f} (aim <= 0.6)"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--server", choices=SERVERS, help="run only this one and print its figures as JSON")
+    parser.add_argument("--engine", action="store_true", help="run only the engine and print its CPU seconds")
     parser.add_argument("--same", action="store_true", help="with the same engine settings")
     parser.add_argument("--rounds", type=int, default=2, help="requests per connection")
-    parser.add_argument("--only", type=int, nargs="*", default=list(CONCURRENCIES))
-    parser.add_argument("--stream-only", action="store_true")
     arguments = parser.parse_args()
     if arguments.server:
-        print(
-            json.dumps(run(arguments.server, arguments.same, arguments.rounds, arguments.only, arguments.stream_only))
-        )
-        return
+        print(json.dumps(run(arguments.server, arguments.same, arguments.rounds)))
+    elif arguments.engine:
+        print(engine_cpu_s(arguments.rounds))
+    else:
+        report(arguments.rounds)
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ class _Cold:
         return json_response(body, _ping_code(set(statuses.values()), self._multi_status))
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(await self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self, request: Request) -> Response:
         """OpenAI's list of models."""

@@ -32,6 +32,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
 _CLIENT_GONE = 499  # the status in the metrics of a request whose client left; nobody reads it
+_WITHOUT_BODY = frozenset({204, 304})
 _CACHE_HEADERS = [
     (b"pragma", b"no-cache"),
     (b"cache-control", b"no-cache; no-store, must-revalidate, private"),
@@ -185,6 +186,10 @@ class Response:
         self._request_id = (b"x-request-id", request_id.encode("latin-1"))
 
     async def whole(self, status: int, headers: list[tuple[str, str]], data: bytes) -> None:
+        if status in _WITHOUT_BODY:
+            await self._start(status, headers)
+            await self._send({"type": "http.response.body"})
+            return
         await self._start(status, headers, (b"content-length", b"%d" % len(data)))
         await self._send({"type": "http.response.body", "body": data})
 

@@ -6,12 +6,14 @@ model's name, with its version where it has one ("name:version").
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from frontend.engine_metrics import joined
 from lmi_server.models import Model
 from lmi_server.worker_pool import ModelStatus, WorkerPool
 
@@ -89,8 +91,19 @@ class Metrics:
             series = self._series[label] = ModelMetrics(label, self._requests, self._histograms)
         return series
 
-    def text(self) -> bytes:
-        """Return everything in Prometheus' text format; the series of models that are gone end here."""
+    async def text(self) -> bytes:
+        """Return everything in Prometheus' text format, what engines measure of themselves at the end."""
+        pools = [model.pool for model in self._models() if model.pool is not None]
+        told = await asyncio.gather(*(pool.engine_metrics() for pool in pools))
+        texts = {
+            (pool.label, worker): text
+            for pool, by_worker in zip(pools, told, strict=True)
+            for worker, text in by_worker.items()
+        }
+        return self._own_text() + joined(texts)
+
+    def _own_text(self) -> bytes:
+        """Return what the server measures; the series of models that are gone end here."""
         present = {model.label for model in self._models()}
         for label in self._series.keys() - present:
             self._series.pop(label).remove()

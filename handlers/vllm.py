@@ -73,6 +73,9 @@ class VllmHandler(LLMHandler):
     async def remove_adapter(self, name: str) -> None:
         await self._loaded.adapters.remove(name)
 
+    def metrics(self) -> bytes:
+        return self._loaded.statistics.exposition()
+
     def stats(self) -> Mapping[str, float]:
         return self._loaded.statistics.gauges(self._loaded.driver.unfinished)
 

@@ -67,9 +67,13 @@ class VllmOptions(PagedAttentionOptions):
     limit_mm_per_prompt: JsonObject | None = Field(None, description="Images, videos and such per prompt, by kind.")
     kv_transfer_config: JsonObject | None = Field(None, description="Transfer of the KV cache between engines.")
     speculative_config: JsonObject | None = Field(None, description="Speculative decoding, as vLLM takes it.")
-    speculative_draft_model: str | None = Field(None, description="Model that drafts tokens for speculative decoding.")
+    speculative_draft_model: Annotated[str | None, NoEffect("vLLM takes it in option.speculative_config")] = Field(
+        None, description="Model that drafts tokens for speculative decoding."
+    )
     fully_sharded_loras: bool = Field(False, description="Shard LoRA computations fully.")
-    long_lora_scaling_factors: str | None = Field(None, description="Scaling factors of long-context LoRA adapters.")
+    long_lora_scaling_factors: Annotated[str | None, NoEffect("vLLM has no such argument any more")] = Field(
+        None, description="Scaling factors of long-context LoRA adapters."
+    )
     lora_dtype: str = Field("auto", description="Data type of LoRA weights.")
     max_logprobs: PositiveInt = Field(20, description="Log probabilities per token that a request may ask for.")
     chat_template: str | None = Field(None, description="File of the chat template, where the model's is not meant.")
@@ -80,10 +84,14 @@ class VllmOptions(PagedAttentionOptions):
     tool_call_parser: str | None = Field(None, description="vLLM's parser of tool calls for the model.")
     enable_reasoning: bool = Field(False, description="Answer reasoning apart; needs reasoning_parser.")
     reasoning_parser: str | None = Field(None, description="vLLM's parser of reasoning for the model.")
-    normalize: bool = Field(True, description="Normalise embeddings.")
+    normalize: Annotated[bool, NoEffect("this handler serves no embeddings")] = Field(
+        True, description="Normalise embeddings."
+    )
     lmcache_auto_config: bool = Field(False, description="Configure LMCache by the machine; one worker only.")
     lmcache_config_file: str | None = Field(None, description="Configuration file of LMCache.")
-    device: str = Field("auto", description="Kind of device that vLLM runs on.")
+    device: Annotated[str, NoEffect("vLLM runs on what it was built for")] = Field(
+        "auto", description="Kind of device that vLLM runs on."
+    )
     engine_process: Annotated[Literal["own", "worker"], BeforeValidator(lower)] = Field(
         "own",
         description="Process of vLLM's engine: its own, or (the default without GPUs) the worker's.",
@@ -92,7 +100,9 @@ class VllmOptions(PagedAttentionOptions):
         None, description="Threads of an operation on the CPU, where the engine is in the worker's process."
     )
     kv_cache_memory_gb: PositiveFloat | None = Field(
-        None, description="Memory of the KV cache in GiB; without it gpu_memory_utilization decides."
+        None,
+        description="Memory of the KV cache in GiB; without it and gpu_memory_utilization a quarter of what is free"
+        " at most, where there is no GPU.",
     )
     save_mp_checkpoint_path: Annotated[str | None, _PARTITION] = Field(None, description="Where to write the result.")
     awq_zero_point: Annotated[bool, _PARTITION] = Field(True, description="AWQ with zero points.")

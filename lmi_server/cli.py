@@ -131,6 +131,27 @@ def _explain(directory: Path) -> Explanation:
         return explain_model(inspect_model(directory, environment, machine=machine))
 
 
+@app.command("test-model")
+def try_model(
+    model_dir: Annotated[Path, typer.Option(help="Model directory.")],
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option("--input", help="The body: a file, or a text. name=value (or name=file) is one part of several."),
+    ] = None,
+    parameters: Annotated[list[str] | None, typer.Option(help="A property of the request: name=value.")] = None,
+    handler: Annotated[str | None, typer.Option(help="Function of the entry point, instead of option.handler.")] = None,
+    entry_point: Annotated[str | None, typer.Option(help="Instead of option.entryPoint.")] = None,
+) -> None:
+    """Load a model in a worker, send it one request without a server, and print the answer."""
+    from lmi_server.one_request import run_once
+
+    settings = {"option.handler": handler, "option.entryPoint": entry_point}
+    source = ModelSource(str(model_dir), "model", settings={key: value for key, value in settings.items() if value})
+    _log_to_stderr("warning")
+    with _plain_configuration_errors():
+        raise typer.Exit(run_once(source, inputs or [], parameters or [], process_environment()))
+
+
 @app.command("demo-model")
 def demo_model(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to make; kept where it is complete.")],

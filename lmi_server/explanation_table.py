@@ -27,11 +27,20 @@ def print_explanation(explanation: Explanation, console: Console) -> None:
     console.print(_pairs("What the engine is given", explanation.engine_arguments))
     console.print(_pairs("Memory of one worker, on each of its devices", _memory(explanation.memory)))
     _lines(console, "Worker command", [shlex.join(explanation.worker_command)])
+    _lines(console, "MPI launcher", _launcher(explanation))
     variables = [f"{name}={value}" for name, value in explanation.worker_environment.items()]
     _lines(console, "Worker environment", variables)
     _lines(console, "Warnings", explanation.warnings, "yellow")
     _lines(console, "Not available in this version", explanation.unavailable, "red")
     _lines(console, "Problems", explanation.problems, "red")
+
+
+def _launcher(explanation: Explanation) -> Sequence[str]:
+    """Return what starts the ranks; nothing where the worker is one process."""
+    mpirun = explanation.machine["mpirun"]
+    if "WORLD_SIZE" not in explanation.worker_environment or mpirun is None:
+        return ()
+    return [f"{mpirun['implementation']} {mpirun['version']}: {mpirun['path']}"]
 
 
 def _decided(options: Iterable[Explained], model_dir: str) -> Table:
@@ -75,11 +84,16 @@ def _memory(memory: Mapping[str, Any]) -> Mapping[str, str]:
     return {
         "devices": f"{memory['devices']} ({memory['device_kind']})",
         "weights": gib(memory["weights_bytes"]),
+        **_quantised(memory["unquantized_bytes"]),
         "KV cache per token": "unknown" if per_token is None else f"{per_token} bytes",
         "KV cache of all running requests": f"{gib(memory['kv_bytes'])} for {memory['kv_tokens'] or '?'} tokens",
         "KV cache that fits": f"{'?' if memory['kv_tokens_that_fit'] is None else memory['kv_tokens_that_fit']} tokens",
         "free": gib(memory["available_bytes"]),
     }
+
+
+def _quantised(unquantized: int | None) -> Mapping[str, str]:
+    return {} if unquantized is None else {"weights without quantisation": gib(unquantized)}
 
 
 def _lines(console: Console, title: str, lines: Sequence[str], style: str = "") -> None:

@@ -58,7 +58,8 @@ class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
 class Load(Message, frozen=True):
     """Load a model: `handler` is "module:Class", `options` the resolved raw values, keys without "option.".
 
-    `batch_size` is the number of requests that a RequestHandler gets at once, at most.
+    `batch_size` is the number of requests that a RequestHandler gets at once, at most, `memory_limit_mb` the MiB that
+    its process may have (0: any).
     """
 
     model_name: str
@@ -68,6 +69,7 @@ class Load(Message, frozen=True):
     served_names: list[str]
     log_level: str = "INFO"
     batch_size: int = 1
+    memory_limit_mb: int = 0
 
 
 class Submit(Message, frozen=True):
@@ -94,7 +96,7 @@ class Control(Message, frozen=True):
     """An operation on the model itself; answered by a Reply or an Error under the same id.
 
     "add_adapter" takes the fields of an Adapter and puts it in the place of one of that name; "remove_adapter" its
-    `name`. The ids are those of Submit.
+    `name`. "metrics" is answered by the engine's own metrics in Prometheus' text format. The ids are those of Submit.
     """
 
     id: int

@@ -41,13 +41,14 @@ from lmi_server.job_queue import JobQueue
 from lmi_server.protocol import End, Error, Head, Input, Item, Load, Ready, Reply
 from lmi_server.sticky_sessions import StickySessions
 from lmi_server.worker_group import Deaths, LoadPlan, WorkerGroup
-from lmi_server.worker_process import WorkerProcess
+from lmi_server.worker_process import MpiLauncher, WorkerProcess
 
 logger = logging.getLogger(__name__)
 
 _MAX_UNREAD = 16 << 20  # bytes of one answer that its client has not read yet
 _WORKER_STOP_S = 10.0
 _RECALL_PAUSE_S = 0.02
+_METRICS_TIMEOUT_S = 1.0
 _UNLIMITED = 1 << 30
 _WATCHES_PER_TIMEOUT = 4  # how finely the shortest timeout is watched
 _LONGEST_WATCH_S = 1.0
@@ -65,13 +66,15 @@ class ModelStatus(Enum):
 class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What the pool needs to know of a model. Times are in seconds; numbers of workers are those of each group.
 
-    `version` tells the versions of one model apart. `environment` is added to that of each worker.
+    `version` tells the versions of one model apart. `environment` is added to that of each worker; with an
+    `mpi` launcher each worker is a group of ranks.
     """
 
     load: Load
     version: str | None = None
     groups: tuple[DeviceGroup, ...] = (DeviceGroup(),)
     environment: Mapping[str, str] = {}
+    mpi: MpiLauncher | None = None
     adapters: tuple[RegisteredAdapter, ...] = ()
     min_workers: int = 1
     max_workers: int = 1
@@ -154,6 +157,23 @@ class WorkerPool:
     def worker_gauges(self) -> dict[str, Mapping[str, float]]:
         """Return what each ready worker last told in Stats, by the worker's name."""
         return {worker.name: worker.gauges for worker in self._ready}
+
+    async def engine_metrics(self) -> dict[str, bytes]:
+        """Return what the engine of each ready worker measures of itself, by the worker's name.
+
+        Left out is who measures nothing or does not answer within a second: a scrape waits for nobody.
+        """
+
+        async def ask(worker: WorkerProcess) -> bytes:
+            try:
+                async with asyncio.timeout(_METRICS_TIMEOUT_S):
+                    return await worker.control("metrics", {})
+            except (LmiServerError, TimeoutError):
+                return b""
+
+        workers = list(self._ready)
+        texts = await asyncio.gather(*map(ask, workers))
+        return {worker.name: text for worker, text in zip(workers, texts, strict=True) if text}
 
     def worker_pids(self) -> list[int]:
         return [worker.pid for worker in self._ready if worker.pid is not None]
@@ -397,6 +417,7 @@ class WorkerPool:
             self._on_lost,
             self._settings.heartbeat_timeout_s,
             {**self._settings.environment, **device.environment},
+            self._settings.mpi,
         )
         self._workers[worker] = number
         return worker

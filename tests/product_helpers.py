@@ -20,12 +20,12 @@ class Server:
         command = [str(Path(sys.executable).with_name("lmi-server")), "serve", str(directory), "--port", "0"]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.lines: list[str] = []
-        self.url = self._log_line(r"listening on (http://\S+)")[1]
-        self._log_line(r"\] ready: process")
+        self.url = self.log_line(r"listening on (http://\S+)")[1]
+        self.log_line(r"\] ready: process")
         self.model = directory.name.replace("-", "_")
         self.http = httpx.Client(base_url=self.url, timeout=120)
 
-    def _log_line(self, pattern: str) -> re.Match[str]:
+    def log_line(self, pattern: str) -> re.Match[str]:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.lines.append(line)

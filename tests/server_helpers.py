@@ -9,8 +9,10 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import httpx
@@ -40,18 +42,27 @@ class Server:
             text=True,
             env=os.environ | (variables or {}) | {"PYTHONPATH": path},
         )
+        self._log: SimpleQueue[str | None] = SimpleQueue()
+        self._reader = threading.Thread(target=self._read_log)  # a server whose log nobody reads stands still
+        self._reader.start()
         self.port = int(self.log_line(r"listening on http://127\.0\.0\.1:(\d+)")[1])
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
 
     def log_line(self, pattern: str) -> re.Match[str]:
         """Wait for a line of the log and return its match."""
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
+        while (line := self._log.get()) is not None:
             self.lines.append(line)
             found = re.search(pattern, line)
             if found is not None:
                 return found
+        self._log.put(None)
         raise AssertionError(f"no {pattern!r} in the log:\n{''.join(self.lines)}")
+
+    def _read_log(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self._log.put(line)
+        self._log.put(None)
 
     def worker_pid(self) -> int:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
@@ -78,8 +89,10 @@ class Server:
     def ended(self) -> int:
         assert self.process.stderr is not None
         self.http.close()
-        self.lines += self.process.stderr.readlines()
+        self._reader.join()
         self.process.stderr.close()
+        while not self._log.empty():
+            self.lines.append(self._log.get() or "")
         return self.process.wait(30)
 
 

@@ -247,8 +247,10 @@ def test_weights_are_measured_where_they_are(tmp_path: Path) -> None:
 
 
 def test_weights_that_are_quantised_while_loading(tmp_path: Path) -> None:
-    found = explained(tmp_path, "option.quantize=bitsandbytes4\noption.device_map=auto", NO_GPU)
-    assert found.memory["weights_bytes"] == found.memory["parameters"] // 2
+    found = explained(tmp_path, "option.quantize=bitsandbytes4\noption.dtype=bf16", NO_GPU)
+    embeddings = 2 * LLAMA_7B["vocab_size"] * LLAMA_7B["hidden_size"]
+    assert found.memory["unquantized_bytes"] == 2 * found.memory["parameters"]
+    assert found.memory["weights_bytes"] == (found.memory["parameters"] - embeddings) // 2 + 2 * embeddings
 
 
 def test_too_few_gpus_are_a_warning(tmp_path: Path) -> None:

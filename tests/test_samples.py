@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from pipeline_helpers import ask, started
-from tiny_models import byte_tokenizer, tiny_model
+from tiny_models import byte_tokenizer, llama_of_whole_blocks
 from tiny_tasks import make_task_model
 
 from lmi_server.configuration.handlers import load
@@ -32,6 +32,7 @@ HANDLER = {
     "huggingface-bitsandbytes": "huggingface",
     "huggingface-cpu": "huggingface",
     "huggingface-lora": "huggingface",
+    "huggingface-mpi": "huggingface",
     "huggingface-private": "huggingface",
     "lmi-dist": "lmi-dist",
     "lmi-dist-gptq": "lmi-dist",
@@ -56,8 +57,6 @@ OWN = "a handler of one's own"  # test_own_code.py runs such
 TREE_MODELS = ("sklearn", "xgboost")  # test_tree_models.py runs them
 NOT_YET = {
     name for name, title in HANDLER.items() if title not in ("huggingface", PIPELINE, *TREE_MODELS, "echo", "vllm", OWN)
-} | {
-    "huggingface-bitsandbytes",
 }
 VLLM = {name for name, title in HANDLER.items() if title == "vllm"}  # test_vllm.py runs them, in processes of their own
 
@@ -89,7 +88,7 @@ def test_a_sample_is_right(sample: Path, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tiny") / "llama"
-    tiny_model("llama").save_pretrained(directory)
+    llama_of_whole_blocks().save_pretrained(directory)
     byte_tokenizer().save_pretrained(directory)
     return directory
 

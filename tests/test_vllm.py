@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+import re
 import string
+import subprocess
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
+from adapter_helpers import save_adapter, with_adapter
 from product_helpers import Server, serving
-from vllm_helpers import make_tiny_model, vllm_server
+from relay_helpers import on_loop
+from rolling_batch_helpers import generated
+from tiny_models import byte_tokenizer
+from vllm_helpers import make_tiny_model, tiny_llama, vllm_server
 
 pytestmark = pytest.mark.slow
 
@@ -139,3 +149,162 @@ def test_the_same_requests_get_the_same_answers_from_both(ours: Server, theirs: 
     for index in range(20 * block, 20 * block + 20):
         path, body = varied_request(index)
         assert_same(answered(ours.http, path, body), answered(theirs, path, body), (index, body))
+
+
+# --- what only one of them is asked ---
+
+
+def complete(server: Server, **body: Any) -> httpx.Response:
+    asked = {"model": "model", "prompt": "Once", "temperature": 0, **body}
+    return server.http.post("/v1/completions", json=asked)
+
+
+def test_constraints_hold(ours: Server) -> None:
+    digits = complete(ours, max_tokens=12, structured_outputs={"regex": "[0-9]{4}"}).json()
+    assert re.fullmatch("[0-9]{4}", digits["choices"][0]["text"])
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": ["x", "y"]}}}
+    chat = {"model": "model", "messages": [{"role": "user", "content": "Hi"}], "temperature": 0, "max_tokens": 10}
+    told = ours.http.post("/v1/chat/completions", json={**chat, "response_format": wanted}).json()
+    assert told["choices"][0]["message"]["content"] in ('"x"', '"y"')
+    chosen = complete(ours, max_tokens=12, structured_outputs={"choice": ["yes", "no"]}).json()
+    assert chosen["choices"][0]["text"] in ("yes", "no")
+
+
+def test_a_malformed_schema_fails_its_request_alone(ours: Server) -> None:
+    with ours.http.stream("POST", "/v1/completions", json=streaming(60)) as good:
+        wrong = complete(ours, structured_outputs={"json": {"type": "no such type"}})
+        lines = [line for line in good.iter_lines() if line.startswith("data: {")]
+    assert wrong.status_code == 400
+    assert wrong.json()["error"]["message"]
+    assert json.loads(lines[-1][6:])["choices"][0]["finish_reason"] == "length"
+
+
+def streaming(tokens: int) -> dict[str, Any]:
+    return {"model": "model", "prompt": "Count", "max_tokens": tokens, "ignore_eos": True, "stream": True}
+
+
+def test_what_vllm_refuses_is_told_in_its_words(ours: Server) -> None:
+    too_long = complete(ours, max_tokens=300)
+    assert (too_long.status_code, "256" in too_long.json()["error"]["message"]) == (400, True)
+    outside = complete(ours, prompt=[5000])
+    assert (outside.status_code, "vocabulary" in outside.json()["error"]["message"]) == (400, True)
+
+
+def test_text_and_tokens_become_each_other(ours: Server) -> None:
+    tokens = ours.http.post("/tokenize", json={"model": "model", "prompt": "Once"}).json()["tokens"]
+    assert tokens == byte_tokenizer().encode("Once")
+    told = ours.http.post("/detokenize", json={"model": "model", "tokens": tokens}).json()
+    assert told["prompt"] == "Once"
+    assert ours.http.post("/detokenize", json={"model": "model", "tokens": [5000]}).status_code == 400
+
+
+def test_a_client_that_leaves_frees_its_place(ours: Server) -> None:
+    with ours.http.stream("POST", "/v1/completions", json=streaming(250)) as reply:
+        next(reply.iter_lines())
+    ours.wait_for("lmi_requests_in_flight", 0)
+    ours.wait_for("lmi_handler_running_requests", 0)
+
+
+def test_vllms_own_metrics_stand_beside_ours_once(ours: Server) -> None:
+    complete(ours, max_tokens=2)
+    text = ours.http.get("/metrics").text
+    assert re.search(r'^vllm:generation_tokens_total{model="model",worker="model-0",.*} [1-9]', text, re.MULTILINE)
+    heads = re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)
+    assert len(heads) == len(set(heads))
+
+
+@on_loop
+async def keep_decoding(server: Server, until: str) -> None:
+    """Send requests until a line of the log has come."""
+    found = asyncio.get_running_loop().run_in_executor(None, server.log_line, until)
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        while not found.done():
+            await client.post("/v1/completions", json=streaming(200))
+    await found
+
+
+def test_the_log_tells_how_decoding_goes(ours: Server) -> None:
+    keep_decoding(
+        server=ours,
+        until=r"Decode batch\. #running-req: 1, #token: \d+, token usage: \d\.\d\d,"
+        r" gen throughput \(token/s\): \d+\.\d\d, #queue-req: 0",
+    )
+
+
+# --- LoRA ---
+
+
+def test_adapters_share_a_batch_and_are_replaced(tiny_model: Path, tmp_path: Path) -> None:
+    model = tiny_llama()
+    for name, seed in (("one", 1), ("two", 2), ("other", 3)):
+        save_adapter(model, tmp_path / name, seed, r=8)
+    settings = {**SETTINGS, "enable_lora": "true", "max_lora_rank": "8", "max_loras": "2", "max_cpu_loras": "4"}
+    with serving(tmp_path, tiny_model, **settings) as server:
+
+        def register(name: str, source: str) -> int:
+            source = str(tmp_path / source)
+            return server.http.post("/models/model/adapters", params={"name": name, "src": source}).status_code
+
+        def answer(name: str) -> list[int]:
+            told = complete(server, model=name or "model", max_tokens=12, return_token_ids=True).json()
+            return list(told["choices"][0]["token_ids"])
+
+        def expected(name: str) -> list[int]:
+            adapted = with_adapter(model, tmp_path / name) if name else model
+            return list(generated(adapted, byte_tokenizer().encode("Once"), 12))
+
+        assert [register("one", "one"), register("two", "two")] == [200, 200]
+        names = ["", "one", "two", ""]
+        with ThreadPoolExecutor(len(names)) as pool:
+            assert list(pool.map(answer, names)) == [expected(name) for name in names]
+        updated = server.http.post("/adapters/one/update", params={"src": str(tmp_path / "other")})
+        assert updated.status_code == 200
+        assert answer("one") == expected("other")
+        save_adapter(model, tmp_path / "wide", 4, r=16)
+        assert register("wide", "wide") == 424
+        assert answer("two") == expected("two")
+
+
+# --- life ---
+
+
+def test_an_engine_in_its_own_process_is_served_and_replaced_when_it_dies(tiny_model: Path, tmp_path: Path) -> None:
+    with serving(tmp_path, tiny_model, **SETTINGS, engine_process="own") as server:
+        before = complete(server, max_tokens=8).json()["choices"][0]["text"]
+        worker = psutil.Process(server.worker_pid())
+        engine = next(child for child in worker.children(recursive=True) if "EngineCore" in child.name())
+        engine.kill()
+        worker.wait(30)
+        assert complete(server, max_tokens=8).json()["choices"][0]["text"] == before
+        assert server.worker_pid() != worker.pid
+
+
+@pytest.mark.parametrize("name", ["vllm", "vllm-lora", "vllm-tools"])
+def test_a_sample_runs(name: str, tiny_model: Path, tmp_path: Path) -> None:
+    sample = Path(__file__).parent.parent / "serving.properties.d" / f"{name}.properties"
+    lines = [line.partition("=")[::2] for line in sample.read_text().splitlines() if line.startswith("option.")]
+    options = {key.removeprefix("option."): value for key, value in lines}
+    options |= {"model_id": str(tiny_model), "max_model_len": "128", "kv_cache_memory_gb": "1"}
+    with serving(tmp_path, tiny_model, **options) as server:
+        assert complete(server, max_tokens=4, ignore_eos=True).json()["usage"]["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"seed": "many"}, "--seed"),
+        ({"kv_cache_dtype": "int2"}, "kv-cache-dtype"),
+        ({"max_model_len": "300"}, "max_model_len"),
+        ({"quantize": "awq"}, "awq"),
+        ({"quantize": "nonsense"}, "nonsense"),
+        ({"chat_template": "missing.jinja"}, "missing.jinja"),
+        ({"kv_cache_memory_gb": "0.0001"}, "No available memory for the cache blocks"),
+        ({"enable_lora": "true", "engine_process": "own"}, "use worker"),
+    ],
+)
+def test_what_cannot_be_loaded_is_told(options: dict[str, str], told: str, tiny_model: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(Path(__file__).parent / "models" / "vllm_loader.py"), str(tiny_model)]
+    arguments = [f"{name}={value}" for name, value in {**SETTINGS, **options}.items()]
+    loaded = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120, check=False)
+    assert loaded.stdout.startswith("ModelLoadError: "), loaded.stderr
+    assert told in loaded.stdout

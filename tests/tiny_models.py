@@ -63,6 +63,11 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
+def llama_of_whole_blocks() -> PreTrainedModel:
+    """A Llama whose layers are as wide as 4-bit layers must be on the CPU."""
+    return random_model(LlamaConfig(**(_GROUPED | {"intermediate_size": 128})))
+
+
 def convolutional_hybrid() -> PreTrainedModel:
     """A model that keeps convolution states beside keys and values, which the rolling batch does not."""
     return random_model(Lfm2Config(**_GROUPED, layer_types=["full_attention", "conv"]))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 from tiny_models import CONTEXT, VOCABULARY, byte_tokenizer, random_model
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedModel
 
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -20,13 +20,19 @@ _CHAT_TEMPLATE = (
 )
 
 
-def make_tiny_model(directory: Path) -> Path:
-    """Save a random Llama in float32 with heads of 32, a byte tokenizer and a chat template."""
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, max_position_embeddings=CONTEXT, bos_token_id=257, eos_token_id=258,
-        hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+def tiny_llama() -> PreTrainedModel:
+    """Return a random Llama in float32 with heads of 32, which the CPU kernels need."""
+    return random_model(
+        LlamaConfig(
+            vocab_size=VOCABULARY, max_position_embeddings=CONTEXT, bos_token_id=257, eos_token_id=258,
+            hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        )
     )  # fmt: skip
-    random_model(config).save_pretrained(directory)
+
+
+def make_tiny_model(directory: Path) -> Path:
+    """Save `tiny_llama` with a byte tokenizer and a chat template."""
+    tiny_llama().save_pretrained(directory)
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = _CHAT_TEMPLATE
     tokenizer.save_pretrained(directory)

@@ -11,6 +11,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer
 
+from handlers.checkpoints.quantization import (
+    keep_activations,
+    quantization_arguments,
+    quantization_details,
+    refuse_odd_widths,
+)
 from handlers.transformers_options import TransformersOptions
 from lmi_server.errors import ModelLoadError
 
@@ -23,19 +29,34 @@ def load_tokenizer(path: str, options: TransformersOptions) -> Any:
     return from_pretrained(AutoTokenizer, path, **_origin(options))
 
 
-def load_model(auto_class: Any, path: str, options: TransformersOptions) -> Any:
-    """Load a model for inference. Raises ModelLoadError."""
-    model = from_pretrained(auto_class, path, **model_arguments(path, options))
+def load_config(path: str, options: TransformersOptions) -> Any:
+    """Return the configuration that the checkpoint brings. Raises ModelLoadError."""
+    return from_pretrained(AutoConfig, path, **_origin(options))
+
+
+def load_model(auto_class: Any, path: str, options: TransformersOptions, **more: Any) -> Any:
+    """Load a model for inference; `more` is for transformers. Raises ModelLoadError."""
+    model = from_pretrained(auto_class, path, **{**model_arguments(path, options), **more})
     model.requires_grad_(False)
+    refuse_odd_widths(model)
+    keep_activations(model)
+    details = quantization_details(model)
+    if details:
+        _log.info(
+            "weights quantised with %s take %s MiB, in full they would take %s MiB",
+            *(details[name] for name in ("quantization", "weights_mib", "unquantized_weights_mib")),
+        )
     return model.eval()
 
 
 def model_arguments(path: str, options: TransformersOptions) -> dict[str, Any]:
     """Return how transformers loads the model: on the worker's GPU where it has one and the options leave it open."""
     has_gpu = torch.cuda.is_available()
+    config = load_config(path, options)
     arguments = {**({"device_map": "cuda"} if has_gpu else {}), **options.engine_arguments()}
-    arguments["dtype"] = _dtype(path, options, on_cpu=not has_gpu or options.device_map == "cpu")
-    return arguments
+    arguments.pop("quantization_config", None)
+    arguments["dtype"] = _dtype(config, options, on_cpu=not has_gpu or options.device_map == "cpu")
+    return arguments | quantization_arguments(options, config, arguments["dtype"])
 
 
 def set_threads(options: TransformersOptions) -> None:
@@ -57,7 +78,8 @@ def from_pretrained(loader: Any, path: str, **arguments: Any) -> Any:
     except SafetensorError as error:
         damaged = ", ".join(_damaged_weights(Path(path))) or path
         raise ModelLoadError(f"{damaged}: SafetensorError: {error}; the file is damaged, fetch it again") from error
-    except (OSError, ValueError, KeyError, RuntimeError) as error:  # what transformers raises for a broken directory
+    # What transformers raises for a broken directory, and for a package that a quantised checkpoint needs.
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise ModelLoadError(f"{loader.__name__} cannot load {path}: {error}") from error
 
 
@@ -75,10 +97,9 @@ def _origin(options: TransformersOptions) -> dict[str, Any]:
     return {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
 
 
-def _dtype(path: str, options: TransformersOptions, on_cpu: bool) -> torch.dtype | str:
+def _dtype(config: Any, options: TransformersOptions, on_cpu: bool) -> torch.dtype | str:
     if options.dtype in _DTYPES:
         return _DTYPES[options.dtype]
-    config = from_pretrained(AutoConfig, path, **_origin(options))
     if on_cpu and getattr(config, "dtype", None) == torch.float16:
         _log.warning("the checkpoint is fp16, which the CPU has no kernels for: loading as bf16; set option.dtype=fp32")
         return torch.bfloat16

@@ -76,7 +76,8 @@ def content_of(request: Request) -> list[tuple[str, bytes]]:
     if form != _URL_ENCODED and not form.startswith("multipart/"):
         return request.content
     *query, (_, body) = request.content
-    return [*query, *(_url_encoded(body) if form == _URL_ENCODED else _multipart(content_type, body))]
+    content = [*query, *(_url_encoded(body) if form == _URL_ENCODED else _multipart(content_type, body))]
+    return content or [("data", body)]  # no content at all means that the model is to be loaded
 
 
 def _url_encoded(body: bytes) -> list[tuple[str, bytes]]:
@@ -99,6 +100,8 @@ def _multipart(content_type: str, body: bytes) -> list[tuple[str, bytes]]:
         multipart.parse_form(headers, io.BytesIO(body), on_field, on_file)
     except FormParserError as error:
         raise RequestError(f"the body is no {content_type.partition(';')[0]}: {error}") from error
+    if body and not found:
+        raise RequestError(f"the body is no {content_type.partition(';')[0]}: there is no whole field in it")
     return found
 
 

@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from handlers.checkpoints.quantization import Int8Linear
 from handlers.rolling_batch.attention import AttentionLayer, SlotAttention, StepRows, as_numpy
+from handlers.rolling_batch.sharding import SummedLinear
 
 _DECODE_ROWS = 32  # the row count that oneDNN lays the weights out for
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -92,10 +94,22 @@ class FusedRMSNorm(nn.Module):
         return out.view(rows.shape)
 
 
+def _is_plain(module: Any) -> bool:
+    """Whether a module multiplies by its weight and adds its bias, and nothing else.
+
+    A subclass computes its own way; compressed-tensors and accelerate put a `forward` of theirs on the instance.
+    """
+    if type(module) is not nn.Linear or "forward" in vars(module):
+        return False
+    return not (module._forward_pre_hooks or module._forward_hooks) and module.weight.is_floating_point()
+
+
 def _is_gated_mlp(module: nn.Module) -> bool:
     children = dict(module.named_children())
-    linears = all(isinstance(children.get(name), nn.Linear) for name in ("gate_proj", "up_proj", "down_proj"))
-    return linears and "act_fn" in children and not (set(children) - {"gate_proj", "up_proj", "down_proj", "act_fn"})
+    linears = all(_is_plain(children.get(name)) for name in ("gate_proj", "up_proj"))
+    down = children.get("down_proj")
+    sums = isinstance(down, SummedLinear) or _is_plain(down)
+    return linears and sums and set(children) == {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 class FusedGatedMLP(nn.Module):
@@ -132,7 +146,7 @@ def _silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 def _fuse_projections(module: nn.Module) -> int:
     projections = [getattr(module, name, None) for name in _PROJECTIONS]
-    if not all(type(projection) is nn.Linear for projection in projections):  # a subclass computes its own way
+    if not all(_is_plain(projection) for projection in projections):
         return 0
     if len({(projection.in_features, projection.weight.dtype) for projection in projections}) > 1:
         return 0
@@ -330,7 +344,7 @@ def _columns(module: nn.Module, names: list[str], widths: Iterable[int]) -> Iter
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, (nn.Linear, PackedLinear)) or type(module).__name__ == "Conv1D"  # GPT-2's
+    return isinstance(module, (nn.Linear, PackedLinear, Int8Linear)) or type(module).__name__ == "Conv1D"  # GPT-2's
 
 
 def _widths(module: Any) -> tuple[int, int]:
@@ -359,7 +373,7 @@ def _pack_linears(model: nn.Module) -> int:
     count = 0
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if type(child) is nn.Linear:
+            if _is_plain(child):
                 setattr(module, name, PackedLinear(child))
                 count += 1
     return count

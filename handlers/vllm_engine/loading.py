@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -37,7 +36,6 @@ _GIB = 2**30
 _FEATURES: frozenset[Feature] = frozenset(
     {"structured_outputs", "tools", "reasoning", "min_tokens", "bad_words", "allowed_token_ids", "engine_extras"}
 )
-_JSON_ARGUMENTS = ("limit_mm_per_prompt", "kv_transfer_config", "speculative_config")
 _TRUE_OR_FALSE = {
     "true": True,
     "1": True,
@@ -58,21 +56,15 @@ def engine_config(model_dir: str, options: VllmOptions) -> Any:
     Raises ModelLoadError with vLLM's own words where it refuses an argument or the model.
     """
     library.warn_of_unknown_version()
-    arguments = {"model": model_dir, **_parsed(options.engine_arguments()), **_from_text(options.passed_to_engine())}
+    arguments = {"model": model_dir, **options.engine_arguments(), **_from_text(options.passed_to_engine())}
     try:
         config = library.AsyncEngineArgs(**arguments).create_engine_config()
     except _REFUSALS as error:
         raise ModelLoadError(f"vLLM refuses the configuration: {plain(error)}") from error
-    if library.is_on_cpu() and config.cache_config.kv_cache_memory_bytes is None:
+    is_open = config.cache_config.kv_cache_memory_bytes is None
+    if library.is_on_cpu() and is_open and "gpu_memory_utilization" not in options.model_fields_set:
         config.cache_config.kv_cache_memory_bytes = _kv_cache_bytes(config)
     return config
-
-
-def _parsed(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: json.loads(value) if name in _JSON_ARGUMENTS and isinstance(value, str) else value
-        for name, value in arguments.items()
-    }
 
 
 def _from_text(given: Mapping[str, str]) -> dict[str, Any]:
@@ -84,6 +76,9 @@ def _from_text(given: Mapping[str, str]) -> dict[str, Any]:
         return {}
     parser = library.AsyncEngineArgs.add_cli_args(_Parser(allow_abbrev=False))
     actions = {action.dest: action for action in parser._actions}
+    internal = sorted(given.keys() - actions.keys())
+    if internal:
+        raise ModelLoadError(f"vLLM takes option.{internal[0]} from no configuration; remove the key")
     words = [word for name, raw in given.items() for word in _command_line(actions[name], name, raw)]
     parsed = parser.parse_args(words)
     return {name: getattr(parsed, name) for name in given}
@@ -95,7 +90,7 @@ def _command_line(action: argparse.Action, name: str, raw: str) -> list[str]:
     switch = _TRUE_OR_FALSE.get(raw.lower())
     if switch is None:
         raise ModelLoadError(f"option.{name}={raw} is not allowed; allowed: true or false")
-    return [next(option for option in action.option_strings if option.startswith("--no-") is not switch)]
+    return [option for option in action.option_strings if option.startswith("--no-") is not switch][:1]
 
 
 class _Parser(library.FlexibleArgumentParser):
@@ -150,6 +145,8 @@ async def load(model_dir: str, options: VllmOptions) -> LoadedEngine:
     """
     began = time.perf_counter()
     statistics = Statistics()
+    if options.enable_lora and library.is_on_cpu():
+        _prepare_adapters_on_cpu(options)
     template = None if options.chat_template is None else _chat_template(options.chat_template, Path(model_dir))
     library.silence_default_statistics()
     driver, engine = await (_load_in_worker if options.engine_process == "worker" else _load_apart)(
@@ -169,6 +166,14 @@ async def load(model_dir: str, options: VllmOptions) -> LoadedEngine:
     prompts = PromptRenderer(renderer, max_model_len, template, options.chat_template_content_format, chats)
     vocabulary = Vocabulary(tokenizer.decode, tokenizer.all_special_ids)
     return LoadedEngine(driver, Adapters(driver), prompts, vocabulary, statistics, info)
+
+
+def _prepare_adapters_on_cpu(options: VllmOptions) -> None:
+    if options.engine_process == "own":
+        raise ModelLoadError(
+            "option.engine_process=own with option.enable_lora=true would mix adapters up on the CPU; use worker"
+        )
+    library.keep_adapters_apart()
 
 
 def _parsed_chats(

@@ -61,7 +61,7 @@ class PromptRenderer:
         return Rendered(await self._chat(request), request.sampling)
 
     def detokenize(self, ids: list[int]) -> str:
-        """Return the text of token ids. Raises RequestError where one is not in the vocabulary."""
+        """Return the text of token ids, special ones too. Raises RequestError where one is not in the vocabulary."""
         try:
             self._renderer.validate_token_ids(ids)
         except library.VLLMClientError as error:

@@ -12,10 +12,11 @@ from handlers.vllm_engine import library
 _log = logging.getLogger("handlers.vllm")
 
 _LINE_INTERVAL_S = 5.0
+_IDLE_S = 1.0  # without a step; a step with a long prompt takes less
 
 
 class Statistics:
-    """Gauges as of the engine's last step. `loggers` are what vLLM calls with its own statistics."""
+    """Gauges as of the engine's last step; vLLM hands its own statistics to what `logger_factory` returns."""
 
     def __init__(self) -> None:
         self._kv_tokens = 0
@@ -24,7 +25,7 @@ class Statistics:
         self._usage = 0.0
         self._generated = 0
         self._prompt_tokens = 0
-        self._line_at = time.monotonic()
+        self._line_at = self._recorded_at = time.monotonic()
         self._generated_at_line = 0
         self._rate = 0.0
 
@@ -48,6 +49,10 @@ class Statistics:
             "generation_throughput": self._rate * busy,
         }
 
+    def exposition(self) -> bytes:
+        """Return vLLM's own metrics in Prometheus' text format."""
+        return library.own_metrics()
+
     def record(self, scheduler: Any | None, iteration: Any | None) -> None:
         if scheduler is not None:
             self._running = scheduler.num_running_reqs
@@ -57,22 +62,24 @@ class Statistics:
             self._generated += iteration.num_generation_tokens
             self._prompt_tokens += iteration.num_prompt_tokens
         now = time.monotonic()
+        if now - self._recorded_at > _IDLE_S:  # the rate is that of the time in which there was work
+            self._line_at, self._generated_at_line = now, self._generated
+        self._recorded_at = now
         if now - self._line_at >= _LINE_INTERVAL_S:
             self._write_line(now)
 
     def _write_line(self, now: float) -> None:
         self._rate = (self._generated - self._generated_at_line) / (now - self._line_at)
         self._line_at, self._generated_at_line = now, self._generated
-        if self._running or self._rate:
-            _log.info(
-                "Decode batch. #running-req: %d, #token: %d, token usage: %.2f, gen throughput (token/s): %.2f,"
-                " #queue-req: %d",
-                self._running,
-                round(self._usage * self._kv_tokens),
-                self._usage,
-                self._rate,
-                self._waiting,
-            )
+        _log.info(
+            "Decode batch. #running-req: %d, #token: %d, token usage: %.2f,"
+            " gen throughput (token/s): %.2f, #queue-req: %d",
+            self._running,
+            round(self._usage * self._kv_tokens),
+            self._usage,
+            self._rate,
+            self._waiting,
+        )
 
 
 class _Recorder(library.StatLoggerBase):

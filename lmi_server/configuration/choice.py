@@ -81,7 +81,7 @@ def choose_handler(given: Given, model_dir: Path, names: tuple[str, ...], task: 
     engine, entry_point = given.get("engine"), given.get(ENTRY_POINT)
     if engine is not None and engine.raw in _JAVA_ENGINES:
         return Choice(JAVA_ENGINE, "engine", engine)
-    if entry_point is None and _takes_requests(model_dir / "model.py", given):
+    if entry_point is None and _is_handler_file(model_dir, given):
         return Choice(OWN_CODE)
     if entry_point is None and any((model_dir / f"model.{ending}").is_file() for ending in _SKLEARN_FILES):
         return Choice(SKLEARN)
@@ -102,19 +102,29 @@ def _runs_as_pipeline(given: Given, task: str | None) -> bool:
     return task not in (None, TEXT_GENERATION) or asked == "disable" or batches_statically(given)
 
 
-def _takes_requests(path: Path, given: Given) -> bool:
-    """Tell whether a model.py is the handler; one that is not only brings formatters for the built-in one.
+def _is_handler_file(model_dir: Path, given: Given) -> bool:
+    """Tell whether there is a model.py that is the handler; it may also only bring formatters for the built-in one.
 
-    It is read, not run. What is no Python is the handler too, so that loading it tells what is wrong.
+    That is so where there is a model for the built-in one, and no function in model.py that takes requests.
     """
+    path = model_dir / "model.py"
     if not path.is_file():
         return False
+    files = ("config.json", *(f"model.{ending}" for ending in _SKLEARN_FILES))
+    has_model = "option.model_id" in given or any((model_dir / name).is_file() for name in files)
+    return HANDLER in given or not has_model or _takes_requests(path)
+
+
+def _takes_requests(path: Path) -> bool:
+    """Tell whether a file defines what takes requests. It is read, not run.
+
+    What is no Python does too, so that loading it tells what is wrong.
+    """
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
         return True
-    function = given[HANDLER].raw if HANDLER in given else "handle"
-    return not {function, "generate", "*"}.isdisjoint(_bound(tree)) or any(map(_is_handler, tree.body))
+    return not {"handle", "generate", "*"}.isdisjoint(_bound(tree)) or any(map(_is_handler, tree.body))
 
 
 def _bound(tree: ast.Module) -> Iterator[str]:

@@ -11,8 +11,17 @@ from lmi_server.configuration.machine import Machine
 from lmi_server.configuration.options import ModelOptions, ServingOptions
 
 _BYTES = {"fp32": 4, "float32": 4, "fp16": 2, "float16": 2, "bf16": 2, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1}
-# Bytes per weight of methods that quantise while loading; the others need a checkpoint that is quantised already.
-_QUANTISED = {"bitsandbytes4": 0.5, "bitsandbytes8": 1, "dynamic_int8": 1, "smoothquant": 1, "static_int8": 1, "fp8": 1}
+# Bytes per weight of methods that quantise while loading; the others need a checkpoint that is quantised already. The
+# embeddings and the output layer stay as they are.
+_QUANTISED = {
+    "bitsandbytes": 1,
+    "bitsandbytes4": 0.5,
+    "bitsandbytes8": 1,
+    "dynamic_int8": 1,
+    "smoothquant": 1,
+    "static_int8": 1,
+    "fp8": 1,
+}
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
 
 
@@ -20,13 +29,15 @@ _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
 class Estimate:
     """Bytes that one worker takes on each of its `devices`, and the bytes there; None where nothing tells.
 
-    `kv_tokens` is what the running requests can fill: max_rolling_batch_size times the context.
+    `kv_tokens` is what the running requests can fill: max_rolling_batch_size times the context. `unquantized_bytes` is
+    what the weights would take if they were not quantised; None where they are not.
     """
 
     devices: int
     device_kind: str
     parameters: int | None
     weights_bytes: int | None
+    unquantized_bytes: int | None
     kv_bytes_per_token: int | None
     context_length: int | None
     kv_tokens: int | None
@@ -71,6 +82,7 @@ def estimate(
         device_kind=machine.device_kind,
         parameters=parameters,
         weights_bytes=_share(weights, devices),
+        unquantized_bytes=_share(_unquantized_bytes(options, text, config, parameters), devices),
         kv_bytes_per_token=_share(per_token, devices),
         context_length=context,
         kv_tokens=tokens,
@@ -124,9 +136,17 @@ def _weights_bytes(
         return _size_of_files(location) or None
     if parameters is None:
         return None
-    method = getattr(options, "quantize", None)
-    width = _QUANTISED.get(method or "") or _dtype_bytes(options.dtype, text, config)
-    return int(parameters * width)
+    full = _dtype_bytes(options.dtype, text, config)
+    width = _QUANTISED.get(getattr(options, "quantize", None) or "", full)
+    kept = min(parameters, _embedding_parameters(text)) if width < full else 0
+    return int((parameters - kept) * width + kept * full)
+
+
+def _unquantized_bytes(
+    options: ModelOptions, text: Mapping[str, Any], config: Mapping[str, Any], parameters: int | None
+) -> int | None:
+    quantised = config.get("quantization_config") or getattr(options, "quantize", None) in _QUANTISED
+    return parameters * _dtype_bytes(options.dtype, text, config) if quantised and parameters is not None else None
 
 
 def _parameters_of_files(location: str, text: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:
@@ -175,8 +195,14 @@ def _parameters_of_shape(text: Mapping[str, Any]) -> int | None:
     gated = 3 if _int(text, "intermediate_size") else 2
     experts = _int(text, "num_local_experts", "num_experts") or 1
     mlp = gated * hidden * (_int(text, "intermediate_size", "n_inner") or 4 * hidden) * experts
-    embeddings = vocabulary * hidden * (1 if text.get("tie_word_embeddings", gated != 3) else 2)
-    return layers * (attention + mlp) + embeddings
+    return layers * (attention + mlp) + _embedding_parameters(text)
+
+
+def _embedding_parameters(text: Mapping[str, Any]) -> int:
+    """Count the parameters of the embeddings and, where it has some of its own, of the output layer."""
+    hidden, vocabulary = _int(text, "hidden_size", "n_embd") or 0, _int(text, "vocab_size") or 0
+    tied = text.get("tie_word_embeddings", _int(text, "intermediate_size") is None)
+    return vocabulary * hidden * (1 if tied else 2)
 
 
 def _int(config: Mapping[str, Any], *names: str) -> int | None:

@@ -65,10 +65,10 @@ class MainLoop:
     def cancel(self, request_id: int) -> None:
         self._loop.call_soon_threadsafe(self._service.cancel, request_id)
 
-    async def control(self, operation: str, arguments: Mapping[str, Any]) -> None:
+    async def control(self, operation: str, arguments: Mapping[str, Any]) -> bytes:
         """Do what a Control asks for, as `Service.control` does."""
         done = asyncio.run_coroutine_threadsafe(self._service.control(operation, arguments), self._loop)
-        await asyncio.wrap_future(done)
+        return await asyncio.wrap_future(done)
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._stopping.set)

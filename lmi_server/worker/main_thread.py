@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Any
 
 from lmi_server.batch_progress import BatchProgress
+from lmi_server.configuration.options import ModelOptions
 from lmi_server.errors import (
     HandlerError,
     LmiServerError,
@@ -40,6 +41,7 @@ from lmi_server.worker.outgoing import Call, Outgoing
 from lmi_server.worker.serve import finish
 from lmi_server.worker.service import Service, cancelled, recalled, unknown_operation
 from lmi_server.worker.side_by_side import Generation, Responses, Serving
+from lmi_server.worker.watch import Watch, resident_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ class MainThread:
         self.waiting: dict[int, Call] = {}  # not begun; whoever takes a call out of it has it
         self.beside: MainLoop | None = None  # what serves instead; known once the model is loaded
         self.on_exit: Callable[[int], None]
+        self.abandoned = False  # nobody waits for what the handler is at
         self._exit_code = 0
         self._handler = handler
         self._loading = loading
@@ -95,6 +98,28 @@ class MainThread:
         outgoing = getattr(self, "outgoing", None)
         if outgoing is not None:
             outgoing.loop.call_soon_threadsafe(function, *arguments)
+
+    @property
+    def model_name(self) -> str:
+        return self._loading.load.model_name
+
+    @property
+    def options(self) -> ModelOptions:
+        return self._loading.options
+
+    @property
+    def memory_limit_mb(self) -> int:
+        return self._loading.load.memory_limit_mb
+
+    def running_s(self) -> float:
+        """Return for how many seconds the handler has been at its batch; 0.0 where it has none."""
+        return self._progress.running_s(time.monotonic())
+
+    def fail_load(self, error: LmiServerError) -> None:
+        """Have the load fail, whatever the handler does about it."""
+        self.abandoned = True
+        if not self._loaded.done():
+            self._loaded.set_exception(error)
 
     def stack(self) -> str:
         """Return where the main thread is, the innermost call last."""
@@ -275,6 +300,13 @@ class InMainThread(Service):
     def __init__(self, main: MainThread, link: FrontendLink, on_exit: Callable[[int], None]) -> None:
         self._main = main
         self._link = link
+        options = main.options
+        self._watch = Watch(
+            *(main.model_name, options.predict_timeout, main.memory_limit_mb),
+            running_s=main.running_s,
+            stack=main.stack,
+            give_up=self._give_up,
+        )
         self._calls: dict[int, Call] = {}
         self._forming: list[Call] = []
         self._closed = False
@@ -332,12 +364,30 @@ class InMainThread(Service):
         await asyncio.wait([asyncio.wrap_future(ended)], timeout=_STOP_S)
 
     def gauges(self) -> Mapping[str, float]:
-        return {"running_requests": len(self._calls)}
+        """Return the gauges, once a second; and look after the handler while at it."""
+        self._watch.look()
+        return {"running_requests": len(self._calls), "resident_bytes": resident_bytes()}
 
-    async def control(self, operation: str, arguments: Mapping[str, Any]) -> None:
+    def _give_up(self, reason: str) -> None:
+        """End the process although the handler is at work: what it works on fails, the rest goes to another worker."""
+        error = ModelMemoryError(reason.partition("\n")[0])
+        logger.error("model %s: %s", self._main.model_name, reason)
+        if not self._ready:
+            self._main.fail_load(error)
+            return
+        begun = [call for call in list(self._calls.values()) if call.id not in self._main.waiting and not call.ended]
+        self._outgoing.leave()
+        for call in begun:
+            self._outgoing.fail(call, error)
+        self._outgoing.leave()
+        self._closed = True
+        self._main.abandoned = True
+        self._main.on_exit(1)
+
+    async def control(self, operation: str, arguments: Mapping[str, Any]) -> bytes:
         if self._main.beside is None:
             raise unknown_operation(operation)
-        await self._main.beside.control(operation, arguments)
+        return await self._main.beside.control(operation, arguments)
 
     def progressed(self) -> list[int]:
         beside = self._main.beside

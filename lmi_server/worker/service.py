@@ -42,8 +42,11 @@ class Service(ABC):
     def gauges(self) -> Mapping[str, float]:
         """Return the gauges of the handler."""
 
-    async def control(self, operation: str, arguments: Mapping[str, Any]) -> None:
-        """Do what a Control asks for. Raises RequestError where this model does not, or whatever the handler raises."""
+    async def control(self, operation: str, arguments: Mapping[str, Any]) -> bytes:
+        """Do what a Control asks for and return the data of its Reply.
+
+        Raises RequestError where this model does not, or whatever the handler raises.
+        """
         raise unknown_operation(operation)
 
     def progressed(self) -> list[int]:

@@ -134,9 +134,9 @@ class Session:
 
     async def _control(self, control: Control) -> None:
         assert self._link is not None
-        outcome: Item = Reply(control.id, 200, [], b"")
+        outcome: Item
         try:
-            await self._loaded().control(control.operation, control.arguments)
+            outcome = Reply(control.id, 200, [], await self._loaded().control(control.operation, control.arguments))
         except LmiServerError as error:
             outcome = Error(control.id, error.kind, error.message)
         except Exception as error:  # the border to handlers and engines, which raise anything; the operation fails

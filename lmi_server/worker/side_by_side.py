@@ -44,8 +44,11 @@ class Serving(ABC):
     async def stop(self) -> None:
         """Release the model."""
 
-    async def control(self, operation: str, arguments: Mapping[str, Any]) -> None:
-        """Do what a Control asks for. Raises RequestError where this model does not, or whatever the handler raises."""
+    async def control(self, operation: str, arguments: Mapping[str, Any]) -> bytes:
+        """Do what a Control asks for and return the data of its Reply.
+
+        Raises RequestError where this model does not, or whatever the handler raises.
+        """
         raise unknown_operation(operation)
 
     def stats(self) -> Mapping[str, float]:
@@ -92,7 +95,7 @@ class Generation(Serving):
     async def stop(self) -> None:
         await self._handler.stop()
 
-    async def control(self, operation: str, arguments: Mapping[str, Any]) -> None:
+    async def control(self, operation: str, arguments: Mapping[str, Any]) -> bytes:
         match operation:
             case "add_adapter":
                 adapter = msgspec.convert(arguments, Adapter)
@@ -104,8 +107,11 @@ class Generation(Serving):
                 self._set_adapters(self._served.adapters - {arguments["name"]})
                 self._formats.set_adapter(arguments["name"], None)
                 await self._handler.remove_adapter(arguments["name"])
+            case "metrics":
+                return self._handler.metrics()
             case _:
                 raise unknown_operation(operation)
+        return b""
 
     def _set_adapters(self, names: frozenset[str]) -> None:
         self._served = msgspec.structs.replace(self._served, adapters=names)
@@ -174,8 +180,8 @@ class SideBySide(Service):
         if task is not None:
             task.cancel()
 
-    async def control(self, operation: str, arguments: Mapping[str, Any]) -> None:
-        await self._serving.control(operation, arguments)
+    async def control(self, operation: str, arguments: Mapping[str, Any]) -> bytes:
+        return await self._serving.control(operation, arguments)
 
     def recall(self, request_id: int) -> None:
         """Keep it: every request begins when it arrives."""

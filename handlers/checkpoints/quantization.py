@@ -1,0 +1,145 @@
+"""Quantised weights: by bitsandbytes while a model loads, or by whoever made the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+
+from handlers.transformers_options import QUANTIZATION_PACKAGES, TransformersOptions
+from lmi_server.errors import ModelLoadError
+
+_MIB = 2**20
+# Up to so many rows torch's kernel for int8 weights is the faster way, in bfloat16; in float32 it never is.
+_INT8_KERNEL_ROWS = 16
+
+
+def quantization_arguments(options: TransformersOptions, config: Any, dtype: torch.dtype | str) -> dict[str, Any]:
+    """Return what `from_pretrained` is given to quantise while it loads; nothing where the checkpoint is quantised.
+
+    Raises ModelLoadError where the options and the checkpoint do not go together, or where a package is missing.
+    """
+    _check(options.quantize, config)
+    wanted = options.quantization_config()
+    if wanted is None or _checkpoint_method(config) is not None:
+        return {}
+    from transformers import BitsAndBytesConfig
+
+    if "load_in_4bit" in wanted:
+        stored = getattr(config, "dtype", None) or torch.float32
+        wanted = {**wanted, "bnb_4bit_compute_dtype": dtype if isinstance(dtype, torch.dtype) else stored}
+    return {"quantization_config": BitsAndBytesConfig(**wanted)}
+
+
+def _check(wanted: str | None, config: Any) -> None:
+    checkpoint = _checkpoint_method(config)
+    if checkpoint is None and wanted in ("gptq", "awq"):
+        raise ModelLoadError(
+            f"option.quantize={wanted} needs a checkpoint that is quantised with {wanted}, and config.json has no"
+            " quantization_config; use such a checkpoint, or option.quantize=bitsandbytes4 or bitsandbytes8, which"
+            " quantise while loading"
+        )
+    if checkpoint is not None and wanted is not None and wanted not in _names_of(checkpoint, config):
+        raise ModelLoadError(
+            f"option.quantize={wanted}, but the checkpoint is quantised with {checkpoint} already"
+            " (quantization_config in config.json); remove the key"
+        )
+    _refuse_missing_packages(checkpoint or ("bitsandbytes" if wanted else None))
+
+
+def _checkpoint_method(config: Any) -> str | None:
+    declared = getattr(config, "quantization_config", None)
+    if declared is None:
+        return None
+    method = declared.get("quant_method") if isinstance(declared, Mapping) else declared.quant_method
+    return str(getattr(method, "value", method) or "bitsandbytes")  # old checkpoints of bitsandbytes do not say
+
+
+def _names_of(method: str, config: Any) -> tuple[str, ...]:
+    """Return the values of option.quantize that mean a checkpoint of `method`."""
+    if method != "bitsandbytes":
+        return (method,)
+    declared = config.quantization_config
+    values = declared if isinstance(declared, Mapping) else declared.to_dict()
+    return ("bitsandbytes", "bitsandbytes4" if values.get("load_in_4bit") else "bitsandbytes8")
+
+
+def _refuse_missing_packages(method: str | None) -> None:
+    missing = [name for name in QUANTIZATION_PACKAGES.get(method or "", ()) if find_spec(name) is None]
+    if missing:
+        names = ", ".join(name.replace("_", "-") for name in missing)
+        raise ModelLoadError(f"weights quantised with {method} need what is not installed: pip install {names}")
+
+
+def quantization_details(model: Any) -> dict[str, Any]:
+    """Return how the weights of `model` are quantised, and their MiB now and in full; nothing where they are not."""
+    method = _checkpoint_method(model.config)
+    if method is None:
+        return {}
+    plain = type(model.config).from_dict({**model.config.to_dict(), "quantization_config": None})
+    with torch.device("meta"):
+        full = type(model)(plain)
+    return {
+        "quantization": method,
+        "weights_mib": round(model.get_memory_footprint() / _MIB, 1),
+        "unquantized_weights_mib": round(sum(p.numel() for p in full.parameters()) * model.dtype.itemsize / _MIB, 1),
+    }
+
+
+def keep_activations(model: Any) -> int:
+    """Replace the 8-bit layers of bitsandbytes on the CPU by ones that leave activations alone; return how many."""
+    if find_spec("bitsandbytes") is None:
+        return 0
+    from bitsandbytes.nn import Linear8bitLt
+
+    count = 0
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, Linear8bitLt) and child.weight.device.type == "cpu":
+                setattr(module, name, Int8Linear(child, model.dtype))
+                count += 1
+    return count
+
+
+def refuse_odd_widths(model: nn.Module) -> None:
+    """Refuse 4-bit layers that bitsandbytes cannot compute on the CPU. Raises ModelLoadError naming one and its width.
+
+    Its blocks of weights run over the ends of rows there, which nothing notices before the first product fails.
+    """
+    for name, module in model.named_modules():
+        state = getattr(getattr(module, "weight", None), "quant_state", None)
+        if state is not None and module.weight.device.type == "cpu" and module.in_features % state.blocksize:
+            raise ModelLoadError(
+                "bitsandbytes computes 4-bit layers on the CPU only for widths that are multiples of"
+                f" {state.blocksize}, and {name} takes {module.in_features}; set option.quantize=bitsandbytes8"
+            )
+
+
+class Int8Linear(nn.Module):
+    """A linear layer with 8-bit weights and a scale per output; its activations are not rounded.
+
+    bitsandbytes rounds activations to 8 bits as well, except the columns in which any row of the pass has an outlier:
+    a request's tokens would depend on its company, and on the CPU those columns make a step ten times slower.
+    """
+
+    def __init__(self, linear: Any, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        scales = linear.weight.SCB if linear.weight.SCB is not None else linear.state.SCB
+        self.register_buffer("weight", linear.weight.data)
+        self.register_buffer("scales", (scales / 127).to(dtype))
+        self.bias = None if linear.bias is None else linear.bias.detach().to(dtype)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(..., in_features) -> (..., out_features)."""
+        rows = hidden.reshape(-1, self.in_features)
+        if hidden.dtype == torch.bfloat16 and rows.shape[0] <= _INT8_KERNEL_ROWS:
+            out = torch.ops.aten._weight_int8pack_mm(rows, self.weight, self.scales)
+        else:
+            out = nn.functional.linear(rows, self.weight.to(hidden.dtype)).mul_(self.scales)
+        if self.bias is not None:
+            out += self.bias
+        return out.view(*hidden.shape[:-1], self.out_features)

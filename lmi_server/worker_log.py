@@ -1,0 +1,69 @@
+"""What a worker writes to its standard output and error, on its way into the server's log."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_LINE = 64 * 1024
+_BYTES_PER_S = 256 * 1024  # that one worker may log; so much more at once after a quiet time
+_BURST = 4 * _BYTES_PER_S
+
+
+class WorkerLog:
+    """Logs the lines of one worker, by its name and by what `rank_of_line` tells of its ranks.
+
+    A worker that writes too much is read on, and its lines are dropped.
+    So it neither fills the memory of this process nor keeps it from the other models, and is not held up itself.
+    """
+
+    def __init__(
+        self, name: str, rank_of_line: Callable[[str], tuple[int | None, str]] = lambda line: (None, line)
+    ) -> None:
+        self._name = name
+        self._rank_of_line = rank_of_line
+        self._allowed = float(_BURST)
+        self._since = time.monotonic()
+        self._dropped = 0  # bytes
+
+    async def forward(self, stream: asyncio.StreamReader) -> None:
+        """Log what `stream` has, to its end."""
+        rest = b""
+        while data := await stream.read(_LONGEST_LINE):
+            self._earn()
+            if self._allowed <= 0:
+                self._dropped += len(rest) + len(data)
+                rest = b""
+                await asyncio.sleep(0)  # the others have their turn, however fast the worker writes
+                continue
+            *lines, rest = (rest + data).split(b"\n")
+            if len(rest) > _LONGEST_LINE:
+                lines, rest = [*lines, rest], b""
+            for line in lines:
+                self._log(line)
+        self._tell_dropped()
+        if rest:
+            self._log(rest)
+
+    def _earn(self) -> None:
+        now = time.monotonic()
+        self._allowed = min(float(_BURST), self._allowed + (now - self._since) * _BYTES_PER_S)
+        self._since = now
+        if self._allowed > 0:
+            self._tell_dropped()
+
+    def _tell_dropped(self) -> None:
+        if self._dropped:
+            logger.warning("[%s] wrote too much to be logged; %d bytes are left out", self._name, self._dropped)
+            self._dropped = 0
+
+    def _log(self, line: bytes) -> None:
+        self._allowed -= len(line) + 64  # a line has its own cost
+        rank, text = self._rank_of_line(line.decode(errors="replace").rstrip())
+        name = self._name if rank is None else f"{self._name} rank {rank}"
+        level = logging.getLevelName(text.partition(" ")[0])  # the worker's own log begins with the level
+        logger.log(level if isinstance(level, int) else logging.INFO, "[%s] %s", name, text)

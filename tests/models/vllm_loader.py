@@ -1,0 +1,21 @@
+"""Loads a model with the vllm handler and prints why that failed: `vllm_loader.py MODEL NAME=VALUE...`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from handlers.vllm import VllmHandler
+from lmi_server.configuration.environment import process_environment
+from lmi_server.configuration.machine import this_machine
+from lmi_server.configuration.resolve import rebuild_options
+from lmi_server.errors import LmiServerError
+
+if __name__ == "__main__":
+    given = dict(argument.split("=", 1) for argument in sys.argv[2:])
+    recommended = VllmHandler.options_type.recommended(this_machine(process_environment()))
+    raw = {key.removeprefix("option."): value for key, value in recommended.items()} | given
+    try:
+        asyncio.run(VllmHandler().start(sys.argv[1], rebuild_options("handlers.vllm:VllmHandler", raw)))
+    except LmiServerError as error:
+        print(f"{error.kind}: {error.message}")

@@ -1,0 +1,147 @@
+"""Code of one's own that does what it should not: its client is told, and nobody else notices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from own_code_helpers import make_own
+from server_helpers import Server, running
+
+CODE = """
+import os, signal, sys, time
+from djl_python import Output
+
+kept = []
+
+def handle(inputs):
+    if inputs.is_empty():
+        return None
+    match inputs.get_property("x-case"):
+        case "raise":
+            raise ValueError("no such thing")
+        case "exit":
+            os._exit(7)
+        case "sys.exit":
+            sys.exit(3)
+        case "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case "hang":
+            time.sleep(3600)  # here it hangs
+        case "leak":
+            kept.append(bytearray(os.urandom(1 << 20) * 400))
+            time.sleep(3600)
+        case "leak slowly":
+            kept.append(bytearray(os.urandom(1 << 20) * 400))
+        case "print":
+            line = b"x" * 99 + b"\\n"
+            for _ in range(1 << 9):
+                os.write(1, line * 20_000)
+            print("the last line")
+        case "fork":
+            if os.fork() == 0:
+                return Output().add("the child's")
+        case "fork and exit":
+            if os.fork() == 0:
+                sys.exit(1)
+        case "signals":
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)
+    return Output().add("fine")
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    store = tmp_path_factory.mktemp("store")
+    make_own(store / "bad", CODE, predict_timeout=3, max_worker_memory_mb=300)
+    make_own(store / "good", CODE)
+    make_own(store / "loud", CODE)
+    with running("--model-store", str(store)) as server:
+        for _ in range(3):
+            server.log_line(r"\] ready: process")
+        yield server
+
+
+def ask(server: Server, case: str, model: str = "bad") -> httpx.Response:
+    return server.http.post(f"/predictions/{model}", headers={"x-case": case})
+
+
+@pytest.fixture(autouse=True)
+def _others_do_not_notice(server: Server) -> Iterator[None]:
+    pid = ask_pid(server)
+    yield
+    assert ask(server, "", "good").text == "fine"
+    assert ask_pid(server) == pid, "the other model's worker is the same"
+    assert ask(server, "").text == "fine", "the worker is back"
+
+
+def ask_pid(server: Server) -> object:
+    (described,) = server.http.get("/models/good").json()
+    return described["models"][0]["workerGroups"][0]["workers"][0]["startTime"]
+
+
+def test_it_raises(server: Server) -> None:
+    assert ask(server, "raise").json() == {
+        "code": 424,
+        "message": "invoke handler failure",
+        "error": "no such thing",
+    }
+    server.log_line(r"\[bad-0\] .*request \S+: .*/bad/model\.py:12: ValueError: no such thing")
+
+
+@pytest.mark.parametrize(
+    ("case", "line"),
+    [
+        ("exit", r"\[bad-0\] process \d+ exited with code 7"),
+        ("sys.exit", r"\[bad-0\] .*the handler ended its process"),
+        ("crash", r'\[bad-0\] .*File ".*/bad/model\.py", line 18 in handle'),
+    ],
+)
+def test_it_ends_its_process(server: Server, case: str, line: str) -> None:
+    answer = ask(server, case)
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"] == "1"
+    server.log_line(line)
+
+
+def test_it_hangs(server: Server) -> None:
+    answer = ask(server, "hang")
+    assert (answer.status_code, answer.json()["message"]) == (
+        503,
+        "The request made no progress within predict_timeout=3 seconds",
+    )
+    server.log_line(r"\[bad-0\] .*model bad: the handler runs for \d seconds")
+    server.log_line(r"here it hangs")
+
+
+def test_it_takes_too_much_memory(server: Server) -> None:
+    answer = ask(server, "leak")
+    assert answer.status_code == 507
+    assert "more than max_worker_memory_mb=300" in answer.text
+    server.log_line(r"\[bad-0\] .*model bad: the process has \d+ MiB of memory")
+
+
+def test_it_keeps_too_much_memory(server: Server) -> None:
+    assert ask(server, "leak slowly").text == "fine"
+    server.log_line(r"\[bad-0\] .*model bad: the process has \d+ MiB of memory")
+
+
+def test_it_prints_a_gigabyte(server: Server) -> None:
+    before = resident_mib(server)
+    assert ask(server, "print", "loud").text == "fine"
+    server.log_line(r"\[loud-0\] wrote too much to be logged; \d+ bytes are left out")
+    assert resident_mib(server) < before + 50
+
+
+def resident_mib(server: Server) -> float:
+    status = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
+    return float(next(line.split()[1] for line in status if line.startswith("VmRSS"))) / 1024
+
+
+@pytest.mark.parametrize("case", ["fork", "fork and exit", "signals"])
+def test_it_forks_or_replaces_signal_handlers(server: Server, case: str) -> None:
+    assert ask(server, case).text == "fine"
+    assert ask(server, case).text == "fine"

@@ -1,0 +1,43 @@
+"""`lmi-server test-model`: one request to one model, without a server."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from own_code_helpers import make_own
+
+from lmi_server.errors import ConfigurationError
+from lmi_server.one_request import make_request
+
+
+def run(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lmi_server.cli", "test-model", "--model-dir", str(directory), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_model_answers_once(tmp_path: Path) -> None:
+    model = make_own(tmp_path / "model", Path("contract"))
+    done = run(model, "--input", "a text", "--parameters", "x-case=echo")
+    assert (done.returncode, done.stdout) == (0, "a text")
+    done = run(model, "--handler", "predict")
+    assert (done.returncode, done.stdout) == (0, "predicted")
+    done = run(model, "--input", "a", "--parameters", "x-case=raise")
+    assert done.returncode == 1
+    assert "this one is broken" in done.stdout
+    done = run(model, "--handler", "nowhere")
+    assert done.returncode == 1
+    assert "defines no function nowhere" in done.stderr
+
+
+def test_inputs_are_files_texts_and_parts(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("{}")
+    request = make_request([str(tmp_path / "a.json"), "k=v", f"file={tmp_path / 'a.json'}"], ["A=1"])
+    assert request.content == [("data", b"{}"), ("k", b"v"), ("file", b"{}")]
+    assert request.properties == {"a": "1", "content-type": "application/json"}
+    assert make_request(['{"a=": 1}'], []).properties == {"content-type": "application/json"}
+    assert make_request([], []).content == [("data", b"")]
+    with pytest.raises(ConfigurationError, match=r'--parameters "a" is not allowed; allowed: name=value'):
+        make_request([], ["a"])

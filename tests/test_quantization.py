@@ -1,0 +1,132 @@
+"""Quantised weights: the rolling batch generates what the quantised model generates, and mistakes are told by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors import ModelCompressor
+from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+from rolling_batch_helpers import Engine, generated, prompts
+from tiny_models import byte_tokenizer, llama_of_whole_blocks, tiny_model
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from handlers.checkpoints.loading import load_model
+from handlers.checkpoints.quantization import Int8Linear, quantization_details
+from handlers.huggingface_options import HuggingFaceOptions
+from lmi_server.errors import ModelLoadError
+
+PROMPTS = prompts(6)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("plain")
+    llama_of_whole_blocks().save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def compressed(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with packed 4-bit weights, as llm-compressor writes them."""
+    model = AutoModelForCausalLM.from_pretrained(plain)
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    config = QuantizationConfig(
+        config_groups={"group_0": {"targets": ["Linear"], "weights": weights}},
+        quant_method="compressed-tensors",
+        ignore=["lm_head"],
+        format="pack-quantized",
+    )
+    apply_quantization_config(model, config)
+    for module in model.modules():
+        if hasattr(module, "weight_scale"):
+            largest = module.weight.detach().unflatten(1, (-1, 32)).abs().amax(-1)
+            module.weight_scale.data.copy_(largest / 7)
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    directory = tmp_path_factory.mktemp("compressed")
+    model.save_pretrained(directory)
+    compressor.update_config(str(directory))
+    return directory
+
+
+def load(directory: Path, **options: Any) -> Any:
+    return load_model(AutoModelForCausalLM, str(directory), HuggingFaceOptions(dtype="fp32", **options))
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes4", "bitsandbytes8"])
+def test_a_rolling_batch_generates_what_the_quantised_model_does(plain: Path, method: str) -> None:
+    engine, reference = Engine(load(plain, quantize=method)), load(plain, quantize=method)
+    answers = [engine.add(prompt, max_new_tokens=12)[1] for prompt in PROMPTS]
+    engine.run()
+    assert [answer.tokens for answer in answers] == [generated(reference, prompt, 12) for prompt in PROMPTS]
+    assert engine.fused["mlps"] == engine.fused["attentions"] == 0
+    assert engine.fused["norms"] == 5
+
+
+def test_a_compressed_checkpoint_is_served(compressed: Path) -> None:
+    engine, reference = Engine(load(compressed)), load(compressed)
+    answers = [engine.add(prompt, max_new_tokens=12)[1] for prompt in PROMPTS]
+    engine.run()
+    assert [answer.tokens for answer in answers] == [generated(reference, prompt, 12) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(("method", "share"), [("bitsandbytes4", 0.75), ("bitsandbytes8", 0.8)])
+def test_what_is_saved_is_told(plain: Path, method: str, share: float, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    details = quantization_details(load(plain, quantize=method))
+    assert details["quantization"] == "bitsandbytes"
+    assert details["weights_mib"] < share * details["unquantized_weights_mib"]
+    assert f"take {details['weights_mib']} MiB, in full" in caplog.text
+    assert quantization_details(load(plain)) == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 16, 17])
+def test_8_bit_weights_leave_activations_alone(plain: Path, dtype: torch.dtype, rows: int) -> None:
+    layer = load(plain, quantize="bitsandbytes8").model.layers[0].mlp.gate_proj
+    assert isinstance(layer, Int8Linear)
+    weight = layer.weight.float() * layer.scales.float()[:, None]
+    original = AutoModelForCausalLM.from_pretrained(plain).model.layers[0].mlp.gate_proj.weight.detach()
+    assert float((weight - original).norm() / original.norm()) < 0.01
+    hidden = torch.randn((1, rows, layer.in_features), generator=torch.Generator().manual_seed(1))
+    hidden[0, 0, 3] = 60.0  # an outlier, with which bitsandbytes would compute other rows in another way
+    layer.scales = layer.scales.to(dtype)
+    expected = nn.functional.linear(hidden.to(dtype).double(), (layer.weight.double() * layer.scales.double()[:, None]))
+    error = float((layer(hidden.to(dtype)).double() - expected).norm() / expected.norm())
+    assert error < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_a_plain_checkpoint_is_not_taken_for_a_quantised_one(plain: Path, method: str) -> None:
+    with pytest.raises(ModelLoadError, match=rf"option\.quantize={method} needs a checkpoint that is quantised with"):
+        load(plain, quantize=method)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_a_missing_package_is_named(plain: Path, tmp_path: Path, method: str) -> None:
+    declared = {"quant_method": method, "bits": 4, "group_size": 32}
+    config = json.loads((plain / "config.json").read_text()) | {"quantization_config": declared}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match=f"quantised with {method} need what is not installed: pip install gptqmo"):
+        load(tmp_path, quantize=method)
+
+
+def test_a_quantised_checkpoint_is_not_quantised_otherwise(compressed: Path) -> None:
+    with pytest.raises(
+        ModelLoadError, match=r"option\.quantize=bitsandbytes8, but the checkpoint is quantised with com"
+    ):
+        load(compressed, quantize="bitsandbytes8")
+
+
+def test_widths_that_4_bit_layers_cannot_have_are_named(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    with pytest.raises(
+        ModelLoadError, match=r"multiples of 64, and model\.layers\.0\.mlp\.down_proj takes 96; set opti"
+    ):
+        load(tmp_path, quantize="bitsandbytes4")
