@@ -14,6 +14,7 @@ import json
 import os
 import re
 import resource
+import signal
 import socket
 import statistics
 import subprocess
@@ -83,7 +84,8 @@ class Server:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
-        self._process = subprocess.Popen([part.replace("{port}", str(self.port)) for part in command])
+        command = tuple(part.replace("{port}", str(self.port)) for part in command)
+        self._process = subprocess.Popen(command, start_new_session=True)
 
     async def ready(self, request: bytes = b"") -> None:
         """Wait until it answers `request`, one of this benchmark where none is given."""
@@ -120,6 +122,8 @@ class Server:
     def stop(self) -> None:
         self._process.terminate()
         self._process.wait(60)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # what a server left behind
 
 
 @contextlib.contextmanager
