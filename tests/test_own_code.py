@@ -70,6 +70,8 @@ def test_the_fields_of_a_form_are_contents(server: Server) -> None:
         "/invocations?q=0", files={"data": ("f.txt", b"in the file")}, data={"a": "é"}, headers={"x-case": "request"}
     )
     assert answer.json()["content"] == [["q", "0"], ["a", "é"], ["data", "in the file"]]
+    as_curl_sends_it = ask(server, "request", '{"a": 1}', content_type="application/x-www-form-urlencoded")
+    assert as_curl_sends_it.json()["content"] == [["data", '{"a": 1}']]
     broken = ask(server, "request", b"--x\r\nnonsense", content_type="multipart/form-data; boundary=x")
     assert broken.status_code == 424
     assert "the body is no multipart/form-data" in broken.json()["message"]

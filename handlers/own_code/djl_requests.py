@@ -23,6 +23,8 @@ from lmi_server.protocol import Input as Request
 logger = logging.getLogger(__name__)
 
 _URL_ENCODED = "application/x-www-form-urlencoded"
+# curl says "form" of whatever -d sends; a form has these characters encoded.
+_JSON_STARTS = (b"{", b"[")
 _CODES = range(200, 600)
 _FAILED = 424
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
@@ -76,6 +78,8 @@ def content_of(request: Request) -> list[tuple[str, bytes]]:
     if form != _URL_ENCODED and not form.startswith("multipart/"):
         return request.content
     *query, (_, body) = request.content
+    if form == _URL_ENCODED and body.lstrip().startswith(_JSON_STARTS):
+        return request.content
     content = [*query, *(_url_encoded(body) if form == _URL_ENCODED else _multipart(content_type, body))]
     return content or [("data", body)]  # no content at all means that the model is to be loaded
 
