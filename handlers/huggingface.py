@@ -38,8 +38,7 @@ class HuggingFaceHandler(LLMHandler):
 
     async def start(self, model_dir: str, options: HuggingFaceOptions) -> ModelInfo:
         """Load the model in the thread that will step it; the worker's heartbeat goes on meanwhile."""
-        set_default("GOMP_SPINCOUNT", _SPIN_COUNT)
-        set_default("TOKENIZERS_PARALLELISM", "false")
+        _quieten()
 
         def build() -> RollingBatchEngine:
             self._loaded = _load(model_dir, options)
@@ -49,6 +48,12 @@ class HuggingFaceHandler(LLMHandler):
         await self._loop.start()
         self._adapters = LoadedAdapters(self._loop)
         return ModelInfo(max_model_len=self._loaded.max_model_len, details=self._loaded.details)
+
+    def follow(self, model_dir: str, options: HuggingFaceOptions) -> None:
+        _quieten()
+        from handlers.rolling_batch.loading import follow
+
+        follow(model_dir, options)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """Yield the deltas of one request."""
@@ -87,6 +92,7 @@ class HuggingFaceHandler(LLMHandler):
         return self._loaded.stats()
 
     async def stop(self) -> None:
+        await self._loop.call(self._loaded.engine.stop)
         await self._loop.stop()
 
 
@@ -98,3 +104,8 @@ def _load(model_dir: str, options: HuggingFaceOptions) -> LoadedEngine:
             f"the huggingface handler needs the extra 'huggingface' ({error}); install lmi-server[huggingface]"
         ) from error
     return load_engine(model_dir, options)
+
+
+def _quieten() -> None:
+    set_default("GOMP_SPINCOUNT", _SPIN_COUNT)
+    set_default("TOKENIZERS_PARALLELISM", "false")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
 from handlers.rolling_batch_options import RollingBatchOptions
 from handlers.transformers_options import TransformersOptions
-from lmi_server.configuration.declaration import Deprecated, NoEffect, Unavailable
-from lmi_server.configuration.options import Fraction, PositiveInt
+from lmi_server.configuration.declaration import Deprecated, Finding, NoEffect, Unavailable
+from lmi_server.configuration.options import MPI_MODE_DESCRIPTION, Fraction, ParallelDegree, PositiveInt
 
 _NO_PADDING = "sequences are batched without padding"
 
@@ -17,6 +18,11 @@ _NO_PADDING = "sequences are batched without padding"
 class HuggingFaceOptions(TransformersOptions, RollingBatchOptions):
     """Keys of serving.properties for a causal language model under the rolling batch of transformers."""
 
+    mpi_mode: bool = Field(False, description=MPI_MODE_DESCRIPTION)
+    tensor_parallel_degree: ParallelDegree = Field(
+        -1,
+        description="Ranks that one model is split over, under the MPI engine; max is the machine's GPUs, -1 is one.",
+    )
     decoding_strategy: Annotated[
         Literal["greedy", "sample", "contrastive"],
         BeforeValidator(lambda value: "sample" if value == "sampling" else value),
@@ -39,9 +45,13 @@ class HuggingFaceOptions(TransformersOptions, RollingBatchOptions):
     max_model_len: PositiveInt | None = Field(
         None, description="Tokens of prompt and output together; without it what config.json allows."
     )
-    enable_torch_compile: Annotated[bool, Unavailable.values(True, instead="remove the key")] = Field(
-        False, description="Compile the decode step when the model loads."
-    )
+    enable_torch_compile: Annotated[
+        bool, Unavailable.values(True, instead="remove the key: the step runs on kernels compiled when the model loads")
+    ] = Field(False, description="Compile the decode step when the model loads.")
 
     def context_length(self) -> int | None:
         return self.max_model_len
+
+    def unavailable(self) -> Iterator[Finding]:
+        if not self.mpi_mode and self.tensor_parallel_degree not in (1, -1, "max"):
+            yield Finding(("option.tensor_parallel_degree",), "use engine=MPI, or 1")

@@ -38,6 +38,25 @@ class BatchProgress:
         os.truncate(fd, _SIZE)
         return cls(fd), fd
 
+    @classmethod
+    def create_file(cls, path: str) -> BatchProgress:
+        """Return a new page that is a file, for a worker that inherits no file descriptor."""
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        os.truncate(fd, _SIZE)
+        try:
+            return cls(fd)
+        finally:
+            os.close(fd)
+
+    @classmethod
+    def open_file(cls, path: str) -> BatchProgress:
+        """Return the page that `create_file` made."""
+        fd = os.open(path, os.O_RDWR)
+        try:
+            return cls(fd)
+        finally:
+            os.close(fd)
+
     def close(self) -> None:
         """Give the page back; nothing can be read from it any more."""
         self._counts.release()

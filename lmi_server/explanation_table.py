@@ -27,11 +27,20 @@ def print_explanation(explanation: Explanation, console: Console) -> None:
     console.print(_pairs("What the engine is given", explanation.engine_arguments))
     console.print(_pairs("Memory of one worker, on each of its devices", _memory(explanation.memory)))
     _lines(console, "Worker command", [shlex.join(explanation.worker_command)])
+    _lines(console, "MPI launcher", _launcher(explanation))
     variables = [f"{name}={value}" for name, value in explanation.worker_environment.items()]
     _lines(console, "Worker environment", variables)
     _lines(console, "Warnings", explanation.warnings, "yellow")
     _lines(console, "Not available in this version", explanation.unavailable, "red")
     _lines(console, "Problems", explanation.problems, "red")
+
+
+def _launcher(explanation: Explanation) -> Sequence[str]:
+    """Return what starts the ranks; nothing where the worker is one process."""
+    mpirun = explanation.machine["mpirun"]
+    if "WORLD_SIZE" not in explanation.worker_environment or mpirun is None:
+        return ()
+    return [f"{mpirun['implementation']} {mpirun['version']}: {mpirun['path']}"]
 
 
 def _decided(options: Iterable[Explained], model_dir: str) -> Table:

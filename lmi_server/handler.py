@@ -39,6 +39,15 @@ class LLMHandler(ABC):
         Raises ModelLoadError (or anything else, which fails the load with its message).
         """
 
+    def follow(self, model_dir: str, options: Any) -> None:
+        """Be one of the other ranks of an MPI group: load the model and do what rank 0 says, until it says stop.
+
+        A handler that does not override it is refused under the MPI engine. `start` returns on rank 0 once all ranks
+        have loaded. Runs in the main thread of the process; `environment.own_rank` tells which rank it is. Raises
+        ModelLoadError (or anything else, which fails the load with its message).
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """Yield the deltas of `request`; the last one has a `finish_reason`.

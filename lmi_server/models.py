@@ -37,8 +37,10 @@ from lmi_server.errors import (
 )
 from lmi_server.job import Job
 from lmi_server.model_store import HUB_VARIABLES, ModelSource
+from lmi_server.mpi import NO_MPIRUN, find_mpirun
 from lmi_server.protocol import Input, Load
 from lmi_server.worker_pool import ModelStatus, PoolSettings, WorkerPool
+from lmi_server.worker_process import MpiLauncher
 
 logger = logging.getLogger(__name__)
 
@@ -329,8 +331,9 @@ class ModelRegistry:
                 memory_limit_mb=serving.max_worker_memory_mb,
             ),
             version=source.version,
-            groups=plan_devices(serving.load_on_devices, options.devices_per_worker, gpus),
+            groups=plan_devices(serving.load_on_devices, options.gpus_per_worker(len(gpus)), gpus),
             environment=_worker_variables(python_path),
+            mpi=None if options.ranks is None else self._mpi_launcher(options.ranks),
             adapters=_adapters_beside(source, resolved),
             min_workers=serving.min_workers,
             max_workers=max(serving.min_workers, serving.max_workers),
@@ -350,6 +353,13 @@ class ModelRegistry:
         self._log_level = level
         for pool in self._pools():
             pool.set_log_level(level)
+
+    def _mpi_launcher(self, ranks: int) -> MpiLauncher:
+        mpirun = find_mpirun(self._environment)
+        if mpirun is None:
+            raise ModelLoadError(NO_MPIRUN)
+        logger.info("%s %s starts %d ranks: %s", mpirun.implementation, mpirun.version, ranks, mpirun.path)
+        return MpiLauncher(mpirun, ranks)
 
     # --- the end ---
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from lmi_server.mpi import MpiRun
+
 
 def worker_command(link: str, progress: str) -> Sequence[str]:
     """Return the command of a worker that is one process.
@@ -14,8 +16,20 @@ def worker_command(link: str, progress: str) -> Sequence[str]:
     return (sys.executable, "-m", "lmi_server.worker", "--link", link, "--progress", progress)
 
 
-def mpi_worker_command(link: str, progress: str, ranks: int) -> Sequence[str]:
-    """Return the command of a worker that is a group of `ranks` processes, the first of which has the link."""
-    launcher = ("mpirun", "-np", str(ranks), "--allow-run-as-root", "--bind-to", "none", "--tag-output")
-    exported = ("-x", "PYTHONPATH", "-x", "CUDA_VISIBLE_DEVICES", "-x", "LD_LIBRARY_PATH", "-x", "MKL_DYNAMIC=FALSE")
-    return (*launcher, *exported, *worker_command(link, progress))
+def mpi_worker_command(mpirun: MpiRun, ranks: int, directory: str) -> Sequence[str]:
+    """Return the command of a worker that is a group of `ranks` processes, the first of which has the link.
+
+    Each of them connects to the Unix socket in `directory`, which is the group's own.
+    """
+    link, progress = f"unix:{socket_path(directory)}", f"file:{progress_path(directory)}"
+    return (*mpirun.command(ranks), *worker_command(link, progress))
+
+
+def socket_path(directory: str) -> str:
+    """Return the path of the socket on which the front end waits for the ranks of a group."""
+    return f"{directory}/link"
+
+
+def progress_path(directory: str) -> str:
+    """Return the path of the page in which a group's first rank tells of its batches."""
+    return f"{directory}/progress"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
@@ -14,13 +15,17 @@ _BURST = 4 * _BYTES_PER_S
 
 
 class WorkerLog:
-    """Logs the lines of one worker, by its name. A worker that writes too much is read on, and its lines are dropped.
+    """Logs the lines of one worker, by its name and by what `rank_of_line` tells of its ranks.
 
+    A worker that writes too much is read on, and its lines are dropped.
     So it neither fills the memory of this process nor keeps it from the other models, and is not held up itself.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(
+        self, name: str, rank_of_line: Callable[[str], tuple[int | None, str]] = lambda line: (None, line)
+    ) -> None:
         self._name = name
+        self._rank_of_line = rank_of_line
         self._allowed = float(_BURST)
         self._since = time.monotonic()
         self._dropped = 0  # bytes
@@ -58,6 +63,7 @@ class WorkerLog:
 
     def _log(self, line: bytes) -> None:
         self._allowed -= len(line) + 64  # a line has its own cost
-        text = line.decode(errors="replace").rstrip()
+        rank, text = self._rank_of_line(line.decode(errors="replace").rstrip())
+        name = self._name if rank is None else f"{self._name} rank {rank}"
         level = logging.getLevelName(text.partition(" ")[0])  # the worker's own log begins with the level
-        logger.log(level if isinstance(level, int) else logging.INFO, "[%s] %s", self._name, text)
+        logger.log(level if isinstance(level, int) else logging.INFO, "[%s] %s", name, text)

@@ -41,7 +41,7 @@ from lmi_server.job_queue import JobQueue
 from lmi_server.protocol import End, Error, Head, Input, Item, Load, Ready, Reply
 from lmi_server.sticky_sessions import StickySessions
 from lmi_server.worker_group import Deaths, LoadPlan, WorkerGroup
-from lmi_server.worker_process import WorkerProcess
+from lmi_server.worker_process import MpiLauncher, WorkerProcess
 
 logger = logging.getLogger(__name__)
 
@@ -66,13 +66,15 @@ class ModelStatus(Enum):
 class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What the pool needs to know of a model. Times are in seconds; numbers of workers are those of each group.
 
-    `version` tells the versions of one model apart. `environment` is added to that of each worker.
+    `version` tells the versions of one model apart. `environment` is added to that of each worker; with an
+    `mpi` launcher each worker is a group of ranks.
     """
 
     load: Load
     version: str | None = None
     groups: tuple[DeviceGroup, ...] = (DeviceGroup(),)
     environment: Mapping[str, str] = {}
+    mpi: MpiLauncher | None = None
     adapters: tuple[RegisteredAdapter, ...] = ()
     min_workers: int = 1
     max_workers: int = 1
@@ -415,6 +417,7 @@ class WorkerPool:
             self._on_lost,
             self._settings.heartbeat_timeout_s,
             {**self._settings.environment, **device.environment},
+            self._settings.mpi,
         )
         self._workers[worker] = number
         return worker

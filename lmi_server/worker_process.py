@@ -6,21 +6,20 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import os
 import signal
-import socket
 import time
 from asyncio.subprocess import Process
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmi_server.batch_progress import BatchProgress
-from lmi_server.configuration.environment import process_environment
 from lmi_server.errors import LmiServerError, ModelLoadError, ModelMemoryError, WorkerDiedError, error_from_kind
 from lmi_server.job import Job
 from lmi_server.link import worker_link
+from lmi_server.mpi import MpiRun
+from lmi_server.process_session import is_stopped, kill_session
 from lmi_server.protocol import (
     Cancel,
     Control,
@@ -38,14 +37,24 @@ from lmi_server.protocol import (
     Stats,
     Submit,
 )
-from lmi_server.worker_command import worker_command
+from lmi_server.worker_launch import MpiGroup, SingleProcess, WorkerLaunch
 from lmi_server.worker_log import WorkerLog
 
 logger = logging.getLogger(__name__)
 
 _EXIT_GRACE_S = 1.0  # from the end of the link to the end of the process
 _RECALL_AFTER_S = 0.02
+_STOPPED_CHECK_S = 1.0
+_STOPPED_CHECKS = 2  # a process that a signal holds is given up after so many checks
 _SILENT_CHECKS = 3  # a worker is hung after so many checks without Stats; more than one, so that a pause of ours passes
+
+
+@dataclass(frozen=True, slots=True)
+class MpiLauncher:
+    """Starts a worker as `ranks` processes."""
+
+    mpirun: MpiRun
+    ranks: int
 
 
 class WorkerProcess:
@@ -53,7 +62,8 @@ class WorkerProcess:
 
     `in_flight` holds the jobs that it has, by id; `on_items` gets what it sends for them; `on_lost` is called once, as
     soon as a worker that was ready is dead. A hung worker (no Stats for `heartbeat_timeout_s`) is killed.
-    `environment` is added to that of this process. `batch_size` is what its handler takes at once, one such batch after
+    `environment` is added to that of this process. Where there is an `mpi` launcher, the worker is a group of ranks,
+    alive while all of them are. `batch_size` is what its handler takes at once, one such batch after
     the other; None where it serves requests side by side.
     """
 
@@ -64,6 +74,7 @@ class WorkerProcess:
         on_lost: Callable[[WorkerProcess], None],
         heartbeat_timeout_s: float,
         environment: Mapping[str, str],
+        mpi: MpiLauncher | None = None,
     ) -> None:
         self.name = name
         self.in_flight: dict[int, Job] = {}
@@ -74,7 +85,9 @@ class WorkerProcess:
         self.quiet_since = self.idle_since = time.monotonic()
         self.gauges: Mapping[str, float] = {}
         self.lost = asyncio.Event()
-        self._progress: BatchProgress  # from the start of the process
+        self._launch: WorkerLaunch = SingleProcess()
+        if mpi is not None:
+            self._launch = MpiGroup(mpi.mpirun, mpi.ranks, self._on_message, self._on_rank_lost)
         self._batches: Counter[int] = Counter()  # by their number, the requests of each that are in flight
         self._sent_batches = 0
         self._on_items = on_items
@@ -86,10 +99,14 @@ class WorkerProcess:
         self._loaded.add_done_callback(_mark_retrieved)
         self._exited = asyncio.Event()
         self._link = worker_link(self._on_message, self._on_link_lost)
+        self._starting: asyncio.Task[Process] | None = None
         self._process: Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._heartbeat: asyncio.TimerHandle | None = None
         self._silent_checks = 0
+        self._stopped_checks: Counter[int] = Counter()  # by process
+        self._stopped_watch: asyncio.TimerHandle | None = None
+        self._retiring = False
         self._control_ids = itertools.count(-1, -1)  # those of requests grow from 1
         self._controls: dict[int, asyncio.Future[LmiServerError | bytes]] = {}
         self._killed = False
@@ -103,8 +120,7 @@ class WorkerProcess:
         """Spawn the process and load the model. Raises ModelLoadError; the process is gone then."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._spawn()
-                self._link.send(load)
+                await self._spawn(load)
                 ready = await self._loaded
                 self.batch_size = ready.batch_size
         except TimeoutError:
@@ -169,17 +185,17 @@ class WorkerProcess:
 
     def takes_batch(self, now: float) -> bool:
         """Tell whether the worker gets another batch: one at a time, more where its handler is fast."""
-        return len(self._batches) <= (self._progress.ahead(now) if self._batches else 0)
+        return len(self._batches) <= (self._launch.progress.ahead(now) if self._batches else 0)
 
     def has_begun(self, job: Job) -> bool:
         """Tell whether the handler has seen `job`; it is asked of a dead worker too."""
-        return self.batch_size is None or job.batch <= self._progress.begun
+        return self.batch_size is None or job.batch <= self._launch.progress.begun
 
     def recall_delayed(self, now: float) -> bool:
         """Ask for what waits behind a batch that takes long; return False where nothing can wait behind one."""
         if len(self._batches) <= 1:
             return False
-        if self._progress.running_s(now) > _RECALL_AFTER_S:
+        if self._launch.progress.running_s(now) > _RECALL_AFTER_S:
             for job in self.in_flight.values():
                 if not self.has_begun(job):
                     self._link.send(Recall(job.id))
@@ -195,6 +211,7 @@ class WorkerProcess:
 
     def retire(self, deadline_s: float) -> None:
         """Let the worker finish what it holds within `deadline_s` seconds, and then exit by itself."""
+        self._retiring = True
         self._link.send(Shutdown(deadline_s))
 
     async def shutdown(self, deadline_s: float) -> None:
@@ -208,11 +225,13 @@ class WorkerProcess:
         """Kill the process and every process that it started."""
         self._killed = True
         if self._process is not None and not self._exited.is_set():
-            _kill_group(self._process.pid)
+            kill_session(self._process.pid)
 
     async def reap(self) -> None:
         """Wait for the worker's end and for the last lines of its log; kill it where it does not end by itself."""
-        self._stop_heartbeat()
+        if self._starting is not None:
+            await asyncio.wait([self._starting])
+        self._stop_watching()
         if self._process is None:
             return
         await self._exit_within(_EXIT_GRACE_S)
@@ -221,65 +240,42 @@ class WorkerProcess:
         _, open_pipes = await asyncio.wait(self._tasks, timeout=_EXIT_GRACE_S)
         for task in open_pipes:
             task.cancel()
-        self._progress.close()
+        self._launch.close()
 
     async def _exit_within(self, limit_s: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 await self._exited.wait()
 
-    async def _spawn(self) -> None:
+    async def _spawn(self, load: Load) -> None:
         self._oom_kills = _oom_kills()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            ours.setblocking(False)
-            try:
-                await self._loop.create_unix_connection(lambda: self._link, sock=ours)
-            except BaseException:
-                ours.close()
-                raise
-            starting = asyncio.create_task(self._execute(theirs))
-            try:
-                await asyncio.shield(starting)
-            finally:
-                await asyncio.wait([starting])  # a start that is cancelled leaves a process all the same
-                if starting.exception() is None:
-                    self._process = starting.result()
-                    self._watch(self._process)
-                else:
-                    self._link.close()
+        self._starting = asyncio.create_task(self._launch.start(self._link, load, self._environment))
+        self._starting.add_done_callback(self._on_started)
+        await asyncio.shield(self._starting)  # a start that is cancelled leaves a process all the same
 
-    async def _execute(self, link: socket.socket) -> Process:
-        self._progress, progress = BatchProgress.create()
-        try:
-            return await asyncio.create_subprocess_exec(
-                *worker_command(f"fd:{link.fileno()}", f"fd:{progress}"),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                start_new_session=True,
-                pass_fds=(link.fileno(), progress),
-                env={**process_environment(), **self._environment, "PYTHONUNBUFFERED": "1"},
-            )
-        except BaseException:
-            self._progress.close()
-            raise
-        finally:
-            os.close(progress)
+    def _on_started(self, starting: asyncio.Task[Process]) -> None:
+        if starting.cancelled() or starting.exception() is not None:
+            self._link.close()
+            return
+        self._process = starting.result()
+        self._watch(self._process)
+        if self._killed:
+            self.kill()
 
     def _watch(self, process: Process) -> None:
         assert process.stdout is not None
         assert process.stderr is not None
-        log = WorkerLog(self.name)
+        log = WorkerLog(self.name, self._launch.rank_of_line)
         self._tasks = [
             asyncio.create_task(self._wait_exit(process)),
             asyncio.create_task(log.forward(process.stdout)),
             asyncio.create_task(log.forward(process.stderr)),
         ]
+        self._stopped_watch = self._loop.call_later(_STOPPED_CHECK_S, self._check_stopped)
 
     async def _wait_exit(self, process: Process) -> None:
         code = await process.wait()
-        _kill_group(process.pid)  # children that the worker left behind
+        kill_session(process.pid)  # children that the worker left behind
         self._exited.set()
         reason = f"the worker process {_exit_reason(code)} while it loaded the model"
         if code == -signal.SIGKILL and not self._killed and _oom_kills() > self._oom_kills:
@@ -310,8 +306,18 @@ class WorkerProcess:
             if job is not None:
                 job.reply.progressed = self.moved = True
 
+    def _on_rank_lost(self, rank: int) -> None:
+        """End the group with its first rank that ends, unless all of them do."""
+        if self._exited.is_set() or self._killed:
+            return
+        if self._retiring or not self._loaded.done():
+            self._loop.call_later(_EXIT_GRACE_S, self.kill)
+            return
+        logger.error("[%s] rank %d has ended; killing the others", self.name, rank)
+        self.kill()
+
     def _on_link_lost(self) -> None:
-        self._stop_heartbeat()
+        self._stop_watching()
         if not self._loaded.done():
             # The exit code says more than the end of the link, so it gets a moment to arrive.
             self._loop.call_later(_EXIT_GRACE_S, self.kill)
@@ -334,9 +340,23 @@ class WorkerProcess:
             return
         self._heartbeat = self._loop.call_later(self._heartbeat_timeout_s / _SILENT_CHECKS, self._check_heartbeat)
 
-    def _stop_heartbeat(self) -> None:
-        if self._heartbeat is not None:
-            self._heartbeat.cancel()
+    def _check_stopped(self) -> None:
+        """Kill a worker one of whose processes is held by a signal: the heartbeat of the others may go on."""
+        self._stopped_checks = Counter(
+            {pid: self._stopped_checks[pid] + 1 for pid in self._launch.pids if is_stopped(pid)}
+        )
+        for pid, checks in self._stopped_checks.items():
+            if checks >= _STOPPED_CHECKS:
+                logger.error("[%s] process %d is stopped by a signal; killing the worker", self.name, pid)
+                self._fail_loading(ModelLoadError("the worker process was stopped while it loaded the model"))
+                self.kill()
+                return
+        self._stopped_watch = self._loop.call_later(_STOPPED_CHECK_S, self._check_stopped)
+
+    def _stop_watching(self) -> None:
+        for timer in (self._heartbeat, self._stopped_watch):
+            if timer is not None:
+                timer.cancel()
 
 
 def _data_of(item: Item) -> bytes:
@@ -351,11 +371,6 @@ def _mark_retrieved(loaded: asyncio.Future[Ready]) -> None:
 
 def _died_during(operation: str) -> WorkerDiedError:
     return WorkerDiedError(f"The worker process ended during {operation}")
-
-
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
 
 
 def _oom_kills() -> int:

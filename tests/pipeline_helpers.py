@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,9 @@ from lmi_server.configuration.resolve import resolve_model
 from lmi_server.errors import LmiServerError
 from lmi_server.handler import RequestHandler, Response
 from lmi_server.protocol import Input
+
+LoadTask = Callable[..., tuple[RequestHandler, Path]]
+"""Takes a task and options; returns its handler, loaded with a tiny model, and the directory of the model."""
 
 
 def started(directory: Path, **options: str) -> RequestHandler:

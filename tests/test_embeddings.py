@@ -14,7 +14,7 @@ import pytest
 import sentence_transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from pipeline_helpers import ask, content_of, request, started
+from pipeline_helpers import LoadTask, ask, content_of, request, started
 from safetensors.torch import save_file
 from tiny_tasks import CONTEXT, make_task_model, sentence_transformer
 
@@ -27,13 +27,8 @@ TEXTS = ["the fox", "a", "the dog jumps over the blue fox. who is it?", "x y z"]
 
 
 @pytest.fixture(scope="module")
-def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
-    @functools.cache
-    def loaded(**options: str) -> tuple[RequestHandler, Path]:
-        directory = make_task_model("text-embedding", tmp_path_factory.mktemp("embedding") / "model")
-        return started(directory, **options), directory
-
-    return loaded
+def load(load_task: LoadTask) -> Load:
+    return functools.partial(load_task, "text-embedding")
 
 
 def reference(directory: Path, texts: list[str], **arguments: Any) -> np.ndarray:

@@ -30,6 +30,7 @@ TYPES = (
     "lmi_server.generation",
     "lmi_server.handler",
     "lmi_server.protocol",
+    "lmi_server.ranks",
 )
 
 

@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 import base64
-import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from pipeline_helpers import approximately, ask, content_of, png, request, started, tone, wav
+from pipeline_helpers import LoadTask, approximately, ask, content_of, png, request, started, tone, wav
 from tiny_tasks import CONTEXT, SAMPLING_RATE, make_task_model
 
 from lmi_server.errors import ContextLengthError, LmiServerError, ModelLoadError, RequestError
-from lmi_server.handler import RequestHandler
-
-Load = Callable[..., tuple[RequestHandler, Path]]
-
-
-@pytest.fixture(scope="module")
-def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
-    """Return what loads the tiny model of a task, each only once."""
-
-    @functools.cache
-    def loaded(task: str, **options: str) -> tuple[RequestHandler, Path]:
-        directory = make_task_model(task, tmp_path_factory.mktemp("tasks") / "model")
-        return started(directory, **options), directory
-
-    return loaded
 
 
 def library(task: str, directory: Path) -> Any:
@@ -44,8 +27,8 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("task", TEXTS)
-def test_a_text_is_answered_as_by_the_library(load: Load, task: str) -> None:
-    handler, directory = load(task)
+def test_a_text_is_answered_as_by_the_library(load_task: LoadTask, task: str) -> None:
+    handler, directory = load_task(task)
     pipeline = library(task, directory)
     expected = [pipeline(text) for text in TEXTS[task]]
     if task == "text-classification":  # there the library wraps a single result in a list
@@ -56,22 +39,22 @@ def test_a_text_is_answered_as_by_the_library(load: Load, task: str) -> None:
 
 
 @pytest.mark.parametrize("task", TEXTS)
-def test_requests_of_a_batch_get_what_they_get_alone(load: Load, task: str) -> None:
-    handler, _ = load(task)
+def test_requests_of_a_batch_get_what_they_get_alone(load_task: LoadTask, task: str) -> None:
+    handler, _ = load_task(task)
     alone = [ask(handler, {"inputs": text}) for text in TEXTS[task]]
     together = handler.handle([request({"inputs": text}) for text in TEXTS[task]])
     assert approximately([content_of(outcome) for outcome in together], alone)
 
 
-def test_requests_with_other_parameters_run_apart(load: Load) -> None:
-    handler, _ = load("fill-mask")
+def test_requests_with_other_parameters_run_apart(load_task: LoadTask) -> None:
+    handler, _ = load_task("fill-mask")
     bodies = [{"inputs": "a [MASK]", "parameters": {"top_k": count}} for count in (1, 3, 1)]
     outcomes = handler.handle([request(body) for body in bodies])
     assert [len(content_of(outcome)[0]) for outcome in outcomes] == [1, 3, 1]
 
 
-def test_only_the_failing_request_of_a_batch_fails(load: Load) -> None:
-    handler, _ = load("fill-mask")
+def test_only_the_failing_request_of_a_batch_fails(load_task: LoadTask) -> None:
+    handler, _ = load_task("fill-mask")
     bodies: list[Any] = [
         {"inputs": "a [MASK]"},
         {"inputs": "no mask"},
@@ -90,28 +73,28 @@ def test_only_the_failing_request_of_a_batch_fails(load: Load) -> None:
 @pytest.mark.parametrize(
     ("parameters", "count"), [({"top_k": 2}, 2), ({"targets": ["fox", "dog"]}, 2), ({"targets": "fox"}, 1)]
 )
-def test_parameters_of_fill_mask(load: Load, parameters: dict[str, Any], count: int) -> None:
-    handler, directory = load("fill-mask")
+def test_parameters_of_fill_mask(load_task: LoadTask, parameters: dict[str, Any], count: int) -> None:
+    handler, directory = load_task("fill-mask")
     expected = library("fill-mask", directory)("the [MASK]", **parameters)
     assert len(expected) == count
     assert approximately(ask(handler, {"inputs": "the [MASK]", "parameters": parameters}), [expected])
 
 
-def test_parameters_of_text_classification(load: Load) -> None:
-    handler, directory = load("text-classification")
+def test_parameters_of_text_classification(load_task: LoadTask) -> None:
+    handler, directory = load_task("text-classification")
     expected = library("text-classification", directory)("the fox", top_k=3, function_to_apply="sigmoid")
     body = {"inputs": "the fox", "parameters": {"top_k": 3, "function_to_apply": "sigmoid"}}
     assert approximately(ask(handler, body), [expected])
 
 
-def test_a_pair_of_texts_is_classified(load: Load) -> None:
-    handler, directory = load("text-classification")
+def test_a_pair_of_texts_is_classified(load_task: LoadTask) -> None:
+    handler, directory = load_task("text-classification")
     pair = {"text": "the fox", "text_pair": "a dog"}
     assert approximately(ask(handler, {"inputs": pair}), [library("text-classification", directory)(pair)])
 
 
-def test_a_text_that_is_too_long_is_refused_or_cut(load: Load) -> None:
-    handler, _ = load("text-classification")
+def test_a_text_that_is_too_long_is_refused_or_cut(load_task: LoadTask) -> None:
+    handler, _ = load_task("text-classification")
     with pytest.raises(ContextLengthError, match=f"has {CONTEXT + 38} tokens, and the model takes at most {CONTEXT};"):
         ask(handler, {"inputs": "a " * (CONTEXT + 36)})
     body = {"inputs": "a " * (CONTEXT + 36), "parameters": {"truncation": True}}
@@ -120,16 +103,16 @@ def test_a_text_that_is_too_long_is_refused_or_cut(load: Load) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["none", "simple", "first", "average", "max"])
-def test_entities_are_put_together(load: Load, strategy: str) -> None:
-    handler, directory = load("token-classification")
+def test_entities_are_put_together(load_task: LoadTask, strategy: str) -> None:
+    handler, directory = load_task("token-classification")
     texts = ["the fox jumps over", "who is the blue dog"]
     expected = [library("token-classification", directory)(text, aggregation_strategy=strategy) for text in texts]
     body = {"inputs": texts, "parameters": {"aggregation_strategy": strategy}}
     assert approximately(ask(handler, body), expected)
 
 
-def test_classes_are_named_by_the_request(load: Load) -> None:
-    handler, directory = load("zero-shot-classification")
+def test_classes_are_named_by_the_request(load_task: LoadTask) -> None:
+    handler, directory = load_task("zero-shot-classification")
     labels = ["red", "blue", "over"]
     pipeline = library("zero-shot-classification", directory)
     texts = ["the fox", "the dog jumps over the fox"]
@@ -140,15 +123,15 @@ def test_classes_are_named_by_the_request(load: Load) -> None:
         ask(handler, {"inputs": "the fox"})
 
 
-def test_features_are_those_of_the_text_alone(load: Load) -> None:
-    handler, directory = load("feature-extraction")
+def test_features_are_those_of_the_text_alone(load_task: LoadTask) -> None:
+    handler, directory = load_task("feature-extraction")
     texts = ["the", "the fox jumps over the dog", "a red fox"]
     expected = [library("feature-extraction", directory)(text) for text in texts]
     assert approximately(ask(handler, {"inputs": texts}), expected, 1e-4)
 
 
-def test_a_table_is_asked(load: Load) -> None:
-    handler, directory = load("table-question-answering")
+def test_a_table_is_asked(load_task: LoadTask) -> None:
+    handler, directory = load_task("table-question-answering")
     table = {"name": ["fox", "dog"], "colour": ["red", "blue"]}
     expected = library("table-question-answering", directory)(table=table, query="who is red")
     found = ask(handler, {"inputs": {"query": "who is red", "table": table}})
@@ -162,8 +145,8 @@ def test_a_table_is_asked(load: Load) -> None:
 # --- images and sounds ---
 
 
-def test_an_image_is_classified(load: Load, tmp_path: Path) -> None:
-    handler, directory = load("image-classification")
+def test_an_image_is_classified(load_task: LoadTask, tmp_path: Path) -> None:
+    handler, directory = load_task("image-classification")
     file = tmp_path / "image.png"
     file.write_bytes(png())
     expected = library("image-classification", directory)(str(file))
@@ -173,8 +156,8 @@ def test_an_image_is_classified(load: Load, tmp_path: Path) -> None:
     assert approximately(ask(handler, {"inputs": [f"data:image/png;base64,{encoded}", encoded]}), [expected, expected])
 
 
-def test_images_of_a_batch_run_together(load: Load) -> None:
-    handler, _ = load("image-classification")
+def test_images_of_a_batch_run_together(load_task: LoadTask) -> None:
+    handler, _ = load_task("image-classification")
     files = [png(1), png(2, (64, 16))]
     alone = [ask(handler, file, content_type="image/png") for file in files]
     together = handler.handle([request(file, content_type="image/png") for file in files])
@@ -192,15 +175,15 @@ def test_images_of_a_batch_run_together(load: Load) -> None:
         ({"inputs": {"image": 1}}, {}, "an object is not allowed; send the bytes"),
     ],
 )
-def test_what_is_no_image_is_refused(load: Load, body: Any, headers: dict[str, str], message: str) -> None:
-    handler, _ = load("image-classification")
+def test_what_is_no_image_is_refused(load_task: LoadTask, body: Any, headers: dict[str, str], message: str) -> None:
+    handler, _ = load_task("image-classification")
     with pytest.raises(RequestError, match=message):
         ask(handler, body, **headers)
 
 
 @pytest.mark.parametrize("rate", [SAMPLING_RATE, 8000])
-def test_speech_is_written_down(load: Load, rate: int) -> None:
-    handler, directory = load("automatic-speech-recognition")
+def test_speech_is_written_down(load_task: LoadTask, rate: int) -> None:
+    handler, directory = load_task("automatic-speech-recognition")
     expected = library("automatic-speech-recognition", directory)(tone(SAMPLING_RATE))
     (found,) = ask(handler, wav(rate), content_type="audio/wav")
     assert set(found) == {"text"}
@@ -209,8 +192,8 @@ def test_speech_is_written_down(load: Load, rate: int) -> None:
         assert found == expected
 
 
-def test_what_is_no_sound_is_refused(load: Load) -> None:
-    handler, _ = load("automatic-speech-recognition")
+def test_what_is_no_sound_is_refused(load_task: LoadTask) -> None:
+    handler, _ = load_task("automatic-speech-recognition")
     with pytest.raises(RequestError, match="is no sound file"):
         ask(handler, b"RIFF but not really", content_type="audio/wav")
     with pytest.raises(RequestError, match="without samples"):
@@ -220,8 +203,8 @@ def test_what_is_no_sound_is_refused(load: Load) -> None:
 # --- content types ---
 
 
-def test_csv_brings_and_takes_rows(load: Load) -> None:
-    handler, _ = load("text-classification")
+def test_csv_brings_and_takes_rows(load_task: LoadTask) -> None:
+    handler, _ = load_task("text-classification")
     first, second = ask(handler, {"inputs": ["the fox", "a, b"]})
     csv = ask(handler, b'inputs\nthe fox\n"a, b"\n', content_type="text/csv", accept="text/csv")
     rows = [line.split(",") for line in csv.splitlines()]
@@ -231,14 +214,14 @@ def test_csv_brings_and_takes_rows(load: Load) -> None:
     ]
 
 
-def test_plain_text_is_one_input(load: Load) -> None:
-    handler, _ = load("text-classification")
+def test_plain_text_is_one_input(load_task: LoadTask) -> None:
+    handler, _ = load_task("text-classification")
     assert ask(handler, b"the fox", content_type="text/plain; charset=utf-8") == ask(handler, {"inputs": ["the fox"]})
 
 
 @pytest.mark.parametrize("accept", ["", "*/*", "application/json", "text/html, */*;q=0.8"])
-def test_json_is_the_answer_where_nothing_else_is_asked_for(load: Load, accept: str) -> None:
-    handler, _ = load("text-classification")
+def test_json_is_the_answer_where_nothing_else_is_asked_for(load_task: LoadTask, accept: str) -> None:
+    handler, _ = load_task("text-classification")
     assert ask(handler, {"inputs": "a"}, accept=accept)[0]["label"]
 
 
@@ -257,15 +240,15 @@ def test_json_is_the_answer_where_nothing_else_is_asked_for(load: Load, accept: 
         ({"messages": [{"role": "user", "content": "a"}]}, {}, "serves text-classification, which has no chat"),
     ],
 )
-def test_what_cannot_be_read_is_refused(load: Load, body: Any, headers: dict[str, str], message: str) -> None:
-    handler, _ = load("text-classification")
+def test_what_cannot_be_read_is_refused(load_task: LoadTask, body: Any, headers: dict[str, str], message: str) -> None:
+    handler, _ = load_task("text-classification")
     with pytest.raises(RequestError, match=message.replace("[", r"\[")):
         ask(handler, body, **headers)
 
 
 @pytest.mark.parametrize("route", ["chat/completions", "completions", "embeddings"])
-def test_a_route_that_the_task_is_not_for_is_refused(load: Load, route: str) -> None:
-    handler, _ = load("text-classification")
+def test_a_route_that_the_task_is_not_for_is_refused(load_task: LoadTask, route: str) -> None:
+    handler, _ = load_task("text-classification")
     with pytest.raises(RequestError, match="the model serves text-classification"):
         ask(handler, {"input": "a"}, route)
 
@@ -273,8 +256,8 @@ def test_a_route_that_the_task_is_not_for_is_refused(load: Load, route: str) -> 
 # --- loading ---
 
 
-def test_the_data_type_is_the_option_s(load: Load) -> None:
-    handler, directory = load("text-classification", dtype="bf16")
+def test_the_data_type_is_the_option_s(load_task: LoadTask) -> None:
+    handler, directory = load_task("text-classification", dtype="bf16")
     pipeline = transformers.pipeline("text-classification", model=str(directory), device="cpu", dtype=torch.bfloat16)
     assert approximately(ask(handler, {"inputs": "the fox"}), pipeline("the fox"))
 

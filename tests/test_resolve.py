@@ -670,7 +670,7 @@ def test_huggingface_does_not_take_several_gpus_for_one(write: Write) -> None:
     directory = write("option.tensor_parallel_degree=max")
     assert inspect_model(directory, {}, machine=NO_GPU).unavailable == ()
     (line,) = inspect_model(directory, {}, machine=FOUR_GPUS).unavailable
-    assert 'option.tensor_parallel_degree = "max" is not available in this version; use 1' in line
+    assert 'option.tensor_parallel_degree = "max" is not available in this version; use engine=MPI, or 1' in line
 
 
 def test_a_dynamic_batch_leaves_no_rolling_batch_to_auto(write: Write) -> None:

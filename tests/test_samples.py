@@ -32,6 +32,7 @@ HANDLER = {
     "huggingface-bitsandbytes": "huggingface",
     "huggingface-cpu": "huggingface",
     "huggingface-lora": "huggingface",
+    "huggingface-mpi": "huggingface",
     "huggingface-private": "huggingface",
     "lmi-dist": "lmi-dist",
     "lmi-dist-gptq": "lmi-dist",

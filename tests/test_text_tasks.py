@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from pipeline_helpers import approximately, ask, content_of, request, started
-from tiny_tasks import CONTEXT, make_task_model, seq2seq_tokenizer
+from pipeline_helpers import LoadTask, approximately, ask, content_of, request
+from tiny_tasks import CONTEXT, seq2seq_tokenizer
 
 from lmi_server.errors import ContextLengthError, LmiServerError, RequestError
 from lmi_server.handler import RequestHandler
-
-Load = Callable[..., tuple[RequestHandler, Path]]
-
-
-@pytest.fixture(scope="module")
-def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
-    @functools.cache
-    def loaded(task: str, **options: str) -> tuple[RequestHandler, Path]:
-        directory = make_task_model(task, tmp_path_factory.mktemp("tasks") / "model")
-        return started(directory, **options), directory
-
-    return loaded
 
 
 def generated(directory: Path, text: str, **arguments: Any) -> list[int]:
@@ -52,8 +39,8 @@ def decoded(ids: list[int]) -> str:
 PROMPTS = ["hello", "a", "the quick brown fox"]
 
 
-def test_prompts_are_continued_as_by_the_model_alone(load: Load) -> None:
-    handler, directory = load("text-generation")
+def test_prompts_are_continued_as_by_the_model_alone(load_task: LoadTask) -> None:
+    handler, directory = load_task("text-generation")
     expected = [prompt + decoded(generated(directory, prompt, max_new_tokens=8)) for prompt in PROMPTS]
     parameters = {"max_new_tokens": 8}
     assert ask(handler, {"inputs": PROMPTS, "parameters": parameters}) == [
@@ -63,15 +50,15 @@ def test_prompts_are_continued_as_by_the_model_alone(load: Load) -> None:
     assert [content_of(outcome) for outcome in outcomes] == [[{"generated_text": text}] for text in expected]
 
 
-def test_without_a_number_thirty_tokens_are_written(load: Load) -> None:
-    handler, _ = load("text-generation")
+def test_without_a_number_thirty_tokens_are_written(load_task: LoadTask) -> None:
+    handler, _ = load_task("text-generation")
     body = {"inputs": "hello", "parameters": {"return_full_text": False}}
     longer = ask(handler, {"inputs": "hello", "parameters": {"return_full_text": False, "max_new_tokens": 30}})
     assert ask(handler, body) == longer
 
 
-def test_a_seed_gives_the_same_text_in_any_company(load: Load) -> None:
-    handler, _ = load("text-generation")
+def test_a_seed_gives_the_same_text_in_any_company(load_task: LoadTask) -> None:
+    handler, _ = load_task("text-generation")
     sampled = {"max_new_tokens": 8, "do_sample": True, "temperature": 2.0, "seed": 5}
     alone = ask(handler, {"inputs": "hello", "parameters": sampled})
     bodies = [{"inputs": text, "parameters": sampled} for text in ("a", "hello", "b")]
@@ -79,8 +66,8 @@ def test_a_seed_gives_the_same_text_in_any_company(load: Load) -> None:
     assert ask(handler, {"inputs": "hello", "parameters": {**sampled, "seed": 6}}) != alone
 
 
-def test_a_stop_sequence_ends_a_text(load: Load) -> None:
-    handler, _ = load("text-generation")
+def test_a_stop_sequence_ends_a_text(load_task: LoadTask) -> None:
+    handler, _ = load_task("text-generation")
     own = {"max_new_tokens": 60, "return_full_text": False, "do_sample": True, "temperature": 9.0, "seed": 5}
     whole = ask(handler, {"inputs": "hello", "parameters": own})[0]["generated_text"]
     stop = next(char for char in whole[2:] if char.isascii() and char.isprintable() and char not in whole[:2])
@@ -101,8 +88,10 @@ def test_a_stop_sequence_ends_a_text(load: Load) -> None:
         ({"inputs": {"text": "a"}}, RequestError, "an object is not allowed; send a string"),
     ],
 )
-def test_what_cannot_be_generated_is_refused(load: Load, body: Any, error: type[LmiServerError], message: str) -> None:
-    handler, _ = load("text-generation")
+def test_what_cannot_be_generated_is_refused(
+    load_task: LoadTask, body: Any, error: type[LmiServerError], message: str
+) -> None:
+    handler, _ = load_task("text-generation")
     with pytest.raises(error, match=message):
         ask(handler, body)
 
@@ -119,8 +108,8 @@ def lines(handler: RequestHandler, body: Any) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(("task", "mode"), [("text-generation", "true"), ("text2text-generation", "huggingface")])
-def test_a_stream_adds_up_to_the_whole_answer(load: Load, task: str, mode: str) -> None:
-    handler, _ = load(task, enable_streaming=mode)
+def test_a_stream_adds_up_to_the_whole_answer(load_task: LoadTask, task: str, mode: str) -> None:
+    handler, _ = load_task(task, enable_streaming=mode)
     parameters = {"max_new_tokens": 8} | ({"return_full_text": False} if task == "text-generation" else {})
     body = {"inputs": PROMPTS, "parameters": parameters}
     steps = lines(handler, body)
@@ -129,8 +118,8 @@ def test_a_stream_adds_up_to_the_whole_answer(load: Load, task: str, mode: str) 
     assert [{"generated_text": "".join(pieces)} for pieces in zip(*steps, strict=True)] == whole
 
 
-def test_a_stream_whose_reader_goes_ends_at_the_next_step(load: Load) -> None:
-    handler, _ = load("text-generation", enable_streaming="true")
+def test_a_stream_whose_reader_goes_ends_at_the_next_step(load_task: LoadTask) -> None:
+    handler, _ = load_task("text-generation", enable_streaming="true")
     (outcome,) = handler.handle([request({"inputs": "hello", "parameters": {"max_new_tokens": 200}})])
     assert not isinstance(outcome, LmiServerError)
     stream: Any = outcome.stream
@@ -139,8 +128,8 @@ def test_a_stream_whose_reader_goes_ends_at_the_next_step(load: Load) -> None:
     assert ask(handler, {"inputs": "a", "stream": False, "parameters": {"max_new_tokens": 1}})  # its turn comes
 
 
-def test_a_stream_of_beams_is_refused(load: Load) -> None:
-    handler, _ = load("text-generation", enable_streaming="true")
+def test_a_stream_of_beams_is_refused(load_task: LoadTask) -> None:
+    handler, _ = load_task("text-generation", enable_streaming="true")
     with pytest.raises(RequestError, match="num_beams: a stream needs the tokens of each step"):
         ask(handler, {"inputs": "a", "parameters": {"num_beams": 2}})
 
@@ -156,8 +145,10 @@ def test_a_stream_of_beams_is_refused(load: Load) -> None:
         ("translation_en_to_de", "translate: ", "translation_text", {"max_length": 12}),
     ],
 )
-def test_a_text_becomes_another(load: Load, task: str, prefix: str, key: str, limits: Mapping[str, Any]) -> None:
-    handler, directory = load(task)
+def test_a_text_becomes_another(
+    load_task: LoadTask, task: str, prefix: str, key: str, limits: Mapping[str, Any]
+) -> None:
+    handler, directory = load_task(task)
     expected = [{key: decoded(generated(directory, prefix + text, **limits))} for text in PROMPTS]
     assert ask(handler, {"inputs": PROMPTS}) == expected
     assert ask(handler, {"inputs": PROMPTS[0]}) == expected[:1]
@@ -167,8 +158,8 @@ def test_a_text_becomes_another(load: Load, task: str, prefix: str, key: str, li
     assert ask(handler, {"inputs": PROMPTS[0], "parameters": {"max_new_tokens": 3}}) == [short]
 
 
-def test_languages_are_for_models_of_many(load: Load) -> None:
-    handler, _ = load("translation_en_to_de")
+def test_languages_are_for_models_of_many(load_task: LoadTask) -> None:
+    handler, _ = load_task("translation_en_to_de")
     with pytest.raises(RequestError, match="are for models of many languages"):
         ask(handler, {"inputs": "a", "parameters": {"src_lang": "en", "tgt_lang": "de"}})
 
@@ -199,8 +190,8 @@ def best_span(directory: Path, question: str, context: str, longest: int) -> tup
 
 
 @pytest.mark.parametrize("longest", [1, 3, 15])
-def test_the_best_span_is_the_answer(load: Load, longest: int) -> None:
-    handler, directory = load("question-answering")
+def test_the_best_span_is_the_answer(load_task: LoadTask, longest: int) -> None:
+    handler, directory = load_task("question-answering")
     score, start, end = best_span(directory, QUESTION, CONTEXT_TEXT, longest)
     parameters = {"max_answer_len": longest, "align_to_words": False}
     body = {"inputs": {"question": QUESTION, "context": CONTEXT_TEXT}, "parameters": parameters}
@@ -208,8 +199,8 @@ def test_the_best_span_is_the_answer(load: Load, longest: int) -> None:
     assert approximately(ask(handler, body), expected)
 
 
-def test_several_answers_and_none(load: Load) -> None:
-    handler, _ = load("question-answering")
+def test_several_answers_and_none(load_task: LoadTask) -> None:
+    handler, _ = load_task("question-answering")
     inputs = {"question": QUESTION, "context": CONTEXT_TEXT}
     answers = ask(handler, {"inputs": inputs, "parameters": {"top_k": 3}})
     assert [answer["score"] for answer in answers] == sorted((a["score"] for a in answers), reverse=True)
@@ -219,15 +210,15 @@ def test_several_answers_and_none(load: Load) -> None:
     assert [answer for answer in found if answer["answer"] == ""]
 
 
-def test_an_answer_is_made_of_whole_words(load: Load) -> None:
-    handler, _ = load("question-answering")
+def test_an_answer_is_made_of_whole_words(load_task: LoadTask) -> None:
+    handler, _ = load_task("question-answering")
     context = "abcdefgh ijklmnop"
     found = ask(handler, {"question": "who", "context": context})
     assert found["answer"] in ("abcdefgh", "ijklmnop", context)
 
 
-def test_a_long_context_is_read_in_windows(load: Load) -> None:
-    handler, _ = load("question-answering")
+def test_a_long_context_is_read_in_windows(load_task: LoadTask) -> None:
+    handler, _ = load_task("question-answering")
     context = " ".join(["the fox jumps over the dog."] * 20) + " the blue dog is red."
     found = ask(handler, {"question": QUESTION, "context": context})
     assert context[found["start"] : found["end"]] == found["answer"]
@@ -238,15 +229,15 @@ def test_a_long_context_is_read_in_windows(load: Load) -> None:
     assert CONTEXT == 64  # the context above is several times that
 
 
-def test_questions_come_as_csv(load: Load) -> None:
-    handler, _ = load("question-answering")
+def test_questions_come_as_csv(load_task: LoadTask) -> None:
+    handler, _ = load_task("question-answering")
     csv = f"question,context\n{QUESTION},{CONTEXT_TEXT}\n".encode()
     answer = ask(handler, {"question": QUESTION, "context": CONTEXT_TEXT})
     assert approximately(ask(handler, csv, content_type="text/csv"), [answer])
 
 
-def test_a_question_without_context_is_refused(load: Load) -> None:
-    handler, _ = load("question-answering")
+def test_a_question_without_context_is_refused(load_task: LoadTask) -> None:
+    handler, _ = load_task("question-answering")
     with pytest.raises(RequestError, match=r"inputs\.context is missing"):
         ask(handler, {"inputs": {"question": QUESTION}})
     with pytest.raises(RequestError, match="a list of such objects"):

@@ -29,9 +29,14 @@ def load_tokenizer(path: str, options: TransformersOptions) -> Any:
     return from_pretrained(AutoTokenizer, path, **_origin(options))
 
 
-def load_model(auto_class: Any, path: str, options: TransformersOptions) -> Any:
-    """Load a model for inference. Raises ModelLoadError."""
-    model = from_pretrained(auto_class, path, **model_arguments(path, options))
+def load_config(path: str, options: TransformersOptions) -> Any:
+    """Return the configuration that the checkpoint brings. Raises ModelLoadError."""
+    return from_pretrained(AutoConfig, path, **_origin(options))
+
+
+def load_model(auto_class: Any, path: str, options: TransformersOptions, **more: Any) -> Any:
+    """Load a model for inference; `more` is for transformers. Raises ModelLoadError."""
+    model = from_pretrained(auto_class, path, **{**model_arguments(path, options), **more})
     model.requires_grad_(False)
     refuse_odd_widths(model)
     keep_activations(model)
@@ -47,7 +52,7 @@ def load_model(auto_class: Any, path: str, options: TransformersOptions) -> Any:
 def model_arguments(path: str, options: TransformersOptions) -> dict[str, Any]:
     """Return how transformers loads the model: on the worker's GPU where it has one and the options leave it open."""
     has_gpu = torch.cuda.is_available()
-    config = from_pretrained(AutoConfig, path, **_origin(options))
+    config = load_config(path, options)
     arguments = {**({"device_map": "cuda"} if has_gpu else {}), **options.engine_arguments()}
     arguments.pop("quantization_config", None)
     arguments["dtype"] = _dtype(config, options, on_cpu=not has_gpu or options.device_map == "cpu")

@@ -50,19 +50,17 @@ class SlotAttention:
 
     def __init__(self, cache: KVCache, name: str) -> None:
         self._cache = cache
-        self._single = _single_row_attention(cache)
-        self._masks: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._operators = _operators(cache)
         self._rows = StepRows(np.empty(0, np.int64), np.empty(0, np.int64), [])
         AttentionInterface.register(name, self)
 
     def row_by_row(self, start: int, end: int) -> bool:
         """Whether a chunk of tokens `start:end` is attended to row by row, like decode rows, rather than at once."""
-        return (end - start) * end <= self._single.chunk_area
+        return (end - start) * end <= self._operators.single_area
 
     def begin(self, rows: StepRows) -> None:
         """Set what the next forward pass holds."""
         self._rows = rows
-        self._masks.clear()
 
     def __call__(
         self,
@@ -81,7 +79,7 @@ class SlotAttention:
         settings = _Settings(scaling, sliding_window or 0, softcap or 0.0)
         layer: int = module.layer_idx  # type: ignore[assignment]
         if len(self._rows.slots):
-            self._single(layer, query[0], key[0], value[0], self._rows, out, settings)
+            self._operators.attend_single(layer, query[0], key[0], value[0], self._rows, out, settings)
         for chunk in self._rows.chunks:
             self._prefill(layer, chunk, query[0], key[0], value[0], out, settings)
         return out.unsqueeze(0), None
@@ -102,21 +100,10 @@ class SlotAttention:
         keys[:, chunk.start : chunk.end] = key[:, rows]
         values[:, chunk.start : chunk.end] = value[:, rows]
         begin = max(0, chunk.start + 1 - settings.window) if settings.window else 0
-        mask = self._mask(chunk, begin, settings.window)
         seen = slice(begin, chunk.end)
-        attended = _grouped_attention(query[:, rows], keys[:, seen], values[:, seen], mask, settings)
-        out[rows] = attended.transpose(0, 1)
-
-    def _mask(self, chunk: ChunkRows, begin: int, window: int) -> torch.Tensor:
-        """Which of tokens `begin:end` each row of the chunk may see; layers of one window share it."""
-        at = (chunk.first, begin, window)
-        if at not in self._masks:
-            device = self._cache.keys[0].device
-            rows = torch.arange(chunk.start, chunk.end, device=device)[:, None]
-            columns = torch.arange(begin, chunk.end, device=device)[None, :]
-            seen = columns <= rows
-            self._masks[at] = seen & (columns > rows - window) if window else seen
-        return self._masks[at]
+        self._operators.attend_chunk(
+            query[:, rows], keys[:, seen], values[:, seen], out[rows], chunk.start, begin, settings
+        )
 
 
 @dataclass(frozen=True)
@@ -126,7 +113,7 @@ class _Settings:
     softcap: float  # 0 for none
 
 
-def _single_row_attention(cache: KVCache) -> _KernelAttention | _TorchAttention:
+def _operators(cache: KVCache) -> _KernelAttention | _TorchAttention:
     keys = cache.keys[0]
     if keys.device.type == "cpu" and keys.dtype in (torch.bfloat16, torch.float32):
         return _KernelAttention(cache)
@@ -134,18 +121,22 @@ def _single_row_attention(cache: KVCache) -> _KernelAttention | _TorchAttention:
 
 
 class _KernelAttention:
-    """Attention of single rows by the compiled CPU kernel."""
+    """Attention by the compiled CPU kernels, of chunks together with torch's matrix products."""
 
-    chunk_area = 64 * 1024  # rows times tokens seen: above it torch's matrix products are faster
+    single_area = 2048  # rows times tokens seen: above it a chunk is faster as such than row by row
+    _BLOCK = 64  # rows of a chunk at a time: their scores stay in the processor's cache, and less is seen in vain
 
     def __init__(self, cache: KVCache) -> None:
         from handlers.rolling_batch import kernels
 
         self._kernel = kernels.slot_attention
+        self._softmax = kernels.chunk_softmax
+        compiled_for = (torch.zeros((1, 1, 1)), torch.zeros((1, 1, 1), dtype=cache.keys[0].dtype))
+        self._softmax(*map(as_numpy, compiled_for), 1, 0, 0, np.float32(1), 0, np.float32(0))
         self._keys = [as_numpy(keys) for keys in cache.keys]
         self._values = [as_numpy(values) for values in cache.values]
 
-    def __call__(
+    def attend_single(
         self,
         layer: int,
         query: torch.Tensor,
@@ -155,6 +146,7 @@ class _KernelAttention:
         out: torch.Tensor,
         settings: _Settings,
     ) -> None:
+        """Write the first rows of the pass to their slots and let each attend to its own."""
         self._kernel(
             as_numpy(query),
             as_numpy(key),
@@ -169,16 +161,52 @@ class _KernelAttention:
             np.float32(settings.softcap),
         )
 
+    def attend_chunk(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        start: int,
+        begin: int,
+        settings: _Settings,
+    ) -> None:
+        """(heads, rows, dim), of token `start` on, over (kv_heads, tokens, dim) of token `begin` on -> out, as rows.
+
+        Scores are float32, as in torch's own kernel, which takes three to eight times as long in bfloat16.
+        """
+        kv_heads, dim = keys.shape[0], query.shape[2]
+        grouped = query.float().unflatten(0, (kv_heads, -1))
+        keys = keys.float().transpose(1, 2)
+        targets = out.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+        for first in range(0, query.shape[1], self._BLOCK):
+            block = slice(first, first + self._BLOCK)
+            queries = grouped[:, :, block]
+            position = start + first
+            skipped = max(0, position + 1 - settings.window - begin) if settings.window else 0
+            seen = slice(skipped, position + queries.shape[2] - begin)
+            scores = torch.bmm(queries.reshape(kv_heads, -1, dim), keys[:, :, seen])
+            weights = self._weights(scores, queries.shape[1], position, begin + skipped, settings, query.dtype)
+            targets[:, :, block] = torch.bmm(weights, values[:, seen]).view(targets[:, :, block].shape)
+
+    def _weights(
+        self, scores: torch.Tensor, group: int, position: int, begin: int, settings: _Settings, dtype: torch.dtype
+    ) -> torch.Tensor:
+        weights = torch.empty_like(scores, dtype=dtype)
+        limits = (np.float32(settings.scaling), settings.window, np.float32(settings.softcap))
+        self._softmax(scores.numpy(), as_numpy(weights), group, position, begin, *limits)
+        return weights
+
 
 class _TorchAttention:
-    """Attention of decode rows by torch's own operators: one padded batch over the slots in use."""
+    """Attention by torch's own operators; decode rows as one padded batch over the slots in use."""
 
-    chunk_area = 0
+    single_area = 0
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
 
-    def __call__(
+    def attend_single(
         self,
         layer: int,
         query: torch.Tensor,
@@ -188,6 +216,7 @@ class _TorchAttention:
         out: torch.Tensor,
         settings: _Settings,
     ) -> None:
+        """Write the first rows of the pass to their slots and let each attend to its own."""
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         count = len(rows.slots)
         slots = torch.as_tensor(rows.slots, device=keys.device)
@@ -204,16 +233,26 @@ class _TorchAttention:
             queries, keys[slots, :, :longest], values[slots, :, :longest], seen[:, None, None], settings
         ).flatten(1, 2)
 
-
-def _grouped_attention(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, settings: _Settings
-) -> torch.Tensor:
-    """(heads, rows, dim) over (kv_heads, tokens, dim) -> (heads, rows, value_dim); a group of heads shares keys."""
-    kv_heads = keys.shape[0]
-    grouped = query.unflatten(0, (kv_heads, -1))
-    shared = (kv_heads, grouped.shape[1], -1, -1)
-    attended = _attention(grouped, keys[:, None].expand(shared), values[:, None].expand(shared), mask, settings)
-    return attended.flatten(0, 1)
+    def attend_chunk(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        start: int,
+        begin: int,
+        settings: _Settings,
+    ) -> None:
+        """(heads, rows, dim), of token `start` on, over (kv_heads, tokens, dim) of token `begin` on -> out, as rows."""
+        rows = torch.arange(start, start + query.shape[1], device=keys.device)[:, None]
+        columns = torch.arange(begin, begin + keys.shape[1], device=keys.device)
+        seen = columns <= rows
+        if settings.window:
+            seen &= columns > rows - settings.window
+        grouped = query.unflatten(0, (keys.shape[0], -1))  # a group of heads shares keys and values
+        shared = (keys.shape[0], grouped.shape[1], -1, -1)
+        attended = _attention(grouped, keys[:, None].expand(shared), values[:, None].expand(shared), seen, settings)
+        out.copy_(attended.flatten(0, 1).transpose(0, 1))
 
 
 def _attention(

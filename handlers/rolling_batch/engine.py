@@ -140,6 +140,10 @@ class RollingBatchEngine:
             self._scheduler.remove(request.sequence)
             self._recorder.observe()
 
+    def stop(self) -> None:
+        """Compute nothing more; other ranks may end."""
+        self._runner.stop()
+
     def step(self) -> None:
         """Run one forward pass and emit what it gave."""
         self._recorder.begin()

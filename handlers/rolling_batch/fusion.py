@@ -16,6 +16,7 @@ from torch import nn
 
 from handlers.checkpoints.quantization import Int8Linear
 from handlers.rolling_batch.attention import AttentionLayer, SlotAttention, StepRows, as_numpy
+from handlers.rolling_batch.sharding import SummedLinear
 
 _DECODE_ROWS = 32  # the row count that oneDNN lays the weights out for
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -105,8 +106,10 @@ def _is_plain(module: Any) -> bool:
 
 def _is_gated_mlp(module: nn.Module) -> bool:
     children = dict(module.named_children())
-    linears = all(_is_plain(children.get(name)) for name in ("gate_proj", "up_proj", "down_proj"))
-    return linears and "act_fn" in children and not (set(children) - {"gate_proj", "up_proj", "down_proj", "act_fn"})
+    linears = all(_is_plain(children.get(name)) for name in ("gate_proj", "up_proj"))
+    down = children.get("down_proj")
+    sums = isinstance(down, SummedLinear) or _is_plain(down)
+    return linears and sums and set(children) == {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 class FusedGatedMLP(nn.Module):

@@ -135,6 +135,43 @@ def slot_attention(  # type: ignore[no-untyped-def]
 
 
 @njit(parallel=True, fastmath=True, nogil=True, cache=True)
+def chunk_softmax(scores, weights, group, first, begin, scaling, window, softcap):  # type: ignore[no-untyped-def]
+    """Softmax over the tokens that each row of a chunk may see; the others get weight zero.
+
+    scores (kv_heads, group * rows, tokens) float32, overwritten -> weights of the same shape. Row r of a group is token
+    `first + r`; column t is token `begin + t`. window: tokens seen, 0 for all. softcap: 0 for none.
+    """
+    heads, grouped, tokens = scores.shape
+    rows = grouped // group
+    for work in prange(heads * grouped):
+        head, row = work // grouped, work % grouped
+        position = first + row % rows
+        last = position + 1 - begin
+        start = max(0, last - window) if window > 0 else 0
+        score, weight = scores[head, row], weights[head, row]
+        if softcap > 0:
+            for t in range(start, last):
+                score[t] = softcap * math.tanh(score[t] * scaling / softcap)
+        else:
+            for t in range(start, last):
+                score[t] = score[t] * scaling
+        highest = np.float32(-np.inf)
+        for t in range(start, last):
+            highest = max(highest, score[t])
+        total = np.float32(0)
+        for t in range(start, last):
+            score[t] = _exp(score[t] - highest)
+            total += score[t]
+        factor = np.float32(1) / total
+        for t in range(start):
+            weight[t] = _store(np.float32(0), weight[t])
+        for t in range(start, last):
+            weight[t] = _store(score[t] * factor, weight[t])
+        for t in range(last, tokens):
+            weight[t] = _store(np.float32(0), weight[t])
+
+
+@njit(parallel=True, fastmath=True, nogil=True, cache=True)
 def rms_norm(rows, weight, out, eps):  # type: ignore[no-untyped-def]
     """`rows / rms(rows)`, rounded to the element type, times `weight`: (n, width) -> (n, width), as Llama's norm."""
     width = rows.shape[1]

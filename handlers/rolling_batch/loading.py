@@ -12,15 +12,18 @@ import numba
 import torch
 from transformers import AutoModelForCausalLM
 
-from handlers.checkpoints.loading import eos_token_ids, load_model, load_tokenizer, set_threads
+from handlers.checkpoints.loading import eos_token_ids, load_config, load_model, load_tokenizer, set_threads
 from handlers.checkpoints.quantization import quantization_details
 from handlers.huggingface_options import HuggingFaceOptions
 from handlers.rolling_batch.attention import UnsupportedAttentionError
 from handlers.rolling_batch.engine import RollingBatchEngine
 from handlers.rolling_batch.kv_cache import bytes_per_token
 from handlers.rolling_batch.model_runner import ModelRunner
+from handlers.rolling_batch.peers import Peers
 from handlers.rolling_batch.prompts import PromptEncoder
 from handlers.rolling_batch.scheduler import Scheduler, SchedulerLimits
+from handlers.rolling_batch.sharding import check_degree, join_process_group, loading_arguments, local_bytes
+from lmi_server.configuration.environment import own_rank
 from lmi_server.errors import ModelLoadError
 from lmi_server.generation import SamplingParameters
 
@@ -70,15 +73,14 @@ def load_engine(model_dir: str, options: HuggingFaceOptions) -> LoadedEngine:
     Raises ModelLoadError, naming the remedy, where the model cannot be served by the rolling batch.
     """
     began = time.perf_counter()
-    _set_threads(options)
     path = options.model_id or model_dir
     tokenizer = load_tokenizer(path, options)
-    model = load_model(AutoModelForCausalLM, path, options)
-    _refuse_spreading(model, options)
-    weights = model.get_memory_footprint()
+    ranks = own_rank().size
+    model = _load_model(path, options)
+    weights = local_bytes(model)
     quantization = quantization_details(model)
     try:
-        runner = ModelRunner(model)
+        runner = ModelRunner(model, _peers())
         limits, max_len = _limits(runner, model, weights, options)
         _refuse_unsteady_rope(model.config, max_len)
         runner.prepare(limits.slots, max_len)
@@ -91,6 +93,7 @@ def load_engine(model_dir: str, options: HuggingFaceOptions) -> LoadedEngine:
         "model": type(model).__name__,
         "dtype": str(runner.dtype).removeprefix("torch."),
         "device": str(runner.device),
+        "ranks": ranks,
         "threads": torch.get_num_threads(),
         "max_model_len": max_len,
         "max_running_requests": limits.max_running,
@@ -103,6 +106,33 @@ def load_engine(model_dir: str, options: HuggingFaceOptions) -> LoadedEngine:
         "load_seconds": round(time.perf_counter() - began, 1),
     }
     return LoadedEngine(engine, prompts, max_len, limits.kv_tokens, details)
+
+
+def follow(model_dir: str, options: HuggingFaceOptions) -> None:
+    """Be one of the other ranks: load this rank's part of the model and do what rank 0 says, until it says stop."""
+    runner = ModelRunner(_load_model(options.model_id or model_dir, options), _peers())
+    runner.follow()
+
+
+def _load_model(path: str, options: HuggingFaceOptions) -> Any:
+    """Load the model, or of a group of ranks the part of this one."""
+    _set_threads(options)
+    rank = own_rank()
+    if rank.size == 1:
+        model = load_model(AutoModelForCausalLM, path, options)
+        _refuse_spreading(model, options)
+        return model
+    config = load_config(path, options)
+    if options.quantize or getattr(config, "quantization_config", None):
+        raise ModelLoadError("quantised weights are not split over ranks; set option.tensor_parallel_degree=1")
+    check_degree(config, rank.size)
+    join_process_group(rank)
+    return load_model(AutoModelForCausalLM, path, options, **loading_arguments(rank.size))
+
+
+def _peers() -> Peers | None:
+    rank = own_rank()
+    return Peers(rank) if rank.size > 1 else None
 
 
 def _set_threads(options: HuggingFaceOptions) -> None:
@@ -173,8 +203,10 @@ def _max_len(model: Any, options: HuggingFaceOptions) -> int:
 
 def _kv_bytes(kind: str, weights: int, options: HuggingFaceOptions) -> float:
     if options.kv_cache_memory_gb is not None:
-        return options.kv_cache_memory_gb * _GIB
+        return options.kv_cache_memory_gb * _GIB / own_rank().size
     free, total = _memory(kind)
+    if kind == "cpu":  # the ranks of a group share it
+        free, total = free // own_rank().size, total // own_rank().size
     if options.mem_fraction_static is not None:
         return total * options.mem_fraction_static - weights
     return free * _FREE_MEMORY_SHARE.get(kind, 0.9)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,12 @@ from handlers.rolling_batch.attention import (
 from handlers.rolling_batch.fusion import fuse, fuse_decoder_layers
 from handlers.rolling_batch.kv_cache import KVCache, LayerShape
 from handlers.rolling_batch.lora import LoraLayers
+from handlers.rolling_batch.peers import GroupBrokenError, Peers
 from handlers.rolling_batch.scheduler import Chunk, Sequence, StepPlan
+from handlers.rolling_batch.sharding import make_local
 from handlers.rolling_batch.slots import Copy
+from handlers.rolling_batch.step_messages import Pass, Prepare, Stop, decode, encode
+from lmi_server.errors import RequestError
 
 _runner_ids = itertools.count()
 
@@ -43,9 +47,12 @@ class StepLogits:
 
 
 class ModelRunner:
-    """A model and its KV cache. `prepare` decides the cache's size; `run` computes steps."""
+    """A model and its KV cache. `prepare` decides the cache's size; `run` computes steps.
 
-    def __init__(self, model: Any) -> None:
+    Where the model is split over `peers`, rank 0 does that and the others `follow`.
+    """
+
+    def __init__(self, model: Any, peers: Peers | None = None) -> None:
         self._model = model.eval()
         self._device: torch.device = model.device
         self._dtype: torch.dtype = model.dtype
@@ -55,8 +62,10 @@ class ModelRunner:
         )
         self._check = _LoadCheck(model, self.vocabulary)
         self._attention_layers = probe_layers(model, f"{self._attention_name}_probe")
+        self._peers = peers
+        is_local = peers is None or make_local(model, peers)
         on_cpu = self._device.type == "cpu" and self._dtype in (torch.bfloat16, torch.float32)
-        self.fused: dict[str, int] = fuse(model) if on_cpu else {}
+        self.fused: dict[str, int] = fuse(model) if on_cpu and is_local else {}
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.cache: KVCache
         self._attention: SlotAttention
@@ -80,16 +89,22 @@ class ModelRunner:
 
         Raises UnsupportedAttentionError where the model's logits over that cache are not its own.
         """
+        self._tell(Prepare(slots, max_len))
+        self._allocate(slots, max_len)
+        self._check.compare(self)
+
+    def _allocate(self, slots: int, max_len: int) -> None:
         self.cache = KVCache(self.layers, slots, max_len, self._dtype, self._device)
         self._attention = SlotAttention(self.cache, self._attention_name)
         self._model.set_attn_implementation(self._attention_name)
         if self.fused:
             self.fused["decoder_layers"] = fuse_decoder_layers(self._model, self._attention_layers, self._attention)
-        self._check.compare(self)
 
     @property
     def lora(self) -> LoraLayers:
         """The adapters of the model; of use once it is prepared."""
+        if self._peers is not None:
+            raise RequestError("a model that is split over ranks takes no LoRA adapters; use one rank")
         if self._lora is None:
             pad = _padded if self._device.type == "cpu" else list
             self._lora = LoraLayers(self._model, self._keeps_rows, pad)
@@ -100,21 +115,51 @@ class ModelRunner:
 
         `prompt_scored` names the requests whose prompt tokens are scored as well.
         """
-        for trim in plan.trims:
-            self.cache.trim(trim.slot, trim.keep)
-        for copy in plan.copies:
-            self.cache.copy(copy.source, copy.target, copy.tokens)
-        plan = StepPlan(plan.decode, sorted(plan.prefill, key=lambda chunk: not self._row_by_row(chunk)))
-        rows, token_ids, positions = self._lay_out(plan)
+        plan = replace(plan, prefill=sorted(plan.prefill, key=lambda chunk: not self._row_by_row(chunk)))
         keep, sampled, prompt_rows = _rows_to_keep(plan, prompt_scored)
-        self._attention.begin(rows)
+        step = self._lay_out(plan, keep)
         if self._lora is not None:
             self._lora.begin(_adapters(plan), keep)
-        with torch.inference_mode():
-            logits = self._forward(token_ids, positions, keep)
-        return StepLogits(logits, sampled, prompt_rows)
+        self._tell(step)
+        try:
+            return StepLogits(self._compute(step), sampled, prompt_rows)
+        except Exception as error:
+            if self._peers is not None:
+                raise GroupBrokenError(f"a step failed on rank 0: {type(error).__name__}: {error}") from error
+            raise
 
-    def _lay_out(self, plan: StepPlan) -> tuple[StepRows, list[int], list[int]]:
+    def follow(self) -> None:
+        """Do what rank 0 says, until it says stop."""
+        assert self._peers is not None
+        while True:
+            match decode(self._peers.hear()):
+                case Prepare(slots, max_len):
+                    self._allocate(slots, max_len)
+                case Pass() as step:
+                    self._compute(step)
+                case Stop():
+                    return
+
+    def stop(self) -> None:
+        """Let the other ranks go."""
+        self._tell(Stop())
+
+    def _tell(self, message: Pass | Prepare | Stop) -> None:
+        if self._peers is not None:
+            self._peers.tell(encode(message))
+
+    def _compute(self, step: Pass) -> torch.Tensor:
+        """Return the logits of the rows to keep; on other ranks than 0 nobody needs them."""
+        for trim in step.trims:
+            self.cache.trim(trim.slot, trim.keep)
+        for copy in step.copies:
+            self.cache.copy(copy.source, copy.target, copy.tokens)
+        singles = np.array(step.positions[: len(step.slots)], np.int64)
+        self._attention.begin(StepRows(np.array(step.slots, np.int64), singles, step.chunks))
+        with torch.inference_mode():
+            return self._forward(step.token_ids, step.positions, step.keep)
+
+    def _lay_out(self, plan: StepPlan, keep: list[int]) -> Pass:
         token_ids = [sequence.tokens[-1] for sequence in plan.decode]
         positions = [sequence.computed for sequence in plan.decode]
         slots = [sequence.slot for sequence in plan.decode]
@@ -127,8 +172,7 @@ class ModelRunner:
                 slots.extend([chunk.sequence.slot] * (chunk.end - chunk.start))
             else:
                 chunks.append(ChunkRows(chunk.sequence.slot, chunk.start, chunk.end, first, len(token_ids)))
-        single = StepRows(np.array(slots, np.int64), np.array(positions[: len(slots)], np.int64), chunks)
-        return single, token_ids, positions
+        return Pass(token_ids, positions, slots, chunks, keep, plan.trims, plan.copies)
 
     def _row_by_row(self, chunk: Chunk) -> bool:
         return self._attention.row_by_row(chunk.start, chunk.end)

@@ -243,13 +243,24 @@ class Scheduler:
         return len(self.running) < self.limits.max_running
 
     def _fits(self, sequence: Sequence) -> bool:
-        """Whether the memory holds what all that run, and this one, are expected to need."""
-        expected = sum(self._expected(entry) for entry in (*self.running, sequence))
-        return not self.running or expected <= self.limits.kv_tokens
+        """Whether the memory holds what all that run, and this one, are expected to need.
 
-    def _expected(self, sequence: Sequence) -> float:
+        A sequence gives its memory back when it ends: the most is needed just before one of them does.
+        """
+        if not self.running:
+            return True
+        held = 0
+        entries = sorted(map(self._expected, (*self.running, sequence)), reverse=True)
+        for count, (left, tokens) in enumerate(entries, start=1):
+            held += tokens
+            if held + left * count > self.limits.kv_tokens:
+                return False
+        return True
+
+    def _expected(self, sequence: Sequence) -> tuple[float, int]:
+        """Tokens that the sequence is expected to generate yet, and those it needs memory for now."""
         left = min(sequence.max_new_tokens - sequence.generated, _MOST_EXPECTED)
-        return len(sequence.tokens) + left * self.new_token_ratio
+        return left * self.new_token_ratio, len(sequence.tokens)
 
     def _running_tokens(self) -> int:
         return sum(sequence.computed for sequence in self.running)

@@ -73,7 +73,7 @@ class Encoder:
     def batches(self, sequences: Sequence[Sequence[int]]) -> Iterator[list[int]]:
         """Yield the indices of sequences that run together; those that are too long are left out."""
         fitting = [index for index, ids in enumerate(sequences) if len(ids) <= self.max_length]
-        for batch in even_batches([len(sequences[index]) for index in fitting], _MAX_TOKENS):
+        for batch in even_batches([len(sequences[index]) for index in fitting], _MAX_TOKENS, self.model.device.type):
             yield [fitting[index] for index in batch]
 
     def too_long(self, count: int) -> ContextLengthError:

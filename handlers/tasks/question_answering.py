@@ -82,7 +82,7 @@ class QuestionAnswering(Task):
         unanswered = [1.0] * len(inputs)
         longest = int(parameters.get("max_answer_len", _MAX_ANSWER))
         count = int(parameters.get("top_k", 1))
-        for batch in even_batches([len(window.ids) for window in windows], _MAX_TOKENS):
+        for batch in even_batches([len(window.ids) for window in windows], _MAX_TOKENS, self._model.device.type):
             rows = [windows[index] for index in batch]
             for window, start, end in zip(rows, *self._probabilities(rows), strict=True):
                 unanswered[window.owner] = min(

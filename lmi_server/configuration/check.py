@@ -59,6 +59,9 @@ def unavailable(options: Options, sources: Given) -> Iterator[str]:
         for mark in option.marks:
             if isinstance(mark, Unavailable) and mark.applies(value):
                 yield f"{told(source, option.key)} is not available in this version; {mark.instead}"
+    for finding in options.unavailable():
+        key = finding.keys[0]
+        yield f"{told(sources[key], key)} is not available in this version; {finding.text}"
 
 
 def contradictions(

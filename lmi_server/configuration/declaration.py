@@ -133,6 +133,10 @@ class Options(BaseModel):
 
     prefix: ClassVar[str] = ""
 
+    def unavailable(self) -> Iterator[Finding]:
+        """Yield what is right and what this version cannot serve, where one value alone does not tell."""
+        yield from ()
+
     @classmethod
     def declared(cls) -> tuple[Option, ...]:
         """Return the options of this class and of its bases, in the order of their declaration."""

@@ -10,6 +10,12 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from lmi_server.ranks import Rank
+
+# Open MPI, PMIx, MPICH
+_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+_GROUP_DIRECTORY = "LMI_RANK_GROUP"
+
 _ALL_CAPS = re.compile(r"[A-Z0-9_]+")
 
 # Under OPTION_, these are written in capitals and mean a key that is not just the lower-cased rest.
@@ -159,6 +165,27 @@ def _option_key(rest: str) -> str:
 
 def _lower_capitals(name: str) -> str:
     return name.lower() if _ALL_CAPS.fullmatch(name) else name
+
+
+def take_rank(directory: str) -> Rank:
+    """Return which rank of its group this process is, as mpirun tells, and say it as torch.distributed reads it.
+
+    `directory` is the group's own. Raises RuntimeError where mpirun tells nothing.
+    """
+    rank = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), None)
+    if rank is None:
+        raise RuntimeError(f"mpirun has set none of {', '.join(_RANK_VARIABLES)}")
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = rank  # all ranks are on this machine
+    os.environ[_GROUP_DIRECTORY] = directory
+    return Rank(int(rank), int(os.environ["WORLD_SIZE"]), directory)
+
+
+def own_rank() -> Rank:
+    """Return which rank of its group this process is: the only one, where it is in no group."""
+    directory = os.environ.get(_GROUP_DIRECTORY)
+    if directory is None:
+        return Rank(0, 1, "")
+    return Rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), directory)
 
 
 def set_default(name: str, value: str) -> None:

@@ -16,9 +16,13 @@ from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.configuration.resolve import Inspection
 from lmi_server.devices import DeviceGroup, plan_devices
 from lmi_server.errors import ConfigurationError
+from lmi_server.mpi import NO_MPIRUN, OPEN_MPI, MpiRun
+from lmi_server.ranks import RankGroup
 from lmi_server.worker_command import mpi_worker_command, worker_command
 
 _FD = "fd:N"  # the number is known when the worker starts
+_GROUP_DIRECTORY = "GROUP"  # a new one for each start
+_ANY_MPIRUN = MpiRun("mpirun", OPEN_MPI, "5")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ def explain(found: Inspection) -> Explanation:
         unknown=tuple(_unknown(found, key, source) for key, source in found.unknown.items()),
         devices=tuple({"kind": group.kind, "gpus": list(group.gpus)} for group in groups),
         worker_command=tuple(_command(found.options, found.machine)),
-        worker_environment=groups[0].environment if groups else {},
+        worker_environment={**(groups[0].environment if groups else {}), **_rank_environment(found.options)},
         engine_arguments=found.options.engine_arguments(),
         memory=_memory(needed),
         machine=_machine(found.machine),
@@ -143,15 +147,23 @@ def _devices(
 ) -> tuple[tuple[DeviceGroup, ...], tuple[str, ...]]:
     """Return the device groups, or why they cannot be made."""
     try:
-        return plan_devices(serving.load_on_devices, options.devices_per_worker, [gpu.name for gpu in machine.gpus]), ()
+        gpus = [gpu.name for gpu in machine.gpus]
+        return plan_devices(serving.load_on_devices, options.gpus_per_worker(len(gpus)), gpus), ()
     except ConfigurationError as error:
         return (), (error.message,)
 
 
 def _command(options: ModelOptions, machine: Machine) -> Sequence[str]:
-    if options.mpi_mode:
-        return mpi_worker_command(_FD, _FD, devices_per_worker(options, machine))
+    if options.ranks is not None:
+        return mpi_worker_command(machine.mpirun or _ANY_MPIRUN, options.ranks, _GROUP_DIRECTORY)
     return worker_command(_FD, _FD)
+
+
+def _rank_environment(options: ModelOptions) -> Mapping[str, str]:
+    if options.ranks is None:
+        return {}
+    variables = RankGroup(options.ranks, _GROUP_DIRECTORY, 0).environment({})
+    return {name: value for name, value in variables.items() if name != "MASTER_PORT"}  # any one that is free
 
 
 def _memory(needed: Estimate) -> Mapping[str, Any]:
@@ -172,6 +184,6 @@ def _absent(found: Inspection) -> Sequence[str]:
     """Return a warning for each Python package that the handler needs and that is not installed."""
     missing = [name for name in found.row.engines if name not in found.machine.engines]
     warnings = [f"{found.row.title} needs the Python package {name}, which is not installed" for name in missing]
-    if found.options.mpi_mode and not found.machine.has_mpirun:
-        warnings.append("the MPI engine needs mpirun, which is not on the PATH")
+    if found.options.ranks is not None and found.machine.mpirun is None:
+        warnings.append(NO_MPIRUN)
     return warnings

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from lmi_server.devices import installed_gpus, visible_gpus
+from lmi_server.mpi import MpiRun, find_mpirun
 
 _ENGINES = (
     "deepspeed",
@@ -38,14 +39,14 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Main memory in bytes, the visible GPUs, and the Python packages of engines that are installed."""
+    """Main memory in bytes, visible GPUs, the Python packages of engines that are installed, the MPI launcher."""
 
     total_bytes: int
     available_bytes: int
     gpus: tuple[Gpu, ...] = ()
     neuron_devices: int = 0
     engines: frozenset[str] = frozenset()
-    has_mpirun: bool = False
+    mpirun: MpiRun | None = None
 
     @property
     def device_kind(self) -> str:
@@ -64,7 +65,7 @@ def this_machine(environment: Mapping[str, str]) -> Machine:
         gpus=tuple(Gpu(name) for name in visible_gpus(environment, installed_gpus())),
         neuron_devices=len(list(Path("/dev").glob("neuron[0-9]*"))),
         engines=frozenset(name for name in _ENGINES if _is_installed(name)),
-        has_mpirun=shutil.which("mpirun") is not None,
+        mpirun=find_mpirun(environment),
     )
 
 

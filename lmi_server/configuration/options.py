@@ -95,6 +95,10 @@ Devices = Annotated[
 ]
 DTYPE_NOTE = Documented("fp16", "a model that is stored as bf16 or fp32 would lose accuracy unasked")
 
+MPI_MODE_DESCRIPTION = (
+    "Start tensor_parallel_degree processes with mpirun, one per device or, without, per share of the CPU."
+)
+
 _JAVA_ONLY = NoEffect("only engines of LMI that are written in Java read it")
 _NOT_YET = "remove the key"
 
@@ -117,7 +121,7 @@ class ServingOptions(Options):
         ],
         Key(also=("option.engine",)),
         DeprecatedValue("DeepSpeed", "use engine=MPI with option.entryPoint=djl_python.deepspeed"),
-        Unavailable(lambda engine: engine != "Python", "use engine=Python"),
+        Unavailable(lambda engine: engine not in ("Python", "MPI", "DeepSpeed"), "use engine=Python"),
     ] = Field("Python", description="Runtime of the model's code; MPI starts one process per device.")
     job_queue_size: PositiveInt = Field(
         1000, description="Requests that may wait for a worker; a request beyond them is refused with 503."
@@ -222,8 +226,8 @@ class ModelOptions(Options):
     tensor_parallel_degree: ParallelDegree = Field(
         1, description="Devices that one model is split over; max is all of the machine's."
     )
-    mpi_mode: Annotated[bool, Unavailable.values(True, instead="remove the key")] = Field(
-        False, description="Start one process per device with mpirun."
+    mpi_mode: Annotated[bool, Unavailable.values(True, instead="use engine=Python")] = Field(
+        False, description=MPI_MODE_DESCRIPTION
     )
     rolling_batch: Annotated[
         RollingBatch,
@@ -367,6 +371,15 @@ class ModelOptions(Options):
         if self.tensor_parallel_degree == "max":
             return None
         return max(1, self.tensor_parallel_degree) * self.pipeline_parallel_degree
+
+    @property
+    def ranks(self) -> int | None:
+        """Return the processes of one worker under the MPI engine; None where it is one process without mpirun."""
+        return self.devices_per_worker or 1 if self.mpi_mode else None
+
+    def gpus_per_worker(self, available: int) -> int | None:
+        """Return how many of `available` GPUs one worker takes, None for all; without any, ranks share the CPU."""
+        return self.devices_per_worker if available or self.ranks is None else None
 
     @property
     def one_worker_only(self) -> str | None:

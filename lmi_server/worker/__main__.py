@@ -18,8 +18,10 @@ from pathlib import Path
 import uvloop
 
 from lmi_server.batch_progress import BatchProgress
+from lmi_server.configuration.environment import own_rank
 from lmi_server.handler import RequestHandler
 from lmi_server.link import FrontendLink, frontend_link, read_load
+from lmi_server.worker.group import follow, following, join_group, leave_group
 from lmi_server.worker.loading import Loading, make_handler
 from lmi_server.worker.main_thread import InMainThread, MainThread
 from lmi_server.worker.service import Service
@@ -40,24 +42,36 @@ def main() -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the front end decides
     _die_with_parent()
-    load = read_load(arguments.link)
+    if arguments.link.startswith("unix:"):
+        rank, link = join_group(arguments.link.removeprefix("unix:"))
+        if rank.rank > 0:
+            return follow(link)
+        return _lead(link, arguments.progress)
+    return _lead(socket.socket(fileno=_inherited(arguments.link)), arguments.progress)
+
+
+def _lead(link: socket.socket, progress: BatchProgress | None) -> int:
+    """Serve over the link, as the only process of the worker or the first of its ranks."""
+    load = read_load(link)
     logging.getLogger().setLevel(load.log_level)
     sys.path.insert(0, str(_COMPAT))
-    arguments.link.setblocking(False)
+    link.setblocking(False)
     try:
         handler, loading = make_handler(load)
+        if own_rank().directory:
+            following(handler)
     except Exception as error:  # noqa: BLE001 - the border to handlers, which raise anything; the load fails with it
-        return uvloop.run(_serve(arguments.link, Session(load, _Broken(error))))
+        return uvloop.run(_serve(link, Session(load, _Broken(error))))
     if isinstance(handler, RequestHandler):
-        return _serve_requests(arguments.link, handler, loading, arguments.progress)
+        return _serve_requests(link, handler, loading, progress)
     session = Session(load, partial(SideBySide, Generation(handler, loading)))
-    return uvloop.run(_serve(arguments.link, session, signals=True))
+    return uvloop.run(_serve(link, session, signals=True))
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m lmi_server.worker")
-    parser.add_argument("--link", required=True, type=_link, help="fd:N, the inherited end of the link")
-    parser.add_argument("--progress", type=_progress, help="fd:N, the inherited page of BatchProgress")
+    parser.add_argument("--link", required=True, help="fd:N, the inherited end of the link, or unix:PATH of a group")
+    parser.add_argument("--progress", type=_progress, help="the page of BatchProgress: inherited fd:N, or file:PATH")
     return parser.parse_args()
 
 
@@ -68,11 +82,9 @@ def _inherited(value: str) -> int:
     return fd
 
 
-def _link(value: str) -> socket.socket:
-    return socket.socket(fileno=_inherited(value))
-
-
 def _progress(value: str) -> BatchProgress:
+    if value.startswith("file:"):
+        return BatchProgress.open_file(value.removeprefix("file:"))
     return BatchProgress(_inherited(value))
 
 
@@ -132,6 +144,7 @@ async def _serve(inherited: socket.socket, session: Session, signals: bool = Fal
 def _die() -> None:
     """End at once, with every process that a handler started: nobody is left to serve."""
     logger.error("the front end is gone")
+    leave_group()
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)

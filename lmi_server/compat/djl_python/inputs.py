@@ -57,10 +57,10 @@ class Input:
             found = _IN_BATCH.fullmatch(key)
             if found is not None and key != "batch_size":
                 dict.__setitem__(batches[int(found[1])].properties, found[2], value)
-        for key, value in zip(self.content.keys, self.content.values, strict=True):
-            found = None if key is None else _IN_BATCH.fullmatch(key)
+        for name, content in zip(self.content.keys, self.content.values, strict=True):
+            found = None if name is None else _IN_BATCH.fullmatch(name)
             if found is not None:
-                batches[int(found[1])].content.add(found[2], value)
+                batches[int(found[1])].content.add(found[2], content)
         return batches
 
     # --- content ---

@@ -1,0 +1,265 @@
+"""Measures the scheduling of the rolling batch with the demo model, over HTTP, streaming.
+
+    python -m benchmarks.scheduling
+
+Each load on a server of its own: 8 requests that share a prefix of 1,024 tokens; 64 requests of mixed lengths at once,
+beside static batches of the same requests through a padded `model.generate`; and 32 requests with KV memory for a third
+of what they need at most, beside the same with enough of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.generation import MODEL, load_transformers, prompts, serving
+
+SHARED = 1024
+MIXED = 64
+SCARCE = 32
+BYTES_PER_TOKEN = 23040  # of the demo model's KV cache in bfloat16
+VOCABULARY = (1000, 40000)  # token ids of ordinary words
+
+
+@dataclass(frozen=True)
+class Load:
+    """One request: its prompt and how many tokens it generates, or at most where the model may end the answer."""
+
+    prompt: list[int] | str
+    new_tokens: int
+    may_end: bool = False
+
+
+@dataclass
+class Timing:
+    """When a request was sent and each of its tokens came, in seconds."""
+
+    sent: float
+    tokens: list[float] = field(default_factory=list)
+    text: str = ""
+
+    @property
+    def first(self) -> float:
+        """Time to first token."""
+        return self.tokens[0] - self.sent
+
+    @property
+    def gaps(self) -> list[float]:
+        """Inter-token latencies."""
+        return [after - before for before, after in zip(self.tokens, self.tokens[1:], strict=False)]
+
+
+def words(count: int, chance: random.Random) -> list[int]:
+    return [chance.randrange(*VOCABULARY) for _ in range(count)]
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+async def stream(port: int, load: Load) -> Timing:
+    """Read one streamed answer to its end; fail where tokens are missing."""
+    body = {
+        "model": "smollm2_135m_instruct",
+        "prompt": load.prompt,
+        "max_tokens": load.new_tokens,
+        "stream": True,
+        "temperature": 0,
+    }
+    encoded = json.dumps(body | {"ignore_eos": True, "logprobs": 0}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20)
+    timing = Timing(time.perf_counter())
+    writer.write(f"{head}content-length: {len(encoded)}\r\n\r\n".encode() + encoded)
+    status = await reader.readline()
+    if b" 200 " not in status:
+        raise AssertionError(f"{status!r}: {await reader.read()!r}")
+    while line := await reader.readline():
+        if not line.startswith(b"data: {"):
+            continue
+        event = json.loads(line.removeprefix(b"data: "))
+        if "choices" not in event:
+            raise AssertionError(f"the stream broke: {event}")
+        choice = event["choices"][0]
+        timing.tokens += [time.perf_counter()] * len((choice["logprobs"] or {}).get("tokens", ()))
+        timing.text += choice["text"]
+    writer.close()
+    if not load.may_end and len(timing.tokens) != load.new_tokens:
+        raise AssertionError(f"{len(timing.tokens)} tokens of {load.new_tokens} came")
+    return timing
+
+
+async def stream_all(port: int, loads: list[Load]) -> list[Timing]:
+    return await asyncio.gather(*(stream(port, load) for load in loads))
+
+
+def warm_up(port: int) -> None:
+    chance = random.Random(9)
+    asyncio.run(stream_all(port, [Load(words(count, chance), 4) for count in (16, 64, 300, 600)]))
+
+
+# --- the loads ---
+
+
+def shared_prefix() -> dict[str, float]:
+    """The first request alone, then seven more at once."""
+    chance = random.Random(1)
+    prefix = words(SHARED, chance)
+    loads = [Load(prefix + words(16, chance), 16) for _ in range(8)]
+    with serving(MODEL, 8) as (_, port):
+        warm_up(port)
+        (first,) = asyncio.run(stream_all(port, loads[:1]))
+        later = asyncio.run(stream_all(port, loads[1:]))
+    return {
+        "first": first.first,
+        "later": max(timing.first for timing in later),
+        "ratio": max(timing.first for timing in later) / first.first,
+    }
+
+
+def mixed_loads() -> list[Load]:
+    chance = random.Random(2)
+    return [Load(words(chance.randint(16, 1500), chance), chance.randint(4, 256)) for _ in range(MIXED)]
+
+
+def mixed_lengths() -> dict[str, float]:
+    loads = mixed_loads()
+    with serving(MODEL, MIXED) as (_, port):
+        warm_up(port)
+        began = time.perf_counter()
+        timings = asyncio.run(stream_all(port, loads))
+        seconds = time.perf_counter() - began
+    firsts = [timing.first for timing in timings]
+    gaps = [gap for timing in timings for gap in timing.gaps]
+    return {
+        "rate": sum(load.new_tokens for load in loads) / seconds,
+        "TTFT median": statistics.median(firsts),
+        "TTFT p99": percentile(firsts, 0.99),
+        "ITL median": statistics.median(gaps),
+        "ITL p99": percentile(gaps, 0.99),
+    }
+
+
+def static_batches(size: int) -> dict[str, float]:
+    import torch
+
+    loads = mixed_loads()
+    model, _ = load_transformers()
+    began = time.perf_counter()
+    for start in range(0, len(loads), size):
+        batch = loads[start : start + size]
+        longest = max(len(load.prompt) for load in batch)
+        ids = torch.tensor([[0] * (longest - len(load.prompt)) + load.prompt for load in batch])
+        mask = torch.tensor([[0] * (longest - len(load.prompt)) + [1] * len(load.prompt) for load in batch])
+        most = max(load.new_tokens for load in batch)
+        model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=most, do_sample=False, pad_token_id=0)
+    return {"rate": sum(load.new_tokens for load in loads) / (time.perf_counter() - began)}
+
+
+def chats() -> list[Load]:
+    """Questions to the model, which ends most answers long before the limit."""
+    turn = "<|im_start|>user\n{}.<|im_end|>\n<|im_start|>assistant\n"
+    return [Load(turn.format(prompt), 256, may_end=True) for prompt in prompts(SCARCE)]
+
+
+def full_lengths() -> list[Load]:
+    """Requests that generate all that they may."""
+    chance = random.Random(3)
+    return [Load(words(chance.randint(16, 300), chance), chance.randint(64, 256)) for _ in range(SCARCE)]
+
+
+def scarce_memory(loads: list[Load], share: float) -> dict[str, Any]:
+    """Serve the loads at once, with memory for `share` of what they need at most."""
+    needed = sum((len(load.prompt) if isinstance(load.prompt, list) else 32) + load.new_tokens for load in loads)
+    os.environ["OPTION_KV_CACHE_MEMORY_GB"] = str(share * needed * BYTES_PER_TOKEN / 2**30)
+    os.environ["OPTION_MAX_MODEL_LEN"] = "1024"
+    with serving(MODEL, SCARCE) as (_, port):
+        warm_up(port)
+        began = time.perf_counter()
+        timings = asyncio.run(stream_all(port, loads))
+        seconds = time.perf_counter() - began
+        time.sleep(1.5)  # the worker tells its gauges once a second
+        metrics = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+    retracted = next(line for line in metrics.splitlines() if "retracted_requests" in line and line[0] != "#")
+    return {
+        "rate": sum(len(timing.tokens) for timing in timings) / seconds,
+        "retracted": float(retracted.split()[-1]),
+        "texts": [timing.text for timing in timings],
+    }
+
+
+PARTS = {
+    "shared prefix": shared_prefix,
+    "mixed lengths": mixed_lengths,
+    "static batches of 32": lambda: static_batches(32),
+    "static batches of 64": lambda: static_batches(64),
+    "chats, a third": lambda: scarce_memory(chats(), 1 / 3),
+    "chats, enough": lambda: scarce_memory(chats(), 1.0),
+    "full lengths, a third": lambda: scarce_memory(full_lengths(), 1 / 3),
+    "full lengths, enough": lambda: scarce_memory(full_lengths(), 1.0),
+}
+
+
+def run_apart(name: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.scheduling", "--part", name]
+    finished = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    return json.loads(finished.stdout.decode().strip().rpartition("\n")[2])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", choices=PARTS, help="run only this one and print its figures as JSON")
+    arguments = parser.parse_args()
+    if arguments.part:
+        print(json.dumps(PARTS[arguments.part]()))
+        return
+    Console().print(table({name: run_apart(name) for name in PARTS}))
+
+
+def table(found: dict[str, dict[str, Any]]) -> Table:
+    shown = Table(title="Scheduling of the rolling batch, SmolLM2-135M (bf16), over HTTP, streaming")
+    for column in ("", "measured", "ratio"):
+        shown.add_column(column, justify="right" if column else "left")
+    shared, mixed = found["shared prefix"], found["mixed lengths"]
+    shown.add_row(
+        f"TTFT of 7 requests that share {SHARED:,} tokens with an earlier one, the longest / that one's",
+        f"{shared['later'] * 1e3:.0f} ms / {shared['first'] * 1e3:.0f} ms",
+        f"{shared['ratio']:.2f}",
+    )
+    for size in (32, 64):
+        static = found[f"static batches of {size}"]["rate"]
+        shown.add_row(
+            f"{MIXED} requests of mixed lengths, tokens/s / static batches of {size}",
+            f"{mixed['rate']:.0f} / {static:.0f}",
+            f"{mixed['rate'] / static:.2f}",
+        )
+    for name, title in (("TTFT", "time to first token"), ("ITL", "inter-token latency")):
+        late, median = mixed[f"{name} p99"], mixed[f"{name} median"]
+        shown.add_row(f"the same, {title}, p99 / median", f"{late:.2f} s / {median:.2f} s", f"{late / median:.2f}")
+    for load in ("chats", "full lengths"):
+        third, enough = found[f"{load}, a third"], found[f"{load}, enough"]
+        same = sum(one == other for one, other in zip(third["texts"], enough["texts"], strict=True))
+        shown.add_row(
+            f"{SCARCE} {load}, tokens/s, KV memory for a third / enough"
+            f" ({third['retracted']:.0f} retracted, {same} texts alike)",
+            f"{third['rate']:.0f} / {enough['rate']:.0f}",
+            f"{third['rate'] / enough['rate']:.2f}",
+        )
+    return shown
+
+
+if __name__ == "__main__":
+    main()

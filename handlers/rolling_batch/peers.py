@@ -1,0 +1,92 @@
+"""What the ranks of a group say to each other: rank 0's messages to the others, and sums and rows of activations.
+
+mpi4py carries both on the CPU: over shared memory it adds 32 rows of 576 numbers in 50 us, where gloo takes 530. On
+GPUs NCCL does. A waiting receive of MPI burns a core, so that a follower polls, and sleeps once nothing has come for a
+while.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from lmi_server.errors import ModelLoadError
+from lmi_server.ranks import Rank
+
+_BUSY_S = 0.02  # from the last message on a follower polls without a pause: the next step is to begin at once
+_PAUSE_S = 0.001
+
+
+class GroupBrokenError(BaseException):
+    """A step failed on this rank only: the ranks are not at the same place any more, and the worker has to end."""
+
+
+class Peers:
+    """The group of `rank`. Every method is called by one thread at a time; the sums by all ranks in the same order."""
+
+    def __init__(self, rank: Rank) -> None:
+        try:
+            from mpi4py import MPI
+        except (ImportError, RuntimeError) as error:
+            raise ModelLoadError(f"the MPI engine needs the extra 'mpi' ({error}); install lmi-server[mpi]") from error
+        self._mpi = MPI
+        self._world = MPI.COMM_WORLD
+        self.rank = rank.rank
+        self.size = rank.size
+        if self._world.size != rank.size:
+            raise ModelLoadError(
+                f"mpi4py sees {self._world.size} ranks of {rank.size}: it belongs to another MPI than mpirun"
+            )
+
+    def tell(self, message: bytes) -> None:
+        """Send a message to all other ranks."""
+        requests = [self._world.Isend([message, self._mpi.BYTE], other) for other in range(1, self.size)]
+        self._mpi.Request.Waitall(requests)
+
+    def hear(self) -> bytes:
+        """Wait for the next message of rank 0."""
+        status = self._mpi.Status()
+        began = time.monotonic()
+        while not self._world.Iprobe(source=0, status=status):
+            if time.monotonic() - began > _BUSY_S:
+                time.sleep(_PAUSE_S)
+        message = bytearray(status.Get_count(self._mpi.BYTE))
+        self._world.Recv([message, self._mpi.BYTE], source=0)
+        return bytes(message)
+
+    def add_up(self, partial: torch.Tensor) -> torch.Tensor:
+        """Return the sum over all ranks, in the order of the ranks on each, so that the bits are the same on all."""
+        if partial.is_cuda:
+            torch.distributed.all_reduce(partial)
+            return partial
+        return torch.sum(self._gathered(partial), dim=0)
+
+    def join_columns(self, columns: torch.Tensor) -> torch.Tensor:
+        """Return on rank 0 what each rank has of the last dimension, one rank's beside the other's.
+
+        The other ranks get their own back.
+        """
+        columns = columns.contiguous()
+        if columns.is_cuda:
+            return torch.cat(tuple(self._gathered(columns)), dim=-1)
+        if self.rank:
+            self._world.Gather(self._buffer(columns), None)
+            return columns
+        gathered = columns.new_empty((self.size, *columns.shape))
+        self._world.Gather(self._buffer(columns), self._buffer(gathered))
+        return torch.cat(tuple(gathered), dim=-1)
+
+    def _gathered(self, part: torch.Tensor) -> torch.Tensor:
+        """(...) of each rank -> (ranks, ...)."""
+        part = part.contiguous()
+        gathered = part.new_empty((self.size, *part.shape))
+        if part.is_cuda:
+            torch.distributed.all_gather_into_tensor(gathered, part)
+        else:
+            self._world.Allgather(self._buffer(part), self._buffer(gathered))
+        return gathered
+
+    def _buffer(self, tensor: torch.Tensor) -> list[Any]:
+        return [tensor.view(torch.uint8).numpy(), self._mpi.BYTE]

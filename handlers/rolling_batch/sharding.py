@@ -1,0 +1,123 @@
+"""A transformers model over the ranks of a group, each with its share of the heads and of the vocabulary.
+
+transformers loads it: its tensor-parallel plan tells which weights are split by columns and which by rows, and each
+rank reads its own part only. Its modules are then replaced by plain ones over the local part, so that everything that
+is done for speed on one rank is done here too, and the sums go over `Peers`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from handlers.rolling_batch.peers import Peers
+from lmi_server.errors import ModelLoadError
+from lmi_server.ranks import Rank
+
+_DEGREE = "option.tensor_parallel_degree"
+
+
+def check_degree(config: Any, degree: int) -> None:
+    """Raise ModelLoadError where a model cannot be split over `degree` ranks, before any weights are read."""
+    text_config = config.get_text_config()
+    if not getattr(text_config, "base_model_tp_plan", None):
+        raise ModelLoadError(
+            f"transformers has no tensor-parallel plan for {config.model_type}; set {_DEGREE}=1, or use another handler"
+        )
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+        count = getattr(text_config, name, None)
+        if isinstance(count, int) and count % degree:
+            raise ModelLoadError(
+                f"{_DEGREE}={degree} does not divide {name}={count} of the model; choose one that does"
+            )
+
+
+def join_process_group(rank: Rank) -> None:
+    """Let torch.distributed know the group: transformers loads by it. A file is its meeting point, no port."""
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group(
+            "nccl" if torch.cuda.is_available() else "gloo",
+            init_method=f"file://{rank.directory}/rendezvous",
+            rank=rank.rank,
+            world_size=rank.size,
+        )
+
+
+def loading_arguments(degree: int) -> dict[str, Any]:
+    """Return what `from_pretrained` needs to read the part of this rank."""
+    from transformers.distributed import DistributedConfig
+
+    return {"distributed_config": DistributedConfig(tp_plan="auto", tp_size=degree), "device_map": None}
+
+
+def local_bytes(model: nn.Module) -> int:
+    """Return the bytes of this rank's part of the weights."""
+    tensors = (_local(tensor) for tensor in (*model.parameters(), *model.buffers()))
+    return sum(tensor.nelement() * tensor.element_size() for tensor in tensors)
+
+
+def make_local(model: nn.Module, peers: Peers) -> bool:
+    """Replace linear layers that transformers split; tell whether nothing of the model is split in another way."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear and isinstance(child.weight, DTensor):
+                setattr(module, name, _local_linear(child, peers, gathers=child is _head(model)))
+    return not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def _head(model: Any) -> nn.Module | None:
+    head: nn.Module | None = model.get_output_embeddings()
+    return head
+
+
+def _local_linear(linear: nn.Linear, peers: Peers, gathers: bool) -> nn.Module:
+    assert isinstance(linear.weight, DTensor)
+    by_rows = linear.weight.placements[0] == Shard(1)
+    bias = None if linear.bias is None else _local(linear.bias)
+    local = _plain_linear(_local(linear.weight), None if by_rows else bias)
+    if by_rows:
+        return SummedLinear(local, bias, peers)
+    return JoinedLinear(local, peers) if gathers else local
+
+
+def _plain_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta", dtype=weight.dtype)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.detach().to_local() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+class SummedLinear(nn.Module):
+    """A linear layer of which each rank has some inputs: the ranks add up what they have."""
+
+    def __init__(self, linear: nn.Linear, bias: torch.Tensor | None, peers: Peers) -> None:
+        super().__init__()
+        self.linear = linear
+        self._bias = bias
+        self._peers = peers
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(..., inputs of this rank) -> (..., out_features), the same on all ranks."""
+        total = self._peers.add_up(self.linear(hidden))
+        return total if self._bias is None else total + self._bias
+
+
+class JoinedLinear(nn.Module):
+    """A linear layer of which each rank has some outputs: rank 0 gets those of all."""
+
+    def __init__(self, linear: nn.Linear, peers: Peers) -> None:
+        super().__init__()
+        self.linear = linear
+        self._peers = peers
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(..., in_features) -> (..., out_features) on rank 0, (..., outputs of this rank) elsewhere."""
+        return self._peers.join_columns(self.linear(hidden))

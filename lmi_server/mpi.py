@@ -1,0 +1,82 @@
+"""The MPI launcher of this machine: where `mpirun` is, whose it is, and how it is told to start a group of ranks."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+OPEN_MPI: Literal["Open MPI"] = "Open MPI"
+MPICH: Literal["MPICH"] = "MPICH"
+NO_MPIRUN = (
+    "the MPI engine needs mpirun of Open MPI or MPICH, and there is none beside this Python or on the PATH; install"
+    " lmi-server[mpi], or use engine=Python"
+)
+
+_VERSION = re.compile(r"\d+(\.\d+)+\w*")
+_VERSION_LIMIT_S = 20.0
+# How the launchers mark the lines of a rank: "[1,0]<stdout>: text" and "[12345,1]<stderr>:text", or "[0] text".
+_TAG = re.compile(r"\[(?:\d+,)?(?P<rank>\d+)\](?:<std\w+>:)? ?")
+
+
+@dataclass(frozen=True, slots=True)
+class MpiRun:
+    """An `mpirun`: its absolute path, the MPI that it belongs to, and that one's version."""
+
+    path: str
+    implementation: Literal["Open MPI", "MPICH"]
+    version: str
+
+    def command(self, ranks: int) -> Sequence[str]:
+        """Return the beginning of a command that starts `ranks` processes on this machine, their output marked."""
+        counted = (self.path, "-np", str(ranks))
+        if self.implementation == MPICH:
+            return (*counted, "-launcher", "fork", "-bind-to", "none", "-prepend-rank")
+        marked = ("--tag-output",) if self.version.startswith(("3.", "4.")) else ("--output", "tag")
+        return (*counted, "--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none", *marked)
+
+    def environment(self, directory: str) -> Mapping[str, str]:
+        """Return variables that keep every file of the group in `directory`, shared memory among them."""
+        if self.implementation == MPICH:
+            return {}
+        files = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_btl_vader_backing_directory")
+        sessions = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")
+        transport = {"OMPI_MCA_btl": "^tcp", "OMPI_MCA_pml": "ob1"}  # all ranks are on this machine
+        return {**dict.fromkeys((*files, *sessions), directory), **transport}
+
+
+def find_mpirun(environment: Mapping[str, str]) -> MpiRun | None:
+    """Return the `mpirun` beside this Python, or the first one of the PATH; None where there is none that is known."""
+    beside = str(Path(sys.executable).parent)
+    search = os.pathsep.join([beside, environment.get("PATH", os.defpath)])
+    path = shutil.which("mpirun", path=search)
+    return None if path is None else _asked(path)
+
+
+def rank_of_line(line: str) -> tuple[int | None, str]:
+    """Return the rank that wrote a line of the group's output, and the line itself; None for the launcher's own."""
+    tag = _TAG.match(line)
+    return (None, line) if tag is None else (int(tag["rank"]), line[tag.end() :])
+
+
+@functools.lru_cache
+def _asked(path: str) -> MpiRun | None:
+    try:
+        told = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=_VERSION_LIMIT_S, check=False
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    version = _VERSION.search(told)
+    if version is None:
+        return None
+    if "Open MPI" in told or "OpenRTE" in told:
+        return MpiRun(path, OPEN_MPI, version[0])
+    return MpiRun(path, MPICH, version[0]) if "HYDRA" in told else None

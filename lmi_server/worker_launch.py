@@ -1,0 +1,211 @@
+"""How a worker is brought to life: as one process that inherits its link, or as an MPI group whose ranks connect."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import socket
+import struct
+import tempfile
+from abc import ABC, abstractmethod
+from asyncio.subprocess import Process
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import cast
+
+from lmi_server.batch_progress import BatchProgress
+from lmi_server.configuration.environment import process_environment
+from lmi_server.link import WorkerLink, worker_link
+from lmi_server.mpi import MpiRun, rank_of_line
+from lmi_server.protocol import Failed, FromWorker, Load
+from lmi_server.ranks import RANK_BYTES, RankGroup
+from lmi_server.worker_command import mpi_worker_command, progress_path, socket_path, worker_command
+
+logger = logging.getLogger(__name__)
+
+_SHARED_MEMORY = Path("/dev/shm")
+_CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
+
+
+class WorkerLaunch(ABC):
+    """One start of a worker."""
+
+    progress: BatchProgress  # from `start` on
+
+    @abstractmethod
+    async def start(self, link: WorkerLink, load: Load, variables: Mapping[str, str]) -> Process:
+        """Start the process; `link` will be connected to it, and `load` is sent first. Raises OSError."""
+
+    @property
+    @abstractmethod
+    def pids(self) -> Sequence[int]:
+        """Return the processes that compute, as far as they have shown up."""
+
+    def rank_of_line(self, line: str) -> tuple[int | None, str]:
+        """Return which rank wrote a line of the log, where that says anything, and the line itself."""
+        return None, line
+
+    def close(self) -> None:
+        """Remove what the start made, once the processes have ended."""
+        self.progress.close()
+
+
+class SingleProcess(WorkerLaunch):
+    """A worker that is one process."""
+
+    def __init__(self) -> None:
+        self._pid: int | None = None
+
+    @property
+    def pids(self) -> Sequence[int]:
+        return () if self._pid is None else (self._pid,)
+
+    async def start(self, link: WorkerLink, load: Load, variables: Mapping[str, str]) -> Process:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            ours.setblocking(False)
+            try:
+                await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=ours)
+            except BaseException:
+                ours.close()
+                raise
+            link.send(load)
+            return await self._execute(theirs, variables)
+
+    async def _execute(self, link: socket.socket, variables: Mapping[str, str]) -> Process:
+        self.progress, progress = BatchProgress.create()
+        try:
+            process = await _execute(
+                worker_command(f"fd:{link.fileno()}", f"fd:{progress}"), variables, (link.fileno(), progress)
+            )
+        except BaseException:
+            self.progress.close()
+            raise
+        finally:
+            os.close(progress)
+        self._pid = process.pid
+        return process
+
+
+class MpiGroup(WorkerLaunch):
+    """A worker that is a group of ranks under mpirun. Its files, shared memory included, are in a directory of its own.
+
+    Every rank connects and says which one it is; rank 0 gets the link. The end of a connection means that its rank is
+    dead: `on_rank_lost` gets its number. `on_failed` gets what another rank than 0 says of a load that failed.
+    """
+
+    def __init__(
+        self,
+        mpirun: MpiRun,
+        ranks: int,
+        on_failed: Callable[[Failed], None],
+        on_rank_lost: Callable[[int], None],
+    ) -> None:
+        self._mpirun = mpirun
+        self._ranks = ranks
+        self._on_failed = on_failed
+        self._on_rank_lost = on_rank_lost
+        self._links: dict[int, WorkerLink] = {}
+        self._pids: dict[int, int] = {}
+        self._group: RankGroup | None = None
+        self._server: asyncio.Server | None = None
+        self._link: WorkerLink
+        self._load: Load
+
+    @property
+    def pids(self) -> Sequence[int]:
+        return list(self._pids.values())
+
+    def rank_of_line(self, line: str) -> tuple[int | None, str]:
+        return rank_of_line(line)
+
+    async def start(self, link: WorkerLink, load: Load, variables: Mapping[str, str]) -> Process:
+        self._link, self._load = link, load
+        group = self._group = RankGroup(self._ranks, _new_directory(), _free_port())
+        self.progress = BatchProgress.create_file(progress_path(group.directory))
+        try:
+            self._server = await asyncio.get_running_loop().create_unix_server(
+                lambda: _Arrival(self._arrived), socket_path(group.directory)
+            )
+            inherited = {**process_environment(), **variables}
+            own = {**group.environment(inherited), **self._mpirun.environment(group.directory)}
+            return await _execute(mpi_worker_command(self._mpirun, self._ranks, group.directory), {**variables, **own})
+        except BaseException:
+            self.close()
+            raise
+
+    def _arrived(self, rank: int, pid: int) -> WorkerLink:
+        """Return the link of a rank that has connected; it is told what to load."""
+        link = self._link if rank == 0 else worker_link(self._on_message, lambda: self._on_lost(rank))
+        self._links[rank] = link
+        self._pids[rank] = pid
+        asyncio.get_running_loop().call_soon(link.send, self._load)
+        return link
+
+    def _on_message(self, message: FromWorker) -> None:
+        if isinstance(message, Failed):
+            self._on_failed(message)
+
+    def _on_lost(self, rank: int) -> None:
+        self._pids.pop(rank, None)
+        self._on_rank_lost(rank)
+
+    def close(self) -> None:
+        super().close()
+        if self._server is not None:
+            self._server.close()
+        for link in self._links.values():
+            link.close()
+        if self._group is not None:
+            shutil.rmtree(self._group.directory, ignore_errors=True)
+            for path in _SHARED_MEMORY.glob(self._group.litter):
+                path.unlink(missing_ok=True)
+
+
+class _Arrival(asyncio.Protocol):
+    """A rank that has connected and not said yet which one it is."""
+
+    def __init__(self, on_arrival: Callable[[int, int], WorkerLink]) -> None:
+        self._on_arrival = on_arrival
+        self._received = b""
+        self._transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        if len(self._received) < RANK_BYTES:
+            return
+        connection = self._transport.get_extra_info("socket")
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        link = self._on_arrival(int.from_bytes(self._received, "big"), _CREDENTIALS.unpack(credentials)[0])
+        self._transport.set_protocol(link)
+        link.connection_made(self._transport)
+
+
+async def _execute(command: Sequence[str], variables: Mapping[str, str], inherited: Sequence[int] = ()) -> Process:
+    return await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+        pass_fds=inherited,
+        env={**process_environment(), **variables, "PYTHONUNBUFFERED": "1"},
+    )
+
+
+def _new_directory() -> str:
+    """Make a directory that only this user can open, in memory where there is such a file system."""
+    in_memory = _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK)
+    return tempfile.mkdtemp(prefix=f"lmi-{os.getpid()}-", dir=_SHARED_MEMORY if in_memory else None)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

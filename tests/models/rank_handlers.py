@@ -1,0 +1,47 @@
+"""Handlers that run as a group of ranks, for tests only: they say who they are, and fail as their rank is told to."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from handlers.echo import EchoHandler
+from lmi_server.configuration.environment import own_rank
+from lmi_server.handler import ModelInfo
+
+_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")
+
+
+class RankHandler(EchoHandler):
+    """Echoes on rank 0; each rank writes its variables into the model directory.
+
+    A file "stop-N" or "die-N" there makes rank N stop or die while it loads, the first time.
+    """
+
+    async def start(self, model_dir: str, options: Any) -> ModelInfo:
+        self._join(Path(model_dir))
+        return await super().start(model_dir, options)
+
+    def follow(self, model_dir: str, options: Any) -> None:
+        self._join(Path(model_dir))
+        assert self._world.bcast(None) == "stop"
+
+    def _join(self, directory: Path) -> None:
+        rank = own_rank().rank
+        print(f"rank {rank} loads")
+        for fault, number in (("stop", signal.SIGSTOP), ("die", signal.SIGKILL)):
+            marker = directory / f"{fault}-{rank}"
+            if marker.exists():
+                marker.unlink()
+                os.kill(os.getpid(), number)
+        told = [os.environ.get(name, "") for name in _VARIABLES]
+        (directory / f"rank-{rank}").write_text(" ".join([str(os.getpid()), *told]))
+        from mpi4py import MPI
+
+        self._world = MPI.COMM_WORLD
+        assert self._world.allgather(rank) == list(range(own_rank().size))
+
+    async def stop(self) -> None:
+        self._world.bcast("stop")

@@ -1,0 +1,113 @@
+"""A worker that is a group of ranks under a real mpirun: it starts, and nothing of it is left, however it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from mpi_helpers import clean, group_members, is_running, litter
+from server_helpers import Server, make_model, serving
+
+from lmi_server.mpi import rank_of_line
+
+RANKS = "rank_handlers:RankHandler"
+MPI_KEYS = {"entryPoint": "djl_python.huggingface", "rolling_batch": "scheduler", "mpi_mode": "true"}
+
+
+def model(directory: Path, ranks: int = 2, **options: object) -> Path:
+    made = make_model(directory / "model", RANKS, **{**MPI_KEYS, "tensor_parallel_degree": ranks, **options})
+    (made / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    return made
+
+
+def pid_of(directory: Path, rank: int) -> int:
+    return int((directory / f"rank-{rank}").read_text().split()[0])
+
+
+def wait_for_group(server: Server) -> None:
+    server.log_line(r"\] ready: process")
+    assert server.invoke("a b").status_code == 200
+
+
+def test_the_ranks_know_who_they_are_and_share_the_cores(tmp_path: Path) -> None:
+    directory = model(tmp_path, 3)
+    with clean(directory) as server:
+        wait_for_group(server)
+        told = [(directory / f"rank-{rank}").read_text().split()[1:] for rank in range(3)]
+        threads = str(max(1, len(os.sched_getaffinity(0)) // 3))
+        assert told == [[str(rank), str(rank), "3", "3", "127.0.0.1", threads] for rank in range(3)]
+        members = group_members(server.process.pid)
+        assert len(members) == 4
+        assert len(litter(server.process.pid)) == 1
+        log = "".join(server.lines)
+        assert all(f"[model-0 rank {rank}] rank {rank} loads" in log for rank in range(3))
+    assert not any(map(is_running, members))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_dies_or_is_stopped_ends_the_group_and_the_next_one_serves(
+    rank: int, number: int, tmp_path: Path
+) -> None:
+    directory = model(tmp_path)
+    with clean(directory) as server:
+        wait_for_group(server)
+        first = group_members(server.process.pid)
+        os.kill(pid_of(directory, rank), number)
+        server.log_line(r"process \d+ (was ended|exited)")
+        wait_for_group(server)
+        assert not any(map(is_running, first))
+
+
+def test_the_launcher_killed_takes_its_ranks_with_it(tmp_path: Path) -> None:
+    directory = model(tmp_path)
+    with clean(directory) as server:
+        wait_for_group(server)
+        first = group_members(server.process.pid)
+        os.kill(server.worker_pid(), signal.SIGKILL)
+        server.log_line(r"process \d+ was ended")
+        wait_for_group(server)
+        assert not any(map(is_running, first))
+
+
+@pytest.mark.parametrize("fault", ["stop-0", "stop-1", "die-1"])
+def test_a_rank_lost_while_it_loads_fails_the_load(fault: str, tmp_path: Path) -> None:
+    directory = model(tmp_path)
+    (directory / fault).touch()
+    with clean(directory) as server:
+        server.log_line("model model could not be loaded: the worker process")
+        assert server.http.get("/ping").status_code == 500
+
+
+def test_a_server_killed_leaves_no_rank_and_no_file(tmp_path: Path) -> None:
+    directory = model(tmp_path)
+    with clean(directory) as server:
+        wait_for_group(server)
+        members = group_members(server.process.pid)
+        server.process.kill()
+        server.ended()
+        while any(map(is_running, members)) or litter(server.process.pid):
+            pass
+
+
+def test_a_handler_that_cannot_follow_says_so(tmp_path: Path) -> None:
+    options = {**MPI_KEYS, "tensor_parallel_degree": 2, "model_id": model(tmp_path / "other")}
+    with serving(tmp_path, ready=False, **options) as server:
+        found = server.log_line("could not be loaded: (.*)")
+        assert "does not run under the MPI engine; use engine=Python" in found[1]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("[1,0]<stdout>: INFO x: y", (0, "INFO x: y")),
+        ("[52345,11]<stderr>:text", (11, "text")),
+        ("[3] text", (3, "text")),
+        ("prterun noticed that process rank 0", (None, "prterun noticed that process rank 0")),
+        ("[vm:17554] *** End of error message ***", (None, "[vm:17554] *** End of error message ***")),
+    ],
+)
+def test_the_rank_of_a_line(line: str, expected: tuple[int | None, str]) -> None:
+    assert rank_of_line(line) == expected

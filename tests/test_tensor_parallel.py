@@ -1,0 +1,141 @@
+"""A model split over two ranks, over real HTTP: the same tokens as on one, whatever else happens in the batch."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from mpi_helpers import clean, group_members, is_running, process_of_rank
+from server_helpers import Server, make_model
+from tiny_models import FAMILIES, byte_tokenizer, random_model
+
+from handlers.rolling_batch.sharding import check_degree
+from lmi_server.errors import ModelLoadError
+
+HUGGING_FACE = "handlers.huggingface:HuggingFaceHandler"
+MPI_KEYS = {
+    "entryPoint": "djl_python.huggingface",
+    "rolling_batch": "scheduler",
+    "mpi_mode": "true",
+    "tensor_parallel_degree": 2,
+    "dtype": "fp32",
+    "kv_cache_memory_gb": 0.01,
+    "max_rolling_batch_size": 4,
+}
+
+
+def save(directory: Path) -> Any:
+    """Save a tiny model whose vocabulary two ranks can share; return it."""
+    config = FAMILIES["llama"]()
+    config.update({"vocab_size": 260})
+    model = random_model(config)
+    model.save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+    return model
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    directory = tmp_path_factory.mktemp("weights")
+    return directory, save(directory)
+
+
+@pytest.fixture(scope="module")
+def sharded(reference: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = make_model(tmp_path_factory.mktemp("tp") / "model", HUGGING_FACE, model_id=reference[0], **MPI_KEYS)
+    with clean(directory) as server:
+        server.log_line(r"\] ready: process .* ranks=2 ")
+        yield server
+
+
+def generated(model: Any, prompt: str, count: int) -> list[int]:
+    inputs = byte_tokenizer()(prompt, return_tensors="pt")
+    with torch.inference_mode():
+        out = model.generate(inputs["input_ids"], max_new_tokens=count, do_sample=False, pad_token_id=0)
+    return out[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+def body(prompt: str, count: int, stream: bool = False) -> dict[str, Any]:
+    return {"inputs": prompt, "parameters": {"max_new_tokens": count, "details": True}, "stream": stream}
+
+
+async def leave_after_a_token(client: httpx.AsyncClient, prompt: str) -> None:
+    async with client.stream("POST", "/invocations", json=body(prompt, 150, stream=True)) as answer:
+        async for _ in answer.aiter_lines():
+            return
+
+
+async def tokens(client: httpx.AsyncClient, prompt: str, count: int) -> list[int]:
+    answer = await client.post("/invocations", json=body(prompt, count))
+    return [token["id"] for token in answer.json()["details"]["tokens"]]
+
+
+def test_the_tokens_are_those_of_one_rank_while_others_come_and_leave(
+    sharded: Server, reference: tuple[Path, Any]
+) -> None:
+    chance = random.Random(3)
+    prompts = ["".join(chance.choices("abcdefgh ", k=length)) for length in (1, 3, 9, 20, 60, 130, 5, 44, 2, 90)]
+    counts = [chance.choice([1, 7, 24, 60]) for _ in prompts]
+
+    async def ask() -> list[list[int]]:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{sharded.port}", timeout=60) as client:
+            leaving = [asyncio.create_task(leave_after_a_token(client, f"leaves {index}")) for index in range(6)]
+            asked = zip(prompts, counts, strict=True)
+            told = await asyncio.gather(*(tokens(client, prompt, count) for prompt, count in asked))
+            await asyncio.gather(*leaving)
+            return told
+
+    expected = [generated(reference[1], prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
+    assert asyncio.run(ask()) == expected
+
+
+def test_a_seed_gives_one_text(sharded: Server) -> None:
+    request = {"inputs": "seed", "parameters": {"max_new_tokens": 20, "do_sample": True, "seed": 5, "top_p": 0.9}}
+    texts = {sharded.http.post("/invocations", json=request).text for _ in range(3)}
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_follower_lost_in_a_step_ends_the_streams_and_the_next_group_answers(
+    number: int, sharded: Server, reference: tuple[Path, Any]
+) -> None:
+    follower = process_of_rank(sharded.process.pid, 1)
+    members = group_members(sharded.process.pid)
+    with sharded.http.stream("POST", "/invocations", json=body("a stream", 200, stream=True)) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        os.kill(follower, number)
+        rest = list(lines)
+    sharded.log_line(r"process \d+ was ended|process \d+ exited")
+    assert "error" in rest[-1] or len(rest) == 199  # all of it may have been computed before
+    answer = sharded.http.post("/invocations", json=body("after", 5))
+    assert [token["id"] for token in answer.json()["details"]["tokens"]] == generated(reference[1], "after", 5)
+    assert not any(map(is_running, members))
+
+
+@pytest.mark.parametrize(
+    ("changes", "degree", "message"),
+    [
+        ({"num_key_value_heads": 1}, 2, "tensor_parallel_degree=2 does not divide num_key_value_heads=1"),
+        ({}, 3, "tensor_parallel_degree=3 does not divide num_attention_heads=4"),
+        ({}, 2, "tensor_parallel_degree=2 does not divide vocab_size=259"),
+    ],
+)
+def test_a_degree_that_divides_not_is_refused_by_name(changes: dict[str, int], degree: int, message: str) -> None:
+    config = FAMILIES["llama"]()
+    config.update(changes)
+    with pytest.raises(ModelLoadError, match=message):
+        check_degree(config, degree)
+
+
+def test_a_model_without_a_plan_is_refused_by_name() -> None:
+    with pytest.raises(ModelLoadError, match="no tensor-parallel plan for opt"):
+        check_degree(FAMILIES["opt"](), 2)
