@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-# What starting one more pass costs, in tokens that could be padding instead. On the CPU 32 texts of 3 to 120 words take a
-# third of the time in four or five passes; a GPU can compute more in the time that starting one takes.
+# What starting one more pass costs, in tokens that could be padding instead. On the CPU 32 texts of 3 to 120 words take
+# a third of the time in four or five passes; a GPU can compute more in the time that starting one takes.
 _PASS_COSTS = {"cpu": 128}
 _PASS_COST = 4096
 _FEWEST = 8  # texts for which it is worth to look ahead
