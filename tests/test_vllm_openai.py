@@ -25,7 +25,7 @@ WEATHER = {
         "strict": True,
         "parameters": {
             "type": "object",
-            "properties": {"city": {"type": "string", "maxLength": 12}},
+            "properties": {"city": {"type": "string", "enum": ["Paris", "London"]}},
             "required": ["city"],
             "additionalProperties": False,
         },
@@ -162,7 +162,7 @@ def told(answer: Any) -> list[dict[str, Any]]:
 
 
 def asked_for(path: str, body: dict[str, Any]) -> bool:
-    """Tell whether a request asked for what is at `path`; with an echo vLLM tells of the prompt in every form it has."""
+    """Tell whether a request asked for what is at `path`; with an echo vLLM tells of the prompt in every form."""
     return not (body.get("echo") and path.startswith((".choices.prompt_logprobs", ".choices.prompt_token_ids")))
 
 
