@@ -232,11 +232,13 @@ def test_memory_of_a_model_that_does_not_fit(tmp_path: Path) -> None:
 
 
 def test_memory_is_shared_by_the_devices_of_a_worker(tmp_path: Path) -> None:
-    found = explained(tmp_path, "option.rolling_batch=vllm\noption.max_model_len=1024", FOUR_GPUS)
+    found = explained(
+        tmp_path, "option.rolling_batch=vllm\noption.max_model_len=1024\noption.max_rolling_batch_size=32", FOUR_GPUS
+    )
     assert found.memory["devices"] == 4
     assert found.memory["weights_bytes"] == pytest.approx(2 * 6.74e9 / 4, rel=0.001)
-    assert found.memory["kv_bytes"] == 256 * 1024 * 524288 / 4
-    assert found.memory["kv_tokens_that_fit"] == 256 * 1024
+    assert found.memory["kv_bytes"] == 32 * 1024 * 524288 / 4
+    assert found.memory["kv_tokens_that_fit"] == 32 * 1024
     assert not [warning for warning in found.warnings if "memory" in warning]
 
 

@@ -133,7 +133,6 @@ def test_values_arrive_as_text(field: str, raw: str, value: Any) -> None:
         ("tensor_parallel_degree", "0"),
         ("tensor_parallel_degree", "most"),
         ("rolling_batch", "continuous"),
-        ("output_formatter", "xml"),
         ("mem_fraction_static", "1.0"),
         ("chunked_prefill_size", "0"),
         ("chunked_prefill_size", "-2"),
