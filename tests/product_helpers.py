@@ -21,7 +21,10 @@ class Server:
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.lines: list[str] = []
         self.url = self.log_line(r"listening on (http://\S+)")[1]
-        self.log_line(r"\] ready: process")
+        told = self.log_line(r"\] ready: process|could not be loaded: .*")
+        if "could not" in told[0]:
+            self.process.kill()
+            raise AssertionError(told.string)
         self.model = directory.name.replace("-", "_")
         self.http = httpx.Client(base_url=self.url, timeout=120)
 
