@@ -225,7 +225,15 @@ class WorkerProcess:
         """Kill the process and every process that it started."""
         self._killed = True
         if self._process is not None and not self._exited.is_set():
-            kill_session(self._process.pid)
+            self._kill_session(self._process.pid)
+
+    def _kill_session(self, pid: int) -> None:
+        """Kill the worker and what it started; what cannot be found for want of file descriptors, later."""
+        try:
+            kill_session(pid)
+        except OSError as error:
+            logger.warning("[%s] cannot look for the processes that it started: %s; trying again", self.name, error)
+            self._loop.call_later(_EXIT_GRACE_S, self._kill_session, pid)
 
     async def reap(self) -> None:
         """Wait for the worker's end and for the last lines of its log; kill it where it does not end by itself."""
@@ -275,7 +283,7 @@ class WorkerProcess:
 
     async def _wait_exit(self, process: Process) -> None:
         code = await process.wait()
-        kill_session(process.pid)  # children that the worker left behind
+        self._kill_session(process.pid)  # children that the worker left behind
         self._exited.set()
         reason = f"the worker process {_exit_reason(code)} while it loaded the model"
         if code == -signal.SIGKILL and not self._killed and _oom_kills() > self._oom_kills:
