@@ -1,10 +1,10 @@
 """Measures the scheduling of the rolling batch with the demo model, over HTTP, streaming.
 
-    python -m benchmarks.scheduling
+    python -m benchmarks.scheduling [shared] [mixed] [scarce]
 
-Each load on a server of its own: 8 requests that share a prefix of 1,024 tokens; 64 requests of mixed lengths at once,
-beside static batches of the same requests through a padded `model.generate`; and 32 requests with KV memory for a third
-of what they need at most, beside the same with enough of it.
+Each load on a server of its own: 8 requests that share a prefix of 1,024 tokens (shared); 64 requests of mixed lengths
+at once, beside static batches of the same requests through a padded `model.generate` (mixed); and 32 requests with KV
+memory for a third of what they need at most, beside the same with enough of it (scarce). Without names, all of them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -212,6 +213,8 @@ PARTS = {
     "full lengths, enough": lambda: scarce_memory(full_lengths(), 1.0),
 }
 
+Row = tuple[str, str, str]
+
 
 def run_apart(name: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.scheduling", "--part", name]
@@ -219,46 +222,59 @@ def run_apart(name: str) -> dict[str, Any]:
     return json.loads(finished.stdout.decode().strip().rpartition("\n")[2])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", choices=PARTS, help="run only this one and print its figures as JSON")
-    arguments = parser.parse_args()
-    if arguments.part:
-        print(json.dumps(PARTS[arguments.part]()))
-        return
-    Console().print(table({name: run_apart(name) for name in PARTS}))
-
-
-def table(found: dict[str, dict[str, Any]]) -> Table:
-    shown = Table(title="Scheduling of the rolling batch, SmolLM2-135M (bf16), over HTTP, streaming")
-    for column in ("", "measured", "ratio"):
-        shown.add_column(column, justify="right" if column else "left")
-    shared, mixed = found["shared prefix"], found["mixed lengths"]
-    shown.add_row(
+def shared_rows() -> Iterator[Row]:
+    found = run_apart("shared prefix")
+    yield (
         f"TTFT of 7 requests that share {SHARED:,} tokens with an earlier one, the longest / that one's",
-        f"{shared['later'] * 1e3:.0f} ms / {shared['first'] * 1e3:.0f} ms",
-        f"{shared['ratio']:.2f}",
+        f"{found['later'] * 1e3:.0f} ms / {found['first'] * 1e3:.0f} ms",
+        f"{found['ratio']:.2f}",
     )
+
+
+def mixed_rows() -> Iterator[Row]:
+    mixed = run_apart("mixed lengths")
     for size in (32, 64):
-        static = found[f"static batches of {size}"]["rate"]
-        shown.add_row(
+        static = run_apart(f"static batches of {size}")["rate"]
+        yield (
             f"{MIXED} requests of mixed lengths, tokens/s / static batches of {size}",
             f"{mixed['rate']:.0f} / {static:.0f}",
             f"{mixed['rate'] / static:.2f}",
         )
     for name, title in (("TTFT", "time to first token"), ("ITL", "inter-token latency")):
         late, median = mixed[f"{name} p99"], mixed[f"{name} median"]
-        shown.add_row(f"the same, {title}, p99 / median", f"{late:.2f} s / {median:.2f} s", f"{late / median:.2f}")
+        yield f"the same, {title}, p99 / median", f"{late:.2f} s / {median:.2f} s", f"{late / median:.2f}"
+
+
+def scarce_rows() -> Iterator[Row]:
     for load in ("chats", "full lengths"):
-        third, enough = found[f"{load}, a third"], found[f"{load}, enough"]
+        third, enough = run_apart(f"{load}, a third"), run_apart(f"{load}, enough")
         same = sum(one == other for one, other in zip(third["texts"], enough["texts"], strict=True))
-        shown.add_row(
+        yield (
             f"{SCARCE} {load}, tokens/s, KV memory for a third / enough"
             f" ({third['retracted']:.0f} retracted, {same} texts alike)",
             f"{third['rate']:.0f} / {enough['rate']:.0f}",
             f"{third['rate'] / enough['rate']:.2f}",
         )
-    return shown
+
+
+LOADS = {"shared": shared_rows, "mixed": mixed_rows, "scarce": scarce_rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("loads", nargs="*", choices=LOADS, help="which loads; without any, all")
+    parser.add_argument("--part", choices=PARTS, help="run only this one and print its figures as JSON")
+    arguments = parser.parse_args()
+    if arguments.part:
+        print(json.dumps(PARTS[arguments.part]()))
+        return
+    shown = Table(title="Scheduling of the rolling batch, SmolLM2-135M (bf16), over HTTP, streaming")
+    for column in ("", "measured", "ratio"):
+        shown.add_column(column, justify="right" if column else "left")
+    for name in arguments.loads or LOADS:
+        for row in LOADS[name]():
+            shown.add_row(*row)
+    Console().print(shown)
 
 
 if __name__ == "__main__":

@@ -56,6 +56,32 @@ def _power_of_two(context, exponent):  # type: ignore[no-untyped-def]
     return types.float32(types.int32), build
 
 
+@intrinsic
+def _told(context, address):  # type: ignore[no-untyped-def]
+    """The int64 at an address in shared memory; nothing that follows is read before it."""
+
+    def build(ctx, builder, sig, args):  # type: ignore[no-untyped-def]
+        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.load_atomic(pointer, "acquire", 8)
+
+    return types.int64(types.uintp), build
+
+
+@intrinsic
+def _tell(context, address, number):  # type: ignore[no-untyped-def]
+    """Write an int64 to an address in shared memory, after all that was written before."""
+
+    def build(ctx, builder, sig, args):  # type: ignore[no-untyped-def]
+        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        builder.store_atomic(args[1], pointer, "release", 8)
+        return ctx.get_dummy_value()
+
+    return types.void(types.uintp, types.int64), build
+
+
+_yield_core = types.ExternalFunction("sched_yield", types.int32())
+
+
 @njit(fastmath=True, inline="always")
 def _exp(x):  # type: ignore[no-untyped-def]
     """e ** x in float32 to about one unit in the last place, without a call, so that loops of it become vectors."""
@@ -247,3 +273,35 @@ def rotate(rows, cosines, sines, heads):  # type: ignore[no-untyped-def]
                 turned_high = high * _load(cosines[n, half + d]) + low * _load(sines[n, half + d])
                 rows[n, first + d] = _store(turned_low, rows[n, first])
                 rows[n, first + half + d] = _store(turned_high, rows[n, first])
+
+
+@njit(nogil=True, fastmath=True, cache=True)
+def sum_of_ranks(part, out, parts, counts, line, rank, count, total):  # type: ignore[no-untyped-def]
+    """Sum `part` (n,) of every rank, in the order of the ranks, to `out` (n,); return `count` and the pieces added.
+
+    Shared are parts (ranks, 2, piece) and, at the address `counts`, each `line` bytes, how many pieces a rank has put
+    there; `count` are those of this rank so far. total (piece,) float32 is for the kernel's own use. A rank that puts
+    a piece into one of its two places has seen all others begin with the piece before: nobody reads what was there.
+    """
+    ranks, _, piece = parts.shape
+    for begin in range(0, len(part), piece):
+        size = min(piece, len(part) - begin)
+        place = count & 1
+        own = parts[rank, place]
+        for i in range(size):
+            own[i] = part[begin + i]
+        count += 1
+        _tell(counts + np.uintp(rank * line), count)
+        total[:size] = 0
+        for other in range(ranks):
+            looks = 0
+            while _told(counts + np.uintp(other * line)) < count:
+                looks += 1
+                if looks % 256 == 0:  # whoever else wants the core: what is waited for may be what it computes
+                    _yield_core()
+            theirs = parts[other, place]
+            for i in range(size):
+                total[i] += _load(theirs[i])
+        for i in range(size):
+            out[begin + i] = _store(total[i], out[0])
+    return count
