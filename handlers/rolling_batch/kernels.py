@@ -161,39 +161,48 @@ def slot_attention(  # type: ignore[no-untyped-def]
 
 
 @njit(parallel=True, fastmath=True, nogil=True, cache=True)
-def chunk_softmax(scores, weights, group, first, begin, scaling, window, softcap):  # type: ignore[no-untyped-def]
+def chunk_softmax(scores, weights, first_own, last_own, start, begin, scaling, window, softcap):  # type: ignore[no-untyped-def]
     """Softmax over the tokens that each row of a chunk may see; the others get weight zero.
 
-    scores (kv_heads, group * rows, tokens) float32, overwritten -> weights of the same shape. Row r of a group is token
-    `first + r`; column t is token `begin + t`. window: tokens seen, 0 for all. softcap: 0 for none.
+    scores (kv_heads, group * rows, columns) float32, overwritten -> weights of the same shape. The first columns are
+    tokens `begin` to `start` - 1, which all rows may see; beside them row r sees columns `first_own[r]` to
+    `last_own[r]`, not included: token `start` and those after it up to its own. window: tokens seen, 0 for all.
+    softcap: 0 for none.
     """
-    heads, grouped, tokens = scores.shape
-    rows = grouped // group
+    heads, grouped, columns = scores.shape
+    shared = max(start - begin, 0)
     for work in prange(heads * grouped):
         head, row = work // grouped, work % grouped
-        position = first + row % rows
-        last = position + 1 - begin
-        start = max(0, last - window) if window > 0 else 0
+        own, last = first_own[row % len(first_own)], last_own[row % len(first_own)]
+        seen = start + last - own  # tokens up to the row's own
+        low = min(max(0, seen - window - begin), shared) if window > 0 else 0
+        own = max(own + max(0, seen - window - start) if window > 0 else own, 0)
         score, weight = scores[head, row], weights[head, row]
-        if softcap > 0:
-            for t in range(start, last):
-                score[t] = softcap * math.tanh(score[t] * scaling / softcap)
-        else:
-            for t in range(start, last):
-                score[t] = score[t] * scaling
         highest = np.float32(-np.inf)
-        for t in range(start, last):
-            highest = max(highest, score[t])
+        for part in range(2):
+            since, until = (low, shared) if part == 0 else (own, last)
+            if softcap > 0:
+                for t in range(since, until):
+                    score[t] = softcap * math.tanh(score[t] * scaling / softcap)
+            else:
+                for t in range(since, until):
+                    score[t] = score[t] * scaling
+            for t in range(since, until):
+                highest = max(highest, score[t])
         total = np.float32(0)
-        for t in range(start, last):
-            score[t] = _exp(score[t] - highest)
-            total += score[t]
+        for part in range(2):
+            since, until = (low, shared) if part == 0 else (own, last)
+            for t in range(since, until):
+                score[t] = _exp(score[t] - highest)
+                total += score[t]
         factor = np.float32(1) / total
-        for t in range(start):
-            weight[t] = _store(np.float32(0), weight[t])
-        for t in range(start, last):
-            weight[t] = _store(score[t] * factor, weight[t])
-        for t in range(last, tokens):
+        for part in range(2):
+            since, until = (low, shared) if part == 0 else (own, last)
+            for t in range(0 if part == 0 else shared, since):
+                weight[t] = _store(np.float32(0), weight[t])
+            for t in range(since, until):
+                weight[t] = _store(score[t] * factor, weight[t])
+        for t in range(last, columns):
             weight[t] = _store(np.float32(0), weight[t])
 
 
