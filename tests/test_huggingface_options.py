@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -183,3 +185,17 @@ def test_revision_chooses_what_the_hub_gives(weights: Path, tmp_path: Path) -> N
             token = first_token(server.http)
     assert token == expected_token()
     assert "model.safetensors" in hub.requested
+
+
+def test_threads_are_those_of_every_operation(weights: Path) -> None:
+    """numba, once it starts, would have torch use every core; in this process it started long ago."""
+    code = (
+        "import sys, numba, torch; from handlers.huggingface_options import HuggingFaceOptions;"
+        "from handlers.rolling_batch.loading import load_engine;"
+        "options = HuggingFaceOptions(threads=1, dtype='fp32', kv_cache_memory_gb=0.001);"
+        "load_engine(sys.argv[1], options); print('threads', torch.get_num_threads(), numba.get_num_threads())"
+    )
+    finished = subprocess.run(
+        [sys.executable, "-c", code, str(weights)], stdout=subprocess.PIPE, check=True, text=True, timeout=120
+    )
+    assert finished.stdout.splitlines()[-1] == "threads 1 1"

@@ -169,7 +169,7 @@ def chunk_softmax(scores, weights, first_own, last_own, start, begin, scaling, w
     `last_own[r]`, not included: token `start` and those after it up to its own. window: tokens seen, 0 for all.
     softcap: 0 for none.
     """
-    heads, grouped, columns = scores.shape
+    heads, grouped, _ = scores.shape
     shared = max(start - begin, 0)
     for work in prange(heads * grouped):
         head, row = work // grouped, work % grouped
@@ -178,32 +178,32 @@ def chunk_softmax(scores, weights, first_own, last_own, start, begin, scaling, w
         low = min(max(0, seen - window - begin), shared) if window > 0 else 0
         own = max(own + max(0, seen - window - start) if window > 0 else own, 0)
         score, weight = scores[head, row], weights[head, row]
-        highest = np.float32(-np.inf)
-        for part in range(2):
-            since, until = (low, shared) if part == 0 else (own, last)
+        highest, total = np.float32(-np.inf), np.float32(0)
+        for part in range(2):  # slices, because loops over them become vectors: their indices are never negative
+            scored = score[low:shared] if part == 0 else score[own:last]
             if softcap > 0:
-                for t in range(since, until):
-                    score[t] = softcap * math.tanh(score[t] * scaling / softcap)
+                for t in range(len(scored)):
+                    scored[t] = softcap * math.tanh(scored[t] * scaling / softcap)
             else:
-                for t in range(since, until):
-                    score[t] = score[t] * scaling
-            for t in range(since, until):
-                highest = max(highest, score[t])
-        total = np.float32(0)
+                for t in range(len(scored)):
+                    scored[t] = scored[t] * scaling
+            for t in range(len(scored)):
+                highest = max(highest, scored[t])
         for part in range(2):
-            since, until = (low, shared) if part == 0 else (own, last)
-            for t in range(since, until):
-                score[t] = _exp(score[t] - highest)
-                total += score[t]
-        factor = np.float32(1) / total
+            scored = score[low:shared] if part == 0 else score[own:last]
+            for t in range(len(scored)):
+                scored[t] = _exp(scored[t] - highest)
+            for t in range(len(scored)):
+                total += scored[t]
+        factor, zero = np.float32(1) / total, _store(np.float32(0), weight[0])
         for part in range(2):
-            since, until = (low, shared) if part == 0 else (own, last)
-            for t in range(0 if part == 0 else shared, since):
-                weight[t] = _store(np.float32(0), weight[t])
-            for t in range(since, until):
-                weight[t] = _store(score[t] * factor, weight[t])
-        for t in range(last, columns):
-            weight[t] = _store(np.float32(0), weight[t])
+            scored = score[low:shared] if part == 0 else score[own:last]
+            weighed = weight[low:shared] if part == 0 else weight[own:last]
+            for t in range(len(scored)):
+                weighed[t] = _store(scored[t] * factor, zero)
+        weight[: min(low, shared)] = zero
+        weight[shared:own] = zero
+        weight[last:] = zero
 
 
 @njit(parallel=True, fastmath=True, nogil=True, cache=True)
