@@ -216,14 +216,14 @@ def table(results: dict[str, dict[int, list[float]] | None]) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", choices=SHORT_NAMES, help="who takes part; without any, all")
+    parser.add_argument("names", nargs="*", choices=("all", *SHORT_NAMES), default="all", help="who takes part")
     parser.add_argument("--contender", choices=CONTENDERS, help="run only this one and print its rates as JSON")
     arguments = parser.parse_args()
     if arguments.contender:
         print(json.dumps(CONTENDERS[arguments.contender]()))
         return
-    names = [SHORT_NAMES[name] for name in arguments.names] or list(CONTENDERS)
-    Console().print(table({name: run_apart(name) for name in names}))
+    names = list(SHORT_NAMES) if "all" in arguments.names else arguments.names
+    Console().print(table({SHORT_NAMES[name]: run_apart(SHORT_NAMES[name]) for name in names}))
 
 
 if __name__ == "__main__":

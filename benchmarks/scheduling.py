@@ -262,7 +262,7 @@ LOADS = {"shared": shared_rows, "mixed": mixed_rows, "scarce": scarce_rows}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("loads", nargs="*", choices=LOADS, help="which loads; without any, all")
+    parser.add_argument("loads", nargs="*", choices=("all", *LOADS), default="all", help="which loads")
     parser.add_argument("--part", choices=PARTS, help="run only this one and print its figures as JSON")
     arguments = parser.parse_args()
     if arguments.part:
@@ -271,7 +271,7 @@ def main() -> None:
     shown = Table(title="Scheduling of the rolling batch, SmolLM2-135M (bf16), over HTTP, streaming")
     for column in ("", "measured", "ratio"):
         shown.add_column(column, justify="right" if column else "left")
-    for name in arguments.loads or LOADS:
+    for name in LOADS if "all" in arguments.loads else arguments.loads:
         for row in LOADS[name]():
             shown.add_row(*row)
     Console().print(shown)
