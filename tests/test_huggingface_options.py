@@ -134,7 +134,7 @@ def test_every_device_map_puts_the_model_on_one_device(weights: Path, device_map
 
 
 def test_a_device_that_is_not_there_fails_the_load(weights: Path) -> None:
-    with pytest.raises(ModelLoadError, match="option.device_map=cuda:63: this worker has 0 CUDA devices"):
+    with pytest.raises(ModelLoadError, match=r"option\.device_map=cuda:63: this worker has"):
         load(weights, device_map="cuda:63")
 
 
