@@ -25,6 +25,11 @@ _EXACT = {
     "/v1/chat/completions": "chat/completions",
     "/v1/responses": "responses",
     "/v1/embeddings": "embeddings",
+    "/score": "score",
+    "/v1/score": "score",
+    "/rerank": "rerank",
+    "/v1/rerank": "rerank",
+    "/v2/rerank": "rerank",
     "/tokenize": "tokenize",
     "/detokenize": "detokenize",
 }

@@ -42,9 +42,8 @@ class VllmHandler(LLMHandler):
 
     async def start(self, model_dir: str, options: VllmOptions) -> ModelInfo:
         """Load the model; the worker's heartbeat goes on meanwhile."""
-        for name, value in (_VARIABLES | options.engine_variables()).items():
-            set_default(name, value)
-        loading = await asyncio.to_thread(_import_loading)
+        set_variables(options)
+        loading = await asyncio.to_thread(import_engine, "loading")
         self._loaded = await loading.load(model_dir, options)
         return self._loaded.info
 
@@ -83,9 +82,16 @@ class VllmHandler(LLMHandler):
         await self._loaded.driver.stop()
 
 
-def _import_loading() -> ModuleType:
+def set_variables(options: VllmOptions) -> None:
+    """Set the environment variables that vLLM and its libraries read when they are imported."""
+    for name, value in (_VARIABLES | options.engine_variables()).items():
+        set_default(name, value)
+
+
+def import_engine(module: str) -> ModuleType:
+    """Import a module of vllm_engine, and vLLM with it. Raises ModelLoadError where vLLM cannot be imported."""
     try:
-        return import_module("handlers.vllm_engine.loading")
+        return import_module(f"handlers.vllm_engine.{module}")
     except ImportError as error:
         raise ModelLoadError(
             f"the vllm handler needs vLLM ({error}); install vllm, or lmi-server[vllm] on a machine without GPU"

@@ -11,12 +11,17 @@ import vllm
 from prometheus_client import REGISTRY, generate_latest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.pooling.factories import init_pooling_io_processors
+from vllm.entrypoints.pooling.scoring.protocol import RerankRequest, ScoreRequest
+from vllm.entrypoints.pooling.typing import PoolingServeContext
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import VLLMClientError, VLLMError
 from vllm.lora.request import LoRARequest
+from vllm.outputs import ScoringRequestOutput
 from vllm.platforms import current_platform
+from vllm.pooling_params import PoolingParams
 from vllm.renderers import BaseRenderer, ChatParams, TokenizeParams
-from vllm.renderers.chat_utils import make_tool_call_id
+from vllm.renderers.chat_utils import ChatTemplateConfig, make_tool_call_id
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import (
     RepetitionDetectionParams,
@@ -25,10 +30,14 @@ from vllm.sampling_params import (
     StructuredOutputsParams,
 )
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.executor.abstract import Executor
 from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from lmi_server.generation import StructuredOutputs
 
@@ -38,16 +47,22 @@ __all__ = [
     "BaseRenderer",
     "ChatCompletionRequest",
     "ChatParams",
+    "EngineCoreRequest",
     "EngineDeadError",
     "EngineGenerateError",
     "ErrorResponse",
     "FlexibleArgumentParser",
     "LLMEngine",
     "LoRARequest",
+    "MsgpackDecoder",
+    "MsgpackEncoder",
     "OnlineRenderer",
+    "PoolingParams",
     "RepetitionDetectionParams",
     "RequestOutputKind",
+    "RerankRequest",
     "SamplingParams",
+    "ScoreRequest",
     "StatLoggerBase",
     "StructuredOutputsParams",
     "TokenizeParams",
@@ -58,6 +73,7 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
+_PROMPT_EXTRAS = ("mm_processor_kwargs", "cache_salt", "chat_template_kwargs")
 KNOWN_VERSIONS = ("0.32", "0.33")
 
 
@@ -83,9 +99,38 @@ def in_process_engine(config: Any, loggers: list[Callable[..., Any]]) -> LLMEngi
     return engine
 
 
+def bare_core(config: Any) -> InprocClient:
+    """Return an engine core alone, in this process: what a rank beside the first has."""
+    return InprocClient(config, Executor.get_class(config), log_stats=False)
+
+
 def own_process_engine(config: Any, loggers: list[Callable[..., Any]]) -> AsyncLLM:
     """Return an engine whose core runs in a process of its own; to be called on the event loop."""
     return AsyncLLM.from_vllm_config(config, stat_loggers=loggers)
+
+
+def pooling_processors(tasks: Any, config: Any, renderer: BaseRenderer) -> Mapping[str, Any]:
+    """Return what makes prompts of pooling requests and results of outputs, by vLLM's name of the way."""
+    return init_pooling_io_processors(tasks, config, renderer, ChatTemplateConfig())
+
+
+def pooling_context(request: Any, processor: Any) -> PoolingServeContext[Any]:
+    """Return what a processor keeps of one request while it is served."""
+    extras = {name: value for name in _PROMPT_EXTRAS if (value := getattr(request, name, None)) is not None}
+    return PoolingServeContext(
+        request=request,
+        model_name="",
+        request_id="",
+        pooling_params=processor.create_pooling_params(request),
+        lora_request=None,
+        priorities=0,
+        prompt_extras=extras,
+    )
+
+
+def score_of(output: Any) -> float:
+    """Return the score in an output that a processor has made."""
+    return float(ScoringRequestOutput.from_base(output).outputs.score)
 
 
 def keep_adapters_apart() -> None:
@@ -104,6 +149,11 @@ def keep_adapters_apart() -> None:
         output[: len(indices)][indices < 0] = 0
 
     lora_ops.bgmv_shrink = punica_cpu.bgmv_shrink = bgmv_shrink
+
+
+def on_lost_worker(engine: LLMEngine, callback: Callable[[], None]) -> None:
+    """Have `callback` called, from any thread, once a process dies that has a part of the model of `engine`."""
+    engine.model_executor.register_failure_callback(callback)
 
 
 def is_dead(engine: AsyncLLM) -> bool:
