@@ -35,10 +35,11 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.engine.llm_engine import LLMEngine
-from vllm.v1.executor.abstract import Executor
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from lmi_server.configuration.environment import meeting_point, own_rank
 from lmi_server.generation import StructuredOutputs
 
 __all__ = [
@@ -94,14 +95,35 @@ def in_process_engine(config: Any, loggers: list[Callable[..., Any]]) -> LLMEngi
     Its output side has a tokenizer of its own: the requests' texts are encoded in another thread, and a tokenizer must
     not be set up for encoding while it decodes.
     """
-    engine = LLMEngine.from_vllm_config(config, stat_loggers=loggers)
+    return _with_own_tokenizer(LLMEngine.from_vllm_config(config, stat_loggers=loggers))
+
+
+def _with_own_tokenizer(engine: LLMEngine) -> LLMEngine:
     engine.output_processor.tokenizer = copy.deepcopy(engine.output_processor.tokenizer)
     return engine
 
 
-def bare_core(config: Any) -> InprocClient:
+class RankExecutor(ExecutorWithExternalLauncher):
+    """Computes the part of one rank of an MPI group.
+
+    vLLM names its shared memory on the CPU after the place where the ranks meet; env://, its own choice, is one name
+    for all groups of a machine, and none that shm_open takes.
+    """
+
+    def _distributed_args(self) -> tuple[str, int, int]:
+        rank = own_rank().rank
+        return meeting_point(), rank, rank
+
+
+def leading_engine(config: Any, loggers: list[Callable[..., Any]]) -> LLMEngine:
+    """Return an engine as `in_process_engine` does, on the first rank of an MPI group."""
+    engine = LLMEngine(config, RankExecutor, log_stats=True, stat_loggers=loggers)
+    return _with_own_tokenizer(engine)
+
+
+def following_core(config: Any) -> InprocClient:
     """Return an engine core alone, in this process: what a rank beside the first has."""
-    return InprocClient(config, Executor.get_class(config), log_stats=False)
+    return InprocClient(config, RankExecutor, log_stats=False)
 
 
 def own_process_engine(config: Any, loggers: list[Callable[..., Any]]) -> AsyncLLM:

@@ -208,9 +208,11 @@ async def _load_in_worker(
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         config = engine_config(model_dir, options)
-        engine = loaded(lambda: library.in_process_engine(config, [statistics.logger_factory]))
+        is_group = bool(own_rank().directory)
+        make = library.leading_engine if is_group else library.in_process_engine
+        engine = loaded(lambda: make(config, [statistics.logger_factory]))
         library.on_lost_worker(engine, end_process)
-        if own_rank().directory:
+        if is_group:
             ranks.lead(engine)
         return InProcessEngine(engine)
 
@@ -226,7 +228,7 @@ def follow(model_dir: str, options: VllmOptions) -> None:
     """
     _prepare_adapters(options)
     config = engine_config(model_dir, options)
-    ranks.follow(loaded(lambda: library.bare_core(config)))
+    ranks.follow(loaded(lambda: library.following_core(config)))
 
 
 async def _load_apart(model_dir: str, options: VllmOptions, statistics: Statistics) -> tuple[Driver, library.AsyncLLM]:
