@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
@@ -31,6 +32,7 @@ _PARTITION = NoEffect("only LMI's offline command `partition` reads it")
 # OpenMP threads that wait for the next operation spin. On cores that the front end and the kernel's network work share
 # with them, spinning for libgomp's default of milliseconds takes the time slice of those who have work.
 _SPIN_COUNT = "10000"
+_NUMA_NODES = Path("/sys/devices/system/node")
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
@@ -143,8 +145,8 @@ class VllmOptions(PagedAttentionOptions):
     def engine_variables(self) -> Mapping[str, str]:
         """Return the environment variables that vLLM and its libraries read when they are imported."""
         if self.engine_process == "own":
-            return {}
-        variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "GOMP_SPINCOUNT": _SPIN_COUNT}
+            return self._cores_of_shares()
+        variables = {**self._cores_of_shares(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "GOMP_SPINCOUNT": _SPIN_COUNT}
         # Small functions of vLLM's sampler are compiled on first use whatever enforce_eager says: seconds of a C++
         # compiler in the middle of a request.
         return variables | {"TORCH_COMPILE_DISABLE": "1"} if self.enforce_eager else variables
@@ -156,6 +158,20 @@ class VllmOptions(PagedAttentionOptions):
         if machine.gpus:
             return places
         return places | {"option.engine_process": "worker", "option.enforce_eager": "true"}
+
+    def _cores_of_shares(self) -> Mapping[str, str]:
+        """Return which cores each process computes on, where several share a machine without GPU.
+
+        vLLM itself gives each a NUMA node, and fails where there are too few of them.
+        """
+        shares = self.devices_per_worker or 1
+        cores = sorted(os.sched_getaffinity(0))
+        if self.mpi_mode or shares == 1 or len(list(_NUMA_NODES.glob("node[0-9]*"))) >= shares:
+            return {}
+        if len(cores) < shares:
+            return {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        parts = [cores[share * len(cores) // shares : (share + 1) * len(cores) // shares] for share in range(shares)]
+        return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, part)) for part in parts)}
 
     def _kv_cache_bytes_of_a_device(self) -> int | None:
         """Return what vLLM takes: bytes of each device, or of each share of the CPU."""
