@@ -106,8 +106,8 @@ def _with_own_tokenizer(engine: LLMEngine) -> LLMEngine:
 class RankExecutor(ExecutorWithExternalLauncher):
     """Computes the part of one rank of an MPI group.
 
-    vLLM names its shared memory on the CPU after the place where the ranks meet; env://, its own choice, is one name
-    for all groups of a machine, and none that shm_open takes.
+    vLLM names its shared memory on the CPU after the place where the ranks meet; env://, its own choice, would be one
+    name for all groups of a machine.
     """
 
     def _distributed_args(self) -> tuple[str, int, int]:
