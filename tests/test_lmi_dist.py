@@ -49,9 +49,20 @@ def ranks(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     lines = [line.partition("=")[::2] for line in SAMPLE.read_text().splitlines() if not line.startswith("#")]
     settings = {**dict(lines), **OTHER_THAN_IN_THE_SAMPLE, "option.model_id": str(tiny_model)}
     with serving(tmp_path_factory.mktemp("ranks"), tiny_model, **settings) as server:
+        assert not shared_names(server)
         yield server
         assert server.stop() == 0
     assert not litter(server.process.pid)
+
+
+def shared_names(server: Server) -> set[str]:
+    """Return the names in /dev/shm of memory that the ranks have mapped, beside the files in the group's directory.
+
+    What has no name any more goes with the processes, however they end.
+    """
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in group_members(server.process.pid)]
+    names = {line.split(maxsplit=5)[-1] for text in maps for line in text.splitlines() if " /dev/shm/" in line}
+    return {name for name in names if "(deleted)" not in name and "/lmi-" not in name}
 
 
 def body(prompt: str, count: int, **more: Any) -> dict[str, Any]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import vllm
 from prometheus_client import REGISTRY, generate_latest
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.pooling.factories import init_pooling_io_processors
@@ -75,6 +77,7 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 _PROMPT_EXTRAS = ("mm_processor_kwargs", "cache_salt", "chat_template_kwargs")
+_SHARED_MEMORY = Path("/dev/shm")
 KNOWN_VERSIONS = ("0.32", "0.33")
 
 
@@ -118,12 +121,29 @@ class RankExecutor(ExecutorWithExternalLauncher):
 def leading_engine(config: Any, loggers: list[Callable[..., Any]]) -> LLMEngine:
     """Return an engine as `in_process_engine` does, on the first rank of an MPI group."""
     engine = LLMEngine(config, RankExecutor, log_stats=True, stat_loggers=loggers)
+    _unname_shared_memory()
     return _with_own_tokenizer(engine)
 
 
 def following_core(config: Any) -> InprocClient:
     """Return an engine core alone, in this process: what a rank beside the first has."""
-    return InprocClient(config, RankExecutor, log_stats=False)
+    core = InprocClient(config, RankExecutor, log_stats=False)
+    _unname_shared_memory()
+    return core
+
+
+def _unname_shared_memory() -> None:
+    """Take the names off the memory that the ranks share, which all have mapped: it goes with the last of them.
+
+    vLLM takes off one of them where it ends well, and the other never.
+    """
+    queue = get_tp_group().mq_broadcaster
+    if queue is not None and queue.buffer.is_creator:
+        queue.buffer.shared_memory.unlink()
+        queue.buffer.is_creator = False
+    port = meeting_point().rpartition(":")[2]
+    for path in _SHARED_MEMORY.glob(f"{port}-*-cpushm_*"):
+        path.unlink(missing_ok=True)
 
 
 def own_process_engine(config: Any, loggers: list[Callable[..., Any]]) -> AsyncLLM:
