@@ -7,6 +7,7 @@ outputs. A batch is given to the engine whole and stepped to its end.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +16,14 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from handlers.vllm_engine import library
+from handlers.vllm_engine.drivers import end_process
 from handlers.vllm_engine.loading import details, engine_config, loaded
 from handlers.vllm_engine.requests import CLIENT_ERRORS, as_request_error
 from handlers.vllm_options import VllmPoolingOptions
 from lmi_server.dialects.openai_embeddings import EmbeddingRequest
 from lmi_server.errors import HandlerError, LmiServerError, ModelLoadError, RequestError
+
+_log = logging.getLogger(__name__)
 
 _EMBED, _CLASSIFY = "embed", "classify"
 _SCORERS = ("bi-encoder", "cross-encoder", "late-interaction")
@@ -65,7 +69,9 @@ class PoolingModel:
         self._config = config.model_config
         supported = self._engine.get_supported_tasks()
         self.task = self._config.get_pooling_task(supported)
-        if self.task not in (_EMBED, _CLASSIFY):
+        if self.task not in (_log = logging.getLogger(__name__)
+
+_EMBED, _CLASSIFY):
             raise ModelLoadError(f"vLLM offers {', '.join(supported)} for this model, and neither embed nor classify")
         self._normalize = options.normalize
         self._scorer = next(
@@ -138,10 +144,7 @@ class PoolingModel:
         return request, Comparison([Prompt(item["prompts"], item["params"]) for item in context.engine_inputs], scores)
 
     def run(self, prompts: Sequence[Prompt]) -> list[Pooled | LmiServerError]:
-        """Compute all prompts; one that the engine refuses has its error.
-
-        Raises whatever the engine does: it is in no known state then.
-        """
+        """Compute all prompts; one that the engine refuses has its error."""
         results: dict[str, Pooled | LmiServerError] = {}
         for prompt in prompts:
             number = str(next(self._numbers))
@@ -150,9 +153,14 @@ class PoolingModel:
                 self._engine.add_request(number, prompt.prompt, prompt.parameters.clone())
             except CLIENT_ERRORS as error:
                 results[number] = as_request_error(error)
-        while self._engine.has_unfinished_requests():
-            for output in self._engine.step():
-                results[output.request_id] = _taken(output)
+        try:
+            while self._engine.has_unfinished_requests():
+                for output in self._engine.step():
+                    results[output.request_id] = _taken(output)
+        # The border to the engine, which is in no known state after an exception: another worker takes over.
+        except Exception:
+            _log.exception("a step failed")
+            end_process()
         return list(results.values())
 
     def stop(self) -> None:
@@ -183,7 +191,10 @@ def _taken(output: Any) -> Pooled | LmiServerError:
 
 
 def _first_of(error: ValidationError) -> str:
-    """Return the first problem with a body; a union of requests tells of the last, widest one."""
-    detail = error.errors()[0]
-    place = ".".join(str(part) for part in detail["loc"] if not str(part).endswith("Request"))
-    return f"{place}: {detail['msg']}" if place else str(detail["msg"])
+    """Return the first problem with a body; where it may have several forms, with the one that it is nearest to."""
+    forms: dict[str, list[str]] = {}
+    for detail in error.errors():
+        form = next((str(part) for part in detail["loc"] if str(part).endswith("Request")), "")
+        place = ".".join(str(part) for part in detail["loc"] if part != form)
+        forms.setdefault(form, []).append(f"{place}: {detail['msg']}" if place else str(detail["msg"]))
+    return min(forms.values(), key=len)[0]
