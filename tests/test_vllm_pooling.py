@@ -129,7 +129,7 @@ def test_what_an_embedding_model_does_not_do_is_told(embedding: Server) -> None:
     chat = {"model": "model", "messages": [{"role": "user", "content": "Hi"}]}
     assert "the model serves embed" in refusal(embedding.http.post("/v1/chat/completions", json=chat))
     cut = {"model": "model", "input": "a", "dimensions": 8}
-    assert "matryoshka" in refusal(embedding.http.post("/v1/embeddings", json=cut))
+    assert "Matryoshka" in refusal(embedding.http.post("/v1/embeddings", json=cut))
     assert "text_2" in refusal(embedding.http.post("/score", json={"text_1": "a"}))
     assert "query" in refusal(embedding.http.post("/rerank", json={"documents": ["a"]}))
 

@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -69,9 +69,7 @@ class PoolingModel:
         self._config = config.model_config
         supported = self._engine.get_supported_tasks()
         self.task = self._config.get_pooling_task(supported)
-        if self.task not in (_log = logging.getLogger(__name__)
-
-_EMBED, _CLASSIFY):
+        if self.task not in (_EMBED, _CLASSIFY):
             raise ModelLoadError(f"vLLM offers {', '.join(supported)} for this model, and neither embed nor classify")
         self._normalize = options.normalize
         self._scorer = next(
@@ -158,7 +156,7 @@ _EMBED, _CLASSIFY):
                 for output in self._engine.step():
                     results[output.request_id] = _taken(output)
         # The border to the engine, which is in no known state after an exception: another worker takes over.
-        except Exception:
+        except Exception:  # noqa: BLE001
             _log.exception("a step failed")
             end_process()
         return list(results.values())
@@ -169,8 +167,8 @@ _EMBED, _CLASSIFY):
     def _prompts(
         self, texts: Sequence[str | tuple[int, ...]], parameters: Any, truncate_tokens: int | None
     ) -> list[Prompt]:
-        tokenizing = library.TokenizeParams(
-            max_total_tokens=self.max_length,
+        tokenizing = replace(
+            self._engine.renderer.default_cmpl_tok_params,
             truncate_prompt_tokens=truncate_tokens,
             truncation_side=None if truncate_tokens is None else "right",
             max_total_tokens_param="max_model_len",
