@@ -525,6 +525,21 @@ def test_an_architecture_without_lmi_dist_stays_with_huggingface(write: Write, m
     assert inspect_model(directory, {}, machine=machine).row.title == "huggingface"
 
 
+@pytest.mark.parametrize(
+    ("properties", "architecture"),
+    [
+        ("option.rolling_batch=vllm\noption.task=text-embedding", "LlamaForCausalLM"),
+        ("option.rolling_batch=vllm\nbatch_size=64", "BertForSequenceClassification"),
+        ("option.entryPoint=djl_python.vllm", "BertForSequenceClassification"),
+    ],
+)
+def test_a_model_that_pools_runs_in_batches_under_vllm(write: Write, properties: str, architecture: str) -> None:
+    found = inspect_model(write(properties, {**LLAMA, "architectures": [architecture]}), {}, machine=NO_GPU)
+    assert (found.row.title, found.problems, found.unavailable) == ("vllm pooling", (), ())
+    assert found.serving.batch_size == (64 if "batch_size" in properties else 32)
+    assert found.options.engine_arguments()["runner"] == "pooling"
+
+
 def test_with_gpus_and_vllm_the_engine_that_needs_no_mpi_is_chosen(write: Write) -> None:
     machine = replace(FOUR_GPUS, engines=frozenset({"vllm"}))
     assert inspect_model(write(""), {}, machine=machine).row.title == "vllm"
