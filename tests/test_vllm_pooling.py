@@ -97,7 +97,7 @@ def test_requests_of_one_batch_get_their_own_answers(embedding: Server, referenc
             vector = reply.json()["data"][0]["embedding"]
             np.testing.assert_allclose(vector, reference[place % 5], atol=2e-5)
         else:
-            assert ("vocabulary" if place % 5 == 3 else "max_model_len") in refusal(reply)
+            assert ("vocabulary" if place % 5 == 3 else "maximum context length") in refusal(reply)
 
 
 def test_lmis_path_takes_all_forms(embedding: Server, reference: np.ndarray) -> None:
