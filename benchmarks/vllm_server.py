@@ -4,8 +4,9 @@
 
 Completions of 64 tokens, end of sequence ignored, at 1, 8, 32 and 64 connections that always have a request open; and
 300 requests of one token whose prompts of 512 tokens share the first 448. `defaults-*` run both servers as they start
-without settings, `same-*` both with the same settings of vLLM's engine. Both are up at the same time and take turns;
-rates and CPU seconds are medians of the runs, latencies those of all requests of all runs. `cpu` takes off the CPU time
+without settings, `same-*` both with the same settings of vLLM's engine. Both are up at the same time and take turns,
+vLLM's server held by a signal in between, because it computes while it idles; rates and CPU seconds are medians of the
+runs, latencies those of all requests of all runs. `cpu` takes off the CPU time
 of all processes of a server what the engine takes alone, measured without any server. Each part takes a few minutes;
 without PART all run.
 """
@@ -53,10 +54,16 @@ SAME_VARIABLES = {"GOMP_SPINCOUNT": "10000"}
 
 
 class Server:
-    """A server in processes of its own, and the seconds from its start to its first 200."""
+    """A server in processes of its own, and the seconds from its start to its first 200.
 
-    def __init__(self, command: list[str], environment: Mapping[str, str], port: int, health: str) -> None:
+    One that is `held` gets no CPU except within `turn`.
+    """
+
+    def __init__(
+        self, command: list[str], environment: Mapping[str, str], port: int, health: str, held: bool = False
+    ) -> None:
         self.port = port
+        self._held = held
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the server
         began = time.perf_counter()
         self._process = psutil.Popen(
@@ -78,7 +85,26 @@ class Server:
         processes = [self._process, *self._process.children(recursive=True)]
         return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
 
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Let the server run; before and after it is held, where it is to be."""
+        self._signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def hold(self) -> None:
+        """Hold the server from now on, where it is to be held at all."""
+        self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._held:
+            for process in (self._process, *self._process.children(recursive=True)):
+                process.send_signal(number)
+
     def stop(self) -> None:
+        self._signal(signal.SIGCONT)
         children = self._process.children(recursive=True) if self._process.is_running() else []
         self._process.terminate()
         self._process.wait(60)
@@ -144,7 +170,7 @@ def theirs(settings: Mapping[str, Any] | None) -> Iterator[Server]:
         command += ["--max-num-seqs", str(settings["max_num_seqs"]), "--max-model-len", str(settings["max_model_len"])]
         command += ["--enforce-eager"]
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": f"0-{CORES - 1}", **SAME_VARIABLES}
-    server = Server(command, environment, port, "/health")
+    server = Server(command, environment, port, "/health", held=True)
     try:
         yield server
     finally:
@@ -225,7 +251,8 @@ async def compare(servers: Mapping[str, Server], load: Load, runs: int) -> dict[
     figures = {name: Figures() for name in servers}
     for run in range(runs):
         for name in sorted(servers, reverse=bool(run % 2)):
-            await measure(servers[name], load, run, figures[name])
+            with servers[name].turn():
+                await measure(servers[name], load, run, figures[name])
     return figures
 
 
@@ -237,7 +264,7 @@ async def warm(server: Server) -> None:
 
 @contextlib.contextmanager
 def both(settings: Mapping[str, Any] | None) -> Iterator[dict[str, Server]]:
-    """Start both servers, warm, and tell what each takes while it idles: the other is measured beside it."""
+    """Start both servers, let each do everything once, and tell what each takes while it idles."""
     with contextlib.ExitStack() as stack:
         servers = {name: stack.enter_context(start(settings)) for name, start in SERVERS.items()}
         for server in servers.values():
@@ -245,7 +272,9 @@ def both(settings: Mapping[str, Any] | None) -> Iterator[dict[str, Server]]:
         before = {name: server.cpu_s() for name, server in servers.items()}
         time.sleep(2)
         idle = ", ".join(f"{name} {(server.cpu_s() - before[name]) / 2:.1%}" for name, server in servers.items())
-        Console(width=110).print(f"CPU while idle: {idle}")
+        Console(width=110).print(f"CPU of a core while idle: {idle}")
+        for server in servers.values():
+            server.hold()
         yield servers
 
 
