@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from handlers.lmi_dist_options import LmiDistOptions
-from handlers.vllm import VllmHandler, import_engine, set_variables
+from handlers.vllm import VllmHandler, import_engine
 
 
 class LmiDistHandler(VllmHandler):
@@ -12,5 +12,4 @@ class LmiDistHandler(VllmHandler):
     options_type = LmiDistOptions
 
     def follow(self, model_dir: str, options: LmiDistOptions) -> None:
-        set_variables(options)
         import_engine("loading").follow(model_dir, options)

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field
 
 from handlers.vllm_options import InWorkerOptions
 from lmi_server.configuration.declaration import Allowed, Deprecated, DeprecatedValue, Documented, Finding, NoEffect
+from lmi_server.configuration.machine import Machine
 from lmi_server.configuration.options import MPI_MODE_DESCRIPTION, JsonObject, PositiveInt, lower
 
 _QUANTIZATIONS = {"bitsandbytes8": "bitsandbytes"}  # vLLM's names, where they are others
@@ -57,6 +58,11 @@ class LmiDistOptions(InWorkerOptions):
     record_acceptance_rate: Annotated[bool, NoEffect("vLLM's metrics tell it in /metrics")] = Field(
         False, description="Log the rate at which drafted tokens are accepted."
     )
+
+    @classmethod
+    def recommended(cls, machine: Machine) -> Mapping[str, str]:
+        """As for vLLM, but that each rank computes on its share of the cores, which OMP_NUM_THREADS tells it."""
+        return {key: raw for key, raw in super().recommended(machine).items() if key != "option.threads"}
 
     def engine_arguments(self) -> Mapping[str, Any]:
         """Return the arguments of vLLM's EngineArgs that this configuration decides; passed through ones are text."""

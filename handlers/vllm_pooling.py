@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from handlers import content
 from handlers.tasks.task import read_parameters
-from handlers.vllm import import_engine, set_variables
+from handlers.vllm import import_engine
 from handlers.vllm_options import VllmPoolingOptions
 from lmi_server.dialects import fields, openai_embeddings, scores
 from lmi_server.dialects.openai_embeddings import EmbeddingRequest
@@ -52,7 +52,6 @@ class VllmPoolingHandler(RequestHandler):
         self._name = ""
 
     def start(self, model_dir: str, options: VllmPoolingOptions) -> ModelInfo:
-        set_variables(options)
         self._name = (*options.served_model_name, Path(model_dir).name)[0]
         self._model = import_engine("pooling").PoolingModel(model_dir, options)
         return ModelInfo(max_model_len=self._model.max_length, details=self._model.details)
