@@ -115,6 +115,15 @@ def test_the_option_goes_before_the_decorator(server: Server) -> None:
     assert server.http.post("/predictions/option", json={"question": "a b"}).json() == {"generated_text": " a b a"}
 
 
+def test_of_several_marked_functions_the_first_counts(tmp_path: Path) -> None:
+    directory = make(tmp_path / "model", "formatters")
+    more = "\n\n@output_formatter\ndef another(output: TextGenerationOutput) -> str:\n    return 'another'\n"
+    (directory / "model.py").write_text((directory / "model.py").read_text() + more)
+    with running(directory) as server:
+        server.log_line(r"\] ready: process")
+        assert server.http.post("/invocations", json={"question": "a"}).text == "hello a a a (length)"
+
+
 def test_none_is_the_text_alone(server: Server) -> None:
     body = {"inputs": "a b", "parameters": {"max_new_tokens": 2, "return_full_text": True}}
     for stream in (False, True):
@@ -136,7 +145,7 @@ def test_an_adapters_own_formatters_are_for_its_requests(server: Server) -> None
 @pytest.mark.parametrize(
     ("code", "options", "told"),
     [
-        ("old_formatters", {"output_formatter": "misspelt"}, "misspelt.*model.py does not define it; allowed: a func"),
+        ("old_formatters", {"output_formatter": "misspelt"}, "misspelt.*model.py does not define it; allowed: json,"),
         ("old_formatters", {"output_formatter": "asynchronous"}, "a formatter is an ordinary function"),
         ("old_formatters", {"input_formatter": "misspelt"}, 'option.input_formatter = "misspelt"'),
         ("broken", {}, "model.py:1.*SyntaxError"),

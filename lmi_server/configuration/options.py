@@ -76,12 +76,12 @@ FloatDtype = Annotated[
 RollingBatch = Annotated[
     Literal["auto", "scheduler", "disable", "vllm", "lmi-dist", "trtllm", "deepspeed"], BeforeValidator(lower)
 ]
-_FORMATTERS = ("json", "jsonlines", "sse", "json_chat", "jsonlines_chat", "sse_chat", "3p", "3p_stream", "none")
+FORMATTERS = ("json", "jsonlines", "sse", "json_chat", "jsonlines_chat", "sse_chat", "3p", "3p_stream", "none")
 OutputFormatter = Annotated[
     str,
-    BeforeValidator(lambda value: lower(value) if lower(value) in _FORMATTERS else value),
+    BeforeValidator(lambda value: lower(value) if lower(value) in FORMATTERS else value),
     Field(pattern=r"^(3p|3p_stream|[A-Za-z_]\w*)$"),
-    Allowed(", ".join((*_FORMATTERS, "or the name of a function in model.py"))),
+    Allowed(", ".join((*FORMATTERS, "or the name of a function in model.py"))),
 ]
 ParallelDegree = Annotated[
     Annotated[int, Field(ge=1)] | Literal[-1, "max"],
@@ -276,7 +276,7 @@ class ModelOptions(Options):
     async_mode: Annotated[bool, NoEffect("requests are always handled side by side")] = Field(
         False, description="Handle requests side by side in the worker instead of one batch at a time."
     )
-    input_formatter: str | None = Field(
+    input_formatter: Annotated[str | None, Allowed("the name of a function in model.py")] = Field(
         None, description="Function of model.py that parses requests; without it the one marked @input_formatter."
     )
     bedrock_compat: Annotated[bool, Unavailable.values(True, instead=_NOT_YET)] = Field(

@@ -11,7 +11,15 @@ from types import MappingProxyType
 from typing import Any
 
 from lmi_server.configuration import environment as env
-from lmi_server.configuration.check import build, combined_doubts, contradictions, doubts, told, unavailable
+from lmi_server.configuration.check import (
+    build,
+    combined_doubts,
+    contradictions,
+    doubts,
+    told,
+    unavailable,
+    undefined_formatters,
+)
 from lmi_server.configuration.checkpoint import architectures, is_causal_lm, locate_model, read_config
 from lmi_server.configuration.choice import Choice, choose_handler, engine_alias
 from lmi_server.configuration.declaration import Deprecated, Option, written
@@ -170,6 +178,8 @@ def inspect_model(
         wrong.append(choice.problem)
     elif not misplaced:
         wrong += _no_checkpoint(row, location, model_dir)
+    if row.formats_text:
+        wrong += undefined_formatters(options, stack.known, model_dir)
     return Inspection(
         name=model_name(model_dir),
         model_dir=str(model_dir),
