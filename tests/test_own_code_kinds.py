@@ -134,6 +134,10 @@ class TestGenerating:
         ]
         client.close()
 
+    def test_it_has_no_tokens_to_tell_of(self, server: Server) -> None:
+        answer = server.http.post("/tokenize", json={"model": "model", "prompt": "a b"})
+        assert (answer.status_code, answer.json()["error"]["message"][:24]) == (400, "the model's own code gen")
+
     def test_it_may_refuse(self, server: Server) -> None:
         answer = server.http.post("/invocations", json={"inputs": "refuse"})
         assert (answer.status_code, answer.json()["message"]) == (424, "refused")

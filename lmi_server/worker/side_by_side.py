@@ -140,6 +140,14 @@ class Responses(Serving):
     async def serve(self, request: Input, answer: Answer, outbox: Outbox) -> None:
         await serve_response(request, self._handler, answer, outbox)
 
+    async def control(self, operation: str, arguments: Mapping[str, Any]) -> bytes:
+        match operation:
+            case "add_adapter":
+                return (await self._handler.add_adapter(msgspec.convert(arguments, Adapter))).encode()
+            case "remove_adapter":
+                return (await self._handler.remove_adapter(arguments["name"])).encode()
+        raise unknown_operation(operation)
+
     async def stop(self) -> None:
         await self._handler.stop()
 
