@@ -117,8 +117,11 @@ class Response(msgspec.Struct, kw_only=True):
 class RequestHandler(ABC):
     """Serves whatever is not text generation, in batches of up to option.batch_size requests.
 
-    One instance per worker; every method runs in the main thread of the process, one call at a time.
+    One instance per worker; every method runs in the main thread of the process, one call at a time. `served_names`
+    are those under which requests ask for the model, its own first; the worker sets them before `start`.
     """
+
+    served_names: Sequence[str] = ()
 
     @abstractmethod
     def start(self, model_dir: str, options: Any) -> ModelInfo:

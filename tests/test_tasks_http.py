@@ -70,6 +70,10 @@ def test_errors_have_openai_s_form(embeddings: tuple[Server, Path]) -> None:
     with sdk(server) as client, pytest.raises(openai.BadRequestError) as raised:
         client.embeddings.create(model="model", input="the " * 100)
     assert raised.value.code == "context_length_exceeded"
+    with sdk(server) as client, pytest.raises(openai.NotFoundError) as unknown:
+        client.embeddings.create(model="another", input="the")
+    assert unknown.value.code == "model_not_found"
+    assert "served here: model" in unknown.value.message
     answer = server.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]})
     assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
     answer = server.http.post("/invocations", json={"inputs": 3})

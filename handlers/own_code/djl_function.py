@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from djl_python.inputs import Input
+from djl_python.session_manager import save_sessions
 
 from handlers.own_code.djl_adapters import AdapterFunctions
 from handlers.own_code.djl_async import AsyncFunction
@@ -69,6 +70,9 @@ class DjlFunction(RequestHandler):
 
     def remove_adapter(self, name: str) -> str:
         return self._adapters.remove(name)
+
+    def stop(self) -> None:
+        save_sessions()
 
     def side_by_side(self) -> AsyncRequestHandler | None:
         return self._beside

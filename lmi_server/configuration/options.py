@@ -83,6 +83,7 @@ OutputFormatter = Annotated[
     Field(pattern=r"^(3p|3p_stream|[A-Za-z_]\w*)$"),
     Allowed(", ".join((*FORMATTERS, "or the name of a function in model.py"))),
 ]
+S3Prefix = Annotated[str, Field(pattern=r"^s3://[^/]+(/.*)?$")]
 ParallelDegree = Annotated[
     Annotated[int, Field(ge=1)] | Literal[-1, "max"],
     BeforeValidator(lambda value: int(value) if value == "-1" else lower(value)),
@@ -299,8 +300,9 @@ class ModelOptions(Options):
         None, description="Directory that sessions are kept in; without it /dev/shm/djl_sessions."
     )
     sessions_expiration: PositiveInt = Field(1200, description="Seconds after which a session ends.")
-    sessions_s3url: Annotated[str | None, NoEffect("sessions stay in option.sessions_path")] = Field(
-        None, description="Place in S3 that sessions are kept in."
+    sessions_s3url: Annotated[S3Prefix | None, Allowed("s3://bucket/prefix")] = Field(
+        None,
+        description="Place in S3 that sessions are saved to when a worker ends, and fetched from by others.",
     )
     draft_model_id: Annotated[str | None, NoEffect("LMI declares it and never reads it")] = Field(
         None, description="Model that drafts tokens for speculative decoding."
