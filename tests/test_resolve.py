@@ -405,6 +405,13 @@ def test_an_empty_directory_is_refused(tmp_path: Path) -> None:
     assert "holds no config.json" in problem
 
 
+def test_an_archive_of_torchserve_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "MAR-INF").mkdir()
+    (problem,) = refusal(tmp_path)
+    assert "MAR-INF" in problem
+    assert "put a model.py beside its files" in problem
+
+
 def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
     (problem,) = refusal(tmp_path / "nowhere")
     assert problem == f"{tmp_path / 'nowhere'}: there is no such directory"

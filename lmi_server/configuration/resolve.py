@@ -367,7 +367,10 @@ def _locate(given: Given, model_dir: Path) -> tuple[str, list[str]]:
 
 def _no_checkpoint(row: HandlerRow, location: str, model_dir: Path) -> Iterator[str]:
     if row.reads_checkpoint and location == str(model_dir) and not (model_dir / "config.json").is_file():
-        yield f"{model_dir}: holds no config.json, and option.model_id (or HF_MODEL_ID) names no other model"
+        missing = "holds no config.json, and option.model_id (or HF_MODEL_ID) names no other model"
+        if (model_dir / "MAR-INF").is_dir():
+            missing = "is an archive of TorchServe (MAR-INF), which is not served; put a model.py beside its files"
+        yield f"{model_dir}: {missing}"
 
 
 def _unavailable(
