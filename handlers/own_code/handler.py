@@ -31,6 +31,7 @@ class OwnCodeHandler(RequestHandler):
         os.chdir(model_dir)  # LMI's workers run there, and code opens its files by relative names
         sys.path.insert(0, model_dir)
         self._code = _code_of(load_entry_point(options.entry_point, model_dir), options)
+        self._code.served_names = self.served_names
         return self._code.start(model_dir, options)
 
     def handle(self, requests: Sequence[Input]) -> Sequence[Response | LmiServerError]:
