@@ -258,6 +258,8 @@ def test_a_model_that_generates_text_opens_checks_and_closes_sessions(tmp_path: 
         for refused in (body, {"requestType": "CLOSE"}):
             reply = server.http.post("/invocations", json=refused, headers={HEADER: session_id})
             assert (reply.status_code, reply.json()["message"]) == (424, f"session not found: {session_id}")
+        text = {"Content-Type": "text/plain"}
+        assert server.http.post("/invocations", content="a requestType", headers=text).status_code == 200
         other = server.http.post("/invocations", json={"requestType": "PAUSE"})
         assert other.status_code == 424
         assert "send NEW_SESSION or CLOSE" in other.json()["message"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -53,7 +52,7 @@ class SessionRequests:
         if _KEY.encode() not in request.body():
             self._check(named)
             return None
-        kind = _kind(fields.json_object(request))
+        kind = _kind(request)
         if kind == "NEW_SESSION":
             return _opened(self._manager.create_session())
         if kind == "CLOSE":
@@ -80,8 +79,12 @@ class SessionRequests:
         return _told(f"Session {named} closed", _CLOSED_HEADER, named)
 
 
-def _kind(body: Mapping[str, Any]) -> Any:
-    """Return what a request wants of sessions; None where it has a prompt as well, and the key is not ours."""
+def _kind(request: Input) -> Any:
+    """Return what a request wants of sessions; None where it is no JSON, or has a prompt as well: it is the model's."""
+    try:
+        body = fields.json_object(request)
+    except RequestError:
+        return None
     return None if body.keys() & {"inputs", "prompt", "messages"} else body.get(_KEY)
 
 
