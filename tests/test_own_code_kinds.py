@@ -153,6 +153,14 @@ def test_a_typed_handler(tmp_path: Path) -> None:
         assert "hello 4 a" in answers or any(" 4 " in answer for answer in answers)
 
 
+@pytest.mark.parametrize("code", ["asynchronous", "rolling", "generating", "typed"])
+def test_a_worker_ends_in_order(tmp_path: Path, code: str) -> None:
+    options = {"rolling_batch": "auto"} if code == "rolling" else {}
+    with serving_own(tmp_path, Path(code), greeting="hello", **options) as server:
+        assert server.stop() == 0
+        assert not [line for line in server.lines if "Traceback" in line]
+
+
 def test_another_function_takes_the_requests(tmp_path: Path) -> None:
     with serving_own(tmp_path, Path("contract"), handler="predict") as server:
         assert ask(server, "echo", "a").text == "predicted"

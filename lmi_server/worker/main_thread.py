@@ -70,6 +70,7 @@ class MainThread:
         self.on_exit: Callable[[int], None]
         self.abandoned = False  # nobody waits for what the handler is at
         self._exit_code = 0
+        self._stopping = False
         self._handler = handler
         self._loading = loading
         self._progress = progress
@@ -102,7 +103,10 @@ class MainThread:
         return await asyncio.wrap_future(errand.answer)
 
     def stop(self) -> Future[None]:
-        """Have `run` end after what was delivered; return what is done once it has."""
+        """Have `run` end after what was delivered; return what is done once it has. Called again it changes nothing."""
+        if self._stopping:
+            return self._ended
+        self._stopping = True
         self._inbox.put(None)
         if self.beside is not None and self._loaded.done():
             self.beside.stop()
