@@ -178,7 +178,7 @@ def test_code_that_cannot_be_used_fails_the_model(
 
 def test_a_function_without_a_file_is_told(tmp_path: Path) -> None:
     with running(make_model(tmp_path / "model", output_formatter="mine")) as server:
-        server.log_line("could not be loaded.*mine.*there is no model.py that defines it")
+        server.log_line("could not be loaded.*mine.*there is no .*model.py that defines it")
 
 
 def test_an_adapter_whose_code_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
