@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from handlers import content
 from handlers.pipeline_options import PipelineOptions, generates
 from handlers.tasks.task import Task, read_parameters
-from lmi_server.configuration.environment import set_default
 from lmi_server.dialects import fields, openai, openai_embeddings
 from lmi_server.dialects.base import ServedModel
 from lmi_server.errors import (
@@ -36,8 +35,6 @@ logger = logging.getLogger(__name__)
 # What clients of the rolling batch send beside the inputs, and what has no bearing here.
 _BODY_FIELDS = frozenset({"inputs", "parameters", "stream"})
 _EMBEDDINGS = "embeddings"
-# OpenMP threads that wait spin, for milliseconds where nobody says otherwise: time that the front end could use.
-_SPIN_COUNT = "10000"
 
 
 @dataclass(frozen=True)
@@ -62,8 +59,6 @@ class PipelineHandler(RequestHandler):
         self._streams = False
 
     def start(self, model_dir: str, options: PipelineOptions) -> ModelInfo:
-        set_default("GOMP_SPINCOUNT", _SPIN_COUNT)
-        set_default("TOKENIZERS_PARALLELISM", "false")
         if options.task is None:
             raise ModelLoadError("no task follows from the model's files; set option.task")
         self._name = options.task

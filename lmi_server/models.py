@@ -333,7 +333,7 @@ class ModelRegistry:
             ),
             version=source.version,
             groups=plan_devices(serving.load_on_devices, options.gpus_per_worker(len(gpus)), gpus),
-            environment=_worker_variables(python_path),
+            environment={**resolved.worker_environment, **_worker_variables(python_path)},
             mpi=None if options.ranks is None else self._mpi_launcher(options.ranks),
             adapters=_adapters_beside(source, resolved),
             min_workers=serving.min_workers,

@@ -24,6 +24,10 @@ from rolling_batch_helpers import generated
 from tiny_models import byte_tokenizer
 from vllm_helpers import make_tiny_model, tiny_llama, vllm_server
 
+from lmi_server.configuration.environment import process_environment
+from lmi_server.configuration.explain import explain
+from lmi_server.configuration.resolve import inspect_model
+
 pytestmark = pytest.mark.slow
 
 SETTINGS = {"rolling_batch": "vllm", "dtype": "fp32", "max_rolling_batch_size": "32", "kv_cache_memory_gb": "1"}
@@ -157,6 +161,19 @@ def test_the_same_requests_get_the_same_answers_from_both(ours: Server, theirs: 
 def complete(server: Server, **body: Any) -> httpx.Response:
     asked = {"model": "model", "prompt": "Once", "temperature": 0, **body}
     return server.http.post("/v1/completions", json=asked)
+
+
+def test_the_worker_runs_as_explain_tells(ours: Server, tiny_model: Path, tmp_path: Path) -> None:
+    lines = [f"option.model_id={tiny_model}", *(f"option.{name}={value}" for name, value in SETTINGS.items())]
+    (tmp_path / "serving.properties").write_text("\n".join(lines))
+    told = explain(inspect_model(tmp_path, process_environment()))
+    worker = psutil.Process(ours.worker_pid())
+    assert told.worker_environment.items() <= worker.environ().items()
+    assert not worker.children()  # the engine is in it
+    ready = next(line for line in ours.lines if "ready: process" in line)
+    values = {option.key: option.value for option in told.options}
+    assert f"threads={values['option.threads']} " in ready
+    assert f"kv_cache_gib={told.memory['kv_reserved_bytes'] / 2**30} " in ready
 
 
 def test_constraints_hold(ours: Server) -> None:

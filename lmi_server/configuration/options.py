@@ -362,6 +362,17 @@ class ModelOptions(Options):
         """Return what the engine will be given, by the engine's own names."""
         return {}
 
+    def reserved_kv_bytes(self, wanted: int, least: int, available: int) -> int | None:
+        """Return the bytes of KV cache that a worker without GPU reserves; None where it takes them as it needs them.
+
+        `wanted` suffices for every place at full length, `least` for one; `available` is the free memory.
+        """
+        return None
+
+    def worker_environment(self) -> Mapping[str, str]:
+        """Return variables that the worker starts with, where whoever started the server left them open."""
+        return {}
+
     def passed_to_engine(self) -> Mapping[str, str]:
         """Return what of `passed_through` the engine knows; it is text, the engine's own types are the handler's."""
         known = self.engine_names()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -61,7 +61,7 @@ class ResolvedModel:
     """One model, ready to be served.
 
     `model_dir` is absolute, `handler` is "module:Class". `sources` tells for each key in full ("option.dtype") where
-    its value came from, unknown keys included.
+    its value came from, unknown keys included. `worker_environment` are the variables that its options set in workers.
     """
 
     name: str
@@ -71,6 +71,7 @@ class ResolvedModel:
     serving: ServingOptions
     sources: Mapping[str, Source]
     warnings: tuple[str, ...] = ()
+    worker_environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def served_names(self) -> tuple[str, ...]:
@@ -104,7 +105,8 @@ class Inspection:
 
     A value in `problems` (wrong, one line each) has its default in `options` and `serving`; `unavailable` are lines on
     what is right and cannot be served by this version. `sources` has every declared key in full, `unknown` the others;
-    `location` is where the model is, `config` its config.json, empty where that is not here.
+    `location` is where the model is, `config` its config.json, empty where that is not here. `worker_environment` are
+    the variables that the options set in workers, with the values that they will have there.
     """
 
     name: str
@@ -117,6 +119,7 @@ class Inspection:
     location: str
     config: Mapping[str, Any]
     machine: Machine
+    worker_environment: Mapping[str, str]
     warnings: tuple[str, ...]
     problems: tuple[str, ...]
     unavailable: tuple[str, ...]
@@ -133,6 +136,7 @@ class Inspection:
             serving=self.serving,
             sources=MappingProxyType({**self.sources, **self.unknown}),
             warnings=self.warnings,
+            worker_environment=self.worker_environment,
         )
 
 
@@ -191,6 +195,9 @@ def inspect_model(
         location=location,
         config=config,
         machine=machine,
+        worker_environment=MappingProxyType(
+            {name: environment.get(name, value) for name, value in options.worker_environment().items()}
+        ),
         warnings=(
             *(*layers.warnings, *stack.warnings, *_unknown(stack.unknown, row, options_type, declared)),
             *(*doubts(serving, stack.known), *doubts(options, stack.known), *combined_doubts(options, stack.known)),
