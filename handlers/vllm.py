@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from handlers.vllm_options import VllmOptions
 from lmi_server.errors import ModelLoadError
@@ -57,6 +57,9 @@ class VllmHandler(LLMHandler):
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
         return self._loaded.prompts.detokenize(list(tokens))
+
+    def tokenizer(self) -> Any:
+        return self._loaded.prompts.tokenizer
 
     async def add_adapter(self, adapter: Adapter) -> None:
         await self._loaded.adapters.add(adapter)

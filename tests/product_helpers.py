@@ -58,8 +58,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(parent: Path, model: Path, **options: str) -> Iterator[Server]:
-    """Serve the demo model from a directory whose serving.properties has these options.
+def serving(parent: Path, model: Path, code: str | None = None, **options: str) -> Iterator[Server]:
+    """Serve a model from a directory whose serving.properties has these options, and whose model.py is `code`.
 
     `engine`, and keys in full that begin with "option.", are taken as they are.
     """
@@ -71,6 +71,8 @@ def serving(parent: Path, model: Path, **options: str) -> Iterator[Server]:
     }
     lines = [f"{key}={value}" for key, value in keys.items()]
     (directory / "serving.properties").write_text("\n".join(lines))
+    if code is not None:
+        (directory / "model.py").write_text(code)
     server = Server(directory)
     try:
         yield server

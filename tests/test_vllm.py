@@ -288,6 +288,35 @@ def test_adapters_share_a_batch_and_are_replaced(tmp_path: Path) -> None:
         assert answer("two") == expected("two")
 
 
+# --- formatters ---
+
+_COUNTING = """
+from djl_python.input_parser import input_formatter
+from djl_python.output_formatter import TextGenerationOutput, output_formatter
+
+
+@input_formatter
+def read(body: dict, tokenizer, **kwargs) -> dict:
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": body["ask"]}], tokenize=False)
+    return {"inputs": prompt, "parameters": {"max_new_tokens": 4, "ignore_eos_token": True}}
+
+
+@output_formatter
+def write(output: TextGenerationOutput) -> str:
+    if not output.finished:
+        return ""
+    counted = len(output.input.tokenizer.encode(output.input.input_text))
+    return f"{output.input.input_text!r} {counted} {output.input.prompt_tokens_length()}"
+"""
+
+
+def test_formatters_get_vllms_tokenizer(tiny_model: Path, tmp_path: Path) -> None:
+    with serving(tmp_path, tiny_model, _COUNTING, **SETTINGS) as server:
+        told = server.http.post("/invocations", json={"ask": "Hi"})
+    prompt = "user: Hi\n"
+    assert (told.status_code, told.text) == (200, f"{prompt!r} {len(prompt)} {len(prompt)}")
+
+
 # --- life ---
 
 
