@@ -77,9 +77,9 @@ def message_seconds() -> float:
 
 
 def send_messages() -> None:
-    from handlers.rolling_batch.peers import Peers
     from mpi4py import MPI
 
+    from handlers.rolling_batch.peers import Peers
     from handlers.rolling_batch.step_messages import Pass, encode
     from lmi_server.ranks import Rank
 

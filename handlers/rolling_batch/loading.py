@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 from handlers.checkpoints.loading import eos_token_ids, load_config, load_model, load_tokenizer, set_threads
 from handlers.checkpoints.quantization import quantization_details
 from handlers.huggingface_options import HuggingFaceOptions
-from handlers.peers import Peers
 from handlers.rolling_batch.attention import UnsupportedAttentionError
 from handlers.rolling_batch.engine import RollingBatchEngine
 from handlers.rolling_batch.kv_cache import bytes_per_token
 from handlers.rolling_batch.model_runner import ModelRunner
+from handlers.rolling_batch.peers import Peers
 from handlers.rolling_batch.prompts import PromptEncoder
 from handlers.rolling_batch.scheduler import Scheduler, SchedulerLimits
 from handlers.rolling_batch.sharding import check_degree, join_process_group, loading_arguments, local_bytes

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from handlers.peers import GroupBrokenError, Peers
 from handlers.rolling_batch.attention import (
     ChunkRows,
     SlotAttention,
@@ -21,6 +20,7 @@ from handlers.rolling_batch.attention import (
 from handlers.rolling_batch.fusion import fuse, fuse_decoder_layers
 from handlers.rolling_batch.kv_cache import KVCache, LayerShape
 from handlers.rolling_batch.lora import LoraLayers
+from handlers.rolling_batch.peers import GroupBrokenError, Peers
 from handlers.rolling_batch.scheduler import Chunk, Sequence, StepPlan
 from handlers.rolling_batch.sharding import make_local
 from handlers.rolling_batch.slots import Copy

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from handlers.peers import Peers
+from handlers.rolling_batch.peers import Peers
 from lmi_server.errors import ModelLoadError
 from lmi_server.ranks import Rank
 

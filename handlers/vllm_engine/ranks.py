@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from handlers.peers import Peers
+from handlers.rolling_batch.peers import Peers
 from handlers.vllm_engine import library
 from lmi_server.configuration.environment import own_rank
 
