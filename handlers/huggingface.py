@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from handlers.huggingface_adapters import LoadedAdapters
 from handlers.huggingface_options import HuggingFaceOptions
 from handlers.step_loop import StepLoop
-from lmi_server.configuration.environment import set_default
 from lmi_server.errors import ModelLoadError
 from lmi_server.generation import Delta, GenerationRequest
 from lmi_server.handler import LLMHandler, ModelInfo
@@ -20,10 +19,6 @@ from lmi_server.protocol import Adapter
 if TYPE_CHECKING:
     from handlers.rolling_batch.engine import RollingBatchEngine
     from handlers.rolling_batch.loading import LoadedEngine
-
-# OpenMP threads that wait for the next operation spin. On cores that the front end and the kernel's network work share
-# with them, spinning for libgomp's default of milliseconds takes the time slice of those who have work.
-_SPIN_COUNT = "10000"
 
 
 class HuggingFaceHandler(LLMHandler):
@@ -38,7 +33,6 @@ class HuggingFaceHandler(LLMHandler):
 
     async def start(self, model_dir: str, options: HuggingFaceOptions) -> ModelInfo:
         """Load the model in the thread that will step it; the worker's heartbeat goes on meanwhile."""
-        _quieten()
 
         def build() -> RollingBatchEngine:
             self._loaded = _load(model_dir, options)
@@ -50,7 +44,6 @@ class HuggingFaceHandler(LLMHandler):
         return ModelInfo(max_model_len=self._loaded.max_model_len, details=self._loaded.details)
 
     def follow(self, model_dir: str, options: HuggingFaceOptions) -> None:
-        _quieten()
         from handlers.rolling_batch.loading import follow
 
         follow(model_dir, options)
@@ -104,8 +97,3 @@ def _load(model_dir: str, options: HuggingFaceOptions) -> LoadedEngine:
             f"the huggingface handler needs the extra 'huggingface' ({error}); install lmi-server[huggingface]"
         ) from error
     return load_engine(model_dir, options)
-
-
-def _quieten() -> None:
-    set_default("GOMP_SPINCOUNT", _SPIN_COUNT)
-    set_default("TOKENIZERS_PARALLELISM", "false")

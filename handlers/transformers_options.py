@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from handlers.cpu_defaults import THREAD_VARIABLES
 from lmi_server.configuration.declaration import (
     Allowed,
     Deprecated,
@@ -71,6 +72,9 @@ class TransformersOptions(ModelOptions):
         True, description="Do not use the flash attention of transformers."
     )
     threads: PositiveInt | None = Field(None, description="Threads of one worker inside an operation on the CPU.")
+
+    def worker_environment(self) -> Mapping[str, str]:
+        return THREAD_VARIABLES
 
     def engine_arguments(self) -> Mapping[str, Any]:
         """Return what `from_pretrained` of transformers is given beside the model, without what is its default."""
