@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from handlers.vllm_engine import library
 from handlers.vllm_engine.drivers import end_process
-from handlers.vllm_engine.loading import details, engine_config, loaded
+from handlers.vllm_engine.loading import details, engine_config, loaded, set_threads
 from handlers.vllm_engine.requests import CLIENT_ERRORS, as_request_error
 from handlers.vllm_options import VllmPoolingOptions
 from lmi_server.dialects.openai_embeddings import EmbeddingRequest
@@ -64,6 +64,7 @@ class PoolingModel:
     def __init__(self, model_dir: str, options: VllmPoolingOptions) -> None:
         """Load the model. Raises ModelLoadError where vLLM refuses it, or finds nothing in it that pools."""
         began = time.perf_counter()
+        set_threads(options)
         config = engine_config(model_dir, options)
         self._engine = loaded(lambda: library.in_process_engine(config, []))
         self._config = config.model_config
