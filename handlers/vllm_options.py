@@ -34,6 +34,7 @@ _NUMA_NODES = Path("/sys/devices/system/node")
 _VARIABLES = {
     "VLLM_CONFIGURE_LOGGING": "0",  # the worker's log takes its lines
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would have the worker's socket, and locks that its threads held
     "TOKENIZERS_PARALLELISM": "false",
 }
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
