@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from handlers.vllm_options import VllmOptions
 from lmi_server.errors import ModelLoadError
@@ -35,7 +35,7 @@ class VllmHandler(LLMHandler):
 
     async def start(self, model_dir: str, options: VllmOptions) -> ModelInfo:
         """Load the model; the worker's heartbeat goes on meanwhile."""
-        loading = await asyncio.to_thread(_import_loading)
+        loading = await asyncio.to_thread(import_engine, "loading")
         self._loaded = await loading.load(model_dir, options)
         return self._loaded.info
 
@@ -58,6 +58,9 @@ class VllmHandler(LLMHandler):
     async def detokenize(self, tokens: Sequence[int]) -> str:
         return self._loaded.prompts.detokenize(list(tokens))
 
+    def tokenizer(self) -> Any:
+        return self._loaded.prompts.tokenizer
+
     async def add_adapter(self, adapter: Adapter) -> None:
         await self._loaded.adapters.add(adapter)
 
@@ -74,9 +77,10 @@ class VllmHandler(LLMHandler):
         await self._loaded.driver.stop()
 
 
-def _import_loading() -> ModuleType:
+def import_engine(module: str) -> ModuleType:
+    """Import a module of vllm_engine, and vLLM with it. Raises ModelLoadError where vLLM cannot be imported."""
     try:
-        return import_module("handlers.vllm_engine.loading")
+        return import_module(f"handlers.vllm_engine.{module}")
     except ImportError as error:
         raise ModelLoadError(
             f"the vllm handler needs vLLM ({error}); install vllm, or lmi-server[vllm] on a machine without GPU"

@@ -38,8 +38,9 @@ from lmi_server.errors import (
 from lmi_server.job import Job
 from lmi_server.model_store import HUB_VARIABLES, ModelSource
 from lmi_server.mpi import NO_MPIRUN, find_mpirun
+from lmi_server.pool_settings import ModelStatus, PoolSettings
 from lmi_server.protocol import Input, Load
-from lmi_server.worker_pool import ModelStatus, PoolSettings, WorkerPool
+from lmi_server.worker_pool import WorkerPool
 from lmi_server.worker_process import MpiLauncher
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,15 @@ from types import MappingProxyType
 from typing import Any
 
 from lmi_server.configuration import environment as env
-from lmi_server.configuration.check import build, combined_doubts, contradictions, doubts, told, unavailable
+from lmi_server.configuration.check import (
+    build,
+    combined_doubts,
+    contradictions,
+    doubts,
+    told,
+    unavailable,
+    undefined_formatters,
+)
 from lmi_server.configuration.checkpoint import architectures, is_causal_lm, locate_model, read_config
 from lmi_server.configuration.choice import Choice, choose_handler, engine_alias
 from lmi_server.configuration.declaration import Deprecated, Option, written
@@ -174,6 +182,8 @@ def inspect_model(
         wrong.append(choice.problem)
     elif not misplaced:
         wrong += _no_checkpoint(row, location, model_dir)
+    if row.formats_text:
+        wrong += undefined_formatters(options, stack.known, model_dir)
     return Inspection(
         name=model_name(model_dir),
         model_dir=str(model_dir),
@@ -364,7 +374,10 @@ def _locate(given: Given, model_dir: Path) -> tuple[str, list[str]]:
 
 def _no_checkpoint(row: HandlerRow, location: str, model_dir: Path) -> Iterator[str]:
     if row.reads_checkpoint and location == str(model_dir) and not (model_dir / "config.json").is_file():
-        yield f"{model_dir}: holds no config.json, and option.model_id (or HF_MODEL_ID) names no other model"
+        missing = "holds no config.json, and option.model_id (or HF_MODEL_ID) names no other model"
+        if (model_dir / "MAR-INF").is_dir():
+            missing = "is an archive of TorchServe (MAR-INF), which is not served; put a model.py beside its files"
+        yield f"{model_dir}: {missing}"
 
 
 def _unavailable(
