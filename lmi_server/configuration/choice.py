@@ -17,6 +17,8 @@ from lmi_server.configuration.handlers import (
     OWN_CODE,
     PIPELINE,
     SKLEARN,
+    VLLM,
+    VLLM_POOLING,
     HandlerRow,
     entry_points,
     find_handler,
@@ -27,7 +29,7 @@ from lmi_server.configuration.layers import Given, Source
 from lmi_server.configuration.machine import Machine
 from lmi_server.configuration.model_code import takes_requests
 from lmi_server.configuration.recommender import batches_statically, is_true, recommend_rolling_batch
-from lmi_server.configuration.tasks import TEXT_GENERATION
+from lmi_server.configuration.tasks import POOLING, TEXT_GENERATION
 
 ENTRY_POINT = "option.entryPoint"
 HANDLER = "option.handler"
@@ -85,11 +87,11 @@ def choose_handler(given: Given, model_dir: Path, names: tuple[str, ...], task: 
     if entry_point is None and any((model_dir / f"model.{ending}").is_file() for ending in _SKLEARN_FILES):
         return Choice(SKLEARN)
     chosen = Choice(DEFAULT_HANDLER) if entry_point is None else _by_entry_point(given, entry_point, model_dir)
-    if chosen.row is not DEFAULT_HANDLER:
-        return chosen
-    if _runs_as_pipeline(given, task):
-        return replace(chosen, row=PIPELINE)
-    return _by_rolling_batch(chosen, given, names, machine)
+    if chosen.row is DEFAULT_HANDLER:
+        if _runs_as_pipeline(given, task):
+            return replace(chosen, row=PIPELINE)
+        chosen = _by_rolling_batch(chosen, given, names, machine)
+    return replace(chosen, row=VLLM_POOLING) if chosen.row is VLLM and task in POOLING else chosen
 
 
 def _runs_as_pipeline(given: Given, task: str | None) -> bool:

@@ -76,15 +76,16 @@ _DEEPSPEED = HandlerRow(
 _LMI_DIST = HandlerRow(
     title="lmi-dist",
     names=("djl_python.lmi_dist", "lmi_dist"),
+    handler="handlers.lmi_dist:LmiDistHandler",
     options="handlers.lmi_dist_options:LmiDistOptions",
     rolling_batches=("lmi-dist",),
-    engines=("lmi_dist",),
+    engines=("vllm",),
     reads_checkpoint=True,
     batches_by_default=True,
     takes_all_gpus=True,
     needs_mpi=True,
 )
-_VLLM = HandlerRow(
+VLLM = HandlerRow(
     title="vllm",
     names=("djl_python.lmi_vllm.vllm_async_service", "djl_python.vllm", "vllm"),
     handler="handlers.vllm:VllmHandler",
@@ -93,6 +94,17 @@ _VLLM = HandlerRow(
     engines=("vllm",),
     reads_checkpoint=True,
     batches_by_default=True,
+    takes_all_gpus=True,
+)
+# Named by no entry point of its own: vllm means it for a task of a model that pools.
+VLLM_POOLING = HandlerRow(
+    title="vllm pooling",
+    names=(),
+    handler="handlers.vllm_pooling:VllmPoolingHandler",
+    options="handlers.vllm_options:VllmPoolingOptions",
+    engines=("vllm",),
+    reads_checkpoint=True,
+    takes_batches=True,
     takes_all_gpus=True,
 )
 _TENSORRT_LLM = HandlerRow(
@@ -154,7 +166,8 @@ HANDLERS = (
     PIPELINE,
     _DEEPSPEED,
     _LMI_DIST,
-    _VLLM,
+    VLLM,
+    VLLM_POOLING,
     _TENSORRT_LLM,
     _NEURONX,
     _STABLE_DIFFUSION,
