@@ -19,6 +19,7 @@ from transformers import BertConfig, BertForSequenceClassification, PreTrainedMo
 
 pytestmark = pytest.mark.slow
 
+SAMPLE = Path(__file__).parent.parent / "serving.properties.d" / "vllm-embedding.properties"
 MINILM = Path(__file__).parent.parent / "models" / "all-minilm-l6-v2"
 TEXTS = ["A man is eating food.", "Someone eats.", "The girl is carrying a baby.", "word " * 100]
 SETTINGS = {"rolling_batch": "vllm", "dtype": "fp32"}
@@ -26,7 +27,9 @@ SETTINGS = {"rolling_batch": "vllm", "dtype": "fp32"}
 
 @pytest.fixture(scope="module")
 def embedding(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("embedding"), MINILM, **SETTINGS) as server:
+    lines = [line.partition("=")[::2] for line in SAMPLE.read_text().splitlines() if not line.startswith("#")]
+    instead = {"option.model_id": str(MINILM), "option.dtype": "fp32"}
+    with serving(tmp_path_factory.mktemp("embedding"), MINILM, **{**dict(lines), **instead}) as server:
         yield server
 
 
