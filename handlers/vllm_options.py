@@ -216,6 +216,9 @@ class VllmOptions(PagedAttentionOptions):
         if self.enable_reasoning and self.reasoning_parser is None:
             yield Finding(("option.enable_reasoning",), "true only with option.reasoning_parser")
 
+    def gpus_per_worker(self, available: int) -> int | None:
+        return self.devices_per_worker if available else None  # without any, vLLM's processes share the CPU
+
     @property
     def one_worker_only(self) -> str | None:
         return "option.lmcache_auto_config" if self.lmcache_auto_config else None

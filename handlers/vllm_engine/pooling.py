@@ -131,7 +131,7 @@ class PoolingModel:
             context.pooling_params.verify(self._config)
             context.engine_inputs = [scorer.render(item) for item in scorer.get_request_factory_online(context)]
         except ValidationError as error:
-            raise RequestError(_first_of(error)) from error
+            raise RequestError(_first_of(error, has_forms=kind is library.ScoreRequest)) from error
         except CLIENT_ERRORS as error:
             raise as_request_error(error) from error
 
@@ -189,11 +189,11 @@ def _taken(output: Any) -> Pooled | LmiServerError:
     return Pooled(output, len(output.prompt_token_ids))
 
 
-def _first_of(error: ValidationError) -> str:
+def _first_of(error: ValidationError, has_forms: bool) -> str:
     """Return the first problem with a body; where it may have several forms, with the one that it is nearest to."""
-    forms: dict[str, list[str]] = {}
+    problems: dict[Any, list[str]] = {}
     for detail in error.errors():
-        form = next((str(part) for part in detail["loc"] if str(part).endswith("Request")), "")
-        place = ".".join(str(part) for part in detail["loc"] if part != form)
-        forms.setdefault(form, []).append(f"{place}: {detail['msg']}" if place else str(detail["msg"]))
-    return min(forms.values(), key=len)[0]
+        form, *place = detail["loc"] if has_forms else (None, *detail["loc"])
+        told = ".".join(map(str, place))
+        problems.setdefault(form, []).append(f"{told}: {detail['msg']}" if told else str(detail["msg"]))
+    return min(problems.values(), key=len)[0]
