@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from lmi_server.configuration.declaration import Option
-from lmi_server.configuration.handlers import HANDLERS, JAVA_ENGINE, PIPELINE, HandlerRow, load_options_type
+from lmi_server.configuration.handlers import (
+    HANDLERS,
+    JAVA_ENGINE,
+    PIPELINE,
+    VLLM_POOLING,
+    HandlerRow,
+    load_options_type,
+)
 from lmi_server.configuration.machine import Machine
 from lmi_server.configuration.options import ServingOptions
 from lmi_server.configuration.resolve import inspect_model
@@ -17,7 +24,11 @@ MACHINE = Machine(total_bytes=2**34, available_bytes=2**33)
 WRONG = "no such value!"
 # They decide which handler is meant, and are tested with it.
 DECIDING = ("engine", "option.entryPoint")
-_OTHERWISE = {JAVA_ENGINE.title: "engine=PyTorch", PIPELINE.title: "option.task=fill-mask"}
+_OTHERWISE = {
+    JAVA_ENGINE.title: "engine=PyTorch",
+    PIPELINE.title: "option.task=fill-mask",
+    VLLM_POOLING.title: "option.entryPoint=vllm\noption.task=text-embedding",
+}
 
 
 def typed(options: tuple[Option, ...]) -> list[Option]:
@@ -37,7 +48,7 @@ def test_a_wrong_value(row: HandlerRow, option: Option, spelling: str, tmp_path:
     key = option.keys[0 if spelling == "first" else -1]
     decide = f"option.entryPoint={row.names[0]}" if row.names else _OTHERWISE[row.title]
     file = tmp_path / "serving.properties"
-    file.write_text(f"{decide}\n\n{key}={WRONG}\n")
+    file.write_text("\n".join([*f"{decide}\n".split("\n")[:2], f"{key}={WRONG}"]))
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     (problem,) = inspect_model(tmp_path, {}, machine=MACHINE).problems
     assert problem == f'{file}:3: {key} = "{WRONG}" is not allowed; allowed: {option.allowed}'
