@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from lmi_server.configuration.handlers import DEFAULT_HANDLER, HANDLERS, PIPELINE, HandlerRow, load_options_type
+from lmi_server.configuration.handlers import DEFAULT_HANDLER, HANDLERS, HandlerRow, load_options_type
 from lmi_server.configuration.layers import Given
 from lmi_server.configuration.machine import Machine
 from lmi_server.configuration.options import ServingOptions
@@ -34,7 +34,7 @@ def recommend_rolling_batch(names: tuple[str, ...], under_mpi: bool, machine: Ma
 
 
 def _schedules_itself(row: HandlerRow) -> bool:
-    return row is not DEFAULT_HANDLER and bool(row.rolling_batches)
+    return row is not DEFAULT_HANDLER and row.batches_by_default
 
 
 def _can_serve(row: HandlerRow, machine: Machine) -> bool:
@@ -47,7 +47,7 @@ def recommend(row: HandlerRow | None, given: Given, task: str | None, machine: M
     `task` is the one that the model's files tell of, None where they do not.
     """
     recommended: dict[str, str] = {}
-    if row is PIPELINE:
+    if row is not None and row.answers_tasks:
         recommended |= _for_pipeline(given, task)
     if row is not None:
         recommended |= _for_handler(row, given, machine)
@@ -94,7 +94,7 @@ def _for_handler(row: HandlerRow, given: Given, machine: Machine) -> Mapping[str
     recommended = dict(load_options_type(row).recommended(machine))
     rolling = given.get("option.rolling_batch")
     left_open = row.batches_by_default if rolling is None else rolling.raw.lower() == "auto"
-    if left_open and (row is PIPELINE or batches_statically(given)):
+    if left_open and (row.answers_tasks or batches_statically(given)):
         recommended["option.rolling_batch"] = "disable"
     elif left_open and row.rolling_batches:
         recommended["option.rolling_batch"] = row.rolling_batches[0]

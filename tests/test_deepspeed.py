@@ -1,0 +1,270 @@
+"""DeepSpeed over real ranks and HTTP: the same answers as the model alone, whatever else happens in the batch."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from mpi_helpers import SHARED_MEMORY, clean, group_members, is_running, process_of_rank
+from server_helpers import Server
+from tiny_models import byte_tokenizer, random_model, tiny_model
+from tiny_tasks import make_task_model
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from handlers.deepspeed_engine.initialization import check_before_loading, inference_config, initialize
+from handlers.deepspeed_engine.loading import load
+from handlers.deepspeed_engine.shards import find_shards
+from handlers.deepspeed_options import DeepSpeedOptions
+from lmi_server.errors import ModelLoadError
+from lmi_server.ranks import Rank
+
+ALONE = Rank(0, 1, "")
+
+
+def write(directory: Path, **options: Any) -> Path:
+    """Make a model directory that DeepSpeed serves."""
+    directory.mkdir(parents=True)
+    keys = {"engine": "DeepSpeed", **{f"option.{name}": value for name, value in options.items()}}
+    (directory / "serving.properties").write_text("\n".join(f"{key}={value}" for key, value in keys.items()))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama whose 3 KV heads, 9 heads, 259 tokens and 100 wide layers no two ranks have the same share of."""
+    directory = tmp_path_factory.mktemp("weights")
+    config = LlamaConfig(
+        vocab_size=259,
+        hidden_size=144,
+        intermediate_size=100,
+        num_hidden_layers=2,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=256,
+        bos_token_id=257,
+        eos_token_id=258,
+        pad_token_id=None,
+        attention_bias=True,
+        mlp_bias=True,
+    )
+    random_model(config).save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def reference(weights: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def split(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = write(
+        tmp_path_factory.mktemp("tp") / "model",
+        model_id=weights,
+        tensor_parallel_degree=2,
+        rolling_batch="auto",
+        dtype="fp32",
+        max_tokens=200,
+        kv_cache_memory_gb=0.02,
+    )
+    with clean(directory) as server:
+        server.log_line(
+            r"\] ready: process .* max_model_len=200 .* ranks=2 .* max_running_requests=4 .*engine=deepspeed "
+        )
+        yield server
+    assert not list(SHARED_MEMORY.glob("deepspeed_*"))
+
+
+def generated(model: Any, prompt: str, count: int) -> list[int]:
+    inputs = byte_tokenizer()(prompt, return_tensors="pt")
+    with torch.inference_mode():
+        out = model.generate(inputs["input_ids"], max_new_tokens=count, do_sample=False, pad_token_id=0)
+    return out[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+def body(prompt: str, count: int, stream: bool = False) -> dict[str, Any]:
+    return {"inputs": prompt, "parameters": {"max_new_tokens": count, "details": True}, "stream": stream}
+
+
+def answered(answer: httpx.Response) -> list[int]:
+    return [token["id"] for token in answer.json()["details"]["tokens"]]
+
+
+async def leave_after_a_token(client: httpx.AsyncClient, prompt: str) -> None:
+    async with client.stream("POST", "/invocations", json=body(prompt, 150, stream=True)) as answer:
+        async for _ in answer.aiter_lines():
+            return
+
+
+def test_the_tokens_are_those_of_one_rank_while_others_come_and_leave(split: Server, reference: Any) -> None:
+    chance = random.Random(3)
+    prompts = ["".join(chance.choices("abcdefgh ", k=length)) for length in (1, 3, 9, 20, 60, 130, 5, 44, 2, 90)]
+    counts = [chance.choice([1, 7, 24, 60]) for _ in prompts]
+
+    async def ask() -> list[list[int]]:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{split.port}", timeout=60) as client:
+            leaving = [asyncio.create_task(leave_after_a_token(client, f"leaves {index}")) for index in range(6)]
+            asked = zip(prompts, counts, strict=True)
+            sent = (client.post("/invocations", json=body(prompt, count)) for prompt, count in asked)
+            told = [answered(answer) for answer in await asyncio.gather(*sent)]
+            await asyncio.gather(*leaving)
+            return told
+
+    expected = [generated(reference, prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
+    assert asyncio.run(ask()) == expected
+
+
+def test_a_rank_that_is_killed_ends_its_group_and_the_next_one_answers(split: Server, reference: Any) -> None:
+    members = group_members(split.process.pid)
+    with split.http.stream("POST", "/invocations", json=body("a stream", 150, stream=True)) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        os.kill(process_of_rank(split.process.pid, 1), signal.SIGKILL)
+        list(lines)
+    split.log_line(r"process \d+ was ended|process \d+ exited")
+    assert answered(split.http.post("/invocations", json=body("after", 5))) == generated(reference, "after", 5)
+    assert not any(map(is_running, members))
+
+
+@pytest.mark.parametrize(
+    ("task", "body"),
+    [
+        ("text-classification", {"inputs": ["the red fox", "who jumps"]}),
+        ("fill-mask", {"inputs": "the red [MASK]"}),
+        ("question-answering", {"inputs": {"question": "who jumps?", "context": "the red fox jumps over the dog"}}),
+        ("text2text-generation", {"inputs": "abc", "parameters": {"max_new_tokens": 6}}),
+    ],
+)
+def test_a_task_over_two_ranks_gives_what_the_model_alone_gives(task: str, body: Any, tmp_path: Path) -> None:
+    small = make_task_model(task, tmp_path / "small")
+    alone = write(tmp_path / "alone" / "model", model_id=small, dtype="fp32")
+    split = write(tmp_path / "split" / "model", model_id=small, dtype="fp32", tensor_parallel_degree=2)
+    answers = []
+    for directory in (alone, split):
+        with clean(directory) as server:
+            server.log_line(rf"\] ready: process .* task={task} ")
+            answers.append(server.http.post("/invocations", json=body).json())
+            answers[-1] = [answers[-1], server.http.post("/invocations", json={"inputs": 5}).status_code]
+    assert rounded(answers[1]) == rounded(answers[0])
+    assert answers[0][1] == 400
+
+
+def rounded(value: Any) -> Any:
+    """Return `value` with numbers to four digits."""
+    if isinstance(value, dict):
+        return {name: rounded(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return round(value, 4) if isinstance(value, float) else value
+
+
+def test_a_sampled_text_is_the_same_on_all_ranks(weights: Path, tmp_path: Path) -> None:
+    """Each rank draws the tokens of a static batch itself; two that differ would compute nonsense from there on."""
+    directory = write(tmp_path / "model", model_id=weights, dtype="fp32", tensor_parallel_degree=2)
+    asked = {"inputs": "abc", "parameters": {"max_new_tokens": 20, "do_sample": True, "return_full_text": False}}
+    with clean(directory) as server:
+        server.log_line(r"\] ready: process .* task=text-generation ")
+        texts = {server.http.post("/invocations", json=asked).json()[0]["generated_text"] for _ in range(3)}
+        asked["parameters"] |= {"do_sample": False}
+        greedy = server.http.post("/invocations", json=asked).json()[0]["generated_text"]
+    assert len(texts) == 3
+    model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
+    assert greedy == byte_tokenizer().decode(generated(model, "abc", 20), skip_special_tokens=True)
+
+
+def test_rotary_frequencies_stay_as_they_are(tmp_path: Path) -> None:
+    model = tiny_model("llama", torch.bfloat16)
+    before = model.model.rotary_emb.inv_freq.clone()
+    assert initialize(model, DeepSpeedOptions(), ALONE) is None
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert torch.equal(model.model.rotary_emb.inv_freq, before)
+
+
+def test_all_keys_are_given_to_deepspeed() -> None:
+    options = DeepSpeedOptions(max_tokens=99, triangular_masking=False, return_tuple=False, training_mp_size=2)
+    assert inference_config(options, torch.float32, 2, inject=False) == {
+        "tensor_parallel": {"tp_size": 2},
+        "dtype": torch.float32,
+        "enable_cuda_graph": False,
+        "triangular_masking": False,
+        "return_tuple": False,
+        "training_mp_size": 2,
+        "max_tokens": 99,
+        "replace_with_kernel_inject": False,
+    }
+
+
+def test_a_configuration_of_ones_own_takes_the_place_of_all(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"max_out_tokens": 77, "dtype": "fp32"}))
+    options = DeepSpeedOptions(deepspeed_config_path="ds.json", max_tokens=99).within(str(tmp_path))
+    assert inference_config(options, torch.bfloat16, 1, inject=False) == {"max_out_tokens": 77, "dtype": "fp32"}
+    model = tiny_model("llama", torch.bfloat16)
+    initialize(model, options, ALONE)
+    assert model.dtype == torch.float32
+    with pytest.raises(ModelLoadError, match=r"tp_size is 1 in .*ds\.json, and option\.tensor_parallel_degree is 2"):
+        inference_config(options, torch.float32, 2, inject=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(None, "No such file"), ("{", "cannot be read"), ("[]", "holds no JSON object")],
+)
+def test_a_configuration_that_cannot_be_read_is_named(text: str | None, message: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "ds.json").write_text(text)
+    options = DeepSpeedOptions(deepspeed_config_path="ds.json").within(str(tmp_path))
+    with pytest.raises(ModelLoadError, match=rf"option\.deepspeed_config_path: .*ds\.json .*{message}"):
+        inference_config(options, torch.float32, 1, inject=False)
+
+
+def test_kernels_that_the_cpu_does_not_have_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"replace_with_kernel_inject": True, "dtype": "fp32"}))
+    options = DeepSpeedOptions(deepspeed_config_path="ds.json").within(str(tmp_path))
+    with pytest.raises(ModelLoadError, match=r"DeepSpeed cannot serve LlamaForCausalLM: .*CPU"):
+        initialize(tiny_model("llama"), options, ALONE)
+
+
+@pytest.mark.parametrize(
+    ("options", "degree", "message"),
+    [
+        ({}, 4, "tensor_parallel_degree=4 is more than num_key_value_heads=3 of the model"),
+        ({"dtype": "fp16"}, 1, r"option\.dtype=fp16: DeepSpeed has no fp16 on the CPU"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_loading(
+    options: dict[str, str], degree: int, message: str, reference: Any
+) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        check_before_loading(reference.config, DeepSpeedOptions(**options), degree)
+
+
+def test_a_model_that_deepspeed_cannot_split_is_refused(tmp_path: Path) -> None:
+    small = make_task_model("text-generation", tmp_path / "small")
+    tiny_model("gpt2").save_pretrained(small)
+    directory = write(
+        tmp_path / "model", model_id=small, dtype="fp32", tensor_parallel_degree=2, rolling_batch="deepspeed"
+    )
+    with clean(directory) as server:
+        server.log_line(r"DeepSpeed cannot serve GPT2LMHeadModel: AutoTP not supported")
+
+
+def test_a_checkpoint_of_deepspeeds_kernels_is_refused(weights: Path, tmp_path: Path) -> None:
+    (tmp_path / "ds_inference_config.json").write_text(json.dumps({"type": "ds_model", "tp_size": 1}))
+    options = DeepSpeedOptions(checkpoint="ds_inference_config.json", dtype="fp32")
+    with pytest.raises(ModelLoadError, match="is for DeepSpeed's kernels"):
+        find_shards(str(tmp_path), options, ALONE)
+
+
+def test_tokens_end_at_the_context_of_the_model(weights: Path) -> None:
+    assert load(str(weights), DeepSpeedOptions(dtype="fp32")).max_len == 256
+    assert load(str(weights), DeepSpeedOptions(dtype="fp32", max_tokens=50)).max_len == 50
