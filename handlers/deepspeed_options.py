@@ -40,7 +40,6 @@ TASKS = (
     "translation",
     "zero-shot-classification",
 )
-_NO_KERNELS = "only layers of DeepSpeed's kernels read it, which are for GPUs; deepspeed.init_inference is given it"
 
 
 def _known_task(task: str) -> str:
@@ -99,14 +98,10 @@ class DeepSpeedOptions(RollingBatchOptions):
     enable_cuda_graph: bool = Field(
         False, description="Capture the forward pass of DeepSpeed's kernels as a CUDA graph, on one GPU."
     )
-    triangular_masking: Annotated[bool, NoEffect(_NO_KERNELS)] = Field(
-        True, description="Mask attention to later tokens."
-    )
-    return_tuple: Annotated[bool, NoEffect(_NO_KERNELS)] = Field(
-        True, description="Layers return a tuple instead of a tensor."
-    )
-    training_mp_size: Annotated[PositiveInt, NoEffect(_NO_KERNELS)] = Field(
-        1, description="Tensor parallel degree that the model was trained with."
+    triangular_masking: bool = Field(True, description="DeepSpeed's kernels mask attention to later tokens.")
+    return_tuple: bool = Field(True, description="Layers of DeepSpeed's kernels return a tuple instead of a tensor.")
+    training_mp_size: PositiveInt = Field(
+        1, description="Tensor parallel degree that the model was trained with, for DeepSpeed's kernels."
     )
     checkpoint: str | None = Field(
         None,

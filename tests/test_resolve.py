@@ -212,11 +212,8 @@ def test_every_bad_value_is_reported_in_a_line_of_its_own(write: Write) -> None:
     "properties",
     [
         "engine=MPI",
-        "engine=DeepSpeed",
         "option.rolling_batch=lmi-dist",
         "option.rolling_batch=trtllm",
-        "option.rolling_batch=deepspeed",
-        "option.entryPoint=djl_python.deepspeed",
         "option.mpi_mode=true",
         "option.tensor_parallel_degree=2",
         "option.dtype=int8",
@@ -473,7 +470,7 @@ NO_GPU = Machine(total_bytes=2**34, available_bytes=2**33)
 
 def test_an_engine_alias_stands_for_other_keys(write: Write) -> None:
     found = inspect_model(write("engine=DeepSpeed\noption.quantize=dynamic_int8"), {}, machine=NO_GPU)
-    assert (found.row.title, found.options.mpi_mode) == ("deepspeed", True)
+    assert (found.row.title, found.options.mpi_mode) == ("deepspeed task", True)
     assert found.options.entry_point == "djl_python.deepspeed"
     assert {found.sources[key].layer for key in ("option.mpi_mode", "option.entryPoint")} == {"engine alias"}
     assert found.problems == ()
@@ -495,6 +492,11 @@ def test_a_given_key_is_stronger_than_an_engine_alias(write: Write) -> None:
         ("option.rolling_batch=lmi-dist", "lmi-dist"),
         ("option.rolling_batch=trtllm", "tensorrt_llm"),
         ("option.rolling_batch=deepspeed", "deepspeed"),
+        ("engine=DeepSpeed", "deepspeed task"),
+        ("engine=DeepSpeed\noption.rolling_batch=auto", "deepspeed"),
+        ("engine=DeepSpeed\noption.rolling_batch=deepspeed", "deepspeed"),
+        ("engine=DeepSpeed\noption.rolling_batch=auto\noption.task=fill-mask", "deepspeed task"),
+        ("engine=DeepSpeed\noption.rolling_batch=auto\nbatch_size=4", "deepspeed task"),
         ("engine=MPI", "lmi-dist"),
         ("engine=MPI\noption.rolling_batch=auto", "lmi-dist"),
         ("option.mpi_mode=true\noption.rolling_batch=auto", "lmi-dist"),
