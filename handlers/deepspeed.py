@@ -75,14 +75,15 @@ class DeepSpeedTaskHandler(TaskHandler):
             self._peers.tell(encode(Stop()))
 
     def _together(self, batch: Any) -> Sequence[Response | LmiServerError]:
-        """Answer a batch as all ranks do, with the same random numbers; one that fails here may run on elsewhere."""
-        import torch
+        """Answer a batch as all ranks do, with the same random numbers.
 
-        from handlers.rolling_batch.peers import GroupBrokenError
+        One that fails here may run on elsewhere: the ranks are not at the same place any more, and the process ends.
+        """
+        import torch
 
         torch.manual_seed(batch.seed)
         outcomes = super().handle(batch.requests)
         failed = [outcome for outcome in outcomes if isinstance(outcome, HandlerError | ModelMemoryError)]
         if failed:
-            raise GroupBrokenError(f"a batch failed on this rank: {failed[0].message}")
+            raise SystemExit(f"a batch failed on this rank: {failed[0].message}")
         return outcomes

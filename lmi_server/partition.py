@@ -15,6 +15,7 @@ from pathlib import Path
 import uvloop
 
 from lmi_server.artifacts.fetch import ArtifactSettings, artifact_settings
+from lmi_server.configuration.machine import this_machine
 from lmi_server.configuration.properties import decode_properties, edited_properties
 from lmi_server.configuration.resolve import SERVING_PROPERTIES, ResolvedModel, inspect_model, resolve_model
 from lmi_server.errors import ConfigurationError
@@ -37,7 +38,10 @@ def partition(directory: Path, target: Path, environment: Mapping[str, str]) -> 
         raise ConfigurationError(f"--save {target}: is there already; name a directory that is not")
     changes = _changes(directory, environment)
     partial = target.with_name(f".{target.name}.{os.getpid()}")
-    settings = {_SAVE: str(partial.absolute()), "minWorkers": "1", "maxWorkers": "1"}
+    one_worker = {"minWorkers": "1", "maxWorkers": "1"}
+    if this_machine(environment).gpus:
+        one_worker["load_on_devices"] = "0"  # and the next ones, as many as it takes
+    settings = {_SAVE: str(partial.absolute()), **one_worker}
     source = ModelSource(str(directory), "model", settings=settings)
     try:
         resolved = uvloop.run(_load(source, environment, artifact_settings(None, environment)))

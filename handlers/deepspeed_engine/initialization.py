@@ -64,7 +64,8 @@ def import_deepspeed() -> Any:
 def inference_config(options: DeepSpeedOptions, dtype: torch.dtype, ranks: int, inject: bool) -> dict[str, Any]:
     """Return what `init_inference` is given. Raises ModelLoadError where a file of one's own says what cannot be."""
     if options.deepspeed_config_path is None:
-        return {**options.engine_arguments(), "dtype": dtype, "replace_with_kernel_inject": inject}
+        made = {**options.engine_arguments(), "tensor_parallel": {"tp_size": ranks}}
+        return {**made, "dtype": dtype, "replace_with_kernel_inject": inject}
     config = dict(read_json(options.deepspeed_config_path, "option.deepspeed_config_path"))
     parallel = config.get("tensor_parallel", config.get("tp", {}))
     degree = parallel.get("tp_size", 1) if isinstance(parallel, Mapping) else 1
@@ -97,10 +98,10 @@ def check_before_loading(config: Any, options: DeepSpeedOptions, degree: int) ->
         raise ModelLoadError("option.dtype=fp16: DeepSpeed has no fp16 on the CPU; set option.dtype=bf16 or fp32")
     if options.quantize is not None:
         check_device(torch.device("cuda" if has_gpu else "cpu"))
-    if getattr(config, "quantization_config", None) and (degree > 1 or options.quantize is not None):
+    if getattr(config, "quantization_config", None):
         raise ModelLoadError(
-            f"the checkpoint is quantised already, which DeepSpeed neither splits nor quantises; set {_DEGREE}=1 and"
-            " remove option.quantize"
+            "the checkpoint is quantised already, and DeepSpeed takes none that is; use"
+            " option.entryPoint=djl_python.huggingface"
         )
     text_config = config.get_text_config()
     for name in ("num_attention_heads", "num_key_value_heads"):

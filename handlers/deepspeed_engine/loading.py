@@ -8,7 +8,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from handlers.checkpoints.loading import load_config, load_model, load_tokenizer, set_threads
-from handlers.checkpoints.quantization import quantization_details
 from handlers.deepspeed_engine.initialization import check_before_loading, initialize
 from handlers.deepspeed_engine.int8 import model_bytes, quantize
 from handlers.deepspeed_engine.shards import Shards, find_shards, save_shards
@@ -34,7 +33,7 @@ def load(path: str, options: DeepSpeedOptions) -> LoadedModel:
     peers = initialize(model, options, rank)
     if shards is not None:
         shards.fill(model)
-    details = quantization_details(model) if options.quantize is None else quantize(model, tokenizer, options)
+    details = quantize(model, tokenizer, options)
     if shards is not None and shards.quantization is not None:
         details = {"quantization": shards.quantization}
     if options.save_mp_checkpoint_path is not None:

@@ -28,6 +28,7 @@ from lmi_server.ranks import Rank
 _log = logging.getLogger(__name__)
 
 _KIND = "lmi-server ranks"
+_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 _TENSORS_PER_FILE = 64
 
 
@@ -76,6 +77,11 @@ def find_shards(path: str, options: DeepSpeedOptions, rank: Rank) -> Shards | No
         raise ModelLoadError(
             f"option.checkpoint: {manifest} was split for option.tensor_parallel_degree={content['tp_size']}, and here"
             f" it is {rank.size}; split the model again, or set the degree to {content['tp_size']}"
+        )
+    if _DTYPES[options.dtype] != content["dtype"]:
+        raise ModelLoadError(
+            f"option.checkpoint: {manifest} is in {content['dtype']}, and option.dtype={options.dtype}; set the data"
+            " type of the checkpoint"
         )
     files = tuple(manifest.parent / name for name in content["checkpoints"]["tp"][rank.rank])
     return Shards(files, getattr(torch, content["dtype"]), content["quantization"])
