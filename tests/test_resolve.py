@@ -209,6 +209,26 @@ def test_every_bad_value_is_reported_in_a_line_of_its_own(write: Write) -> None:
 
 
 @pytest.mark.parametrize(
+    ("properties", "problem"),
+    [
+        ("option.tensor_parallel_degree=2\noption.entryPoint=djl_python.deepspeed", "use engine=MPI, or 1"),
+        (
+            "option.enable_streaming=true\nengine=DeepSpeed\noption.tensor_parallel_degree=2",
+            "several ranks answer a static batch whole; use option.rolling_batch=deepspeed, or one rank",
+        ),
+        ("option.checkpoint=a.json\nengine=DeepSpeed\noption.dtype=fp32", "use option.rolling_batch=deepspeed"),
+        ("option.save_mp_checkpoint_path=/x\nengine=DeepSpeed", "use option.rolling_batch=deepspeed"),
+        ("option.dtype=int8\nengine=DeepSpeed", "use option.quantize=dynamic_int8"),
+    ],
+)
+def test_what_deepspeed_cannot_serve_is_refused_with_the_remedy(write: Write, properties: str, problem: str) -> None:
+    directory = write(properties)
+    key, _, value = properties.partition("\n")[0].partition("=")
+    place = directory / "serving.properties"
+    assert refusal(directory) == [f'{place}:1: {key} = "{value}" is not available in this version; {problem}']
+
+
+@pytest.mark.parametrize(
     "properties",
     [
         "engine=MPI",

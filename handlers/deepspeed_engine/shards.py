@@ -78,7 +78,7 @@ def find_shards(path: str, options: DeepSpeedOptions, rank: Rank) -> Shards | No
             f"option.checkpoint: {manifest} was split for option.tensor_parallel_degree={content['tp_size']}, and here"
             f" it is {rank.size}; split the model again, or set the degree to {content['tp_size']}"
         )
-    if _DTYPES[options.dtype] != content["dtype"]:
+    if _DTYPES.get(options.dtype) != content["dtype"]:
         raise ModelLoadError(
             f"option.checkpoint: {manifest} is in {content['dtype']}, and option.dtype={options.dtype}; set the data"
             " type of the checkpoint"
