@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _BACKLOG = 4096
 _KEEP_ALIVE_S = 75  # longer than the 60 seconds of common load balancers, so that they are the ones to close
+_FAILURE_CHECK_S = 0.5
 _CLIENT_GRACE_S = 5.0  # after the drain: for clients to read the last bytes of their answers
 
 
@@ -46,7 +47,8 @@ def run(
     others are served.
 
     The first signal drains: nothing more is accepted, what was accepted finishes within `drain_timeout` (exit code 0).
-    The second ends everything at once (exit code 1).
+    The second ends everything at once (exit code 1). With `fail_fast` the first model that fails drains too (exit code
+    1).
     """
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
@@ -76,7 +78,7 @@ class _Server:
         self._settings = settings
         self._listeners = listeners
         self._signals = 0
-        self._signalled = asyncio.Event()
+        self._ending = asyncio.Event()
         artifacts = artifact_settings(settings.download_dir, environment)
         self._models = ModelRegistry(
             environment, artifacts, resolve, settings.drain_timeout, settings.log_level.upper()
@@ -97,7 +99,7 @@ class _Server:
         for (host, port), what in zip(addresses, ("", " for management"), strict=False):
             logger.info("listening on http://%s:%d%s", f"[{host}]" if ":" in host else host, port, what)
         gc.freeze()
-        await self._signalled.wait()
+        failed = await self._end_of_service()
         logger.info("draining: up to %g seconds; a second signal ends at once", self._settings.drain_timeout)
         relay.draining = True
         http.should_exit = True
@@ -105,7 +107,18 @@ class _Server:
         await serving
         await models.stop()
         logger.info("stopped")
-        return 0
+        return 1 if failed else 0
+
+    async def _end_of_service(self) -> bool:
+        """Wait for a signal or, with `fail_fast`, for a model that has failed; return whether it is the latter."""
+        while not self._ending.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), _FAILURE_CHECK_S if self._settings.fail_fast else None)
+            failed = [model.label for model in self._models.models if model.failure is not None]
+            if self._settings.fail_fast and failed:
+                logger.error("model %s has failed, and fail_fast is set: ending the server", failed[0])
+                return True
+        return False
 
     def _listen_to_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -114,7 +127,7 @@ class _Server:
 
     def _on_signal(self) -> None:
         self._signals += 1
-        self._signalled.set()
+        self._ending.set()
         if self._signals > 1:
             logger.warning("second signal: ending at once")
             self._models.kill()

@@ -66,8 +66,9 @@ def test_the_request_id_comes_back(server: Server) -> None:
     assert server.invoke("a", headers={"x-request-id": "mine"}).headers["x-request-id"] == "mine"
 
 
-def test_ping(server: Server) -> None:
-    response = server.http.get("/ping")
+@pytest.mark.parametrize("path", ["/ping", "/ping/", "/ping/any/thing"])
+def test_ping(server: Server, path: str) -> None:
+    response = server.http.get(path)
     assert (response.status_code, response.json()) == (200, {"model": {"status": "Healthy"}})
 
 
@@ -382,6 +383,13 @@ def test_ping_tells_of_a_dead_worker(server: Server) -> None:
     assert (response.status_code, response.json()["model"]["status"]) in [(503, "Unhealthy"), (200, "Healthy")]
     server.until("lmi_workers_ready", 1)
     assert server.http.get("/ping").status_code == 200
+
+
+def test_with_fail_fast_a_failed_model_ends_the_server(tmp_path: Path) -> None:
+    failing = "fault_handlers:FailingHandler"
+    with serving(tmp_path, failing, ready=False, variables={"SERVING_FAIL_FAST": "true"}) as server:
+        server.log_line("model model has failed, and fail_fast is set")
+        assert server.ended() == 1
 
 
 def endings(response: bytes) -> int:

@@ -65,6 +65,9 @@ class ServerSettings(Options):
     allow_multi_status: bool = Field(
         False, description="Answer /ping with 207 while some models can serve and others cannot, not with 200."
     )
+    fail_fast: bool = Field(
+        False, description="Drain and end the server, with exit code 1, as soon as a model has failed."
+    )
     log_level: LogLevel = Field("info", description="Least important messages that are logged.")
 
 
@@ -77,9 +80,7 @@ _WITHOUT_EFFECT = {
     "reserved_memory_mb": "set it in the serving.properties of the models",
     "features": "the installed engines are found without it",
     "prometheus": "/metrics is always there",
-    **dict.fromkeys(
-        ("fail_fast", "health_check_override"), "/ping tells of every model, and answers 500 where all failed"
-    ),
+    "health_check_override": "/ping tells of every model, and answers 500 where all failed",
     "chunked_read_timeout": "option.predict_timeout limits how long a request may make no progress",
     **dict.fromkeys(("number_of_netty_threads", "use_native_io", "io_ratio"), "there is one event loop"),
     **dict.fromkeys(("cluster_address", "plugin_folder", "WEB_ROOT"), "there is nothing like it"),

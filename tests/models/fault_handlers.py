@@ -80,10 +80,11 @@ class FaultHandler(EchoHandler):
 
     def _is_first(self, fault: str) -> bool:
         """Tell whether no worker of this model has seen the fault before."""
-        marker = self._model_dir / f"saw-{fault}"
-        seen = marker.exists()
-        marker.touch()
-        return not seen
+        try:
+            (self._model_dir / f"saw-{fault}").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
 
     async def _after_a_token(self, fault: str) -> None:
         if fault == "raise":
