@@ -105,6 +105,11 @@ class SummedLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self._peers = peers
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """The part of this rank; T5 looks at its data type."""
+        return self.linear.weight
+
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """(..., inputs of this rank) -> (..., out_features), the same on all ranks."""
         total = self._peers.add_up(self.linear(hidden))
