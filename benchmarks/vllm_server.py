@@ -1,147 +1,83 @@
 """Compares this server with vLLM's own OpenAI server: the same model, the same client, the same machine, in one run.
 
-    python -m benchmarks.vllm_server
+    python -m benchmarks.vllm_server [PART ...] [--concurrency N ...] [--runs N]
 
-Completions of 64 tokens, end of sequence ignored, at 1, 8, 32 and 64 connections that always have a request open;
-then 300 requests of one token whose prompts of 512 tokens share the first 448. Both servers run with their defaults,
-then both with the same settings of vLLM's engine. The CPU time is that of all processes of a server; what the engine
-itself takes is measured without any server (`--engine`) and taken off.
+Completions of 64 tokens, end of sequence ignored, at 1, 8, 32 and 64 connections that always have a request open; and
+300 requests of one token whose prompts of 512 tokens share the first 448. `defaults-*` run both servers as they start
+without settings, `same-*` both with the same settings of vLLM's engine. Both are up at the same time and take turns,
+vLLM's server held by a signal in between, because it computes while it idles; rates and CPU seconds are medians of the
+runs, latencies those of all requests of all runs. `cpu` takes off the CPU time
+of all processes of a server what the engine takes alone, measured without any server. Each part takes a few minutes;
+without PART all run.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import os
 import random
+import signal
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import psutil
 import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.completions_load import Seen, request_bytes, run_load
 from benchmarks.generation import CONCURRENCIES, CORES, MODEL, NEW_TOKENS, prompts
 
 NAME = "model"
-PREFIX = "prefix of 448 of 512 tokens shared"
-SHARED_TOKENS, PROMPT_TOKENS, PREFIX_REQUESTS = 448, 512, 300
-# The settings of the engine that both get in the second part.
+OURS, THEIRS = "lmi-server", "vLLM's server"
+SHARED_TOKENS, PROMPT_TOKENS, PREFIX_REQUESTS, PREFIX_CONNECTIONS = 448, 512, 300, 32
+ROUNDS = {1: 4, 8: 3, 32: 2, 64: 2}  # requests per connection
+RUNS = 3
+STARTS = 3
+# The settings of the engine and of OpenMP that both get in the parts `same-*`.
 SAME = {"max_num_seqs": 64, "max_model_len": 2048, "kv_gib": 2}
-
-
-# --- the load ---
-
-
-@dataclass(slots=True)
-class Stream:
-    """What was seen of one answer; times in seconds."""
-
-    first: float = 0.0
-    gaps: list[float] = field(default_factory=list)
-    tokens: int = 0
-
-
-class Connection(asyncio.Protocol):
-    """One connection that sends a request and reads its answer to the end, as often as it is told."""
-
-    def __init__(self) -> None:
-        self._transport: asyncio.Transport | None = None
-        self._done: asyncio.Future[None] | None = None
-        self._data = bytearray()
-        self._times: list[tuple[float, int]] = []
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if self._done is not None and not self._done.done():
-            self._done.set_exception(ConnectionError(f"the server closed the connection: {bytes(self._data[-300:])!r}"))
-
-    def data_received(self, data: bytes) -> None:
-        self._data += data
-        self._times.append((time.perf_counter(), len(self._data)))
-        if self._complete() and self._done is not None and not self._done.done():
-            self._done.set_result(None)
-
-    async def ask(self, request: bytes, tokens: int) -> Stream:
-        """Send `request` and return what came; AssertionError where it is not a whole answer of `tokens` tokens."""
-        assert self._transport is not None
-        self._data, self._times = bytearray(), []
-        self._done = asyncio.get_running_loop().create_future()
-        began = time.perf_counter()
-        self._transport.write(request)
-        await self._done
-        assert self._data.startswith(b"HTTP/1.1 200"), bytes(self._data[:500])
-        assert b'"completion_tokens":%d' % tokens in self._data, bytes(self._data[-500:])
-        head = self._data.index(b"\r\n\r\n") + 4
-        arrivals = [at for at, size in self._times if size > head + 8]
-        return Stream(arrivals[0] - began, [b - a for a, b in pairwise(arrivals)], tokens)
-
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
-
-    def _complete(self) -> bool:
-        if self._data.endswith(b"0\r\n\r\n"):
-            return True
-        head, separator, body = self._data.partition(b"\r\n\r\n")
-        length = head.lower().partition(b"content-length: ")[2]
-        return bool(separator and length) and len(body) == int(length.partition(b"\r")[0])
-
-
-def request_bytes(prompt: str | list[int], tokens: int, stream: bool) -> bytes:
-    body: dict[str, Any] = {"model": NAME, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    if stream:
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
-    data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}"
-    return f"{head}\r\n\r\n".encode() + data
-
-
-async def load(port: int, requests: list[bytes], connections: int, tokens: int) -> tuple[float, list[Stream]]:
-    """Send all requests over so many connections; return the seconds it took and what was seen of each."""
-    loop = asyncio.get_running_loop()
-    waiting = iter(requests)
-    streams: list[Stream] = []
-
-    async def client() -> None:
-        _, connection = await loop.create_connection(Connection, "127.0.0.1", port)
-        for request in waiting:
-            streams.append(await connection.ask(request, tokens))
-        connection.close()
-
-    began = time.perf_counter()
-    await asyncio.gather(*(client() for _ in range(connections)))
-    return time.perf_counter() - began, streams
+SAME_VARIABLES = {"GOMP_SPINCOUNT": "10000"}
 
 
 # --- the servers ---
 
 
 class Server:
-    """A server in processes of its own, and the seconds from its start to its first 200."""
+    """A server in processes of its own, and the seconds from its start to its first 200.
 
-    def __init__(self, command: list[str], environment: Mapping[str, str], port: int, health: str) -> None:
+    One that is `held` gets no CPU except within `turn`.
+    """
+
+    def __init__(
+        self, command: list[str], environment: Mapping[str, str], port: int, health: str, held: bool = False
+    ) -> None:
         self.port = port
+        self._held = held
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the server
         began = time.perf_counter()
         self._process = psutil.Popen(
-            command, env=os.environ | {"HF_HUB_OFFLINE": "1"} | environment, stdout=self._log, stderr=self._log
+            command,
+            env=os.environ | {"HF_HUB_OFFLINE": "1"} | environment,
+            stdout=self._log,
+            stderr=self._log,
+            start_new_session=True,
         )
-        self._wait(health)
+        try:
+            self._wait(health)
+        except BaseException:
+            self.stop()
+            raise
         self.ready_s = time.perf_counter() - began
 
     def cpu_s(self) -> float:
@@ -149,9 +85,31 @@ class Server:
         processes = [self._process, *self._process.children(recursive=True)]
         return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
 
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Let the server run; before and after it is held, where it is to be."""
+        self._signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def hold(self) -> None:
+        """Hold the server from now on, where it is to be held at all."""
+        self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._held:
+            for process in (self._process, *self._process.children(recursive=True)):
+                process.send_signal(number)
+
     def stop(self) -> None:
+        self._signal(signal.SIGCONT)
+        children = self._process.children(recursive=True) if self._process.is_running() else []
         self._process.terminate()
         self._process.wait(60)
+        for child in psutil.wait_procs(children, 10)[1]:
+            child.send_signal(signal.SIGKILL)
         self._log.close()
 
     def _wait(self, health: str) -> None:
@@ -190,7 +148,8 @@ def ours(settings: Mapping[str, Any] | None) -> Iterator[Server]:
         (directory / "serving.properties").write_text("\n".join(lines))
         port = free_port()
         command = [sys.executable, "-m", "lmi_server.cli", "serve", str(directory), "--port", str(port)]
-        server = Server([*command, "--log-level", "warning"], {}, port, "/ping")
+        variables = {} if settings is None else SAME_VARIABLES
+        server = Server([*command, "--log-level", "warning"], variables, port, "/ping")
         try:
             yield server
         finally:
@@ -210,30 +169,66 @@ def theirs(settings: Mapping[str, Any] | None) -> Iterator[Server]:
     if settings is not None:
         command += ["--max-num-seqs", str(settings["max_num_seqs"]), "--max-model-len", str(settings["max_model_len"])]
         command += ["--enforce-eager"]
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{CORES - 1}"
-    server = Server(command, environment, port, "/health")
+        environment |= {"VLLM_CPU_OMP_THREADS_BIND": f"0-{CORES - 1}", **SAME_VARIABLES}
+    server = Server(command, environment, port, "/health", held=True)
     try:
         yield server
     finally:
         server.stop()
 
 
-SERVERS = {"ours": ours, "theirs": theirs}
+SERVERS = {OURS: ours, THEIRS: theirs}
 
 
 # --- what is measured ---
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """One load on one server: output tokens/s, medians and 99th percentiles in milliseconds, CPU seconds used."""
+class Load:
+    """Requests of one kind: `connections` at once, streamed or whole, of 64 tokens or with a shared prefix."""
 
-    tokens_per_s: float
-    ttft_ms: float = 0.0
-    ttft_p99_ms: float = 0.0
-    itl_ms: float = 0.0
-    itl_p99_ms: float = 0.0
-    cpu_s: float = 0.0
+    connections: int
+    stream: bool = False
+    shares_prefix: bool = False
+
+    def requests(self, run: int) -> list[bytes]:
+        """Return the requests of one run; those with a shared prefix share it with no other run."""
+        if not self.shares_prefix:
+            asked = prompts(self.connections * ROUNDS.get(self.connections, 2))
+            return [request_bytes(NAME, prompt, NEW_TOKENS, self.stream) for prompt in asked]
+        chance = random.Random(run)
+        shared = [chance.randrange(100, 20_000) for _ in range(SHARED_TOKENS)]
+        rest = PROMPT_TOKENS - SHARED_TOKENS
+        asked_ids = ([*shared, *(chance.randrange(100, 20_000) for _ in range(rest))] for _ in range(PREFIX_REQUESTS))
+        return [request_bytes(NAME, ids, 1, stream=False) for ids in asked_ids]
+
+
+@dataclass(slots=True)
+class Figures:
+    """What one server did with one load: tokens/s and CPU seconds of each run, what was seen of all requests."""
+
+    rates: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    seen: list[Seen] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        return statistics.median(self.rates)
+
+    @property
+    def cpu(self) -> float:
+        return statistics.median(self.cpu_s)
+
+    def latencies(self) -> Mapping[str, float]:
+        """Return medians and 99th percentiles in milliseconds."""
+        firsts = [1000 * seen.first for seen in self.seen]
+        gaps = [1000 * gap for seen in self.seen for gap in seen.gaps]
+        return {
+            "TTFT, median": statistics.median(firsts),
+            "TTFT, p99": percentile(firsts, 0.99),
+            "ITL, median": statistics.median(gaps),
+            "ITL, p99": percentile(gaps, 0.99),
+        }
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -241,75 +236,73 @@ def percentile(values: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-async def generation(server: Server, concurrency: int, stream: bool, rounds: int) -> Figures:
-    requests = [request_bytes(prompt, NEW_TOKENS, stream) for prompt in prompts(concurrency * rounds)]
+async def measure(server: Server, load: Load, run: int, figures: Figures) -> None:
+    """Run the load once and add what was seen."""
+    tokens = 1 if load.shares_prefix else NEW_TOKENS
     before = server.cpu_s()
-    seconds, streams = await load(server.port, requests, concurrency, NEW_TOKENS)
-    used = server.cpu_s() - before
-    rate = sum(seen.tokens for seen in streams) / seconds
-    if not stream:
-        return Figures(rate, cpu_s=used)
-    firsts = [1000 * seen.first for seen in streams]
-    gaps = [1000 * gap for seen in streams for gap in seen.gaps]
-    return Figures(
-        rate, statistics.median(firsts), percentile(firsts, 0.99), statistics.median(gaps), percentile(gaps, 0.99), used
-    )
+    seconds, seen = await run_load(server.port, load.requests(run), load.connections, tokens)
+    figures.cpu_s.append(server.cpu_s() - before)
+    figures.rates.append(sum(answer.tokens for answer in seen) / seconds)
+    figures.seen += seen
 
 
-async def shared_prefix(server: Server) -> Figures:
-    """Requests/s of one token each, as `tokens_per_s`."""
-    chance = random.Random(5)
-    shared = [chance.randrange(100, 20_000) for _ in range(SHARED_TOKENS)]
-    rest = PROMPT_TOKENS - SHARED_TOKENS
-    requests = [
-        request_bytes([*shared, *(chance.randrange(100, 20_000) for _ in range(rest))], 1, stream=False)
-        for _ in range(PREFIX_REQUESTS)
-    ]
-    before = server.cpu_s()
-    seconds, streams = await load(server.port, requests, 32, 1)
-    return Figures(len(streams) / seconds, cpu_s=server.cpu_s() - before)
-
-
-async def measure(server: Server, rounds: int) -> dict[str, Figures]:
-    await load(server.port, [request_bytes(prompt, 8, stream=True) for prompt in prompts(8)], 8, 8)
-    figures = {}
-    for concurrency in CONCURRENCIES:
-        for stream in (True, False):
-            figures[f"{concurrency}, {'streaming' if stream else 'whole'}"] = await generation(
-                server, concurrency, stream, rounds
-            )
-    figures[PREFIX] = await shared_prefix(server)
+async def compare(servers: Mapping[str, Server], load: Load, runs: int) -> dict[str, Figures]:
+    """Run the load on both in turns; who goes first changes with each run."""
+    figures = {name: Figures() for name in servers}
+    for run in range(runs):
+        for name in sorted(servers, reverse=bool(run % 2)):
+            with servers[name].turn():
+                await measure(servers[name], load, run, figures[name])
     return figures
 
 
-def run(name: str, same: bool, rounds: int) -> dict[str, Any]:
-    with SERVERS[name](SAME if same else None) as server:
-        figures = uvloop.run(measure(server, rounds))
-        return {"ready_s": server.ready_s, **{key: asdict(value) for key, value in figures.items()}}
+async def warm(server: Server) -> None:
+    """Have everything been done once, with as many requests at once as will come."""
+    for stream in (True, False):
+        await run_load(server.port, [request_bytes(NAME, text, 4, stream) for text in prompts(64)], 64, 4)
 
 
-def engine_cpu_s(rounds: int) -> float:
-    """Return the CPU seconds that vLLM's engine takes for the largest load without any server, without texts too."""
+@contextlib.contextmanager
+def both(settings: Mapping[str, Any] | None) -> Iterator[dict[str, Server]]:
+    """Start both servers, let each do everything once, and tell what each takes while it idles."""
+    with contextlib.ExitStack() as stack:
+        servers = {name: stack.enter_context(start(settings)) for name, start in SERVERS.items()}
+        for server in servers.values():
+            uvloop.run(warm(server))
+        before = {name: server.cpu_s() for name, server in servers.items()}
+        time.sleep(2)
+        idle = ", ".join(f"{name} {(server.cpu_s() - before[name]) / 2:.1%}" for name, server in servers.items())
+        Console(width=110).print(f"CPU of a core while idle: {idle}")
+        for server in servers.values():
+            server.hold()
+        yield servers
+
+
+def engine_runs(runs: int) -> dict[str, list[float]]:
+    """Return CPU seconds and tokens/s that vLLM's engine takes for the largest load without any server or texts."""
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": str(SAME["kv_gib"]),
         "TORCH_COMPILE_DISABLE": "1",
+        **SAME_VARIABLES,
     }
     from vllm import LLM, SamplingParams
 
     sizes = {name: SAME[name] for name in ("max_num_seqs", "max_model_len")}
     llm = LLM(str(MODEL), enforce_eager=True, disable_log_stats=True, **sizes)
     parameters = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
-    llm.generate(prompts(8), parameters, use_tqdm=False)
+    most = max(CONCURRENCIES)
+    asked = prompts(most * ROUNDS[most])
+    llm.generate(asked[:most], parameters, use_tqdm=False)
     process = psutil.Process()
-    before = sum(process.cpu_times()[:2])
-    asked = prompts(max(CONCURRENCIES) * rounds)
-    for first in range(0, len(asked), max(CONCURRENCIES)):
-        llm.generate(asked[first : first + max(CONCURRENCIES)], parameters, use_tqdm=False)
-    return sum(process.cpu_times()[:2]) - before
-
-
-# --- the tables ---
+    figures: dict[str, list[float]] = {"cpu_s": [], "rates": []}
+    for _ in range(runs):
+        before, began = sum(process.cpu_times()[:2]), time.perf_counter()
+        for first in range(0, len(asked), most):
+            llm.generate(asked[first : first + most], parameters, use_tqdm=False)
+        figures["cpu_s"].append(sum(process.cpu_times()[:2]) - before)
+        figures["rates"].append(len(asked) * NEW_TOKENS / (time.perf_counter() - began))
+    return figures
 
 
 def in_a_process(*arguments: str) -> Any:
@@ -319,68 +312,124 @@ def in_a_process(*arguments: str) -> Any:
     return json.loads(finished.stdout.decode().strip().rpartition("\n")[2])
 
 
-def table(title: str, mine: dict[str, Any], other: dict[str, Any], aims: Mapping[str, str]) -> Table:
-    shown = Table("measured", "lmi-server", "vLLM's server", "ratio", "aim", title=title)
-
-    def row(what: str, own: float, their: float, aim: str = "", form: str = ".0f") -> None:
-        shown.add_row(what, f"{own:{form}}", f"{their:{form}}", f"{own / their:.2f}", aim)
-
-    for load_name in (name for name in mine if name != "ready_s"):
-        own, their = mine[load_name], other[load_name]
-        unit = "requests/s" if load_name == PREFIX else "output tokens/s"
-        row(f"{load_name}, {unit}", own["tokens_per_s"], their["tokens_per_s"], aims.get(load_name, ""), ".1f")
-        if own["ttft_ms"]:
-            for key, name in _LATENCIES.items():
-                row(f"    {name}, ms", own[key], their[key], "<= 1", ".1f")
-        row("    CPU seconds", own["cpu_s"], their["cpu_s"], form=".1f")
-    row("seconds to the first 200", mine["ready_s"], other["ready_s"], aims.get("ready_s", ""), ".1f")
-    return shown
+# --- the parts ---
 
 
-_LATENCIES = {
-    "ttft_ms": "TTFT, median",
-    "ttft_p99_ms": "TTFT, p99",
-    "itl_ms": "ITL, median",
-    "itl_p99_ms": "ITL, p99",
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One comparison: with the same settings or each with its defaults, and what is sent."""
+
+    same: bool
+    kind: str  # streaming, whole, prefix, cpu
+
+
+PARTS = {
+    "defaults-streaming": Part(same=False, kind="streaming"),
+    "defaults-whole": Part(same=False, kind="whole"),
+    "defaults-prefix": Part(same=False, kind="prefix"),
+    "same-streaming": Part(same=True, kind="streaming"),
+    "same-whole": Part(same=True, kind="whole"),
+    "same-prefix": Part(same=True, kind="prefix"),
+    "cpu": Part(same=True, kind="cpu"),
 }
-_AIMS = {
-    "64, streaming": ">= 1.5",
-    "32, streaming": ">= 1.4",
-    "8, streaming": ">= 1.2",
-    "1, streaming": ">= 1.1",
-    "ready_s": "<= 0.5",
-}
-_SAME_AIMS = {"64, streaming": ">= 1.03", PREFIX: ">= 1.0"}
+READY = "ready"
+_AIMS = {("defaults-streaming", 64): 1.5, ("defaults-streaming", 32): 1.4, ("defaults-streaming", 8): 1.2}
+_AIMS |= {("defaults-streaming", 1): 1.1, ("same-streaming", 64): 1.03}
+_AIMS |= {(f"{settings}-prefix", PREFIX_CONNECTIONS): 1.0 for settings in ("defaults", "same")}
 
 
-def report(rounds: int) -> None:
-    console = Console(width=110)
-    for same, aims in ((False, _AIMS), (True, _SAME_AIMS)):
-        arguments = ["--rounds", str(rounds), *(["--same"] if same else [])]
-        mine, other = (in_a_process("--server", name, *arguments) for name in SERVERS)
-        title = "the same settings of the engine" if same else "defaults"
-        console.print(table(f"SmolLM2-135M on both servers, {title}", mine, other, aims))
-    engine = in_a_process("--engine", "--rounds", str(rounds))
-    own, their = (figures["64, streaming"]["cpu_s"] - engine for figures in (mine, other))
-    console.print(
-        f"CPU seconds of everything but the engine (it alone takes {engine:.1f}), 64 streaming:"
-        f" {own:.1f} against {their:.1f}, ratio {own / their:.2f} (aim <= 0.6)"
+class Comparison:
+    """A table of what both did."""
+
+    def __init__(self, title: str) -> None:
+        self.table = Table("measured", OURS, THEIRS, "ratio", "aim", title=f"SmolLM2-135M on both servers, {title}")
+
+    def add(self, what: str, own: float, their: float, aim: float | None = None, at_most: bool = False) -> None:
+        """Add a row; `aim` is what the ratio should be at least, or at most."""
+        ratio, told = own / their, ""
+        if aim is not None:
+            missed = ratio > aim if at_most else ratio < aim
+            told = f"{'<=' if at_most else '>='} {aim:g}{', missed' if missed else ''}"
+        self.table.add_row(what, f"{own:.1f}", f"{their:.1f}", f"{ratio:.2f}", told)
+
+    def add_figures(self, part: str, load: Load, figures: Mapping[str, Figures]) -> None:
+        own, their = figures[OURS], figures[THEIRS]
+        unit = "requests/s" if load.shares_prefix else "output tokens/s"
+        self.add(f"{load.connections} at once, {unit}", own.rate, their.rate, _AIMS.get((part, load.connections)))
+        if load.stream:
+            strict = 1.0 if part.startswith("defaults") else None
+            other = their.latencies()
+            for name, value in own.latencies().items():
+                self.add(f"    {name}, ms", value, other[name], strict, at_most=True)
+        self.add("    CPU seconds", own.cpu, their.cpu)
+
+
+def run_part(name: str, servers: Mapping[str, Server], concurrencies: Sequence[int], runs: int) -> Table:
+    """Run one part on both servers and return its table."""
+    kind = PARTS[name].kind
+    comparison = Comparison(name)
+    if kind == "cpu":
+        _add_cpu(comparison, uvloop.run(compare(servers, Load(max(CONCURRENCIES), stream=True), runs)), runs)
+        return comparison.table
+    if kind == "prefix":
+        loads = [Load(PREFIX_CONNECTIONS, shares_prefix=True)]
+    else:
+        loads = [Load(connections, stream=kind == "streaming") for connections in concurrencies]
+    for load in loads:
+        comparison.add_figures(name, load, uvloop.run(compare(servers, load, runs)))
+    return comparison.table
+
+
+def _add_cpu(comparison: Comparison, figures: Mapping[str, Figures], runs: int) -> None:
+    alone = in_a_process("--engine", "--runs", str(runs))
+    engine = statistics.median(alone["cpu_s"])
+    own, their = figures[OURS], figures[THEIRS]
+    comparison.table.caption = (
+        f"The engine alone: {engine:.1f} CPU seconds, {statistics.median(alone['rates']):.0f} tokens/s"
     )
+    comparison.add("64 at once, output tokens/s", own.rate, their.rate)
+    comparison.add("    CPU seconds", own.cpu, their.cpu)
+    comparison.add("    CPU seconds, all but the engine", own.cpu - engine, their.cpu - engine, 0.6, at_most=True)
+
+
+def ready() -> Table:
+    """Start both in turns, each with its defaults, and return the seconds to the first 200."""
+    seconds: dict[str, list[float]] = {name: [] for name in SERVERS}
+    for _ in range(STARTS):
+        for name, start in SERVERS.items():
+            with start(None) as server:
+                seconds[name].append(server.ready_s)
+    comparison = Comparison(READY)
+    own, their = (statistics.median(seconds[name]) for name in (OURS, THEIRS))
+    comparison.add("seconds from the start to the first 200", own, their, 0.5, at_most=True)
+    return comparison.table
+
+
+def report(parts: Sequence[str], concurrencies: Sequence[int], runs: int) -> None:
+    console = Console(width=110)
+    if READY in parts:
+        console.print(ready())
+    loads = [name for name in PARTS if name in parts]
+    for same, names in groupby(loads, lambda name: PARTS[name].same):
+        with both(SAME if same else None) as servers:
+            for name in names:
+                console.print(run_part(name, servers, concurrencies, runs))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--server", choices=SERVERS, help="run only this one and print its figures as JSON")
-    parser.add_argument("--engine", action="store_true", help="run only the engine and print its CPU seconds")
-    parser.add_argument("--same", action="store_true", help="with the same engine settings")
-    parser.add_argument("--rounds", type=int, default=2, help="requests per connection")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join([READY, *PARTS])} (default: all)")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=CONCURRENCIES, help="only these")
+    parser.add_argument("--runs", type=int, default=RUNS, help="runs of each load on each server")
+    parser.add_argument("--engine", action="store_true", help="run only the engine and print its figures as JSON")
     arguments = parser.parse_args()
-    if arguments.server:
-        print(json.dumps(run(arguments.server, arguments.same, arguments.rounds)))
-    elif arguments.engine:
-        print(engine_cpu_s(arguments.rounds))
+    unknown = set(arguments.parts) - {READY, *PARTS}
+    if unknown:
+        parser.error(f"{', '.join(sorted(unknown))}: no such part; there are {', '.join([READY, *PARTS])}")
+    if arguments.engine:
+        print(json.dumps(engine_runs(arguments.runs)))
     else:
-        report(arguments.rounds)
+        report(arguments.parts or [READY, *PARTS], arguments.concurrency, arguments.runs)
 
 
 if __name__ == "__main__":

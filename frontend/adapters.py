@@ -16,6 +16,7 @@ from frontend.management import method_route
 from frontend.parameters import page, parameters, truth
 from frontend.responses import json_response
 from lmi_server.adapters import Adapters, RegisteredAdapter, fetch_adapter
+from lmi_server.configuration.handlers import OWN_CODE
 from lmi_server.errors import BadParameterError, RequestError
 from lmi_server.models import Model, ModelRegistry
 from lmi_server.protocol import Adapter
@@ -66,46 +67,52 @@ class AdapterManagement:
         self._check_name(name, model)
         adapters.refuse_known(name)
         alias = request.headers.get(_ALIAS_HEADER, name)
-        preload, pin = truth(given, "preload", True), truth(given, "pin", False)
-        await _to_the_end(self._register(model, adapters, name, source, alias, preload, pin))
-        _warn_of_options(name, given)
-        return json_response({"status": f"Adapter {alias} registered"})
+        wanted = Adapter(
+            name=name,
+            directory="",
+            preload=truth(given, "preload", True),
+            pin=truth(given, "pin", False),
+            alias=alias,
+            options=_options(given),
+        )
+        told = await _to_the_end(self._register(model, adapters, wanted, source))
+        _warn_of_options(model, wanted)
+        return json_response({"status": told or f"Adapter {alias} registered"})
 
     async def update(self, request: Request) -> Response:
         given = await parameters(request)
         model, adapters = self._model(request), self._adapters(request)
         before = adapters.get(request.path_params["adapter"])
         source = given.get("src", "").strip() or before.source
-        preload = truth(given, "preload", before.adapter.preload)
-        pin = truth(given, "pin", before.adapter.pin)
-        await _to_the_end(self._update(model, adapters, before, source, preload, pin))
-        _warn_of_options(before.name, given)
-        return json_response({"status": f"Adapter {before.alias} updated"})
+        wanted = msgspec.structs.replace(
+            before.adapter,
+            preload=truth(given, "preload", before.adapter.preload),
+            pin=truth(given, "pin", before.adapter.pin),
+            options={**before.adapter.options, **_options(given)},
+        )
+        told = await _to_the_end(self._update(model, adapters, wanted, source))
+        _warn_of_options(model, wanted)
+        return json_response({"status": told or f"Adapter {before.alias} updated"})
 
     async def unregister(self, request: Request) -> Response:
         adapters = self._adapters(request)
         registered = adapters.get(request.path_params["adapter"])
-        await _to_the_end(adapters.remove(registered.name))
-        return json_response({"status": f"Adapter {registered.alias} unregistered"})
+        told = await _to_the_end(adapters.remove(registered.name))
+        return json_response({"status": told or f"Adapter {registered.alias} unregistered"})
 
-    async def _register(
-        self, model: Model, adapters: Adapters, name: str, source: str, alias: str, preload: bool, pin: bool
-    ) -> None:
-        adapter = await self._fetched(model, name, source, preload, pin)
-        await adapters.register(RegisteredAdapter(adapter=adapter, source=source, alias=alias))
+    async def _register(self, model: Model, adapters: Adapters, wanted: Adapter, source: str) -> str:
+        return await adapters.register(await self._fetched(model, wanted, source))
 
-    async def _update(
-        self, model: Model, adapters: Adapters, before: RegisteredAdapter, source: str, preload: bool, pin: bool
-    ) -> None:
-        adapter = await self._fetched(model, before.name, source, preload, pin)
-        await adapters.update(msgspec.structs.replace(before, adapter=adapter, source=source))
+    async def _update(self, model: Model, adapters: Adapters, wanted: Adapter, source: str) -> str:
+        return await adapters.update(await self._fetched(model, wanted, source))
 
-    async def _fetched(self, model: Model, name: str, source: str, preload: bool, pin: bool) -> Adapter:
-        if pin and not preload:
+    async def _fetched(self, model: Model, wanted: Adapter, source: str) -> RegisteredAdapter:
+        """Return an adapter whose files are here."""
+        if wanted.pin and not wanted.preload:
             raise RequestError("preload=false is not allowed with pin=true; leave one of them out")
         assert model.resolved is not None
         directory = await fetch_adapter(source, model.resolved.model_dir, self._models.artifacts)
-        return Adapter(name=name, directory=str(directory), preload=preload, pin=pin)
+        return RegisteredAdapter(adapter=msgspec.structs.replace(wanted, directory=str(directory)), source=source)
 
     def _check_name(self, name: str, model: Model) -> None:
         if "/" in name:
@@ -143,10 +150,15 @@ def _required(given: Mapping[str, str], name: str) -> str:
     return value
 
 
-def _warn_of_options(name: str, given: Mapping[str, str]) -> None:
-    unknown = sorted(given.keys() - _KNOWN)
-    if unknown:
-        logger.warning("adapter %s: no handler reads %s", name, ", ".join(unknown))
+def _options(given: Mapping[str, str]) -> dict[str, str]:
+    """Return the parameters that only code of one's own may read."""
+    return {name: value for name, value in given.items() if name not in _KNOWN}
+
+
+def _warn_of_options(model: Model, adapter: Adapter) -> None:
+    assert model.resolved is not None
+    if adapter.options and model.resolved.handler != OWN_CODE.handler:
+        logger.warning("adapter %s: no handler reads %s", adapter.name, ", ".join(sorted(adapter.options)))
 
 
 async def _to_the_end(change: Awaitable[T]) -> T:

@@ -17,7 +17,7 @@ from frontend.metrics import Metrics
 from frontend.responses import error_response, json_response, on_http_error, on_lmi_error
 from lmi_server.errors import LmiServerError, ModelNotFoundError
 from lmi_server.models import Model, ModelRegistry
-from lmi_server.worker_pool import ModelStatus
+from lmi_server.pool_settings import ModelStatus
 
 _EXACT = {
     "/invocations": "invocations",

@@ -16,8 +16,9 @@ from frontend.responses import json_response
 from lmi_server.errors import BadParameterError
 from lmi_server.model_store import ModelSource, name_of
 from lmi_server.models import Endpoint, Model, ModelRegistry
+from lmi_server.pool_settings import ModelStatus
 from lmi_server.worker_group import WorkerGroup
-from lmi_server.worker_pool import ModelStatus, WorkerPool
+from lmi_server.worker_pool import WorkerPool
 
 _UNCHANGED = -1
 _ALL_DEVICES = "*"

@@ -22,6 +22,8 @@ JSON = "application/json"
 CSV = "text/csv"
 TEXT = "text/plain"
 JSON_LINES = "application/jsonlines"
+ND_LIST = "tensor/ndlist"
+NPZ = "tensor/npz"
 
 _TEXT_COLUMNS = ("inputs",)
 _QUESTION_COLUMNS = ("question", "context")
@@ -144,4 +146,36 @@ def _shown_text(item: Any) -> str:
     return encode_json(item).decode()
 
 
-_WRITERS = {JSON: encode_json, CSV: _csv_lines, JSON_LINES: _json_lines, TEXT: _texts}
+def _nd_list(value: Any) -> bytes:
+    from djl_python.np_util import to_nd_list  # which only workers have
+
+    return bytes(to_nd_list(_arrays(value)))
+
+
+def _npz(value: Any) -> bytes:
+    from djl_python.np_util import to_npz
+
+    return to_npz(_arrays(value))
+
+
+def _arrays(value: Any) -> list[Any]:
+    """Return the array of each input. Raises RequestError where a result is no array of numbers."""
+    import numpy as np
+
+    try:
+        arrays = [np.asarray(item) for item in value]
+    except ValueError:  # lists of different lengths
+        arrays = []
+    if not arrays or any(array.dtype.kind not in "biuf" for array in arrays):
+        raise RequestError(f"Accept: the answer is no tensor; accept {JSON}")
+    return arrays
+
+
+_WRITERS = {
+    JSON: encode_json,
+    CSV: _csv_lines,
+    JSON_LINES: _json_lines,
+    TEXT: _texts,
+    ND_LIST: _nd_list,
+    NPZ: _npz,
+}

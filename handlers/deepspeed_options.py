@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from handlers.cpu_defaults import THREAD_VARIABLES
 from handlers.pipeline_options import PipelineOptions, generates
 from handlers.rolling_batch_options import RollingBatchOptions
 from handlers.transformers_options import TransformersOptions
@@ -124,6 +125,9 @@ class DeepSpeedOptions(RollingBatchOptions):
     @property
     def streams(self) -> bool:
         return self.enable_streaming != "false"
+
+    def worker_environment(self) -> Mapping[str, str]:
+        return THREAD_VARIABLES
 
     def engine_arguments(self) -> Mapping[str, Any]:
         """Return the configuration that `deepspeed.init_inference` is given, beside the data type."""

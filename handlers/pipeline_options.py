@@ -83,7 +83,8 @@ class PipelineOptions(TransformersOptions):
         return self.max_model_len
 
     def doubts(self, given: Collection[str]) -> Iterator[Finding]:
-        rolling_only = ("option.max_rolling_batch_size", "option.output_formatter", "option.tgi_compat")
+        formats = ("option.output_formatter", "option.input_formatter", "option.tgi_compat")
+        rolling_only = ("option.max_rolling_batch_size", *formats)
         yield from without_effect(given, "a rolling batch", rolling_only)
         if self.task != "text-embedding":
             embedding_only = ("option.pooling", "option.normalize")

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from handlers.rolling_batch_adapters import LoadedAdapters
 from handlers.step_loop import StepLoop
-from lmi_server.configuration.environment import set_default
 from lmi_server.errors import ModelLoadError
 from lmi_server.generation import Delta, GenerationRequest
 from lmi_server.handler import LLMHandler, ModelInfo
@@ -20,10 +19,6 @@ from lmi_server.protocol import Adapter
 if TYPE_CHECKING:
     from handlers.rolling_batch.engine import RollingBatchEngine
     from handlers.rolling_batch.loading import LoadedEngine, LoadedModel
-
-# OpenMP threads that wait for the next operation spin. On cores that the front end and the kernel's network work share
-# with them, spinning for libgomp's default of milliseconds takes the time slice of those who have work.
-_SPIN_COUNT = "10000"
 
 
 class RollingBatchHandler(LLMHandler):
@@ -43,7 +38,6 @@ class RollingBatchHandler(LLMHandler):
 
     async def start(self, model_dir: str, options: Any) -> ModelInfo:
         """Load the model in the thread that will step it; the worker's heartbeat goes on meanwhile."""
-        _quieten()
 
         def build() -> RollingBatchEngine:
             self._loaded = self._load(model_dir, options)
@@ -55,7 +49,6 @@ class RollingBatchHandler(LLMHandler):
         return ModelInfo(max_model_len=self._loaded.max_model_len, details=self._loaded.details)
 
     def follow(self, model_dir: str, options: Any) -> None:
-        _quieten()
         from handlers.rolling_batch.loading import follow
 
         follow(self.load_model(model_dir, options))
@@ -108,8 +101,3 @@ class RollingBatchHandler(LLMHandler):
                 f"the rolling batch needs the extra 'huggingface' ({error}); install lmi-server[huggingface]"
             ) from error
         return load_engine(lambda: self.load_model(model_dir, options), options)
-
-
-def _quieten() -> None:
-    set_default("GOMP_SPINCOUNT", _SPIN_COUNT)
-    set_default("TOKENIZERS_PARALLELISM", "false")

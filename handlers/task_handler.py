@@ -10,14 +10,13 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from handlers import content
 from handlers.pipeline_options import generates
 from handlers.tasks.task import Task, read_parameters
-from lmi_server.configuration.environment import set_default
-from lmi_server.dialects import fields, openai_embeddings
+from lmi_server.dialects import fields, openai, openai_embeddings
+from lmi_server.dialects.base import ServedModel
 from lmi_server.errors import (
     HandlerError,
     LmiServerError,
@@ -37,8 +36,6 @@ logger = logging.getLogger(__name__)
 # What clients of the rolling batch send beside the inputs, and what has no bearing here.
 _BODY_FIELDS = frozenset({"inputs", "parameters", "stream"})
 _EMBEDDINGS = "embeddings"
-# OpenMP threads that wait spin, for milliseconds where nobody says otherwise: time that the front end could use.
-_SPIN_COUNT = "10000"
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ class TaskHandler(RequestHandler):
     def __init__(self) -> None:
         self._task: Task
         self._name = ""
-        self._model_name = ""
+        self._served: ServedModel
         self._streams = False
 
     @abstractmethod
@@ -65,12 +62,10 @@ class TaskHandler(RequestHandler):
         """Load the model for `task`. Raises ModelLoadError."""
 
     def start(self, model_dir: str, options: Any) -> ModelInfo:
-        set_default("GOMP_SPINCOUNT", _SPIN_COUNT)
-        set_default("TOKENIZERS_PARALLELISM", "false")
         if options.task is None:
             raise ModelLoadError("no task follows from the model's files; set option.task")
         self._name = options.task
-        self._model_name = (*options.served_model_name, Path(model_dir).name)[0]
+        self._served = ServedModel(name=self.served_names[0], served_names=tuple(self.served_names))
         self._streams = options.streams and generates(options.task)
         self._task = self._load(options.task, model_dir, options)
         details = {"task": options.task, **self._task.details()}
@@ -100,27 +95,29 @@ class TaskHandler(RequestHandler):
 
     def _read(self, request: Input) -> Call:
         if request.route == _EMBEDDINGS:
-            return self._read_embeddings(fields.json_object(request))
+            return self._read_embeddings(request, fields.json_object(request))
         if request.route not in ("invocations", "predictions"):
             raise RequestError(
                 f"the model serves {self._name}, which /v1/{request.route} is not for; send inputs to /invocations"
             )
         body = content.body_of(request)
         if "input" in body and "inputs" not in body and self._name == "text-embedding":
-            return self._read_embeddings(body)
+            return self._read_embeddings(request, body)
         return self._read_lmi(request, body)
 
-    def _read_embeddings(self, body: Mapping[str, Any]) -> Call:
+    def _read_embeddings(self, request: Input, body: Mapping[str, Any]) -> Call:
         if self._name != "text-embedding":
             raise RequestError(f"the model serves {self._name}, not embeddings; set option.task=text-embedding")
         asked = openai_embeddings.parse(body)
-        for warning in asked.warnings:
+        other = openai.model_warnings(request, asked.model, self._served)
+        for warning in (*asked.warnings, *other):
             logger.warning("%s", warning)
+        shown_name = self._served.name if asked.model is None or other else asked.model
         embedding: TextEmbedding = self._task  # type: ignore[assignment]
 
         def write(results: Sequence[Any]) -> Response:
             data = openai_embeddings.body(
-                asked.model or self._model_name,
+                shown_name,
                 [result.vector.tobytes() for result in results],
                 asked.encoding_format,
                 sum(result.tokens for result in results),

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from handlers.cpu_defaults import THREAD_VARIABLES
 from lmi_server.configuration.declaration import (
     Allowed,
     Deprecated,
@@ -17,12 +18,12 @@ from lmi_server.configuration.declaration import (
 )
 from lmi_server.configuration.options import ModelOptions, ParallelDegree, PositiveInt
 
-# Python packages beside transformers, by the name that a checkpoint gives its quantisation.
+# By the name that a checkpoint gives its quantisation: our extra, and what of it is looked for.
 QUANTIZATION_PACKAGES = {
-    "bitsandbytes": ("bitsandbytes", "accelerate"),
-    "gptq": ("gptqmodel", "optimum"),
-    "awq": ("gptqmodel", "accelerate"),
-    "compressed-tensors": ("compressed_tensors",),
+    "bitsandbytes": ("bitsandbytes", ("bitsandbytes", "accelerate")),
+    "gptq": ("gptq", ("gptqmodel", "optimum")),
+    "awq": ("gptq", ("gptqmodel", "accelerate")),
+    "compressed-tensors": ("compressed-tensors", ("compressed_tensors",)),
 }
 # bitsandbytes' own default for 4 bits is fp4, which loses more: on the demo model half a nat of log probability per
 # token instead of a quarter.
@@ -74,6 +75,9 @@ class TransformersOptions(ModelOptions):
         None, description="Directory to write quantised weights to while the model loads."
     )
     threads: PositiveInt | None = Field(None, description="Threads of one worker inside an operation on the CPU.")
+
+    def worker_environment(self) -> Mapping[str, str]:
+        return THREAD_VARIABLES
 
     def engine_arguments(self) -> Mapping[str, Any]:
         """Return what `from_pretrained` of transformers is given beside the model, without what is its default."""

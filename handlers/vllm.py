@@ -12,10 +12,9 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from handlers.vllm_options import VllmOptions
-from lmi_server.configuration.environment import set_default
 from lmi_server.errors import ModelLoadError
 from lmi_server.generation import Delta, GenerationRequest
 from lmi_server.handler import LLMHandler, ModelInfo
@@ -23,12 +22,6 @@ from lmi_server.protocol import Adapter
 
 if TYPE_CHECKING:
     from handlers.vllm_engine.loading import LoadedEngine
-
-_VARIABLES = {
-    "VLLM_CONFIGURE_LOGGING": "0",  # the worker's log takes its lines
-    "VLLM_NO_USAGE_STATS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
 
 
 class VllmHandler(LLMHandler):
@@ -42,8 +35,6 @@ class VllmHandler(LLMHandler):
 
     async def start(self, model_dir: str, options: VllmOptions) -> ModelInfo:
         """Load the model; the worker's heartbeat goes on meanwhile."""
-        for name, value in (_VARIABLES | options.engine_variables()).items():
-            set_default(name, value)
         loading = await asyncio.to_thread(_import_loading)
         self._loaded = await loading.load(model_dir, options)
         return self._loaded.info
@@ -66,6 +57,9 @@ class VllmHandler(LLMHandler):
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
         return self._loaded.prompts.detokenize(list(tokens))
+
+    def tokenizer(self) -> Any:
+        return self._loaded.prompts.tokenizer
 
     async def add_adapter(self, adapter: Adapter) -> None:
         await self._loaded.adapters.add(adapter)

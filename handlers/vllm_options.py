@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from handlers.cpu_defaults import THREAD_VARIABLES
 from handlers.paged_attention_options import PagedAttentionOptions
 from lmi_server.configuration.declaration import Finding, Key, NoEffect
 from lmi_server.configuration.machine import Machine
@@ -28,9 +29,11 @@ from lmi_server.configuration.options import (
 )
 
 _PARTITION = NoEffect("only LMI's offline command `partition` reads it")
-# OpenMP threads that wait for the next operation spin. On cores that the front end and the kernel's network work share
-# with them, spinning for libgomp's default of milliseconds takes the time slice of those who have work.
-_SPIN_COUNT = "10000"
+_VARIABLES = {
+    "VLLM_CONFIGURE_LOGGING": "0",  # the worker's log takes its lines
+    "VLLM_NO_USAGE_STATS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
@@ -97,7 +100,9 @@ class VllmOptions(PagedAttentionOptions):
         description="Process of vLLM's engine: its own, or (the default without GPUs) the worker's.",
     )
     threads: PositiveInt | None = Field(
-        None, description="Threads of an operation on the CPU, where the engine is in the worker's process."
+        None,
+        description="Threads of an operation on the CPU, where the engine is in the worker's process; without GPUs the"
+        " default is one per core.",
     )
     kv_cache_memory_gb: PositiveFloat | None = Field(
         None,
@@ -140,22 +145,33 @@ class VllmOptions(PagedAttentionOptions):
         }
         return {name: value for name, value in arguments.items() if value is not None}
 
-    def engine_variables(self) -> Mapping[str, str]:
-        """Return the environment variables that vLLM and its libraries read when they are imported."""
+    def worker_environment(self) -> Mapping[str, str]:
         if self.engine_process == "own":
-            return {}
-        variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "GOMP_SPINCOUNT": _SPIN_COUNT}
+            return _VARIABLES
+        variables = {**_VARIABLES, **THREAD_VARIABLES, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         # Small functions of vLLM's sampler are compiled on first use whatever enforce_eager says: seconds of a C++
         # compiler in the middle of a request.
         return variables | {"TORCH_COMPILE_DISABLE": "1"} if self.enforce_eager else variables
 
+    def reserved_kv_bytes(self, wanted: int, least: int, available: int) -> int | None:
+        """Enough for every place at full length, at most a quarter of the free memory.
+
+        The rest is for weights, activations and whatever else the machine does.
+        """
+        if self.kv_cache_memory_gb is not None:
+            return int(self.kv_cache_memory_gb * 2**30)
+        if "gpu_memory_utilization" in self.model_fields_set:
+            return None
+        return max(min(wanted, available // 4), least)
+
     @classmethod
     def recommended(cls, machine: Machine) -> Mapping[str, str]:
-        """As many places as LMI gives vLLM; without a GPU the engine steps in the worker, uncompiled."""
+        """As many places as LMI gives vLLM; without a GPU the engine steps in the worker, uncompiled, on all cores."""
         places = {"option.max_rolling_batch_size": "256"}
         if machine.gpus:
             return places
-        return places | {"option.engine_process": "worker", "option.enforce_eager": "true"}
+        on_cpu = {"engine_process": "worker", "enforce_eager": "true", "threads": str(machine.cores)}
+        return places | {f"option.{name}": value for name, value in on_cpu.items()}
 
     def _lora_arguments(self) -> dict[str, Any]:
         if not self.enable_lora:

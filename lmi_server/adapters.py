@@ -30,15 +30,19 @@ logger = logging.getLogger(__name__)
 
 
 class RegisteredAdapter(msgspec.Struct, frozen=True, kw_only=True):
-    """An adapter as it was registered: `source` is where its files came from, `alias` the name that messages use."""
+    """An adapter as it was registered: `source` is where its files came from."""
 
     adapter: Adapter
     source: str
-    alias: str
 
     @property
     def name(self) -> str:
         return self.adapter.name
+
+    @property
+    def alias(self) -> str:
+        """Return the name that messages use."""
+        return self.adapter.alias or self.adapter.name
 
 
 class Adapters:
@@ -75,26 +79,39 @@ class Adapters:
         if name in self._adapters:
             raise ModelExistsError(f"Adapter {name} is already registered.")
 
-    async def register(self, registered: RegisteredAdapter) -> None:
-        """Give a new adapter to every worker. Raises what a worker refuses it with; no worker has it then."""
+    async def register(self, registered: RegisteredAdapter) -> str:
+        """Give a new adapter to every worker; return what the handler says of it, "" for nothing.
+
+        Raises what a worker refuses it with; no worker has it then.
+        """
         async with self._changing:
             self.refuse_known(registered.name)
-            await self._put(registered)
+            return await self._put(registered)
 
-    async def update(self, registered: RegisteredAdapter) -> None:
-        """Put an adapter in the place of the one of its name. Raises what a worker refuses it with; it stays then."""
+    async def update(self, registered: RegisteredAdapter) -> str:
+        """Put an adapter in the place of the one of its name; return what the handler says of it, "" for nothing.
+
+        Raises what a worker refuses it with; the one that was there stays then.
+        """
         async with self._changing:
             self.get(registered.name)
-            await self._put(registered)
+            return await self._put(registered)
 
-    async def remove(self, name: str) -> None:
-        """Take an adapter from every worker; requests that run with it finish. Raises ModelNotFoundError."""
+    async def remove(self, name: str) -> str:
+        """Take an adapter from every worker; return what the handler says of it, "" for nothing.
+
+        Requests that run with it finish. Raises ModelNotFoundError, and what a worker refuses it with; it stays then.
+        """
         async with self._changing:
             self.get(name)
+            workers = list(self._workers())
+            outcomes = await self._everywhere(workers, "remove_adapter", {"name": name})
+            refusals = _refusals(outcomes)
+            if refusals:
+                await self._restore(name, workers, outcomes)
+                raise refusals[0]
             del self._adapters[name]
-            for error in await self._everywhere(list(self._workers()), "remove_adapter", {"name": name}):
-                if error is not None:
-                    logger.warning("adapter %s is gone, and a worker could not let go of it: %s", name, error)
+            return _told(outcomes)
 
     async def equip(self, worker: WorkerProcess) -> None:
         """Give a worker that has just loaded the model every adapter. Raises ModelLoadError where one fails.
@@ -108,21 +125,22 @@ class Adapters:
                 except LmiServerError as error:
                     raise ModelLoadError(f"adapter {registered.name}: {error.message}") from error
 
-    async def _put(self, registered: RegisteredAdapter) -> None:
+    async def _put(self, registered: RegisteredAdapter) -> str:
         workers = self._ready()
         outcomes = await self._everywhere(workers, "add_adapter", msgspec.to_builtins(registered.adapter))
-        refusals = [outcome for outcome in outcomes if outcome is not None]
-        alive = [refusal for refusal in refusals if not isinstance(refusal, WorkerDiedError)]
-        if alive or len(refusals) == len(workers):
+        dead = [outcome for outcome in outcomes if isinstance(outcome, WorkerDiedError)]
+        refusals = _refusals(outcomes)
+        if refusals or len(dead) == len(workers):
             await self._restore(registered.name, workers, outcomes)
-            raise (alive or refusals)[0]
+            raise (refusals or dead)[0]
         self._adapters[registered.name] = registered
+        return _told(outcomes)
 
     async def _restore(
-        self, name: str, workers: Sequence[WorkerProcess], outcomes: Sequence[LmiServerError | None]
+        self, name: str, workers: Sequence[WorkerProcess], outcomes: Sequence[LmiServerError | str]
     ) -> None:
         """Undo a change in the workers that took it."""
-        changed = [worker for worker, outcome in zip(workers, outcomes, strict=True) if outcome is None]
+        changed = [worker for worker, outcome in zip(workers, outcomes, strict=True) if isinstance(outcome, str)]
         before = self._adapters.get(name)
         if before is None:
             await self._everywhere(changed, "remove_adapter", {"name": name})
@@ -137,27 +155,36 @@ class Adapters:
 
     async def _everywhere(
         self, workers: Sequence[WorkerProcess], operation: str, arguments: Mapping[str, object]
-    ) -> list[LmiServerError | None]:
-        """Have each worker do it; return for each the error with which it refused."""
+    ) -> list[LmiServerError | str]:
+        """Have each worker do it; return for each what its handler says of it, or the error with which it refused."""
 
-        async def attempt(worker: WorkerProcess) -> LmiServerError | None:
+        async def attempt(worker: WorkerProcess) -> LmiServerError | str:
             try:
-                await self._do(worker, operation, arguments)
+                return await self._do(worker, operation, arguments)
             except LmiServerError as error:
                 return error
-            return None
 
         return await asyncio.gather(*(attempt(worker) for worker in workers))
 
-    async def _do(self, worker: WorkerProcess, operation: str, arguments: Mapping[str, object]) -> None:
+    async def _do(self, worker: WorkerProcess, operation: str, arguments: Mapping[str, object]) -> str:
         try:
             async with asyncio.timeout(self._timeout_s):
-                await worker.control(operation, dict(arguments))
+                return (await worker.control(operation, dict(arguments))).decode()
         except TimeoutError:
             late = f"did not finish {operation} within {self._timeout_s:g} seconds"
             logger.error("[%s] %s; killing it", worker.name, late)
             worker.kill()
             raise WorkerDiedError(f"The worker {late}") from None
+
+
+def _refusals(outcomes: Sequence[LmiServerError | str]) -> Sequence[LmiServerError]:
+    """Return the errors of workers that live; the successor of a dead one gets the adapters that there are then."""
+    errors = [outcome for outcome in outcomes if isinstance(outcome, LmiServerError)]
+    return [error for error in errors if not isinstance(error, WorkerDiedError)]
+
+
+def _told(outcomes: Sequence[LmiServerError | str]) -> str:
+    return next((outcome for outcome in outcomes if isinstance(outcome, str) and outcome), "")
 
 
 async def fetch_adapter(source: str, model_dir: str, settings: ArtifactSettings) -> Path:
@@ -179,6 +206,6 @@ def adapters_in(directories: Sequence[Path]) -> tuple[RegisteredAdapter, ...]:
         for directory in sorted(parent.iterdir()) if parent.is_dir() else ():
             if directory.is_dir() and not directory.name.startswith("."):
                 adapter = Adapter(name=directory.name, directory=str(directory))
-                registered = RegisteredAdapter(adapter=adapter, source=str(directory), alias=directory.name)
+                registered = RegisteredAdapter(adapter=adapter, source=str(directory))
                 found.setdefault(directory.name, registered)
     return tuple(found.values())

@@ -87,6 +87,7 @@ def _memory(memory: Mapping[str, Any]) -> Mapping[str, str]:
         **_quantised(memory["unquantized_bytes"]),
         "KV cache per token": "unknown" if per_token is None else f"{per_token} bytes",
         "KV cache of all running requests": f"{gib(memory['kv_bytes'])} for {memory['kv_tokens'] or '?'} tokens",
+        **_reserved(memory["kv_reserved_bytes"]),
         "KV cache that fits": f"{'?' if memory['kv_tokens_that_fit'] is None else memory['kv_tokens_that_fit']} tokens",
         "free": gib(memory["available_bytes"]),
     }
@@ -94,6 +95,10 @@ def _memory(memory: Mapping[str, Any]) -> Mapping[str, str]:
 
 def _quantised(unquantized: int | None) -> Mapping[str, str]:
     return {} if unquantized is None else {"weights without quantisation": gib(unquantized)}
+
+
+def _reserved(size: int | None) -> Mapping[str, str]:
+    return {} if size is None else {"KV cache that the worker reserves": gib(size)}
 
 
 def _lines(console: Console, title: str, lines: Sequence[str], style: str = "") -> None:

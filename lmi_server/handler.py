@@ -16,6 +16,8 @@ from lmi_server.errors import LmiServerError, RequestError
 from lmi_server.generation import Delta, Feature, GenerationRequest
 from lmi_server.protocol import Adapter, Input
 
+_NO_ADAPTERS = "this handler serves no LoRA adapters; use another one, or set option.enable_lora=false"
+
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a handler tells about the model that it loaded. `max_model_len` is in tokens (prompt and output).
@@ -78,7 +80,7 @@ class LLMHandler(ABC):
         naming what of the adapter is not supported or does not fit the model, ModelMemoryError where there is no room;
         nothing has changed then.
         """
-        raise RequestError("this handler serves no LoRA adapters; use another one, or set option.enable_lora=false")
+        raise RequestError(_NO_ADAPTERS)
 
     async def remove_adapter(self, name: str) -> None:
         """Forget an adapter that `add_adapter` took; requests that run with it finish."""
@@ -115,8 +117,11 @@ class Response(msgspec.Struct, kw_only=True):
 class RequestHandler(ABC):
     """Serves whatever is not text generation, in batches of up to option.batch_size requests.
 
-    One instance per worker; every method runs in the main thread of the process, one call at a time.
+    One instance per worker; every method runs in the main thread of the process, one call at a time. `served_names`
+    are those under which requests ask for the model, its own first; the worker sets them before `start`.
     """
+
+    served_names: Sequence[str] = ()
 
     @abstractmethod
     def start(self, model_dir: str, options: Any) -> ModelInfo:
@@ -144,6 +149,17 @@ class RequestHandler(ABC):
         """
         return None
 
+    def add_adapter(self, adapter: Adapter) -> str:
+        """Take a LoRA adapter in the place of one of its name, if there is one; return what the caller is told, or "".
+
+        Raises RequestError (or anything else) where it cannot be used; nothing has changed then.
+        """
+        raise RequestError(_NO_ADAPTERS)
+
+    def remove_adapter(self, name: str) -> str:
+        """Forget an adapter that `add_adapter` took; return what the caller is told, or ""."""
+        raise RequestError(_NO_ADAPTERS)
+
     def stop(self) -> None:
         """Release what `start` took."""
         return
@@ -159,6 +175,14 @@ class AsyncRequestHandler(ABC):
     @abstractmethod
     async def handle(self, request: Input) -> Response:
         """Answer one request. What is raised fails it; a cancellation means that its client is gone."""
+
+    async def add_adapter(self, adapter: Adapter) -> str:
+        """Take a LoRA adapter, as `RequestHandler.add_adapter` does."""
+        raise RequestError(_NO_ADAPTERS)
+
+    async def remove_adapter(self, name: str) -> str:
+        """Forget a LoRA adapter, as `RequestHandler.remove_adapter` does."""
+        raise RequestError(_NO_ADAPTERS)
 
     async def stop(self) -> None:
         """Release what `start` took."""

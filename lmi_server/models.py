@@ -38,8 +38,9 @@ from lmi_server.errors import (
 from lmi_server.job import Job
 from lmi_server.model_store import HUB_VARIABLES, ModelSource
 from lmi_server.mpi import NO_MPIRUN, find_mpirun
+from lmi_server.pool_settings import ModelStatus, PoolSettings
 from lmi_server.protocol import Input, Load
-from lmi_server.worker_pool import ModelStatus, PoolSettings, WorkerPool
+from lmi_server.worker_pool import WorkerPool
 from lmi_server.worker_process import MpiLauncher
 
 logger = logging.getLogger(__name__)
@@ -332,7 +333,7 @@ class ModelRegistry:
             ),
             version=source.version,
             groups=plan_devices(serving.load_on_devices, options.gpus_per_worker(len(gpus)), gpus),
-            environment=_worker_variables(python_path),
+            environment={**resolved.worker_environment, **_worker_variables(python_path)},
             mpi=None if options.ranks is None else self._mpi_launcher(options.ranks),
             adapters=_adapters_beside(source, resolved),
             min_workers=serving.min_workers,

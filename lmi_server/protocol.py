@@ -14,6 +14,7 @@ counts more room than the engine has. So is one that was recalled before the han
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -43,12 +44,16 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     """A LoRA adapter: `directory` holds its files on this machine, as peft writes them.
 
     `preload`: its weights are in memory before its first request. `pin`: they stay there, whatever else needs the room.
+    `alias` is the name that messages use (without one, `name`); `options` are further parameters of its registration,
+    which code of one's own may read.
     """
 
     name: str
     directory: str
     preload: bool = True
     pin: bool = False
+    alias: str = ""
+    options: Mapping[str, str] = {}
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):

@@ -10,9 +10,9 @@ Every accepted job gets exactly one terminal item in its reply slot:
 `max_in_flight` is never exceeded: a place is free again only when the worker's terminal item for it arrived, or the
 worker is dead.
 
-Where the handler takes batches, the batch is formed here: `batch_size` waiting jobs, or as many as there are once the
-first of them has waited for `max_batch_delay_s`, go to one worker that has nothing to do (or will have at once, see
-`BatchProgress.ahead`). Here and not in the worker, because a job that waits here can go to whichever worker is free.
+Where the handler takes batches, the batch is formed here (`BatchForming`): `batch_size` waiting jobs, or as many as
+there are once the first of them has waited for `max_batch_delay_s`, go to one worker that has nothing to do (or will
+have at once, see `BatchProgress.ahead`).
 """
 
 from __future__ import annotations
@@ -22,72 +22,32 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
 
-import msgspec
-
-from lmi_server.adapters import Adapters, RegisteredAdapter
+from lmi_server.adapters import Adapters
+from lmi_server.batch_forming import BatchForming
 from lmi_server.devices import DeviceGroup
 from lmi_server.errors import (
-    BadParameterError,
     LmiServerError,
     ModelLoadError,
     ModelNotReadyError,
-    PredictTimeoutError,
     WorkerDiedError,
 )
 from lmi_server.job import CANCELLED, RECALLED, Job
 from lmi_server.job_queue import JobQueue
-from lmi_server.protocol import End, Error, Head, Input, Item, Load, Ready, Reply
+from lmi_server.pool_settings import ModelStatus, PoolSettings
+from lmi_server.progress_watch import ProgressWatch
+from lmi_server.protocol import End, Error, Head, Input, Item, Ready, Reply
 from lmi_server.sticky_sessions import StickySessions
 from lmi_server.worker_group import Deaths, LoadPlan, WorkerGroup
-from lmi_server.worker_process import MpiLauncher, WorkerProcess
+from lmi_server.worker_process import WorkerProcess
+from lmi_server.worker_scaling import WorkerScaling
 
 logger = logging.getLogger(__name__)
 
 _MAX_UNREAD = 16 << 20  # bytes of one answer that its client has not read yet
 _WORKER_STOP_S = 10.0
-_RECALL_PAUSE_S = 0.02
 _METRICS_TIMEOUT_S = 1.0
 _UNLIMITED = 1 << 30
-_WATCHES_PER_TIMEOUT = 4  # how finely the shortest timeout is watched
-_LONGEST_WATCH_S = 1.0
-
-
-class ModelStatus(Enum):
-    """The words are those of LMI's `/ping`."""
-
-    PENDING = "PENDING"
-    HEALTHY = "Healthy"
-    UNHEALTHY = "Unhealthy"
-    FAILED = "FAILED"
-
-
-class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the pool needs to know of a model. Times are in seconds; numbers of workers are those of each group.
-
-    `version` tells the versions of one model apart. `environment` is added to that of each worker; with an
-    `mpi` launcher each worker is a group of ranks.
-    """
-
-    load: Load
-    version: str | None = None
-    groups: tuple[DeviceGroup, ...] = (DeviceGroup(),)
-    environment: Mapping[str, str] = {}
-    mpi: MpiLauncher | None = None
-    adapters: tuple[RegisteredAdapter, ...] = ()
-    min_workers: int = 1
-    max_workers: int = 1
-    max_in_flight: int = 32
-    max_batch_delay_s: float = 0.1
-    job_queue_size: int = 1000
-    model_loading_timeout_s: float = 240.0
-    predict_timeout_s: float = 120.0
-    max_idle_s: float = 60.0
-    heartbeat_timeout_s: float = 30.0
-    parallel_loading: bool = False
-    retry_threshold: int = 10
-    death_window_s: float = 600.0
 
 
 class WorkerPool:
@@ -109,6 +69,7 @@ class WorkerPool:
         self._workers: dict[WorkerProcess, int] = {}  # every process that is not reaped yet, and its number
         plan = LoadPlan(settings.load, settings.model_loading_timeout_s)
         self.groups: Sequence[WorkerGroup] = [WorkerGroup(device, plan, self) for device in settings.groups]
+        self._scaling = WorkerScaling(self.label, self.groups)
         self.adapters = Adapters(settings.adapters, lambda: self._ready, settings.model_loading_timeout_s)
         self._sessions = StickySessions()
         self._deaths = Deaths(settings.retry_threshold, settings.death_window_s)
@@ -116,10 +77,16 @@ class WorkerPool:
         self._closing = "The server is shutting down"
         self._idle = asyncio.Event()
         self._settled = asyncio.Event()
-        self._scaling: list[asyncio.Future[None]] = []
-        self._watch: asyncio.TimerHandle | None = None
-        self._batch_due: asyncio.TimerHandle | None = None
-        self._recalling: asyncio.TimerHandle | None = None
+        self._forming = BatchForming(
+            self._queue, settings.job_queue_size, settings.max_batch_delay_s, self._dispatch, self._serving
+        )
+        self._watch = ProgressWatch(
+            settings.predict_timeout_s,
+            min(settings.predict_timeout_s, settings.max_idle_s),
+            self._serving,
+            self._end,
+            self._retire_idle,
+        )
 
     # --- state ---
 
@@ -259,45 +226,19 @@ class WorkerPool:
         while self._queue:
             worker = self._worker_for(self._queue.peek())
             if worker is None:
-                self._grow()
+                if not (self.stopping or self._draining or self.failure is not None):
+                    self._scaling.grow()
                 break
             size = worker.batch_size or 1
-            if len(self._queue) < size and not self._is_batch_due(size):
+            if not self._forming.is_due(size):
                 break
             jobs = [self._queue.pop() for _ in range(min(size, len(self._queue)))]
             for job in jobs:
                 self._sessions.sent(job.request, worker)
             worker.submit(jobs)
             if worker.batch_size is not None:
-                self._watch_delayed()
+                self._forming.watch_delayed()
         self._check_idle()
-
-    def _is_batch_due(self, size: int) -> bool:
-        """Tell whether what waits is to go although it is less than `size`; where not, see that it will in time."""
-        if len(self._queue) >= self._settings.job_queue_size:
-            return True
-        left_s = self._queue.peek().queued_at + self._settings.max_batch_delay_s - time.monotonic()
-        if left_s <= 0:
-            return True
-        if self._batch_due is None:
-            self._batch_due = asyncio.get_running_loop().call_later(left_s, self._end_batch_delay)
-        return False
-
-    def _end_batch_delay(self) -> None:
-        self._batch_due = None
-        self._dispatch()
-
-    def _watch_delayed(self) -> None:
-        """Have what a worker got ahead go back to the queue where the batch before it takes long."""
-        if self._recalling is None:
-            self._recalling = asyncio.get_running_loop().call_later(_RECALL_PAUSE_S, self._recall_delayed)
-
-    def _recall_delayed(self) -> None:
-        self._recalling = None
-        now = time.monotonic()
-        ahead = [worker for worker in self._serving() if worker.recall_delayed(now)]
-        if ahead:
-            self._watch_delayed()
 
     def _on_items(self, worker: WorkerProcess, items: list[Item]) -> None:
         in_flight = worker.in_flight
@@ -346,7 +287,7 @@ class WorkerPool:
         """Spawn the workers; `settled` tells when they are loaded."""
         for group in self.groups:
             group.scale(self._settings.min_workers, self._settings.max_workers)
-        self._watch_again()
+        self._watch.start()
 
     async def scale(self, min_workers: int | None, max_workers: int | None, device: int | None = None) -> None:
         """Set the bounds of each group (of the one that begins with `device`); None keeps one.
@@ -357,47 +298,14 @@ class WorkerPool:
         """
         if self._draining or self.failure is not None or not self.was_ready:
             self._check_open()
-        groups = [group for group in self.groups if device is None or group.device.first == device]
-        if not groups:
-            raise BadParameterError(f"Parameter device is {device}; model {self.name} is not loaded there")
-        bounds = [_bounds(group, min_workers, max_workers) for group in groups]
-        for group, (least, most) in zip(groups, bounds, strict=True):
-            group.scale(least, most)
+        self._scaling.set_bounds(min_workers, max_workers, device)
         self._fail_stranded()
-        self._tell_scaled()  # who waited for more workers than are wanted now
-        await self._all_running()
+        self._scaling.tell()  # who waited for more workers than are wanted now
+        await self._scaling.complete()
 
-    async def _all_running(self) -> None:
-        if self._is_complete():
-            return
-        done = asyncio.get_running_loop().create_future()
-        self._scaling.append(done)
-        try:
-            await done
-        finally:
-            self._scaling.remove(done)
-
-    def _is_complete(self) -> bool:
-        return all(group.ready >= group.min_workers for group in self.groups)
-
-    def _tell_scaled(self, error: LmiServerError | None = None) -> None:
-        for waiter in self._scaling:
-            if waiter.done():
-                continue
-            if error is not None:
-                waiter.set_exception(error)
-            elif self._is_complete():
-                waiter.set_result(None)
-
-    def _grow(self) -> None:
-        """Start one more worker where a group may have one: requests wait, and nobody has room."""
-        if self.stopping or self._draining or self.failure is not None:
-            return
-        growing = [group for group in self.groups if group.can_grow()]
-        if growing:
-            smallest = min(growing, key=lambda group: group.size)
-            logger.info("model %s: requests wait; starting another worker", self.label)
-            smallest.grow()
+    def _retire_idle(self, now: float) -> None:
+        for group in self.groups:
+            group.retire_idle(now, self._settings.max_idle_s)
 
     def set_log_level(self, level: str) -> None:
         for group in self.groups:
@@ -437,7 +345,7 @@ class WorkerPool:
         self._ready.append(worker)
         self._settled.set()
         self._dispatch()
-        self._tell_scaled()
+        self._scaling.tell()
 
     def leave(self, worker: WorkerProcess) -> None:
         if worker in self._ready:
@@ -461,7 +369,7 @@ class WorkerPool:
         self._fail(error)
 
     def cannot_add(self, error: ModelLoadError) -> None:
-        self._tell_scaled(error)
+        self._scaling.tell(error)
         self._fail_stranded()
 
     def _on_lost(self, worker: WorkerProcess) -> None:
@@ -505,7 +413,7 @@ class WorkerPool:
         for group in self.groups:
             group.close()
         self._settled.set()
-        self._tell_scaled(error)
+        self._scaling.tell(error)
         self._fail_stranded()
 
     def _fail_stranded(self) -> None:
@@ -518,55 +426,6 @@ class WorkerPool:
         while self._queue:
             self._end(self._queue.pop(), error)
         self._check_idle()
-
-    # --- what makes no progress ---
-
-    def _watch_again(self) -> None:
-        shortest = min(self._settings.predict_timeout_s, self._settings.max_idle_s)
-        pause_s = min(_LONGEST_WATCH_S, shortest / _WATCHES_PER_TIMEOUT)
-        self._watch = asyncio.get_running_loop().call_later(pause_s, self._look_around)
-
-    def _look_around(self) -> None:
-        now = time.monotonic()
-        for worker in self._serving():
-            self._check_progress(worker, now)
-        for group in self.groups:
-            group.retire_idle(now, self._settings.max_idle_s)
-        self._watch_again()
-
-    def _check_progress(self, worker: WorkerProcess, now: float) -> None:
-        if worker.used or worker.in_flight:
-            worker.used = False
-            worker.idle_since = now
-        if worker.moved or not worker.in_flight:
-            worker.moved = False
-            worker.quiet_since = now
-        overdue = [job for job in worker.in_flight.values() if self._is_overdue(job, now)]
-        if overdue:
-            self._give_up(worker, overdue, now)
-
-    def _is_overdue(self, job: Job, now: float) -> bool:
-        waits = job.worker is not None and not job.worker.has_begun(job)
-        if job.reply.progressed or waits:
-            job.reply.progressed = False
-            job.quiet_since = now
-        return now - job.quiet_since >= self._settings.predict_timeout_s
-
-    def _give_up(self, worker: WorkerProcess, overdue: Sequence[Job], now: float) -> None:
-        """Fail what is overdue. A worker that does nothing for the others either hangs, as one that keeps a place."""
-        timeout_s = self._settings.predict_timeout_s
-        hangs = now - worker.quiet_since >= timeout_s or any(job.cancelled for job in overdue)
-        error = PredictTimeoutError(f"The request made no progress within predict_timeout={timeout_s:g} seconds")
-        for job in overdue:
-            logger.error("request %s: no progress for %g seconds; it is given up", job.request_id, timeout_s)
-            self._end(job, error)
-            job.cancelled = True
-            job.quiet_since = now
-            if not hangs:
-                worker.cancel(job)
-        if hangs:
-            logger.error("[%s] makes no progress; killing it", worker.name)
-            worker.kill()
 
     # --- the end ---
 
@@ -590,10 +449,9 @@ class WorkerPool:
         self._draining = True
         self._fail_unfinished(ModelNotReadyError(self._closing))
         self.stopping = True
-        self._tell_scaled(ModelNotReadyError(self._closing))
-        for timer in (self._watch, self._batch_due, self._recalling):
-            if timer is not None:
-                timer.cancel()
+        self._scaling.tell(ModelNotReadyError(self._closing))
+        self._watch.stop()
+        self._forming.stop()
         serving, self._ready, self._leaving = self._serving(), [], set()
         await asyncio.gather(*(worker.shutdown(deadline_s) for worker in serving))
         await asyncio.gather(*(group.stop() for group in self.groups))
@@ -614,14 +472,3 @@ class WorkerPool:
     def _check_idle(self) -> None:
         if self._draining and not self._queue and not self.in_flight:
             self._idle.set()
-
-
-def _bounds(group: WorkerGroup, min_workers: int | None, max_workers: int | None) -> tuple[int, int]:
-    """Return the new bounds of `group`; a bound that is not given follows the other where it must."""
-    least = group.min_workers if min_workers is None else min_workers
-    most = group.max_workers if max_workers is None else max_workers
-    if min_workers is not None and max_workers is not None and least > most:
-        raise BadParameterError(f"Parameter min_worker is {least}, max_worker {most}; min_worker may not be above it")
-    if max_workers is None:
-        most = max(least, most)
-    return min(least, most), most

@@ -28,6 +28,7 @@ def started(directory: Path, **options: str) -> RequestHandler:
     model = resolve_model(directory, {}, {f"option.{name}": value for name, value in options.items()})
     handler: Any = load(model.handler)
     serving: RequestHandler = handler()
+    serving.served_names = ("mine",)
     serving.start(model.model_dir, model.options)
     return serving
 

@@ -58,12 +58,14 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(parent: Path, model: Path, **options: str) -> Iterator[Server]:
-    """Serve the demo model from a directory whose serving.properties has these options."""
+def serving(parent: Path, model: Path, code: str | None = None, **options: str) -> Iterator[Server]:
+    """Serve a model from a directory whose serving.properties has these options, and whose model.py is `code`."""
     directory = parent / "model"
     directory.mkdir()
     lines = [f"option.{name}={value}" for name, value in {"model_id": str(model), **options}.items()]
     (directory / "serving.properties").write_text("\n".join(lines))
+    if code is not None:
+        (directory / "model.py").write_text(code)
     server = Server(directory)
     try:
         yield server

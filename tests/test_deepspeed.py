@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
-from mpi_helpers import SHARED_MEMORY, clean, group_members, is_running, process_of_rank
+from mpi_helpers import (
+    SHARED_MEMORY,
+    answered,
+    assert_tokens_of_the_model_itself,
+    body,
+    clean,
+    generated,
+    group_members,
+    is_running,
+    process_of_rank,
+)
 from server_helpers import Server
 from tiny_models import byte_tokenizer, random_model, tiny_model
 from tiny_tasks import make_task_model
@@ -85,43 +92,8 @@ def split(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     assert not list(SHARED_MEMORY.glob("deepspeed_*"))
 
 
-def generated(model: Any, prompt: str, count: int) -> list[int]:
-    inputs = byte_tokenizer()(prompt, return_tensors="pt")
-    with torch.inference_mode():
-        out = model.generate(inputs["input_ids"], max_new_tokens=count, do_sample=False, pad_token_id=0)
-    return out[0, inputs["input_ids"].shape[1] :].tolist()
-
-
-def body(prompt: str, count: int, stream: bool = False) -> dict[str, Any]:
-    return {"inputs": prompt, "parameters": {"max_new_tokens": count, "details": True}, "stream": stream}
-
-
-def answered(answer: httpx.Response) -> list[int]:
-    return [token["id"] for token in answer.json()["details"]["tokens"]]
-
-
-async def leave_after_a_token(client: httpx.AsyncClient, prompt: str) -> None:
-    async with client.stream("POST", "/invocations", json=body(prompt, 150, stream=True)) as answer:
-        async for _ in answer.aiter_lines():
-            return
-
-
 def test_the_tokens_are_those_of_one_rank_while_others_come_and_leave(split: Server, reference: Any) -> None:
-    chance = random.Random(3)
-    prompts = ["".join(chance.choices("abcdefgh ", k=length)) for length in (1, 3, 9, 20, 60, 130, 5, 44, 2, 90)]
-    counts = [chance.choice([1, 7, 24, 60]) for _ in prompts]
-
-    async def ask() -> list[list[int]]:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{split.port}", timeout=60) as client:
-            leaving = [asyncio.create_task(leave_after_a_token(client, f"leaves {index}")) for index in range(6)]
-            asked = zip(prompts, counts, strict=True)
-            sent = (client.post("/invocations", json=body(prompt, count)) for prompt, count in asked)
-            told = [answered(answer) for answer in await asyncio.gather(*sent)]
-            await asyncio.gather(*leaving)
-            return told
-
-    expected = [generated(reference, prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
-    assert asyncio.run(ask()) == expected
+    assert_tokens_of_the_model_itself(split, reference)
 
 
 def test_a_rank_that_is_killed_ends_its_group_and_the_next_one_answers(split: Server, reference: Any) -> None:
@@ -137,7 +109,7 @@ def test_a_rank_that_is_killed_ends_its_group_and_the_next_one_answers(split: Se
 
 
 @pytest.mark.parametrize(
-    ("task", "body"),
+    ("task", "asked"),
     [
         ("text-classification", {"inputs": ["the red fox", "who jumps"]}),
         ("fill-mask", {"inputs": "the red [MASK]"}),
@@ -145,7 +117,7 @@ def test_a_rank_that_is_killed_ends_its_group_and_the_next_one_answers(split: Se
         ("text2text-generation", {"inputs": "abc", "parameters": {"max_new_tokens": 6}}),
     ],
 )
-def test_a_task_over_two_ranks_gives_what_the_model_alone_gives(task: str, body: Any, tmp_path: Path) -> None:
+def test_a_task_over_two_ranks_gives_what_the_model_alone_gives(task: str, asked: Any, tmp_path: Path) -> None:
     small = make_task_model(task, tmp_path / "small")
     alone = write(tmp_path / "alone" / "model", model_id=small, dtype="fp32")
     split = write(tmp_path / "split" / "model", model_id=small, dtype="fp32", tensor_parallel_degree=2)
@@ -153,7 +125,7 @@ def test_a_task_over_two_ranks_gives_what_the_model_alone_gives(task: str, body:
     for directory in (alone, split):
         with clean(directory) as server:
             server.log_line(rf"\] ready: process .* task={task} ")
-            answers.append(server.http.post("/invocations", json=body).json())
+            answers.append(server.http.post("/invocations", json=asked).json())
             answers[-1] = [answers[-1], server.http.post("/invocations", json={"inputs": 5}).status_code]
     assert rounded(answers[1]) == rounded(answers[0])
     assert answers[0][1] == 424

@@ -178,7 +178,8 @@ def test_an_answer_in_openai_s_shape(load: Load) -> None:
     assert [(item["object"], item["index"]) for item in found["data"]] == [("embedding", i) for i in range(len(TEXTS))]
     assert np.array([item["embedding"] for item in found["data"]]) == pytest.approx(vectors(handler, TEXTS), abs=1e-6)
     assert found["usage"]["prompt_tokens"] == found["usage"]["total_tokens"] > len(TEXTS)
-    assert ask(handler, {"input": TEXTS, "model": "mine"}) == found  # the platform knows /invocations only
+    for named in ({"model": "mine"}, {"model": "another"}, {}):  # the platform knows /invocations and no name
+        assert ask(handler, {"input": TEXTS, **named}) == found
 
 
 def test_requests_of_any_shape_run_together(load: Load) -> None:

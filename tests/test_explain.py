@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +252,37 @@ def test_weights_that_are_quantised_while_loading(tmp_path: Path) -> None:
     embeddings = 2 * LLAMA_7B["vocab_size"] * LLAMA_7B["hidden_size"]
     assert found.memory["unquantized_bytes"] == 2 * found.memory["parameters"]
     assert found.memory["weights_bytes"] == (found.memory["parameters"] - embeddings) // 2 + 2 * embeddings
+
+
+def test_what_serves_best_without_a_gpu_is_told(tmp_path: Path) -> None:
+    machine = replace(NO_GPU, cores=4)
+    found = explained(tmp_path, "option.rolling_batch=vllm", machine, TOKENIZERS_PARALLELISM="true")
+    values = {option.key: (option.value, option.layer) for option in found.options}
+    assert values["option.engine_process"] == ("worker", RECOMMENDED)
+    assert values["option.threads"] == (4, RECOMMENDED)
+    assert found.worker_environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert int(found.worker_environment["GOMP_SPINCOUNT"]) > 0
+    assert found.worker_environment["TOKENIZERS_PARALLELISM"] == "true"  # whoever starts the server decides
+    assert found.memory["kv_reserved_bytes"] == 2 * GIB
+
+
+@pytest.mark.parametrize(
+    ("properties", "reserved"),
+    [
+        ("option.kv_cache_memory_gb=1.5", 1.5 * GIB),
+        ("option.gpu_memory_utilization=0.5", None),
+        ("option.max_model_len=1024\noption.max_rolling_batch_size=2", 2 * 1024 * 524288),
+    ],
+)
+def test_the_kv_cache_that_a_worker_reserves(properties: str, reserved: float | None, tmp_path: Path) -> None:
+    found = explained(tmp_path, f"option.rolling_batch=vllm\n{properties}", NO_GPU)
+    assert found.memory["kv_reserved_bytes"] == reserved
+
+
+def test_with_gpus_the_engine_is_apart(tmp_path: Path) -> None:
+    found = explained(tmp_path, "option.rolling_batch=vllm", FOUR_GPUS)
+    assert found.memory["kv_reserved_bytes"] is None
+    assert {"VLLM_ENABLE_V1_MULTIPROCESSING", "GOMP_SPINCOUNT"}.isdisjoint(found.worker_environment)
 
 
 def test_too_few_gpus_are_a_warning(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     make_model(store / "text", output_formatter="none")
     make(store / "adapted", "body_formatter", enable_lora="true")
     make_adapter(store / "adapted" / "adapters" / "plain")
+    half = make_adapter(store / "adapted" / "adapters" / "half") / "model.py"
+    half.write_text((CODE / "old_formatters.py").read_text() + "\nwhole.is_output_formatter = True\n")
     shutil.copy(CODE / "formatters.py", make_adapter(store / "adapted" / "adapters" / "own") / "model.py")
     with running("--model-store", store) as server:
         for _ in range(8):
@@ -111,8 +113,28 @@ def test_an_input_formatter_of_bodies_is_for_every_path(server: Server) -> None:
     assert "returned a list; it has to return a dict" in wrong.json()["message"]
 
 
+def test_a_body_may_be_told_by_lmis_name_for_it(tmp_path: Path) -> None:
+    directory = make_model(tmp_path / "model")
+    head = "from djl_python.input_parser import input_formatter\n@input_formatter\n"
+    code = "def mine(decoded_payload, tokenizer=None, **kwargs):\n    return {'inputs': decoded_payload.pop('ask')}\n"
+    (directory / "model.py").write_text(head + code)
+    with running(directory) as server:
+        server.log_line(r"\] ready: process")
+        answer = server.http.post("/invocations", json={"ask": "a b"}).json()
+        assert answer["generated_text"].startswith(" a b")
+
+
 def test_the_option_goes_before_the_decorator(server: Server) -> None:
     assert server.http.post("/predictions/option", json={"question": "a b"}).json() == {"generated_text": " a b a"}
+
+
+def test_of_several_marked_functions_the_first_counts(tmp_path: Path) -> None:
+    directory = make(tmp_path / "model", "formatters")
+    more = "\n\n@output_formatter\ndef another(output: TextGenerationOutput) -> str:\n    return 'another'\n"
+    (directory / "model.py").write_text((directory / "model.py").read_text() + more)
+    with running(directory) as server:
+        server.log_line(r"\] ready: process")
+        assert server.http.post("/invocations", json={"question": "a"}).text == "hello a a a (length)"
 
 
 def test_none_is_the_text_alone(server: Server) -> None:
@@ -129,6 +151,8 @@ def test_an_adapters_own_formatters_are_for_its_requests(server: Server) -> None
     assert server.http.post("/predictions/adapted", json={"question": "a"}, headers=header).text == own.text
     plain = server.http.post("/predictions/adapted?adapter=plain", json={"ask": "a"})
     assert plain.json() == {"generated_text": " plain: a"}
+    half = server.http.post("/predictions/adapted?adapter=half", json={"ask": "a b"})  # the model's reads for it
+    assert half.json() == {"answer": " half: a", "also": " half: a"}
     assert server.http.delete("/models/adapted/adapters/own").status_code == 200
     assert server.http.post("/predictions/adapted?adapter=own", json={"ask": "a"}).status_code == 424
 
@@ -136,7 +160,7 @@ def test_an_adapters_own_formatters_are_for_its_requests(server: Server) -> None
 @pytest.mark.parametrize(
     ("code", "options", "told"),
     [
-        ("old_formatters", {"output_formatter": "misspelt"}, "misspelt.*model.py does not define it; allowed: a func"),
+        ("old_formatters", {"output_formatter": "misspelt"}, "misspelt.*model.py does not define it; allowed: json,"),
         ("old_formatters", {"output_formatter": "asynchronous"}, "a formatter is an ordinary function"),
         ("old_formatters", {"input_formatter": "misspelt"}, 'option.input_formatter = "misspelt"'),
         ("broken", {}, "model.py:1.*SyntaxError"),
@@ -154,7 +178,7 @@ def test_code_that_cannot_be_used_fails_the_model(
 
 def test_a_function_without_a_file_is_told(tmp_path: Path) -> None:
     with running(make_model(tmp_path / "model", output_formatter="mine")) as server:
-        server.log_line("could not be loaded.*mine.*there is no model.py that defines it")
+        server.log_line("could not be loaded.*mine.*there is no .*model.py that defines it")
 
 
 def test_an_adapter_whose_code_cannot_be_loaded_is_refused(tmp_path: Path) -> None:

@@ -174,6 +174,11 @@ def test_a_failure_tells_its_reason(server: Server, case: str, status: int, erro
     assert answer.headers["content-type"] == "application/json"
 
 
+def test_an_error_stands_in_the_place_of_what_was_there(server: Server) -> None:
+    answer = ask(server, "late error")
+    assert (answer.status_code, answer.json()["error"]) == (422, "no more")
+
+
 def test_an_error_without_content_tells_its_message(server: Server) -> None:
     answer = ask(server, "empty code")
     assert (answer.status_code, answer.json()["message"]) == (503, "come back later")

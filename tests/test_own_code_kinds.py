@@ -134,6 +134,10 @@ class TestGenerating:
         ]
         client.close()
 
+    def test_it_has_no_tokens_to_tell_of(self, server: Server) -> None:
+        answer = server.http.post("/tokenize", json={"model": "model", "prompt": "a b"})
+        assert (answer.status_code, answer.json()["error"]["message"][:24]) == (400, "the model's own code gen")
+
     def test_it_may_refuse(self, server: Server) -> None:
         answer = server.http.post("/invocations", json={"inputs": "refuse"})
         assert (answer.status_code, answer.json()["message"]) == (424, "refused")
@@ -147,6 +151,14 @@ def test_a_typed_handler(tmp_path: Path) -> None:
             answers = {answer.text for answer in pool.map(lambda body: ask(server, body=body), "abcdefgh")}
         assert {answer[-1] for answer in answers} == set("abcdefgh")
         assert "hello 4 a" in answers or any(" 4 " in answer for answer in answers)
+
+
+@pytest.mark.parametrize("code", ["asynchronous", "rolling", "generating", "typed"])
+def test_a_worker_ends_in_order(tmp_path: Path, code: str) -> None:
+    options = {"rolling_batch": "auto"} if code == "rolling" else {}
+    with serving_own(tmp_path, Path(code), greeting="hello", **options) as server:
+        assert server.stop() == 0
+        assert not [line for line in server.lines if "Traceback" in line]
 
 
 def test_another_function_takes_the_requests(tmp_path: Path) -> None:

@@ -306,6 +306,24 @@ def test_a_model_py_that_takes_requests_is_the_handler(write: Write, code: str, 
     assert resolve_model(directory, {"OPTION_ENTRYPOINT": "huggingface"}).options.entry_point == "huggingface"
 
 
+@pytest.mark.parametrize("key", ["option.output_formatter", "option.input_formatter"])
+def test_a_formatter_that_nothing_defines_is_refused(write: Write, key: str) -> None:
+    directory = write(f"{key}=mine")
+    (problem,) = refusal(directory)
+    place = f'{directory / "serving.properties"}:1: {key} = "mine" is not allowed;'
+    assert problem.startswith(f"{place} there is no {directory / 'model.py'} that defines it; allowed: ")
+    (directory / "model.py").write_text("def other(token): ...")
+    (problem,) = refusal(directory)
+    assert problem.startswith(f"{place} {directory / 'model.py'} does not define it; allowed: ")
+    for code in ("def mine(token): ...", "try:\n    from a import mine\nexcept ImportError:\n    mine = str", "def :"):
+        (directory / "model.py").write_text(code)
+        inspect_model(directory, {"OPTION_ENTRYPOINT": "huggingface"}).resolved()
+
+
+def test_a_formatter_is_looked_for_only_where_text_is_generated(write: Write) -> None:
+    assert resolve_model(write("option.task=fill-mask\noption.input_formatter=mine"), {}).warnings
+
+
 def test_a_function_with_another_name_takes_the_requests(write: Write) -> None:
     directory = write("option.handler=predict")
     (directory / "model.py").write_text("def predict(inputs): ...")
@@ -402,6 +420,13 @@ def test_contradicting_workers_are_refused(write: Write) -> None:
 def test_an_empty_directory_is_refused(tmp_path: Path) -> None:
     (problem,) = refusal(tmp_path)
     assert "holds no config.json" in problem
+
+
+def test_an_archive_of_torchserve_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "MAR-INF").mkdir()
+    (problem,) = refusal(tmp_path)
+    assert "MAR-INF" in problem
+    assert "put a model.py beside its files" in problem
 
 
 def test_a_missing_directory_is_refused(tmp_path: Path) -> None:

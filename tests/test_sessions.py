@@ -16,8 +16,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from artifact_helpers import BUCKET, S3, s3_server
 from hypothesis import given
 from hypothesis import strategies as st
+from own_code_helpers import make_own
 from server_helpers import Server, make_model, running, serving
 
 from lmi_server import worker
@@ -161,6 +163,76 @@ def test_a_key_is_no_path(manager: Any, key: str) -> None:
 # --- over HTTP ---
 
 
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    with s3_server(tmp_path_factory.mktemp("home")) as server:
+        yield server
+
+
+def saved(s3: S3) -> set[str]:
+    return {found["Key"] for found in s3.client.list_objects_v2(Bucket=BUCKET).get("Contents", ())}
+
+
+def test_sessions_are_saved_to_s3_and_found_from_elsewhere(
+    sessions: Any, s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in s3.variables.items():
+        monkeypatch.setenv(name, value)
+    url = f"s3://{BUCKET}/team/"
+    here = sessions.SessionManager({"sessions_path": tmp_path / "here", "sessions_s3url": url})
+    there = sessions.SessionManager({"sessions_path": tmp_path / "there", "sessions_s3url": url})
+    session = here.create_session()
+    session.put("turns", [1, 2])
+    session.get_as_numpy("state", (3,), create=True)[:] = 7
+    past = {"sessions_path": here.sessions_path, "sessions_expiration": -1}
+    expired = sessions.SessionManager(past).create_session()
+    sessions.save_sessions()
+    prefix = f"team/{session.session_id}"
+    assert saved(s3) == {f"{prefix}/.expiration", f"{prefix}/turns", f"{prefix}/state"}
+    with pytest.raises(ValueError, match="session not found"):
+        there.get_session(expired.session_id)
+    found = there.get_session(session.session_id)
+    assert (found.get("turns"), found.expiration_ts) == ([1, 2], session.expiration_ts)
+    assert found.get_as_numpy("state", (3,)).tolist() == [7, 7, 7]
+    there.close_session(session.session_id)
+    assert saved(s3) == set()
+
+
+@pytest.mark.parametrize("url", ["bucket/prefix", "s3://", "s3:///prefix"])
+def test_a_place_that_is_not_in_s3_is_refused(sessions: Any, tmp_path: Path, url: str) -> None:
+    with pytest.raises(ValueError, match=r'sessions_s3url = ".*" is not allowed; allowed: s3://bucket/prefix'):
+        sessions.SessionManager({"sessions_path": tmp_path, "sessions_s3url": url})
+
+
+def test_sessions_outlive_the_machine(s3: S3, tmp_path: Path) -> None:
+    """A server that has nothing but S3 in common with the one before goes on with its sessions."""
+    variables = {name: value for name, value in s3.variables.items() if name.startswith("AWS_")}
+    headers = {}
+    for place, count in (("one", 1), ("two", 2)):
+        code = (Path(__file__).parent / "models" / "sessions.py").read_text()
+        options = {"sessions_path": tmp_path / place / "sessions", "sessions_s3url": f"s3://{BUCKET}/own"}
+        with running(make_own(tmp_path / place / "model", code, **options), variables=variables) as server:
+            server.log_line(r"\] ready: process")
+            if not headers:
+                reply = server.http.post("/invocations", json={"requestType": "NEW_SESSION"})
+                headers = {HEADER: reply.headers[HEADER]}
+            assert server.http.post("/invocations", json={}, headers=headers).json()["count"] == count
+            assert server.stop() == 0
+
+
+def test_a_model_that_generates_text_has_them_saved_too(s3: S3, tmp_path: Path) -> None:
+    variables = {name: value for name, value in s3.variables.items() if name.startswith("AWS_")}
+    options = {"enable_stateful_sessions": "true", "sessions_s3url": f"s3://{BUCKET}/text"}
+    body = {"inputs": "a", "parameters": {"max_new_tokens": 1}}
+    with serving(tmp_path / "one", variables=variables, sessions_path=str(tmp_path / "1"), **options) as server:
+        session_id = opened(server)
+        assert server.stop() == 0
+    with serving(tmp_path / "two", variables=variables, sessions_path=str(tmp_path / "2"), **options) as server:
+        assert server.http.post("/invocations", json=body, headers={HEADER: session_id}).status_code == 200
+        unknown = server.http.post("/invocations", json=body, headers={HEADER: session_id[:-4] + "0000"})
+        assert (unknown.status_code, "session not found" in unknown.json()["message"]) == (424, True)
+
+
 def opened(server: Server) -> str:
     reply = server.http.post("/invocations", json={"requestType": "NEW_SESSION"})
     assert reply.status_code == 200
@@ -186,6 +258,8 @@ def test_a_model_that_generates_text_opens_checks_and_closes_sessions(tmp_path: 
         for refused in (body, {"requestType": "CLOSE"}):
             reply = server.http.post("/invocations", json=refused, headers={HEADER: session_id})
             assert (reply.status_code, reply.json()["message"]) == (424, f"session not found: {session_id}")
+        text = {"Content-Type": "text/plain"}
+        assert server.http.post("/invocations", content="a requestType", headers=text).status_code == 200
         other = server.http.post("/invocations", json={"requestType": "PAUSE"})
         assert other.status_code == 424
         assert "send NEW_SESSION or CLOSE" in other.json()["message"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -70,10 +71,28 @@ def test_errors_have_openai_s_form(embeddings: tuple[Server, Path]) -> None:
     with sdk(server) as client, pytest.raises(openai.BadRequestError) as raised:
         client.embeddings.create(model="model", input="the " * 100)
     assert raised.value.code == "context_length_exceeded"
+    with sdk(server) as client, pytest.raises(openai.NotFoundError) as unknown:
+        client.embeddings.create(model="another", input="the")
+    assert unknown.value.code == "model_not_found"
+    assert "served here: model" in unknown.value.message
     answer = server.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]})
     assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
     answer = server.http.post("/invocations", json={"inputs": 3})
     assert (answer.status_code, answer.json()["code"]) == (424, 424)
+
+
+def test_vectors_are_sent_as_tensors_too(embeddings: tuple[Server, Path]) -> None:
+    server, _ = embeddings
+    body = {"inputs": ["the fox", "a"]}
+    expected = server.http.post("/invocations", json=body).json()
+    npz = server.http.post("/invocations", json=body, headers={"Accept": "tensor/npz"})
+    assert npz.headers["content-type"] == "tensor/npz"
+    assert [array.tolist() for array in np.load(io.BytesIO(npz.content)).values()] == expected
+    listed = server.http.post("/invocations", json=body, headers={"Accept": "tensor/ndlist"})
+    assert listed.content[:4] == (2).to_bytes(4)
+    assert listed.content.endswith(np.array(expected[1], "<f4").tobytes())
+    refused = server.http.post("/invocations", content=b"PK", headers={"Content-Type": "tensor/npz"})
+    assert (refused.status_code, "send application/json" in refused.json()["message"]) == (424, True)
 
 
 def test_many_clients_get_each_its_own(embeddings: tuple[Server, Path]) -> None:

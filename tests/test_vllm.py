@@ -24,6 +24,10 @@ from rolling_batch_helpers import generated
 from tiny_models import byte_tokenizer
 from vllm_helpers import make_tiny_model, tiny_llama, vllm_server
 
+from lmi_server.configuration.environment import process_environment
+from lmi_server.configuration.explain import explain
+from lmi_server.configuration.resolve import inspect_model
+
 pytestmark = pytest.mark.slow
 
 SETTINGS = {"rolling_batch": "vllm", "dtype": "fp32", "max_rolling_batch_size": "32", "kv_cache_memory_gb": "1"}
@@ -159,6 +163,19 @@ def complete(server: Server, **body: Any) -> httpx.Response:
     return server.http.post("/v1/completions", json=asked)
 
 
+def test_the_worker_runs_as_explain_tells(ours: Server, tiny_model: Path, tmp_path: Path) -> None:
+    lines = [f"option.model_id={tiny_model}", *(f"option.{name}={value}" for name, value in SETTINGS.items())]
+    (tmp_path / "serving.properties").write_text("\n".join(lines))
+    told = explain(inspect_model(tmp_path, process_environment()))
+    worker = psutil.Process(ours.worker_pid())
+    assert told.worker_environment.items() <= worker.environ().items()
+    assert not worker.children()  # the engine is in it
+    ready = next(line for line in ours.lines if "ready: process" in line)
+    values = {option.key: option.value for option in told.options}
+    assert f"threads={values['option.threads']} " in ready
+    assert f"kv_cache_gib={told.memory['kv_reserved_bytes'] / 2**30} " in ready
+
+
 def test_constraints_hold(ours: Server) -> None:
     digits = complete(ours, max_tokens=12, structured_outputs={"regex": "[0-9]{4}"}).json()
     assert re.fullmatch("[0-9]{4}", digits["choices"][0]["text"])
@@ -263,6 +280,35 @@ def test_adapters_share_a_batch_and_are_replaced(tiny_model: Path, tmp_path: Pat
         save_adapter(model, tmp_path / "wide", 4, r=16)
         assert register("wide", "wide") == 424
         assert answer("two") == expected("two")
+
+
+# --- formatters ---
+
+_COUNTING = """
+from djl_python.input_parser import input_formatter
+from djl_python.output_formatter import TextGenerationOutput, output_formatter
+
+
+@input_formatter
+def read(body: dict, tokenizer, **kwargs) -> dict:
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": body["ask"]}], tokenize=False)
+    return {"inputs": prompt, "parameters": {"max_new_tokens": 4, "ignore_eos_token": True}}
+
+
+@output_formatter
+def write(output: TextGenerationOutput) -> str:
+    if not output.finished:
+        return ""
+    counted = len(output.input.tokenizer.encode(output.input.input_text))
+    return f"{output.input.input_text!r} {counted} {output.input.prompt_tokens_length()}"
+"""
+
+
+def test_formatters_get_vllms_tokenizer(tiny_model: Path, tmp_path: Path) -> None:
+    with serving(tmp_path, tiny_model, _COUNTING, **SETTINGS) as server:
+        told = server.http.post("/invocations", json={"ask": "Hi"})
+    prompt = "user: Hi\n"
+    assert (told.status_code, told.text) == (200, f"{prompt!r} {len(prompt)} {len(prompt)}")
 
 
 # --- life ---

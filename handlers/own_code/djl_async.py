@@ -7,21 +7,30 @@ from typing import Any, NamedTuple
 
 from djl_python.outputs import Output
 
+from handlers.own_code.djl_adapters import AdapterFunctions
 from handlers.own_code.djl_calls import Calls
 from handlers.own_code.djl_requests import body_of, failed, headers_of, piece_error, respond
 from lmi_server.errors import HandlerError, LmiServerError
 from lmi_server.handler import AsyncRequestHandler, Response
+from lmi_server.protocol import Adapter
 from lmi_server.protocol import Input as Request
 
 
 class AsyncFunction(AsyncRequestHandler):
     """Calls the function for each request, side by side; one that is not asynchronous holds up the others."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: Calls, adapters: AdapterFunctions) -> None:
         self._calls = calls
+        self._adapters = adapters
 
     async def start(self) -> None:
         self._calls.check_loaded(await _resolved(self._calls.load()))
+
+    async def add_adapter(self, adapter: Adapter) -> str:
+        return await self._adapters.add_awaited(adapter)
+
+    async def remove_adapter(self, name: str) -> str:
+        return await self._adapters.remove_awaited(name)
 
     async def handle(self, request: Request) -> Response:
         try:

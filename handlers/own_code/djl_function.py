@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from djl_python.inputs import Input
+from djl_python.session_manager import save_sessions
 
+from handlers.own_code.djl_adapters import AdapterFunctions
 from handlers.own_code.djl_async import AsyncFunction
 from handlers.own_code.djl_calls import Calls
 from handlers.own_code.djl_requests import Requests, respond, split
@@ -18,6 +20,7 @@ from handlers.own_code.options import OwnCodeOptions
 from lmi_server.configuration.environment import process_environment
 from lmi_server.errors import LmiServerError
 from lmi_server.handler import AsyncRequestHandler, ModelInfo, RequestHandler, Response
+from lmi_server.protocol import Adapter
 from lmi_server.protocol import Input as Request
 
 logger = logging.getLogger(__name__)
@@ -29,11 +32,19 @@ class DjlFunction(RequestHandler):
     """Serves with `function`, by its kind: in batches, asynchronously, or step by step.
 
     `formatters` are functions that the code marks for the built-in handlers; the call that loads the model gets them.
+    `adapter_functions` are those that LoRA adapters are given to.
     """
 
-    def __init__(self, function: Callable[[Input], Any], formatters: Mapping[str, Callable[..., Any]]) -> None:
+    def __init__(
+        self,
+        function: Callable[[Input], Any],
+        formatters: Mapping[str, Callable[..., Any]],
+        adapter_functions: Mapping[str, Callable[[Input], Any]],
+    ) -> None:
         self._function = function
         self._formatters = formatters
+        self._adapter_functions = adapter_functions
+        self._adapters: AdapterFunctions
         self._calls: Calls
         self._beside: AsyncRequestHandler | None = None
 
@@ -42,14 +53,26 @@ class DjlFunction(RequestHandler):
         common = {"model_dir": model_dir, "device_id": "0" if environment.get("CUDA_VISIBLE_DEVICES") else "-1"}
         initial = {**_properties(model_dir, options), **self._formatters, **common, "handler": options.handler}
         may_choose = environment.get(_MAY_CHOOSE_HANDLER, "").lower() == "true"
-        calls = self._calls = Calls(self._function, Requests(options.handler, common, may_choose), initial, model_dir)
+        adapters = self._adapters = AdapterFunctions(self._adapter_functions, common)
+        served = adapters.registered if options.enable_lora else None
+        requests = Requests(options.handler, common, may_choose, served)
+        calls = self._calls = Calls(self._function, requests, initial, model_dir)
         if options.rolling_batch != "disable":
-            self._beside = RollingFunction(calls, options.max_rolling_batch_size)
+            self._beside = RollingFunction(calls, adapters, options.max_rolling_batch_size)
         elif options.async_mode or _is_async(self._function):
-            self._beside = AsyncFunction(calls)
+            self._beside = AsyncFunction(calls, adapters)
         else:
             calls.check_loaded(calls.load())
         return ModelInfo(max_model_len=0, details={"handler": options.handler})
+
+    def add_adapter(self, adapter: Adapter) -> str:
+        return self._adapters.add(adapter)
+
+    def remove_adapter(self, name: str) -> str:
+        return self._adapters.remove(name)
+
+    def stop(self) -> None:
+        save_sessions()
 
     def side_by_side(self) -> AsyncRequestHandler | None:
         return self._beside

@@ -6,7 +6,7 @@ import io
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -27,6 +27,7 @@ _URL_ENCODED = "application/x-www-form-urlencoded"
 _JSON_STARTS = (b"{", b"[")
 _CODES = range(200, 600)
 _FAILED = 424
+_ADAPTER = "adapter"  # of a query or a form
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _IN_BATCH = re.compile(r"batch_(\d+)\.(.*)", re.DOTALL)
 _PROPERTY_IN_BATCH = re.compile(r"batch_(\d+)[._](.*)", re.DOTALL)
@@ -37,38 +38,58 @@ _CONNECTION_HEADERS = frozenset(
 
 
 class Requests:
-    """Makes Inputs. `common` are the properties of each; clients may not set `handler` unless `may_choose_handler`."""
+    """Makes Inputs. `common` are the properties of each; clients may not set `handler` unless `may_choose_handler`.
 
-    def __init__(self, function_name: str, common: Mapping[str, Any], may_choose_handler: bool) -> None:
+    `adapters` are those that requests may name, None where any name means something to the code alone.
+    """
+
+    def __init__(
+        self,
+        function_name: str,
+        common: Mapping[str, Any],
+        may_choose_handler: bool,
+        adapters: Container[str] | None = None,
+    ) -> None:
         self._function_name = function_name
+        self._adapters = adapters
         self.common = {**common, "handler": function_name}
         self._may_choose_handler = may_choose_handler
 
     def one(self, request: Request) -> Input:
         """Return one request. Raises RequestError."""
-        self._check(request)
+        content = self.content(request)
         own = request.properties
         properties = {**self.common, **own, "requestId": own.get("x-request-id", "")}
         if not self._may_choose_handler:
             properties["handler"] = self._function_name
-        return make_input(properties, content_of(request), properties["handler"])
+        return make_input(properties, content, properties["handler"])
 
     def batch(self, requests: Sequence[Request]) -> Input:
         """Return several requests as one. Raises RequestError."""
         properties = dict(self.common)
         content = []
         for index, request in enumerate(requests):
-            self._check(request)
             prefix = f"batch_{index:03d}."
             properties |= {prefix + name: value for name, value in request.properties.items()}
             properties[prefix + "requestId"] = request.properties.get("x-request-id", "")
-            content += [(prefix + key, value) for key, value in content_of(request)]
+            content += [(prefix + key, value) for key, value in self.content(request)]
         properties["batch_size"] = str(len(requests))
         return make_input(properties, content, self._function_name)
 
-    def _check(self, request: Request) -> None:
+    def content(self, request: Request) -> list[tuple[str, bytes]]:
+        """Return the content of one request. Raises RequestError where it asks for what it may not."""
         if "handler" in request.properties and not self._may_choose_handler:
             raise BadParameterError("The handler can't be overridden in a request")
+        content = content_of(request)
+        if self._adapters is not None:
+            self._check_adapter(content, self._adapters)
+        return content
+
+    def _check_adapter(self, content: Sequence[tuple[str, bytes]], adapters: Container[str]) -> None:
+        for key, value in content:
+            name = value.decode(errors="replace") if key == _ADAPTER else ""
+            if name and name not in adapters:
+                raise RequestError(f"The adapter {name} has not been registered")
 
 
 def content_of(request: Request) -> list[tuple[str, bytes]]:

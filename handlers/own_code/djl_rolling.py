@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 from djl_python.inputs import Input, make_input
 from djl_python.outputs import Output
 
+from handlers.own_code.djl_adapters import AdapterFunctions
 from handlers.own_code.djl_calls import Calls
 from handlers.own_code.djl_requests import content_of, headers_of, in_batch, piece_error
 from handlers.own_code.loading import told
 from lmi_server.errors import HandlerError
 from lmi_server.handler import AsyncRequestHandler, Response
+from lmi_server.protocol import Adapter
 from lmi_server.protocol import Input as Request
 
 logger = logging.getLogger(__name__)
@@ -52,8 +54,9 @@ class RollingFunction(AsyncRequestHandler):
     its end, and keeps its place.
     """
 
-    def __init__(self, calls: Calls, size: int) -> None:
+    def __init__(self, calls: Calls, adapters: AdapterFunctions, size: int) -> None:
         self._calls = calls
+        self._adapters = adapters
         self._size = size
         self._waiting: list[_Live] = []
         self._live: list[_Live] = []
@@ -70,8 +73,14 @@ class RollingFunction(AsyncRequestHandler):
         self._stepping.cancel()
         await asyncio.wait([self._stepping])
 
+    async def add_adapter(self, adapter: Adapter) -> str:
+        return self._adapters.add(adapter)
+
+    async def remove_adapter(self, name: str) -> str:
+        return self._adapters.remove(name)
+
     async def handle(self, request: Request) -> Response:
-        content_of(request)  # raises what is wrong with the body
+        self._calls.requests.content(request)  # raises what is wrong with the request
         live = _Live(request)
         self._waiting.append(live)
         self._wake.set()

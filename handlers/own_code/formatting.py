@@ -26,33 +26,60 @@ logger = logging.getLogger(__name__)
 
 _LMI_ROUTES = frozenset({"invocations", "predictions"})
 _INPUT, _OUTPUT = "input_formatter", "output_formatter"
+_LMI_BODY = "decoded_payload"  # what LMI's documentation calls a body where it gives no type
 _ELSEWHERE = ("prediction_handler", "init_handler")
 # What LMI hands to an input formatter beside the request, and what has no meaning here.
 _ABSENT = ("adapter_registry", "model_config", "peft_config", "rolling_batch", "image_placeholder_token")
 
 
-def load_formatting(model_dir: str, options: ModelOptions, tokenizer: Callable[[], Any]) -> Formatting | None:
+def load_formatting(
+    model_dir: str, options: ModelOptions, tokenizer: Callable[[], Any], base: OwnFormatting | None = None
+) -> OwnFormatting | None:
     """Return what the model.py in `model_dir` has of formatters; None where it has none, or is not there.
 
-    `tokenizer` returns that of the model, once it is loaded. Raises ModelLoadError with file and line.
+    `tokenizer` returns that of the model, once it is loaded. `base` is what the model has, where the directory is that
+    of an adapter: its function of a kind goes on where the adapter has none. Raises ModelLoadError with file and line.
     """
-    module = _load(Path(model_dir, DEFAULT_ENTRY_POINT))
-    marked = {} if module is None else find_marked(module, (_INPUT, _OUTPUT, *_ELSEWHERE))
-    chosen = options.output_formatter
-    reads = _named(module, "option.input_formatter", options.input_formatter) or marked.get(_INPUT)
-    if chosen is None:
-        writes = marked.get(_OUTPUT)
+    code = _Code(Path(model_dir, DEFAULT_ENTRY_POINT))
+    reads = code.named("option.input_formatter", options.input_formatter, base is None) or code.marked.get(_INPUT)
+    if options.output_formatter in lmi.FORMATTER_NAMES:
+        writes = None
     else:
-        writes = None if chosen in lmi.FORMATTER_NAMES else _named(module, "option.output_formatter", chosen)
-    for name in _ELSEWHERE:
-        if name in marked:
-            logger.warning("%s: @%s has no effect beside a model that generates text", model_dir, name)
-    if reads is None and writes is None:
-        return None
+        named = code.named("option.output_formatter", options.output_formatter, base is None)
+        writes = named or code.marked.get(_OUTPUT)
     for function in (reads, writes):
         if function is not None and (inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)):
             raise ModelLoadError(f"{_place(function)}: a formatter is an ordinary function; write it without async")
+    if reads is None and writes is None:
+        return base
+    if base is not None:
+        reads, writes = reads or base.reads, writes or base.writes
     return OwnFormatting(reads, writes, options, tokenizer, model_dir)
+
+
+class _Code:
+    """A model.py, which may be missing; `marked` are the functions that a decorator marks, by their kind."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._module = _load(path)
+        self.marked = {} if self._module is None else find_marked(self._module, (_INPUT, _OUTPUT, *_ELSEWHERE))
+        for name in _ELSEWHERE:
+            if name in self.marked:
+                logger.warning("%s: @%s has no effect beside a model that generates text", path.parent, name)
+
+    def named(self, key: str, name: str | None, required: bool) -> Callable[..., Any] | None:
+        """Return the function that an option names. Raises ModelLoadError where it is not there and `required`."""
+        if name is None:
+            return None
+        function = getattr(self._module, name, None)
+        if callable(function):
+            return function  # type: ignore[no-any-return]
+        if not required:
+            return None
+        known = ", ".join(lmi.FORMATTER_NAMES)
+        missing = "does not define it" if self._module is not None else "is not there to define it"
+        raise ModelLoadError(f'{key} = "{name}": {self._path} {missing}; allowed: a function of model.py, or {known}')
 
 
 def _load(path: Path) -> ModuleType | None:
@@ -62,17 +89,6 @@ def _load(path: Path) -> ModuleType | None:
         return load_file(path)
     except Exception as error:  # the border to the user's code
         raise ModelLoadError(f"{path} cannot be imported: {told(error, str(path.parent))}") from error
-
-
-def _named(module: ModuleType | None, key: str, name: str | None) -> Callable[..., Any] | None:
-    if name is None:
-        return None
-    function = getattr(module, name, None)
-    if not callable(function):
-        known = ", ".join(lmi.FORMATTER_NAMES)
-        where = "there is no model.py that defines it" if module is None else f"{module.__file__} does not define it"
-        raise ModelLoadError(f'{key} = "{name}": {where}; allowed: a function of model.py, or {known}')
-    return function  # type: ignore[no-any-return]
 
 
 class OwnFormatting(Formatting):
@@ -90,9 +106,10 @@ class OwnFormatting(Formatting):
         tokenizer: Callable[[], Any],
         model_dir: str,
     ) -> None:
-        self._reads = reads
+        self.reads = reads
+        self.writes = writes
         self._takes_body = reads is not None and _takes_body(reads)
-        self._writes = written_by(writes, tokenizer) if writes is not None else None
+        self._written = written_by(writes, tokenizer) if writes is not None else None
         self._options = options
         self._tokenizer = tokenizer
         self._requests = Requests("handle", {"model_dir": model_dir}, may_choose_handler=True)
@@ -101,25 +118,25 @@ class OwnFormatting(Formatting):
     def parse(self, request: Request, served: ServedModel) -> Exchange:
         is_lmi = request.route in _LMI_ROUTES
         text_input: RequestInput | None = None
-        if self._reads is not None and self._takes_body:
+        if self.reads is not None and self._takes_body:
             request = self._body_formatted(request)
-        elif self._reads is not None and is_lmi:
-            read = self._call(self._reads, self._requests.one(request))
+        elif self.reads is not None and is_lmi:
+            read = self._call(self.reads, self._requests.one(request))
             if isinstance(read, RequestInput):
                 text_input = read
                 request = _with_body(request, _body_of(read))
             else:
                 request = _with_body(request, _checked(read, "TextInput or a dict"))
         exchange = dialects.parse(request, served)
-        if self._writes is None or not is_lmi:
+        if self._written is None or not is_lmi:
             return exchange
         text_input = text_input or _input_of(request)
         self._complete(text_input, exchange, request)
-        return self._writes(exchange, text_input, _streams(text_input))
+        return self._written(exchange, text_input, _streams(text_input))
 
     def _body_formatted(self, request: Request) -> Request:
-        assert self._reads is not None
-        return _with_body(request, _checked(self._call(self._reads, fields.json_object(request)), "a dict"))
+        assert self.reads is not None
+        return _with_body(request, _checked(self._call(self.reads, fields.json_object(request)), "a dict"))
 
     def _call(self, function: Callable[..., Any], value: Any) -> Any:
         more = {
@@ -152,6 +169,8 @@ def _takes_body(function: Callable[..., Any]) -> bool:
     first = next(iter(signature.parameters.values()), None)
     if first is not None and first.annotation is not inspect.Parameter.empty:
         return _says(first.annotation, dict, "dict", "Dict", "Mapping")
+    if first is not None and first.name == _LMI_BODY:
+        return True
     return _says(signature.return_annotation, dict, "dict", "Dict", "Mapping")
 
 

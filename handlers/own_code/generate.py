@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any
 
-from lmi_server.errors import LmiServerError, ModelLoadError
+import msgspec
+
+from lmi_server.errors import LmiServerError, ModelLoadError, RequestError
 from lmi_server.generation import Delta, GenerationRequest, Token, Usage
 from lmi_server.handler import AsyncRequestHandler, LLMHandler, ModelInfo, RequestHandler, Response
 from lmi_server.protocol import Input
@@ -38,13 +40,11 @@ class GenerateFunction(LLMHandler):
         usage = Usage(prompt_tokens=_prompt_tokens(request), completion_tokens=tokens)
         yield Delta("", finish_reason="eos_token", usage=usage, prompt_text=prompt_text)
 
-    async def tokenize(self, text: str) -> list[int]:
-        return [_UNKNOWN_ID] * len(text.split())
+    async def tokenize(self, request: GenerationRequest) -> list[int]:
+        raise RequestError("the model's own code generates text; it has no tokens to tell of")
 
 
 def _with_prompt(delta: Delta, prompt_text: str) -> Delta:
-    import msgspec
-
     return delta if delta.prompt_text is not None else msgspec.structs.replace(delta, prompt_text=prompt_text)
 
 

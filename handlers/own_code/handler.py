@@ -13,7 +13,7 @@ from handlers.own_code.loading import find_class, find_marked, load_entry_point
 from handlers.own_code.options import OwnCodeOptions
 from lmi_server.errors import LmiServerError, ModelLoadError
 from lmi_server.handler import AsyncRequestHandler, LLMHandler, ModelInfo, RequestHandler, Response
-from lmi_server.protocol import Input
+from lmi_server.protocol import Adapter, Input
 
 _HANDLERS = (RequestHandler, AsyncRequestHandler, LLMHandler)
 _FORMATTERS = ("input_formatter", "output_formatter")
@@ -31,6 +31,7 @@ class OwnCodeHandler(RequestHandler):
         os.chdir(model_dir)  # LMI's workers run there, and code opens its files by relative names
         sys.path.insert(0, model_dir)
         self._code = _code_of(load_entry_point(options.entry_point, model_dir), options)
+        self._code.served_names = self.served_names
         return self._code.start(model_dir, options)
 
     def handle(self, requests: Sequence[Input]) -> Sequence[Response | LmiServerError]:
@@ -38,6 +39,12 @@ class OwnCodeHandler(RequestHandler):
 
     def side_by_side(self) -> AsyncRequestHandler | LLMHandler | None:
         return self._code.side_by_side()
+
+    def add_adapter(self, adapter: Adapter) -> str:
+        return self._code.add_adapter(adapter)
+
+    def remove_adapter(self, name: str) -> str:
+        return self._code.remove_adapter(name)
 
     def stop(self) -> None:
         self._code.stop()
@@ -47,9 +54,11 @@ def _code_of(module: ModuleType, options: OwnCodeOptions) -> RequestHandler:
     """Return what `module` defines: the function of LMI's contract, a handler class, or the function `generate`."""
     function = getattr(module, options.handler, None)
     if callable(function):
-        from handlers.own_code.djl_function import DjlFunction  # it needs djl_python, which only workers have
+        # They need djl_python, which only workers have.
+        from handlers.own_code.djl_adapters import functions_in
+        from handlers.own_code.djl_function import DjlFunction
 
-        return DjlFunction(function, find_marked(module, _FORMATTERS))
+        return DjlFunction(function, find_marked(module, _FORMATTERS), functions_in(module))
     handler = find_class(module, _HANDLERS)
     if handler is not None:
         return handler() if issubclass(handler, RequestHandler) else Beside(handler())

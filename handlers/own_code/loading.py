@@ -67,8 +67,8 @@ def find_class(module: ModuleType, bases: tuple[type, ...]) -> type | None:
 
 
 def find_marked(module: ModuleType, marks: Sequence[str]) -> Mapping[str, Callable[..., Any]]:
-    """Return the functions of `module` that a decorator of djl_python has marked, by their marks."""
-    functions = [value for value in vars(module).values() if inspect.isfunction(value)]
+    """Return the functions of `module` that a decorator of djl_python has marked, by their marks; the first of each."""
+    functions = [value for value in reversed(vars(module).values()) if inspect.isfunction(value)]
     return {mark: function for mark in marks for function in functions if getattr(function, f"is_{mark}", False)}
 
 

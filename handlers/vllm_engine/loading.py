@@ -61,9 +61,8 @@ def engine_config(model_dir: str, options: VllmOptions) -> Any:
         config = library.AsyncEngineArgs(**arguments).create_engine_config()
     except _REFUSALS as error:
         raise ModelLoadError(f"vLLM refuses the configuration: {plain(error)}") from error
-    is_open = config.cache_config.kv_cache_memory_bytes is None
-    if library.is_on_cpu() and is_open and "gpu_memory_utilization" not in options.model_fields_set:
-        config.cache_config.kv_cache_memory_bytes = _kv_cache_bytes(config)
+    if library.is_on_cpu() and config.cache_config.kv_cache_memory_bytes is None:
+        config.cache_config.kv_cache_memory_bytes = _kv_cache_bytes(config, options)
     return config
 
 
@@ -100,16 +99,11 @@ class _Parser(library.FlexibleArgumentParser):
         raise ModelLoadError(f"vLLM refuses an engine argument: {message}")
 
 
-def _kv_cache_bytes(config: Any) -> int:
-    """Return the bytes of KV cache on a machine without GPU, where nobody set them.
-
-    Enough for every place at full length, at most a quarter of the free memory: the rest is for weights, activations
-    and whatever else the machine does.
-    """
-    per_token = library.bytes_per_token(config)
-    length = config.model_config.max_model_len
-    wanted = config.scheduler_config.max_num_seqs * length * per_token
-    return max(min(wanted, psutil.virtual_memory().available // 4), length * per_token)
+def _kv_cache_bytes(config: Any, options: VllmOptions) -> int | None:
+    """Return the bytes of KV cache on a machine without GPU; None where vLLM decides."""
+    least = config.model_config.max_model_len * library.bytes_per_token(config)
+    wanted = config.scheduler_config.max_num_seqs * least
+    return options.reserved_kv_bytes(wanted, least, psutil.virtual_memory().available)
 
 
 @dataclass(frozen=True)

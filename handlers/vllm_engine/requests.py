@@ -38,6 +38,11 @@ class PromptRenderer:
         self._content_format = content_format
         self._chats = chats
 
+    @property
+    def tokenizer(self) -> Any:
+        """Return the tokenizer itself, as vLLM loaded it."""
+        return self._renderer.get_tokenizer()
+
     async def render(self, request: GenerationRequest) -> Rendered:
         """Return what the engine is given.
 
@@ -66,7 +71,7 @@ class PromptRenderer:
             self._renderer.validate_token_ids(ids)
         except library.VLLMClientError as error:
             raise as_request_error(error) from error
-        return self._renderer.get_tokenizer().decode(ids)
+        return str(self.tokenizer.decode(ids))
 
     async def _text(self, request: GenerationRequest) -> Any:
         if isinstance(request.prompt, str):

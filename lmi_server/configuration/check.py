@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -17,7 +18,8 @@ from lmi_server.configuration.declaration import (
     Unavailable,
 )
 from lmi_server.configuration.layers import DERIVED, Given, Source
-from lmi_server.configuration.options import ModelOptions, ServingOptions
+from lmi_server.configuration.model_code import MODEL_CODE, defines
+from lmi_server.configuration.options import FORMATTERS, ModelOptions, ServingOptions
 
 _AnyOptions = TypeVar("_AnyOptions", bound=Options)
 
@@ -89,6 +91,18 @@ def _contradictions(serving: ServingOptions, options: ModelOptions, given: Colle
         yield Finding(("batch_size",), f"1 with option.rolling_batch={rolling}; a rolling batch needs no dynamic batch")
     if serving.batch_size > 1 and options.enable_streaming != "false" and rolling == "disable":
         yield Finding(("batch_size",), f"1 with option.enable_streaming={options.enable_streaming}")
+
+
+def undefined_formatters(options: ModelOptions, sources: Given, model_dir: Path) -> Iterator[str]:
+    """Yield a problem for each formatter that is to be a function of model.py, which does not define it."""
+    output = None if options.output_formatter in FORMATTERS else options.output_formatter
+    path = model_dir / MODEL_CODE
+    for key, name in (("option.input_formatter", options.input_formatter), ("option.output_formatter", output)):
+        if name is None or (path.is_file() and defines(path, name)):
+            continue
+        missing = f"{path} does not define it" if path.is_file() else f"there is no {path} that defines it"
+        allowed = next(option.allowed for option in options.declared() if option.key == key)
+        yield f"{told(sources[key], key)} is not allowed; {missing}; allowed: {allowed}"
 
 
 def doubts(options: Options, sources: Given) -> Iterator[str]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +27,7 @@ from lmi_server.configuration.handlers import (
 )
 from lmi_server.configuration.layers import Given, Source
 from lmi_server.configuration.machine import Machine
+from lmi_server.configuration.model_code import takes_requests
 from lmi_server.configuration.recommender import batches_statically, is_true, recommend_rolling_batch
 from lmi_server.configuration.tasks import TEXT_GENERATION
 
@@ -42,7 +42,6 @@ _ALIASES: Mapping[str, Mapping[str, str]] = {
 }
 _JAVA_ENGINES = ("PyTorch", "OnnxRuntime", "TensorFlow", "XGBoost", "LightGBM", "TritonServer", "Rust")
 _SKLEARN_FILES = ("skops", "joblib", "pkl", "pickle", "cloudpkl")
-_HANDLER_CLASSES = frozenset({"LLMHandler", "RequestHandler", "AsyncRequestHandler"})
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
@@ -125,39 +124,7 @@ def _is_handler_file(model_dir: Path, given: Given) -> bool:
         return False
     files = ("config.json", *(f"model.{ending}" for ending in _SKLEARN_FILES))
     has_model = "option.model_id" in given or any((model_dir / name).is_file() for name in files)
-    return HANDLER in given or not has_model or _takes_requests(path)
-
-
-def _takes_requests(path: Path) -> bool:
-    """Tell whether a file defines what takes requests. It is read, not run.
-
-    What is no Python does too, so that loading it tells what is wrong.
-    """
-    try:
-        tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):
-        return True
-    return not {"handle", "generate", "*"}.isdisjoint(_bound(tree)) or any(map(_is_handler, tree.body))
-
-
-def _bound(tree: ast.Module) -> Iterator[str]:
-    """Yield the names that a module binds when it is imported, "*" where another one's are among them."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom | ast.Import):
-            yield from (alias.asname or alias.name for alias in node.names)
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node.name
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            yield from (target.id for target in targets if isinstance(target, ast.Name))
-
-
-def _is_handler(node: ast.stmt) -> bool:
-    """Tell whether a class is derived from a handler of lmi_server, by the name of its base."""
-    if not isinstance(node, ast.ClassDef):
-        return False
-    return any(ast.unparse(base).rpartition(".")[2] in _HANDLER_CLASSES for base in node.bases)
+    return HANDLER in given or not has_model or takes_requests(path)
 
 
 def _by_entry_point(given: Given, source: Source, model_dir: Path) -> Choice:

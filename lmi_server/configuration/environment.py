@@ -186,8 +186,3 @@ def own_rank() -> Rank:
     if directory is None:
         return Rank(0, 1, "")
     return Rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), directory)
-
-
-def set_default(name: str, value: str) -> None:
-    """Set a variable for a library that reads it when it is loaded, where whoever started the process left it open."""
-    os.environ.setdefault(name, value)

@@ -30,7 +30,8 @@ class Estimate:
     """Bytes that one worker takes on each of its `devices`, and the bytes there; None where nothing tells.
 
     `kv_tokens` is what the running requests can fill: max_rolling_batch_size times the context. `unquantized_bytes` is
-    what the weights would take if they were not quantised; None where they are not.
+    what the weights would take if they were not quantised; None where they are not. `kv_reserved_bytes` is what the
+    worker takes for its KV cache when it loads; None where it takes it as it needs it, or the engine decides.
     """
 
     devices: int
@@ -42,6 +43,7 @@ class Estimate:
     context_length: int | None
     kv_tokens: int | None
     kv_bytes: int | None
+    kv_reserved_bytes: int | None
     available_bytes: int | None
 
     @property
@@ -87,6 +89,7 @@ def estimate(
         context_length=context,
         kv_tokens=tokens,
         kv_bytes=None if tokens is None or per_token is None else _share(tokens * per_token, devices),
+        kv_reserved_bytes=_kv_reserved(options, tokens, context, per_token, machine),
         available_bytes=_available(machine),
     )
 
@@ -127,6 +130,14 @@ def _available(machine: Machine) -> int | None:
         return None if machine.device_kind == "nc" else machine.available_bytes
     free = [gpu.free_bytes for gpu in machine.gpus if gpu.free_bytes is not None]
     return min(free) if len(free) == len(machine.gpus) else None
+
+
+def _kv_reserved(
+    options: ModelOptions, tokens: int | None, context: int | None, per_token: int | None, machine: Machine
+) -> int | None:
+    if machine.device_kind != "cpu" or tokens is None or context is None or per_token is None:
+        return None
+    return options.reserved_kv_bytes(tokens * per_token, context * per_token, machine.available_bytes)
 
 
 def _weights_bytes(

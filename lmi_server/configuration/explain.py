@@ -79,7 +79,11 @@ def explain(found: Inspection) -> Explanation:
         unknown=tuple(_unknown(found, key, source) for key, source in found.unknown.items()),
         devices=tuple({"kind": group.kind, "gpus": list(group.gpus)} for group in groups),
         worker_command=tuple(_command(found.options, found.machine)),
-        worker_environment={**(groups[0].environment if groups else {}), **_rank_environment(found.options)},
+        worker_environment={
+            **found.worker_environment,
+            **(groups[0].environment if groups else {}),
+            **_rank_environment(found.options),
+        },
         engine_arguments=found.options.engine_arguments(),
         memory=_memory(needed),
         machine=_machine(found.machine),

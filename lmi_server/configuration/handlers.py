@@ -40,6 +40,11 @@ class HandlerRow:
     takes_all_gpus: bool = False
     needs_mpi: bool = False
 
+    @property
+    def formats_text(self) -> bool:
+        """Tell whether its answers are texts of the dialects, which option.output_formatter gives their form."""
+        return self.handler is not None and not self.takes_batches
+
 
 _HUGGING_FACE = HandlerRow(
     title="huggingface",

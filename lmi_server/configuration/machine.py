@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -25,6 +27,7 @@ _ENGINES = (
 )
 _MEMORY = Path("/proc/meminfo")
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_CONTAINER_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of CPU time (or "max") in a period, and the period
 _MIB = 2**20
 
 
@@ -39,10 +42,14 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Main memory in bytes, visible GPUs, the Python packages of engines that are installed, the MPI launcher."""
+    """Main memory in bytes, visible GPUs, the Python packages of engines that are installed, the MPI launcher.
+
+    `cores` is how many a process may compute on at once.
+    """
 
     total_bytes: int
     available_bytes: int
+    cores: int = 1
     gpus: tuple[Gpu, ...] = ()
     neuron_devices: int = 0
     engines: frozenset[str] = frozenset()
@@ -62,6 +69,7 @@ def this_machine(environment: Mapping[str, str]) -> Machine:
     return Machine(
         total_bytes=total,
         available_bytes=available,
+        cores=_cores(environment),
         gpus=tuple(Gpu(name) for name in visible_gpus(environment, installed_gpus())),
         neuron_devices=len(list(Path("/dev").glob("neuron[0-9]*"))),
         engines=frozenset(name for name in _ENGINES if _is_installed(name)),
@@ -85,6 +93,18 @@ def _gpu_memory() -> Iterator[tuple[str, Gpu]]:
         if total.isdecimal() and free.isdecimal():
             for name in (index, uuid):
                 yield name, Gpu(name, int(total) * _MIB, int(free) * _MIB)
+
+
+def _cores(environment: Mapping[str, str]) -> int:
+    """Return the cores that are free to use; a container's quota and OMP_NUM_THREADS count."""
+    limits = [len(os.sched_getaffinity(0))]
+    asked = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if asked.isdecimal():
+        limits.append(int(asked))
+    quota, _, period = (_CONTAINER_QUOTA.read_text() if _CONTAINER_QUOTA.is_file() else "max").strip().partition(" ")
+    if quota.isdecimal() and period.isdecimal():
+        limits.append(math.ceil(int(quota) / int(period)))
+    return max(1, min(limits))
 
 
 def _main_memory() -> tuple[int, int]:

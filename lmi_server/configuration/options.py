@@ -76,13 +76,14 @@ FloatDtype = Annotated[
 RollingBatch = Annotated[
     Literal["auto", "scheduler", "disable", "vllm", "lmi-dist", "trtllm", "deepspeed"], BeforeValidator(lower)
 ]
-_FORMATTERS = ("json", "jsonlines", "sse", "json_chat", "jsonlines_chat", "sse_chat", "3p", "3p_stream", "none")
+FORMATTERS = ("json", "jsonlines", "sse", "json_chat", "jsonlines_chat", "sse_chat", "3p", "3p_stream", "none")
 OutputFormatter = Annotated[
     str,
-    BeforeValidator(lambda value: lower(value) if lower(value) in _FORMATTERS else value),
+    BeforeValidator(lambda value: lower(value) if lower(value) in FORMATTERS else value),
     Field(pattern=r"^(3p|3p_stream|[A-Za-z_]\w*)$"),
-    Allowed(", ".join((*_FORMATTERS, "or the name of a function in model.py"))),
+    Allowed(", ".join((*FORMATTERS, "or the name of a function in model.py"))),
 ]
+S3Prefix = Annotated[str, Field(pattern=r"^s3://[^/]+(/.*)?$")]
 ParallelDegree = Annotated[
     Annotated[int, Field(ge=1)] | Literal[-1, "max"],
     BeforeValidator(lambda value: int(value) if value == "-1" else lower(value)),
@@ -276,7 +277,7 @@ class ModelOptions(Options):
     async_mode: Annotated[bool, NoEffect("requests are always handled side by side")] = Field(
         False, description="Handle requests side by side in the worker instead of one batch at a time."
     )
-    input_formatter: str | None = Field(
+    input_formatter: Annotated[str | None, Allowed("the name of a function in model.py")] = Field(
         None, description="Function of model.py that parses requests; without it the one marked @input_formatter."
     )
     bedrock_compat: Annotated[bool, Unavailable.values(True, instead=_NOT_YET)] = Field(
@@ -299,8 +300,9 @@ class ModelOptions(Options):
         None, description="Directory that sessions are kept in; without it /dev/shm/djl_sessions."
     )
     sessions_expiration: PositiveInt = Field(1200, description="Seconds after which a session ends.")
-    sessions_s3url: Annotated[str | None, NoEffect("sessions stay in option.sessions_path")] = Field(
-        None, description="Place in S3 that sessions are kept in."
+    sessions_s3url: Annotated[S3Prefix | None, Allowed("s3://bucket/prefix")] = Field(
+        None,
+        description="Place in S3 that sessions are saved to when a worker ends, and fetched from by others.",
     )
     draft_model_id: Annotated[str | None, NoEffect("LMI declares it and never reads it")] = Field(
         None, description="Model that drafts tokens for speculative decoding."
@@ -358,6 +360,17 @@ class ModelOptions(Options):
 
     def engine_arguments(self) -> Mapping[str, Any]:
         """Return what the engine will be given, by the engine's own names."""
+        return {}
+
+    def reserved_kv_bytes(self, wanted: int, least: int, available: int) -> int | None:
+        """Return the bytes of KV cache that a worker without GPU reserves; None where it takes them as it needs them.
+
+        `wanted` suffices for every place at full length, `least` for one; `available` is the free memory.
+        """
+        return None
+
+    def worker_environment(self) -> Mapping[str, str]:
+        """Return variables that the worker starts with, where whoever started the server left them open."""
         return {}
 
     def passed_to_engine(self) -> Mapping[str, str]:

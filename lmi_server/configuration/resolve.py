@@ -5,13 +5,21 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from lmi_server.configuration import environment as env
-from lmi_server.configuration.check import build, combined_doubts, contradictions, doubts, told, unavailable
+from lmi_server.configuration.check import (
+    build,
+    combined_doubts,
+    contradictions,
+    doubts,
+    told,
+    unavailable,
+    undefined_formatters,
+)
 from lmi_server.configuration.checkpoint import architectures, is_causal_lm, locate_model, read_config
 from lmi_server.configuration.choice import Choice, choose_handler, engine_alias
 from lmi_server.configuration.declaration import Deprecated, Option, written
@@ -52,7 +60,7 @@ class ResolvedModel:
     """One model, ready to be served.
 
     `model_dir` is absolute, `handler` is "module:Class". `sources` tells for each key in full ("option.dtype") where
-    its value came from, unknown keys included.
+    its value came from, unknown keys included. `worker_environment` are the variables that its options set in workers.
     """
 
     name: str
@@ -62,6 +70,7 @@ class ResolvedModel:
     serving: ServingOptions
     sources: Mapping[str, Source]
     warnings: tuple[str, ...] = ()
+    worker_environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def served_names(self) -> tuple[str, ...]:
@@ -95,7 +104,8 @@ class Inspection:
 
     A value in `problems` (wrong, one line each) has its default in `options` and `serving`; `unavailable` are lines on
     what is right and cannot be served by this version. `sources` has every declared key in full, `unknown` the others;
-    `location` is where the model is, `config` its config.json, empty where that is not here.
+    `location` is where the model is, `config` its config.json, empty where that is not here. `worker_environment` are
+    the variables that the options set in workers, with the values that they will have there.
     """
 
     name: str
@@ -108,6 +118,7 @@ class Inspection:
     location: str
     config: Mapping[str, Any]
     machine: Machine
+    worker_environment: Mapping[str, str]
     warnings: tuple[str, ...]
     problems: tuple[str, ...]
     unavailable: tuple[str, ...]
@@ -124,6 +135,7 @@ class Inspection:
             serving=self.serving,
             sources=MappingProxyType({**self.sources, **self.unknown}),
             warnings=self.warnings,
+            worker_environment=self.worker_environment,
         )
 
 
@@ -169,6 +181,8 @@ def inspect_model(
         wrong.append(choice.problem)
     elif not misplaced:
         wrong += _no_checkpoint(row, location, model_dir)
+    if row.formats_text:
+        wrong += undefined_formatters(options, stack.known, model_dir)
     return Inspection(
         name=model_name(model_dir),
         model_dir=str(model_dir),
@@ -180,6 +194,9 @@ def inspect_model(
         location=location,
         config=config,
         machine=machine,
+        worker_environment=MappingProxyType(
+            {name: environment.get(name, value) for name, value in options.worker_environment().items()}
+        ),
         warnings=(
             *(*layers.warnings, *stack.warnings, *_unknown(stack.unknown, row, options_type, declared)),
             *(*doubts(serving, stack.known), *doubts(options, stack.known), *combined_doubts(options, stack.known)),
@@ -356,7 +373,10 @@ def _locate(given: Given, model_dir: Path) -> tuple[str, list[str]]:
 
 def _no_checkpoint(row: HandlerRow, location: str, model_dir: Path) -> Iterator[str]:
     if row.reads_checkpoint and location == str(model_dir) and not (model_dir / "config.json").is_file():
-        yield f"{model_dir}: holds no config.json, and option.model_id (or HF_MODEL_ID) names no other model"
+        missing = "holds no config.json, and option.model_id (or HF_MODEL_ID) names no other model"
+        if (model_dir / "MAR-INF").is_dir():
+            missing = "is an archive of TorchServe (MAR-INF), which is not served; put a model.py beside its files"
+        yield f"{model_dir}: {missing}"
 
 
 def _unavailable(

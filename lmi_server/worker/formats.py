@@ -26,8 +26,8 @@ class Formats:
         self._options = loading.options
         self._tokenizer = tokenizer
         is_handler = loading.load.handler == OWN_CODE.handler  # it reads the options itself
-        own = None if is_handler else self._load(loading.model_dir)
-        self._default: Parse = dialects.parse if own is None else own.parse
+        self._own = None if is_handler else self._load(loading.model_dir, None)
+        self._default: Parse = dialects.parse if self._own is None else self._own.parse
         self._of_adapters: dict[str, Parse] = {}
 
     def of(self, request: Input) -> Parse:
@@ -36,19 +36,19 @@ class Formats:
             return self._default
         return self._of_adapters.get(named_adapter(request) or "", self._default)
 
-    def _load(self, directory: str) -> Formatting | None:
+    def _load(self, directory: str, base: Formatting | None) -> Formatting | None:
         """Load the code in `directory`; None where there is none. Raises ModelLoadError with file and line."""
         if not self._is_needed(directory):
             return None
         load_formatting = cast("Callable[..., Formatting | None]", load_by_name(_LOADER))
-        return load_formatting(directory, self._options, self._tokenizer)
+        return load_formatting(directory, self._options, self._tokenizer, base)
 
     def of_adapter(self, directory: str) -> Formatting | None:
         """Load the code of an adapter; None where it has none. Raises RequestError with file and line."""
         if not Path(directory, "model.py").is_file():
             return None
         try:
-            return self._load(directory)
+            return self._load(directory, self._own)
         except ModelLoadError as error:
             raise RequestError(error.message) from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -71,7 +72,8 @@ class MainLoop:
         return await asyncio.wrap_future(done)
 
     def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._stopping.set)
+        with contextlib.suppress(RuntimeError):  # the handler has ended the loop
+            self._loop.call_soon_threadsafe(self._stopping.set)
 
     def progressed(self) -> list[int]:
         return self._service.progressed()

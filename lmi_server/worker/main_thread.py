@@ -20,7 +20,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from lmi_server.batch_progress import BatchProgress
 from lmi_server.configuration.options import ModelOptions
@@ -34,7 +36,7 @@ from lmi_server.errors import (
 )
 from lmi_server.handler import AsyncRequestHandler, LLMHandler, ModelInfo, RequestHandler, Response
 from lmi_server.link import FrontendLink
-from lmi_server.protocol import End, Error, Frames, Head, Item, Ready, Reply, Submit
+from lmi_server.protocol import Adapter, End, Error, Frames, Head, Item, Ready, Reply, Submit
 from lmi_server.worker.loading import Loading
 from lmi_server.worker.main_loop import MainLoop
 from lmi_server.worker.outgoing import Call, Outgoing
@@ -51,6 +53,13 @@ _FAILURES = (Exception, asyncio.CancelledError)  # what a handler may raise and 
 _EXITS = (SystemExit, KeyboardInterrupt)
 
 
+class _Errand(NamedTuple):
+    """What the handler is asked between two batches, and where its answer goes."""
+
+    question: Callable[[RequestHandler], str]
+    answer: Future[str]
+
+
 class MainThread:
     """Runs the handler's code. `run` returns once `stop` was called, or the handler has ended the process."""
 
@@ -61,10 +70,11 @@ class MainThread:
         self.on_exit: Callable[[int], None]
         self.abandoned = False  # nobody waits for what the handler is at
         self._exit_code = 0
+        self._stopping = False
         self._handler = handler
         self._loading = loading
         self._progress = progress
-        self._inbox: SimpleQueue[Sequence[Call] | None] = SimpleQueue()
+        self._inbox: SimpleQueue[Sequence[Call] | _Errand | None] = SimpleQueue()
         self._loaded: Future[Ready] = Future()
         self._loaded.set_running_or_notify_cancel()  # it is not to be cancelled with who waits for it
         self._start = threading.Event()
@@ -85,8 +95,18 @@ class MainThread:
             self.waiting[call.id] = call
         self._inbox.put(batch)
 
+    async def ask(self, question: Callable[[RequestHandler], str]) -> str:
+        """Ask the handler something between two batches. Raises whatever it raises."""
+        errand = _Errand(question, Future())
+        errand.answer.set_running_or_notify_cancel()  # it is not to be cancelled with who waits for it
+        self._inbox.put(errand)
+        return await asyncio.wrap_future(errand.answer)
+
     def stop(self) -> Future[None]:
-        """Have `run` end after what was delivered; return what is done once it has."""
+        """Have `run` end after what was delivered; return what is done once it has. Called again it changes nothing."""
+        if self._stopping:
+            return self._ended
+        self._stopping = True
         self._inbox.put(None)
         if self.beside is not None and self._loaded.done():
             self.beside.stop()
@@ -173,6 +193,10 @@ class MainThread:
         take = self._inbox.get
         begin = self.waiting.pop
         while (batch := take()) is not None:
+            if isinstance(batch, _Errand):
+                if not self._do(batch):
+                    return
+                continue
             begun = [call for call in batch if begin(call.id, None) is not None]
             self._progress.begin(time.monotonic())
             if begun:
@@ -182,6 +206,21 @@ class MainThread:
                     self._exit(begun, error)
                     return
             self._progress.end(time.monotonic())
+
+    def _do(self, errand: _Errand) -> bool:
+        """Do what was asked for between two batches; return False where the handler ended its process with it."""
+        try:
+            answer = errand.question(self._handler)
+        except _FAILURES as error:  # the border to handlers, which raise anything; the question fails with it
+            self._end_fork()
+            errand.answer.set_exception(_failure(error))
+        except _EXITS as error:
+            self._exit((), error)
+            return False
+        else:
+            self._end_fork()
+            errand.answer.set_result(answer)
+        return True
 
     def _answer(self, batch: Sequence[Call]) -> None:
         """Answer every call of `batch`, whatever the handler does."""
@@ -385,9 +424,15 @@ class InMainThread(Service):
         self._main.on_exit(1)
 
     async def control(self, operation: str, arguments: Mapping[str, Any]) -> bytes:
-        if self._main.beside is None:
-            raise unknown_operation(operation)
-        return await self._main.beside.control(operation, arguments)
+        if self._main.beside is not None:
+            return await self._main.beside.control(operation, arguments)
+        match operation:
+            case "add_adapter":
+                adapter = msgspec.convert(arguments, Adapter)
+                return (await self._main.ask(lambda handler: handler.add_adapter(adapter))).encode()
+            case "remove_adapter":
+                return (await self._main.ask(lambda handler: handler.remove_adapter(arguments["name"]))).encode()
+        raise unknown_operation(operation)
 
     def progressed(self) -> list[int]:
         beside = self._main.beside

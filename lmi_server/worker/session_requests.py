@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from djl_python.session_manager import Session, SessionManager
+from djl_python.session_manager import Session, SessionManager, save_sessions
 
 from lmi_server.configuration.options import ModelOptions
 from lmi_server.dialects import fields
 from lmi_server.dialects.framing import encode
-from lmi_server.errors import RequestError
+from lmi_server.errors import HandlerError, RequestError
 from lmi_server.handler import Response
 from lmi_server.protocol import Input
 
@@ -25,20 +24,35 @@ class SessionRequests:
     """Answers what is about sessions; every other request only has its session checked."""
 
     def __init__(self, options: ModelOptions) -> None:
-        self._manager = SessionManager(
-            {"sessions_path": options.sessions_path, "sessions_expiration": options.sessions_expiration}
-        )
+        names = ("sessions_path", "sessions_expiration", "sessions_s3url")
+        self._manager = SessionManager({name: getattr(options, name) for name in names})
+
+    @staticmethod
+    def concerns(request: Input) -> bool:
+        """Tell whether a request names a session, or may open one."""
+        return _HEADER.lower() in request.properties or _KEY.encode() in request.body()
+
+    def save(self) -> None:
+        """Save every session where the options say so."""
+        save_sessions()
 
     def answer(self, request: Input) -> Response | None:
         """Return the answer to a request that opens or closes a session; None where it is one for the model.
 
-        Raises RequestError where its session is not known, or it asks for something else.
+        May wait for files and for S3. Raises RequestError where its session is not known, or it asks for something
+        else, HandlerError where sessions cannot be kept.
         """
+        try:
+            return self._answer(request)
+        except OSError as error:
+            raise HandlerError(f"the session cannot be kept: {error}") from error
+
+    def _answer(self, request: Input) -> Response | None:
         named = request.properties.get(_HEADER.lower())
         if _KEY.encode() not in request.body():
             self._check(named)
             return None
-        kind = _kind(fields.json_object(request))
+        kind = _kind(request)
         if kind == "NEW_SESSION":
             return _opened(self._manager.create_session())
         if kind == "CLOSE":
@@ -65,8 +79,12 @@ class SessionRequests:
         return _told(f"Session {named} closed", _CLOSED_HEADER, named)
 
 
-def _kind(body: Mapping[str, Any]) -> Any:
-    """Return what a request wants of sessions; None where it has a prompt as well, and the key is not ours."""
+def _kind(request: Input) -> Any:
+    """Return what a request wants of sessions; None where it is no JSON, or has a prompt as well: it is the model's."""
+    try:
+        body = fields.json_object(request)
+    except RequestError:
+        return None
     return None if body.keys() & {"inputs", "prompt", "messages"} else body.get(_KEY)
 
 

@@ -14,7 +14,7 @@ import msgspec
 from lmi_server.configuration.options import ModelOptions
 from lmi_server.dialects.base import ServedModel
 from lmi_server.dialects.errors import error_reply
-from lmi_server.errors import RequestError
+from lmi_server.errors import LmiServerError
 from lmi_server.handler import AsyncRequestHandler, LLMHandler, ModelInfo
 from lmi_server.protocol import Adapter, Input, Ready, Submit
 from lmi_server.worker.formats import Formats
@@ -77,15 +77,16 @@ class Generation(Serving):
         return info
 
     async def serve(self, request: Input, answer: Answer, outbox: Outbox) -> None:
-        if self._sessions is not None and self._answered(request, self._sessions, answer):
+        sessions = self._sessions
+        if sessions is not None and sessions.concerns(request) and await self._answered(request, sessions, answer):
             return
         await serve(request, self._formats.of(request), self._engine, self._served, answer, outbox)
 
-    def _answered(self, request: Input, sessions: SessionRequests, answer: Answer) -> bool:
+    async def _answered(self, request: Input, sessions: SessionRequests, answer: Answer) -> bool:
         """Answer a request that is about sessions, or names one that is not there; return whether it was one."""
         try:
-            response = sessions.answer(request)
-        except RequestError as error:
+            response = await asyncio.to_thread(sessions.answer, request)
+        except LmiServerError as error:
             answer.reply(*error_reply(request.route, error))
             return True
         if response is not None:
@@ -93,6 +94,8 @@ class Generation(Serving):
         return response is not None
 
     async def stop(self) -> None:
+        if self._sessions is not None:
+            await asyncio.to_thread(self._sessions.save)
         await self._handler.stop()
 
     async def control(self, operation: str, arguments: Mapping[str, Any]) -> bytes:
@@ -139,6 +142,14 @@ class Responses(Serving):
 
     async def serve(self, request: Input, answer: Answer, outbox: Outbox) -> None:
         await serve_response(request, self._handler, answer, outbox)
+
+    async def control(self, operation: str, arguments: Mapping[str, Any]) -> bytes:
+        match operation:
+            case "add_adapter":
+                return (await self._handler.add_adapter(msgspec.convert(arguments, Adapter))).encode()
+            case "remove_adapter":
+                return (await self._handler.remove_adapter(arguments["name"])).encode()
+        raise unknown_operation(operation)
 
     async def stop(self) -> None:
         await self._handler.stop()

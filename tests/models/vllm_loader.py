@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 
 from handlers.vllm import VllmHandler
@@ -15,7 +16,9 @@ if __name__ == "__main__":
     given = dict(argument.split("=", 1) for argument in sys.argv[2:])
     recommended = VllmHandler.options_type.recommended(this_machine(process_environment()))
     raw = {key.removeprefix("option."): value for key, value in recommended.items()} | given
+    options = rebuild_options("handlers.vllm:VllmHandler", raw)
+    os.environ.update(options.worker_environment())
     try:
-        asyncio.run(VllmHandler().start(sys.argv[1], rebuild_options("handlers.vllm:VllmHandler", raw)))
+        asyncio.run(VllmHandler().start(sys.argv[1], options))
     except LmiServerError as error:
         print(f"{error.kind}: {error.message}")

@@ -69,10 +69,11 @@ class Output:
     def error(
         self, error: str, code: int = 424, message: str = ERROR_MESSAGE, batch_index: int | None = None
     ) -> Output:
-        """Answer with an error; with `batch_index`, only to that request of the batch."""
+        """Answer with an error in the place of what there is; with `batch_index`, only to that request of the batch."""
         body = {"code": code, "message": message, "error": error}
         if batch_index is None:
             self.code, self.message = code, message
+            self.content, self.stream_content = PairList(), None
             self.add_property("Content-Type", "application/json")
             return self.add_as_json(body)
         self.add_property(f"batch_{batch_index}_code", str(code))

@@ -5,6 +5,7 @@ What `put` stores is written as msgpack and NumPy's own format, never pickled: r
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -14,11 +15,15 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
+from djl_python.session_backup import SessionBackup
 from djl_python.session_values import decode, encode
 
 if TYPE_CHECKING:
     import numpy as np
+
+logger = logging.getLogger(__name__)
 
 NEW_SESSION = "NEW_SESSION"
 DEFAULT_EXPIRATION_S = 1200
@@ -93,7 +98,10 @@ class Session:
 
 
 class SessionManager:
-    """The sessions below `sessions_path`; each ends `sessions_expiration` seconds after it was created."""
+    """The sessions below `sessions_path`; each ends `sessions_expiration` seconds after it was created.
+
+    With `sessions_s3url`, they are saved there when the worker ends, and one that is not here is looked for there.
+    """
 
     def __init__(self, properties: Mapping[str, Any]) -> None:
         self.expiration = float(properties.get("sessions_expiration") or DEFAULT_EXPIRATION_S)
@@ -101,6 +109,10 @@ class SessionManager:
         self.sessions_path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self.sessions_path.stat().st_uid != os.getuid():
             raise PermissionError(f"{self.sessions_path} belongs to another user; set option.sessions_path")
+        url = properties.get("sessions_s3url")
+        self._backup = SessionBackup(url, self.sessions_path) if url else None
+        if url:
+            _saved.add(self)
 
     def create_session(self) -> Session:
         """Return a new session; those that have expired are deleted first."""
@@ -122,11 +134,9 @@ class SessionManager:
         """
         if not session_id or session_id == NEW_SESSION:
             return None
-        session = self._find(session_id)
-        if session is None:
-            raise ValueError(f"session not found: {session_id}")
+        session = self._found(session_id)
         if session.expiration_ts <= time.time():
-            session.remove()
+            self._remove(session)
             return None
         return session
 
@@ -134,10 +144,25 @@ class SessionManager:
         """Delete a session. Raises ValueError where none is named, or there is no such session."""
         if not session_id:
             raise ValueError(f"invalid session_id: {session_id!r}")
+        self._remove(self._found(session_id))
+
+    def save(self) -> None:
+        """Save every session to `sessions_s3url`; nothing happens without one. Raises OSError where that fails."""
+        if self._backup is not None:
+            self._backup.save([session.session_id for session in self._here() if session.expiration_ts > time.time()])
+
+    def _found(self, session_id: str) -> Session:
         session = self._find(session_id)
+        if session is None and self._backup is not None and _SESSION_ID.fullmatch(session_id):
+            session = self._find(session_id) if self._backup.fetch(session_id) else None
         if session is None:
             raise ValueError(f"session not found: {session_id}")
+        return session
+
+    def _remove(self, session: Session) -> None:
         session.remove()
+        if self._backup is not None:
+            self._backup.forget(session.session_id)
 
     def _find(self, session_id: str) -> Session | None:
         if _SESSION_ID.fullmatch(session_id) is None:  # it comes from a header, and becomes a path
@@ -149,10 +174,25 @@ class SessionManager:
             return None
 
     def _clean_expired(self) -> None:
-        for directory in self.sessions_path.iterdir():
-            session = self._find(directory.name)
-            if session is not None and session.expiration_ts <= time.time():
-                session.remove()
+        for session in self._here():
+            if session.expiration_ts <= time.time():
+                self._remove(session)
+
+    def _here(self) -> list[Session]:
+        found = [self._find(directory.name) for directory in self.sessions_path.iterdir()]
+        return [session for session in found if session is not None]
+
+
+_saved: WeakSet[SessionManager] = WeakSet()
+
+
+def save_sessions() -> None:
+    """Save the sessions of every manager that has a `sessions_s3url`; the worker calls it before it ends."""
+    for manager in list(_saved):
+        try:
+            manager.save()
+        except OSError:
+            logger.exception("sessions could not be saved")
 
 
 def _default_path() -> Path:

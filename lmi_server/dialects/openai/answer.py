@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -128,22 +129,21 @@ class Tally:
         return body
 
 
+class Parsed(NamedTuple):
+    """A request, parsed: the sequences to generate, and what their answer needs of it."""
+
+    requests: tuple[GenerationRequest, ...]
+    envelope: Envelope
+    warnings: tuple[str, ...]
+    options: AnswerOptions
+
+
 class OpenAIExchange(Exchange):
     """What the four kinds of answer share. Sequence i belongs to prompt i // (sequences per prompt)."""
 
-    def __init__(
-        self,
-        requests: tuple[GenerationRequest, ...],
-        envelope: Envelope,
-        warnings: tuple[str, ...],
-        options: AnswerOptions,
-        per_prompt: int,
-    ) -> None:
-        self.requests = requests
-        self.warnings = warnings
-        self._envelope = envelope
-        self._options = options
-        self._tally = Tally(len(requests), per_prompt)
+    def __init__(self, parsed: Parsed, per_prompt: int) -> None:
+        self.requests, self._envelope, self.warnings, self._options = parsed
+        self._tally = Tally(len(parsed.requests), per_prompt)
 
     def error_chunk(self, error: LmiServerError) -> bytes:
         return error_event("completions", self.content_type, error)

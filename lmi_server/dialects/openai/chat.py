@@ -11,6 +11,7 @@ from lmi_server.dialects.fields import Field
 from lmi_server.dialects.framing import JSON_LINES, SSE, Framing
 from lmi_server.dialects.lmi import formatter_warnings
 from lmi_server.dialects.openai import messages as chats
+from lmi_server.dialects.openai.answer import Parsed
 from lmi_server.dialects.openai.chat_answer import ChatBody, ChatStream
 from lmi_server.dialects.openai.request import (
     SHARED_FIELDS,
@@ -98,9 +99,8 @@ def parse_chat(request: Input, body: dict[str, Any], served: ServedModel) -> Exc
         )
         for index in range(options.n)
     )
-    if framing is None:
-        return ChatBody(requests, envelope, warnings, options)
-    return ChatStream(requests, envelope, warnings, options, framing)
+    parsed = Parsed(requests, envelope, warnings, options)
+    return ChatBody(parsed) if framing is None else ChatStream(parsed, framing)
 
 
 def _chat_framing(request: Input, served: ServedModel, stream: bool) -> tuple[Framing | None, tuple[str, ...]]:

@@ -12,12 +12,13 @@ from lmi_server.dialects.openai.answer import (
     FINISH,
     Chunks,
     OpenAIExchange,
+    Parsed,
     answer_of,
     finite,
     prompt_logprobs,
     shown,
 )
-from lmi_server.dialects.openai.request import AnswerOptions, Envelope
+from lmi_server.dialects.openai.request import AnswerOptions
 from lmi_server.generation import Delta, FinishReason, GenerationRequest, NamedTool, Token, ToolCallDelta, TopToken
 
 # --- the objects of an answer ---
@@ -203,15 +204,9 @@ class ChatBody(OpenAIExchange):
     stream = False
     content_type = "application/json"
 
-    def __init__(
-        self,
-        requests: tuple[GenerationRequest, ...],
-        envelope: Envelope,
-        warnings: tuple[str, ...],
-        options: AnswerOptions,
-    ) -> None:
-        super().__init__(requests, envelope, warnings, options, options.n)
-        self._sequences = [_Sequence(request, options) for request in requests]
+    def __init__(self, parsed: Parsed) -> None:
+        super().__init__(parsed, parsed.options.n)
+        self._sequences = [_Sequence(request, parsed.options) for request in parsed.requests]
 
     def add(self, index: int, delta: Delta) -> bytes:
         self._sequences[index].take(delta)
@@ -237,23 +232,17 @@ class ChatStream(OpenAIExchange):
 
     stream = True
 
-    def __init__(
-        self,
-        requests: tuple[GenerationRequest, ...],
-        envelope: Envelope,
-        warnings: tuple[str, ...],
-        options: AnswerOptions,
-        framing: Framing,
-    ) -> None:
-        super().__init__(requests, envelope, warnings, options, options.n)
+    def __init__(self, parsed: Parsed, framing: Framing) -> None:
+        options = parsed.options
+        super().__init__(parsed, options.n)
         self.content_type = framing.content_type
-        self._choosing = _Choosing(requests[0])
+        self._choosing = _Choosing(parsed.requests[0])
         self._called = [False] * options.n
-        self._chunks = Chunks("chat.completion.chunk", envelope, framing, options.include_usage)
+        self._chunks = Chunks("chat.completion.chunk", parsed.envelope, framing, options.include_usage)
         self._around = [
             self._chunks.around_text(_ChunkChoice(index, _Delta(content=""), None, None)) for index in range(options.n)
         ]
-        self._text_only = options.alternatives is None and not options.token_ids and not options.continuous_usage
+        self._text_only = options.text_only
         self._opened = self._text_only  # else the first delta opens, which tells of the prompt
 
     def first(self) -> bytes:

@@ -16,6 +16,7 @@ from lmi_server.dialects.openai.answer import (
     FINISH,
     Chunks,
     OpenAIExchange,
+    Parsed,
     PromptLogprobs,
     answer_of,
     finite,
@@ -27,7 +28,6 @@ from lmi_server.dialects.openai.request import (
     SHARED_FIELDS,
     UNSUPPORTED,
     AnswerOptions,
-    Envelope,
     answer_options,
     envelope_of,
     of_choice,
@@ -113,9 +113,8 @@ def parse_completion(request: Input, body: dict[str, Any], served: ServedModel) 
         for index in range(form.candidates)
     )
     _check_count(len(requests))
-    if stream:
-        return CompletionStream(requests, envelope, warnings, options, form)
-    return CompletionBody(requests, envelope, warnings, options, form)
+    parsed = Parsed(requests, envelope, warnings, options)
+    return CompletionStream(parsed, form) if stream else CompletionBody(parsed, form)
 
 
 def _form(values: dict[str, Any], options: AnswerOptions, stream: bool) -> _Form:
@@ -266,17 +265,10 @@ class CompletionBody(OpenAIExchange):
     stream = False
     content_type = "application/json"
 
-    def __init__(
-        self,
-        requests: tuple[GenerationRequest, ...],
-        envelope: Envelope,
-        warnings: tuple[str, ...],
-        options: AnswerOptions,
-        form: _Form,
-    ) -> None:
-        super().__init__(requests, envelope, warnings, options, form.candidates)
+    def __init__(self, parsed: Parsed, form: _Form) -> None:
+        super().__init__(parsed, form.candidates)
         self._form = form
-        self._candidates = [_Candidate(request, options, form) for request in requests]
+        self._candidates = [_Candidate(request, parsed.options, form) for request in parsed.requests]
 
     def add(self, index: int, delta: Delta) -> bytes:
         self._candidates[index].take(delta)
@@ -306,19 +298,13 @@ class CompletionStream(OpenAIExchange):
     stream = True
     content_type = SSE.content_type
 
-    def __init__(
-        self,
-        requests: tuple[GenerationRequest, ...],
-        envelope: Envelope,
-        warnings: tuple[str, ...],
-        options: AnswerOptions,
-        form: _Form,
-    ) -> None:
-        super().__init__(requests, envelope, warnings, options, form.candidates)
-        self._progress = [_Progress(request, options, form) for request in requests]
-        self._chunks = Chunks("text_completion", envelope, SSE, options.include_usage)
-        self._around = [self._chunks.around_text(_Choice(i, "", None, None)) for i in range(len(requests))]
-        self._text_only = options.alternatives is None and not options.token_ids and not options.continuous_usage
+    def __init__(self, parsed: Parsed, form: _Form) -> None:
+        options = parsed.options
+        super().__init__(parsed, form.candidates)
+        self._progress = [_Progress(request, options, form) for request in parsed.requests]
+        self._chunks = Chunks("text_completion", parsed.envelope, SSE, options.include_usage)
+        self._around = [self._chunks.around_text(_Choice(i, "", None, None)) for i in range(len(parsed.requests))]
+        self._text_only = options.text_only
 
     def add(self, index: int, delta: Delta) -> bytes:
         text, tokens = self._progress[index].take(delta)

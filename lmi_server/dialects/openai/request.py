@@ -120,6 +120,11 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: bool = False
     tokens_as_ids: bool = False
 
+    @property
+    def text_only(self) -> bool:
+        """Tell whether the chunks of a stream tell of nothing but text."""
+        return self.alternatives is None and not self.token_ids and not self.continuous_usage
+
 
 def read(
     request: Input, body: dict[str, Any], known: dict[str, Field], served: ServedModel

@@ -133,6 +133,7 @@ WHOLE: dict[str, Any] = {
         .add_property("not a name", "1")
         .add_property("x-other", "é")
     ),
+    "late error": lambda inputs: Output().add("half").add_stream_content(iter("half")).error("no more", code=422),
     "keys": lambda inputs: Output().add("first").add("second", key="data").add("third", key="b"),
     "stream": _stream,
     "finalize": _finalized,

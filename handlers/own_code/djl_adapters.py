@@ -1,0 +1,118 @@
+"""Calls the functions of a model.py that take LoRA adapters: register_, update_ and unregister_adapter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from djl_python.inputs import Input, make_input
+from djl_python.outputs import Output
+
+from lmi_server.errors import (
+    BadParameterError,
+    HandlerError,
+    LmiServerError,
+    ModelExistsError,
+    ModelMemoryError,
+    ModelNotFoundError,
+    RequestError,
+)
+from lmi_server.protocol import Adapter
+
+_REGISTER, _UPDATE, _UNREGISTER = ("register_adapter", "update_adapter", "unregister_adapter")
+_ERRORS: Mapping[int, type[LmiServerError]] = {
+    400: BadParameterError,
+    404: ModelNotFoundError,
+    409: ModelExistsError,
+    507: ModelMemoryError,
+}
+_NO_MESSAGES = ("", "OK", "No content")  # what an Output says where nobody gave it a message
+
+
+def functions_in(module: ModuleType) -> Mapping[str, Callable[[Input], Any]]:
+    """Return those of the functions that `module` defines, by their names."""
+    found = {name: getattr(module, name, None) for name in (_REGISTER, _UPDATE, _UNREGISTER)}
+    return {name: function for name, function in found.items() if callable(function)}
+
+
+class AdapterFunctions:
+    """The functions that the code defines, by their names, and the adapters that they have taken.
+
+    An adapter reaches them as LMI sends it: the properties `name`, `alias` and `src`, where `src` is a directory of
+    this machine, and each further parameter of the call as content.
+    """
+
+    def __init__(self, functions: Mapping[str, Callable[[Input], Any]], common: Mapping[str, Any]) -> None:
+        self._functions = functions
+        self._common = common
+        self.registered: dict[str, Adapter] = {}
+
+    def add(self, adapter: Adapter) -> str:
+        """Register or update an adapter; return the message of the function. Raises what `_message` does."""
+        message = _message(self._put(adapter))
+        self.registered[adapter.name] = adapter
+        return message
+
+    async def add_awaited(self, adapter: Adapter) -> str:
+        """Do what `add` does; the function may be asynchronous."""
+        message = _message(await _resolved(self._put(adapter)))
+        self.registered[adapter.name] = adapter
+        return message
+
+    def remove(self, name: str) -> str:
+        """Unregister an adapter; return the message of the function. Raises what `_message` does."""
+        message = _message(self._call(_UNREGISTER, self.registered[name]))
+        del self.registered[name]
+        return message
+
+    async def remove_awaited(self, name: str) -> str:
+        """Do what `remove` does; the function may be asynchronous."""
+        message = _message(await _resolved(self._call(_UNREGISTER, self.registered[name])))
+        del self.registered[name]
+        return message
+
+    def _put(self, adapter: Adapter) -> Any:
+        return self._call(_UPDATE if adapter.name in self.registered else _REGISTER, adapter)
+
+    def _call(self, name: str, adapter: Adapter) -> Any:
+        function = self._functions.get(name)
+        if function is None:
+            raise RequestError(f"the handler defines no function {name}, which this call is for")
+        told = {"name": adapter.name, "alias": adapter.alias or adapter.name, "src": adapter.directory}
+        content = [(key, value.encode()) for key, value in _options(adapter).items()]
+        return function(make_input({**self._common, **told, "handler": name}, content, name))
+
+
+def _options(adapter: Adapter) -> Mapping[str, str]:
+    preload = {} if adapter.preload else {"preload": "false"}
+    pin = {"pin": "true"} if adapter.pin else {}
+    return {**adapter.options, **preload, **pin}
+
+
+async def _resolved(result: Any) -> Any:
+    return await result if isinstance(result, Awaitable) else result
+
+
+def _message(output: Any) -> str:
+    """Return what the function says of its success, "" for nothing of its own.
+
+    Raises an error of the status that its Output has, with what it says.
+    """
+    if output is None:
+        return ""
+    if not isinstance(output, Output):
+        raise HandlerError(f"Invalid output type: {type(output)}")
+    if output.code >= 300:
+        raise _ERRORS.get(output.code, RequestError)(_reason(output))
+    return "" if output.message in _NO_MESSAGES else output.message
+
+
+def _reason(output: Output) -> str:
+    body = b"".join(map(bytes, output.content.values)).decode(errors="replace")
+    try:
+        error = json.loads(body)["error"]
+    except (ValueError, TypeError, KeyError):
+        error = body
+    return f"{output.message}: {error}" if error else output.message
