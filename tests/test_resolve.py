@@ -579,7 +579,7 @@ def test_a_handler_that_is_missing_is_one_line(write: Write) -> None:
     (problem,) = refusal(directory)
     assert problem == (
         f'{directory / "serving.properties"}:2: option.rolling_batch = "lmi-dist" is not available in this version; '
-        "missing: lmi-dist; served are djl_python.huggingface or "
+        "missing: lmi-dist; served are djl_python.huggingface or djl_python.deepspeed or "
         "djl_python.lmi_vllm.vllm_async_service or djl_python.sklearn_handler or djl_python.xgboost_handler or "
         "djl_python.echo"
     )
