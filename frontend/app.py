@@ -25,6 +25,11 @@ _EXACT = {
     "/v1/chat/completions": "chat/completions",
     "/v1/responses": "responses",
     "/v1/embeddings": "embeddings",
+    "/score": "score",
+    "/v1/score": "score",
+    "/rerank": "rerank",
+    "/v1/rerank": "rerank",
+    "/v2/rerank": "rerank",
     "/tokenize": "tokenize",
     "/detokenize": "detokenize",
 }
@@ -183,10 +188,20 @@ def _ping_code(statuses: set[ModelStatus], multi_status: bool) -> int:
 
 
 def _entry(name: str, model: Model) -> dict[str, Any]:
-    """Return OpenAI's model object, with vLLM's `max_model_len` once it is known; an adapter names its `parent`."""
+    """Return OpenAI's model object, with what vLLM tells beside it and its clients read.
+
+    `root` is the place of the weights, as far as it is known; `max_model_len` is there once the model has loaded; an
+    adapter names its `parent`.
+    """
     entry: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "lmi-server"}
+    entry["root"] = _place(name, model)
+    entry["parent"] = model.name if name in model.adapter_names else None
     if model.pool is not None and model.pool.max_model_len:
         entry["max_model_len"] = model.pool.max_model_len
-    if name in model.adapter_names:
-        entry["parent"] = model.name
     return entry
+
+
+def _place(name: str, model: Model) -> str:
+    if model.pool is not None and name in model.pool.adapters:
+        return model.pool.adapters.get(name).source
+    return model.name if model.resolved is None else model.resolved.options.model_id or model.name

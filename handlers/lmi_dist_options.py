@@ -1,27 +1,41 @@
-"""The options of the LMI-Dist handler."""
+"""The options of the lmi-dist handler: those of vLLM, which serves it, by LMI-Dist's names and defaults."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from handlers.paged_attention_options import PagedAttentionOptions
-from lmi_server.configuration.declaration import Deprecated, DeprecatedValue, Documented, Finding
-from lmi_server.configuration.options import NonNegativeFloat, PositiveInt, lower
+from handlers.vllm_options import InWorkerOptions
+from lmi_server.configuration.declaration import Allowed, Deprecated, DeprecatedValue, Documented, Finding, NoEffect
+from lmi_server.configuration.machine import Machine
+from lmi_server.configuration.options import MPI_MODE_DESCRIPTION, JsonObject, PositiveInt, lower
 
+_QUANTIZATIONS = {"bitsandbytes8": "bitsandbytes"}  # vLLM's names, where they are others
 Quantize = Annotated[
     Literal["bitsandbytes8", "gptq", "awq", "squeezellm"],
     BeforeValidator(lambda method: "bitsandbytes8" if method == "bitsandbytes" else method),
 ]
 
 
-class LmiDistOptions(PagedAttentionOptions):
-    """Keys of serving.properties for a model that LMI-Dist runs under the MPI engine."""
+def _as_json(value: object) -> object:
+    """Return LMI-Dist's image=2,video=1 as a JSON object; anything else is left to the type."""
+    if not isinstance(value, str) or value.lstrip().startswith("{"):
+        return value
+    pairs = [pair.partition("=") for pair in value.split(",")]
+    if not all(count.strip().isdecimal() for _, _, count in pairs):
+        return value
+    return json.dumps({kind.strip(): int(count) for kind, _, count in pairs})
 
+
+class LmiDistOptions(InWorkerOptions):
+    """Keys of serving.properties for a model of LMI-Dist: vLLM's engine on ranks under the MPI engine."""
+
+    mpi_mode: bool = Field(False, description=MPI_MODE_DESCRIPTION)
     rolling_batch: Annotated[Literal["auto", "lmi-dist"], BeforeValidator(lower)] = Field(
-        "auto", description="LMI-Dist batches by itself, whatever this says."
+        "auto", description="vLLM batches by itself, whatever this says."
     )
     quantize: Annotated[Quantize | None, DeprecatedValue("bitsandbytes", "use bitsandbytes8")] = Field(
         None, description="Quantisation of the weights; all but bitsandbytes8 need a checkpoint made with it."
@@ -31,42 +45,37 @@ class LmiDistOptions(PagedAttentionOptions):
         Deprecated("the best value is computed from the machine"),
         Documented("1088", "deprecated since 0.25.0, when LMI began to compute it"),
     ] = Field(None, description="Prompt tokens that one step computes at most.")
+    enable_prefix_caching: bool = Field(False, description="Keep the KV cache of shared beginnings of prompts.")
+    limit_mm_per_prompt: Annotated[
+        JsonObject | None, BeforeValidator(_as_json), Allowed("image=2,video=1 or a JSON object")
+    ] = Field(None, description="Images, videos and such per prompt, by kind.")
     speculative_draft_model: str | None = Field(None, description="Model that drafts tokens for speculative decoding.")
     speculative_length: PositiveInt = Field(5, description="Tokens that the draft model proposes.")
-    speculative_telemetry: bool = Field(True, description="Log how many drafted tokens were accepted.")
     draft_model_tp_size: PositiveInt = Field(1, description="GPUs that the draft model is split over.")
-    record_acceptance_rate: bool = Field(False, description="Log the rate at which drafted tokens are accepted.")
-    fully_sharded_loras: bool = Field(False, description="Shard LoRA computations fully.")
-    long_lora_scaling_factors: str | None = Field(None, description="Scaling factors of long-context LoRA adapters.")
-    lora_dtype: str = Field("auto", description="Data type of LoRA weights.")
-    max_logprobs: PositiveInt = Field(20, description="Log probabilities per token that a request may ask for.")
-    enable_chunked_prefill: bool | None = Field(None, description="Compute long prompts in chunks beside decoding.")
-    cpu_offload_gb_per_gpu: NonNegativeFloat = Field(
-        0.0, description="GiB of weights per GPU that stay in main memory."
+    speculative_telemetry: Annotated[bool, NoEffect("vLLM's metrics tell it in /metrics")] = Field(
+        True, description="Log how many drafted tokens were accepted."
     )
-    enable_prefix_caching: bool = Field(False, description="Keep the KV cache of shared beginnings of prompts.")
-    disable_sliding_window: bool = Field(False, description="Attend to the whole context.")
-    limit_mm_per_prompt: str | None = Field(None, description="Images and such per prompt, image=2.")
-    tokenizer_mode: str = Field("auto", description="Kind of tokenizer: auto, slow, mistral.")
+    record_acceptance_rate: Annotated[bool, NoEffect("vLLM's metrics tell it in /metrics")] = Field(
+        False, description="Log the rate at which drafted tokens are accepted."
+    )
+
+    @classmethod
+    def recommended(cls, machine: Machine) -> Mapping[str, str]:
+        """As for vLLM, but that each rank computes on its share of the cores, which OMP_NUM_THREADS tells it."""
+        return {key: raw for key, raw in super().recommended(machine).items() if key != "option.threads"}
 
     def engine_arguments(self) -> Mapping[str, Any]:
-        """Return the arguments of LMI-Dist's engine that this configuration decides."""
-        arguments = {
-            "model": self.model_id,
-            "revision": self.revision,
-            "trust_remote_code": self.trust_remote_code,
-            "dtype": self.dtype,
-            "tensor_parallel_size": self.tensor_parallel_degree,
-            "max_num_seqs": self.max_rolling_batch_size,
-            "max_num_batched_tokens": self.max_rolling_batch_prefill_tokens,
-            "quantization": self.quantize,
-            "load_format": self.load_format,
-            "max_model_len": self.max_model_len,
-            "enforce_eager": self.enforce_eager,
-            "gpu_memory_utilization": self.gpu_memory_utilization,
-            "draft_model": self.speculative_draft_model,
-        }
-        return {name: value for name, value in arguments.items() if value is not None}
+        """Return the arguments of vLLM's EngineArgs that this configuration decides; passed through ones are text."""
+        arguments = {**super().engine_arguments(), "distributed_executor_backend": "external_launcher"}
+        if self.quantize is not None:
+            arguments["quantization"] = _QUANTIZATIONS.get(self.quantize, self.quantize)
+        if self.speculative_draft_model is not None:
+            arguments["speculative_config"] = {
+                "model": self.speculative_draft_model,
+                "num_speculative_tokens": self.speculative_length,
+                "draft_tensor_parallel_size": self.draft_model_tp_size,
+            }
+        return arguments
 
     def contradictions(self, given: Collection[str]) -> Iterator[Finding]:
         if not self.mpi_mode:
@@ -76,3 +85,9 @@ class LmiDistOptions(PagedAttentionOptions):
                 ("option.enable_lora", "option.speculative_draft_model"),
                 "true only without option.speculative_draft_model",
             )
+        if self.speculative_config is not None and self.speculative_draft_model is not None:
+            yield Finding(
+                ("option.speculative_draft_model", "option.speculative_config"),
+                "only without option.speculative_config, which says the same",
+            )
+        yield from self.parser_contradictions()

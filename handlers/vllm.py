@@ -35,7 +35,7 @@ class VllmHandler(LLMHandler):
 
     async def start(self, model_dir: str, options: VllmOptions) -> ModelInfo:
         """Load the model; the worker's heartbeat goes on meanwhile."""
-        loading = await asyncio.to_thread(_import_loading)
+        loading = await asyncio.to_thread(import_engine, "loading")
         self._loaded = await loading.load(model_dir, options)
         return self._loaded.info
 
@@ -77,9 +77,10 @@ class VllmHandler(LLMHandler):
         await self._loaded.driver.stop()
 
 
-def _import_loading() -> ModuleType:
+def import_engine(module: str) -> ModuleType:
+    """Import a module of vllm_engine, and vLLM with it. Raises ModelLoadError where vLLM cannot be imported."""
     try:
-        return import_module("handlers.vllm_engine.loading")
+        return import_module(f"handlers.vllm_engine.{module}")
     except ImportError as error:
         raise ModelLoadError(
             f"the vllm handler needs vLLM ({error}); install vllm, or lmi-server[vllm] on a machine without GPU"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
@@ -14,7 +15,7 @@ from pydantic import BeforeValidator, Field
 
 from handlers.cpu_defaults import THREAD_VARIABLES
 from handlers.paged_attention_options import PagedAttentionOptions
-from lmi_server.configuration.declaration import Finding, Key, NoEffect
+from lmi_server.configuration.declaration import Allowed, Finding, Key, NoEffect
 from lmi_server.configuration.machine import Machine
 from lmi_server.configuration.options import (
     DTYPE_NOTE,
@@ -29,6 +30,7 @@ from lmi_server.configuration.options import (
 )
 
 _PARTITION = NoEffect("only LMI's offline command `partition` reads it")
+_NUMA_NODES = Path("/sys/devices/system/node")
 _VARIABLES = {
     "VLLM_CONFIGURE_LOGGING": "0",  # the worker's log takes its lines
     "VLLM_NO_USAGE_STATS": "1",
@@ -87,7 +89,7 @@ class VllmOptions(PagedAttentionOptions):
     tool_call_parser: str | None = Field(None, description="vLLM's parser of tool calls for the model.")
     enable_reasoning: bool = Field(False, description="Answer reasoning apart; needs reasoning_parser.")
     reasoning_parser: str | None = Field(None, description="vLLM's parser of reasoning for the model.")
-    normalize: Annotated[bool, NoEffect("this handler serves no embeddings")] = Field(
+    normalize: Annotated[bool, NoEffect("only embeddings are normalised")] = Field(
         True, description="Normalise embeddings."
     )
     lmcache_auto_config: bool = Field(False, description="Configure LMCache by the machine; one worker only.")
@@ -138,7 +140,7 @@ class VllmOptions(PagedAttentionOptions):
             "quantization": self.quantize,
             "cpu_offload_gb": self.cpu_offload_gb_per_gpu,
             "gpu_memory_utilization": self.gpu_memory_utilization,
-            "kv_cache_memory_bytes": self.kv_cache_memory_gb and int(self.kv_cache_memory_gb * 2**30),
+            "kv_cache_memory_bytes": self._kv_cache_bytes_of_a_device(),
             **{name: getattr(self, name) for name in _SAME_NAME},
             **{name: json.loads(text) for name in _JSON if (text := getattr(self, name)) is not None},
             **self._lora_arguments(),
@@ -147,8 +149,8 @@ class VllmOptions(PagedAttentionOptions):
 
     def worker_environment(self) -> Mapping[str, str]:
         if self.engine_process == "own":
-            return _VARIABLES
-        variables = {**_VARIABLES, **THREAD_VARIABLES, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+            return {**_VARIABLES, **self._cores_of_shares()}
+        variables = {**_VARIABLES, **THREAD_VARIABLES, **self._cores_of_shares(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         # Small functions of vLLM's sampler are compiled on first use whatever enforce_eager says: seconds of a C++
         # compiler in the middle of a request.
         return variables | {"TORCH_COMPILE_DISABLE": "1"} if self.enforce_eager else variables
@@ -173,6 +175,26 @@ class VllmOptions(PagedAttentionOptions):
         on_cpu = {"engine_process": "worker", "enforce_eager": "true", "threads": str(machine.cores)}
         return places | {f"option.{name}": value for name, value in on_cpu.items()}
 
+    def _cores_of_shares(self) -> Mapping[str, str]:
+        """Return which cores each process computes on, where several share a machine without GPU.
+
+        vLLM itself gives each a NUMA node, and fails where there are too few of them.
+        """
+        shares = self.devices_per_worker or 1
+        cores = sorted(os.sched_getaffinity(0))
+        if self.mpi_mode or shares == 1 or len(list(_NUMA_NODES.glob("node[0-9]*"))) >= shares:
+            return {}
+        if len(cores) < shares:
+            return {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        parts = [cores[share * len(cores) // shares : (share + 1) * len(cores) // shares] for share in range(shares)]
+        return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, part)) for part in parts)}
+
+    def _kv_cache_bytes_of_a_device(self) -> int | None:
+        """Return what vLLM takes: bytes of each device, or of each share of the CPU."""
+        if self.kv_cache_memory_gb is None:
+            return None
+        return int(self.kv_cache_memory_gb * 2**30) // (self.devices_per_worker or 1)
+
     def _lora_arguments(self) -> dict[str, Any]:
         if not self.enable_lora:
             return {}
@@ -182,12 +204,16 @@ class VllmOptions(PagedAttentionOptions):
     def contradictions(self, given: Collection[str]) -> Iterator[Finding]:
         if self.mpi_mode:
             yield Finding(("option.mpi_mode",), "engine=Python without option.mpi_mode; vLLM starts its own processes")
+        yield from self.parser_contradictions()
+        if self.pipeline_parallel_degree != 1 and "option.rolling_batch" in given and self.rolling_batch == "vllm":
+            yield Finding(("option.pipeline_parallel_degree",), "1 with option.rolling_batch=vllm")
+
+    def parser_contradictions(self) -> Iterator[Finding]:
+        """Yield what asks for a parser of the model's answers and names none."""
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             yield Finding(("option.enable_auto_tool_choice",), "true only with option.tool_call_parser")
         if self.enable_reasoning and self.reasoning_parser is None:
             yield Finding(("option.enable_reasoning",), "true only with option.reasoning_parser")
-        if self.pipeline_parallel_degree != 1 and "option.rolling_batch" in given and self.rolling_batch == "vllm":
-            yield Finding(("option.pipeline_parallel_degree",), "1 with option.rolling_batch=vllm")
 
     @property
     def one_worker_only(self) -> str | None:
@@ -197,6 +223,32 @@ class VllmOptions(PagedAttentionOptions):
         if not self.enable_lora:
             lora = ("max_loras", "max_lora_rank", "max_cpu_loras", "lora_extra_vocab_size", "fully_sharded_loras")
             yield from without_effect(given, "option.enable_lora=true", [f"option.{name}" for name in lora])
+
+
+class InWorkerOptions(VllmOptions):
+    """Keys of serving.properties for vLLM's engine where it always is in the worker's own process."""
+
+    engine_process: Annotated[Literal["worker"], BeforeValidator(lower)] = Field(
+        "worker", description="Process of vLLM's engine."
+    )
+
+    @classmethod
+    def recommended(cls, machine: Machine) -> Mapping[str, str]:
+        return {key: raw for key, raw in super().recommended(machine).items() if key != "option.engine_process"}
+
+
+class VllmPoolingOptions(InWorkerOptions):
+    """Keys of serving.properties for a model that vLLM runs to embed, score or classify texts."""
+
+    rolling_batch: Annotated[
+        Literal["disable"],
+        BeforeValidator(lambda name: "disable" if lower(name) in ("auto", "vllm") else lower(name)),
+        Allowed("auto, vllm or disable"),
+    ] = Field("disable", description="Requests run together as one dynamic batch (batch_size), whatever this says.")
+    normalize: bool = Field(True, description="Give embeddings the length 1.")
+
+    def engine_arguments(self) -> Mapping[str, Any]:
+        return {**super().engine_arguments(), "runner": "pooling"}
 
 
 _SAME_NAME = (

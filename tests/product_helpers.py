@@ -59,10 +59,17 @@ class Server:
 
 @contextlib.contextmanager
 def serving(parent: Path, model: Path, code: str | None = None, **options: str) -> Iterator[Server]:
-    """Serve a model from a directory whose serving.properties has these options, and whose model.py is `code`."""
+    """Serve a model from a directory whose serving.properties has these options, and whose model.py is `code`.
+
+    `engine`, and keys in full that begin with "option.", are taken as they are.
+    """
     directory = parent / "model"
     directory.mkdir()
-    lines = [f"option.{name}={value}" for name, value in {"model_id": str(model), **options}.items()]
+    keys = {
+        name if name == "engine" or name.startswith("option.") else f"option.{name}": value
+        for name, value in {"model_id": str(model), **options}.items()
+    }
+    lines = [f"{key}={value}" for key, value in keys.items()]
     (directory / "serving.properties").write_text("\n".join(lines))
     if code is not None:
         (directory / "model.py").write_text(code)

@@ -133,7 +133,7 @@ def test_check_tells_all_errors_at_once(model_dir: Path) -> None:
     [
         ("", 0, "no problem"),
         ("option.dtpye=fp16", 0, "did you mean option.dtype?"),
-        ("engine=MPI", 2, "is not available in this version; missing: lmi-dist"),
+        ("engine=MPI\noption.rolling_batch=lmi-dist", 0, "no problem"),
         ("option.rolling_batch=trtllm", 2, "is not available in this version; missing: tensorrt_llm"),
     ],
 )

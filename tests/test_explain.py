@@ -101,14 +101,14 @@ CONFIGURATIONS = {
         [[0, 1], [2, 3]],
     ),
     "lmi-dist by the MPI engine": Expected(
-        "engine=MPI\noption.rolling_batch=auto\noption.tensor_parallel_degree=4",
+        "engine=MPI\noption.rolling_batch=lmi-dist\noption.tensor_parallel_degree=4",
         "lmi-dist",
         {
             "option.mpi_mode": (True, ALIAS),
             "option.entryPoint": ("djl_python.huggingface", ALIAS),
-            "option.rolling_batch": ("lmi-dist", RECOMMENDED),
+            "option.rolling_batch": ("lmi-dist", FILE),
         },
-        {"tensor_parallel_size": 4},
+        {"tensor_parallel_size": 4, "distributed_executor_backend": "external_launcher"},
         [[0, 1, 2, 3]],
         4,
     ),

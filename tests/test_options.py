@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from handlers.huggingface_options import HuggingFaceOptions
+from handlers.lmi_dist_options import LmiDistOptions
 from handlers.vllm_options import VllmOptions
 from lmi_server.configuration.declaration import Options
 from lmi_server.configuration.handlers import HANDLERS, find_handler, load_options_type, options_type_of
@@ -182,6 +183,30 @@ def test_arguments_of_vllm_beside_the_declared_ones_reach_the_engine() -> None:
     given = OfAnEngine.from_raw(raw).engine_arguments()
     assert (given["seed"], given["max_num_seqs"], given["speculative_config"]) == ("7", 32, {"method": "ngram"})
     assert "favourite" not in given
+
+
+def test_what_lmi_dist_was_told_is_told_to_vllm() -> None:
+    raw = {
+        "mpi_mode": "true",
+        "quantize": "bitsandbytes8",
+        "limit_mm_per_prompt": "image=2, video=1",
+        "speculative_draft_model": "small",
+        "speculative_length": "3",
+        "max_rolling_batch_prefill_tokens": "512",
+        "tensor_parallel_degree": "2",
+        "kv_cache_memory_gb": "1",
+    }
+    given = LmiDistOptions.from_raw(raw).engine_arguments()
+    expected = {
+        "distributed_executor_backend": "external_launcher",
+        "quantization": "bitsandbytes",
+        "limit_mm_per_prompt": {"image": 2, "video": 1},
+        "speculative_config": {"model": "small", "num_speculative_tokens": 3, "draft_tensor_parallel_size": 1},
+        "max_num_batched_tokens": 512,
+        "tensor_parallel_size": 2,
+        "kv_cache_memory_bytes": 2**29,
+    }
+    assert {name: given[name] for name in expected} == expected
 
 
 def test_every_handler_is_found_by_each_of_its_names() -> None:

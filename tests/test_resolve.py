@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -231,10 +232,7 @@ def test_what_deepspeed_cannot_serve_is_refused_with_the_remedy(write: Write, pr
 @pytest.mark.parametrize(
     "properties",
     [
-        "engine=MPI",
-        "option.rolling_batch=lmi-dist",
         "option.rolling_batch=trtllm",
-        "option.mpi_mode=true",
         "option.tensor_parallel_degree=2",
         "option.dtype=int8",
         "option.decoding_strategy=contrastive",
@@ -542,9 +540,8 @@ def test_a_given_key_is_stronger_than_an_engine_alias(write: Write) -> None:
         ("engine=DeepSpeed\noption.rolling_batch=deepspeed", "deepspeed"),
         ("engine=DeepSpeed\noption.rolling_batch=auto\noption.task=fill-mask", "deepspeed task"),
         ("engine=DeepSpeed\noption.rolling_batch=auto\nbatch_size=4", "deepspeed task"),
-        ("engine=MPI", "lmi-dist"),
-        ("engine=MPI\noption.rolling_batch=auto", "lmi-dist"),
-        ("option.mpi_mode=true\noption.rolling_batch=auto", "lmi-dist"),
+        ("engine=MPI\noption.rolling_batch=lmi-dist", "lmi-dist"),
+        ("engine=MPI", "huggingface"),
         ("engine=MPI\noption.rolling_batch=scheduler", "huggingface"),
         ("engine=OnnxRuntime", "an engine in Java"),
     ],
@@ -553,9 +550,46 @@ def test_which_handler_is_meant(write: Write, properties: str, title: str) -> No
     assert inspect_model(write(properties), {}, machine=FOUR_GPUS).row.title == title
 
 
-def test_an_architecture_without_lmi_dist_stays_with_huggingface(write: Write) -> None:
+@pytest.mark.parametrize(
+    ("properties", "title"),
+    [
+        ("", "huggingface"),
+        ("engine=MPI", "lmi-dist"),
+        ("engine=MPI\noption.rolling_batch=auto", "lmi-dist"),
+        ("option.mpi_mode=true\noption.rolling_batch=auto", "lmi-dist"),
+        ("engine=MPI\noption.rolling_batch=scheduler", "huggingface"),
+    ],
+)
+def test_which_handler_is_meant_where_vllm_is_installed(write: Write, properties: str, title: str) -> None:
+    machine = replace(NO_GPU, engines=frozenset({"vllm"}))
+    assert inspect_model(write(properties), {}, machine=machine).row.title == title
+
+
+@pytest.mark.parametrize("machine", [NO_GPU, FOUR_GPUS])
+def test_an_architecture_without_lmi_dist_stays_with_huggingface(write: Write, machine: Machine) -> None:
     directory = write("engine=MPI", {"architectures": ["StableLmForCausalLM"]})
-    assert inspect_model(directory, {}, machine=NO_GPU).row.title == "huggingface"
+    machine = replace(machine, engines=frozenset({"vllm"}))
+    assert inspect_model(directory, {}, machine=machine).row.title == "huggingface"
+
+
+@pytest.mark.parametrize(
+    ("properties", "architecture"),
+    [
+        ("option.rolling_batch=vllm\noption.task=text-embedding", "LlamaForCausalLM"),
+        ("option.rolling_batch=vllm\nbatch_size=64", "BertForSequenceClassification"),
+        ("option.entryPoint=djl_python.vllm", "BertForSequenceClassification"),
+    ],
+)
+def test_a_model_that_pools_runs_in_batches_under_vllm(write: Write, properties: str, architecture: str) -> None:
+    found = inspect_model(write(properties, {**LLAMA, "architectures": [architecture]}), {}, machine=NO_GPU)
+    assert (found.row.title, found.problems, found.unavailable) == ("vllm pooling", (), ())
+    assert found.serving.batch_size == (64 if "batch_size" in properties else 32)
+    assert found.options.engine_arguments()["runner"] == "pooling"
+
+
+def test_with_gpus_and_vllm_the_engine_that_needs_no_mpi_is_chosen(write: Write) -> None:
+    machine = replace(FOUR_GPUS, engines=frozenset({"vllm"}))
+    assert inspect_model(write(""), {}, machine=machine).row.title == "vllm"
 
 
 @pytest.mark.parametrize(
@@ -575,12 +609,13 @@ def test_tensor_parallel_degree_by_handler(write: Write, properties: str, degree
 
 
 def test_a_handler_that_is_missing_is_one_line(write: Write) -> None:
-    directory = write("engine=MPI\noption.rolling_batch=lmi-dist\noption.tensor_parallel_degree=8\noption.dtype=int8")
+    directory = write("engine=MPI\noption.rolling_batch=trtllm\noption.tensor_parallel_degree=8")
     (problem,) = refusal(directory)
     assert problem == (
-        f'{directory / "serving.properties"}:2: option.rolling_batch = "lmi-dist" is not available in this version; '
-        "missing: lmi-dist; served are djl_python.huggingface or djl_python.deepspeed or "
-        "djl_python.lmi_vllm.vllm_async_service or djl_python.sklearn_handler or djl_python.xgboost_handler or "
+        f'{directory / "serving.properties"}:2: option.rolling_batch = "trtllm" is not available in this version; '
+        "missing: tensorrt_llm; served are djl_python.huggingface or djl_python.deepspeed or "
+        "djl_python.lmi_dist or djl_python.lmi_vllm.vllm_async_service or djl_python.sklearn_handler or "
+        "djl_python.xgboost_handler or "
         "djl_python.echo"
     )
 
@@ -644,7 +679,7 @@ def hugging_face_options(options: object) -> HuggingFaceOptions:
 def test_a_deprecated_value_is_mapped(write: Write) -> None:
     directory = write("engine=MPI\noption.rolling_batch=lmi-dist\noption.quantize=bitsandbytes")
     found = inspect_model(directory, {}, machine=NO_GPU)
-    assert found.options.engine_arguments()["quantization"] == "bitsandbytes8"
+    assert found.options.engine_arguments()["quantization"] == "bitsandbytes"
     assert found.warnings == (
         f'{directory / "serving.properties"}:3: option.quantize = "bitsandbytes" is deprecated: use bitsandbytes8',
     )

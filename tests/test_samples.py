@@ -54,11 +54,12 @@ HANDLER = {
     "vllm-tools": "vllm",
 }
 PIPELINE = "huggingface pipeline"
+VLLM_ENGINES = ("vllm", "lmi-dist")  # test_vllm.py and test_lmi_dist.py run them
 OWN = "a handler of one's own"  # test_own_code.py runs such
 TREE_MODELS = ("sklearn", "xgboost")  # test_tree_models.py runs them
-SERVED = ("huggingface", PIPELINE, "deepspeed", "deepspeed task", *TREE_MODELS, "echo", "vllm", OWN)
+SERVED = ("huggingface", PIPELINE, "deepspeed", "deepspeed task", *TREE_MODELS, "echo", *VLLM_ENGINES, OWN)
 NOT_YET = {name for name, title in HANDLER.items() if title not in SERVED}
-VLLM = {name for name, title in HANDLER.items() if title == "vllm"}  # test_vllm.py runs them, in processes of their own
+VLLM = {name for name, title in HANDLER.items() if title in VLLM_ENGINES}  # run in processes of their own
 
 
 PIPELINES = {name for name, title in HANDLER.items() if title in (PIPELINE, "deepspeed task")}

@@ -251,12 +251,13 @@ def test_the_log_tells_how_decoding_goes(ours: Server) -> None:
 # --- LoRA ---
 
 
-def test_adapters_share_a_batch_and_are_replaced(tiny_model: Path, tmp_path: Path) -> None:
+def test_adapters_share_a_batch_and_are_replaced(tmp_path: Path) -> None:
     model = tiny_llama()
     for name, seed in (("one", 1), ("two", 2), ("other", 3)):
         save_adapter(model, tmp_path / name, seed, r=8)
     settings = {**SETTINGS, "enable_lora": "true", "max_lora_rank": "8", "max_loras": "2", "max_cpu_loras": "4"}
-    with serving(tmp_path, tiny_model, **settings) as server:
+    without_template = make_tiny_model(tmp_path / "bare", chat_template=None)
+    with serving(tmp_path, without_template, **settings) as server:
 
         def register(name: str, source: str) -> int:
             source = str(tmp_path / source)
@@ -279,6 +280,11 @@ def test_adapters_share_a_batch_and_are_replaced(tiny_model: Path, tmp_path: Pat
         assert answer("one") == expected("other")
         save_adapter(model, tmp_path / "wide", 4, r=16)
         assert register("wide", "wide") == 424
+        unknown = server.http.post("/invocations", json={"inputs": "a", "adapters": "wide"})
+        assert (unknown.status_code, "wide" in unknown.text) == (424, True)
+        chat = {"model": "model", "messages": [{"role": "user", "content": "Hi"}]}
+        untold = server.http.post("/v1/chat/completions", json=chat)
+        assert (untold.status_code, "chat template" in untold.json()["error"]["message"]) == (400, True)
         assert answer("two") == expected("two")
 
 
@@ -344,6 +350,7 @@ def test_a_sample_runs(name: str, tiny_model: Path, tmp_path: Path) -> None:
         ({"kv_cache_dtype": "int2"}, "kv-cache-dtype"),
         ({"max_model_len": "300"}, "max_model_len"),
         ({"quantize": "awq"}, "awq"),
+        ({"quantize": "fp8"}, "fp8"),
         ({"quantize": "nonsense"}, "nonsense"),
         ({"chat_template": "missing.jinja"}, "missing.jinja"),
         ({"kv_cache_memory_gb": "0.0001"}, "No available memory for the cache blocks"),

@@ -30,11 +30,11 @@ def tiny_llama() -> PreTrainedModel:
     )  # fmt: skip
 
 
-def make_tiny_model(directory: Path) -> Path:
+def make_tiny_model(directory: Path, chat_template: str | None = _CHAT_TEMPLATE) -> Path:
     """Save `tiny_llama` with a byte tokenizer and a chat template."""
     tiny_llama().save_pretrained(directory)
     tokenizer = byte_tokenizer()
-    tokenizer.chat_template = _CHAT_TEMPLATE
+    tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(directory)
     return directory
 

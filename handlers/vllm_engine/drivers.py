@@ -151,7 +151,7 @@ class OwnProcessDriver:
                     raise delta
                 yield delta
         except library.EngineDeadError:
-            _end_process()
+            end_process()
         except CLIENT_ERRORS as error:
             raise as_request_error(error) from error
         except library.EngineGenerateError as error:
@@ -181,10 +181,10 @@ class OwnProcessDriver:
     async def _die_with_engine(self) -> None:
         while not library.is_dead(self._engine):  # noqa: ASYNC110 - vLLM offers nothing to wait for
             await asyncio.sleep(_LOOK_INTERVAL_S)
-        _end_process()
+        end_process()
 
 
-def _end_process() -> None:
+def end_process() -> None:
     """End this process at once: its end tells the front end, which retries or fails what it held."""
     _log.critical("vLLM's engine died")
     logging.shutdown()

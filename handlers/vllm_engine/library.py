@@ -5,18 +5,25 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import vllm
 from prometheus_client import REGISTRY, generate_latest
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.pooling.factories import init_pooling_io_processors
+from vllm.entrypoints.pooling.scoring.protocol import RerankRequest, ScoreRequest
+from vllm.entrypoints.pooling.typing import PoolingServeContext
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import VLLMClientError, VLLMError
 from vllm.lora.request import LoRARequest
+from vllm.outputs import ScoringRequestOutput
 from vllm.platforms import current_platform
+from vllm.pooling_params import PoolingParams
 from vllm.renderers import BaseRenderer, ChatParams, TokenizeParams
-from vllm.renderers.chat_utils import make_tool_call_id
+from vllm.renderers.chat_utils import ChatTemplateConfig, make_tool_call_id
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import (
     RepetitionDetectionParams,
@@ -25,11 +32,16 @@ from vllm.sampling_params import (
     StructuredOutputsParams,
 )
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from lmi_server.configuration.environment import meeting_point, own_rank
 from lmi_server.generation import StructuredOutputs
 
 __all__ = [
@@ -38,16 +50,22 @@ __all__ = [
     "BaseRenderer",
     "ChatCompletionRequest",
     "ChatParams",
+    "EngineCoreRequest",
     "EngineDeadError",
     "EngineGenerateError",
     "ErrorResponse",
     "FlexibleArgumentParser",
     "LLMEngine",
     "LoRARequest",
+    "MsgpackDecoder",
+    "MsgpackEncoder",
     "OnlineRenderer",
+    "PoolingParams",
     "RepetitionDetectionParams",
     "RequestOutputKind",
+    "RerankRequest",
     "SamplingParams",
+    "ScoreRequest",
     "StatLoggerBase",
     "StructuredOutputsParams",
     "TokenizeParams",
@@ -58,6 +76,8 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
+_PROMPT_EXTRAS = ("mm_processor_kwargs", "cache_salt", "chat_template_kwargs")
+_SHARED_MEMORY = Path("/dev/shm")
 KNOWN_VERSIONS = ("0.32", "0.33")
 
 
@@ -78,14 +98,81 @@ def in_process_engine(config: Any, loggers: list[Callable[..., Any]]) -> LLMEngi
     Its output side has a tokenizer of its own: the requests' texts are encoded in another thread, and a tokenizer must
     not be set up for encoding while it decodes.
     """
-    engine = LLMEngine.from_vllm_config(config, stat_loggers=loggers)
+    return _with_own_tokenizer(LLMEngine.from_vllm_config(config, stat_loggers=loggers))
+
+
+def _with_own_tokenizer(engine: LLMEngine) -> LLMEngine:
     engine.output_processor.tokenizer = copy.deepcopy(engine.output_processor.tokenizer)
     return engine
+
+
+class RankExecutor(ExecutorWithExternalLauncher):
+    """Computes the part of one rank of an MPI group.
+
+    vLLM names its shared memory on the CPU after the place where the ranks meet; env://, its own choice, would be one
+    name for all groups of a machine.
+    """
+
+    def _distributed_args(self) -> tuple[str, int, int]:
+        rank = own_rank().rank
+        return meeting_point(), rank, rank
+
+
+def leading_engine(config: Any, loggers: list[Callable[..., Any]]) -> LLMEngine:
+    """Return an engine as `in_process_engine` does, on the first rank of an MPI group."""
+    engine = LLMEngine(config, RankExecutor, log_stats=True, stat_loggers=loggers)
+    _unname_shared_memory()
+    return _with_own_tokenizer(engine)
+
+
+def following_core(config: Any) -> InprocClient:
+    """Return an engine core alone, in this process: what a rank beside the first has."""
+    core = InprocClient(config, RankExecutor, log_stats=False)
+    _unname_shared_memory()
+    return core
+
+
+def _unname_shared_memory() -> None:
+    """Take the names off the memory that the ranks share, which all have mapped: it goes with the last of them.
+
+    vLLM takes off one of them where it ends well, and the other never.
+    """
+    queue = get_tp_group().mq_broadcaster
+    if queue is not None and queue.buffer.is_creator:
+        queue.buffer.shared_memory.unlink()
+        queue.buffer.is_creator = False
+    port = meeting_point().rpartition(":")[2]
+    for path in _SHARED_MEMORY.glob(f"{port}-*-cpushm_*"):
+        path.unlink(missing_ok=True)
 
 
 def own_process_engine(config: Any, loggers: list[Callable[..., Any]]) -> AsyncLLM:
     """Return an engine whose core runs in a process of its own; to be called on the event loop."""
     return AsyncLLM.from_vllm_config(config, stat_loggers=loggers)
+
+
+def pooling_processors(tasks: Any, config: Any, renderer: BaseRenderer) -> Mapping[str, Any]:
+    """Return what makes prompts of pooling requests and results of outputs, by vLLM's name of the way."""
+    return init_pooling_io_processors(tasks, config, renderer, ChatTemplateConfig())
+
+
+def pooling_context(request: Any, processor: Any) -> PoolingServeContext[Any]:
+    """Return what a processor keeps of one request while it is served."""
+    extras = {name: value for name in _PROMPT_EXTRAS if (value := getattr(request, name, None)) is not None}
+    return PoolingServeContext(
+        request=request,
+        model_name="",
+        request_id="",
+        pooling_params=processor.create_pooling_params(request),
+        lora_request=None,
+        priorities=0,
+        prompt_extras=extras,
+    )
+
+
+def score_of(output: Any) -> float:
+    """Return the score in an output that a processor has made."""
+    return float(ScoringRequestOutput.from_base(output).outputs.score)
 
 
 def keep_adapters_apart() -> None:
@@ -104,6 +191,11 @@ def keep_adapters_apart() -> None:
         output[: len(indices)][indices < 0] = 0
 
     lora_ops.bgmv_shrink = punica_cpu.bgmv_shrink = bgmv_shrink
+
+
+def on_lost_worker(engine: LLMEngine, callback: Callable[[], None]) -> None:
+    """Have `callback` called, from any thread, once a process dies that has a part of the model of `engine`."""
+    engine.model_executor.register_failure_callback(callback)
 
 
 def is_dead(engine: AsyncLLM) -> bool:

@@ -16,14 +16,15 @@ import torch
 from pydantic import ValidationError
 
 from handlers.step_loop import StepLoop
-from handlers.vllm_engine import library
+from handlers.vllm_engine import library, ranks
 from handlers.vllm_engine.adapters import Adapters
 from handlers.vllm_engine.chats import ParsedChats, Rendered
-from handlers.vllm_engine.drivers import Driver, InProcessDriver, InProcessEngine, OwnProcessDriver
+from handlers.vllm_engine.drivers import Driver, InProcessDriver, InProcessEngine, OwnProcessDriver, end_process
 from handlers.vllm_engine.outputs import Answer, Vocabulary
 from handlers.vllm_engine.requests import PromptRenderer, plain, sampling_params
 from handlers.vllm_engine.statistics import Statistics
 from handlers.vllm_options import VllmOptions
+from lmi_server.configuration.environment import own_rank
 from lmi_server.errors import ModelLoadError
 from lmi_server.generation import Feature, GenerationRequest
 from lmi_server.handler import ModelInfo
@@ -100,10 +101,11 @@ class _Parser(library.FlexibleArgumentParser):
 
 
 def _kv_cache_bytes(config: Any, options: VllmOptions) -> int | None:
-    """Return the bytes of KV cache on a machine without GPU; None where vLLM decides."""
+    """Return the bytes of KV cache of each process that computes, on a machine without GPU; None where vLLM decides."""
     least = config.model_config.max_model_len * library.bytes_per_token(config)
     wanted = config.scheduler_config.max_num_seqs * least
-    return options.reserved_kv_bytes(wanted, least, psutil.virtual_memory().available)
+    free = psutil.virtual_memory().available // config.parallel_config.world_size
+    return options.reserved_kv_bytes(wanted, least, free)
 
 
 @dataclass(frozen=True)
@@ -139,8 +141,7 @@ async def load(model_dir: str, options: VllmOptions) -> LoadedEngine:
     """
     began = time.perf_counter()
     statistics = Statistics()
-    if options.enable_lora and library.is_on_cpu():
-        _prepare_adapters_on_cpu(options)
+    _prepare_adapters(options)
     template = None if options.chat_template is None else _chat_template(options.chat_template, Path(model_dir))
     library.silence_default_statistics()
     driver, engine = await (_load_in_worker if options.engine_process == "worker" else _load_apart)(
@@ -154,7 +155,7 @@ async def load(model_dir: str, options: VllmOptions) -> LoadedEngine:
         max_model_len=max_model_len,
         features=_FEATURES | {"media"} if config.model_config.is_multimodal_model else _FEATURES,
         sampling_defaults=library.default_sampling(config),
-        details=_details(config, options, began),
+        details=details(config, options, began),
     )
     chats = _parsed_chats(config, renderer, template, options)
     prompts = PromptRenderer(renderer, max_model_len, template, options.chat_template_content_format, chats)
@@ -162,7 +163,9 @@ async def load(model_dir: str, options: VllmOptions) -> LoadedEngine:
     return LoadedEngine(driver, Adapters(driver), prompts, vocabulary, statistics, info)
 
 
-def _prepare_adapters_on_cpu(options: VllmOptions) -> None:
+def _prepare_adapters(options: VllmOptions) -> None:
+    if not (options.enable_lora and library.is_on_cpu()):
+        return
     if options.engine_process == "own":
         raise ModelLoadError(
             "option.engine_process=own with option.enable_lora=true would mix adapters up on the CPU; use worker"
@@ -199,27 +202,43 @@ async def _load_in_worker(
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         config = engine_config(model_dir, options)
-        return InProcessEngine(_loaded(lambda: library.in_process_engine(config, [statistics.logger_factory])))
+        is_group = bool(own_rank().directory)
+        make = library.leading_engine if is_group else library.in_process_engine
+        engine = loaded(lambda: make(config, [statistics.logger_factory]))
+        library.on_lost_worker(engine, end_process)
+        if is_group:
+            ranks.lead(engine)
+        return InProcessEngine(engine)
 
     loop = StepLoop(build)
     stepped = await loop.start()
     return InProcessDriver(loop), stepped.engine
 
 
+def follow(model_dir: str, options: VllmOptions) -> None:
+    """Be one of the other ranks of the group whose rank 0 runs `load`, until that one stops its engine.
+
+    Raises ModelLoadError where vLLM refuses the configuration or cannot load the model.
+    """
+    _prepare_adapters(options)
+    config = engine_config(model_dir, options)
+    ranks.follow(loaded(lambda: library.following_core(config)))
+
+
 async def _load_apart(model_dir: str, options: VllmOptions, statistics: Statistics) -> tuple[Driver, library.AsyncLLM]:
     config = await asyncio.to_thread(engine_config, model_dir, options)
-    engine = await asyncio.to_thread(_loaded, lambda: library.own_process_engine(config, [statistics.logger_factory]))
+    engine = await asyncio.to_thread(loaded, lambda: library.own_process_engine(config, [statistics.logger_factory]))
     return OwnProcessDriver(engine), engine
 
 
-def _loaded(build: Callable[[], T]) -> T:
+def loaded(build: Callable[[], T]) -> T:
     try:
         return build()
     except _REFUSALS as error:
         raise ModelLoadError(f"vLLM cannot load the model: {plain(error)}") from error
 
 
-def _details(config: Any, options: VllmOptions, began: float) -> dict[str, Any]:
+def details(config: Any, options: VllmOptions, began: float) -> dict[str, Any]:
     """Return what was decided for the loaded engine, for the log and for `explain`."""
     cache, scheduler = config.cache_config, config.scheduler_config
     return {

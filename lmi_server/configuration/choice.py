@@ -19,6 +19,8 @@ from lmi_server.configuration.handlers import (
     OWN_CODE,
     PIPELINE,
     SKLEARN,
+    VLLM,
+    VLLM_POOLING,
     HandlerRow,
     entry_points,
     find_handler,
@@ -29,7 +31,7 @@ from lmi_server.configuration.layers import Given, Source
 from lmi_server.configuration.machine import Machine
 from lmi_server.configuration.model_code import takes_requests
 from lmi_server.configuration.recommender import batches_statically, is_true, recommend_rolling_batch
-from lmi_server.configuration.tasks import TEXT_GENERATION
+from lmi_server.configuration.tasks import POOLING, TEXT_GENERATION
 
 ENTRY_POINT = "option.entryPoint"
 HANDLER = "option.handler"
@@ -89,11 +91,11 @@ def choose_handler(given: Given, model_dir: Path, names: tuple[str, ...], task: 
     chosen = Choice(DEFAULT_HANDLER) if entry_point is None else _by_entry_point(given, entry_point, model_dir)
     if chosen.row is DEEPSPEED and not _decodes(given, task):
         return replace(chosen, row=DEEPSPEED_TASK)
-    if chosen.row is not DEFAULT_HANDLER:
-        return chosen
-    if _runs_as_pipeline(given, task):
-        return replace(chosen, row=PIPELINE)
-    return _by_rolling_batch(chosen, given, names, machine)
+    if chosen.row is DEFAULT_HANDLER:
+        if _runs_as_pipeline(given, task):
+            return replace(chosen, row=PIPELINE)
+        chosen = _by_rolling_batch(chosen, given, names, machine)
+    return replace(chosen, row=VLLM_POOLING) if chosen.row is VLLM and task in POOLING else chosen
 
 
 def _decodes(given: Given, task: str | None) -> bool:

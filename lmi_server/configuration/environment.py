@@ -180,6 +180,11 @@ def take_rank(directory: str) -> Rank:
     return Rank(int(rank), int(os.environ["WORLD_SIZE"]), directory)
 
 
+def meeting_point() -> str:
+    """Return where the ranks of this process' group find each other, as torch.distributed takes it."""
+    return f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+
+
 def own_rank() -> Rank:
     """Return which rank of its group this process is: the only one, where it is in no group."""
     directory = os.environ.get(_GROUP_DIRECTORY)

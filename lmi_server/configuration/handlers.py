@@ -92,15 +92,16 @@ DEEPSPEED_TASK = HandlerRow(
 _LMI_DIST = HandlerRow(
     title="lmi-dist",
     names=("djl_python.lmi_dist", "lmi_dist"),
+    handler="handlers.lmi_dist:LmiDistHandler",
     options="handlers.lmi_dist_options:LmiDistOptions",
     rolling_batches=("lmi-dist",),
-    engines=("lmi_dist",),
+    engines=("vllm",),
     reads_checkpoint=True,
     batches_by_default=True,
     takes_all_gpus=True,
     needs_mpi=True,
 )
-_VLLM = HandlerRow(
+VLLM = HandlerRow(
     title="vllm",
     names=("djl_python.lmi_vllm.vllm_async_service", "djl_python.vllm", "vllm"),
     handler="handlers.vllm:VllmHandler",
@@ -109,6 +110,17 @@ _VLLM = HandlerRow(
     engines=("vllm",),
     reads_checkpoint=True,
     batches_by_default=True,
+    takes_all_gpus=True,
+)
+# Named by no entry point of its own: vllm means it for a task of a model that pools.
+VLLM_POOLING = HandlerRow(
+    title="vllm pooling",
+    names=(),
+    handler="handlers.vllm_pooling:VllmPoolingHandler",
+    options="handlers.vllm_options:VllmPoolingOptions",
+    engines=("vllm",),
+    reads_checkpoint=True,
+    takes_batches=True,
     takes_all_gpus=True,
 )
 _TENSORRT_LLM = HandlerRow(
@@ -171,7 +183,8 @@ HANDLERS = (
     DEEPSPEED,
     DEEPSPEED_TASK,
     _LMI_DIST,
-    _VLLM,
+    VLLM,
+    VLLM_POOLING,
     _TENSORRT_LLM,
     _NEURONX,
     _STABLE_DIFFUSION,

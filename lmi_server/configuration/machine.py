@@ -17,7 +17,6 @@ from lmi_server.mpi import MpiRun, find_mpirun
 _ENGINES = (
     "deepspeed",
     "diffusers",
-    "lmi_dist",
     "optimum.neuron",
     "tensorrt_llm",
     "torch",

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from lmi_server.configuration.handlers import DEFAULT_HANDLER, HANDLERS, HandlerRow, load_options_type
+from lmi_server.configuration.handlers import (
+    DEFAULT_HANDLER,
+    HANDLERS,
+    VLLM_POOLING,
+    HandlerRow,
+    load_options_type,
+)
 from lmi_server.configuration.layers import Given
 from lmi_server.configuration.machine import Machine
 from lmi_server.configuration.options import ServingOptions
@@ -16,7 +22,7 @@ from lmi_server.errors import ConfigurationError
 _BATCH_SIZES = next(option.keys for option in ServingOptions.declared() if option.field == "batch_size")
 _DEGREE = "option.tensor_parallel_degree"
 _TRUE = ("true", "1", "yes", "on", "t", "y")
-# Architectures that LMI gives to LMI-Dist under the MPI engine where option.rolling_batch=auto.
+# Architectures that LMI gives to LMI-Dist under the MPI engine where option.rolling_batch=auto; here vLLM serves them.
 _LMI_DIST = ("Falcon", "GPTBigCode", "GPTNeoX", "Llama", "MPT", "RW", "T5")
 
 
@@ -27,14 +33,15 @@ def is_true(raw: str) -> bool:
 
 def recommend_rolling_batch(names: tuple[str, ...], under_mpi: bool, machine: Machine) -> str:
     """Return the value of option.rolling_batch for a model with architectures `names` (none: unknown)."""
-    if under_mpi and (not names or any(name.startswith(_LMI_DIST) for name in names)):
-        return "lmi-dist"
+    if under_mpi:
+        listed = not names or any(name.startswith(_LMI_DIST) for name in names)
+        return "lmi-dist" if listed and "vllm" in machine.engines else DEFAULT_HANDLER.rolling_batches[0]
     best = next((row for row in HANDLERS if _schedules_itself(row) and _can_serve(row, machine)), DEFAULT_HANDLER)
     return best.rolling_batches[0]
 
 
 def _schedules_itself(row: HandlerRow) -> bool:
-    return row is not DEFAULT_HANDLER and row.batches_by_default
+    return row is not DEFAULT_HANDLER and row.batches_by_default and not row.needs_mpi
 
 
 def _can_serve(row: HandlerRow, machine: Machine) -> bool:
@@ -47,8 +54,8 @@ def recommend(row: HandlerRow | None, given: Given, task: str | None, machine: M
     `task` is the one that the model's files tell of, None where they do not.
     """
     recommended: dict[str, str] = {}
-    if row is not None and row.answers_tasks:
-        recommended |= _for_pipeline(given, task)
+    if row is not None and (row.answers_tasks or row is VLLM_POOLING):
+        recommended |= _for_task(row, given, task)
     if row is not None:
         recommended |= _for_handler(row, given, machine)
     if "minWorkers" in given and given["minWorkers"].raw.isdecimal() and "maxWorkers" not in given:
@@ -80,10 +87,10 @@ def _devices_of_a_worker(known: Given, machine: Machine) -> int:
         return len(machine.gpus)
 
 
-def _for_pipeline(given: Given, inferred: str | None) -> Mapping[str, str]:
+def _for_task(row: HandlerRow, given: Given, inferred: str | None) -> Mapping[str, str]:
     recommended = {} if inferred is None else {"option.task": inferred}
     task = given["option.task"].raw if "option.task" in given else inferred
-    if task == TEXT_EMBEDDING and "batch_size" not in given:
+    if (task == TEXT_EMBEDDING or row is VLLM_POOLING) and "batch_size" not in given:
         # Texts of any number cost little more together than the longest of them alone, and what has come in while the
         # last batch ran is a batch already.
         recommended |= {"batch_size": "32", "max_batch_delay": "0"}

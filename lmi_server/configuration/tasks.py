@@ -7,8 +7,11 @@ from typing import Any
 
 TEXT_GENERATION = "text-generation"
 TEXT_EMBEDDING = "text-embedding"
+TEXT_CLASSIFICATION = "text-classification"
+POOLING = (TEXT_EMBEDDING, TEXT_CLASSIFICATION)
+"""Tasks of models that make one vector or score of a text."""
 
-_ALIASES = {"ner": "token-classification", "sentiment-analysis": "text-classification"}
+_ALIASES = {"ner": "token-classification", "sentiment-analysis": TEXT_CLASSIFICATION}
 # The first that fits counts: some endings contain others.
 _BY_BEGINNING = {
     "Tapas": "table-question-answering",
@@ -21,7 +24,7 @@ _BY_ENDING = {
     "LMHeadModel": TEXT_GENERATION,
     "ForQuestionAnswering": "question-answering",
     "ForTokenClassification": "token-classification",
-    "ForSequenceClassification": "text-classification",
+    "ForSequenceClassification": TEXT_CLASSIFICATION,
     "ForMaskedLM": "fill-mask",
     "ForImageClassification": "image-classification",
     "ForObjectDetection": "object-detection",
@@ -50,7 +53,7 @@ def infer_task(architectures: tuple[str, ...], location: str) -> str | None:
     """
     tasks = [task for name in architectures if (task := _task_of(name)) is not None]
     found = tasks[0] if tasks else None
-    if found != "text-classification" and _is_sentence_transformer(location):
+    if found != TEXT_CLASSIFICATION and _is_sentence_transformer(location):
         return TEXT_EMBEDDING
     return found
 

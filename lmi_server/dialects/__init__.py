@@ -14,6 +14,7 @@ __all__ = ["FORMATTER_NAMES", "Exchange", "ServedModel", "parse"]
 
 FORMATTER_NAMES = lmi.FORMATTER_NAMES
 
+_POOLING_ROUTES = frozenset({"embeddings", "score", "rerank"})
 _LMI_ROUTES = frozenset({"invocations", "predictions"})
 
 
@@ -28,6 +29,11 @@ def parse(request: Input, served: ServedModel) -> Exchange:
         return openai.parse_completion(request, fields.json_object(request), served)
     if request.route == "responses":
         return openai.parse_response(request, fields.json_object(request), served)
+    if request.route in _POOLING_ROUTES:
+        raise RequestError(
+            f"the model generates text, which /{request.route} is not for; it takes a model of embeddings or"
+            " classes, or option.task=text-embedding"
+        )
     if request.route not in _LMI_ROUTES:
         raise RouteNotFoundError(f"no dialect serves the route {fields.show(request.route)}")
     if fields.media_type(request) == "text/plain":

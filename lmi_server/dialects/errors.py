@@ -9,7 +9,10 @@ from lmi_server.dialects.framing import JSON_LINES, SSE, encode
 from lmi_server.errors import LmiServerError
 
 _OPENAI_ROUTES = frozenset(
-    {"completions", "chat/completions", "responses", "embeddings", "tokenize", "detokenize", "v1"}
+    {
+        *("completions", "chat/completions", "responses", "embeddings", "score", "rerank", "tokenize", "detokenize"),
+        "v1",
+    }
 )
 
 

@@ -46,7 +46,8 @@ def parse(body: Mapping[str, Any]) -> EmbeddingRequest:
     return EmbeddingRequest(**values, warnings=fields.unknown_warnings(unknown, _FIELDS))
 
 
-def _inputs(name: str, value: Any) -> tuple[str | tuple[int, ...], ...]:
+def inputs(name: str, value: Any) -> tuple[str | tuple[int, ...], ...]:
+    """Read one input or a list of them. Raises RequestError."""
     if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int)):
         value = [value]
     if not isinstance(value, list) or not value:
@@ -78,7 +79,7 @@ def _truncation(name: str, value: Any) -> int:
 _TRUNCATION = fields.integer(-1)
 
 _FIELDS = {
-    "input": Field("inputs", _inputs),
+    "input": Field("inputs", inputs),
     "model": Field("model", fields.string),
     "encoding_format": Field("encoding_format", _encoding_format),
     "dimensions": Field("dimensions", fields.integer(1)),

@@ -1,0 +1,15 @@
+"""The lmi-dist handler: LMI-Dist is no more, and vLLM serves its models, on ranks that mpirun starts."""
+
+from __future__ import annotations
+
+from handlers.lmi_dist_options import LmiDistOptions
+from handlers.vllm import VllmHandler, import_engine
+
+
+class LmiDistHandler(VllmHandler):
+    """Serves a model directory or name that vLLM can load, split over the ranks of an MPI group."""
+
+    options_type = LmiDistOptions
+
+    def follow(self, model_dir: str, options: LmiDistOptions) -> None:
+        import_engine("loading").follow(model_dir, options)

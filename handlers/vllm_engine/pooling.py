@@ -1,0 +1,198 @@
+"""Models that pool: a vector or a score for each input, with vLLM's own processing of pairs and its engine.
+
+Taken from vLLM: the renderer, the requests of its score and rerank API, and what makes prompts of pairs and scores of
+outputs. A batch is given to the engine whole and stepped to its end.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from handlers.vllm_engine import library
+from handlers.vllm_engine.drivers import end_process
+from handlers.vllm_engine.loading import details, engine_config, loaded
+from handlers.vllm_engine.requests import CLIENT_ERRORS, as_request_error
+from handlers.vllm_options import VllmPoolingOptions
+from lmi_server.dialects.openai_embeddings import EmbeddingRequest
+from lmi_server.errors import HandlerError, LmiServerError, ModelLoadError, RequestError
+
+_log = logging.getLogger(__name__)
+
+_EMBED, _CLASSIFY = "embed", "classify"
+_SCORERS = ("bi-encoder", "cross-encoder", "late-interaction")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One input of the engine: its prompt and pooling parameters in vLLM's form."""
+
+    prompt: Any
+    parameters: Any
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """What the engine made of one prompt: vLLM's output, whose data is a tensor, and the tokens that it read."""
+
+    output: Any
+    tokens: int
+
+    @property
+    def values(self) -> Any:
+        """(n,) float32, as a numpy array."""
+        return self.output.outputs.data.float().flatten().numpy()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Pairs to be scored; `scores` makes a score per pair of what became of `prompts`."""
+
+    prompts: Sequence[Prompt]
+    scores: Callable[[Sequence[Pooled]], Sequence[float]]
+
+
+class PoolingModel:
+    """A loaded model. Not thread-safe."""
+
+    def __init__(self, model_dir: str, options: VllmPoolingOptions) -> None:
+        """Load the model. Raises ModelLoadError where vLLM refuses it, or finds nothing in it that pools."""
+        began = time.perf_counter()
+        config = engine_config(model_dir, options)
+        self._engine = loaded(lambda: library.in_process_engine(config, []))
+        self._config = config.model_config
+        supported = self._engine.get_supported_tasks()
+        self.task = self._config.get_pooling_task(supported)
+        if self.task not in (_EMBED, _CLASSIFY):
+            raise ModelLoadError(f"vLLM offers {', '.join(supported)} for this model, and neither embed nor classify")
+        self._normalize = options.normalize
+        self._scorer = next(
+            (
+                processor
+                for name, processor in library.pooling_processors(supported, config, self._engine.renderer).items()
+                if name in _SCORERS
+            ),
+            None,
+        )
+        self._numbers = itertools.count()
+        self.max_length: int = self._config.max_model_len
+        self.details = {"task": self.task, **details(config, options, began)}
+
+    def embeddings(self, request: EmbeddingRequest, normalize: bool | None = None) -> list[Prompt]:
+        """Return the prompts of a request; `normalize` of None is what the configuration says.
+
+        Raises ContextLengthError or RequestError.
+        """
+        if self.task != _EMBED:
+            raise RequestError("the model classifies and makes no embeddings; send inputs to /invocations")
+        parameters = library.PoolingParams(
+            task=_EMBED,
+            dimensions=request.dimensions,
+            use_activation=self._normalize if normalize is None else normalize,
+        )
+        return self._prompts(request.inputs, parameters, request.truncate_tokens)
+
+    def classifications(self, texts: Sequence[str | tuple[int, ...]], truncate_tokens: int | None) -> list[Prompt]:
+        """Return the prompts of texts to be classified. Raises ContextLengthError or RequestError."""
+        return self._prompts(texts, library.PoolingParams(task=_CLASSIFY), truncate_tokens)
+
+    def label(self, pooled: Pooled) -> dict[str, Any]:
+        """Return the likeliest label and its score."""
+        best = int(pooled.values.argmax())
+        return {"label": self._config.hf_config.id2label[best], "score": float(pooled.values[best])}
+
+    def score(self, body: Mapping[str, Any]) -> tuple[Any, Comparison]:
+        """Return a request of vLLM's score API, and what it compares.
+
+        Raises RequestError where the model does not score pairs, or the request cannot be used.
+        """
+        return self._comparison(library.ScoreRequest, body)
+
+    def rerank(self, body: Mapping[str, Any]) -> tuple[Any, Comparison]:
+        """As `score`, for vLLM's rerank API."""
+        return self._comparison(library.RerankRequest, body)
+
+    def _comparison(self, kind: Any, body: Mapping[str, Any]) -> tuple[Any, Comparison]:
+        scorer = self._scorer
+        if scorer is None:
+            raise RequestError(
+                "the model scores no pairs of texts; that takes an embedding model, or a classifier with one label"
+            )
+        try:
+            request = TypeAdapter(kind).validate_python(body)
+            context = library.pooling_context(request, scorer)
+            context.pooling_params.verify(self._config)
+            context.engine_inputs = [scorer.render(item) for item in scorer.get_request_factory_online(context)]
+        except ValidationError as error:
+            raise RequestError(_first_of(error)) from error
+        except CLIENT_ERRORS as error:
+            raise as_request_error(error) from error
+
+        def scores(results: Sequence[Pooled]) -> Sequence[float]:
+            context.final_res_batch = [result.output for result in results]
+            scorer.post_process_online(context)
+            return [library.score_of(output) for output in context.final_res_batch]
+
+        return request, Comparison([Prompt(item["prompts"], item["params"]) for item in context.engine_inputs], scores)
+
+    def run(self, prompts: Sequence[Prompt]) -> list[Pooled | LmiServerError]:
+        """Compute all prompts; one that the engine refuses has its error."""
+        results: dict[str, Pooled | LmiServerError] = {}
+        for prompt in prompts:
+            number = str(next(self._numbers))
+            results[number] = HandlerError("vLLM gave no output")
+            try:
+                self._engine.add_request(number, prompt.prompt, prompt.parameters.clone())
+            except CLIENT_ERRORS as error:
+                results[number] = as_request_error(error)
+        try:
+            while self._engine.has_unfinished_requests():
+                for output in self._engine.step():
+                    results[output.request_id] = _taken(output)
+        # The border to the engine, which is in no known state after an exception: another worker takes over.
+        except Exception:  # noqa: BLE001
+            _log.exception("a step failed")
+            end_process()
+        return list(results.values())
+
+    def stop(self) -> None:
+        self._engine.engine_core.shutdown()
+
+    def _prompts(
+        self, texts: Sequence[str | tuple[int, ...]], parameters: Any, truncate_tokens: int | None
+    ) -> list[Prompt]:
+        tokenizing = replace(
+            self._engine.renderer.default_cmpl_tok_params,
+            truncate_prompt_tokens=truncate_tokens,
+            truncation_side=None if truncate_tokens is None else "right",
+            max_total_tokens_param="max_model_len",
+        )
+        given = [{"prompt": text} if isinstance(text, str) else {"prompt_token_ids": list(text)} for text in texts]
+        try:
+            parameters.verify(self._config)
+            rendered = self._engine.renderer.render_cmpl(given, tokenizing)
+        except CLIENT_ERRORS as error:
+            raise as_request_error(error) from error
+        return [Prompt(prompt, parameters) for prompt in rendered]
+
+
+def _taken(output: Any) -> Pooled | LmiServerError:
+    if output.error is not None:
+        return HandlerError(f"vLLM ended the request: {output.error.message}")
+    return Pooled(output, len(output.prompt_token_ids))
+
+
+def _first_of(error: ValidationError) -> str:
+    """Return the first problem with a body; where it may have several forms, with the one that it is nearest to."""
+    forms: dict[str, list[str]] = {}
+    for detail in error.errors():
+        form = next((str(part) for part in detail["loc"] if str(part).endswith("Request")), "")
+        place = ".".join(str(part) for part in detail["loc"] if part != form)
+        forms.setdefault(form, []).append(f"{place}: {detail['msg']}" if place else str(detail["msg"]))
+    return min(forms.values(), key=len)[0]

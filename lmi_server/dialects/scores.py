@@ -1,0 +1,42 @@
+"""vLLM's score and rerank API: what an answer looks like, for any engine that compares texts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+from uuid import uuid4
+
+from lmi_server.dialects.framing import encode
+
+PAIRED = frozenset({"text_1", "text_2", "queries", "items", "data_1", "data_2"})
+"""The fields by which a body that has no path of its own is known for a score request."""
+
+
+def score_body(model: str, scores: Sequence[float], prompt_tokens: int) -> bytes:
+    """Return the answer of /score: one score per pair, in order."""
+    data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
+    usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
+    head = {"id": f"score-{uuid4().hex}", "object": "list", "created": int(time.time()), "model": model}
+    return encode({**head, "data": data, "usage": usage})
+
+
+def rerank_body(model: str, documents: Any, relevances: Sequence[float], top_n: int, prompt_tokens: int) -> bytes:
+    """Return the answer of /rerank: the documents with their scores, the most relevant first, `top_n` (0: all) of them.
+
+    A document is a text, or an object whose `content` is not all text.
+    """
+    given = documents if isinstance(documents, list) else [documents]
+    ranked = sorted(range(len(given)), key=lambda index: -relevances[index])
+    results = [
+        {"index": index, "document": _shown(given[index]), "relevance_score": relevances[index]} for index in ranked
+    ]
+    usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
+    head = {"id": f"rerank-{uuid4().hex}", "model": model}
+    return encode({**head, "usage": usage, "results": results[: top_n or None]})
+
+
+def _shown(document: Any) -> dict[str, Any]:
+    if isinstance(document, str):
+        return {"text": document, "multi_modal": None}
+    return {"text": None, "multi_modal": document.get("content", [])}
