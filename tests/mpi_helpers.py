@@ -25,9 +25,9 @@ def litter(server: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def clean(directory: Path) -> Iterator[Server]:
-    """Serve a model; in the end nothing of its groups may be left."""
-    with running(directory) as server:
+def clean(*directories: Path) -> Iterator[Server]:
+    """Serve models; in the end nothing of their groups may be left."""
+    with running(*directories) as server:
         yield server
         if server.process.returncode is None:
             assert server.stop() == 0

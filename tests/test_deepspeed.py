@@ -22,6 +22,7 @@ from mpi_helpers import (
     is_running,
     process_of_rank,
 )
+from pipeline_helpers import ask, started
 from server_helpers import Server
 from tiny_models import byte_tokenizer, random_model, tiny_model
 from tiny_tasks import make_task_model
@@ -108,50 +109,89 @@ def test_a_rank_that_is_killed_ends_its_group_and_the_next_one_answers(split: Se
     assert not any(map(is_running, members))
 
 
-@pytest.mark.parametrize(
-    ("task", "asked"),
-    [
-        ("text-classification", {"inputs": ["the red fox", "who jumps"]}),
-        ("fill-mask", {"inputs": "the red [MASK]"}),
-        ("question-answering", {"inputs": {"question": "who jumps?", "context": "the red fox jumps over the dog"}}),
-        ("text2text-generation", {"inputs": "abc", "parameters": {"max_new_tokens": 6}}),
-    ],
-)
-def test_a_task_over_two_ranks_gives_what_the_model_alone_gives(task: str, asked: Any, tmp_path: Path) -> None:
-    small = make_task_model(task, tmp_path / "small")
-    alone = write(tmp_path / "alone" / "model", model_id=small, dtype="fp32")
-    split = write(tmp_path / "split" / "model", model_id=small, dtype="fp32", tensor_parallel_degree=2)
-    answers = []
-    for directory in (alone, split):
-        with clean(directory) as server:
-            server.log_line(rf"\] ready: process .* task={task} ")
-            answers.append(server.http.post("/invocations", json=asked).json())
-            answers[-1] = [answers[-1], server.http.post("/invocations", json={"inputs": 5}).status_code]
-    assert rounded(answers[1]) == rounded(answers[0])
-    assert answers[0][1] == 424
+TASKS = {
+    "classifier": ("text-classification", {"inputs": ["the red fox", "who jumps"]}),
+    "writer": ("text2text-generation", {"inputs": "abc", "parameters": {"max_new_tokens": 6}}),
+    "answers": (
+        "question-answering",
+        {"inputs": {"question": "who jumps?", "context": "the red fox jumps over the dog"}},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("small")
+    return {name: make_task_model(task, directory / name) for name, (task, _) in TASKS.items()}
+
+
+@pytest.fixture(scope="module")
+def tasks(small: dict[str, Path], weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two tasks and static batches of text generation, each over two ranks, and a model that cannot be split."""
+    directory = tmp_path_factory.mktemp("tasks")
+    gpt2 = make_task_model("text-generation", directory / "gpt2")
+    tiny_model("gpt2").save_pretrained(gpt2)
+    origins = {"classifier": small["classifier"], "writer": small["writer"], "static": weights, "unsplit": gpt2}
+    models = [
+        write(directory / "models" / name, model_id=origin, dtype="fp32", tensor_parallel_degree=2)
+        for name, origin in origins.items()
+    ]
+    with clean(*models) as server:
+        for _ in range(len(models)):
+            server.log_line(r"\] ready: process .* task=|DeepSpeed cannot serve GPT2LMHeadModel: AutoTP not supported")
+        yield server
+
+
+def alone(directory: Path, asked: Any, tmp_path: Path) -> Any:
+    """Return the answer of the model on one rank."""
+    model = write(tmp_path / "alone", model_id=directory, dtype="fp32")
+    return ask(started(model), asked)
+
+
+@pytest.mark.parametrize("name", ["classifier", "writer"])
+def test_a_task_over_two_ranks_gives_what_one_rank_gives(
+    name: str, tasks: Server, small: dict[str, Path], tmp_path: Path
+) -> None:
+    asked = TASKS[name][1]
+    answers = [tasks.http.post(f"/predictions/{name}", json=asked).json() for _ in range(2)]
+    assert rounded(answers[0]) == rounded(answers[1]) == rounded(alone(small[name], asked, tmp_path))
+
+
+@pytest.mark.parametrize("name", sorted(TASKS))
+def test_a_task_through_deepspeed_gives_what_transformers_gives(
+    name: str, small: dict[str, Path], tmp_path: Path
+) -> None:
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    (plain / "serving.properties").write_text(f"option.model_id={small[name]}\noption.dtype=fp32")
+    asked = TASKS[name][1]
+    assert rounded(alone(small[name], asked, tmp_path)) == rounded(ask(started(plain), asked))
+
+
+def test_what_cannot_be_served_changes_nothing_for_the_ranks(tasks: Server) -> None:
+    wrong = tasks.http.post("/predictions/classifier", json={"inputs": 5})
+    assert (wrong.status_code, "send a string" in wrong.text) == (424, True)
+    asked = TASKS["classifier"][1]
+    assert tasks.http.post("/predictions/classifier", json=asked).status_code == 200
 
 
 def rounded(value: Any) -> Any:
-    """Return `value` with numbers to four digits."""
+    """Return `value` with numbers to three digits."""
     if isinstance(value, dict):
         return {name: rounded(item) for name, item in value.items()}
     if isinstance(value, list):
         return [rounded(item) for item in value]
-    return round(value, 4) if isinstance(value, float) else value
+    return round(value, 3) if isinstance(value, float) else value
 
 
-def test_a_sampled_text_is_the_same_on_all_ranks(weights: Path, tmp_path: Path) -> None:
+def test_a_sampled_text_is_the_same_on_all_ranks(tasks: Server, reference: Any) -> None:
     """Each rank draws the tokens of a static batch itself; two that differ would compute nonsense from there on."""
-    directory = write(tmp_path / "model", model_id=weights, dtype="fp32", tensor_parallel_degree=2)
     asked = {"inputs": "abc", "parameters": {"max_new_tokens": 20, "do_sample": True, "return_full_text": False}}
-    with clean(directory) as server:
-        server.log_line(r"\] ready: process .* task=text-generation ")
-        texts = {server.http.post("/invocations", json=asked).json()[0]["generated_text"] for _ in range(3)}
-        asked["parameters"] |= {"do_sample": False}
-        greedy = server.http.post("/invocations", json=asked).json()[0]["generated_text"]
+    texts = {tasks.http.post("/predictions/static", json=asked).json()[0]["generated_text"] for _ in range(3)}
+    asked["parameters"] = {"max_new_tokens": 20, "return_full_text": False}
+    greedy = tasks.http.post("/predictions/static", json=asked).json()[0]["generated_text"]
     assert len(texts) == 3
-    model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
-    assert greedy == byte_tokenizer().decode(generated(model, "abc", 20), skip_special_tokens=True)
+    assert greedy == byte_tokenizer().decode(generated(reference, "abc", 20), skip_special_tokens=True)
 
 
 def test_rotary_frequencies_stay_as_they_are(tmp_path: Path) -> None:
@@ -220,20 +260,27 @@ def test_what_cannot_be_is_refused_before_loading(
         check_before_loading(reference.config, DeepSpeedOptions(**options), degree)
 
 
-def test_a_model_that_deepspeed_cannot_split_is_refused(tmp_path: Path) -> None:
-    small = make_task_model("text-generation", tmp_path / "small")
-    tiny_model("gpt2").save_pretrained(small)
-    directory = write(
-        tmp_path / "model", model_id=small, dtype="fp32", tensor_parallel_degree=2, rolling_batch="deepspeed"
-    )
-    with clean(directory) as server:
-        server.log_line(r"DeepSpeed cannot serve GPT2LMHeadModel: AutoTP not supported")
-
-
 def test_a_checkpoint_of_deepspeeds_kernels_is_refused(weights: Path, tmp_path: Path) -> None:
     (tmp_path / "ds_inference_config.json").write_text(json.dumps({"type": "ds_model", "tp_size": 1}))
     options = DeepSpeedOptions(checkpoint="ds_inference_config.json", dtype="fp32")
     with pytest.raises(ModelLoadError, match="is for DeepSpeed's kernels"):
+        find_shards(str(tmp_path), options, ALONE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tp_size": 2}, r"was split for option\.tensor_parallel_degree=2, and here it is 1; split the model again"),
+        ({"dtype": "bfloat16"}, r"is in bfloat16, and option\.dtype=fp32"),
+    ],
+)
+def test_a_checkpoint_that_was_split_otherwise_is_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    content = {"type": "lmi-server ranks", "tp_size": 1, "dtype": "float32", "quantization": None, **changes}
+    (tmp_path / "ds_inference_config.json").write_text(json.dumps({**content, "checkpoints": {"tp": [[]]}}))
+    options = DeepSpeedOptions(checkpoint="ds_inference_config.json", dtype="fp32")
+    with pytest.raises(ModelLoadError, match=message):
         find_shards(str(tmp_path), options, ALONE)
 
 
