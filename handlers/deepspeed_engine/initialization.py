@@ -19,7 +19,6 @@ from handlers.deepspeed_engine.int8 import check_device
 from handlers.deepspeed_options import DeepSpeedOptions
 from handlers.rolling_batch.peers import Peers
 from handlers.rolling_batch.sharding import SummedLinear, join_process_group, plain_linear
-from lmi_server.configuration.environment import set_default
 from lmi_server.errors import ModelLoadError
 from lmi_server.ranks import Rank
 
@@ -48,15 +47,13 @@ def initialize(model: nn.Module, options: DeepSpeedOptions, rank: Rank, inject: 
 
 def import_deepspeed() -> Any:
     """Import DeepSpeed; on the CPU without what it would compile. Raises ModelLoadError."""
-    has_gpu = torch.cuda.is_available()
-    set_default("DS_ACCELERATOR", "cuda" if has_gpu else "cpu")
     try:
         import deepspeed
     except ImportError as error:
         raise ModelLoadError(
             f"the deepspeed handler needs the extra 'deepspeed' ({error}); install lmi-server[deepspeed]"
         ) from error
-    if not has_gpu:
+    if not torch.cuda.is_available():
         deepspeed.ops.__compatible_ops__ = {}  # it asks there what it may compile; asking runs compilers
     return deepspeed
 
