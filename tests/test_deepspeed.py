@@ -137,8 +137,10 @@ def tasks(small: dict[str, Path], weights: Path, tmp_path_factory: pytest.TempPa
         for name, origin in origins.items()
     ]
     with clean(*models) as server:
-        for _ in range(len(models)):
-            server.log_line(r"\] ready: process .* task=|DeepSpeed cannot serve GPT2LMHeadModel: AutoTP not supported")
+        waiting = {"unsplit", "classifier", "writer", "static"}
+        while waiting:
+            found = server.log_line(r"\[(\w+)-\d+\] ready: process|cannot serve GPT2LMHeadModel: AutoTP not supported")
+            waiting.discard(found[1] or "unsplit")
         yield server
 
 
