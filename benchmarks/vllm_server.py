@@ -272,7 +272,8 @@ def both(settings: Mapping[str, Any] | None) -> Iterator[dict[str, Server]]:
         before = {name: server.cpu_s() for name, server in servers.items()}
         time.sleep(2)
         idle = ", ".join(f"{name} {(server.cpu_s() - before[name]) / 2:.1%}" for name, server in servers.items())
-        Console(width=110).print(f"CPU of a core while idle: {idle}")
+        ready = ", ".join(f"{name} {server.ready_s:.1f}" for name, server in servers.items())
+        Console(width=110).print(f"Seconds to the first 200: {ready}. CPU of a core while idle: {idle}")
         for server in servers.values():
             server.hold()
         yield servers
@@ -423,6 +424,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=RUNS, help="runs of each load on each server")
     parser.add_argument("--engine", action="store_true", help="run only the engine and print its figures as JSON")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the servers are in sessions of their own, and must end too
     unknown = set(arguments.parts) - {READY, *PARTS}
     if unknown:
         parser.error(f"{', '.join(sorted(unknown))}: no such part; there are {', '.join([READY, *PARTS])}")

@@ -83,6 +83,7 @@ OutputFormatter = Annotated[
     Field(pattern=r"^(3p|3p_stream|[A-Za-z_]\w*)$"),
     Allowed(", ".join((*FORMATTERS, "or the name of a function in model.py"))),
 ]
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
 S3Prefix = Annotated[str, Field(pattern=r"^s3://[^/]+(/.*)?$")]
 ParallelDegree = Annotated[
     Annotated[int, Field(ge=1)] | Literal[-1, "max"],
@@ -277,7 +278,7 @@ class ModelOptions(Options):
     async_mode: Annotated[bool, NoEffect("requests are always handled side by side")] = Field(
         False, description="Handle requests side by side in the worker instead of one batch at a time."
     )
-    input_formatter: Annotated[str | None, Allowed("the name of a function in model.py")] = Field(
+    input_formatter: Annotated[FunctionName | None, Allowed("the name of a function in model.py")] = Field(
         None, description="Function of model.py that parses requests; without it the one marked @input_formatter."
     )
     bedrock_compat: Annotated[bool, Unavailable.values(True, instead=_NOT_YET)] = Field(

@@ -23,7 +23,8 @@ from lmi_server.handler import RequestHandler
 from lmi_server.link import FrontendLink, frontend_link, read_load
 from lmi_server.worker.group import follow, following, join_group, leave_group
 from lmi_server.worker.loading import Loading, make_handler
-from lmi_server.worker.main_thread import InMainThread, MainThread
+from lmi_server.worker.main_service import InMainThread
+from lmi_server.worker.main_thread import MainThread
 from lmi_server.worker.service import Service
 from lmi_server.worker.session import Session
 from lmi_server.worker.side_by_side import Generation, SideBySide
