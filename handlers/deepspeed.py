@@ -5,7 +5,6 @@ Torch, transformers and DeepSpeed are imported when the model loads, never with 
 
 from __future__ import annotations
 
-import logging
 import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
     from handlers.rolling_batch.loading import LoadedModel
     from handlers.rolling_batch.peers import Peers
     from handlers.tasks.task import Task
-
-logger = logging.getLogger(__name__)
 
 
 class DeepSpeedHandler(RollingBatchHandler):

@@ -107,9 +107,13 @@ def check_before_loading(config: Any, options: DeepSpeedOptions, degree: int) ->
             raise ModelLoadError(f"{_DEGREE}={degree} is more than {name}={count} of the model; lower it")
 
 
-def _join(rank: Rank) -> Peers:
+def choose_device(rank: Rank) -> None:
+    """Let "cuda" mean the GPU of this rank, where there are any."""
     if torch.cuda.is_available():
         torch.cuda.set_device(rank.rank)
+
+
+def _join(rank: Rank) -> Peers:
     peers = Peers(rank)
     join_process_group(rank)
     return peers

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from handlers.checkpoints.loading import load_config, load_model, load_tokenizer, set_threads
-from handlers.deepspeed_engine.initialization import check_before_loading, initialize
+from handlers.deepspeed_engine.initialization import check_before_loading, choose_device, initialize
 from handlers.deepspeed_engine.int8 import model_bytes, quantize
 from handlers.deepspeed_engine.shards import Shards, find_shards, save_shards
 from handlers.deepspeed_options import DeepSpeedOptions
@@ -22,6 +22,7 @@ def load(path: str, options: DeepSpeedOptions) -> LoadedModel:
     set_threads(options.threads)
     set_kernel_threads()
     rank = own_rank()
+    choose_device(rank)
     reading = options.reading()
     config = load_config(path, reading)
     check_before_loading(config, options, rank.size)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from handlers.checkpoints.loading import load_config, set_threads
-from handlers.deepspeed_engine.initialization import check_before_loading, initialize
+from handlers.deepspeed_engine.initialization import check_before_loading, choose_device, initialize
 from handlers.deepspeed_engine.int8 import quantize
 from handlers.deepspeed_options import DeepSpeedOptions
 from handlers.rolling_batch.peers import Peers
@@ -32,6 +32,7 @@ def load_task(task: str, path: str, options: DeepSpeedOptions) -> tuple[Task, Pe
     On a GPU DeepSpeed's kernels are used where the model gives the same with them. Raises ModelLoadError.
     """
     set_threads(options.threads)
+    choose_device(own_rank())
     config = load_config(path, options.reading())
     check_before_loading(config, options, own_rank().size)
     wanted = torch.cuda.is_available() and config.model_type in _INJECTED and options.deepspeed_config_path is None
