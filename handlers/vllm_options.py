@@ -34,6 +34,7 @@ _NUMA_NODES = Path("/sys/devices/system/node")
 _VARIABLES = {
     "VLLM_CONFIGURE_LOGGING": "0",  # the worker's log takes its lines
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would have the worker's socket, and locks that its threads held
     "TOKENIZERS_PARALLELISM": "false",
 }
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -214,6 +215,9 @@ class VllmOptions(PagedAttentionOptions):
             yield Finding(("option.enable_auto_tool_choice",), "true only with option.tool_call_parser")
         if self.enable_reasoning and self.reasoning_parser is None:
             yield Finding(("option.enable_reasoning",), "true only with option.reasoning_parser")
+
+    def gpus_per_worker(self, available: int) -> int | None:
+        return self.devices_per_worker if available else None  # without any, vLLM's processes share the CPU
 
     @property
     def one_worker_only(self) -> str | None:

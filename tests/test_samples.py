@@ -50,11 +50,12 @@ HANDLER = {
     "xgboost": "xgboost",
     "vllm": "vllm",
     "vllm-awq": "vllm",
+    "vllm-embedding": "vllm pooling",
     "vllm-lora": "vllm",
     "vllm-tools": "vllm",
 }
 PIPELINE = "huggingface pipeline"
-VLLM_ENGINES = ("vllm", "lmi-dist")  # test_vllm.py and test_lmi_dist.py run them
+VLLM_ENGINES = ("vllm", "vllm pooling", "lmi-dist")  # tests of their own run them
 OWN = "a handler of one's own"  # test_own_code.py runs such
 TREE_MODELS = ("sklearn", "xgboost")  # test_tree_models.py runs them
 SERVED = ("huggingface", PIPELINE, "deepspeed", "deepspeed task", *TREE_MODELS, "echo", *VLLM_ENGINES, OWN)

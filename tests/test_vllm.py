@@ -354,6 +354,8 @@ def test_a_sample_runs(name: str, tiny_model: Path, tmp_path: Path) -> None:
         ({"quantize": "nonsense"}, "nonsense"),
         ({"chat_template": "missing.jinja"}, "missing.jinja"),
         ({"kv_cache_memory_gb": "0.0001"}, "No available memory for the cache blocks"),
+        ({"kv_cache_memory_gb": "0.0002"}, "max seq len"),
+        ({"max_rolling_batch_prefill_tokens": "8"}, "max_num_batched_tokens"),
         ({"enable_lora": "true", "engine_process": "own"}, "use worker"),
     ],
 )

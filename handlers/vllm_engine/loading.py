@@ -199,8 +199,7 @@ async def _load_in_worker(
     model_dir: str, options: VllmOptions, statistics: Statistics
 ) -> tuple[Driver, library.LLMEngine]:
     def build() -> InProcessEngine:
-        if options.threads is not None:
-            torch.set_num_threads(options.threads)
+        set_threads(options)
         config = engine_config(model_dir, options)
         is_group = bool(own_rank().directory)
         make = library.leading_engine if is_group else library.in_process_engine
@@ -221,6 +220,7 @@ def follow(model_dir: str, options: VllmOptions) -> None:
     Raises ModelLoadError where vLLM refuses the configuration or cannot load the model.
     """
     _prepare_adapters(options)
+    set_threads(options)
     config = engine_config(model_dir, options)
     ranks.follow(loaded(lambda: library.following_core(config)))
 
@@ -229,6 +229,12 @@ async def _load_apart(model_dir: str, options: VllmOptions, statistics: Statisti
     config = await asyncio.to_thread(engine_config, model_dir, options)
     engine = await asyncio.to_thread(loaded, lambda: library.own_process_engine(config, [statistics.logger_factory]))
     return OwnProcessDriver(engine), engine
+
+
+def set_threads(options: VllmOptions) -> None:
+    """Compute on as many threads as the options say, where they do, for an engine in this process."""
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
 
 
 def loaded(build: Callable[[], T]) -> T:

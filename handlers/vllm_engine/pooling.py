@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from handlers.vllm_engine import library
 from handlers.vllm_engine.drivers import end_process
-from handlers.vllm_engine.loading import details, engine_config, loaded
+from handlers.vllm_engine.loading import details, engine_config, loaded, set_threads
 from handlers.vllm_engine.requests import CLIENT_ERRORS, as_request_error
 from handlers.vllm_options import VllmPoolingOptions
 from lmi_server.dialects.openai_embeddings import EmbeddingRequest
@@ -64,6 +64,7 @@ class PoolingModel:
     def __init__(self, model_dir: str, options: VllmPoolingOptions) -> None:
         """Load the model. Raises ModelLoadError where vLLM refuses it, or finds nothing in it that pools."""
         began = time.perf_counter()
+        set_threads(options)
         config = engine_config(model_dir, options)
         self._engine = loaded(lambda: library.in_process_engine(config, []))
         self._config = config.model_config
@@ -130,7 +131,7 @@ class PoolingModel:
             context.pooling_params.verify(self._config)
             context.engine_inputs = [scorer.render(item) for item in scorer.get_request_factory_online(context)]
         except ValidationError as error:
-            raise RequestError(_first_of(error)) from error
+            raise RequestError(_first_of(error, has_forms=kind is library.ScoreRequest)) from error
         except CLIENT_ERRORS as error:
             raise as_request_error(error) from error
 
@@ -188,11 +189,11 @@ def _taken(output: Any) -> Pooled | LmiServerError:
     return Pooled(output, len(output.prompt_token_ids))
 
 
-def _first_of(error: ValidationError) -> str:
+def _first_of(error: ValidationError, has_forms: bool) -> str:
     """Return the first problem with a body; where it may have several forms, with the one that it is nearest to."""
-    forms: dict[str, list[str]] = {}
+    problems: dict[Any, list[str]] = {}
     for detail in error.errors():
-        form = next((str(part) for part in detail["loc"] if str(part).endswith("Request")), "")
-        place = ".".join(str(part) for part in detail["loc"] if part != form)
-        forms.setdefault(form, []).append(f"{place}: {detail['msg']}" if place else str(detail["msg"]))
-    return min(forms.values(), key=len)[0]
+        form, *place = detail["loc"] if has_forms else (None, *detail["loc"])
+        told = ".".join(map(str, place))
+        problems.setdefault(form, []).append(f"{told}: {detail['msg']}" if told else str(detail["msg"]))
+    return min(problems.values(), key=len)[0]

@@ -1,0 +1,57 @@
+"""Clients of other projects, as they are, against the server."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from product_helpers import Server, serving
+from vllm_helpers import make_tiny_model
+
+pytestmark = pytest.mark.slow
+
+BENCH = Path(__file__).parent / "models" / "vllm_bench.py"
+REQUESTS, TOKENS = 12, 8
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "llama")
+
+
+@pytest.fixture(scope="module", params=["vllm", "scheduler"])
+def server(
+    request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    settings = {"rolling_batch": request.param, "dtype": "fp32", "kv_cache_memory_gb": "0.1"}
+    with serving(tmp_path_factory.mktemp("served"), tiny_model, **settings) as server:
+        yield server
+
+
+@pytest.mark.parametrize(("backend", "path"), [("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")])
+def test_vllm_bench_serve(server: Server, tiny_model: Path, tmp_path: Path, backend: str, path: str) -> None:
+    options = {
+        "backend": backend,
+        "endpoint": path,
+        "base-url": server.url,
+        "tokenizer": str(tiny_model),
+        "dataset-name": "random",
+        "random-input-len": "16",
+        "random-output-len": str(TOKENS),
+        "num-prompts": str(REQUESTS),
+        "max-concurrency": "4",
+        "result-dir": str(tmp_path),
+        "result-filename": "result.json",
+    }
+    arguments = [word for name, value in options.items() for word in (f"--{name}", value)]
+    command = [sys.executable, str(BENCH), "--save-result", "--ignore-eos", *arguments]
+    ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"}, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["completed"], result["failed"]) == (REQUESTS, 0)
+    assert result["total_output_tokens"] == REQUESTS * TOKENS

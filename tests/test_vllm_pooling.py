@@ -1,0 +1,162 @@
+"""Models that pool under vLLM, over HTTP: embeddings, scores of pairs, ranks of documents, classes of texts."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import sentence_transformers
+import torch
+from product_helpers import Server, serving
+from tiny_models import byte_tokenizer
+from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel
+
+pytestmark = pytest.mark.slow
+
+SAMPLE = Path(__file__).parent.parent / "serving.properties.d" / "vllm-embedding.properties"
+MINILM = Path(__file__).parent.parent / "models" / "all-minilm-l6-v2"
+TEXTS = ["A man is eating food.", "Someone eats.", "The girl is carrying a baby.", "word " * 100]
+SETTINGS = {"rolling_batch": "vllm", "dtype": "fp32"}
+
+
+@pytest.fixture(scope="module")
+def embedding(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    lines = [line.partition("=")[::2] for line in SAMPLE.read_text().splitlines() if not line.startswith("#")]
+    instead = {"option.model_id": str(MINILM), "option.dtype": "fp32"}
+    with serving(tmp_path_factory.mktemp("embedding"), MINILM, **{**dict(lines), **instead}) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def reference() -> np.ndarray:
+    model = sentence_transformers.SentenceTransformer(str(MINILM), device="cpu")
+    return np.asarray(model.encode(TEXTS))
+
+
+def classifier(labels: int) -> PreTrainedModel:
+    config = BertConfig(
+        vocab_size=259, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=64, num_labels=labels, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    model = BertForSequenceClassification(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)
+    return model.eval()
+
+
+def save(model: PreTrainedModel, directory: Path) -> Path:
+    model.save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def cross_encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = tmp_path_factory.mktemp("pairs")
+    with serving(directory, save(classifier(1), directory / "weights"), **SETTINGS) as server:
+        yield server
+
+
+def embedded(server: Server, **body: Any) -> dict[str, Any]:
+    told = server.http.post("/v1/embeddings", json=body)
+    assert told.status_code == 200, told.text
+    return dict(told.json())
+
+
+def refusal(told: httpx.Response) -> str:
+    assert told.status_code == 400, told.text
+    return str(told.json()["error"]["message"])
+
+
+def test_embeddings_are_those_of_sentence_transformers(embedding: Server, reference: np.ndarray) -> None:
+    told = embedded(embedding, model="model", input=TEXTS)
+    vectors = np.array([entry["embedding"] for entry in told["data"]])
+    np.testing.assert_allclose(vectors, reference, atol=2e-5)
+    assert [entry["index"] for entry in told["data"]] == [0, 1, 2, 3]
+    assert told["usage"]["prompt_tokens"] == told["usage"]["total_tokens"] > 100
+    coded = embedded(embedding, model="model", input=TEXTS[0], encoding_format="base64")["data"][0]["embedding"]
+    np.testing.assert_allclose(np.frombuffer(base64.b64decode(coded), "<f4"), reference[0], atol=2e-5)
+
+
+def test_requests_of_one_batch_get_their_own_answers(embedding: Server, reference: np.ndarray) -> None:
+    """One that cannot be served fails alone."""
+    texts: list[Any] = [*TEXTS[:3], [10**6], "word " * 600] * 4
+
+    def ask(text: Any) -> httpx.Response:
+        return embedding.http.post("/v1/embeddings", json={"model": "model", "input": text})
+
+    with ThreadPoolExecutor(len(texts)) as pool:
+        replies = list(pool.map(ask, texts))
+    for place, reply in enumerate(replies):
+        if place % 5 < 3:
+            vector = reply.json()["data"][0]["embedding"]
+            np.testing.assert_allclose(vector, reference[place % 5], atol=2e-5)
+        else:
+            assert ("vocabulary" if place % 5 == 3 else "maximum context length") in refusal(reply)
+
+
+def test_lmis_path_takes_all_forms(embedding: Server, reference: np.ndarray) -> None:
+    def ask(**body: Any) -> Any:
+        return embedding.http.post("/invocations", json=body).json()
+
+    np.testing.assert_allclose(ask(inputs=TEXTS[:2]), reference[:2], atol=2e-5)
+    np.testing.assert_allclose(ask(input=TEXTS[0])["data"][0]["embedding"], reference[0], atol=2e-5)
+    loose = np.array(ask(inputs=TEXTS[0], parameters={"normalize": False})[0])
+    np.testing.assert_allclose(loose / np.linalg.norm(loose), reference[0], atol=2e-5)
+    assert abs(np.linalg.norm(loose) - 1) > 0.01
+    assert len(ask(inputs="word " * 600, parameters={"truncate": True})[0]) == 384
+    assert ask(text_1=TEXTS[0], text_2=TEXTS[1:3])["object"] == "list"
+    assert len(ask(query=TEXTS[0], documents=TEXTS[1:3])["results"]) == 2
+
+
+def test_an_embedding_model_scores_by_the_angle(embedding: Server, reference: np.ndarray) -> None:
+    body = {"model": "model", "text_1": TEXTS[0], "text_2": TEXTS[1:3]}
+    told = embedding.http.post("/v1/score", json=body).json()
+    angles = reference[1:3] @ reference[0]
+    assert [entry["score"] for entry in told["data"]] == pytest.approx(list(angles), abs=1e-4)
+    ranked = embedding.http.post("/rerank", json={"query": TEXTS[0], "documents": TEXTS[1:3][::-1], "top_n": 1}).json()
+    (best,) = ranked["results"]
+    assert (best["index"], best["document"]["text"]) == (1, TEXTS[1])
+    assert best["relevance_score"] == pytest.approx(angles[0], abs=1e-4)
+
+
+def test_what_an_embedding_model_does_not_do_is_told(embedding: Server) -> None:
+    chat = {"model": "model", "messages": [{"role": "user", "content": "Hi"}]}
+    assert "the model serves embed" in refusal(embedding.http.post("/v1/chat/completions", json=chat))
+    cut = {"model": "model", "input": "a", "dimensions": 8}
+    assert "Matryoshka" in refusal(embedding.http.post("/v1/embeddings", json=cut))
+    assert "text_2" in refusal(embedding.http.post("/score", json={"text_1": "a"}))
+    assert "query" in refusal(embedding.http.post("/rerank", json={"documents": ["a"]}))
+
+
+def test_a_cross_encoder_scores_pairs(cross_encoder: Server) -> None:
+    told = cross_encoder.http.post("/score", json={"text_1": "one", "text_2": ["two", "three"]}).json()
+    model, tokenizer = classifier(1), byte_tokenizer()
+    with torch.inference_mode():
+        expected = [
+            torch.sigmoid(model(**tokenizer("one", other, return_tensors="pt")).logits).item()
+            for other in ("two", "three")
+        ]
+    assert [entry["score"] for entry in told["data"]] == pytest.approx(expected, abs=1e-4)
+    assert "makes no embeddings" in refusal(cross_encoder.http.post("/v1/embeddings", json={"input": "a"}))
+
+
+def test_a_classifier_tells_the_likeliest_label(tmp_path: Path) -> None:
+    model, tokenizer = classifier(3), byte_tokenizer()
+    with serving(tmp_path, save(model, tmp_path / "weights"), **SETTINGS) as server:
+        told = server.http.post("/invocations", json={"inputs": ["one", "another"]}).json()
+        with torch.inference_mode():
+            scores = [
+                torch.softmax(model(**tokenizer(text, return_tensors="pt")).logits[0], 0) for text in ("one", "another")
+            ]
+        assert [entry["label"] for entry in told] == [f"LABEL_{int(score.argmax())}" for score in scores]
+        assert [entry["score"] for entry in told] == pytest.approx([float(score.max()) for score in scores], abs=1e-4)
+        assert "a classifier with one label" in refusal(server.http.post("/score", json={"text_1": "a", "text_2": "b"}))
