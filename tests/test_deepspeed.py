@@ -196,8 +196,8 @@ def test_a_sampled_text_is_the_same_on_all_ranks(tasks: Server, reference: Any) 
     assert greedy == byte_tokenizer().decode(generated(reference, "abc", 20), skip_special_tokens=True)
 
 
-def test_rotary_frequencies_stay_as_they_are(tmp_path: Path) -> None:
-    model = tiny_model("llama", torch.bfloat16)
+def test_rotary_frequencies_stay_as_they_are(weights: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.bfloat16)
     before = model.model.rotary_emb.inv_freq.clone()
     assert initialize(model, DeepSpeedOptions(), ALONE) is None
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32

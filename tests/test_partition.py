@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from mpi_helpers import answered, body, clean, generated
-from server_helpers import Server
 from tiny_models import byte_tokenizer, llama_of_whole_blocks
 from transformers import AutoModelForCausalLM
 
@@ -21,6 +20,7 @@ from handlers.deepspeed_engine.loading import load
 from handlers.deepspeed_options import DeepSpeedOptions
 from handlers.huggingface_options import HuggingFaceOptions
 from lmi_server.configuration.properties import edited_properties
+from lmi_server.configuration.resolve import resolve_model
 from lmi_server.errors import ConfigurationError, ModelLoadError
 from lmi_server.partition import partition
 
@@ -61,68 +61,75 @@ def write(directory: Path, text: str, weights: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def targets(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """What the command makes of a model that is split and of two that are quantised."""
+def target(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the command makes of a model for two ranks."""
     root = tmp_path_factory.mktemp("models")
-    made = {}
-    for name, text in {"split": SPLIT, "smooth": SMOOTH, "int8": BITSANDBYTES}.items():
-        origin = write(root / "origins" / name, text, weights)
-        (origin / "notes.txt").write_text("kept")
-        made[name] = root / name
-        command = (sys.executable, "-m", "lmi_server.cli", "partition", str(origin), "--save", str(made[name]))
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        assert "MiB written" in done.stderr or "written to" in done.stderr
-    assert sorted(path.name for path in root.iterdir()) == ["int8", "origins", "smooth", "split"]
-    return made
+    origin = write(root / "origin", SPLIT, weights)
+    (origin / "notes.txt").write_text("kept")
+    command = (sys.executable, "-m", "lmi_server.cli", "partition", str(origin), "--save", str(root / "split"))
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "weights of rank 1: 0.2 of 0.2 MiB written" in done.stderr
+    assert sorted(path.name for path in root.iterdir()) == ["origin", "split"]
+    return root / "split"
 
 
-@pytest.fixture(scope="module")
-def served(targets: dict[str, Path]) -> Iterator[Server]:
-    with clean(*targets.values()) as server:
-        for _ in targets:
-            server.log_line(r"\] ready: process")
-        yield server
-
-
-def expected(name: str, weights: Path) -> Any:
-    """Return the model as it is without the command."""
-    if name == "split":
-        return AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
-    if name == "smooth":
-        options = DeepSpeedOptions(dtype="fp32", quantize="smoothquant", smoothquant_alpha=0.6)
-        return load(str(weights), options).model
-    return load_model(AutoModelForCausalLM, str(weights), HuggingFaceOptions(dtype="fp32", quantize="bitsandbytes8"))
-
-
-@pytest.mark.parametrize("name", ["split", "smooth", "int8"])
-def test_what_was_prepared_is_served_as_what_was_not(name: str, served: Server, weights: Path) -> None:
-    model = expected(name, weights)
-    answers = [served.http.post(f"/predictions/{name}", json=body(prompt, 12)) for prompt in PROMPTS]
+def test_a_model_that_was_split_is_served_as_the_whole_one(target: Path, weights: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
+    with clean(target) as server:
+        server.log_line(r"\] ready: process")
+        answers = [server.http.post("/invocations", json=body(prompt, 12)) for prompt in PROMPTS]
     assert [answered(answer) for answer in answers] == [generated(model, prompt, 12) for prompt in PROMPTS]
 
 
-def test_a_directory_is_complete(targets: dict[str, Path]) -> None:
-    assert (targets["split"] / "serving.properties").read_text() == (
+def test_a_directory_is_complete(target: Path) -> None:
+    assert (target / "serving.properties").read_text() == (
         "# two ranks\nengine=DeepSpeed\noption.rolling_batch=deepspeed\noption.dtype=fp32\n"
         "option.tensor_parallel_degree=2\noption.checkpoint=ds_inference_config.json\n"
     )
-    assert not (targets["split"] / "model.safetensors").exists()
-    manifest = json.loads((targets["smooth"] / "ds_inference_config.json").read_text())
-    assert (manifest["tp_size"], manifest["quantization"]) == (1, "smoothquant")
-    quantized = json.loads((targets["int8"] / "config.json").read_text())["quantization_config"]
-    assert quantized["quant_method"] == "bitsandbytes"
-    for directory in targets.values():
-        assert "quantize" not in (directory / "serving.properties").read_text()
-        assert (directory / "notes.txt").read_text() == "kept"
+    assert not (target / "model.safetensors").exists()
+    assert (target / "tokenizer.json").exists()
+    assert (target / "notes.txt").read_text() == "kept"
+    assert json.loads((target / "ds_inference_config.json").read_text())["tp_size"] == 2
 
 
-def test_4_bit_weights_are_only_loaded(weights: Path, tmp_path: Path) -> None:
-    options = HuggingFaceOptions(dtype="fp32", quantize="bitsandbytes4", save_mp_checkpoint_path=str(tmp_path))
+@pytest.mark.parametrize("method", ["dynamic_int8", "smoothquant"])
+def test_8_bit_weights_are_only_loaded(method: str, weights: Path, tmp_path: Path) -> None:
+    save = DeepSpeedOptions(dtype="fp32", quantize=method, save_mp_checkpoint_path=str(tmp_path))
+    model = load(str(weights), save).model
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(weights / name, tmp_path)
+    kept = load(str(tmp_path), DeepSpeedOptions(dtype="fp32", checkpoint="ds_inference_config.json"))
+    assert same_tokens(kept.model, model)
+    assert kept.details["quantization"] == method
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes4", "bitsandbytes8"])
+def test_weights_of_bitsandbytes_are_only_loaded(method: str, weights: Path, tmp_path: Path) -> None:
+    options = HuggingFaceOptions(dtype="fp32", quantize=method, save_mp_checkpoint_path=str(tmp_path))
     model = load_model(AutoModelForCausalLM, str(weights), options)
-    loaded = load_model(AutoModelForCausalLM, str(tmp_path), HuggingFaceOptions(dtype="fp32"))
-    assert [generated(loaded, prompt, 12) for prompt in PROMPTS] == [generated(model, prompt, 12) for prompt in PROMPTS]
-    assert loaded.get_memory_footprint() == model.get_memory_footprint()
+    kept = load_model(AutoModelForCausalLM, str(tmp_path), HuggingFaceOptions(dtype="fp32"))
+    assert same_tokens(kept, model)
+    assert (tmp_path / "model.safetensors").stat().st_size < (weights / "model.safetensors").stat().st_size * 0.8
+
+
+def same_tokens(one: Any, other: Any) -> bool:
+    return all(generated(one, prompt, 12) == generated(other, prompt, 12) for prompt in PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("text", "changes"),
+    [
+        (BITSANDBYTES, {"option.model_id": None, "option.quantize": None}),
+        (SMOOTH, {"option.quantize": None, "option.smoothquant_alpha": None, "option.tensor_parallel_degree": "1"}),
+    ],
+)
+def test_keys_that_are_done_with_are_removed(
+    text: str, changes: dict[str, str | None], weights: Path, tmp_path: Path
+) -> None:
+    partitioned = resolve_model(write(tmp_path / "model", text, weights), {}).options.partitioned()
+    assert not isinstance(partitioned, str)
+    assert changes.items() <= dict(partitioned).items()
 
 
 @pytest.mark.parametrize(
