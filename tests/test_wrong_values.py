@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from lmi_server.configuration.declaration import Option
-from lmi_server.configuration.handlers import HANDLERS, JAVA_ENGINE, PIPELINE, HandlerRow, load_options_type
+from lmi_server.configuration.handlers import (
+    DEEPSPEED_TASK,
+    HANDLERS,
+    JAVA_ENGINE,
+    PIPELINE,
+    HandlerRow,
+    load_options_type,
+)
 from lmi_server.configuration.machine import Machine
 from lmi_server.configuration.options import ServingOptions
 from lmi_server.configuration.resolve import inspect_model
@@ -17,7 +24,11 @@ MACHINE = Machine(total_bytes=2**34, available_bytes=2**33)
 WRONG = "no such value!"
 # They decide which handler is meant, and are tested with it.
 DECIDING = ("engine", "option.entryPoint")
-_OTHERWISE = {JAVA_ENGINE.title: "engine=PyTorch", PIPELINE.title: "option.task=fill-mask"}
+_OTHERWISE = {
+    JAVA_ENGINE.title: "engine=PyTorch",
+    PIPELINE.title: "option.task=fill-mask",
+    DEEPSPEED_TASK.title: "option.entryPoint=deepspeed",
+}
 
 
 def typed(options: tuple[Option, ...]) -> list[Option]:
