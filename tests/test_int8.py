@@ -90,5 +90,7 @@ def test_a_model_that_reads_no_texts_is_not_measured_with_texts() -> None:
 
 
 def test_an_empty_part_of_a_layer_gives_nothing() -> None:
-    layer = DynamicInt8Linear.quantized(nn.Linear(0, 8, bias=False), None)
+    linear = nn.Linear(4, 8, bias=False)
+    linear.weight = nn.Parameter(torch.empty(8, 0))
+    layer = DynamicInt8Linear.quantized(linear, None)
     assert torch.equal(layer(torch.zeros(1, 3, 0)), torch.zeros(1, 3, 8))
