@@ -112,7 +112,7 @@ class DynamicInt8Linear(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """(..., in_features) -> (..., out_features)."""
-        rows = hidden.reshape(-1, self.in_features).float()
+        rows = hidden.flatten(0, -2).float()
         if self.smoothing is not None:
             rows = rows / self.smoothing
         scales = _scales(rows)
