@@ -109,15 +109,14 @@ class TaskHandler(RequestHandler):
         if self._name != "text-embedding":
             raise RequestError(f"the model serves {self._name}, not embeddings; set option.task=text-embedding")
         asked = openai_embeddings.parse(body)
-        other = openai.model_warnings(request, asked.model, self._served)
-        for warning in (*asked.warnings, *other):
+        name, warnings = openai.name_told(request, asked.model, self._served)
+        for warning in (*asked.warnings, *warnings):
             logger.warning("%s", warning)
-        shown_name = self._served.name if asked.model is None or other else asked.model
         embedding: TextEmbedding = self._task  # type: ignore[assignment]
 
         def write(results: Sequence[Any]) -> Response:
             data = openai_embeddings.body(
-                shown_name,
+                name,
                 [result.vector.tobytes() for result in results],
                 asked.encoding_format,
                 sum(result.tokens for result in results),

@@ -152,6 +152,8 @@ class VllmOptions(PagedAttentionOptions):
         if self.engine_process == "own":
             return {**_VARIABLES, **self._cores_of_shares()}
         variables = {**_VARIABLES, **THREAD_VARIABLES, **self._cores_of_shares(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        if self.devices_per_worker == 1:  # bound, a thread would wait for its core while the front end has it
+            variables["OMP_PROC_BIND"] = "false"
         # Small functions of vLLM's sampler are compiled on first use whatever enforce_eager says: seconds of a C++
         # compiler in the middle of a request.
         return variables | {"TORCH_COMPILE_DISABLE": "1"} if self.enforce_eager else variables

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from handlers import content
 from handlers.tasks.task import read_parameters
 from handlers.vllm import import_engine
 from handlers.vllm_options import VllmPoolingOptions
-from lmi_server.dialects import fields, openai_embeddings, scores
+from lmi_server.dialects import fields, openai, openai_embeddings, scores
+from lmi_server.dialects.base import ServedModel
 from lmi_server.dialects.openai_embeddings import EmbeddingRequest
 from lmi_server.errors import LmiServerError, RequestError
 from lmi_server.handler import ModelInfo, RequestHandler, Response
@@ -49,10 +49,10 @@ class VllmPoolingHandler(RequestHandler):
 
     def __init__(self) -> None:
         self._model: PoolingModel
-        self._name = ""
+        self._served: ServedModel
 
     def start(self, model_dir: str, options: VllmPoolingOptions) -> ModelInfo:
-        self._name = (*options.served_model_name, Path(model_dir).name)[0]
+        self._served = ServedModel(name=self.served_names[0], served_names=tuple(self.served_names))
         self._model = import_engine("pooling").PoolingModel(model_dir, options)
         return ModelInfo(max_model_len=self._model.max_length, details=self._model.details)
 
@@ -77,11 +77,11 @@ class VllmPoolingHandler(RequestHandler):
     def _call(self, request: Input) -> _Call:
         match request.route:
             case "embeddings":
-                return self._embeddings(fields.json_object(request))
+                return self._embeddings(request, fields.json_object(request))
             case "score":
-                return self._score(fields.json_object(request))
+                return self._score(request, fields.json_object(request))
             case "rerank":
-                return self._rerank(fields.json_object(request))
+                return self._rerank(request, fields.json_object(request))
             case "invocations" | "predictions":
                 return self._invocation(request)
             case route:
@@ -95,11 +95,11 @@ class VllmPoolingHandler(RequestHandler):
         if "inputs" in body:
             return self._inputs(request, body)
         if "input" in body:
-            return self._embeddings(body)
+            return self._embeddings(request, body)
         if "query" in body:
-            return self._rerank(body)
+            return self._rerank(request, body)
         if not scores.PAIRED.isdisjoint(body):
-            return self._score(body)
+            return self._score(request, body)
         raise RequestError('inputs is missing; send {"inputs": ["a text"], "parameters": {...}}')
 
     def _inputs(self, request: Input, body: Mapping[str, Any]) -> _Call:
@@ -117,36 +117,42 @@ class VllmPoolingHandler(RequestHandler):
         asked = EmbeddingRequest(inputs=texts, dimensions=given.get("dimensions"), truncate_tokens=cut)
         return _Call(model.embeddings(asked, given.get("normalize")), write)
 
-    def _embeddings(self, body: Mapping[str, Any]) -> _Call:
+    def _embeddings(self, request: Input, body: Mapping[str, Any]) -> _Call:
         asked = openai_embeddings.parse(body)
         for warning in asked.warnings:
             logger.warning("%s", warning)
+        name = self._name_told(request, asked.model)
 
         def write(results: Sequence[Pooled]) -> Response:
             vectors = [result.values.tobytes() for result in results]
-            return _json(
-                openai_embeddings.body(asked.model or self._name, vectors, asked.encoding_format, _tokens(results))
-            )
+            return _json(openai_embeddings.body(name, vectors, asked.encoding_format, _tokens(results)))
 
         return _Call(self._model.embeddings(asked), write)
 
-    def _score(self, body: Mapping[str, Any]) -> _Call:
-        request, comparison = self._model.score(body)
+    def _score(self, request: Input, body: Mapping[str, Any]) -> _Call:
+        asked, comparison = self._model.score(body)
+        name = self._name_told(request, asked.model)
 
         def write(results: Sequence[Pooled]) -> Response:
-            return _json(scores.score_body(request.model or self._name, comparison.scores(results), _tokens(results)))
+            return _json(scores.score_body(name, comparison.scores(results), _tokens(results)))
 
         return _Call(comparison.prompts, write)
 
-    def _rerank(self, body: Mapping[str, Any]) -> _Call:
-        request, comparison = self._model.rerank(body)
+    def _rerank(self, request: Input, body: Mapping[str, Any]) -> _Call:
+        asked, comparison = self._model.rerank(body)
+        name = self._name_told(request, asked.model)
 
         def write(results: Sequence[Pooled]) -> Response:
             told = comparison.scores(results)
-            model = request.model or self._name
-            return _json(scores.rerank_body(model, request.documents, told, request.top_n, _tokens(results)))
+            return _json(scores.rerank_body(name, asked.documents, told, asked.top_n, _tokens(results)))
 
         return _Call(comparison.prompts, write)
+
+    def _name_told(self, request: Input, model: str | None) -> str:
+        name, warnings = openai.name_told(request, model, self._served)
+        for warning in warnings:
+            logger.warning("%s", warning)
+        return name
 
 
 def _answer(call: _Call, results: Sequence[Pooled | LmiServerError]) -> Response | LmiServerError:

@@ -262,6 +262,7 @@ def test_what_serves_best_without_a_gpu_is_told(tmp_path: Path) -> None:
     assert values["option.threads"] == (4, RECOMMENDED)
     assert found.worker_environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert int(found.worker_environment["GOMP_SPINCOUNT"]) > 0
+    assert found.worker_environment["OMP_PROC_BIND"] == "false"
     assert found.worker_environment["TOKENIZERS_PARALLELISM"] == "true"  # whoever starts the server decides
     assert found.memory["kv_reserved_bytes"] == 2 * GIB
 

@@ -331,6 +331,26 @@ def test_an_engine_in_its_own_process_is_served_and_replaced_when_it_dies(tiny_m
         assert server.worker_pid() != worker.pid
 
 
+def test_a_model_split_over_two_processes_gives_the_tokens_of_one(tiny_model: Path, tmp_path: Path) -> None:
+    model = tiny_llama()
+    prompts = [f"{index} once " * (index + 1) for index in range(6)]
+    with serving(tmp_path, tiny_model, **SETTINGS, tensor_parallel_degree="2") as server:
+
+        def answer(prompt: str) -> list[int]:
+            told = complete(server, prompt=prompt, max_tokens=24, ignore_eos=True, return_token_ids=True).json()
+            return list(told["choices"][0]["token_ids"])
+
+        def expected(prompt: str) -> list[int]:
+            return list(generated(model, byte_tokenizer().encode(prompt), 24))
+
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            assert list(pool.map(answer, prompts)) == list(map(expected, prompts))
+        worker = psutil.Process(server.worker_pid())
+        share = next(child for child in worker.children(recursive=True) if "Worker" in child.name())
+        share.kill()
+        worker.wait(30)  # the worker does not outlive a part of its engine
+
+
 @pytest.mark.parametrize("name", ["vllm", "vllm-lora", "vllm-tools"])
 def test_a_sample_runs(name: str, tiny_model: Path, tmp_path: Path) -> None:
     sample = Path(__file__).parent.parent / "serving.properties.d" / f"{name}.properties"

@@ -130,6 +130,8 @@ def test_an_embedding_model_scores_by_the_angle(embedding: Server, reference: np
 
 def test_what_an_embedding_model_does_not_do_is_told(embedding: Server) -> None:
     chat = {"model": "model", "messages": [{"role": "user", "content": "Hi"}]}
+    unknown = embedding.http.post("/v1/embeddings", json={"model": "another", "input": "a"})
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
     assert "the model serves embed" in refusal(embedding.http.post("/v1/chat/completions", json=chat))
     cut = {"model": "model", "input": "a", "dimensions": 8}
     assert "Matryoshka" in refusal(embedding.http.post("/v1/embeddings", json=cut))

@@ -13,6 +13,7 @@ from lmi_server.configuration.handlers import (
     HANDLERS,
     JAVA_ENGINE,
     PIPELINE,
+    VLLM_POOLING,
     HandlerRow,
     load_options_type,
 )
@@ -28,6 +29,7 @@ _OTHERWISE = {
     JAVA_ENGINE.title: "engine=PyTorch",
     PIPELINE.title: "option.task=fill-mask",
     DEEPSPEED_TASK.title: "option.entryPoint=deepspeed",
+    VLLM_POOLING.title: "option.entryPoint=vllm\noption.task=text-embedding",
 }
 
 
@@ -48,7 +50,7 @@ def test_a_wrong_value(row: HandlerRow, option: Option, spelling: str, tmp_path:
     key = option.keys[0 if spelling == "first" else -1]
     decide = f"option.entryPoint={row.names[0]}" if row.names else _OTHERWISE[row.title]
     file = tmp_path / "serving.properties"
-    file.write_text(f"{decide}\n\n{key}={WRONG}\n")
+    file.write_text("\n".join([*f"{decide}\n".split("\n")[:2], f"{key}={WRONG}"]))
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     (problem,) = inspect_model(tmp_path, {}, machine=MACHINE).problems
     assert problem == f'{file}:3: {key} = "{WRONG}" is not allowed; allowed: {option.allowed}'

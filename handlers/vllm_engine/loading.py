@@ -238,6 +238,7 @@ def set_threads(options: VllmOptions) -> None:
 
 
 def loaded(build: Callable[[], T]) -> T:
+    """Return what `build` makes. Raises ModelLoadError in plain words where vLLM cannot load the model."""
     try:
         return build()
     except _REFUSALS as error:

@@ -6,7 +6,7 @@ answer, and a `model` that is not served is only a warning.
 
 from lmi_server.dialects.openai.chat import CHAT_FIELDS, parse_chat
 from lmi_server.dialects.openai.completions import COMPLETION_FIELDS, parse_completion
-from lmi_server.dialects.openai.request import model_warnings
+from lmi_server.dialects.openai.request import name_told
 from lmi_server.dialects.openai.responses import parse_response
 
-__all__ = ["CHAT_FIELDS", "COMPLETION_FIELDS", "model_warnings", "parse_chat", "parse_completion", "parse_response"]
+__all__ = ["CHAT_FIELDS", "COMPLETION_FIELDS", "name_told", "parse_chat", "parse_completion", "parse_response"]

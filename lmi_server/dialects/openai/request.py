@@ -156,6 +156,15 @@ def model_warnings(request: Input, model: str | None, served: ServedModel) -> tu
     return (f"model {fields.show(model)} is ignored; served here: {names}",)
 
 
+def name_told(request: Input, model: str | None, served: ServedModel) -> tuple[str, tuple[str, ...]]:
+    """Return the name that the answer gives the model, and the warning on one that is not served here.
+
+    OpenAI's routes refuse that one.
+    """
+    warnings = model_warnings(request, model, served)
+    return (served.name if model is None or warnings else model), warnings
+
+
 def envelope_of(prefix: str, values: dict[str, Any], served: ServedModel) -> Envelope:
     """Take id and model of the answer out of `values`."""
     default = served.served_names[0] if served.served_names else served.name
