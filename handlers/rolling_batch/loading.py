@@ -130,8 +130,13 @@ def follow(loaded: LoadedModel) -> None:
 
 
 def set_kernel_threads() -> None:
-    """Let numba use as many threads as torch: they share libgomp's team."""
-    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+    """Let torch and numba use the same number of threads: they share libgomp's team.
+
+    numba sets the size of the team to all cores when it starts, here at the latest; so torch's number follows.
+    """
+    threads = torch.get_num_threads()
+    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+    torch.set_num_threads(threads)
 
 
 def _refuse_unsteady_rope(config: Any, max_len: int) -> None:
