@@ -1,9 +1,10 @@
 """Measures generation with the demo model: this server over HTTP, streaming, beside what else can serve it here.
 
-    python -m benchmarks.generation
+    python -m benchmarks.generation [ours] [generate] [continuous] [vllm]
 
 Every contender generates 64 tokens for 1, 8, 32 and 64 prompts at once, end of sequence ignored, in bfloat16. All run
-in one go, one after the other, each in a process of its own; each figure is the median of three runs.
+in one go, one after the other, each in a process of its own; each figure is the median of three runs. Without names,
+all of them take part.
 """
 
 from __future__ import annotations
@@ -177,6 +178,7 @@ CONTENDERS = {
     "transformers' continuous batching": transformers_continuous_batching,
     "vLLM for the CPU, in process": vllm_in_process,
 }
+SHORT_NAMES = dict(zip(("ours", "generate", "continuous", "vllm"), CONTENDERS, strict=True))
 
 
 def run_apart(name: str) -> dict[int, list[float]] | None:
@@ -198,7 +200,7 @@ def table(results: dict[str, dict[int, list[float]] | None]) -> Table:
     shown.add_column("")
     for concurrency in CONCURRENCIES:
         shown.add_column(f"{concurrency} at once", justify="right")
-    mine = results[OURS] or {}
+    mine = results.get(OURS) or {}
     for name, rates in results.items():
         cells = []
         for concurrency in CONCURRENCIES:
@@ -206,20 +208,22 @@ def table(results: dict[str, dict[int, list[float]] | None]) -> Table:
                 cells.append("did not run")
                 continue
             median = statistics.median(rates[concurrency])
-            own = statistics.median(mine[concurrency]) if mine else float("nan")
-            cells.append(f"{median:.0f}" if name == OURS else f"{median:.0f} ({own / median:.2f}x)")
+            own = statistics.median(mine[concurrency]) if mine and name != OURS else None
+            cells.append(f"{median:.0f}" + (f" ({own / median:.2f}x)" if own else ""))
         shown.add_row(name, *cells)
     return shown
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", choices=("all", *SHORT_NAMES), default="all", help="who takes part")
     parser.add_argument("--contender", choices=CONTENDERS, help="run only this one and print its rates as JSON")
     arguments = parser.parse_args()
     if arguments.contender:
         print(json.dumps(CONTENDERS[arguments.contender]()))
         return
-    Console().print(table({name: run_apart(name) for name in CONTENDERS}))
+    names = list(SHORT_NAMES) if "all" in arguments.names else arguments.names
+    Console().print(table({SHORT_NAMES[name]: run_apart(SHORT_NAMES[name]) for name in names}))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Measures the scheduling of the rolling batch with the demo model, over HTTP, streaming.
 
-    python -m benchmarks.scheduling
+    python -m benchmarks.scheduling [shared] [mixed] [scarce]
 
-Each load on a server of its own: 8 requests that share a prefix of 1,024 tokens; 64 requests of mixed lengths at once,
-beside static batches of the same requests through a padded `model.generate`; and 32 requests with KV memory for a third
-of what they need at most, beside the same with enough of it.
+Each load on a server of its own: 8 requests that share a prefix of 1,024 tokens (shared); 64 requests of mixed lengths
+at once, beside a static batch of such requests through a padded `model.generate` (mixed); and 32 requests with KV
+memory for a third of what they need at most, beside the same with enough of it (scarce). Without names, all of them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +29,9 @@ from rich.table import Table
 from benchmarks.generation import MODEL, load_transformers, prompts, serving
 
 SHARED = 1024
+PREFIXES = 5
 MIXED = 64
+STATIC = 32
 SCARCE = 32
 BYTES_PER_TOKEN = 23040  # of the demo model's KV cache in bfloat16
 VOCABULARY = (1000, 40000)  # token ids of ordinary words
@@ -115,18 +118,21 @@ def warm_up(port: int) -> None:
 
 
 def shared_prefix() -> dict[str, float]:
-    """The first request alone, then seven more at once."""
+    """The first request alone, then seven more at once; medians of several prefixes, one after the other."""
     chance = random.Random(1)
-    prefix = words(SHARED, chance)
-    loads = [Load(prefix + words(16, chance), 16) for _ in range(8)]
+    firsts, latest = [], []
     with serving(MODEL, 8) as (_, port):
         warm_up(port)
-        (first,) = asyncio.run(stream_all(port, loads[:1]))
-        later = asyncio.run(stream_all(port, loads[1:]))
+        for _ in range(PREFIXES):
+            prefix = words(SHARED, chance)
+            loads = [Load(prefix + words(16, chance), 16) for _ in range(8)]
+            (first,) = asyncio.run(stream_all(port, loads[:1]))
+            firsts.append(first.first)
+            latest.append(max(timing.first for timing in asyncio.run(stream_all(port, loads[1:]))))
     return {
-        "first": first.first,
-        "later": max(timing.first for timing in later),
-        "ratio": max(timing.first for timing in later) / first.first,
+        "first": statistics.median(firsts),
+        "later": statistics.median(latest),
+        "ratio": statistics.median(later / first for first, later in zip(firsts, latest, strict=True)),
     }
 
 
@@ -153,20 +159,19 @@ def mixed_lengths() -> dict[str, float]:
     }
 
 
-def static_batches(size: int) -> dict[str, float]:
+def static_batch() -> dict[str, float]:
+    """The first of the static batches, which takes minutes; the second is like it."""
     import torch
 
-    loads = mixed_loads()
+    batch = mixed_loads()[:STATIC]
     model, _ = load_transformers()
+    longest = max(len(load.prompt) for load in batch)
+    ids = torch.tensor([[0] * (longest - len(load.prompt)) + load.prompt for load in batch])
+    mask = torch.tensor([[0] * (longest - len(load.prompt)) + [1] * len(load.prompt) for load in batch])
+    most = max(load.new_tokens for load in batch)
     began = time.perf_counter()
-    for start in range(0, len(loads), size):
-        batch = loads[start : start + size]
-        longest = max(len(load.prompt) for load in batch)
-        ids = torch.tensor([[0] * (longest - len(load.prompt)) + load.prompt for load in batch])
-        mask = torch.tensor([[0] * (longest - len(load.prompt)) + [1] * len(load.prompt) for load in batch])
-        most = max(load.new_tokens for load in batch)
-        model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=most, do_sample=False, pad_token_id=0)
-    return {"rate": sum(load.new_tokens for load in loads) / (time.perf_counter() - began)}
+    model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=most, do_sample=False, pad_token_id=0)
+    return {"rate": sum(load.new_tokens for load in batch) / (time.perf_counter() - began)}
 
 
 def chats() -> list[Load]:
@@ -204,61 +209,76 @@ def scarce_memory(loads: list[Load], share: float) -> dict[str, Any]:
 PARTS = {
     "shared prefix": shared_prefix,
     "mixed lengths": mixed_lengths,
-    "static batches of 32": lambda: static_batches(32),
-    "static batches of 64": lambda: static_batches(64),
+    "static batch": static_batch,
     "chats, a third": lambda: scarce_memory(chats(), 1 / 3),
     "chats, enough": lambda: scarce_memory(chats(), 1.0),
     "full lengths, a third": lambda: scarce_memory(full_lengths(), 1 / 3),
     "full lengths, enough": lambda: scarce_memory(full_lengths(), 1.0),
 }
 
+Row = tuple[str, str, str]
+
 
 def run_apart(name: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.scheduling", "--part", name]
     finished = subprocess.run(command, stdout=subprocess.PIPE, check=True)
-    return json.loads(finished.stdout.decode().strip().rpartition("\n")[2])
+    figures = json.loads(finished.stdout.decode().strip().rpartition("\n")[2])
+    print(name, {key: value for key, value in figures.items() if key != "texts"}, file=sys.stderr)
+    return figures
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", choices=PARTS, help="run only this one and print its figures as JSON")
-    arguments = parser.parse_args()
-    if arguments.part:
-        print(json.dumps(PARTS[arguments.part]()))
-        return
-    Console().print(table({name: run_apart(name) for name in PARTS}))
-
-
-def table(found: dict[str, dict[str, Any]]) -> Table:
-    shown = Table(title="Scheduling of the rolling batch, SmolLM2-135M (bf16), over HTTP, streaming")
-    for column in ("", "measured", "ratio"):
-        shown.add_column(column, justify="right" if column else "left")
-    shared, mixed = found["shared prefix"], found["mixed lengths"]
-    shown.add_row(
+def shared_rows() -> Iterator[Row]:
+    found = run_apart("shared prefix")
+    yield (
         f"TTFT of 7 requests that share {SHARED:,} tokens with an earlier one, the longest / that one's",
-        f"{shared['later'] * 1e3:.0f} ms / {shared['first'] * 1e3:.0f} ms",
-        f"{shared['ratio']:.2f}",
+        f"{found['later'] * 1e3:.0f} ms / {found['first'] * 1e3:.0f} ms",
+        f"{found['ratio']:.2f}",
     )
-    for size in (32, 64):
-        static = found[f"static batches of {size}"]["rate"]
-        shown.add_row(
-            f"{MIXED} requests of mixed lengths, tokens/s / static batches of {size}",
-            f"{mixed['rate']:.0f} / {static:.0f}",
-            f"{mixed['rate'] / static:.2f}",
-        )
+
+
+def mixed_rows() -> Iterator[Row]:
+    mixed = run_apart("mixed lengths")
+    static = run_apart("static batch")["rate"]
+    yield (
+        f"{MIXED} requests of mixed lengths, tokens/s / a static batch of {STATIC} of them",
+        f"{mixed['rate']:.0f} / {static:.0f}",
+        f"{mixed['rate'] / static:.2f}",
+    )
     for name, title in (("TTFT", "time to first token"), ("ITL", "inter-token latency")):
         late, median = mixed[f"{name} p99"], mixed[f"{name} median"]
-        shown.add_row(f"the same, {title}, p99 / median", f"{late:.2f} s / {median:.2f} s", f"{late / median:.2f}")
+        yield f"the same, {title}, p99 / median", f"{late:.2f} s / {median:.2f} s", f"{late / median:.2f}"
+
+
+def scarce_rows() -> Iterator[Row]:
     for load in ("chats", "full lengths"):
-        third, enough = found[f"{load}, a third"], found[f"{load}, enough"]
+        third, enough = run_apart(f"{load}, a third"), run_apart(f"{load}, enough")
         same = sum(one == other for one, other in zip(third["texts"], enough["texts"], strict=True))
-        shown.add_row(
+        yield (
             f"{SCARCE} {load}, tokens/s, KV memory for a third / enough"
             f" ({third['retracted']:.0f} retracted, {same} texts alike)",
             f"{third['rate']:.0f} / {enough['rate']:.0f}",
             f"{third['rate'] / enough['rate']:.2f}",
         )
-    return shown
+
+
+LOADS = {"shared": shared_rows, "mixed": mixed_rows, "scarce": scarce_rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("loads", nargs="*", choices=("all", *LOADS), default="all", help="which loads")
+    parser.add_argument("--part", choices=PARTS, help="run only this one and print its figures as JSON")
+    arguments = parser.parse_args()
+    if arguments.part:
+        print(json.dumps(PARTS[arguments.part]()))
+        return
+    shown = Table(title="Scheduling of the rolling batch, SmolLM2-135M (bf16), over HTTP, streaming")
+    for column in ("", "measured", "ratio"):
+        shown.add_column(column, justify="right" if column else "left")
+    for name in LOADS if "all" in arguments.loads else arguments.loads:
+        for row in LOADS[name]():
+            shown.add_row(*row)
+    Console().print(shown)
 
 
 if __name__ == "__main__":

@@ -11,14 +11,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class FakeHub(ThreadingHTTPServer):
-    """Serves `files` as revision "main" (and as `commit`) of `repo_id`; what was asked for is in `requested`."""
+    """Serves `files` as the only branch (and as `commit`) of `repo_id`; what was asked for is in `requested`."""
 
     daemon_threads = True
 
-    def __init__(self, repo_id: str, files: Mapping[str, bytes]) -> None:
+    def __init__(self, repo_id: str, files: Mapping[str, bytes], branch: str) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.repo_id = repo_id
         self.files = files
+        self.branch = branch
         self.commit = "a" * 40
         self.requested: list[str] = []
 
@@ -43,7 +44,7 @@ class _Handler(BaseHTTPRequestHandler):
         hub = self.server
         path = self.path.partition("?")[0]
         api = f"/api/models/{hub.repo_id}"
-        if path in (f"{api}/revision/main", f"{api}/revision/{hub.commit}", api):
+        if path in (f"{api}/revision/{hub.branch}", f"{api}/revision/{hub.commit}", api):
             self._send(200, json.dumps({"id": hub.repo_id, "sha": hub.commit, "siblings": []}).encode(), with_body)
         elif path == f"{api}/tree/{hub.commit}":
             self._send(200, json.dumps([_listed(name, content) for name, content in hub.files.items()]).encode(), True)
@@ -77,8 +78,8 @@ def _digest(content: bytes) -> str:
 
 
 @contextmanager
-def fake_hub(repo_id: str, files: Mapping[str, bytes]) -> Iterator[FakeHub]:
-    hub = FakeHub(repo_id, files)
+def fake_hub(repo_id: str, files: Mapping[str, bytes], branch: str = "main") -> Iterator[FakeHub]:
+    hub = FakeHub(repo_id, files, branch)
     thread = threading.Thread(target=hub.serve_forever)
     thread.start()
     try:

@@ -79,6 +79,11 @@ class Server:
         while self.metric(name, model) != value:
             pass
 
+    def until_positive(self, name: str, model: str = "model") -> None:
+        """Ask for a counter until it is more than 0."""
+        while not self.metric(name, model):
+            pass
+
     def invoke(self, prompt: str, tokens: int = 3, stream: bool = False, **more: Any) -> httpx.Response:
         return self.http.post("/invocations", json=request(prompt, tokens, stream), **more)
 

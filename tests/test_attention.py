@@ -1,11 +1,22 @@
-"""The kernels' attention of a chunk against torch's own operators."""
+"""The kernels' attention of chunks against torch's own operators."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 
-from handlers.rolling_batch.attention import _KernelAttention, _Settings, _TorchAttention
+from handlers.rolling_batch.attention import (
+    ChunkRows,
+    SeenColumns,
+    SlotAttention,
+    StepRows,
+    _KernelAttention,
+    _Settings,
+    _TorchAttention,
+)
 from handlers.rolling_batch.kv_cache import KVCache, LayerShape
 
 
@@ -22,9 +33,42 @@ def test_a_chunk_attends_to_what_it_may_see(
     for area in (*cache.keys, *cache.values):
         area[1, :, :end] = torch.randn((2, end, area.shape[3]), generator=chance).to(dtype)
     settings = _Settings(0.3, window, softcap)
-    begin = max(0, start + 1 - window) if window else 0
-    keys, values = cache.keys[0][1][:, begin:end], cache.values[0][1][:, begin:end]
+    columns = SeenColumns.of([rows], start, window)
+    keys, values = cache.keys[0][1][:, columns.begin : end], cache.values[0][1][:, columns.begin : end]
     found, expected = query.new_zeros((rows, 6, 24)), torch.zeros((rows, 6, 24))
-    _KernelAttention(cache).attend_chunk(query, keys, values, found, start, begin, settings)
-    _TorchAttention(cache).attend_chunk(query.float(), keys.float(), values.float(), expected, start, begin, settings)
+    _KernelAttention(cache).attend_chunk(query, keys, values, found, columns, settings)
+    _TorchAttention(cache).attend_chunk(query.float(), keys.float(), values.float(), expected, columns, settings)
     assert float((found.float() - expected).norm() / expected.norm()) < error
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 0.01), (torch.float16, 0.01)])
+@pytest.mark.parametrize("window", [0, 60, 17, 5])
+def test_chunks_that_share_tokens_of_another_slot_attend_as_if_these_were_their_own(
+    dtype: torch.dtype, error: float, window: int
+) -> None:
+    chance = torch.Generator().manual_seed(2)
+    start, lengths = 50, [70, 1, 16]
+    cache = KVCache([LayerShape(2, 16, 24)], 4, 128, dtype, torch.device("cpu"))
+    for area in (*cache.keys, *cache.values):
+        area[:, :, :start] = torch.randn((2, start, area.shape[3]), generator=chance).to(dtype)
+    rows = sum(lengths)
+    query, key, value = (
+        torch.randn((1, heads, rows, dim), generator=chance).to(dtype) for heads, dim in ((6, 16), (2, 16), (2, 24))
+    )
+    attention = SlotAttention(cache, "chunks_of_a_test")
+
+    def attended(source_of: dict[int, int]) -> torch.Tensor:
+        ends = np.cumsum(lengths)
+        chunks = [
+            ChunkRows(slot, start, start + length, int(end) - length, int(end), source_of.get(slot, slot))
+            for slot, length, end in zip((1, 2, 3), lengths, ends, strict=True)
+        ]
+        attention.begin(StepRows(np.empty(0, np.int64), np.empty(0, np.int64), chunks))
+        module = SimpleNamespace(layer_idx=0)
+        return attention(module, query, key, value, None, scaling=0.3, sliding_window=window)[0].float()
+
+    shared = attended({1: 0, 2: 0, 3: 0})
+    for slot in (1, 2, 3):
+        cache.copy(0, slot, start)
+    expected = attended({})
+    assert float((shared - expected).norm() / expected.norm()) < error

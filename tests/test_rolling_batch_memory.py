@@ -113,6 +113,23 @@ def test_usage_tells_how_much_of_the_prompt_was_reused() -> None:
     assert scored.tokens == first.tokens
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral_with_window", "gemma2_with_soft_caps"])
+def test_requests_that_find_the_same_prompt_in_one_step_answer_as_each_alone(family: str) -> None:
+    """They read it where it is, and it is copied later: also for those that end with their first token."""
+    engine = Engine(tiny_model(family))
+    prompt = related_prompts(1, seed=4)[0] * 2
+    engine.generate(prompt, max_new_tokens=2)
+    tails: list[list[int]] = [[1, 2, 3], [4], [], list(range(40)), [1, 2, 3, 5]]
+    for tokens in (1, 6):
+        asked = [prompt + tail for tail in tails]
+        answers = [engine.add(entry, max_new_tokens=tokens)[1] for entry in asked]
+        engine.run()
+        for entry, answer in zip(asked, answers, strict=True):
+            assert answer.tokens == engine.expected(entry, tokens)
+        tails = [[*tail, 9, 8] for tail in tails]
+    assert engine.engine.stats.cached_prompt_tokens > 9 * len(prompt)
+
+
 def test_what_a_failed_step_left_behind_is_not_reused() -> None:
     engine = Engine(tiny_model("llama"))
     prompt = related_prompts(1, seed=1)[0] * 2

@@ -52,11 +52,21 @@ def load_model(auto_class: Any, path: str, options: TransformersOptions, **more:
 def model_arguments(path: str, options: TransformersOptions) -> dict[str, Any]:
     """Return how transformers loads the model: on the worker's GPU where it has one and the options leave it open."""
     has_gpu = torch.cuda.is_available()
+    _refuse_absent_device(options)
     config = load_config(path, options)
     arguments = {**({"device_map": "cuda"} if has_gpu else {}), **options.engine_arguments()}
     arguments.pop("quantization_config", None)
     arguments["dtype"] = _dtype(config, options, on_cpu=not has_gpu or options.device_map == "cpu")
     return arguments | quantization_arguments(options, config, arguments["dtype"])
+
+
+def _refuse_absent_device(options: TransformersOptions) -> None:
+    kind, _, index = (options.device_map or "").partition(":")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise ModelLoadError(
+            f"option.device_map={options.device_map}: this worker has {torch.cuda.device_count()} CUDA devices;"
+            " leave it out, or set option.device_map=cpu"
+        )
 
 
 def set_threads(options: TransformersOptions) -> None:

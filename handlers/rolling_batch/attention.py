@@ -7,6 +7,7 @@ the prompt chunks; each part attends to its own slot only.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +21,17 @@ from handlers.rolling_batch.kv_cache import KVCache, LayerShape
 
 @dataclass(frozen=True)
 class ChunkRows:
-    """Rows `first:last` of the pass are tokens `start:end` of the sequence in `slot`."""
+    """Rows `first:last` of the pass are tokens `start:end` of the sequence in `slot`.
+
+    `source` is the slot that holds the tokens before them: `slot` itself, or one from which they are copied later.
+    """
 
     slot: int
     start: int
     end: int
     first: int
     last: int
+    source: int
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,36 @@ class StepRows:
     slots: np.ndarray
     positions: np.ndarray
     chunks: list[ChunkRows]
+
+
+@dataclass(frozen=True)
+class SeenColumns:
+    """What the rows of a chunk, or of several that go on from the same tokens, may see of the keys beside them.
+
+    The first columns are tokens `begin` to `start` - 1, for every row. Row r sees columns `first_own[r]` to
+    `last_own[r]`, not included, as well: token `start` of its sequence and those after it up to its own.
+    """
+
+    start: int
+    begin: int
+    first_own: np.ndarray
+    last_own: np.ndarray
+
+    @classmethod
+    def of(cls, lengths: list[int], start: int, window: int) -> SeenColumns:
+        """Of sequences that have `lengths` rows each and share `start` tokens, of which a window may leave some out."""
+        begin = max(0, start + 1 - window) if window else 0
+        ends = np.cumsum(lengths)
+        firsts = np.repeat(ends - lengths, lengths)
+        return cls(start, begin, firsts + (start - begin), np.arange(1, ends[-1] + 1) + (start - begin))
+
+    def part(self, rows: slice, window: int) -> tuple[slice, SeenColumns]:
+        """Return the columns that some of `rows` see, and what these rows see of those."""
+        first, last = self.first_own[rows], self.last_own[rows]
+        nearest = self.start + int((last - first).min())  # tokens up to the row that sees the earliest ones
+        skipped = max(0, nearest - window - self.begin) if window else 0
+        columns = slice(skipped, int(last.max()))
+        return columns, SeenColumns(self.start, self.begin + skipped, first - skipped, last - skipped)
 
 
 class UnsupportedAttentionError(Exception):
@@ -52,6 +87,7 @@ class SlotAttention:
         self._cache = cache
         self._operators = _operators(cache)
         self._rows = StepRows(np.empty(0, np.int64), np.empty(0, np.int64), [])
+        self._groups: list[list[ChunkRows]] = []
         AttentionInterface.register(name, self)
 
     def row_by_row(self, start: int, end: int) -> bool:
@@ -61,6 +97,7 @@ class SlotAttention:
     def begin(self, rows: StepRows) -> None:
         """Set what the next forward pass holds."""
         self._rows = rows
+        self._groups = _groups(rows.chunks)
 
     def __call__(
         self,
@@ -80,30 +117,45 @@ class SlotAttention:
         layer: int = module.layer_idx  # type: ignore[assignment]
         if len(self._rows.slots):
             self._operators.attend_single(layer, query[0], key[0], value[0], self._rows, out, settings)
-        for chunk in self._rows.chunks:
-            self._prefill(layer, chunk, query[0], key[0], value[0], out, settings)
+        for group in self._groups:
+            self._prefill(layer, group, query[0], key[0], value[0], out, settings)
         return out.unsqueeze(0), None
 
     def _prefill(
         self,
         layer: int,
-        chunk: ChunkRows,
+        group: list[ChunkRows],
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         out: torch.Tensor,
         settings: _Settings,
     ) -> None:
-        rows = slice(chunk.first, chunk.last)
-        keys = self._cache.keys[layer][chunk.slot]
-        values = self._cache.values[layer][chunk.slot]
-        keys[:, chunk.start : chunk.end] = key[:, rows]
-        values[:, chunk.start : chunk.end] = value[:, rows]
-        begin = max(0, chunk.start + 1 - settings.window) if settings.window else 0
-        seen = slice(begin, chunk.end)
-        self._operators.attend_chunk(
-            query[:, rows], keys[:, seen], values[:, seen], out[rows], chunk.start, begin, settings
-        )
+        """Attend for chunks that go on from the same tokens."""
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        for chunk in group:
+            keys[chunk.slot, :, chunk.start : chunk.end] = key[:, chunk.first : chunk.last]
+            values[chunk.slot, :, chunk.start : chunk.end] = value[:, chunk.first : chunk.last]
+        first = group[0]
+        rows = slice(first.first, group[-1].last)
+        columns = SeenColumns.of([chunk.last - chunk.first for chunk in group], first.start, settings.window)
+        if first.source == first.slot:
+            seen = (first.slot, slice(None), slice(columns.begin, first.end))
+            keys, values = keys[seen], values[seen]
+        else:
+            before = (first.source, slice(None), slice(columns.begin, first.start))
+            keys, values = torch.cat((keys[before], key[:, rows]), 1), torch.cat((values[before], value[:, rows]), 1)
+        self._operators.attend_chunk(query[:, rows], keys, values, out[rows], columns, settings)
+
+
+def _groups(chunks: list[ChunkRows]) -> list[list[ChunkRows]]:
+    """Put chunks together that follow each other and go on from the same tokens of another slot."""
+
+    def goes_on_from(chunk: ChunkRows) -> tuple[int, int, bool]:
+        own = chunk.source == chunk.slot
+        return chunk.source, chunk.start, own
+
+    return [list(group) for _, group in itertools.groupby(chunks, goes_on_from)]
 
 
 @dataclass(frozen=True)
@@ -132,7 +184,8 @@ class _KernelAttention:
         self._kernel = kernels.slot_attention
         self._softmax = kernels.chunk_softmax
         compiled_for = (torch.zeros((1, 1, 1)), torch.zeros((1, 1, 1), dtype=cache.keys[0].dtype))
-        self._softmax(*map(as_numpy, compiled_for), 1, 0, 0, np.float32(1), 0, np.float32(0))
+        own = np.array([0, 1])
+        self._softmax(*map(as_numpy, compiled_for), own[:1], own[1:], 0, 0, np.float32(1), 0, np.float32(0))
         self._keys = [as_numpy(keys) for keys in cache.keys]
         self._values = [as_numpy(values) for values in cache.values]
 
@@ -167,11 +220,10 @@ class _KernelAttention:
         keys: torch.Tensor,
         values: torch.Tensor,
         out: torch.Tensor,
-        start: int,
-        begin: int,
+        columns: SeenColumns,
         settings: _Settings,
     ) -> None:
-        """(heads, rows, dim), of token `start` on, over (kv_heads, tokens, dim) of token `begin` on -> out, as rows.
+        """(heads, rows, dim) over (kv_heads, columns, dim) -> out, as rows.
 
         Scores are float32, as in torch's own kernel, which takes three to eight times as long in bfloat16.
         """
@@ -182,19 +234,18 @@ class _KernelAttention:
         for first in range(0, query.shape[1], self._BLOCK):
             block = slice(first, first + self._BLOCK)
             queries = grouped[:, :, block]
-            position = start + first
-            skipped = max(0, position + 1 - settings.window - begin) if settings.window else 0
-            seen = slice(skipped, position + queries.shape[2] - begin)
+            seen, of_block = columns.part(block, settings.window)
             scores = torch.bmm(queries.reshape(kv_heads, -1, dim), keys[:, :, seen])
-            weights = self._weights(scores, queries.shape[1], position, begin + skipped, settings, query.dtype)
+            weights = self._weights(scores, of_block, settings, query.dtype)
             targets[:, :, block] = torch.bmm(weights, values[:, seen]).view(targets[:, :, block].shape)
 
     def _weights(
-        self, scores: torch.Tensor, group: int, position: int, begin: int, settings: _Settings, dtype: torch.dtype
+        self, scores: torch.Tensor, columns: SeenColumns, settings: _Settings, dtype: torch.dtype
     ) -> torch.Tensor:
         weights = torch.empty_like(scores, dtype=dtype)
+        own = (columns.first_own, columns.last_own, columns.start, columns.begin)
         limits = (np.float32(settings.scaling), settings.window, np.float32(settings.softcap))
-        self._softmax(scores.numpy(), as_numpy(weights), group, position, begin, *limits)
+        self._softmax(scores.numpy(), as_numpy(weights), *own, *limits)
         return weights
 
 
@@ -239,16 +290,19 @@ class _TorchAttention:
         keys: torch.Tensor,
         values: torch.Tensor,
         out: torch.Tensor,
-        start: int,
-        begin: int,
+        columns: SeenColumns,
         settings: _Settings,
     ) -> None:
-        """(heads, rows, dim), of token `start` on, over (kv_heads, tokens, dim) of token `begin` on -> out, as rows."""
-        rows = torch.arange(start, start + query.shape[1], device=keys.device)[:, None]
-        columns = torch.arange(begin, begin + keys.shape[1], device=keys.device)
-        seen = columns <= rows
+        """(heads, rows, dim) over (kv_heads, columns, dim) -> out, as rows."""
+        first, last = (
+            torch.as_tensor(own, device=keys.device)[:, None] for own in (columns.first_own, columns.last_own)
+        )
+        column = torch.arange(keys.shape[1], device=keys.device)
+        shared = column < columns.start - columns.begin
+        seen = shared | ((column >= first) & (column < last))
         if settings.window:
-            seen &= columns > rows - settings.window
+            token = torch.where(shared, columns.begin + column, columns.start + column - first)
+            seen &= token >= columns.start + last - first - settings.window
         grouped = query.unflatten(0, (keys.shape[0], -1))  # a group of heads shares keys and values
         shared = (keys.shape[0], grouped.shape[1], -1, -1)
         attended = _attention(grouped, keys[:, None].expand(shared), values[:, None].expand(shared), seen, settings)

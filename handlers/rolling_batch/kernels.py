@@ -56,6 +56,32 @@ def _power_of_two(context, exponent):  # type: ignore[no-untyped-def]
     return types.float32(types.int32), build
 
 
+@intrinsic
+def _told(context, address):  # type: ignore[no-untyped-def]
+    """The int64 at an address in shared memory; nothing that follows is read before it."""
+
+    def build(ctx, builder, sig, args):  # type: ignore[no-untyped-def]
+        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.load_atomic(pointer, "acquire", 8)
+
+    return types.int64(types.uintp), build
+
+
+@intrinsic
+def _tell(context, address, number):  # type: ignore[no-untyped-def]
+    """Write an int64 to an address in shared memory, after all that was written before."""
+
+    def build(ctx, builder, sig, args):  # type: ignore[no-untyped-def]
+        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        builder.store_atomic(args[1], pointer, "release", 8)
+        return ctx.get_dummy_value()
+
+    return types.void(types.uintp, types.int64), build
+
+
+_yield_core = types.ExternalFunction("sched_yield", types.int32())
+
+
 @njit(fastmath=True, inline="always")
 def _exp(x):  # type: ignore[no-untyped-def]
     """e ** x in float32 to about one unit in the last place, without a call, so that loops of it become vectors."""
@@ -135,40 +161,49 @@ def slot_attention(  # type: ignore[no-untyped-def]
 
 
 @njit(parallel=True, fastmath=True, nogil=True, cache=True)
-def chunk_softmax(scores, weights, group, first, begin, scaling, window, softcap):  # type: ignore[no-untyped-def]
+def chunk_softmax(scores, weights, first_own, last_own, start, begin, scaling, window, softcap):  # type: ignore[no-untyped-def]
     """Softmax over the tokens that each row of a chunk may see; the others get weight zero.
 
-    scores (kv_heads, group * rows, tokens) float32, overwritten -> weights of the same shape. Row r of a group is token
-    `first + r`; column t is token `begin + t`. window: tokens seen, 0 for all. softcap: 0 for none.
+    scores (kv_heads, group * rows, columns) float32, overwritten -> weights of the same shape. The first columns are
+    tokens `begin` to `start` - 1, which all rows may see; beside them row r sees columns `first_own[r]` to
+    `last_own[r]`, not included: token `start` and those after it up to its own. window: tokens seen, 0 for all.
+    softcap: 0 for none.
     """
-    heads, grouped, tokens = scores.shape
-    rows = grouped // group
+    heads, grouped, _ = scores.shape
+    shared = max(start - begin, 0)
     for work in prange(heads * grouped):
         head, row = work // grouped, work % grouped
-        position = first + row % rows
-        last = position + 1 - begin
-        start = max(0, last - window) if window > 0 else 0
+        own, last = first_own[row % len(first_own)], last_own[row % len(first_own)]
+        seen = start + last - own  # tokens up to the row's own
+        low = min(max(0, seen - window - begin), shared) if window > 0 else 0
+        own = max(own + max(0, seen - window - start) if window > 0 else own, 0)
         score, weight = scores[head, row], weights[head, row]
-        if softcap > 0:
-            for t in range(start, last):
-                score[t] = softcap * math.tanh(score[t] * scaling / softcap)
-        else:
-            for t in range(start, last):
-                score[t] = score[t] * scaling
-        highest = np.float32(-np.inf)
-        for t in range(start, last):
-            highest = max(highest, score[t])
-        total = np.float32(0)
-        for t in range(start, last):
-            score[t] = _exp(score[t] - highest)
-            total += score[t]
-        factor = np.float32(1) / total
-        for t in range(start):
-            weight[t] = _store(np.float32(0), weight[t])
-        for t in range(start, last):
-            weight[t] = _store(score[t] * factor, weight[t])
-        for t in range(last, tokens):
-            weight[t] = _store(np.float32(0), weight[t])
+        highest, total = np.float32(-np.inf), np.float32(0)
+        for part in range(2):  # slices, because loops over them become vectors: their indices are never negative
+            scored = score[low:shared] if part == 0 else score[own:last]
+            if softcap > 0:
+                for t in range(len(scored)):
+                    scored[t] = softcap * math.tanh(scored[t] * scaling / softcap)
+            else:
+                for t in range(len(scored)):
+                    scored[t] = scored[t] * scaling
+            for t in range(len(scored)):
+                highest = max(highest, scored[t])
+        for part in range(2):
+            scored = score[low:shared] if part == 0 else score[own:last]
+            for t in range(len(scored)):
+                scored[t] = _exp(scored[t] - highest)
+            for t in range(len(scored)):
+                total += scored[t]
+        factor, zero = np.float32(1) / total, _store(np.float32(0), weight[0])
+        for part in range(2):
+            scored = score[low:shared] if part == 0 else score[own:last]
+            weighed = weight[low:shared] if part == 0 else weight[own:last]
+            for t in range(len(scored)):
+                weighed[t] = _store(scored[t] * factor, zero)
+        weight[: min(low, shared)] = zero
+        weight[shared:own] = zero
+        weight[last:] = zero
 
 
 @njit(parallel=True, fastmath=True, nogil=True, cache=True)
@@ -247,3 +282,35 @@ def rotate(rows, cosines, sines, heads):  # type: ignore[no-untyped-def]
                 turned_high = high * _load(cosines[n, half + d]) + low * _load(sines[n, half + d])
                 rows[n, first + d] = _store(turned_low, rows[n, first])
                 rows[n, first + half + d] = _store(turned_high, rows[n, first])
+
+
+@njit(nogil=True, fastmath=True, cache=True)
+def sum_of_ranks(part, out, parts, counts, line, rank, count, total):  # type: ignore[no-untyped-def]
+    """Sum `part` (n,) of every rank, in the order of the ranks, to `out` (n,); return `count` and the pieces added.
+
+    Shared are parts (ranks, 2, piece) and, at the address `counts`, each `line` bytes, how many pieces a rank has put
+    there; `count` are those of this rank so far. total (piece,) float32 is for the kernel's own use. A rank that puts
+    a piece into one of its two places has seen all others begin with the piece before: nobody reads what was there.
+    """
+    ranks, _, piece = parts.shape
+    for begin in range(0, len(part), piece):
+        size = min(piece, len(part) - begin)
+        place = count & 1
+        own = parts[rank, place]
+        for i in range(size):
+            own[i] = part[begin + i]
+        count += 1
+        _tell(counts + np.uintp(rank * line), count)
+        total[:size] = 0
+        for other in range(ranks):
+            looks = 0
+            while _told(counts + np.uintp(other * line)) < count:
+                looks += 1
+                if looks % 256 == 0:  # whoever else wants the core: what is waited for may be what it computes
+                    _yield_core()
+            theirs = parts[other, place]
+            for i in range(size):
+                total[i] += _load(theirs[i])
+        for i in range(size):
+            out[begin + i] = _store(total[i], out[0])
+    return count

@@ -7,8 +7,9 @@ al., ASPLOS 2025). On other devices the slots are plain tensors, so that `max_le
 fit.
 
 A shared prefix is copied: 1,024 tokens of 23 KB each take 2 ms to memory that is there and 8 ms to new pages, where
-computing them takes 600 ms. Mapping the same pages twice takes 2 ms, and a mapping of its own per layer, head and slot,
-of which Linux allows 65,530 in a process.
+computing them takes 300 ms. The step that comes to know of it reads the prefix where it is, and the copy follows the
+first token. Mapping the same pages twice takes 2 ms, and a mapping of its own per layer, head and slot, of which Linux
+allows 65,530 in a process.
 """
 
 from __future__ import annotations

@@ -136,9 +136,14 @@ def _peers() -> Peers | None:
 
 
 def _set_threads(options: HuggingFaceOptions) -> None:
-    """Let torch and numba use the same number of threads: they share libgomp's team."""
+    """Let torch and numba use the same number of threads: they share libgomp's team.
+
+    numba sets the size of the team to all cores when it starts, here at the latest; so torch's number follows.
+    """
     set_threads(options)
-    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+    threads = torch.get_num_threads()
+    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+    torch.set_num_threads(threads)
 
 
 def _refuse_spreading(model: Any, options: HuggingFaceOptions) -> None:

@@ -70,6 +70,7 @@ class ModelRunner:
         self.cache: KVCache
         self._attention: SlotAttention
         self._lora: LoraLayers | None = None  # from the first adapter on
+        self._copies_due: list[Copy] = []  # before anything else of the next step: nobody waits for them in this one
 
     @property
     def layers(self) -> list[LayerShape]:
@@ -115,7 +116,7 @@ class ModelRunner:
 
         `prompt_scored` names the requests whose prompt tokens are scored as well.
         """
-        plan = replace(plan, prefill=sorted(plan.prefill, key=lambda chunk: not self._row_by_row(chunk)))
+        plan = self._arranged(plan)
         keep, sampled, prompt_rows = _rows_to_keep(plan, prompt_scored)
         step = self._lay_out(plan, keep)
         if self._lora is not None:
@@ -150,16 +151,36 @@ class ModelRunner:
 
     def _compute(self, step: Pass) -> torch.Tensor:
         """Return the logits of the rows to keep; on other ranks than 0 nobody needs them."""
+        self._copy(self._copies_due)
         for trim in step.trims:
             self.cache.trim(trim.slot, trim.keep)
-        for copy in step.copies:
-            self.cache.copy(copy.source, copy.target, copy.tokens)
+        later = {chunk.slot for chunk in step.chunks if chunk.source != chunk.slot}
+        self._copies_due = [copy for copy in step.copies if copy.target in later]
+        self._copy([copy for copy in step.copies if copy.target not in later])
         singles = np.array(step.positions[: len(step.slots)], np.int64)
         self._attention.begin(StepRows(np.array(step.slots, np.int64), singles, step.chunks))
         with torch.inference_mode():
             return self._forward(step.token_ids, step.positions, step.keep)
 
+    def _copy(self, copies: list[Copy]) -> None:
+        for copy in copies:
+            self.cache.copy(copy.source, copy.target, copy.tokens)
+
+    def _arranged(self, plan: StepPlan) -> StepPlan:
+        """Copy only from slots that hold the tokens already; put chunks in the order in which they are attended to."""
+        sources: dict[int, int] = {}
+        for copy in plan.copies:
+            sources[copy.target] = sources.get(copy.source, copy.source)
+        copies = [replace(copy, source=sources[copy.target]) for copy in plan.copies]
+
+        def order(chunk: Chunk) -> tuple[bool, int, int]:
+            source = sources.get(chunk.sequence.slot, -1)
+            return not self._row_by_row(chunk, source), source, chunk.start
+
+        return replace(plan, copies=copies, prefill=sorted(plan.prefill, key=order))
+
     def _lay_out(self, plan: StepPlan, keep: list[int]) -> Pass:
+        sources = {copy.target: copy.source for copy in plan.copies}
         token_ids = [sequence.tokens[-1] for sequence in plan.decode]
         positions = [sequence.computed for sequence in plan.decode]
         slots = [sequence.slot for sequence in plan.decode]
@@ -168,14 +189,17 @@ class ModelRunner:
             first = len(token_ids)
             token_ids.extend(chunk.sequence.tokens[chunk.start : chunk.end])
             positions.extend(range(chunk.start, chunk.end))
-            if self._row_by_row(chunk):
-                slots.extend([chunk.sequence.slot] * (chunk.end - chunk.start))
+            slot = chunk.sequence.slot
+            if self._row_by_row(chunk, sources.get(slot, -1)):
+                slots.extend([slot] * (chunk.end - chunk.start))
             else:
-                chunks.append(ChunkRows(chunk.sequence.slot, chunk.start, chunk.end, first, len(token_ids)))
+                source = sources.get(slot, slot)
+                chunks.append(ChunkRows(slot, chunk.start, chunk.end, first, len(token_ids), source))
         return Pass(token_ids, positions, slots, chunks, keep, plan.trims, plan.copies)
 
-    def _row_by_row(self, chunk: Chunk) -> bool:
-        return self._attention.row_by_row(chunk.start, chunk.end)
+    def _row_by_row(self, chunk: Chunk, source: int) -> bool:
+        """Rows attend to their own slot; what goes on from a `source` reads that one, before it is copied."""
+        return source < 0 and self._attention.row_by_row(chunk.start, chunk.end)
 
     def _forward(self, token_ids: list[int], positions: list[int], keep: list[int]) -> torch.Tensor:
         count = len(keep)

@@ -11,6 +11,8 @@ from handlers.rolling_batch.slots import Copy, Trim
 class Pass(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """One step: do `trims`, then `copies`, then compute the rows; the fields are those of StepRows.
 
+    A copy that a chunk has as its source is done after the step, before anything else of the next one.
+
     Row i of the pass is `token_ids[i]` at `positions[i]`; the first rows belong to `slots`, the others to `chunks`.
     `keep` are the rows whose logits are wanted. The tokens that were sampled in one step are rows of the next, so that
     nobody but rank 0 samples.

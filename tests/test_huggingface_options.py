@@ -1,0 +1,201 @@
+"""The options of the huggingface handler do what they say, to the model that is loaded and to how it is scheduled."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_hub import fake_hub
+from rolling_batch_helpers import Answer, generated
+from server_helpers import make_model, running
+from tiny_models import byte_tokenizer, tiny_model
+
+from handlers.huggingface_options import HuggingFaceOptions
+from handlers.rolling_batch.loading import LoadedEngine, load_engine
+from lmi_server.errors import ModelLoadError
+from lmi_server.generation import SamplingParameters
+
+HUGGING_FACE = "handlers.huggingface:HuggingFaceHandler"
+KEYS = {"entryPoint": "djl_python.huggingface", "rolling_batch": "scheduler", "dtype": "fp32"}
+# What a checkpoint with code of its own brings: a Llama whose every token is the one after the most likely one.
+OWN_CODE = """
+import torch
+from transformers import LlamaForCausalLM
+
+class ShiftedLlama(LlamaForCausalLM):
+    def forward(self, *arguments, **named):
+        output = super().forward(*arguments, **named)
+        output.logits = torch.roll(output.logits, 1, dims=-1)
+        return output
+"""
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("weights")
+    tiny_model("llama").save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def load(weights: Path, **options: Any) -> LoadedEngine:
+    return load_engine(str(weights), HuggingFaceOptions(**{"dtype": "fp32", "kv_cache_memory_gb": 0.001, **options}))
+
+
+def add(loaded: LoadedEngine, name: str, prompt: list[int], count: int) -> Answer:
+    answer = Answer()
+    parameters = SamplingParameters(max_new_tokens=count, ignore_eos=True)
+    loaded.engine.add(name, prompt, parameters, "", 3, answer.take)
+    return answer
+
+
+def steps(loaded: LoadedEngine) -> Iterator[None]:
+    """Step while there is work."""
+    while loaded.engine.has_work:
+        loaded.engine.step()
+        yield
+
+
+@pytest.mark.parametrize(("size", "expected"), [(10, 5), (25, 2), (-1, 1)])
+def test_a_prompt_is_computed_in_chunks_of_chunked_prefill_size(weights: Path, size: int, expected: int) -> None:
+    loaded = load(weights, chunked_prefill_size=size)
+    answer = add(loaded, "a", list(range(50)), 1)
+    assert len(list(steps(loaded))) == expected
+    assert answer.tokens == generated(tiny_model("llama"), list(range(50)), 1)
+
+
+@pytest.mark.parametrize(("options", "most"), [({"max_running_requests": 2}, 2), ({"max_rolling_batch_size": 3}, 3)])
+def test_no_more_run_together_than_max_running_requests(weights: Path, options: dict[str, int], most: int) -> None:
+    loaded = load(weights, **options)
+    answers = [add(loaded, str(index), [index, 7], 4) for index in range(5)]
+    running = [loaded.engine.stats.running for _ in steps(loaded)]
+    assert max(running) == most
+    assert all(len(answer.tokens) == 4 for answer in answers)
+
+
+def test_memory_is_what_mem_fraction_static_leaves_beside_the_weights(weights: Path) -> None:
+    """A share of the whole machine: twice the share is more than twice the cache, by what the weights take."""
+    many = {"max_rolling_batch_size": 2000, "kv_cache_memory_gb": None}
+    share = 64 * 2**20 / machine_bytes()
+    small, large = (load(weights, mem_fraction_static=share * factor, **many) for factor in (1, 2))
+    per_token = 2 * 2 * 2 * 16 * 4  # layers, keys and values, heads, width, bytes
+    assert (large.kv_tokens - small.kv_tokens) * per_token == pytest.approx(64 * 2**20, rel=0.01)
+    assert small.kv_tokens * per_token < 64 * 2**20
+    with pytest.raises(ModelLoadError, match="no memory for a KV cache"):
+        load(weights, mem_fraction_static=share / 1000, **many)
+
+
+def machine_bytes() -> int:
+    """Memory of the machine, or of the container, as the handler sees it."""
+    limit = Path("/sys/fs/cgroup/memory.max")
+    told = limit.read_text().strip() if limit.exists() else "max"
+    total = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
+    return total if told == "max" else min(total, int(told))
+
+
+def test_schedule_conservativeness_decides_between_waiting_and_retraction(weights: Path) -> None:
+    tokens = {"kv_cache_memory_gb": 300 * 512 / 2**30, "max_rolling_batch_size": 8}
+    retracted, running = {}, {}
+    for conservativeness in (0.1, 3.0):
+        loaded = load(weights, schedule_conservativeness=conservativeness, **tokens)
+        answers = [add(loaded, str(index), [index] * 10, 60) for index in range(8)]
+        running[conservativeness] = next(loaded.engine.stats.running for _ in steps(loaded))
+        assert sum(1 for _ in steps(loaded)) > 60
+        retracted[conservativeness] = loaded.engine.stats.retracted_requests
+        assert [len(answer.tokens) for answer in answers] == [60] * 8
+    assert running[0.1] > running[3.0]
+    assert retracted[0.1] > retracted[3.0] == 0
+
+
+@pytest.mark.parametrize(("policy", "first"), [("lpm", "alike"), ("fcfs", "other")])
+def test_schedule_policy_decides_who_comes_first(weights: Path, policy: str, first: str) -> None:
+    loaded = load(weights, schedule_policy=policy, max_running_requests=1)
+    add(loaded, "before", list(range(40)), 1)
+    list(steps(loaded))
+    answers = {"other": add(loaded, "other", [200] * 40, 2), "alike": add(loaded, "alike", list(range(39)), 2)}
+    ended = []
+    for _ in steps(loaded):
+        ended += [name for name, answer in answers.items() if answer.finish_reason and name not in ended]
+    assert ended[0] == first
+
+
+@pytest.mark.parametrize("device_map", ["auto", "cpu", "sequential"])
+def test_every_device_map_puts_the_model_on_one_device(weights: Path, device_map: str) -> None:
+    loaded = load(weights, device_map=device_map)
+    assert loaded.details["device"] in ("cpu", "cuda:0")
+    answer = add(loaded, "a", [1, 2, 3], 5)
+    list(steps(loaded))
+    assert answer.tokens == generated(tiny_model("llama"), [1, 2, 3], 5)
+
+
+def test_a_device_that_is_not_there_fails_the_load(weights: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"option\.device_map=cuda:63: this worker has"):
+        load(weights, device_map="cuda:63")
+
+
+def own_code(weights: Path, directory: Path) -> Path:
+    """Copy the model to a directory whose configuration names code beside it."""
+    directory.mkdir()
+    for file in weights.iterdir():
+        (directory / file.name).write_bytes(file.read_bytes())
+    config = json.loads((directory / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_shifted.ShiftedLlama"}
+    config["model_type"] = "llama"
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "modeling_shifted.py").write_text(OWN_CODE)
+    return directory
+
+
+def test_trust_remote_code_runs_the_code_that_a_checkpoint_brings(weights: Path, tmp_path: Path) -> None:
+    checkpoint = own_code(weights, tmp_path / "checkpoint")
+    tokens = {}
+    for trusted in ("true", "false"):
+        directory = make_model(
+            tmp_path / trusted / "model", HUGGING_FACE, model_id=checkpoint, trust_remote_code=trusted, **KEYS
+        )
+        with running(directory, variables={"HF_MODULES_CACHE": str(tmp_path / "modules")}) as server:
+            server.log_line(r"\] ready: process")
+            tokens[trusted] = first_token(server.http)
+    plain = expected_token()
+    assert tokens == {"true": plain + 1, "false": plain}
+
+
+def expected_token() -> int:
+    (token,) = generated(tiny_model("llama"), byte_tokenizer()("Hello")["input_ids"], 1)
+    return token
+
+
+def first_token(http: Any) -> int:
+    body = {"inputs": "Hello", "parameters": {"max_new_tokens": 1, "details": True}}
+    return http.post("/invocations", json=body).json()["details"]["tokens"][0]["id"]
+
+
+def test_revision_chooses_what_the_hub_gives(weights: Path, tmp_path: Path) -> None:
+    files = {file.name: file.read_bytes() for file in weights.iterdir()}
+    with fake_hub("team/tiny", files, branch="v2") as hub:
+        variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_TELEMETRY": "1"}
+        directory = make_model(tmp_path / "model", HUGGING_FACE, model_id="team/tiny", revision="v2", **KEYS)
+        with running(directory, variables=variables | {"HF_HUB_OFFLINE": "0"}) as server:
+            server.log_line(r"\] ready: process")
+            token = first_token(server.http)
+    assert token == expected_token()
+    assert "model.safetensors" in hub.requested
+
+
+def test_threads_are_those_of_every_operation(weights: Path) -> None:
+    """numba, once it starts, would have torch use every core; in this process it started long ago."""
+    code = (
+        "import sys, numba, torch; from handlers.huggingface_options import HuggingFaceOptions;"
+        "from handlers.rolling_batch.loading import load_engine;"
+        "options = HuggingFaceOptions(threads=1, dtype='fp32', kv_cache_memory_gb=0.001);"
+        "load_engine(sys.argv[1], options); print('threads', torch.get_num_threads(), numba.get_num_threads())"
+    )
+    finished = subprocess.run(
+        [sys.executable, "-c", code, str(weights)], stdout=subprocess.PIPE, check=True, text=True, timeout=120
+    )
+    assert finished.stdout.splitlines()[-1] == "threads 1 1"
