@@ -1,99 +1,22 @@
-"""The huggingface handler: any transformers causal language model under the rolling batch (`option.rolling_batch`).
-
-Torch and transformers are imported when the model loads, never with this module.
-"""
+"""The huggingface handler: any transformers causal language model under the rolling batch (`option.rolling_batch`)."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from handlers.huggingface_adapters import LoadedAdapters
 from handlers.huggingface_options import HuggingFaceOptions
-from handlers.step_loop import StepLoop
-from lmi_server.errors import ModelLoadError
-from lmi_server.generation import Delta, GenerationRequest
-from lmi_server.handler import LLMHandler, ModelInfo
-from lmi_server.protocol import Adapter
+from handlers.rolling_batch_handler import RollingBatchHandler
 
 if TYPE_CHECKING:
-    from handlers.rolling_batch.engine import RollingBatchEngine
-    from handlers.rolling_batch.loading import LoadedEngine
+    from handlers.rolling_batch.loading import LoadedModel
 
 
-class HuggingFaceHandler(LLMHandler):
+class HuggingFaceHandler(RollingBatchHandler):
     """Serves a directory that `AutoModelForCausalLM` and `AutoTokenizer` can load."""
 
     options_type = HuggingFaceOptions
 
-    def __init__(self) -> None:
-        self._loop: StepLoop[RollingBatchEngine]
-        self._loaded: LoadedEngine
-        self._adapters: LoadedAdapters
+    def load_model(self, model_dir: str, options: HuggingFaceOptions) -> LoadedModel:
+        from handlers.rolling_batch.transformers_model import load
 
-    async def start(self, model_dir: str, options: HuggingFaceOptions) -> ModelInfo:
-        """Load the model in the thread that will step it; the worker's heartbeat goes on meanwhile."""
-
-        def build() -> RollingBatchEngine:
-            self._loaded = _load(model_dir, options)
-            return self._loaded.engine
-
-        self._loop = StepLoop(build)
-        await self._loop.start()
-        self._adapters = LoadedAdapters(self._loop)
-        return ModelInfo(max_model_len=self._loaded.max_model_len, details=self._loaded.details)
-
-    def follow(self, model_dir: str, options: HuggingFaceOptions) -> None:
-        from handlers.rolling_batch.loading import follow
-
-        follow(model_dir, options)
-
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
-        """Yield the deltas of one request."""
-        engine = self._loop.engine
-        weights = None if request.adapter is None else await self._adapters.weights(request.adapter)
-        prompt, text = await self._loaded.prompts.encode(request)
-        engine.check(prompt, request.sampling)
-        deltas = self._loop.generate(
-            request.request_id,
-            lambda emit: engine.add(
-                request.request_id, prompt, request.sampling, text, request.priority, emit, weights
-            ),
-        )
-        try:
-            async for delta in deltas:
-                yield delta
-        finally:
-            await deltas.aclose()
-
-    async def tokenize(self, request: GenerationRequest) -> list[int]:
-        return (await self._loaded.prompts.encode(request))[0]
-
-    def tokenizer(self) -> Any:
-        return self._loaded.prompts.tokenizer
-
-    async def add_adapter(self, adapter: Adapter) -> None:
-        await self._adapters.add(adapter)
-
-    async def remove_adapter(self, name: str) -> None:
-        await self._adapters.remove(name)
-
-    async def detokenize(self, tokens: Sequence[int]) -> str:
-        return self._loaded.prompts.detokenize(tokens)
-
-    def stats(self) -> Mapping[str, float]:
-        return self._loaded.stats()
-
-    async def stop(self) -> None:
-        await self._loop.call(self._loaded.engine.stop)
-        await self._loop.stop()
-
-
-def _load(model_dir: str, options: HuggingFaceOptions) -> LoadedEngine:
-    try:
-        from handlers.rolling_batch.loading import load_engine
-    except ImportError as error:
-        raise ModelLoadError(
-            f"the huggingface handler needs the extra 'huggingface' ({error}); install lmi-server[huggingface]"
-        ) from error
-    return load_engine(model_dir, options)
+        return load(options.model_id or model_dir, options)

@@ -55,3 +55,5 @@ class HuggingFaceOptions(TransformersOptions, RollingBatchOptions):
     def unavailable(self) -> Iterator[Finding]:
         if not self.mpi_mode and self.tensor_parallel_degree not in (1, -1, "max"):
             yield Finding(("option.tensor_parallel_degree",), "use engine=MPI, or 1")
+        if self.mpi_mode and self.save_mp_checkpoint_path is not None:
+            yield Finding(("option.save_mp_checkpoint_path",), "each rank reads its part of the weights as they are")

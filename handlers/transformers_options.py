@@ -18,12 +18,12 @@ from lmi_server.configuration.declaration import (
 )
 from lmi_server.configuration.options import ModelOptions, ParallelDegree, PositiveInt
 
-# Python packages beside transformers, by the name that a checkpoint gives its quantisation.
+# By the name that a checkpoint gives its quantisation: our extra, and what of it is looked for.
 QUANTIZATION_PACKAGES = {
-    "bitsandbytes": ("bitsandbytes", "accelerate"),
-    "gptq": ("gptqmodel", "optimum"),
-    "awq": ("gptqmodel", "accelerate"),
-    "compressed-tensors": ("compressed_tensors",),
+    "bitsandbytes": ("bitsandbytes", ("bitsandbytes", "accelerate")),
+    "gptq": ("gptq", ("gptqmodel", "optimum")),
+    "awq": ("gptq", ("gptqmodel", "accelerate")),
+    "compressed-tensors": ("compressed-tensors", ("compressed_tensors",)),
 }
 # bitsandbytes' own default for 4 bits is fp4, which loses more: on the demo model half a nat of log probability per
 # token instead of a quarter.
@@ -71,6 +71,9 @@ class TransformersOptions(ModelOptions):
     disable_flash_attn: Annotated[bool, Unavailable.values(False, instead="remove the key")] = Field(
         True, description="Do not use the flash attention of transformers."
     )
+    save_mp_checkpoint_path: str | None = Field(
+        None, description="Directory to write quantised weights to while the model loads."
+    )
     threads: PositiveInt | None = Field(None, description="Threads of one worker inside an operation on the CPU.")
 
     def worker_environment(self) -> Mapping[str, str]:
@@ -86,6 +89,12 @@ class TransformersOptions(ModelOptions):
             "quantization_config": self.quantization_config(),
         }
         return {name: value for name, value in decided.items() if value}
+
+    def partitioned(self) -> Mapping[str, str | None] | str:
+        if self.quantization_config() is None:
+            return "set option.quantize=bitsandbytes4 or bitsandbytes8; weights as they are need no preparation"
+        removed = ("model_id", "revision", "quantize", "load_in_4bit", "load_in_8bit", "save_mp_checkpoint_path")
+        return {f"option.{name}": None for name in removed}
 
     def quantization_config(self) -> Mapping[str, Any] | None:
         """Return what bitsandbytes is to do while weights load; None where it has nothing to do.

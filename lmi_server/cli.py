@@ -21,7 +21,7 @@ from lmi_server.configuration.explain import explain as explain_model
 from lmi_server.configuration.machine import this_machine, with_gpu_memory
 from lmi_server.configuration.resolve import inspect_model
 from lmi_server.configuration.server import ServerSettings, find_config_file, model_defaults, resolve_server
-from lmi_server.errors import ConfigurationError
+from lmi_server.errors import ConfigurationError, LmiServerError
 from lmi_server.model_store import ModelSource, Startup, startup_sources
 
 app = typer.Typer(name="lmi-server", help="Serves the model of a directory over HTTP.", no_args_is_help=True)
@@ -150,6 +150,23 @@ def try_model(
     _log_to_stderr("warning")
     with _plain_configuration_errors():
         raise typer.Exit(run_once(source, inputs or [], parameters or [], process_environment()))
+
+
+@app.command("partition")
+def partition_model(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Model directory with a serving.properties.")],
+    save: Annotated[Path, typer.Option(help="Model directory to make.")],
+) -> None:
+    """Split or quantise the weights of a model ahead of time, so that a later start only loads."""
+    from lmi_server.partition import partition
+
+    _log_to_stderr("info")
+    with _plain_configuration_errors():
+        try:
+            partition(directory, save, process_environment())
+        except LmiServerError as error:
+            raise ConfigurationError(error.message) from error
+    typer.echo(f"{save}: serve it with lmi-server serve {save}")
 
 
 @app.command("demo-model")

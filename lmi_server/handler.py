@@ -130,6 +130,10 @@ class RequestHandler(ABC):
         Raises ModelLoadError (or anything else, which fails the load with its message).
         """
 
+    def follow(self, model_dir: str, options: Any) -> None:
+        """Be one of the other ranks of an MPI group, as `LLMHandler.follow` tells."""
+        raise NotImplementedError
+
     @abstractmethod
     def handle(self, requests: Sequence[Input]) -> Sequence[Response | LmiServerError]:
         """Answer a batch: one outcome per request, in order; an error fails its own request alone.

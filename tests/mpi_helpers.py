@@ -1,12 +1,18 @@
-"""What the tests of MPI groups look at: the processes of a group and the files that it leaves behind."""
+"""What the tests of MPI groups look at: the processes of a group, the files that it leaves behind, its tokens."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
+import torch
 from server_helpers import Server, running
+from tiny_models import byte_tokenizer
 
 from lmi_server.process_session import session_members
 
@@ -19,9 +25,9 @@ def litter(server: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def clean(directory: Path) -> Iterator[Server]:
-    """Serve a model; in the end nothing of its groups may be left."""
-    with running(directory) as server:
+def clean(*directories: Path) -> Iterator[Server]:
+    """Serve models; in the end nothing of their groups may be left."""
+    with running(*directories) as server:
         yield server
         if server.process.returncode is None:
             assert server.stop() == 0
@@ -50,3 +56,45 @@ def process_of_rank(server: int, rank: int) -> int:
     mark = f"OMPI_COMM_WORLD_RANK={rank}".encode()
     found = [pid for pid in group_members(server) if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")]
     return found[0]
+
+
+def generated(model: Any, prompt: str, count: int) -> list[int]:
+    """Return the tokens that a model itself continues a prompt with."""
+    inputs = byte_tokenizer()(prompt, return_tensors="pt")
+    with torch.inference_mode():
+        out = model.generate(inputs["input_ids"], max_new_tokens=count, do_sample=False, pad_token_id=0)
+    return out[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+def body(prompt: str, count: int, stream: bool = False) -> dict[str, Any]:
+    return {"inputs": prompt, "parameters": {"max_new_tokens": count, "details": True}, "stream": stream}
+
+
+def answered(answer: httpx.Response) -> list[int]:
+    """Return the tokens of an answer."""
+    return [token["id"] for token in answer.json()["details"]["tokens"]]
+
+
+def assert_tokens_of_the_model_itself(server: Server, model: Any) -> None:
+    """Ask for the tokens of many prompts at once, while other requests come and leave."""
+    chance = random.Random(3)
+    prompts = ["".join(chance.choices("abcdefgh ", k=length)) for length in (1, 3, 9, 20, 60, 130, 5, 44, 2, 90)]
+    counts = [chance.choice([1, 7, 24, 60]) for _ in prompts]
+
+    async def ask() -> list[list[int]]:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=60) as client:
+            leaving = [asyncio.create_task(_leave_after_a_token(client, f"leaves {index}")) for index in range(6)]
+            asked = zip(prompts, counts, strict=True)
+            sent = (client.post("/invocations", json=body(prompt, count)) for prompt, count in asked)
+            told = [answered(answer) for answer in await asyncio.gather(*sent)]
+            await asyncio.gather(*leaving)
+            return told
+
+    expected = [generated(model, prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
+    assert asyncio.run(ask()) == expected
+
+
+async def _leave_after_a_token(client: httpx.AsyncClient, prompt: str) -> None:
+    async with client.stream("POST", "/invocations", json=body(prompt, 150, stream=True)) as answer:
+        async for _ in answer.aiter_lines():
+            return

@@ -114,7 +114,7 @@ CONFIGURATIONS = {
     ),
     "deepspeed by its engine": Expected(
         "engine=DeepSpeed\noption.tensor_parallel_degree=2\noption.max_tokens=2048\noption.quantize=dynamic_int8",
-        "deepspeed",
+        "deepspeed task",
         {
             "option.mpi_mode": (True, ALIAS),
             "option.entryPoint": ("djl_python.deepspeed", ALIAS),
@@ -127,7 +127,6 @@ CONFIGURATIONS = {
             "max_tokens": 2048,
             "triangular_masking": True,
             "return_tuple": True,
-            "dynamic_quant": {"enabled": True, "use_cutlass": False},
         },
         [[0, 1], [2, 3]],
         2,

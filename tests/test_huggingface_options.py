@@ -16,6 +16,7 @@ from server_helpers import make_model, running
 from tiny_models import byte_tokenizer, tiny_model
 
 from handlers.huggingface_options import HuggingFaceOptions
+from handlers.rolling_batch import transformers_model
 from handlers.rolling_batch.loading import LoadedEngine, load_engine
 from lmi_server.errors import ModelLoadError
 from lmi_server.generation import SamplingParameters
@@ -44,7 +45,8 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(weights: Path, **options: Any) -> LoadedEngine:
-    return load_engine(str(weights), HuggingFaceOptions(**{"dtype": "fp32", "kv_cache_memory_gb": 0.001, **options}))
+    chosen = HuggingFaceOptions(**{"dtype": "fp32", "kv_cache_memory_gb": 0.001, **options})
+    return load_engine(lambda: transformers_model.load(str(weights), chosen), chosen)
 
 
 def add(loaded: LoadedEngine, name: str, prompt: list[int], count: int) -> Answer:
@@ -192,8 +194,10 @@ def test_threads_are_those_of_every_operation(weights: Path) -> None:
     code = (
         "import sys, numba, torch; from handlers.huggingface_options import HuggingFaceOptions;"
         "from handlers.rolling_batch.loading import load_engine;"
+        "from handlers.rolling_batch.transformers_model import load;"
         "options = HuggingFaceOptions(threads=1, dtype='fp32', kv_cache_memory_gb=0.001);"
-        "load_engine(sys.argv[1], options); print('threads', torch.get_num_threads(), numba.get_num_threads())"
+        "load_engine(lambda: load(sys.argv[1], options), options);"
+        "print('threads', torch.get_num_threads(), numba.get_num_threads())"
     )
     finished = subprocess.run(
         [sys.executable, "-c", code, str(weights)], stdout=subprocess.PIPE, check=True, text=True, timeout=120

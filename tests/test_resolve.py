@@ -210,12 +210,29 @@ def test_every_bad_value_is_reported_in_a_line_of_its_own(write: Write) -> None:
 
 
 @pytest.mark.parametrize(
+    ("properties", "problem"),
+    [
+        ("option.tensor_parallel_degree=2\noption.entryPoint=djl_python.deepspeed", "use engine=MPI, or 1"),
+        (
+            "option.enable_streaming=true\nengine=DeepSpeed\noption.tensor_parallel_degree=2",
+            "several ranks answer a static batch whole; use option.rolling_batch=deepspeed, or one rank",
+        ),
+        ("option.checkpoint=a.json\nengine=DeepSpeed\noption.dtype=fp32", "use option.rolling_batch=deepspeed"),
+        ("option.save_mp_checkpoint_path=/x\nengine=DeepSpeed", "use option.rolling_batch=deepspeed"),
+        ("option.dtype=int8\nengine=DeepSpeed", "use option.quantize=dynamic_int8"),
+    ],
+)
+def test_what_deepspeed_cannot_serve_is_refused_with_the_remedy(write: Write, properties: str, problem: str) -> None:
+    directory = write(properties)
+    key, _, value = properties.partition("\n")[0].partition("=")
+    place = directory / "serving.properties"
+    assert refusal(directory) == [f'{place}:1: {key} = "{value}" is not available in this version; {problem}']
+
+
+@pytest.mark.parametrize(
     "properties",
     [
-        "engine=DeepSpeed",
         "option.rolling_batch=trtllm",
-        "option.rolling_batch=deepspeed",
-        "option.entryPoint=djl_python.deepspeed",
         "option.tensor_parallel_degree=2",
         "option.dtype=int8",
         "option.decoding_strategy=contrastive",
@@ -496,7 +513,7 @@ NO_GPU = Machine(total_bytes=2**34, available_bytes=2**33)
 
 def test_an_engine_alias_stands_for_other_keys(write: Write) -> None:
     found = inspect_model(write("engine=DeepSpeed\noption.quantize=dynamic_int8"), {}, machine=NO_GPU)
-    assert (found.row.title, found.options.mpi_mode) == ("deepspeed", True)
+    assert (found.row.title, found.options.mpi_mode) == ("deepspeed task", True)
     assert found.options.entry_point == "djl_python.deepspeed"
     assert {found.sources[key].layer for key in ("option.mpi_mode", "option.entryPoint")} == {"engine alias"}
     assert found.problems == ()
@@ -518,6 +535,11 @@ def test_a_given_key_is_stronger_than_an_engine_alias(write: Write) -> None:
         ("option.rolling_batch=lmi-dist", "lmi-dist"),
         ("option.rolling_batch=trtllm", "tensorrt_llm"),
         ("option.rolling_batch=deepspeed", "deepspeed"),
+        ("engine=DeepSpeed", "deepspeed task"),
+        ("engine=DeepSpeed\noption.rolling_batch=auto", "deepspeed"),
+        ("engine=DeepSpeed\noption.rolling_batch=deepspeed", "deepspeed"),
+        ("engine=DeepSpeed\noption.rolling_batch=auto\noption.task=fill-mask", "deepspeed task"),
+        ("engine=DeepSpeed\noption.rolling_batch=auto\nbatch_size=4", "deepspeed task"),
         ("engine=MPI\noption.rolling_batch=lmi-dist", "lmi-dist"),
         ("engine=MPI", "huggingface"),
         ("engine=MPI\noption.rolling_batch=scheduler", "huggingface"),
@@ -591,7 +613,7 @@ def test_a_handler_that_is_missing_is_one_line(write: Write) -> None:
     (problem,) = refusal(directory)
     assert problem == (
         f'{directory / "serving.properties"}:2: option.rolling_batch = "trtllm" is not available in this version; '
-        "missing: tensorrt_llm; served are djl_python.huggingface or "
+        "missing: tensorrt_llm; served are djl_python.huggingface or djl_python.deepspeed or "
         "djl_python.lmi_dist or djl_python.lmi_vllm.vllm_async_service or djl_python.sklearn_handler or "
         "djl_python.xgboost_handler or "
         "djl_python.echo"

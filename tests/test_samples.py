@@ -26,6 +26,7 @@ MACHINE = Machine(
 HANDLER = {
     "deepspeed": "deepspeed",
     "deepspeed-smoothquant": "deepspeed",
+    "deepspeed-task": "deepspeed task",
     "dynamic-batching": "huggingface pipeline",
     "echo": "echo",
     "huggingface": "huggingface",
@@ -57,15 +58,12 @@ PIPELINE = "huggingface pipeline"
 VLLM_ENGINES = ("vllm", "vllm pooling", "lmi-dist")  # tests of their own run them
 OWN = "a handler of one's own"  # test_own_code.py runs such
 TREE_MODELS = ("sklearn", "xgboost")  # test_tree_models.py runs them
-NOT_YET = {
-    name
-    for name, title in HANDLER.items()
-    if title not in ("huggingface", PIPELINE, *TREE_MODELS, "echo", *VLLM_ENGINES, OWN)
-}
+SERVED = ("huggingface", PIPELINE, "deepspeed", "deepspeed task", *TREE_MODELS, "echo", *VLLM_ENGINES, OWN)
+NOT_YET = {name for name, title in HANDLER.items() if title not in SERVED}
 VLLM = {name for name, title in HANDLER.items() if title in VLLM_ENGINES}  # run in processes of their own
 
 
-PIPELINES = {name for name, title in HANDLER.items() if title == PIPELINE}
+PIPELINES = {name for name, title in HANDLER.items() if title in (PIPELINE, "deepspeed task")}
 
 
 def inspect(sample: Path, directory: Path) -> Inspection:

@@ -9,6 +9,7 @@ import pytest
 
 from lmi_server.configuration.declaration import Option
 from lmi_server.configuration.handlers import (
+    DEEPSPEED_TASK,
     HANDLERS,
     JAVA_ENGINE,
     PIPELINE,
@@ -27,6 +28,7 @@ DECIDING = ("engine", "option.entryPoint")
 _OTHERWISE = {
     JAVA_ENGINE.title: "engine=PyTorch",
     PIPELINE.title: "option.task=fill-mask",
+    DEEPSPEED_TASK.title: "option.entryPoint=deepspeed",
     VLLM_POOLING.title: "option.entryPoint=vllm\noption.task=text-embedding",
 }
 

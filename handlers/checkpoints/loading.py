@@ -39,6 +39,7 @@ def load_model(auto_class: Any, path: str, options: TransformersOptions, **more:
     model = from_pretrained(auto_class, path, **{**model_arguments(path, options), **more})
     model.requires_grad_(False)
     refuse_odd_widths(model)
+    save_weights(model, options)
     keep_activations(model)
     details = quantization_details(model)
     if details:
@@ -47,6 +48,18 @@ def load_model(auto_class: Any, path: str, options: TransformersOptions, **more:
             *(details[name] for name in ("quantization", "weights_mib", "unquantized_weights_mib")),
         )
     return model.eval()
+
+
+def save_weights(model: Any, options: TransformersOptions) -> None:
+    """Write the weights as they are now to where the options say, if they do. Raises ModelLoadError."""
+    directory = options.save_mp_checkpoint_path
+    if directory is None:
+        return
+    try:
+        model.save_pretrained(directory)
+    except OSError as error:
+        raise ModelLoadError(f"option.save_mp_checkpoint_path: {directory} cannot be written: {error}") from error
+    _log.info("weights of %.1f MiB written to %s", model.get_memory_footprint() / 2**20, directory)
 
 
 def model_arguments(path: str, options: TransformersOptions) -> dict[str, Any]:
@@ -69,10 +82,10 @@ def _refuse_absent_device(options: TransformersOptions) -> None:
         )
 
 
-def set_threads(options: TransformersOptions) -> None:
-    """Let torch use as many threads inside an operation as the options say."""
-    if options.threads:
-        torch.set_num_threads(options.threads)
+def set_threads(threads: int | None) -> None:
+    """Let torch use so many threads inside an operation, or as many as it likes."""
+    if threads:
+        torch.set_num_threads(threads)
 
 
 def eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -68,10 +68,13 @@ def _names_of(method: str, config: Any) -> tuple[str, ...]:
 
 
 def _refuse_missing_packages(method: str | None) -> None:
-    missing = [name for name in QUANTIZATION_PACKAGES.get(method or "", ()) if find_spec(name) is None]
+    extra, packages = QUANTIZATION_PACKAGES.get(method or "", ("", ()))
+    missing = [name.replace("_", "-") for name in packages if find_spec(name) is None]
     if missing:
-        names = ", ".join(name.replace("_", "-") for name in missing)
-        raise ModelLoadError(f"weights quantised with {method} need what is not installed: pip install {names}")
+        raise ModelLoadError(
+            f"weights quantised with {method} need {', '.join(missing)}, not installed here;"
+            f" install lmi-server[{extra}]"
+        )
 
 
 def quantization_details(model: Any) -> dict[str, Any]:

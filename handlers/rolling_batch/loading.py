@@ -1,28 +1,25 @@
-"""Loads a transformers model for the rolling batch and decides threads, KV-cache memory and chunk sizes."""
+"""Makes a rolling batch of a model that a handler has loaded: decides its KV-cache memory and chunk sizes."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numba
 import torch
-from transformers import AutoModelForCausalLM
 
-from handlers.checkpoints.loading import eos_token_ids, load_config, load_model, load_tokenizer, set_threads
-from handlers.checkpoints.quantization import quantization_details
-from handlers.huggingface_options import HuggingFaceOptions
+from handlers.checkpoints.loading import eos_token_ids
 from handlers.rolling_batch.attention import UnsupportedAttentionError
 from handlers.rolling_batch.engine import RollingBatchEngine
 from handlers.rolling_batch.kv_cache import bytes_per_token
-from handlers.rolling_batch.model_runner import ModelRunner
+from handlers.rolling_batch.model_runner import LoadCheck, ModelRunner
 from handlers.rolling_batch.peers import Peers
 from handlers.rolling_batch.prompts import PromptEncoder
 from handlers.rolling_batch.scheduler import Scheduler, SchedulerLimits
-from handlers.rolling_batch.sharding import check_degree, join_process_group, loading_arguments, local_bytes
+from handlers.rolling_batch_options import RollingBatchOptions
 from lmi_server.configuration.environment import own_rank
 from lmi_server.errors import ModelLoadError
 from lmi_server.generation import SamplingParameters
@@ -67,21 +64,40 @@ class LoadedEngine:
         }
 
 
-def load_engine(model_dir: str, options: HuggingFaceOptions) -> LoadedEngine:
-    """Load model and tokenizer and allocate the KV cache.
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model for the rolling batch; of one that is split over `peers`, the part of this rank.
+
+    `max_len` is in tokens of prompt and output together, `weights` in bytes of this rank. `check` is made of the model
+    before anything of it was replaced; without it, it is made of the model as it is. `is_local`: no module of the model
+    is torch's own split one. `details` are for the log and `explain`.
+    """
+
+    model: Any
+    tokenizer: Any
+    max_len: int
+    weights: int
+    peers: Peers | None = None
+    check: LoadCheck | None = None
+    is_local: bool = True
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    def runner(self) -> ModelRunner:
+        """Return what computes steps of the model. Raises UnsupportedAttentionError."""
+        return ModelRunner(self.model, self.peers, self.check, self.is_local)
+
+
+def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -> LoadedEngine:
+    """Make the engine of the model that `load` loads, and its KV cache.
 
     Raises ModelLoadError, naming the remedy, where the model cannot be served by the rolling batch.
     """
     began = time.perf_counter()
-    path = options.model_id or model_dir
-    tokenizer = load_tokenizer(path, options)
-    ranks = own_rank().size
-    model = _load_model(path, options)
-    weights = local_bytes(model)
-    quantization = quantization_details(model)
+    loaded = load()
+    model, tokenizer = loaded.model, loaded.tokenizer
     try:
-        runner = ModelRunner(model, _peers())
-        limits, max_len = _limits(runner, model, weights, options)
+        runner = loaded.runner()
+        limits, max_len = _limits(runner, loaded, options)
         _refuse_unsteady_rope(model.config, max_len)
         runner.prepare(limits.slots, max_len)
     except UnsupportedAttentionError as error:
@@ -93,7 +109,7 @@ def load_engine(model_dir: str, options: HuggingFaceOptions) -> LoadedEngine:
         "model": type(model).__name__,
         "dtype": str(runner.dtype).removeprefix("torch."),
         "device": str(runner.device),
-        "ranks": ranks,
+        "ranks": own_rank().size,
         "threads": torch.get_num_threads(),
         "max_model_len": max_len,
         "max_running_requests": limits.max_running,
@@ -101,58 +117,26 @@ def load_engine(model_dir: str, options: HuggingFaceOptions) -> LoadedEngine:
         "kv_cache_gib": round(limits.kv_tokens * runner.cache.bytes_per_token / _GIB, 3),
         "chunked_prefill_size": limits.chunk_size,
         "schedule_policy": limits.policy,
-        **quantization,
+        **loaded.details,
         "fused_modules": runner.fused,
         "load_seconds": round(time.perf_counter() - began, 1),
     }
     return LoadedEngine(engine, prompts, max_len, limits.kv_tokens, details)
 
 
-def follow(model_dir: str, options: HuggingFaceOptions) -> None:
-    """Be one of the other ranks: load this rank's part of the model and do what rank 0 says, until it says stop."""
-    runner = ModelRunner(_load_model(options.model_id or model_dir, options), _peers())
-    runner.follow()
+def follow(loaded: LoadedModel) -> None:
+    """Be one of the other ranks: compute what rank 0 says with this rank's part of the model, until it says stop."""
+    loaded.runner().follow()
 
 
-def _load_model(path: str, options: HuggingFaceOptions) -> Any:
-    """Load the model, or of a group of ranks the part of this one."""
-    _set_threads(options)
-    rank = own_rank()
-    if rank.size == 1:
-        model = load_model(AutoModelForCausalLM, path, options)
-        _refuse_spreading(model, options)
-        return model
-    config = load_config(path, options)
-    if options.quantize or getattr(config, "quantization_config", None):
-        raise ModelLoadError("quantised weights are not split over ranks; set option.tensor_parallel_degree=1")
-    check_degree(config, rank.size)
-    join_process_group(rank)
-    return load_model(AutoModelForCausalLM, path, options, **loading_arguments(rank.size))
-
-
-def _peers() -> Peers | None:
-    rank = own_rank()
-    return Peers(rank) if rank.size > 1 else None
-
-
-def _set_threads(options: HuggingFaceOptions) -> None:
+def set_kernel_threads() -> None:
     """Let torch and numba use the same number of threads: they share libgomp's team.
 
     numba sets the size of the team to all cores when it starts, here at the latest; so torch's number follows.
     """
-    set_threads(options)
     threads = torch.get_num_threads()
     numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
     torch.set_num_threads(threads)
-
-
-def _refuse_spreading(model: Any, options: HuggingFaceOptions) -> None:
-    devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) > 1:
-        raise ModelLoadError(
-            f"option.device_map={options.device_map} spreads the model over {len(devices)} devices, which the rolling"
-            " batch cannot drive; set option.device_map=cuda:0 or leave it out"
-        )
 
 
 def _refuse_unsteady_rope(config: Any, max_len: int) -> None:
@@ -170,13 +154,13 @@ def _refuse_unsteady_rope(config: Any, max_len: int) -> None:
         )
 
 
-def _limits(runner: ModelRunner, model: Any, weights: int, options: HuggingFaceOptions) -> tuple[SchedulerLimits, int]:
+def _limits(runner: ModelRunner, loaded: LoadedModel, options: RollingBatchOptions) -> tuple[SchedulerLimits, int]:
     kind = runner.device.type
     per_token = bytes_per_token(runner.layers, runner.dtype)
     running = min(options.max_running_requests or options.max_rolling_batch_size, options.max_rolling_batch_size)
     slots = running + _FURTHER_SLOTS.get(kind, 0)
-    max_len = _max_len(model, options)
-    kv_tokens = min(slots * max_len, int(_kv_bytes(kind, weights, options) // per_token))
+    max_len = loaded.max_len
+    kv_tokens = min(slots * max_len, int(_kv_bytes(kind, loaded.weights, options) // per_token))
     if kind != "cpu":  # slots are real memory there, all of one length
         max_len = min(max_len, kv_tokens // slots)
     if kv_tokens < 16:
@@ -192,21 +176,7 @@ def _limits(runner: ModelRunner, model: Any, weights: int, options: HuggingFaceO
     return limits, min(max_len, kv_tokens)
 
 
-def _max_len(model: Any, options: HuggingFaceOptions) -> int:
-    text_config = model.config.get_text_config()
-    context = getattr(text_config, "max_position_embeddings", None)
-    if options.max_model_len is None:
-        if context is None:
-            raise ModelLoadError("config.json gives no max_position_embeddings; set option.max_model_len")
-        return int(context)
-    if context is not None and options.max_model_len > context:
-        raise ModelLoadError(
-            f"option.max_model_len={options.max_model_len} is more than the model's context of {context} tokens"
-        )
-    return options.max_model_len
-
-
-def _kv_bytes(kind: str, weights: int, options: HuggingFaceOptions) -> float:
+def _kv_bytes(kind: str, weights: int, options: RollingBatchOptions) -> float:
     if options.kv_cache_memory_gb is not None:
         return options.kv_cache_memory_gb * _GIB / own_rank().size
     free, total = _memory(kind)

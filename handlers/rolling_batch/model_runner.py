@@ -22,7 +22,6 @@ from handlers.rolling_batch.kv_cache import KVCache, LayerShape
 from handlers.rolling_batch.lora import LoraLayers
 from handlers.rolling_batch.peers import GroupBrokenError, Peers
 from handlers.rolling_batch.scheduler import Chunk, Sequence, StepPlan
-from handlers.rolling_batch.sharding import make_local
 from handlers.rolling_batch.slots import Copy
 from handlers.rolling_batch.step_messages import Pass, Prepare, Stop, decode, encode
 from lmi_server.errors import RequestError
@@ -52,18 +51,17 @@ class ModelRunner:
     Where the model is split over `peers`, rank 0 does that and the others `follow`.
     """
 
-    def __init__(self, model: Any, peers: Peers | None = None) -> None:
+    def __init__(
+        self, model: Any, peers: Peers | None = None, check: LoadCheck | None = None, is_local: bool = True
+    ) -> None:
         self._model = model.eval()
         self._device: torch.device = model.device
         self._dtype: torch.dtype = model.dtype
         self._attention_name = f"lmi_rolling_batch_{next(_runner_ids)}"
-        self.vocabulary: int = min(
-            model.get_input_embeddings().weight.shape[0], model.config.get_text_config().vocab_size
-        )
-        self._check = _LoadCheck(model, self.vocabulary)
+        self.vocabulary = _vocabulary(model)
+        self._check = check or LoadCheck(model)
         self._attention_layers = probe_layers(model, f"{self._attention_name}_probe")
         self._peers = peers
-        is_local = peers is None or make_local(model, peers)
         on_cpu = self._device.type == "cpu" and self._dtype in (torch.bfloat16, torch.float32)
         self.fused: dict[str, int] = fuse(model) if on_cpu and is_local else {}
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -216,7 +214,7 @@ class ModelRunner:
         return self._model(**inputs).logits[0, kept[:count]]
 
 
-class _LoadCheck:
+class LoadCheck:
     """Compares a model under the rolling batch with the model as it was loaded, on a few random tokens.
 
     A model that keeps more than keys and values from token to token, or that a fused module does not fit, would answer
@@ -226,7 +224,8 @@ class _LoadCheck:
     _TOKENS = 16
     _PROMPT = 13
 
-    def __init__(self, model: Any, vocabulary: int) -> None:
+    def __init__(self, model: Any) -> None:
+        vocabulary = _vocabulary(model)
         generator = torch.Generator().manual_seed(0)
         self._ids = torch.randint(vocabulary, (1, self._TOKENS), generator=generator)
         with torch.inference_mode():
@@ -265,6 +264,10 @@ class _LoadCheck:
                 f"its logits over a KV cache differ from its own by {error:.2g} of their spread; it keeps more than"
                 " keys and values from token to token"
             )
+
+
+def _vocabulary(model: Any) -> int:
+    return min(model.get_input_embeddings().weight.shape[0], model.config.get_text_config().vocab_size)
 
 
 def _padded(rows: list[int]) -> list[int]:

@@ -77,13 +77,14 @@ def _local_linear(linear: nn.Linear, peers: Peers, gathers: bool) -> nn.Module:
     assert isinstance(linear.weight, DTensor)
     by_rows = linear.weight.placements[0] == Shard(1)
     bias = None if linear.bias is None else _local(linear.bias)
-    local = _plain_linear(_local(linear.weight), None if by_rows else bias)
+    local = plain_linear(_local(linear.weight), None if by_rows else bias)
     if by_rows:
         return SummedLinear(local, bias, peers)
     return JoinedLinear(local, peers) if gathers else local
 
 
-def _plain_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
+def plain_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
+    """Return a linear layer over these tensors."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta", dtype=weight.dtype)
     linear.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
@@ -101,13 +102,18 @@ class SummedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, bias: torch.Tensor | None, peers: Peers) -> None:
         super().__init__()
         self.linear = linear
-        self._bias = bias
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self._peers = peers
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The part of this rank; T5 looks at its data type."""
+        return self.linear.weight
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """(..., inputs of this rank) -> (..., out_features), the same on all ranks."""
         total = self._peers.add_up(self.linear(hidden))
-        return total if self._bias is None else total + self._bias
+        return total if self.bias is None else total + self.bias
 
 
 class JoinedLinear(nn.Module):

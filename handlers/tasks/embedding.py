@@ -55,6 +55,14 @@ class TextEmbedding(Task):
         self._vocabulary = self._encoder.model.get_input_embeddings().num_embeddings
         self._width = int(self._embed([self._encoder.tokenize(["a"])[0]]).shape[1])
 
+    @property
+    def model(self) -> Any:
+        return self._encoder.model
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._encoder.tokenizer
+
     def read(self, value: Any, parameters: Mapping[str, Any]) -> Text:
         if isinstance(value, list):
             value = fields.token_ids("inputs", value)

@@ -109,6 +109,14 @@ class FeatureExtraction(Task):
         self._encoder = Encoder(path, options)
         self.max_length = self._encoder.max_length
 
+    @property
+    def model(self) -> Any:
+        return self._encoder.model
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._encoder.tokenizer
+
     def read(self, value: Any, parameters: Mapping[str, Any]) -> str:
         return read_text(value)
 

@@ -136,6 +136,14 @@ class Generation(Task):
         # A thread that ran a parallel operation keeps a team of libgomp's, so that everything runs in the same one.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="generate")
 
+    @property
+    def model(self) -> Any:
+        return self._model
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._tokenizer
+
     def run(self, inputs: Sequence[Any], parameters: Mapping[str, Any]) -> Sequence[Any]:
         sequences = self._thread.submit(self._generate, inputs, parameters).result()
         return [

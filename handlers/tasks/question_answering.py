@@ -71,6 +71,14 @@ class QuestionAnswering(Task):
         positions = getattr(self._model.config, "max_position_embeddings", None) or 10**9
         self.max_length = min(options.max_model_len or positions, positions, self._tokenizer.model_max_length)
 
+    @property
+    def model(self) -> Any:
+        return self._model
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._tokenizer
+
     def read(self, value: Any, parameters: Mapping[str, Any]) -> Mapping[str, str]:
         found = read_object(value, self.object_fields)
         return {name: read_text(found[name]) for name in self.object_fields}

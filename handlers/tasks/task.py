@@ -28,6 +28,16 @@ class Task(ABC):
     object_fields: tuple[str, ...] = ()
     max_length: int = 0
 
+    @property
+    @abstractmethod
+    def model(self) -> Any:
+        """Return the torch module that does the work; a handler may change it in place before the first request."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """Return what makes tokens of texts; None where inputs are no texts."""
+        return None
+
     @abstractmethod
     def read(self, value: Any, parameters: Mapping[str, Any]) -> Any:
         """Return one input of a request, checked and ready to run. Raises RequestError."""

@@ -11,7 +11,7 @@ import transformers
 from transformers.pipelines import Pipeline
 from transformers.pipelines.base import PipelineException
 
-from handlers.checkpoints.loading import model_arguments
+from handlers.checkpoints.loading import model_arguments, save_weights
 from handlers.pipeline_options import PipelineOptions
 from handlers.tasks.audio import audio_reader
 from handlers.tasks.task import Task, named, one_of, read_image, read_object, read_text, texts
@@ -145,6 +145,14 @@ class TransformersPipeline(Task):
         self._batches = task not in _ALONE and (self._tokenizer is None or self._tokenizer.pad_token_id is not None)
         self.max_length = _max_length(self._pipeline, options)
 
+    @property
+    def model(self) -> Any:
+        return self._pipeline.model
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._tokenizer
+
     def read(self, value: Any, parameters: Mapping[str, Any]) -> Any:
         return self._read(value)
 
@@ -198,6 +206,7 @@ def _load(task: str, path: str, options: PipelineOptions) -> Any:
     except (OSError, ValueError, KeyError, RuntimeError) as error:  # what transformers raises for a broken directory
         raise ModelLoadError(f"transformers cannot load {path} for {task}: {error}") from error
     pipeline.model.requires_grad_(False)
+    save_weights(pipeline.model, options)
     return pipeline
 
 

@@ -6,6 +6,7 @@ outputs. A batch is given to the engine whole and stepped to its end.
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import logging
 import time
@@ -131,7 +132,7 @@ class PoolingModel:
             context.pooling_params.verify(self._config)
             context.engine_inputs = [scorer.render(item) for item in scorer.get_request_factory_online(context)]
         except ValidationError as error:
-            raise RequestError(_first_of(error, has_forms=kind is library.ScoreRequest)) from error
+            raise RequestError(_first_of(error, body)) from error
         except CLIENT_ERRORS as error:
             raise as_request_error(error) from error
 
@@ -189,11 +190,14 @@ def _taken(output: Any) -> Pooled | LmiServerError:
     return Pooled(output, len(output.prompt_token_ids))
 
 
-def _first_of(error: ValidationError, has_forms: bool) -> str:
-    """Return the first problem with a body; where it may have several forms, with the one that it is nearest to."""
-    problems: dict[Any, list[str]] = {}
-    for detail in error.errors():
-        form, *place = detail["loc"] if has_forms else (None, *detail["loc"])
-        told = ".".join(map(str, place))
-        problems.setdefault(form, []).append(f"{told}: {detail['msg']}" if told else str(detail["msg"]))
-    return min(problems.values(), key=len)[0]
+def _first_of(error: ValidationError, body: Mapping[str, Any]) -> str:
+    """Return the first problem with a body; where a field lacks its partner (text_1 and text_2), that one."""
+    problems = {_field_of(detail["loc"]): detail for detail in reversed(error.errors())}
+    partners = [name for given in body for name in difflib.get_close_matches(given, problems, n=1, cutoff=0.7)]
+    name = partners[0] if partners else next(reversed(problems))
+    return f"{name}: {problems[name]['msg']}" if name else str(problems[name]["msg"])
+
+
+def _field_of(place: Sequence[int | str]) -> str:
+    """Return the field that a problem is in; the form of a body that has several comes before it, in brackets."""
+    return next((str(part) for part in place if "[" not in str(part)), "")

@@ -12,6 +12,8 @@ from pathlib import Path
 from lmi_server.artifacts.location import refuse_remote_entry_point
 from lmi_server.configuration.check import told
 from lmi_server.configuration.handlers import (
+    DEEPSPEED,
+    DEEPSPEED_TASK,
     DEFAULT_HANDLER,
     JAVA_ENGINE,
     OWN_CODE,
@@ -87,11 +89,22 @@ def choose_handler(given: Given, model_dir: Path, names: tuple[str, ...], task: 
     if entry_point is None and any((model_dir / f"model.{ending}").is_file() for ending in _SKLEARN_FILES):
         return Choice(SKLEARN)
     chosen = Choice(DEFAULT_HANDLER) if entry_point is None else _by_entry_point(given, entry_point, model_dir)
+    if chosen.row is DEEPSPEED and not _decodes(given, task):
+        return replace(chosen, row=DEEPSPEED_TASK)
     if chosen.row is DEFAULT_HANDLER:
         if _runs_as_pipeline(given, task):
             return replace(chosen, row=PIPELINE)
         chosen = _by_rolling_batch(chosen, given, names, machine)
     return replace(chosen, row=VLLM_POOLING) if chosen.row is VLLM and task in POOLING else chosen
+
+
+def _decodes(given: Given, task: str | None) -> bool:
+    """Tell whether deepspeed means a rolling batch, which LMI has only where it is asked for."""
+    rolling = given.get(ROLLING_BATCH)
+    asked = "disable" if rolling is None else rolling.raw.lower()
+    if asked != "auto":
+        return asked != "disable"
+    return task in (None, TEXT_GENERATION) and not batches_statically(given)
 
 
 def _runs_as_pipeline(given: Given, task: str | None) -> bool:

@@ -20,6 +20,7 @@ class HandlerRow:
     None where this version has only the options: such a configuration is resolved and checked, and not served.
     `rolling_batches` are the values of option.rolling_batch that mean this handler; `engines` the Python packages that
     it needs. `causal_lm_only`: it generates text with a causal language model and serves no other architecture.
+    `answers_tasks`: its requests are whole tasks of a Hugging Face model, in static batches.
     `reads_checkpoint`: the model is a Hugging Face checkpoint. `batches_by_default`: with a rolling batch where nobody
     says otherwise. `takes_batches`: option.batch_size may be more than 1. `takes_all_gpus`: it splits the model over
     all of them where nobody says otherwise. `needs_mpi`: it runs under the MPI engine only.
@@ -32,6 +33,7 @@ class HandlerRow:
     rolling_batches: tuple[str, ...] = ()
     engines: tuple[str, ...] = ()
     causal_lm_only: bool = False
+    answers_tasks: bool = False
     reads_checkpoint: bool = False
     batches_by_default: bool = False
     takes_batches: bool = False
@@ -62,16 +64,30 @@ PIPELINE = HandlerRow(
     handler="handlers.pipelines:PipelineHandler",
     options="handlers.pipeline_options:PipelineOptions",
     engines=("transformers", "torch"),
+    answers_tasks=True,
     reads_checkpoint=True,
     takes_batches=True,
 )
-_DEEPSPEED = HandlerRow(
+DEEPSPEED = HandlerRow(
     title="deepspeed",
     names=("djl_python.deepspeed", "deepspeed"),
+    handler="handlers.deepspeed:DeepSpeedHandler",
     options="handlers.deepspeed_options:DeepSpeedOptions",
     rolling_batches=("deepspeed",),
     engines=("deepspeed",),
+    causal_lm_only=True,
     reads_checkpoint=True,
+)
+# djl_python.deepspeed means it for everything that the rolling batch is not for, or is not wanted for.
+DEEPSPEED_TASK = HandlerRow(
+    title="deepspeed task",
+    names=(),
+    handler="handlers.deepspeed:DeepSpeedTaskHandler",
+    options="handlers.deepspeed_options:DeepSpeedOptions",
+    engines=("deepspeed",),
+    answers_tasks=True,
+    reads_checkpoint=True,
+    takes_batches=True,
 )
 _LMI_DIST = HandlerRow(
     title="lmi-dist",
@@ -164,7 +180,8 @@ OWN_CODE = HandlerRow(
 HANDLERS = (
     _HUGGING_FACE,
     PIPELINE,
-    _DEEPSPEED,
+    DEEPSPEED,
+    DEEPSPEED_TASK,
     _LMI_DIST,
     VLLM,
     VLLM_POOLING,

@@ -404,6 +404,13 @@ class ModelOptions(Options):
         """Return the tokens of prompt and output together that are configured; None where config.json decides."""
         return None
 
+    def partitioned(self) -> Mapping[str, str | None] | str:
+        """Return what `lmi-server partition` changes in serving.properties, by key in full; None removes the key.
+
+        Or say why there is nothing that could be split or quantised ahead of time.
+        """
+        return "the handler does neither; serve the model as it is"
+
     def contradictions(self, given: Collection[str]) -> Iterator[Finding]:
         """Yield options that must not be combined; `given` holds the keys in full that somebody decided."""
         yield from ()

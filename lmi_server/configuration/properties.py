@@ -43,7 +43,7 @@ def read_properties(path: Path) -> Properties:
         data = path.read_bytes()
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read: {error.strerror}") from error
-    text, warnings = _decode(data, str(path))
+    text, warnings = decode_properties(data, str(path))
     parsed = parse_properties(text, str(path))
     return Properties(parsed.entries, (*warnings, *parsed.warnings))
 
@@ -61,7 +61,37 @@ def parse_properties(text: str, file: str) -> Properties:
     return Properties(entries, tuple(warnings))
 
 
-def _decode(data: bytes, file: str) -> tuple[str, tuple[str, ...]]:
+def edited_properties(text: str, changes: Mapping[str, str | None]) -> str:
+    """Return `text` with other values for the keys of `changes`, None for none; everything else as it is written."""
+    missing = {key: value for key, value in changes.items() if value is not None}
+    lines: list[str] = []
+    for content, natural in _spans(text):
+        key = None if content is None else _parse_entry(content, 0, "").key
+        if key not in changes:
+            lines += natural
+        elif key in missing:
+            lines.append(f"{key}={missing.pop(key)}")
+    lines = lines[:-1] if lines and not lines[-1] else lines
+    return "".join(f"{line}\n" for line in (*lines, *(f"{key}={value}" for key, value in missing.items())))
+
+
+def _spans(text: str) -> Iterator[tuple[str | None, list[str]]]:
+    """Yield every natural line: those of an entry together with its content, others with None."""
+    lines = _LINE_END.split(text)
+    starts = dict(_logical_lines(text))
+    number = 0
+    while number < len(lines):
+        content = starts.get(number + 1)
+        end = number + 1
+        if content is not None:
+            while end < len(lines) and _ends_in_escape(lines[end - 1]):
+                end += 1
+        yield content, lines[number:end]
+        number = end
+
+
+def decode_properties(data: bytes, file: str) -> tuple[str, tuple[str, ...]]:
+    """Return the text of a file and what is doubtful about it. Raises ConfigurationError."""
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise ConfigurationError(f"{file}: is UTF-16; save it as UTF-8")
     try:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from lmi_server.configuration.handlers import (
     DEFAULT_HANDLER,
     HANDLERS,
-    PIPELINE,
     VLLM_POOLING,
     HandlerRow,
     load_options_type,
@@ -42,7 +41,7 @@ def recommend_rolling_batch(names: tuple[str, ...], under_mpi: bool, machine: Ma
 
 
 def _schedules_itself(row: HandlerRow) -> bool:
-    return row is not DEFAULT_HANDLER and bool(row.rolling_batches) and not row.needs_mpi
+    return row is not DEFAULT_HANDLER and row.batches_by_default and not row.needs_mpi
 
 
 def _can_serve(row: HandlerRow, machine: Machine) -> bool:
@@ -55,7 +54,7 @@ def recommend(row: HandlerRow | None, given: Given, task: str | None, machine: M
     `task` is the one that the model's files tell of, None where they do not.
     """
     recommended: dict[str, str] = {}
-    if row in (PIPELINE, VLLM_POOLING):
+    if row is not None and (row.answers_tasks or row is VLLM_POOLING):
         recommended |= _for_task(row, given, task)
     if row is not None:
         recommended |= _for_handler(row, given, machine)
@@ -102,7 +101,7 @@ def _for_handler(row: HandlerRow, given: Given, machine: Machine) -> Mapping[str
     recommended = dict(load_options_type(row).recommended(machine))
     rolling = given.get("option.rolling_batch")
     left_open = row.batches_by_default if rolling is None else rolling.raw.lower() == "auto"
-    if left_open and (row is PIPELINE or batches_statically(given)):
+    if left_open and (row.answers_tasks or batches_statically(given)):
         recommended["option.rolling_batch"] = "disable"
     elif left_open and row.rolling_batches:
         recommended["option.rolling_batch"] = row.rolling_batches[0]

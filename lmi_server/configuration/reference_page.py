@@ -66,7 +66,7 @@ def reference_page() -> str:
         _handlers(),
         _section("Keys of the model server", ServingOptions.declared()),
         _section("Keys of every handler", ModelOptions.declared()),
-        *(_handler_section(row, shared) for row in (*HANDLERS, JAVA_ENGINE)),
+        *(_handler_section(rows, shared) for rows in _by_options((*HANDLERS, JAVA_ENGINE))),
         _variables(),
         _section("Settings of the server (`SERVING_<KEY>`, or flags of `lmi-server serve`)", ServerSettings.declared()),
     ]
@@ -81,9 +81,18 @@ def _handlers() -> str:
     return _table(("Handler", "`option.entryPoint`", "`option.rolling_batch`", "In this version"), rows)
 
 
-def _handler_section(row: HandlerRow, shared: dict[str, Option]) -> str:
+def _by_options(rows: Iterable[HandlerRow]) -> Iterable[Sequence[HandlerRow]]:
+    """Return handlers with the same keys together."""
+    together: dict[str, list[HandlerRow]] = {}
+    for row in rows:
+        together.setdefault(row.options, []).append(row)
+    return together.values()
+
+
+def _handler_section(rows: Sequence[HandlerRow], shared: dict[str, Option]) -> str:
+    row = rows[0]
     own = [option for option in load_options_type(row).declared() if option != shared.get(option.key)]
-    text = _section(f"Keys of {row.title}", own)
+    text = _section(f"Keys of {' and '.join(row.title for row in rows)}", own)
     missing = "" if row.handler else "\nThis version checks and explains these keys; it cannot serve with them yet.\n"
     heading, _, table = text.partition("\n")
     return f"{heading}\n{missing}{table}"

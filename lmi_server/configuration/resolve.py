@@ -27,7 +27,6 @@ from lmi_server.configuration.handlers import (
     DEFAULT_HANDLER,
     HANDLERS,
     OWN_CODE,
-    PIPELINE,
     HandlerRow,
     load_options_type,
     options_type_of,
@@ -401,7 +400,7 @@ def _unavailable(
         )
     yield from unavailable(options, sources)
     names = architectures(config)
-    if choice.row is PIPELINE and "option.task" not in sources:
+    if choice.row is not None and choice.row.answers_tasks and "option.task" not in sources:
         yield f"{model_dir}: no task follows from architecture {', '.join(names) or 'unknown'}; set option.task"
     if choice.row is not None and choice.row.causal_lm_only and names and not is_causal_lm(names):
         rolling = options.rolling_batch

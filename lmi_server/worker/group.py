@@ -36,9 +36,9 @@ def leave_group() -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def following(handler: LLMHandler | RequestHandler) -> LLMHandler:
+def following(handler: LLMHandler | RequestHandler) -> LLMHandler | RequestHandler:
     """Return the handler as one that runs as a group of ranks. Raises ModelLoadError where it cannot."""
-    if not isinstance(handler, LLMHandler) or type(handler).follow is LLMHandler.follow:
+    if type(handler).follow in (LLMHandler.follow, RequestHandler.follow):
         raise ModelLoadError("this model's handler does not run under the MPI engine; use engine=Python")
     return handler
 

@@ -44,6 +44,8 @@ def make_handler(load: Load) -> tuple[LLMHandler | RequestHandler, Loading]:
     """Import the handler and rebuild its options; it is not started. Raises whatever its module raises."""
     options = rebuild_options(load.handler, load.options)
     handler = cast("type[LLMHandler | RequestHandler]", load_class(load.handler))()
+    if isinstance(handler, RequestHandler):
+        handler.served_names = tuple(load.served_names)
     return handler, Loading(load, options)
 
 

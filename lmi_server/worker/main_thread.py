@@ -159,7 +159,6 @@ class MainThread:
 
     def _live(self) -> None:
         try:
-            self._handler.served_names = tuple(self._loading.load.served_names)
             info = self._handler.start(self._loading.model_dir, self._loading.options)
             beside = self._handler.side_by_side()
             if beside is not None:

@@ -1,4 +1,4 @@
-"""The LoRA adapters of a huggingface model: in memory from their registration on, or from their first request."""
+"""The LoRA adapters of a model under the rolling batch: in memory from registration on, or from the first request."""
 
 from __future__ import annotations
 

@@ -1,0 +1,57 @@
+"""Loads a causal language model for the rolling batch through DeepSpeed: whole, or split over the ranks of a group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from handlers.checkpoints.loading import load_config, load_model, load_tokenizer, set_threads
+from handlers.deepspeed_engine.initialization import check_before_loading, choose_device, initialize
+from handlers.deepspeed_engine.int8 import model_bytes, quantize
+from handlers.deepspeed_engine.shards import Shards, find_shards, save_shards
+from handlers.deepspeed_options import DeepSpeedOptions
+from handlers.rolling_batch.loading import LoadedModel, set_kernel_threads
+from handlers.rolling_batch.model_runner import LoadCheck
+from lmi_server.configuration.environment import own_rank
+
+
+def load(path: str, options: DeepSpeedOptions) -> LoadedModel:
+    """Load the model in directory `path`, or of a group of ranks the part of this one. Raises ModelLoadError."""
+    set_threads(options.threads)
+    set_kernel_threads()
+    rank = own_rank()
+    choose_device(rank)
+    reading = options.reading()
+    config = load_config(path, reading)
+    check_before_loading(config, options, rank.size)
+    shards = find_shards(path, options, rank)
+    model = _model(path, config, options, shards, rank.size)
+    tokenizer = load_tokenizer(path, reading)
+    # Weights that are quantised or split already have no whole model to be compared with.
+    check = None if shards or options.quantize else LoadCheck(model)
+    peers = initialize(model, options, rank)
+    if shards is not None:
+        shards.fill(model)
+    details = quantize(model, tokenizer, options)
+    if shards is not None and shards.quantization is not None:
+        details = {"quantization": shards.quantization}
+    if options.save_mp_checkpoint_path is not None:
+        save_shards(model, options, rank, details.get("quantization"))
+    details = {"engine": "deepspeed", **details}
+    max_len, weights = _max_len(model, options), model_bytes(model)
+    return LoadedModel(model, tokenizer, max_len, weights, peers, check, details=details)
+
+
+def _model(path: str, config: Any, options: DeepSpeedOptions, shards: Shards | None, ranks: int) -> Any:
+    if shards is not None:
+        return shards.empty_model(AutoModelForCausalLM, config, options.trust_remote_code)
+    # A GPU of several gets its own part only.
+    place = {"device_map": "cpu"} if ranks > 1 and torch.cuda.is_available() else {}
+    return load_model(AutoModelForCausalLM, path, options.reading(), **place)
+
+
+def _max_len(model: Any, options: DeepSpeedOptions) -> int:
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return options.max_tokens if context is None else min(options.max_tokens, context)

@@ -1,0 +1,140 @@
+"""Weights as each rank holds them, written ahead of time (`option.save_mp_checkpoint_path`, `lmi-server partition`).
+
+A directory with the model's own small files, a manifest, and the tensors of each rank as safetensors. The manifest is
+named as DeepSpeed names its own. DeepSpeed's is for its kernels: of a model split by AutoTP it keeps the last layer of
+rank 0 only.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers.initialization import no_init_weights
+
+from handlers.deepspeed_engine.initialization import read_json
+from handlers.deepspeed_engine.int8 import make_places
+from handlers.deepspeed_options import SHARDS_MANIFEST, DeepSpeedOptions
+from lmi_server.errors import ModelLoadError
+from lmi_server.ranks import Rank
+
+_log = logging.getLogger(__name__)
+
+_KIND = "lmi-server ranks"
+_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+_TENSORS_PER_FILE = 64
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The weights that one rank loads, from `files`; `quantization` is how they are quantised."""
+
+    files: tuple[Path, ...]
+    dtype: torch.dtype
+    quantization: str | None
+
+    def empty_model(self, auto_class: Any, config: Any, trust_remote_code: bool) -> Any:
+        """Return the model without weights; memory that nobody has written is none."""
+        with no_init_weights():
+            model = auto_class.from_config(config, dtype=self.dtype, trust_remote_code=trust_remote_code)
+        model.requires_grad_(False)
+        return model.eval()
+
+    def fill(self, model: nn.Module) -> None:
+        """Load the weights into `model`, which is split already. Raises ModelLoadError where they are not its own."""
+        tensors: dict[str, torch.Tensor] = {}
+        for number, file in enumerate(self.files, start=1):
+            tensors |= load_file(file)
+            _log.info("weights of this rank: %d of %d files read", number, len(self.files))
+        if self.quantization is not None:
+            smoothed = {name.removesuffix(".smoothing") for name in tensors if name.endswith(".smoothing")}
+            make_places(model, smoothed)
+        try:
+            model.load_state_dict(tensors, strict=True)
+        except RuntimeError as error:
+            raise ModelLoadError(f"{self.files[0].parent}: the weights do not fit the model: {error}") from error
+
+
+def find_shards(path: str, options: DeepSpeedOptions, rank: Rank) -> Shards | None:
+    """Return what option.checkpoint names for `rank`; None without the key. Raises ModelLoadError."""
+    if options.checkpoint is None:
+        return None
+    manifest = Path(path) / options.checkpoint
+    content = read_json(str(manifest), "option.checkpoint")
+    if content.get("type") != _KIND:
+        raise ModelLoadError(
+            f"option.checkpoint: {manifest} is for DeepSpeed's kernels, which lay weights out in a way of their own;"
+            " remove the key and name the model's own weights, or split these with `lmi-server partition`"
+        )
+    if content["tp_size"] != rank.size:
+        raise ModelLoadError(
+            f"option.checkpoint: {manifest} was split for option.tensor_parallel_degree={content['tp_size']}, and here"
+            f" it is {rank.size}; split the model again, or set the degree to {content['tp_size']}"
+        )
+    if _DTYPES.get(options.dtype) != content["dtype"]:
+        raise ModelLoadError(
+            f"option.checkpoint: {manifest} is in {content['dtype']}, and option.dtype={options.dtype}; set the data"
+            " type of the checkpoint"
+        )
+    files = tuple(manifest.parent / name for name in content["checkpoints"]["tp"][rank.rank])
+    return Shards(files, getattr(torch, content["dtype"]), content["quantization"])
+
+
+def save_shards(model: nn.Module, options: DeepSpeedOptions, rank: Rank, quantization: str | None) -> None:
+    """Write the weights of this rank into the directory of option.save_mp_checkpoint_path, rank 0 the manifest too.
+
+    Raises ModelLoadError where that cannot be written.
+    """
+    assert options.save_mp_checkpoint_path is not None
+    directory = Path(options.save_mp_checkpoint_path)
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    count = len(list(_groups(tensors)))
+    files = [[_file_name(other, number) for number in range(count)] for other in range(rank.size)]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        _save_tensors(directory, tensors, rank.rank)
+        if rank.rank == 0:
+            content = {
+                "type": _KIND,
+                "version": 1.0,
+                "parallelization": "tp",
+                "tp_size": rank.size,
+                "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+                "quantization": quantization,
+                "checkpoints": {"tp": files},
+            }
+            (directory / SHARDS_MANIFEST).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ModelLoadError(f"option.save_mp_checkpoint_path: {directory} cannot be written: {error}") from error
+
+
+def _file_name(rank: int, number: int) -> str:
+    return f"tp_{rank:02d}_{number:02d}.safetensors"
+
+
+def _save_tensors(directory: Path, tensors: Mapping[str, torch.Tensor], rank: int) -> None:
+    total = sum(map(_size, tensors.values()))
+    done = 0
+    for number, names in enumerate(_groups(tensors)):
+        # Tensors of one memory, as tied weights are, must be apart in a file.
+        save_file({name: tensors[name].clone() for name in names}, directory / _file_name(rank, number))
+        done += sum(_size(tensors[name]) for name in names)
+        _log.info("weights of rank %d: %.1f of %.1f MiB written", rank, done / 2**20, total / 2**20)
+
+
+def _groups(names: Iterable[str]) -> Iterator[Sequence[str]]:
+    """Yield the names of the tensors of each file; all ranks have the same names."""
+    ordered = list(names)
+    for first in range(0, len(ordered), _TENSORS_PER_FILE):
+        yield ordered[first : first + _TENSORS_PER_FILE]
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.nelement() * tensor.element_size()

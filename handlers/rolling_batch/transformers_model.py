@@ -1,0 +1,80 @@
+"""Loads a causal language model with transformers for the rolling batch: whole, or split over the ranks of a group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoModelForCausalLM
+
+from handlers.checkpoints.loading import load_config, load_model, load_tokenizer, set_threads
+from handlers.checkpoints.quantization import quantization_details
+from handlers.huggingface_options import HuggingFaceOptions
+from handlers.rolling_batch.loading import LoadedModel, set_kernel_threads
+from handlers.rolling_batch.model_runner import LoadCheck
+from handlers.rolling_batch.peers import Peers
+from handlers.rolling_batch.sharding import (
+    check_degree,
+    join_process_group,
+    loading_arguments,
+    local_bytes,
+    make_local,
+)
+from lmi_server.configuration.environment import own_rank
+from lmi_server.errors import ModelLoadError
+from lmi_server.ranks import Rank
+
+
+def load(path: str, options: HuggingFaceOptions) -> LoadedModel:
+    """Load the model in directory `path`, or of a group of ranks the part of this one. Raises ModelLoadError."""
+    set_threads(options.threads)
+    set_kernel_threads()
+    rank = own_rank()
+    return _load_whole(path, options) if rank.size == 1 else _load_part(path, options, rank)
+
+
+def _load_whole(path: str, options: HuggingFaceOptions) -> LoadedModel:
+    model = load_model(AutoModelForCausalLM, path, options)
+    _refuse_spreading(model, options)
+    return LoadedModel(
+        model,
+        load_tokenizer(path, options),
+        _max_len(model, options),
+        local_bytes(model),
+        details=quantization_details(model),
+    )
+
+
+def _load_part(path: str, options: HuggingFaceOptions, rank: Rank) -> LoadedModel:
+    config = load_config(path, options)
+    if options.quantize or getattr(config, "quantization_config", None):
+        raise ModelLoadError("quantised weights are not split over ranks; set option.tensor_parallel_degree=1")
+    check_degree(config, rank.size)
+    join_process_group(rank)
+    model = load_model(AutoModelForCausalLM, path, options, **loading_arguments(rank.size))
+    weights, max_len = local_bytes(model), _max_len(model, options)
+    peers, check = Peers(rank), LoadCheck(model)
+    is_local = make_local(model, peers)
+    return LoadedModel(model, load_tokenizer(path, options), max_len, weights, peers, check, is_local)
+
+
+def _refuse_spreading(model: Any, options: HuggingFaceOptions) -> None:
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1:
+        raise ModelLoadError(
+            f"option.device_map={options.device_map} spreads the model over {len(devices)} devices, which the rolling"
+            " batch cannot drive; set option.device_map=cuda:0 or leave it out"
+        )
+
+
+def _max_len(model: Any, options: HuggingFaceOptions) -> int:
+    text_config = model.config.get_text_config()
+    context = getattr(text_config, "max_position_embeddings", None)
+    if options.max_model_len is None:
+        if context is None:
+            raise ModelLoadError("config.json gives no max_position_embeddings; set option.max_model_len")
+        return int(context)
+    if context is not None and options.max_model_len > context:
+        raise ModelLoadError(
+            f"option.max_model_len={options.max_model_len} is more than the model's context of {context} tokens"
+        )
+    return options.max_model_len

@@ -1,0 +1,103 @@
+"""What handlers have in common whose models run under this project's own rolling batch (`option.rolling_batch`).
+
+Torch and transformers are imported when the model loads, never with this module.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from handlers.rolling_batch_adapters import LoadedAdapters
+from handlers.step_loop import StepLoop
+from lmi_server.errors import ModelLoadError
+from lmi_server.generation import Delta, GenerationRequest
+from lmi_server.handler import LLMHandler, ModelInfo
+from lmi_server.protocol import Adapter
+
+if TYPE_CHECKING:
+    from handlers.rolling_batch.engine import RollingBatchEngine
+    from handlers.rolling_batch.loading import LoadedEngine, LoadedModel
+
+
+class RollingBatchHandler(LLMHandler):
+    """Serves what `load_model` loads; where that is split over ranks, rank 0 tells the others what to compute."""
+
+    def __init__(self) -> None:
+        self._loop: StepLoop[RollingBatchEngine]
+        self._loaded: LoadedEngine
+        self._adapters: LoadedAdapters
+
+    @abstractmethod
+    def load_model(self, model_dir: str, options: Any) -> LoadedModel:
+        """Load the model, on each rank of a group its part; in the thread that will step it.
+
+        Raises ModelLoadError.
+        """
+
+    async def start(self, model_dir: str, options: Any) -> ModelInfo:
+        """Load the model in the thread that will step it; the worker's heartbeat goes on meanwhile."""
+
+        def build() -> RollingBatchEngine:
+            self._loaded = self._load(model_dir, options)
+            return self._loaded.engine
+
+        self._loop = StepLoop(build)
+        await self._loop.start()
+        self._adapters = LoadedAdapters(self._loop)
+        return ModelInfo(max_model_len=self._loaded.max_model_len, details=self._loaded.details)
+
+    def follow(self, model_dir: str, options: Any) -> None:
+        from handlers.rolling_batch.loading import follow
+
+        follow(self.load_model(model_dir, options))
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+        """Yield the deltas of one request."""
+        engine = self._loop.engine
+        weights = None if request.adapter is None else await self._adapters.weights(request.adapter)
+        prompt, text = await self._loaded.prompts.encode(request)
+        engine.check(prompt, request.sampling)
+        deltas = self._loop.generate(
+            request.request_id,
+            lambda emit: engine.add(
+                request.request_id, prompt, request.sampling, text, request.priority, emit, weights
+            ),
+        )
+        try:
+            async for delta in deltas:
+                yield delta
+        finally:
+            await deltas.aclose()
+
+    async def tokenize(self, request: GenerationRequest) -> list[int]:
+        return (await self._loaded.prompts.encode(request))[0]
+
+    def tokenizer(self) -> Any:
+        return self._loaded.prompts.tokenizer
+
+    async def add_adapter(self, adapter: Adapter) -> None:
+        await self._adapters.add(adapter)
+
+    async def remove_adapter(self, name: str) -> None:
+        await self._adapters.remove(name)
+
+    async def detokenize(self, tokens: Sequence[int]) -> str:
+        return self._loaded.prompts.detokenize(tokens)
+
+    def stats(self) -> Mapping[str, float]:
+        return self._loaded.stats()
+
+    async def stop(self) -> None:
+        await self._loop.call(self._loaded.engine.stop)
+        await self._loop.stop()
+
+    def _load(self, model_dir: str, options: Any) -> LoadedEngine:
+        try:
+            from handlers.rolling_batch.loading import load_engine
+        except ImportError as error:
+            raise ModelLoadError(
+                f"the rolling batch needs the extra 'huggingface' ({error}); install lmi-server[huggingface]"
+            ) from error
+        return load_engine(lambda: self.load_model(model_dir, options), options)

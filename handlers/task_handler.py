@@ -1,0 +1,227 @@
+"""What handlers have in common that answer tasks of Hugging Face models whole, a dynamic batch at a time.
+
+Requests of a batch that ask for the same run together. Where that fails each runs alone, so that only those fail that
+cannot be served. Torch and transformers are imported when the model loads.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from handlers import content
+from handlers.pipeline_options import generates
+from handlers.tasks.task import Task, read_parameters
+from lmi_server.dialects import fields, openai, openai_embeddings
+from lmi_server.dialects.base import ServedModel
+from lmi_server.errors import (
+    HandlerError,
+    LmiServerError,
+    ModelLoadError,
+    ModelMemoryError,
+    RequestError,
+    is_out_of_memory,
+)
+from lmi_server.handler import ModelInfo, RequestHandler, Response
+from lmi_server.protocol import Input
+
+if TYPE_CHECKING:
+    from handlers.tasks.embedding import TextEmbedding
+
+logger = logging.getLogger(__name__)
+
+# What clients of the rolling batch send beside the inputs, and what has no bearing here.
+_BODY_FIELDS = frozenset({"inputs", "parameters", "stream"})
+_EMBEDDINGS = "embeddings"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request, read: its inputs, what it says of them, and what writes their results."""
+
+    inputs: Sequence[Any]
+    parameters: Mapping[str, Any]
+    write: Callable[[Sequence[Any]], Response]
+    streams: bool = False
+
+
+class TaskHandler(RequestHandler):
+    """Serves one task of one model, which `load_task` loads."""
+
+    def __init__(self) -> None:
+        self._task: Task
+        self._name = ""
+        self._served: ServedModel
+        self._streams = False
+
+    @abstractmethod
+    def load_task(self, task: str, model_dir: str, options: Any) -> Task:
+        """Load the model for `task`. Raises ModelLoadError."""
+
+    def start(self, model_dir: str, options: Any) -> ModelInfo:
+        if options.task is None:
+            raise ModelLoadError("no task follows from the model's files; set option.task")
+        self._name = options.task
+        self._served = ServedModel(name=self.served_names[0], served_names=tuple(self.served_names))
+        self._streams = options.streams and generates(options.task)
+        self._task = self._load(options.task, model_dir, options)
+        details = {"task": options.task, **self._task.details()}
+        return ModelInfo(max_model_len=self._task.max_length, details=details)
+
+    def handle(self, requests: Sequence[Input]) -> Sequence[Response | LmiServerError]:
+        outcomes: dict[int, Response | LmiServerError] = {}
+        calls: dict[int, Call] = {}
+        for index, request in enumerate(requests):
+            try:
+                calls[index] = self._read(request)
+            except LmiServerError as error:
+                outcomes[index] = error
+        for group in self._groups(calls):
+            outcomes |= dict(zip(group, self._answers([calls[index] for index in group]), strict=True))
+        return [outcomes[index] for index in range(len(requests))]
+
+    def _load(self, task: str, model_dir: str, options: Any) -> Task:
+        try:
+            return self.load_task(task, model_dir, options)
+        except ImportError as error:
+            raise ModelLoadError(
+                f"tasks of Hugging Face models need the extra 'huggingface' ({error}); install lmi-server[huggingface]"
+            ) from error
+
+    # --- reading ---
+
+    def _read(self, request: Input) -> Call:
+        if request.route == _EMBEDDINGS:
+            return self._read_embeddings(request, fields.json_object(request))
+        if request.route not in ("invocations", "predictions"):
+            raise RequestError(
+                f"the model serves {self._name}, which /v1/{request.route} is not for; send inputs to /invocations"
+            )
+        body = content.body_of(request)
+        if "input" in body and "inputs" not in body and self._name == "text-embedding":
+            return self._read_embeddings(request, body)
+        return self._read_lmi(request, body)
+
+    def _read_embeddings(self, request: Input, body: Mapping[str, Any]) -> Call:
+        if self._name != "text-embedding":
+            raise RequestError(f"the model serves {self._name}, not embeddings; set option.task=text-embedding")
+        asked = openai_embeddings.parse(body)
+        name, warnings = openai.name_told(request, asked.model, self._served)
+        for warning in (*asked.warnings, *warnings):
+            logger.warning("%s", warning)
+        embedding: TextEmbedding = self._task  # type: ignore[assignment]
+
+        def write(results: Sequence[Any]) -> Response:
+            data = openai_embeddings.body(
+                name,
+                [result.vector.tobytes() for result in results],
+                asked.encoding_format,
+                sum(result.tokens for result in results),
+            )
+            return Response(headers=[("content-type", content.JSON)], data=data)
+
+        return Call(embedding.read_openai(asked), {}, write)
+
+    def _read_lmi(self, request: Input, body: Mapping[str, Any]) -> Call:
+        value, single = self._inputs(body)
+        task = self._task
+        kind = content.accepted(request, content.JSON)
+        parameters = self._parameters(body)
+        items = value if isinstance(value, list) else [value]
+        if not items:
+            raise RequestError("inputs: a list of 0 is not allowed; send at least one")
+        inputs = [task.read(item, parameters) for item in items]
+
+        def write(results: Sequence[Any]) -> Response:
+            shown = [task.shown(result) for result in results]
+            return content.written(shown[0] if single else shown, kind)
+
+        streams = self._streams and body.get("stream") is not False
+        if streams:
+            task.check_stream(parameters)
+        return Call(inputs, parameters, write, streams)
+
+    def _inputs(self, body: Mapping[str, Any]) -> tuple[Any, bool]:
+        """Return `inputs` as sent, and whether it is one object, whose answer is the bare result."""
+        own = self._task.object_fields
+        if "inputs" not in body and own and body.keys() >= set(own):
+            return {name: body[name] for name in own}, True
+        if body.get("messages") is not None:
+            raise RequestError(f"messages: the model serves {self._name}, which has no chat; send inputs")
+        value = body.get("inputs")
+        if value is None:
+            raise RequestError('inputs is missing; send {"inputs": ..., "parameters": {...}}')
+        return value, bool(own) and isinstance(value, dict)
+
+    def _parameters(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        own = self._task.object_fields if "inputs" not in body else ()
+        for name in body.keys() - _BODY_FIELDS - set(own):
+            logger.warning("%s is not known and is ignored", name[:60])
+        return read_parameters(body.get("parameters"), self._task.parameters)
+
+    # --- running ---
+
+    def _groups(self, calls: Mapping[int, Call]) -> list[list[int]]:
+        """Return which requests run together."""
+        groups: dict[Any, list[int]] = {}
+        for index, call in calls.items():
+            key = None if call.streams else self._task.group_of(call.parameters)
+            groups.setdefault(("alone", index) if key is None else key, []).append(index)
+        return list(groups.values())
+
+    def _answers(self, calls: Sequence[Call]) -> Sequence[Response | LmiServerError]:
+        if calls[0].streams:
+            return [self._stream(calls[0])]
+        inputs = [item for call in calls for item in call.inputs]
+        try:
+            results = self._task.run(inputs, calls[0].parameters)
+        except Exception as error:  # noqa: BLE001 - the border to engines; `_failure` logs what is no input's fault
+            if len(calls) > 1:
+                return [answer for call in calls for answer in self._answers([call])]
+            return [self._failure(calls[0], error)]
+        return [_answer(call, part) for call, part in zip(calls, _split(results, calls), strict=True)]
+
+    def _failure(self, call: Call, error: Exception) -> LmiServerError:
+        if isinstance(error, LmiServerError):
+            return error
+        for item in call.inputs:
+            blamed = self._task.blame(item)
+            if blamed is not None:
+                return blamed
+        text = f"{type(error).__name__}: {error}"
+        if is_out_of_memory(error):
+            return ModelMemoryError(text)
+        if isinstance(error, ValueError):  # what the steps of a pipeline raise for an input or a parameter
+            return RequestError(text)
+        logger.error("the model failed", exc_info=error)
+        return HandlerError(text)
+
+    def _stream(self, call: Call) -> Response:
+        """Answer with JSON lines, one per step, each with what it adds to the text of every input."""
+
+        def lines() -> Iterator[bytes]:
+            for pieces in self._task.stream(call.inputs, call.parameters):
+                yield content.encode_json({"outputs": pieces}) + b"\n"
+
+        return Response(headers=[("content-type", content.JSON_LINES)], stream=lines())
+
+
+def _split(results: Sequence[Any], calls: Sequence[Call]) -> Iterator[Sequence[Any]]:
+    """Yield the results of each call's inputs."""
+    begin = 0
+    for call in calls:
+        yield results[begin : begin + len(call.inputs)]
+        begin += len(call.inputs)
+
+
+def _answer(call: Call, results: Sequence[Any]) -> Response | LmiServerError:
+    failed = next((result for result in results if isinstance(result, LmiServerError)), None)
+    if failed is not None:
+        return failed
+    try:
+        return call.write(results)
+    except LmiServerError as error:
+        return error

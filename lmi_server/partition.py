@@ -1,0 +1,100 @@
+"""Splits or quantises the weights of a model ahead of time: `lmi-server partition`.
+
+The model is loaded once by its own workers, which write what they hold (option.save_mp_checkpoint_path). The directory
+that this gives is a model directory of its own, from which a later start only loads.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import uvloop
+
+from lmi_server.artifacts.fetch import ArtifactSettings, artifact_settings
+from lmi_server.configuration.machine import this_machine
+from lmi_server.configuration.properties import decode_properties, edited_properties
+from lmi_server.configuration.resolve import SERVING_PROPERTIES, ResolvedModel, inspect_model, resolve_model
+from lmi_server.errors import ConfigurationError
+from lmi_server.model_store import ModelSource
+from lmi_server.models import ModelRegistry
+
+logger = logging.getLogger(__name__)
+
+_SAVE = "option.save_mp_checkpoint_path"
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
+
+
+def partition(directory: Path, target: Path, environment: Mapping[str, str]) -> None:
+    """Write the model of `directory` to `target` as its workers hold it.
+
+    Raises ConfigurationError where that cannot be done, LmiServerError where the model cannot be loaded; `target` is
+    not there then.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigurationError(f"--save {target}: is there already; name a directory that is not")
+    changes = _changes(directory, environment)
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    one_worker = {"minWorkers": "1", "maxWorkers": "1"}
+    if this_machine(environment).gpus:
+        one_worker["load_on_devices"] = "0"  # and the next ones, as many as it takes
+    settings = {_SAVE: str(partial.absolute()), **one_worker}
+    source = ModelSource(str(directory), "model", settings=settings)
+    try:
+        resolved = uvloop.run(_load(source, environment, artifact_settings(None, environment)))
+        _complete(partial, resolved, changes)
+        if target.is_dir():
+            target.rmdir()
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    logger.info("%s: %.1f MiB, ready to be served", target, _bytes(target) / 2**20)
+
+
+def _changes(directory: Path, environment: Mapping[str, str]) -> Mapping[str, str | None]:
+    """Return what differs in the new serving.properties, by key in full. Raises ConfigurationError."""
+    found = inspect_model(directory, environment)
+    found.resolved()
+    partitioned = found.options.partitioned()
+    if isinstance(partitioned, str):
+        raise ConfigurationError(f"{directory}: nothing to split or quantise ahead of time: {partitioned}")
+    return partitioned
+
+
+async def _load(source: ModelSource, environment: Mapping[str, str], artifacts: ArtifactSettings) -> ResolvedModel:
+    models = ModelRegistry(environment, artifacts, resolve_model, drain_timeout_s=0.0, log_level="INFO")
+    try:
+        model = await models.register_and_load(source)
+        assert model.resolved is not None, "it is loaded"
+        return model.resolved
+    finally:
+        await models.stop()
+
+
+def _complete(partial: Path, resolved: ResolvedModel, changes: Mapping[str, str | None]) -> None:
+    """Add to the weights what else belongs to the model, and serving.properties."""
+    model_dir = Path(resolved.model_dir)
+    for origin in (model_dir, Path(resolved.options.model_id or model_dir)):
+        for path in _other_files(origin):
+            copy = partial / path.relative_to(origin)
+            if not copy.exists():
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, copy)
+    written = model_dir / SERVING_PROPERTIES
+    text = decode_properties(written.read_bytes(), str(written))[0] if written.is_file() else ""
+    (partial / SERVING_PROPERTIES).write_text(edited_properties(text, changes), encoding="utf-8")
+
+
+def _other_files(origin: Path) -> Iterator[Path]:
+    for path in sorted(origin.rglob("*")):
+        hidden = any(part.startswith(".") for part in path.relative_to(origin).parts)
+        is_weights = path.parent == origin and path.name.endswith(_WEIGHTS)
+        if path.is_file() and not hidden and not is_weights and path.name != SERVING_PROPERTIES:
+            yield path
+
+
+def _bytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())

@@ -1,0 +1,178 @@
+"""`lmi-server partition`: weights that were split or quantised ahead of time are served as those that were not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mpi_helpers import answered, body, clean, generated
+from tiny_models import byte_tokenizer, llama_of_whole_blocks
+from transformers import AutoModelForCausalLM
+
+from handlers.checkpoints.loading import load_model
+from handlers.deepspeed_engine.loading import load
+from handlers.deepspeed_options import DeepSpeedOptions
+from handlers.huggingface_options import HuggingFaceOptions
+from lmi_server.configuration.properties import edited_properties
+from lmi_server.configuration.resolve import resolve_model
+from lmi_server.errors import ConfigurationError, ModelLoadError
+from lmi_server.partition import partition
+
+PROMPTS = ("a", "b c d", "the harbour of the town")
+SPLIT = """# two ranks
+engine=DeepSpeed
+option.model_id={weights}
+option.rolling_batch=deepspeed
+option.dtype=fp32
+option.tensor_parallel_degree=2
+"""
+SMOOTH = """engine=DeepSpeed
+option.model_id={weights}
+option.rolling_batch=deepspeed
+option.dtype=fp32
+option.quantize=smoothquant
+option.smoothquant_alpha=0.6
+"""
+BITSANDBYTES = """engine=Python
+option.model_id={weights}
+option.dtype=fp32
+option.quantize=bitsandbytes8
+"""
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("weights")
+    llama_of_whole_blocks().save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def write(directory: Path, text: str, weights: Path) -> Path:
+    directory.mkdir(parents=True)
+    (directory / "serving.properties").write_text(text.format(weights=weights))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def target(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the command makes of a model for two ranks."""
+    root = tmp_path_factory.mktemp("models")
+    origin = write(root / "origin", SPLIT, weights)
+    (origin / "notes.txt").write_text("kept")
+    command = (sys.executable, "-m", "lmi_server.cli", "partition", str(origin), "--save", str(root / "split"))
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "weights of rank 1: 0.2 of 0.2 MiB written" in done.stderr
+    assert sorted(path.name for path in root.iterdir()) == ["origin", "split"]
+    return root / "split"
+
+
+def test_a_model_that_was_split_is_served_as_the_whole_one(target: Path, weights: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
+    with clean(target) as server:
+        server.log_line(r"\] ready: process")
+        answers = [server.http.post("/invocations", json=body(prompt, 12)) for prompt in PROMPTS]
+    assert [answered(answer) for answer in answers] == [generated(model, prompt, 12) for prompt in PROMPTS]
+
+
+def test_a_directory_is_complete(target: Path) -> None:
+    assert (target / "serving.properties").read_text() == (
+        "# two ranks\nengine=DeepSpeed\noption.rolling_batch=deepspeed\noption.dtype=fp32\n"
+        "option.tensor_parallel_degree=2\noption.checkpoint=ds_inference_config.json\n"
+    )
+    assert not (target / "model.safetensors").exists()
+    assert (target / "tokenizer.json").exists()
+    assert (target / "notes.txt").read_text() == "kept"
+    assert json.loads((target / "ds_inference_config.json").read_text())["tp_size"] == 2
+
+
+@pytest.mark.parametrize("method", ["dynamic_int8", "smoothquant"])
+def test_8_bit_weights_are_only_loaded(method: str, weights: Path, tmp_path: Path) -> None:
+    save = DeepSpeedOptions(dtype="fp32", quantize=method, save_mp_checkpoint_path=str(tmp_path))
+    model = load(str(weights), save).model
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(weights / name, tmp_path)
+    kept = load(str(tmp_path), DeepSpeedOptions(dtype="fp32", checkpoint="ds_inference_config.json"))
+    assert same_tokens(kept.model, model)
+    assert kept.details["quantization"] == method
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes4", "bitsandbytes8"])
+def test_weights_of_bitsandbytes_are_only_loaded(method: str, weights: Path, tmp_path: Path) -> None:
+    options = HuggingFaceOptions(dtype="fp32", quantize=method, save_mp_checkpoint_path=str(tmp_path))
+    model = load_model(AutoModelForCausalLM, str(weights), options)
+    kept = load_model(AutoModelForCausalLM, str(tmp_path), HuggingFaceOptions(dtype="fp32"))
+    assert same_tokens(kept, model)
+    assert (tmp_path / "model.safetensors").stat().st_size < (weights / "model.safetensors").stat().st_size * 0.8
+
+
+def same_tokens(one: Any, other: Any) -> bool:
+    return all(generated(one, prompt, 12) == generated(other, prompt, 12) for prompt in PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("text", "changes"),
+    [
+        (BITSANDBYTES, {"option.model_id": None, "option.quantize": None}),
+        (SMOOTH, {"option.quantize": None, "option.smoothquant_alpha": None, "option.tensor_parallel_degree": "1"}),
+    ],
+)
+def test_keys_that_are_done_with_are_removed(
+    text: str, changes: dict[str, str | None], weights: Path, tmp_path: Path
+) -> None:
+    partitioned = resolve_model(write(tmp_path / "model", text, weights), {}).options.partitioned()
+    assert not isinstance(partitioned, str)
+    assert changes.items() <= dict(partitioned).items()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("option.model_id={weights}\n", "set option.quantize=bitsandbytes4 or bitsandbytes8"),
+        ("engine=DeepSpeed\noption.model_id={weights}\n", "set option.rolling_batch=deepspeed"),
+        (SMOOTH.replace("option.dtype=fp32\n", ""), "set option.dtype=fp32, fp16 or bf16"),
+        (SPLIT.replace("degree=2", "degree=1"), "set option.tensor_parallel_degree above 1, or option.quantize"),
+        ("option.entryPoint=djl_python.echo\n", "the handler does neither"),
+        (SMOOTH + "option.dtype=fp33\n", 'option.dtype = "fp33" is not allowed'),
+    ],
+)
+def test_what_cannot_be_prepared_is_refused(text: str, message: str, weights: Path, tmp_path: Path) -> None:
+    directory = write(tmp_path / "model", text, weights)
+    with pytest.raises(ConfigurationError, match=message):
+        partition(directory, tmp_path / "target", {})
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_directory_that_is_there_is_kept(weights: Path, tmp_path: Path) -> None:
+    directory = write(tmp_path / "model", SMOOTH, weights)
+    with pytest.raises(ConfigurationError, match="is there already"):
+        partition(directory, directory, {})
+    assert (directory / "serving.properties").exists()
+
+
+def test_nothing_is_left_of_a_model_that_cannot_be_loaded(weights: Path, tmp_path: Path) -> None:
+    directory = write(tmp_path / "model", SMOOTH.replace("fp32", "fp16"), weights)
+    with pytest.raises(ModelLoadError, match="DeepSpeed has no fp16 on the CPU"):
+        partition(directory, tmp_path / "target", {})
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "edited"),
+    [
+        ("a=1\n# b=2\nb=3\n", {"b": "4"}, "a=1\n# b=2\nb=4\n"),
+        ("a=1\nb=3", {"a": None, "c": "5"}, "b=3\nc=5\n"),
+        ("a=1,\\\n  2\nb : x\n", {"a": None}, "b : x\n"),
+        ("a=1\n\na=2\n", {"a": "3"}, "a=3\n\n"),
+        ("", {"a": "1", "b": None}, "a=1\n"),
+    ],
+)
+def test_what_is_not_changed_stays_as_it_is_written(text: str, changes: dict[str, str | None], edited: str) -> None:
+    assert edited_properties(text, changes) == edited
