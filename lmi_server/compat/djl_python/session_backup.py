@@ -9,7 +9,7 @@ import hashlib
 import logging
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ class SessionBackup:
         self._bucket = bucket
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         self._directory = directory
-        self._s3: Any = None
 
     def save(self, session_ids: list[str]) -> None:
         """Save sessions; files that are there already, with the same content, are not sent again."""
@@ -85,14 +84,14 @@ class SessionBackup:
 
     @contextmanager
     def _client(self) -> Iterator[Any]:
+        """Yield a client, and close it: sessions are fetched and saved too rarely to keep connections open."""
         try:
             import boto3
             from botocore.exceptions import BotoCoreError, ClientError
         except ImportError as error:
             raise OSError(f'sessions_s3url needs boto3 ({error}); pip install "lmi-server[s3]"') from error
         try:
-            if self._s3 is None:
-                self._s3 = boto3.session.Session().client("s3")
-            yield self._s3
+            with closing(boto3.session.Session().client("s3")) as s3:
+                yield s3
         except (BotoCoreError, ClientError) as error:
             raise OSError(f"sessions at {self._url} cannot be reached: {error}") from error
