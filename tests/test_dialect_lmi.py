@@ -252,7 +252,13 @@ def test_headers() -> None:
 
 def test_an_unknown_route() -> None:
     with pytest.raises(RouteNotFoundError):
-        parse(request("embeddings", {"inputs": "a"}), SERVED)
+        parse(request("images/generations", {"inputs": "a"}), SERVED)
+
+
+@pytest.mark.parametrize("route", ["embeddings", "score", "rerank"])
+def test_a_route_of_models_that_do_not_generate(route: str) -> None:
+    with pytest.raises(RequestError, match=f"the model generates text, which /{route} is not for"):
+        parse(request(route, {"input": "a"}), SERVED)
 
 
 # --- answers ---

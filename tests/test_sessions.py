@@ -170,7 +170,9 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
 
 
 def saved(s3: S3) -> set[str]:
-    return {found["Key"] for found in s3.client.list_objects_v2(Bucket=BUCKET).get("Contents", ())}
+    """Return what is below the prefix of the sessions; other tests' objects are in the same bucket."""
+    found = s3.client.list_objects_v2(Bucket=BUCKET, Prefix="sessions/")
+    return {entry["Key"] for entry in found.get("Contents", ())}
 
 
 def test_sessions_are_saved_to_s3_and_found_from_elsewhere(
@@ -178,7 +180,7 @@ def test_sessions_are_saved_to_s3_and_found_from_elsewhere(
 ) -> None:
     for name, value in s3.variables.items():
         monkeypatch.setenv(name, value)
-    url = f"s3://{BUCKET}/team/"
+    url = f"s3://{BUCKET}/sessions/"
     here = sessions.SessionManager({"sessions_path": tmp_path / "here", "sessions_s3url": url})
     there = sessions.SessionManager({"sessions_path": tmp_path / "there", "sessions_s3url": url})
     session = here.create_session()
@@ -187,7 +189,7 @@ def test_sessions_are_saved_to_s3_and_found_from_elsewhere(
     past = {"sessions_path": here.sessions_path, "sessions_expiration": -1}
     expired = sessions.SessionManager(past).create_session()
     sessions.save_sessions()
-    prefix = f"team/{session.session_id}"
+    prefix = f"sessions/{session.session_id}"
     assert saved(s3) == {f"{prefix}/.expiration", f"{prefix}/turns", f"{prefix}/state"}
     with pytest.raises(ValueError, match="session not found"):
         there.get_session(expired.session_id)
