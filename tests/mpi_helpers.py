@@ -83,7 +83,7 @@ def assert_tokens_of_the_model_itself(server: Server, model: Any) -> None:
 
     async def ask() -> list[list[int]]:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=60) as client:
-            leaving = [asyncio.create_task(_leave_after_a_token(client, f"leaves {index}")) for index in range(6)]
+            leaving = [asyncio.create_task(leave_after_a_token(client, f"leaves {index}")) for index in range(6)]
             asked = zip(prompts, counts, strict=True)
             sent = (client.post("/invocations", json=body(prompt, count)) for prompt, count in asked)
             told = [answered(answer) for answer in await asyncio.gather(*sent)]
@@ -94,7 +94,7 @@ def assert_tokens_of_the_model_itself(server: Server, model: Any) -> None:
     assert asyncio.run(ask()) == expected
 
 
-async def _leave_after_a_token(client: httpx.AsyncClient, prompt: str) -> None:
+async def leave_after_a_token(client: httpx.AsyncClient, prompt: str) -> None:
     async with client.stream("POST", "/invocations", json=body(prompt, 150, stream=True)) as answer:
         async for _ in answer.aiter_lines():
             return

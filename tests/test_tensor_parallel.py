@@ -12,8 +12,16 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
-from mpi_helpers import clean, group_members, is_running, process_of_rank
+from mpi_helpers import (
+    answered,
+    body,
+    clean,
+    generated,
+    group_members,
+    is_running,
+    leave_after_a_token,
+    process_of_rank,
+)
 from server_helpers import Server, make_model
 from tiny_models import CONTEXT, FAMILIES, byte_tokenizer, random_model
 
@@ -58,26 +66,9 @@ def sharded(reference: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactor
         yield server
 
 
-def generated(model: Any, prompt: str, count: int) -> list[int]:
-    inputs = byte_tokenizer()(prompt, return_tensors="pt")
-    with torch.inference_mode():
-        out = model.generate(inputs["input_ids"], max_new_tokens=count, do_sample=False, pad_token_id=0)
-    return out[0, inputs["input_ids"].shape[1] :].tolist()
-
-
-def body(prompt: str, count: int, stream: bool = False) -> dict[str, Any]:
-    return {"inputs": prompt, "parameters": {"max_new_tokens": count, "details": True}, "stream": stream}
-
-
-async def leave_after_a_token(client: httpx.AsyncClient, prompt: str) -> None:
-    async with client.stream("POST", "/invocations", json=body(prompt, 150, stream=True)) as answer:
-        async for _ in answer.aiter_lines():
-            return
-
-
 async def tokens(client: httpx.AsyncClient, prompt: str, count: int) -> list[int]:
     answer = await client.post("/invocations", json=body(prompt, count))
-    return [token["id"] for token in answer.json()["details"]["tokens"]]
+    return answered(answer)
 
 
 def test_the_tokens_are_those_of_one_rank_while_others_come_and_leave(
