@@ -29,8 +29,10 @@ class RelayProtocol(HttpToolsProtocol):
         super().__init__(*arguments, **keywords)
         self._on_gone: Callable[[], None] | None = None
         self._in_head = False  # from the first byte of a request to the end of its headers
-        self._head_read = 0  # bytes of the head read so far, but for those of the read in which it began
-        self._head_bound = 0  # the head that ends in this read has at most so many bytes
+        self._read_size = 0  # bytes of this read
+        self._head_began = False  # in this read
+        self._first_read = 0  # bytes of the read in which the head began; not all of them need be its own
+        self._head_read = 0  # bytes of the head in the whole reads after that one
         self._head_too_long = False
         self._rejected = False  # what arrived is not HTTP; nothing that follows can be
 
@@ -58,8 +60,8 @@ class RelayProtocol(HttpToolsProtocol):
         if self._rejected:
             return
         self._unset_keepalive_if_required()
-        in_head = self._in_head
-        self._head_bound = self._head_read + len(data)
+        self._read_size = len(data)
+        self._head_began = False
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -71,7 +73,7 @@ class RelayProtocol(HttpToolsProtocol):
             else:
                 self.send_400_response(_INVALID)
             return
-        if in_head and self._in_head:
+        if self._in_head and not self._head_began:
             self._head_read += len(data)
             if self._head_read > _MAX_HEAD:
                 self._reject(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "BadRequestException", _TOO_LONG)
@@ -93,7 +95,8 @@ class RelayProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        if self._head_bound > _MAX_HEAD and self._head_size() > _MAX_HEAD:
+        bound = self._first_read + self._head_read + (0 if self._head_began else self._read_size)
+        if bound > _MAX_HEAD and self._head_size() > _MAX_HEAD:
             self._head_too_long = True
             raise _HeadTooLongError
         super().on_headers_complete()
@@ -103,8 +106,8 @@ class RelayProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_head = True
-        self._head_read = 0
+        self._in_head = self._head_began = True
+        self._first_read, self._head_read = self._read_size, 0
         self.scope["extensions"] = {_EXTENSION: cast("dict[object, object]", self)}
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -175,6 +175,14 @@ def test_a_head_over_the_limit(server: Server, head: bytes) -> None:
     assert json.loads(body)["code"] == 431
 
 
+def test_a_head_over_the_limit_that_begins_in_the_read_of_an_earlier_request(server: Server) -> None:
+    long_head = raw_request("b", close=True).replace(b"host: x\r\n", b"x-many: 1\r\n" * 7_000)
+    with connect(server, raw_request("a") + long_head[:60_000]) as connection:
+        assert b'" a' in received(connection, until=b"}")
+        connection.sendall(long_head[60_000:])
+        assert received(connection).startswith(b"HTTP/1.1 431 ")
+
+
 def test_a_head_without_an_end(server: Server) -> None:
     with connect(server, b"POST /invocations HTTP/1.1\r\nx-long: ") as connection, contextlib.suppress(OSError):
         while not select.select([connection], [], [], 0)[0]:
