@@ -11,6 +11,7 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_LINE = 64 * 1024
 _BYTES_PER_S = 256 * 1024  # that one worker may log; so much more at once after a quiet time
+_TELL_AFTER_S = 1.0
 _BURST = 4 * _BYTES_PER_S
 
 
@@ -36,7 +37,7 @@ class WorkerLog:
         while data := await stream.read(_LONGEST_LINE):
             self._earn()
             if self._allowed <= 0:
-                self._dropped += len(rest) + len(data)
+                self._drop(len(rest) + len(data))
                 rest = b""
                 await asyncio.sleep(0)  # the others have their turn, however fast the worker writes
                 continue
@@ -55,6 +56,11 @@ class WorkerLog:
         self._since = now
         if self._allowed > 0:
             self._tell_dropped()
+
+    def _drop(self, size: int) -> None:
+        if not self._dropped:  # told soon, even if the worker writes nothing more
+            asyncio.get_running_loop().call_later(_TELL_AFTER_S, self._tell_dropped)
+        self._dropped += size
 
     def _tell_dropped(self) -> None:
         if self._dropped:

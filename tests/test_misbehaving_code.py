@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,6 +50,10 @@ def handle(inputs):
         case "signals":
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN)
+        case "share memory":
+            from multiprocessing import shared_memory
+            kept.append(shared_memory.SharedMemory(inputs.get_property("x-name"), create=True, size=10))
+            os.kill(os.getpid(), signal.SIGKILL)
     return Output().add("fine")
 """
 
@@ -105,6 +110,16 @@ def test_it_ends_its_process(server: Server, case: str, line: str) -> None:
     assert answer.status_code == 503
     assert answer.headers["retry-after"] == "1"
     server.log_line(line)
+
+
+def test_the_memory_that_it_shared_goes_with_its_process(server: Server) -> None:
+    memory = Path("/dev/shm", f"left-by-{server.process.pid}")
+    answer = server.http.post("/predictions/bad", headers={"x-case": "share memory", "x-name": memory.name})
+    assert answer.status_code == 503
+    server.log_line(r"leaked shared_memory objects")  # Python's resource tracker tells, and then removes it
+    deadline = time.monotonic() + 10
+    while memory.exists():
+        assert time.monotonic() < deadline
 
 
 def test_it_hangs(server: Server) -> None:
