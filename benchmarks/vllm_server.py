@@ -4,11 +4,11 @@
 
 Completions of 64 tokens, end of sequence ignored, at 1, 8, 32 and 64 connections that always have a request open; and
 300 requests of one token whose prompts of 512 tokens share the first 448. `defaults-*` run both servers as they start
-without settings, `same-*` both with the same settings of vLLM's engine. Both are up at the same time and take turns,
-vLLM's server held by a signal in between, because it computes while it idles; rates and CPU seconds are medians of the
-runs, latencies those of all requests of all runs. `cpu` takes off the CPU time
-of all processes of a server what the engine takes alone, measured without any server. Each part takes a few minutes;
-without PART all run.
+without settings, from when this one has compiled the model, which vLLM's server does before it is ready; `same-*` run
+both with the same settings of vLLM's engine. Both are up at the same time and take turns, vLLM's server held by a
+signal in between, because it computes while it idles; rates and CPU seconds are medians of the runs, latencies those of
+all requests of all runs. `cpu` takes off the CPU time of all processes of a server what the engine takes alone,
+measured without any server. Each part takes a few minutes; without PART all run.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ SHARED_TOKENS, PROMPT_TOKENS, PREFIX_REQUESTS, PREFIX_CONNECTIONS = 448, 512, 30
 ROUNDS = {1: 4, 8: 3, 32: 2, 64: 2}  # requests per connection
 RUNS = 3
 STARTS = 3
+_COMPILER = "handlers.vllm_engine.compilation"
 # The settings of the engine and of OpenMP that both get in the parts `same-*`.
 SAME = {"max_num_seqs": 64, "max_model_len": 2048, "kv_gib": 2}
 SAME_VARIABLES = {"GOMP_SPINCOUNT": "10000"}
@@ -84,6 +85,11 @@ class Server:
         """CPU seconds of all its processes so far."""
         processes = [self._process, *self._process.children(recursive=True)]
         return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
+
+    def wait_until_compiled(self) -> None:
+        """Wait for what this server compiles in the background, if anything."""
+        while any(_COMPILER in child.cmdline() for child in self._process.children(recursive=True)):
+            time.sleep(1)
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
@@ -142,7 +148,7 @@ def ours(settings: Mapping[str, Any] | None) -> Iterator[Server]:
                 "max_rolling_batch_size": settings["max_num_seqs"],
                 "max_model_len": settings["max_model_len"],
                 "kv_cache_memory_gb": settings["kv_gib"],
-                "enforce_eager": "true",
+                "compilation": "start",
             }
         lines = [f"option.{name}={value}" for name, value in options.items()]
         (directory / "serving.properties").write_text("\n".join(lines))
@@ -168,7 +174,6 @@ def theirs(settings: Mapping[str, Any] | None) -> Iterator[Server]:
     environment = {"VLLM_CPU_KVCACHE_SPACE": str(SAME["kv_gib"]), "VLLM_NO_USAGE_STATS": "1"}
     if settings is not None:
         command += ["--max-num-seqs", str(settings["max_num_seqs"]), "--max-model-len", str(settings["max_model_len"])]
-        command += ["--enforce-eager"]
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": f"0-{CORES - 1}", **SAME_VARIABLES}
     server = Server(command, environment, port, "/health", held=True)
     try:
@@ -268,6 +273,7 @@ def both(settings: Mapping[str, Any] | None) -> Iterator[dict[str, Server]]:
     with contextlib.ExitStack() as stack:
         servers = {name: stack.enter_context(start(settings)) for name, start in SERVERS.items()}
         for server in servers.values():
+            server.wait_until_compiled()
             uvloop.run(warm(server))
         before = {name: server.cpu_s() for name, server in servers.items()}
         time.sleep(2)
@@ -284,13 +290,12 @@ def engine_runs(runs: int) -> dict[str, list[float]]:
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": str(SAME["kv_gib"]),
-        "TORCH_COMPILE_DISABLE": "1",
         **SAME_VARIABLES,
     }
     from vllm import LLM, SamplingParams
 
     sizes = {name: SAME[name] for name in ("max_num_seqs", "max_model_len")}
-    llm = LLM(str(MODEL), enforce_eager=True, disable_log_stats=True, **sizes)
+    llm = LLM(str(MODEL), disable_log_stats=True, **sizes)
     parameters = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
     most = max(CONCURRENCIES)
     asked = prompts(most * ROUNDS[most])

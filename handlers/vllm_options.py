@@ -98,6 +98,11 @@ class VllmOptions(PagedAttentionOptions):
     device: Annotated[str, NoEffect("vLLM runs on what it was built for")] = Field(
         "auto", description="Kind of device that vLLM runs on."
     )
+    compilation: Annotated[Literal["background", "start"], BeforeValidator(lower)] = Field(
+        "start",
+        description="When vLLM compiles the model, without enforce_eager: at its start, or (the default without GPUs)"
+        " in the background while requests already run, where the engine is in the worker's process and alone.",
+    )
     engine_process: Annotated[Literal["own", "worker"], BeforeValidator(lower)] = Field(
         "own",
         description="Process of vLLM's engine: its own, or (the default without GPUs) the worker's.",
@@ -145,6 +150,7 @@ class VllmOptions(PagedAttentionOptions):
             **{name: getattr(self, name) for name in _SAME_NAME},
             **{name: json.loads(text) for name in _JSON if (text := getattr(self, name)) is not None},
             **self._lora_arguments(),
+            "enforce_eager": self.runs_uncompiled,
         }
         return {name: value for name, value in arguments.items() if value is not None}
 
@@ -156,7 +162,22 @@ class VllmOptions(PagedAttentionOptions):
             variables["OMP_PROC_BIND"] = "false"
         # Small functions of vLLM's sampler are compiled on first use whatever enforce_eager says: seconds of a C++
         # compiler in the middle of a request.
-        return variables | {"TORCH_COMPILE_DISABLE": "1"} if self.enforce_eager else variables
+        return variables | {"TORCH_COMPILE_DISABLE": "1"} if self.runs_uncompiled else variables
+
+    @property
+    def runs_uncompiled(self) -> bool:
+        """Whether nothing compiles the model at any time."""
+        return self.enforce_eager or (self.compilation == "background" and not self.compiles_in_background)
+
+    @property
+    def compiles_in_background(self) -> bool:
+        """Whether the model is compiled while it already serves.
+
+        The compiled code then replaces the model's own in one process, which must be the worker's; with LoRA the CPU's
+        own kernels are ours (library.keep_adapters_apart).
+        """
+        alone = self.engine_process == "worker" and self.devices_per_worker == 1
+        return self.compilation == "background" and alone and not (self.enable_lora or self.enforce_eager)
 
     def reserved_kv_bytes(self, wanted: int, least: int, available: int) -> int | None:
         """Enough for every place at full length, at most a quarter of the free memory.
@@ -171,11 +192,11 @@ class VllmOptions(PagedAttentionOptions):
 
     @classmethod
     def recommended(cls, machine: Machine) -> Mapping[str, str]:
-        """As many places as LMI gives vLLM; without a GPU the engine steps in the worker, uncompiled, on all cores."""
+        """As many places as LMI gives vLLM; without a GPU the engine steps in the worker, on all cores, at once."""
         places = {"option.max_rolling_batch_size": "256"}
         if machine.gpus:
             return places
-        on_cpu = {"engine_process": "worker", "enforce_eager": "true", "threads": str(machine.cores)}
+        on_cpu = {"engine_process": "worker", "compilation": "background", "threads": str(machine.cores)}
         return places | {f"option.{name}": value for name, value in on_cpu.items()}
 
     def _cores_of_shares(self) -> Mapping[str, str]:
@@ -237,10 +258,18 @@ class InWorkerOptions(VllmOptions):
     engine_process: Annotated[Literal["worker"], BeforeValidator(lower)] = Field(
         "worker", description="Process of vLLM's engine."
     )
+    compilation: Annotated[Literal["start"], BeforeValidator(lower)] = Field(
+        "start", description="When vLLM compiles the model, without enforce_eager."
+    )
 
     @classmethod
     def recommended(cls, machine: Machine) -> Mapping[str, str]:
-        return {key: raw for key, raw in super().recommended(machine).items() if key != "option.engine_process"}
+        """What serves best; uncompiled without a GPU, where each start would compile for a minute."""
+        found = dict(super().recommended(machine))
+        if found.pop("option.engine_process", None):
+            found["option.enforce_eager"] = "true"
+            del found["option.compilation"]
+        return found
 
 
 class VllmPoolingOptions(InWorkerOptions):
@@ -260,7 +289,6 @@ class VllmPoolingOptions(InWorkerOptions):
 _SAME_NAME = (
     "max_model_len",
     "load_format",
-    "enforce_eager",
     "enable_chunked_prefill",
     "enable_prefix_caching",
     "enable_expert_parallel",

@@ -29,6 +29,8 @@ def server(
     request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     settings = {"rolling_batch": request.param, "dtype": "fp32", "kv_cache_memory_gb": "0.1"}
+    if request.param == "vllm":
+        settings["enforce_eager"] = "true"  # nothing is compiled beside the test
     with serving(tmp_path_factory.mktemp("served"), tiny_model, **settings) as server:
         yield server
 

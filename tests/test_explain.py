@@ -260,11 +260,29 @@ def test_what_serves_best_without_a_gpu_is_told(tmp_path: Path) -> None:
     values = {option.key: (option.value, option.layer) for option in found.options}
     assert values["option.engine_process"] == ("worker", RECOMMENDED)
     assert values["option.threads"] == (4, RECOMMENDED)
+    assert values["option.compilation"] == ("background", RECOMMENDED)
+    assert found.engine_arguments["enforce_eager"] is False
+    assert "TORCH_COMPILE_DISABLE" not in found.worker_environment
     assert found.worker_environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert int(found.worker_environment["GOMP_SPINCOUNT"]) > 0
     assert found.worker_environment["OMP_PROC_BIND"] == "false"
     assert found.worker_environment["TOKENIZERS_PARALLELISM"] == "true"  # whoever starts the server decides
     assert found.memory["kv_reserved_bytes"] == 2 * GIB
+
+
+@pytest.mark.parametrize(
+    ("properties", "uncompiled"),
+    [
+        ("option.enable_lora=true", True),
+        ("option.tensor_parallel_degree=2", True),
+        ("option.engine_process=own", True),
+        ("option.enforce_eager=true", True),
+        ("option.enable_lora=true\noption.compilation=start", False),
+    ],
+)
+def test_what_is_not_compiled_in_the_background(properties: str, uncompiled: bool, tmp_path: Path) -> None:
+    found = explained(tmp_path, f"option.rolling_batch=vllm\n{properties}", NO_GPU)
+    assert found.engine_arguments["enforce_eager"] is uncompiled
 
 
 @pytest.mark.parametrize(

@@ -38,9 +38,20 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny") / "llama")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Where all servers of this module keep compiled code."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("compiled")))
+        yield
+
+
 @pytest.fixture(scope="module")
 def ours(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Serve the model, which is compiled by now; vLLM's own server runs it uncompiled."""
     with serving(tmp_path_factory.mktemp("ours"), tiny_model, **SETTINGS) as server:
+        server.log_line("the compiled code runs from now on|goes on uncompiled")
+        assert "goes on" not in server.lines[-1], server.lines[-1]
         yield server
 
 
@@ -153,6 +164,42 @@ def test_the_same_requests_get_the_same_answers_from_both(ours: Server, theirs: 
     for index in range(20 * block, 20 * block + 20):
         path, body = varied_request(index)
         assert_same(answered(ours.http, path, body), answered(theirs, path, body), (index, body))
+
+
+def same_as(server: Server, other: Server) -> None:
+    for index in range(20):
+        path, body = varied_request(index)
+        assert_same(answered(server.http, path, body), answered(other.http, path, body), (index, body))
+
+
+# --- compiled code ---
+
+
+def test_compiled_code_is_found_again(ours: Server, tiny_model: Path, tmp_path: Path) -> None:
+    with serving(tmp_path, tiny_model, **SETTINGS) as server:
+        same_as(server, ours)
+    assert not any("uncompiled" in line for line in server.lines)
+
+
+def test_a_model_that_cannot_be_compiled_goes_on_uncompiled(
+    ours: Server, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "/bin/false")
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "compiled"))
+    with serving(tmp_path, tiny_model, **SETTINGS) as server:
+        told = server.log_line("the model goes on uncompiled, vLLM could not compile it .*")
+        same_as(server, ours)
+    assert "/bin/false" in told[0]
+
+
+def test_a_server_that_stops_ends_the_compiler(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "compiled"))
+    with serving(tmp_path, tiny_model, **SETTINGS) as server:
+        (compiler,) = psutil.Process(server.worker_pid()).children()
+        assert server.stop() == 0
+        assert not compiler.is_running()
 
 
 # --- what only one of them is asked ---

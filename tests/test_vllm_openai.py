@@ -45,6 +45,7 @@ def ours(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     options = {
         "rolling_batch": "vllm",
         "dtype": "fp32",
+        "enforce_eager": "true",
         "max_rolling_batch_size": "8",
         "kv_cache_memory_gb": "1",
         "tool_call_parser": "hermes",

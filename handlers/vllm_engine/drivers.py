@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from handlers.step_loop import Output, StepLoop
 from handlers.vllm_engine import library
+from handlers.vllm_engine.compilation import BackgroundCompilation
 from handlers.vllm_engine.outputs import Answer
 from handlers.vllm_engine.requests import CLIENT_ERRORS, as_request_error
 from lmi_server.errors import HandlerError, LmiServerError
@@ -55,8 +56,9 @@ class Driver(Protocol):
 class InProcessDriver:
     """The engine core lives in this process; the thread that built it steps it."""
 
-    def __init__(self, loop: StepLoop[InProcessEngine]) -> None:
+    def __init__(self, loop: StepLoop[InProcessEngine], background: BackgroundCompilation | None) -> None:
         self._loop = loop
+        self._background = background
 
     async def generate(
         self, request_id: str, prompt: Any, answer: Answer, priority: int, adapter: library.LoRARequest | None
@@ -85,6 +87,8 @@ class InProcessDriver:
         return self._loop.engine.engine.get_num_unfinished_requests()
 
     async def stop(self) -> None:
+        if self._background is not None:
+            self._background.stop()
         await self._loop.stop()
         await asyncio.to_thread(self._loop.engine.engine.engine_core.shutdown)
 

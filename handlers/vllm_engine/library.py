@@ -8,8 +8,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import vllm
 from prometheus_client import REGISTRY, generate_latest
+from vllm.compilation import decorators
+from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -104,6 +107,105 @@ def in_process_engine(config: Any, loggers: list[Callable[..., Any]]) -> LLMEngi
 def _with_own_tokenizer(engine: LLMEngine) -> LLMEngine:
     engine.output_processor.tokenizer = copy.deepcopy(engine.output_processor.tokenizer)
     return engine
+
+
+class UncompiledModel:
+    """A model that runs its own code because none is stored that vLLM compiled for it; `path` is where that will be."""
+
+    def __init__(self, module: Any, path: Path) -> None:
+        self.path = path
+        self._module = module
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(weight.nbytes for weight in self._module.parameters())
+
+    def use_compiled(self) -> bool:
+        """Run the stored code from the next step on. Returns False where there is none that can be used."""
+        compiled = _stored_code(self._module, self.path)
+        if compiled is not None:
+            self._module.aot_compiled_fn = compiled
+        return compiled is not None
+
+
+def use_stored_code(config: Any) -> None:
+    """Let the models of `config` that this process loads run the code that vLLM once compiled for them.
+
+    0.32 stores compiled code and fails to load it again on the CPU, where its compiler's functions lack a method.
+    """
+    _prefer_kernels(config)
+    _load_code_by(lambda module, path: _stored_code(module, Path(path)))
+
+
+def serve_before_compiled(config: Any) -> list[UncompiledModel]:
+    """Let the models of `config` that this process loads run their own code where no compiled code of them is stored.
+
+    Returns a list that those models will be in.
+    """
+    _prefer_kernels(config)
+    found: list[UncompiledModel] = []
+
+    def stored_or_own(module: Any, path: str) -> Callable[..., Any]:
+        compiled = _stored_code(module, Path(path))
+        if compiled is not None:
+            return compiled
+        found.append(UncompiledModel(module, Path(path)))
+        return type(module).forward  # type: ignore[no-any-return]
+
+    if not _load_code_by(stored_or_own):
+        return found
+    # Small functions of the sampler would be compiled on first use: seconds of a compiler in the middle of a request.
+    torch._dynamo.config.disable = True
+    return found
+
+
+def _load_code_by(load: Callable[[Any, str], Callable[..., Any] | None]) -> bool:
+    """Have vLLM ask `load` for the compiled code of a model, and compile where there is none; False where it cannot."""
+    name = "_try_load_aot_compiled_fn"
+    if not hasattr(decorators, name):
+        _log.warning("vLLM %s keeps compiled code in a way that is not known here; it compiles as it starts", version())
+        return False
+    setattr(decorators, name, load)
+    return True
+
+
+def _stored_code(module: Any, path: Path) -> Callable[..., Any] | None:
+    if not path.exists():
+        return None
+    # The border to whatever an older version has stored.
+    try:
+        with set_current_vllm_config(module.vllm_config), path.open("rb") as file:
+            compiled = torch.compiler.load_compiled_function(file, f_globals=module.forward.__globals__)
+        decorators._verify_source_unchanged(compiled.source_info(), module.vllm_config)
+    except Exception as error:  # noqa: BLE001
+        _log.warning("the compiled code in %s cannot be used: %s", path, error)
+        path.unlink(missing_ok=True)
+        return None
+    if not module.compilation_config.dynamic_shapes_config.evaluate_guards:
+        compiled.disable_guard_check()
+    return compiled  # type: ignore[no-any-return]
+
+
+def _prefer_kernels(config: Any) -> None:
+    """Have models use vLLM's kernels, in whose place it otherwise leaves plain code to its compiler.
+
+    A model's own code needs them, compiled code is as fast either way, and both are to be of the same configuration.
+    """
+    if config.compilation_config.custom_ops == ["none"]:  # nobody chose others
+        config.compilation_config.custom_ops = ["all"]
+
+
+def compile_models(arguments: Mapping[str, Any]) -> None:
+    """Compile the models of an engine that is served by `serve_before_compiled`, and store their code.
+
+    `arguments` are those of the engine. The code is found again under a name that hashes the configuration and the
+    environment, into which vLLM writes as it makes the configuration.
+    """
+    config = AsyncEngineArgs(**arguments).create_engine_config()
+    use_stored_code(config)
+    # As little as vLLM takes; a block more or two is what it counts for itself.
+    config.cache_config.kv_cache_memory_bytes = 2 * config.model_config.max_model_len * bytes_per_token(config)
+    in_process_engine(config, [])
 
 
 class RankExecutor(ExecutorWithExternalLauncher):

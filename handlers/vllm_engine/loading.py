@@ -19,12 +19,13 @@ from handlers.step_loop import StepLoop
 from handlers.vllm_engine import library, ranks
 from handlers.vllm_engine.adapters import Adapters
 from handlers.vllm_engine.chats import ParsedChats, Rendered
+from handlers.vllm_engine.compilation import BackgroundCompilation
 from handlers.vllm_engine.drivers import Driver, InProcessDriver, InProcessEngine, OwnProcessDriver, end_process
 from handlers.vllm_engine.outputs import Answer, Vocabulary
 from handlers.vllm_engine.requests import PromptRenderer, plain, sampling_params
 from handlers.vllm_engine.statistics import Statistics
 from handlers.vllm_options import VllmOptions
-from lmi_server.configuration.environment import own_rank
+from lmi_server.configuration.environment import own_rank, process_environment
 from lmi_server.errors import ModelLoadError
 from lmi_server.generation import Feature, GenerationRequest
 from lmi_server.handler import ModelInfo
@@ -57,7 +58,7 @@ def engine_config(model_dir: str, options: VllmOptions) -> Any:
     Raises ModelLoadError with vLLM's own words where it refuses an argument or the model.
     """
     library.warn_of_unknown_version()
-    arguments = {"model": model_dir, **options.engine_arguments(), **_from_text(options.passed_to_engine())}
+    arguments = _engine_arguments(model_dir, options)
     try:
         config = library.AsyncEngineArgs(**arguments).create_engine_config()
     except _REFUSALS as error:
@@ -65,6 +66,10 @@ def engine_config(model_dir: str, options: VllmOptions) -> Any:
     if library.is_on_cpu() and config.cache_config.kv_cache_memory_bytes is None:
         config.cache_config.kv_cache_memory_bytes = _kv_cache_bytes(config, options)
     return config
+
+
+def _engine_arguments(model_dir: str, options: VllmOptions) -> dict[str, Any]:
+    return {"model": model_dir, **options.engine_arguments(), **_from_text(options.passed_to_engine())}
 
 
 def _from_text(given: Mapping[str, str]) -> dict[str, Any]:
@@ -198,9 +203,18 @@ def _chat_template(given: str, model_dir: Path) -> str:
 async def _load_in_worker(
     model_dir: str, options: VllmOptions, statistics: Statistics
 ) -> tuple[Driver, library.LLMEngine]:
+    background: BackgroundCompilation | None = None
+
     def build() -> InProcessEngine:
+        nonlocal background
         set_threads(options)
+        environment = process_environment()
         config = engine_config(model_dir, options)
+        if library.is_on_cpu() and options.compiles_in_background:
+            models = library.serve_before_compiled(config)
+            background = BackgroundCompilation(_engine_arguments(model_dir, options), models, environment)
+        elif library.is_on_cpu() and not options.runs_uncompiled:
+            library.use_stored_code(config)
         is_group = bool(own_rank().directory)
         make = library.leading_engine if is_group else library.in_process_engine
         engine = loaded(lambda: make(config, [statistics.logger_factory]))
@@ -211,7 +225,9 @@ async def _load_in_worker(
 
     loop = StepLoop(build)
     stepped = await loop.start()
-    return InProcessDriver(loop), stepped.engine
+    if background is not None:
+        background.start()
+    return InProcessDriver(loop, background), stepped.engine
 
 
 def follow(model_dir: str, options: VllmOptions) -> None:
