@@ -88,8 +88,11 @@ class Server:
 
     def wait_until_compiled(self) -> None:
         """Wait for what this server compiles in the background, if anything."""
-        while any(_COMPILER in child.cmdline() for child in self._process.children(recursive=True)):
+        while any(_COMPILER in command_line(child) for child in self._process.children(recursive=True)):
             time.sleep(1)
+        time.sleep(5)  # the worker loads the code
+        if b"goes on uncompiled" in os.pread(self._log.fileno(), 2**20, 0):
+            raise RuntimeError("the model was not compiled")
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
@@ -128,6 +131,13 @@ class Server:
             time.sleep(0.1)
         self._log.seek(0)
         raise RuntimeError(self._log.read()[-3000:].decode(errors="replace"))
+
+
+def command_line(process: psutil.Process) -> list[str]:
+    """Return its arguments; none once it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.cmdline()
+    return []
 
 
 def free_port() -> int:

@@ -101,7 +101,8 @@ class VllmOptions(PagedAttentionOptions):
     compilation: Annotated[Literal["background", "start"], BeforeValidator(lower)] = Field(
         "start",
         description="When vLLM compiles the model, without enforce_eager: at its start, or (the default without GPUs)"
-        " in the background while requests already run, where the engine is in the worker's process and alone.",
+        " in the background while requests already run; where the engine is not in the worker's process alone, or has"
+        " LoRA, background means never.",
     )
     engine_process: Annotated[Literal["own", "worker"], BeforeValidator(lower)] = Field(
         "own",
@@ -166,18 +167,21 @@ class VllmOptions(PagedAttentionOptions):
 
     @property
     def runs_uncompiled(self) -> bool:
-        """Whether nothing compiles the model at any time."""
-        return self.enforce_eager or (self.compilation == "background" and not self.compiles_in_background)
+        """Whether nothing compiles the model at any time; enforce_eager=false has vLLM compile where we cannot."""
+        if self.enforce_eager or self.compilation == "start" or self.compiles_in_background:
+            return self.enforce_eager
+        return "enforce_eager" not in self.model_fields_set
 
     @property
     def compiles_in_background(self) -> bool:
         """Whether the model is compiled while it already serves.
 
-        The compiled code then replaces the model's own in one process, which must be the worker's; with LoRA the CPU's
-        own kernels are ours (library.keep_adapters_apart).
+        The compiled code then replaces the model's own in one process, which must be the worker's. With LoRA vLLM
+        compiles nothing on the CPU, and a connector of KV caches would meet a second one in the compiling process.
         """
-        alone = self.engine_process == "worker" and self.devices_per_worker == 1
-        return self.compilation == "background" and alone and not (self.enable_lora or self.enforce_eager)
+        if self.compilation != "background" or self.enforce_eager or self.enable_lora or self.kv_transfer_config:
+            return False
+        return self.engine_process == "worker" and self.devices_per_worker == 1
 
     def reserved_kv_bytes(self, wanted: int, least: int, available: int) -> int | None:
         """Enough for every place at full length, at most a quarter of the free memory.
@@ -250,6 +254,9 @@ class VllmOptions(PagedAttentionOptions):
         if not self.enable_lora:
             lora = ("max_loras", "max_lora_rank", "max_cpu_loras", "lora_extra_vocab_size", "fully_sharded_loras")
             yield from without_effect(given, "option.enable_lora=true", [f"option.{name}" for name in lora])
+        if "option.compilation" in given and self.compilation == "background" and not self.compiles_in_background:
+            text = "has no effect unless the engine is in the worker's process, without LoRA: nothing is compiled"
+            yield Finding(("option.compilation",), text)
 
 
 class InWorkerOptions(VllmOptions):

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 _PROC = Path("/proc")
 _STATE, _SESSION = 0, 3  # among the fields of /proc/PID/stat behind the name
 _ENDED = ("Z", "X")
-_RESOURCE_TRACKER = b"multiprocessing.resource_tracker"
+_RESOURCE_TRACKER = b"from multiprocessing.resource_tracker import main"
+_PASSES = 3  # the later ones are for what the processes of the first started meanwhile
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """Have the kernel end this process with the one that started it, however that ends (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def kill_session(leader: int) -> None:
@@ -20,14 +30,16 @@ def kill_session(leader: int) -> None:
     Left are the resource trackers of Python's multiprocessing. Each ends by itself after the processes that share it,
     and takes the names off the shared memory that those have left behind.
     """
-    end = os.kill if _PROC.is_dir() else os.killpg
-    with contextlib.suppress(ProcessLookupError):
-        end(leader, signal.SIGKILL)
-    for _ in range(2):  # the second time for what the first of them started meanwhile
-        for pid in session_members(leader):
-            if _RESOURCE_TRACKER not in _command_line(pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+    if not _PROC.is_dir():
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(leader, signal.SIGKILL)
+    for _ in range(_PASSES):
+        found = [pid for pid in session_members(leader) if _RESOURCE_TRACKER not in _command_line(pid)]
+        if not found:
+            return
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def session_members(leader: int) -> Iterator[int]:

@@ -277,7 +277,8 @@ def test_what_serves_best_without_a_gpu_is_told(tmp_path: Path) -> None:
         ("option.tensor_parallel_degree=2", True),
         ("option.engine_process=own", True),
         ("option.enforce_eager=true", True),
-        ("option.enable_lora=true\noption.compilation=start", False),
+        ("option.tensor_parallel_degree=2\noption.enforce_eager=false", False),
+        ("option.tensor_parallel_degree=2\noption.compilation=start", False),
     ],
 )
 def test_what_is_not_compiled_in_the_background(properties: str, uncompiled: bool, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import re
+import signal
 import string
 import subprocess
 import sys
@@ -193,15 +194,28 @@ def test_a_model_that_cannot_be_compiled_goes_on_uncompiled(
     assert "/bin/false" in told[0]
 
 
-def test_a_server_that_stops_ends_the_compiler(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_compiled_code_that_cannot_be_kept_is_not_made(
+    ours: Server, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "file" / "compiled"))
+    with serving(tmp_path, tiny_model, **SETTINGS) as server:
+        same_as(server, ours)
+    assert any("VLLM_CACHE_ROOT cannot be written" in line for line in server.lines)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_compiler_ends_with_its_server(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "compiled"))
     with serving(tmp_path, tiny_model, **SETTINGS) as server:
         worker, deadline = psutil.Process(server.worker_pid()), time.monotonic() + 10
         while not (compilers := worker.children()):
             assert time.monotonic() < deadline
-        assert server.stop() == 0
+        server.process.send_signal(number)
+        server.process.wait(60)
+    psutil.wait_procs(compilers, timeout=10)
     assert [process for process in compilers if process.is_running() and process.status() != psutil.STATUS_ZOMBIE] == []
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numba
 import torch
 
 from handlers.checkpoints.loading import eos_token_ids
+from handlers.main_memory import free_and_total
 from handlers.rolling_batch.attention import UnsupportedAttentionError
 from handlers.rolling_batch.engine import RollingBatchEngine
 from handlers.rolling_batch.kv_cache import bytes_per_token
@@ -191,19 +191,7 @@ def _memory(kind: str) -> tuple[int, int]:
     """Free and total bytes of the device."""
     if kind == "cuda":
         return torch.cuda.mem_get_info()
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    kib = {name: int(fields[name].split()[0]) for name in ("MemAvailable", "MemTotal")}
-    limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
-    if limit is None:
-        return kib["MemAvailable"] * 1024, kib["MemTotal"] * 1024
-    return min(kib["MemAvailable"] * 1024, limit - (used or 0)), min(kib["MemTotal"] * 1024, limit)
-
-
-def _cgroup_bytes(name: str) -> int | None:
-    """What the container's control group (v2) says; None where it says nothing or sets no limit."""
-    file = Path("/sys/fs/cgroup") / name
-    text = file.read_text().strip() if file.exists() else "max"
-    return None if text == "max" else int(text)
+    return free_and_total()
 
 
 def _warm_up(engine: RollingBatchEngine, prompts: PromptEncoder) -> None:

@@ -6,6 +6,7 @@ keeps it below VLLM_CACHE_ROOT, where a later start finds it.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -18,9 +19,9 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-import psutil
-
+from handlers.main_memory import free_and_total
 from handlers.vllm_engine import library
+from lmi_server.process_session import end_with_parent
 
 _log = logging.getLogger(__name__)
 
@@ -32,15 +33,21 @@ _OUT_OF_MEMORY_SCORE = Path("/proc/self/oom_score_adj")
 class BackgroundCompilation:
     """Makes code for the models that an engine of this process has loaded without, and lets them run it.
 
-    `arguments` are the engine's; `models` are those that `library.serve_before_compiled` finds. `environment` is that
-    of this process before it made the engine's configuration.
+    `arguments` are the engine's, `kv_bytes` what it needs of a KV cache at least; `models` are those that
+    `library.serve_before_compiled` finds. `environment` is that of this process before it made the engine's
+    configuration.
     """
 
     def __init__(
-        self, arguments: Mapping[str, Any], models: list[library.UncompiledModel], environment: Mapping[str, str]
+        self,
+        arguments: Mapping[str, Any],
+        kv_bytes: int,
+        models: list[library.UncompiledModel],
+        environment: Mapping[str, str],
     ) -> None:
         self._models = models
-        self._arguments = pickle.dumps(arguments)
+        self._kv_bytes = kv_bytes
+        self._arguments = arguments
         self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped = False
@@ -49,13 +56,13 @@ class BackgroundCompilation:
         """Begin, where some model has no code yet."""
         if not self._models:
             return
-        wanted = sum(model.weight_bytes for model in self._models) + _SPARE_BYTES
-        available = psutil.virtual_memory().available
-        if available < wanted:
+        wanted = sum(model.weight_bytes for model in self._models) + self._kv_bytes + _SPARE_BYTES
+        free, _ = free_and_total()
+        if free < wanted:
             _log.warning(
                 "the model goes on uncompiled: to compile it %.1f GiB of memory would be needed and %.1f are free",
                 wanted / _GIB,
-                available / _GIB,
+                free / _GIB,
             )
             return
         _log.info("serving uncompiled code while vLLM compiles the model in the background")
@@ -69,22 +76,30 @@ class BackgroundCompilation:
 
     def _run(self) -> None:
         began = time.monotonic()
+        try:
+            code, printed = self._compile()
+        except (OSError, pickle.PicklingError) as error:
+            code, printed = 1, str(error)
+        if self._stopped:
+            return
+        reason = printed.strip().rpartition("\n")[2] or (f"it was ended by signal {-code}" if code < 0 else "")
+        not_usable = [] if code else [str(model.path) for model in self._models if not model.use_compiled()]
+        if code:
+            _log.warning("the model goes on uncompiled, vLLM could not compile it (exit code %d): %s", code, reason)
+        elif not_usable:
+            _log.warning("the model goes on uncompiled, the compiled code cannot be used: %s", ", ".join(not_usable))
+        else:
+            _log.info("compiled in %.0f s; the compiled code runs from now on", time.monotonic() - began)
+
+    def _compile(self) -> tuple[int, str]:
+        """Return the exit code of the compiling process, and what it printed of errors."""
         command = [sys.executable, "-m", "handlers.vllm_engine.compilation", str(self._models[0].path.parent)]
         streams = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
         with subprocess.Popen(command, env=self._environment, **streams) as self._process:
             if self._stopped:
                 self._process.kill()
-            printed = self._process.communicate(self._arguments)[1]
-        if self._stopped:
-            return
-        if self._process.returncode:
-            reason = printed.decode(errors="replace").strip().rpartition("\n")[2]
-            code = self._process.returncode
-            _log.warning("the model goes on uncompiled, vLLM could not compile it (exit code %d): %s", code, reason)
-        elif all(model.use_compiled() for model in self._models):
-            _log.info("compiled in %.0f s; the compiled code runs from now on", time.monotonic() - began)
-        else:
-            _log.warning("the model goes on uncompiled: what vLLM compiled is not in %s", self._models[0].path.parent)
+            printed = self._process.communicate(pickle.dumps(self._arguments))[1]
+        return self._process.returncode, printed.decode(errors="replace")
 
 
 def compile_models(arguments: Mapping[str, Any], directory: Path) -> None:
@@ -98,11 +113,18 @@ def compile_models(arguments: Mapping[str, Any], directory: Path) -> None:
         library.compile_models(arguments)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Compile what standard input says, in the way of nobody."""
+    end_with_parent()
     os.nice(19)  # the cores belong to the requests
-    _OUT_OF_MEMORY_SCORE.write_text("1000")  # and so does the memory
+    with contextlib.suppress(OSError):
+        _OUT_OF_MEMORY_SCORE.write_text("1000")  # and so does the memory
     try:
         compile_models(pickle.load(sys.stdin.buffer), Path(sys.argv[1]))
     # The border to vLLM and its compilers: whatever they raise is told in one line, and the worker goes on.
     except Exception as error:  # noqa: BLE001
         sys.exit(f"{type(error).__name__}: {' '.join(str(error).split())}")
+
+
+if __name__ == "__main__":
+    main()

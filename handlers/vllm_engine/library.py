@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import logging
+import platform
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import vllm
+import vllm.envs as envs
 from prometheus_client import REGISTRY, generate_latest
 from vllm.compilation import decorators
 from vllm.config import set_current_vllm_config
@@ -133,7 +136,7 @@ def use_stored_code(config: Any) -> None:
 
     0.32 stores compiled code and fails to load it again on the CPU, where its compiler's functions lack a method.
     """
-    _prefer_kernels(config)
+    _configure_code(config)
     _load_code_by(lambda module, path: _stored_code(module, Path(path)))
 
 
@@ -142,7 +145,7 @@ def serve_before_compiled(config: Any) -> list[UncompiledModel]:
 
     Returns a list that those models will be in.
     """
-    _prefer_kernels(config)
+    _configure_code(config)
     found: list[UncompiledModel] = []
 
     def stored_or_own(module: Any, path: str) -> Callable[..., Any]:
@@ -162,8 +165,8 @@ def serve_before_compiled(config: Any) -> list[UncompiledModel]:
 def _load_code_by(load: Callable[[Any, str], Callable[..., Any] | None]) -> bool:
     """Have vLLM ask `load` for the compiled code of a model, and compile where there is none; False where it cannot."""
     name = "_try_load_aot_compiled_fn"
-    if not hasattr(decorators, name):
-        _log.warning("vLLM %s keeps compiled code in a way that is not known here; it compiles as it starts", version())
+    if not hasattr(decorators, name) or not envs.VLLM_USE_AOT_COMPILE or envs.VLLM_DISABLE_COMPILE_CACHE:
+        _log.warning("vLLM %s keeps no compiled code here, or in a way that is not known; it compiles now", version())
         return False
     setattr(decorators, name, load)
     return True
@@ -179,20 +182,41 @@ def _stored_code(module: Any, path: Path) -> Callable[..., Any] | None:
         decorators._verify_source_unchanged(compiled.source_info(), module.vllm_config)
     except Exception as error:  # noqa: BLE001
         _log.warning("the compiled code in %s cannot be used: %s", path, error)
-        path.unlink(missing_ok=True)
         return None
     if not module.compilation_config.dynamic_shapes_config.evaluate_guards:
         compiled.disable_guard_check()
     return compiled  # type: ignore[no-any-return]
 
 
-def _prefer_kernels(config: Any) -> None:
-    """Have models use vLLM's kernels, in whose place it otherwise leaves plain code to its compiler.
+def can_keep_code() -> bool:
+    """Tell whether compiled code can be written where vLLM keeps it; without that, no model can be compiled at all."""
+    directory = Path(envs.VLLM_CACHE_ROOT) / "torch_compile_cache"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return True
+    except OSError as error:
+        _log.warning("the model runs uncompiled, VLLM_CACHE_ROOT cannot be written: %s", error)
+        return False
 
-    A model's own code needs them, compiled code is as fast either way, and both are to be of the same configuration.
+
+def _configure_code(config: Any) -> None:
+    """Have models use vLLM's kernels, in whose place it leaves plain code to its compiler, and tell CPUs apart.
+
+    A model's own code needs the kernels, compiled code is as fast either way, and both are to be of one configuration.
+    Compiled code is for one kind of CPU, of which the name under which it is stored would not tell.
     """
-    if config.compilation_config.custom_ops == ["none"]:  # nobody chose others
-        config.compilation_config.custom_ops = ["all"]
+    compilation = config.compilation_config
+    compilation.custom_ops = ["all" if name == "none" else name for name in compilation.custom_ops]
+    if isinstance(config.additional_config, dict):
+        config.additional_config = {**config.additional_config, "cpu": _kind_of_cpu()}
+
+
+def _kind_of_cpu() -> str:
+    """Return the instruction sets of this machine's first core."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return f"{platform.machine()} {flags.partition(':')[2].strip()}"
 
 
 def compile_models(arguments: Mapping[str, Any]) -> None:
@@ -203,8 +227,7 @@ def compile_models(arguments: Mapping[str, Any]) -> None:
     """
     config = AsyncEngineArgs(**arguments).create_engine_config()
     use_stored_code(config)
-    # As little as vLLM takes; a block more or two is what it counts for itself.
-    config.cache_config.kv_cache_memory_bytes = 2 * config.model_config.max_model_len * bytes_per_token(config)
+    config.cache_config.kv_cache_memory_bytes = least_kv_bytes(config)
     in_process_engine(config, [])
 
 
@@ -323,6 +346,11 @@ def silence_default_statistics() -> None:
 def kv_cache_tokens(config: Any) -> int:
     """Return how many tokens the KV cache of a loaded engine holds."""
     return int(config.cache_config.num_gpu_blocks or 0) * int(config.cache_config.block_size)
+
+
+def least_kv_bytes(config: Any) -> int:
+    """Return the bytes of KV cache that vLLM surely takes: it counts a few blocks for itself."""
+    return 2 * int(config.model_config.max_model_len) * bytes_per_token(config)
 
 
 def bytes_per_token(config: Any) -> int:

@@ -206,14 +206,18 @@ async def _load_in_worker(
     background: BackgroundCompilation | None = None
 
     def build() -> InProcessEngine:
-        nonlocal background
+        nonlocal background, options
         set_threads(options)
         environment = process_environment()
+        in_background = library.is_on_cpu() and options.compiles_in_background
+        if in_background and not library.can_keep_code():
+            options, in_background = options.model_copy(update={"enforce_eager": True}), False
         config = engine_config(model_dir, options)
-        if library.is_on_cpu() and options.compiles_in_background:
+        if in_background:
+            arguments, kv_bytes = _engine_arguments(model_dir, options), library.least_kv_bytes(config)
             models = library.serve_before_compiled(config)
-            background = BackgroundCompilation(_engine_arguments(model_dir, options), models, environment)
-        elif library.is_on_cpu() and not options.runs_uncompiled:
+            background = BackgroundCompilation(arguments, kv_bytes, models, environment)
+        elif library.is_on_cpu() and not options.runs_uncompiled and not own_rank().directory:
             library.use_stored_code(config)
         is_group = bool(own_rank().directory)
         make = library.leading_engine if is_group else library.in_process_engine

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
 import faulthandler
 import logging
 import os
@@ -21,6 +20,7 @@ from lmi_server.batch_progress import BatchProgress
 from lmi_server.configuration.environment import own_rank
 from lmi_server.handler import RequestHandler
 from lmi_server.link import FrontendLink, frontend_link, read_load
+from lmi_server.process_session import end_with_parent
 from lmi_server.worker.group import follow, following, join_group, leave_group
 from lmi_server.worker.loading import Loading, make_handler
 from lmi_server.worker.main_service import InMainThread
@@ -29,7 +29,6 @@ from lmi_server.worker.service import Service
 from lmi_server.worker.session import Session
 from lmi_server.worker.side_by_side import Generation, SideBySide
 
-_PR_SET_PDEATHSIG = 1
 _SIGTERM_DEADLINE_S = 30.0
 _COMPAT = Path(__file__).parent.parent / "compat"  # where djl_python is
 _EXIT_S = 5.0  # for the main thread's end, once the link is closed
@@ -42,7 +41,7 @@ def main() -> int:
     faulthandler.enable()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the front end decides
-    _die_with_parent()
+    end_with_parent()
     if arguments.link.startswith("unix:"):
         rank, link = join_group(arguments.link.removeprefix("unix:"))
         if rank.rank > 0:
@@ -149,12 +148,6 @@ def _die() -> None:
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
-
-
-def _die_with_parent() -> None:
-    """Have the kernel end this process with the front end, so that not even a hung worker outlives it (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":
