@@ -29,6 +29,7 @@ TYPES = (
     "lmi_server.errors",
     "lmi_server.generation",
     "lmi_server.handler",
+    "lmi_server.process_session",  # for what a handler starts beside its worker
     "lmi_server.protocol",
     "lmi_server.ranks",
 )

@@ -93,7 +93,8 @@ class BackgroundCompilation:
 
     def _compile(self) -> tuple[int, str]:
         """Return the exit code of the compiling process, and what it printed of errors."""
-        command = [sys.executable, "-m", "handlers.vllm_engine.compilation", str(self._models[0].path.parent)]
+        command = [sys.executable, "-m", "handlers.vllm_engine.compilation"]
+        command += [str(self._models[0].path.parent), str(os.getpid())]
         streams = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
         with subprocess.Popen(command, env=self._environment, **streams) as self._process:
             if self._stopped:
@@ -115,12 +116,15 @@ def compile_models(arguments: Mapping[str, Any], directory: Path) -> None:
 
 def main() -> None:
     """Compile what standard input says, in the way of nobody."""
+    directory, worker = Path(sys.argv[1]), int(sys.argv[2])
     end_with_parent()
+    if os.getppid() != worker:  # it ended while this process imported vLLM
+        return
     os.nice(19)  # the cores belong to the requests
     with contextlib.suppress(OSError):
         _OUT_OF_MEMORY_SCORE.write_text("1000")  # and so does the memory
     try:
-        compile_models(pickle.load(sys.stdin.buffer), Path(sys.argv[1]))
+        compile_models(pickle.load(sys.stdin.buffer), directory)
     # The border to vLLM and its compilers: whatever they raise is told in one line, and the worker goes on.
     except Exception as error:  # noqa: BLE001
         sys.exit(f"{type(error).__name__}: {' '.join(str(error).split())}")
