@@ -178,10 +178,7 @@ def generate_static(model: Any, batch: list[Load]) -> None:
     ids = torch.tensor([[0] * (longest - len(load.prompt)) + load.prompt for load in batch])
     mask = torch.tensor([[0] * (longest - len(load.prompt)) + [1] * len(load.prompt) for load in batch])
     most = max(load.new_tokens for load in batch)
-    # Without eos_token_id=-1 a batch would end early where every answer of it did.
-    model.generate(
-        input_ids=ids, attention_mask=mask, max_new_tokens=most, do_sample=False, pad_token_id=0, eos_token_id=-1
-    )
+    model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=most, do_sample=False, pad_token_id=0)
 
 
 def chats() -> list[Load]:

@@ -45,6 +45,7 @@ SHARED_TOKENS, PROMPT_TOKENS, PREFIX_REQUESTS, PREFIX_CONNECTIONS = 448, 512, 30
 ROUNDS = {1: 4, 8: 3, 32: 2, 64: 2}  # requests per connection
 RUNS = 3
 STARTS = 3
+_COMPILE_LIMIT_S = 900
 _COMPILER = "handlers.vllm_engine.compilation"
 # The settings of the engine and of OpenMP that both get in the parts `same-*`.
 SAME = {"max_num_seqs": 64, "max_model_len": 2048, "kv_gib": 2}
@@ -88,7 +89,10 @@ class Server:
 
     def wait_until_compiled(self) -> None:
         """Wait for what this server compiles in the background, if anything."""
+        deadline = time.monotonic() + _COMPILE_LIMIT_S
         while any(_COMPILER in command_line(child) for child in self._process.children(recursive=True)):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the model was not compiled within {_COMPILE_LIMIT_S} seconds")
             time.sleep(1)
         time.sleep(5)  # the worker loads the code
         if b"goes on uncompiled" in os.pread(self._log.fileno(), 2**20, 0):

@@ -102,7 +102,7 @@ class VllmOptions(PagedAttentionOptions):
         "start",
         description="When vLLM compiles the model, without enforce_eager: at its start, or (the default without GPUs)"
         " in the background while requests already run; where the engine is not in the worker's process alone, or has"
-        " LoRA, background means never.",
+        " LoRA, background means never, and with enforce_eager=false at its start.",
     )
     engine_process: Annotated[Literal["own", "worker"], BeforeValidator(lower)] = Field(
         "own",
@@ -167,10 +167,12 @@ class VllmOptions(PagedAttentionOptions):
 
     @property
     def runs_uncompiled(self) -> bool:
-        """Whether nothing compiles the model at any time; enforce_eager=false has vLLM compile where we cannot."""
-        if self.enforce_eager or self.compilation == "start" or self.compiles_in_background:
-            return self.enforce_eager
-        return "enforce_eager" not in self.model_fields_set
+        """Whether nothing compiles the model at any time.
+
+        Where that cannot be done in the background, an option.enforce_eager=false has vLLM do it at its start.
+        """
+        cannot = self.compilation == "background" and not self.compiles_in_background
+        return self.enforce_eager or (cannot and "enforce_eager" not in self.model_fields_set)
 
     @property
     def compiles_in_background(self) -> bool:
@@ -254,9 +256,11 @@ class VllmOptions(PagedAttentionOptions):
         if not self.enable_lora:
             lora = ("max_loras", "max_lora_rank", "max_cpu_loras", "lora_extra_vocab_size", "fully_sharded_loras")
             yield from without_effect(given, "option.enable_lora=true", [f"option.{name}" for name in lora])
-        if "option.compilation" in given and self.compilation == "background" and not self.compiles_in_background:
-            text = "has no effect unless the engine is in the worker's process, without LoRA: nothing is compiled"
-            yield Finding(("option.compilation",), text)
+        if self.compilation == "background" and not self.compiles_in_background:
+            needed = (
+                "option.engine_process=worker on one device, without enforce_eager, enable_lora, kv_transfer_config"
+            )
+            yield from without_effect(given, needed, ["option.compilation"])
 
 
 class InWorkerOptions(VllmOptions):

@@ -225,6 +225,8 @@ class WorkerProcess:
         """Kill the process and every process that it started."""
         self._killed = True
         if self._process is not None and not self._exited.is_set():
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()  # takes no file descriptor, as looking for the others does
             self._kill_session(self._process.pid)
 
     def _kill_session(self, pid: int) -> None:

@@ -286,6 +286,13 @@ def test_what_is_not_compiled_in_the_background(properties: str, uncompiled: boo
     assert found.engine_arguments["enforce_eager"] is uncompiled
 
 
+def test_a_compilation_that_cannot_be_in_the_background_is_told(tmp_path: Path) -> None:
+    lines = "option.rolling_batch=vllm\noption.compilation=background\n"
+    found = explained(tmp_path, f"{lines}option.enable_lora=true", NO_GPU)
+    assert any("option.compilation" in warning and "enable_lora" in warning for warning in found.warnings)
+    assert not any("option.compilation" in warning for warning in explained(tmp_path, lines, NO_GPU).warnings)
+
+
 @pytest.mark.parametrize(
     ("properties", "reserved"),
     [

@@ -157,9 +157,13 @@ def serve_before_compiled(config: Any) -> list[UncompiledModel]:
 
     if not _load_code_by(stored_or_own):
         return found
-    # Small functions of the sampler would be compiled on first use: seconds of a compiler in the middle of a request.
-    torch._dynamo.config.disable = True
+    compile_nothing()
     return found
+
+
+def compile_nothing() -> None:
+    """Keep this process from compiling the sampler's functions on first use, seconds in the middle of a request."""
+    torch._dynamo.config.disable = True
 
 
 def _load_code_by(load: Callable[[Any, str], Callable[..., Any] | None]) -> bool:

@@ -211,6 +211,7 @@ async def _load_in_worker(
         environment = process_environment()
         in_background = library.is_on_cpu() and options.compiles_in_background
         if in_background and not library.can_keep_code():
+            library.compile_nothing()
             options, in_background = options.model_copy(update={"enforce_eager": True}), False
         config = engine_config(model_dir, options)
         if in_background:
