@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,19 +27,20 @@ from handlers.rolling_batch.kv_cache import KVCache, LayerShape
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 0.01)])
 @pytest.mark.parametrize(("start", "rows"), [(0, 1), (0, 200), (37, 64), (300, 65), (5, 3)])
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (50, 0.0), (0, 4.0), (17, 4.0)])
+@pytest.mark.parametrize("shape", [LayerShape(2, 16, 24), LayerShape(6, 80, 80), LayerShape(1, 33, 129)])
 def test_a_chunk_attends_to_what_it_may_see(
-    dtype: torch.dtype, error: float, start: int, rows: int, window: int, softcap: float
+    dtype: torch.dtype, error: float, start: int, rows: int, window: int, softcap: float, shape: LayerShape
 ) -> None:
     chance = torch.Generator().manual_seed(1)
     end = start + rows
-    query = torch.randn((6, rows, 16), generator=chance).to(dtype)
-    cache = KVCache([LayerShape(2, 16, 24)], 2, end, dtype, torch.device("cpu"))
+    query = torch.randn((6, rows, shape.head_dim), generator=chance).to(dtype)
+    cache = KVCache([shape], 2, end, dtype, torch.device("cpu"))
     for area in (*cache.keys, *cache.values):
-        area[1, :, :end] = torch.randn((2, end, area.shape[3]), generator=chance).to(dtype)
+        area[1, :, :end] = torch.randn(area[1, :, :end].shape, generator=chance).to(dtype)
     settings = _Settings(0.3, window, softcap)
     columns = SeenColumns.of([rows], start, window)
     keys, values = cache.keys[0][1][:, columns.begin : end], cache.values[0][1][:, columns.begin : end]
-    found, expected = query.new_zeros((rows, 6, 24)), torch.zeros((rows, 6, 24))
+    found, expected = (torch.zeros((rows, 6, shape.value_dim), dtype=kind) for kind in (dtype, torch.float32))
     _KernelAttention(cache).attend_chunk(query, keys, values, found, columns, settings)
     _TorchAttention(cache).attend_chunk(query.float(), keys.float(), values.float(), expected, columns, settings)
     assert float((found.float() - expected).norm() / expected.norm()) < error
@@ -47,8 +52,8 @@ def test_chunks_that_share_tokens_of_another_slot_attend_as_if_these_were_their_
     dtype: torch.dtype, error: float, window: int
 ) -> None:
     chance = torch.Generator().manual_seed(2)
-    start, lengths = 50, [70, 1, 16]
-    cache = KVCache([LayerShape(2, 16, 24)], 4, 128, dtype, torch.device("cpu"))
+    start, lengths = 50, [70, 1, 150, 16]
+    cache = KVCache([LayerShape(2, 16, 24)], 5, 256, dtype, torch.device("cpu"))
     for area in (*cache.keys, *cache.values):
         area[:, :, :start] = torch.randn((2, start, area.shape[3]), generator=chance).to(dtype)
     rows = sum(lengths)
@@ -61,14 +66,22 @@ def test_chunks_that_share_tokens_of_another_slot_attend_as_if_these_were_their_
         ends = np.cumsum(lengths)
         chunks = [
             ChunkRows(slot, start, start + length, int(end) - length, int(end), source_of.get(slot, slot))
-            for slot, length, end in zip((1, 2, 3), lengths, ends, strict=True)
+            for slot, length, end in zip((1, 2, 3, 4), lengths, ends, strict=True)
         ]
         attention.begin(StepRows(np.empty(0, np.int64), np.empty(0, np.int64), chunks))
         module = SimpleNamespace(layer_idx=0)
         return attention(module, query, key, value, None, scaling=0.3, sliding_window=window)[0].float()
 
-    shared = attended({1: 0, 2: 0, 3: 0})
-    for slot in (1, 2, 3):
+    shared = attended({1: 0, 2: 0, 3: 0, 4: 0})
+    for slot in (1, 2, 3, 4):
         cache.copy(0, slot, start)
     expected = attended({})
     assert float((shared - expected).norm() / expected.norm()) < error
+
+
+@pytest.mark.slow
+def test_a_processor_without_long_vectors_and_bfloat16_products_computes_the_same(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "may_see"]
+    other = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": str(tmp_path)}
+    finished = subprocess.run(command, env=os.environ | other, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stdout[-3000:]

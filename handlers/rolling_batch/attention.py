@@ -64,14 +64,6 @@ class SeenColumns:
         firsts = np.repeat(ends - lengths, lengths)
         return cls(start, begin, firsts + (start - begin), np.arange(1, ends[-1] + 1) + (start - begin))
 
-    def part(self, rows: slice, window: int) -> tuple[slice, SeenColumns]:
-        """Return the columns that some of `rows` see, and what these rows see of those."""
-        first, last = self.first_own[rows], self.last_own[rows]
-        nearest = self.start + int((last - first).min())  # tokens up to the row that sees the earliest ones
-        skipped = max(0, nearest - window - self.begin) if window else 0
-        columns = slice(skipped, int(last.max()))
-        return columns, SeenColumns(self.start, self.begin + skipped, first - skipped, last - skipped)
-
 
 class UnsupportedAttentionError(Exception):
     """The model's attention needs an input that the slotted KV cache does not provide; the message names it."""
@@ -173,19 +165,15 @@ def _operators(cache: KVCache) -> _KernelAttention | _TorchAttention:
 
 
 class _KernelAttention:
-    """Attention by the compiled CPU kernels, of chunks together with torch's matrix products."""
+    """Attention by the compiled CPU kernels."""
 
     single_area = 2048  # rows times tokens seen: above it a chunk is faster as such than row by row
-    _BLOCK = 64  # rows of a chunk at a time: their scores stay in the processor's cache, and less is seen in vain
 
     def __init__(self, cache: KVCache) -> None:
         from handlers.rolling_batch import kernels
 
         self._kernel = kernels.slot_attention
-        self._softmax = kernels.chunk_softmax
-        compiled_for = (torch.zeros((1, 1, 1)), torch.zeros((1, 1, 1), dtype=cache.keys[0].dtype))
-        own = np.array([0, 1])
-        self._softmax(*map(as_numpy, compiled_for), own[:1], own[1:], 0, 0, np.float32(1), 0, np.float32(0))
+        self._chunk_kernel = kernels.chunk_attention(as_numpy(cache.keys[0]).dtype.type)
         self._keys = [as_numpy(keys) for keys in cache.keys]
         self._values = [as_numpy(values) for values in cache.values]
 
@@ -223,30 +211,20 @@ class _KernelAttention:
         columns: SeenColumns,
         settings: _Settings,
     ) -> None:
-        """(heads, rows, dim) over (kv_heads, columns, dim) -> out, as rows.
-
-        Scores are float32, as in torch's own kernel, which takes three to eight times as long in bfloat16.
-        """
-        kv_heads, dim = keys.shape[0], query.shape[2]
-        grouped = query.float().unflatten(0, (kv_heads, -1))
-        keys = keys.float().transpose(1, 2)
-        targets = out.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
-        for first in range(0, query.shape[1], self._BLOCK):
-            block = slice(first, first + self._BLOCK)
-            queries = grouped[:, :, block]
-            seen, of_block = columns.part(block, settings.window)
-            scores = torch.bmm(queries.reshape(kv_heads, -1, dim), keys[:, :, seen])
-            weights = self._weights(scores, of_block, settings, query.dtype)
-            targets[:, :, block] = torch.bmm(weights, values[:, seen]).view(targets[:, :, block].shape)
-
-    def _weights(
-        self, scores: torch.Tensor, columns: SeenColumns, settings: _Settings, dtype: torch.dtype
-    ) -> torch.Tensor:
-        weights = torch.empty_like(scores, dtype=dtype)
-        own = (columns.first_own, columns.last_own, columns.start, columns.begin)
-        limits = (np.float32(settings.scaling), settings.window, np.float32(settings.softcap))
-        self._softmax(scores.numpy(), as_numpy(weights), *own, *limits)
-        return weights
+        """(heads, rows, dim) over (kv_heads, columns, dim) -> out, as rows."""
+        self._chunk_kernel(
+            as_numpy(query),
+            as_numpy(keys),
+            as_numpy(values),
+            columns.first_own,
+            columns.last_own,
+            columns.start,
+            columns.begin,
+            as_numpy(out),
+            np.float32(settings.scaling),
+            settings.window,
+            np.float32(settings.softcap),
+        )
 
 
 class _TorchAttention:

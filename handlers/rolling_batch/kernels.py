@@ -7,77 +7,25 @@ has no bfloat16) and are computed in float32.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 
 import numpy as np
-from llvmlite import ir
 from numba import njit, prange, types
-from numba.extending import intrinsic
+from numba.np.numpy_support import from_dtype
 
-
-@intrinsic
-def _load(context, element):  # type: ignore[no-untyped-def]
-    """Element of a cache or activation -> float32."""
-    if element == types.float32:
-        return types.float32(types.float32), lambda ctx, builder, sig, args: args[0]
-
-    def widen(ctx, builder, sig, args):  # type: ignore[no-untyped-def]
-        wide = builder.zext(args[0], ir.IntType(32))
-        return builder.bitcast(builder.shl(wide, ir.Constant(ir.IntType(32), 16)), ir.FloatType())
-
-    return types.float32(types.uint16), widen
-
-
-@intrinsic
-def _store(context, value, like):  # type: ignore[no-untyped-def]
-    """float32 -> element of the type of `like`; bfloat16 is rounded to nearest, ties to even."""
-    if like == types.float32:
-        return types.float32(types.float32, like), lambda ctx, builder, sig, args: args[0]
-
-    def narrow(ctx, builder, sig, args):  # type: ignore[no-untyped-def]
-        word = ir.IntType(32)
-        bits = builder.bitcast(args[0], word)
-        odd = builder.and_(builder.lshr(bits, ir.Constant(word, 16)), ir.Constant(word, 1))
-        rounded = builder.add(builder.add(bits, ir.Constant(word, 0x7FFF)), odd)
-        return builder.trunc(builder.lshr(rounded, ir.Constant(word, 16)), ir.IntType(16))
-
-    return types.uint16(types.float32, like), narrow
-
-
-@intrinsic
-def _power_of_two(context, exponent):  # type: ignore[no-untyped-def]
-    """2.0 ** exponent for an int32 from -126 to 127, built in the bits of a float32."""
-
-    def build(ctx, builder, sig, args):  # type: ignore[no-untyped-def]
-        word = ir.IntType(32)
-        biased = builder.add(args[0], ir.Constant(word, 127))
-        return builder.bitcast(builder.shl(biased, ir.Constant(word, 23)), ir.FloatType())
-
-    return types.float32(types.int32), build
-
-
-@intrinsic
-def _told(context, address):  # type: ignore[no-untyped-def]
-    """The int64 at an address in shared memory; nothing that follows is read before it."""
-
-    def build(ctx, builder, sig, args):  # type: ignore[no-untyped-def]
-        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
-        return builder.load_atomic(pointer, "acquire", 8)
-
-    return types.int64(types.uintp), build
-
-
-@intrinsic
-def _tell(context, address, number):  # type: ignore[no-untyped-def]
-    """Write an int64 to an address in shared memory, after all that was written before."""
-
-    def build(ctx, builder, sig, args):  # type: ignore[no-untyped-def]
-        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
-        builder.store_atomic(args[1], pointer, "release", 8)
-        return ctx.get_dummy_value()
-
-    return types.void(types.uintp, types.int64), build
-
+from handlers.rolling_batch.intrinsics import (
+    TILE_COLUMNS,
+    TILE_ROWS,
+    add_product,
+    load,
+    power_of_two,
+    store,
+    tell,
+    told,
+    word,
+)
 
 _yield_core = types.ExternalFunction("sched_yield", types.int32())
 
@@ -95,7 +43,7 @@ def _exp(x):  # type: ignore[no-untyped-def]
     p = p * f + np.float32(2.4022650695910072e-1)
     p = p * f + np.float32(6.9314718055994531e-1)
     p = p * f + np.float32(1.0)
-    return p * _power_of_two(np.int32(whole))
+    return p * power_of_two(np.int32(whole))
 
 
 @njit(parallel=True, fastmath=True, nogil=True, cache=True)
@@ -129,12 +77,12 @@ def slot_attention(  # type: ignore[no-untyped-def]
         mixed = np.zeros((group, value_dim), np.float32)
         for g in range(group):
             for d in range(dim):
-                scaled[g, d] = _load(query[kv_head * group + g, row, d]) * scaling
+                scaled[g, d] = load(query[kv_head * group + g, row, d]) * scaling
         for t in range(count):
             for g in range(group):
                 score = np.float32(0)
                 for d in range(dim):
-                    score += scaled[g, d] * _load(slot_keys[begin + t, d])
+                    score += scaled[g, d] * load(slot_keys[begin + t, d])
                 scores[g, t] = score
         for g in range(group):
             if softcap > 0:
@@ -154,56 +102,146 @@ def slot_attention(  # type: ignore[no-untyped-def]
             for g in range(group):
                 weight = scores[g, t]
                 for d in range(value_dim):
-                    mixed[g, d] += weight * _load(slot_values[begin + t, d])
+                    mixed[g, d] += weight * load(slot_values[begin + t, d])
         for g in range(group):
             for d in range(value_dim):
-                out[row, kv_head * group + g, d] = _store(mixed[g, d], out[row, 0, 0])
+                out[row, kv_head * group + g, d] = store(mixed[g, d], out[row, 0, 0])
 
 
-@njit(parallel=True, fastmath=True, nogil=True, cache=True)
-def chunk_softmax(scores, weights, first_own, last_own, start, begin, scaling, window, softcap):  # type: ignore[no-untyped-def]
-    """Softmax over the tokens that each row of a chunk may see; the others get weight zero.
+@njit(fastmath=True, inline="always")
+def _seen(first_own, last_own, row, start, begin, window):  # type: ignore[no-untyped-def]
+    """Columns that a row of a chunk may see: from the first number on of those of all rows, from the second of its own.
 
-    scores (kv_heads, group * rows, columns) float32, overwritten -> weights of the same shape. The first columns are
-    tokens `begin` to `start` - 1, which all rows may see; beside them row r sees columns `first_own[r]` to
-    `last_own[r]`, not included: token `start` and those after it up to its own. window: tokens seen, 0 for all.
-    softcap: 0 for none.
+    The third is the first column behind its own.
     """
-    heads, grouped, _ = scores.shape
-    shared = max(start - begin, 0)
-    for work in prange(heads * grouped):
-        head, row = work // grouped, work % grouped
-        own, last = first_own[row % len(first_own)], last_own[row % len(first_own)]
-        seen = start + last - own  # tokens up to the row's own
-        low = min(max(0, seen - window - begin), shared) if window > 0 else 0
-        own = max(own + max(0, seen - window - start) if window > 0 else own, 0)
-        score, weight = scores[head, row], weights[head, row]
-        highest, total = np.float32(-np.inf), np.float32(0)
-        for part in range(2):  # slices, because loops over them become vectors: their indices are never negative
-            scored = score[low:shared] if part == 0 else score[own:last]
-            if softcap > 0:
-                for t in range(len(scored)):
-                    scored[t] = softcap * math.tanh(scored[t] * scaling / softcap)
-            else:
-                for t in range(len(scored)):
-                    scored[t] = scored[t] * scaling
+    own, last, shared = first_own[row], last_own[row], max(start - begin, 0)
+    seen = start + last - own  # tokens up to the row's own
+    if window <= 0:
+        return 0, own, last
+    return min(max(0, seen - window - begin), shared), own + max(0, seen - window - start), last
+
+
+@njit(fastmath=True, inline="always")
+def _softmax(score, weight, low, shared, own, last, scaling, softcap):  # type: ignore[no-untyped-def]
+    """Softmax over columns `low` to `shared` - 1 and `own` to `last` - 1 of `score`, overwritten -> `weight`."""
+    highest, total, factor = np.float32(-np.inf), np.float32(0), scaling
+    for part in range(2):  # slices, because loops over them become vectors: their indices are never negative
+        scored = score[low:shared] if part == 0 else score[own:last]
+        if softcap > 0:
             for t in range(len(scored)):
-                highest = max(highest, scored[t])
-        for part in range(2):
-            scored = score[low:shared] if part == 0 else score[own:last]
-            for t in range(len(scored)):
-                scored[t] = _exp(scored[t] - highest)
-            for t in range(len(scored)):
-                total += scored[t]
-        factor, zero = np.float32(1) / total, _store(np.float32(0), weight[0])
-        for part in range(2):
-            scored = score[low:shared] if part == 0 else score[own:last]
-            weighed = weight[low:shared] if part == 0 else weight[own:last]
-            for t in range(len(scored)):
-                weighed[t] = _store(scored[t] * factor, zero)
-        weight[: min(low, shared)] = zero
-        weight[shared:own] = zero
-        weight[last:] = zero
+                scored[t] = softcap * math.tanh(scored[t] * scaling / softcap)
+            factor = np.float32(1)
+        for t in range(len(scored)):
+            highest = max(highest, scored[t])
+    for part in range(2):
+        scored = score[low:shared] if part == 0 else score[own:last]
+        for t in range(len(scored)):
+            scored[t] = _exp((scored[t] - highest) * factor)
+            total += scored[t]
+    share = np.float32(1) / total
+    for part in range(2):
+        scored = score[low:shared] if part == 0 else score[own:last]
+        weighed = weight[low:shared] if part == 0 else weight[own:last]
+        for t in range(len(scored)):
+            weighed[t] = store(scored[t] * share, weight[0])
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def _laid_out(keys, values):  # type: ignore[no-untyped-def]
+    """Lay out keys (kv_heads, columns, dim) and values (kv_heads, columns, value_dim) of a chunk for `add_product`.
+
+    The keys come by tiles of columns: (kv_heads, tiles, words of a key, TILE_COLUMNS). A word of the values holds what
+    neighbouring columns have there: (kv_heads, words of all columns, value_dim or a little more).
+    """
+    kv_heads, columns, dim = keys.shape
+    value_dim, of_word = values.shape[2], 4 // keys.itemsize
+    tiles, value_words = -(-columns // TILE_COLUMNS), -(-columns // of_word)
+    laid_keys = np.empty((kv_heads, tiles, -(-dim // of_word), TILE_COLUMNS), np.uint32)
+    laid_values = np.empty((kv_heads, value_words, -(-value_dim // TILE_COLUMNS) * TILE_COLUMNS), np.uint32)
+    for work in prange(kv_heads * tiles):
+        head, tile = work // tiles, work % tiles
+        first, zero = tile * TILE_COLUMNS, store(np.float32(0), keys[0, 0, 0])
+        laid = laid_keys[head, tile]
+        for column in range(first, min(first + TILE_COLUMNS, columns)):
+            key = keys[head, column]
+            for place in range(dim // of_word):
+                laid[place, column - first] = word(key[place * of_word], key[place * of_word + of_word - 1])
+            if dim % of_word:
+                laid[dim // of_word, column - first] = word(key[dim - 1], zero)
+        for place in range(first // of_word, min((first + TILE_COLUMNS) // of_word, value_words)):
+            column = place * of_word
+            value, neighbour = values[head, column], values[head, min(column + of_word, columns) - 1]
+            for d in range(value_dim):
+                laid_values[head, place, d] = word(value[d], neighbour[d])
+    return laid_keys, laid_values
+
+
+@functools.cache
+def chunk_attention(element: type) -> Callable[..., None]:
+    """Return the kernel for elements of a type, np.uint16 (bfloat16) or np.float32.
+
+    It is compiled for arrays of any strides: otherwise numba would compile it once more for those of a kind that it has
+    not met, for seconds in the middle of a request.
+    """
+    elements, rows = types.Array(from_dtype(np.dtype(element)), 3, "A"), types.Array(types.int64, 1, "C")
+    settings = (types.float32, types.int64, types.float32)
+    signature = types.void(
+        elements, elements, elements, rows, rows, types.int64, types.int64, elements.copy(layout="C"), *settings
+    )
+    return njit(signature, parallel=True, fastmath=True, nogil=True, cache=True)(_chunk_attention)
+
+
+def _chunk_attention(  # type: ignore[no-untyped-def]
+    query, keys, values, first_own, last_own, start, begin, out, scaling, window, softcap
+):
+    """Let each row of a chunk attend to the tokens that it may see.
+
+    query (heads, rows, dim), keys and values (kv_heads, columns, dim): any strides -> out (rows, heads, value_dim). The
+    first columns are tokens `begin` to `start` - 1, which all rows may see; beside them row r sees columns
+    `first_own[r]` to `last_own[r]`, not included: token `start` and those after it up to its own. scaling: above 0.
+    window: tokens seen, 0 for all. softcap: 0 for none.
+
+    A tile of rows, which are a token's heads of the same keys and then the next token's, is taken to its end while its
+    scores are in the processor's cache.
+    """
+    kv_heads, columns, dim = keys.shape
+    value_dim, group, like = values.shape[2], query.shape[0] // kv_heads, query[0, 0, 0]
+    laid_keys, laid_values = _laid_out(keys, values)
+    tiles, key_words, value_words = laid_keys.shape[1], laid_keys.shape[2], laid_values.shape[1]
+    rows, shared, of_word = len(first_own) * group, start - begin, 4 // keys.itemsize
+    units, shared_words = -(-rows // TILE_ROWS), -(-shared // of_word)
+    for work in prange(kv_heads * units):
+        head, turn = work // units, work % units
+        # In turns from both ends: the last rows see the most, and each thread takes a run of units.
+        first = (turn // 2 if turn % 2 == 0 else units - 1 - turn // 2) * TILE_ROWS
+        queries = np.zeros((TILE_ROWS, key_words * of_word), query.dtype)
+        lowest, nearest, farthest = columns, columns, 0
+        for r in range(TILE_ROWS):  # the last tile may hold a row several times
+            row = min(first + r, rows - 1)
+            for d in range(dim):
+                queries[r, d] = query[head * group + row % group, row // group, d]
+            low, own, last = _seen(first_own, last_own, row // group, start, begin, window)
+            lowest, nearest, farthest = min(lowest, low), min(nearest, own), max(farthest, last)
+        scores = np.zeros((TILE_ROWS, tiles * TILE_COLUMNS), np.float32)
+        for tile in range(lowest // TILE_COLUMNS, -(-farthest // TILE_COLUMNS)):
+            column = tile * TILE_COLUMNS
+            if column < shared or column + TILE_COLUMNS > nearest:  # else other sequences' own
+                add_product(queries.view(np.uint32), 0, key_words, laid_keys[head, tile], scores, column, like)
+        weights = np.zeros((TILE_ROWS, value_words * of_word), query.dtype)
+        for r in range(TILE_ROWS):
+            row = min(first + r, rows - 1)
+            low, own, last = _seen(first_own, last_own, row // group, start, begin, window)
+            _softmax(scores[r], weights[r], low, shared, own, last, scaling, softcap)
+        mixed = np.zeros((TILE_ROWS, laid_values.shape[2]), np.float32)
+        low_word, own_word = lowest // of_word, max(shared_words, nearest // of_word)
+        for column in range(0, value_dim, TILE_COLUMNS):
+            for begins, ends in ((low_word, shared_words), (own_word, -(-farthest // of_word))):
+                area = laid_values[head, begins:, column : column + TILE_COLUMNS]
+                add_product(weights.view(np.uint32), begins, ends - begins, area, mixed, column, like)
+        for r in range(min(TILE_ROWS, rows - first)):
+            row = first + r
+            for d in range(value_dim):
+                out[row // group, head * group + row % group, d] = store(mixed[r, d], like)
 
 
 @njit(parallel=True, fastmath=True, nogil=True, cache=True)
@@ -213,12 +251,12 @@ def rms_norm(rows, weight, out, eps):  # type: ignore[no-untyped-def]
     for n in prange(rows.shape[0]):
         squares = np.float32(0)
         for d in range(width):
-            element = _load(rows[n, d])
+            element = load(rows[n, d])
             squares += element * element
         factor = np.float32(1) / np.float32(math.sqrt(squares / width + eps))
         for d in range(width):
-            normed = _load(_store(_load(rows[n, d]) * factor, rows[n, d]))
-            out[n, d] = _store(normed * _load(weight[d]), rows[n, d])
+            normed = load(store(load(rows[n, d]) * factor, rows[n, d]))
+            out[n, d] = store(normed * load(weight[d]), rows[n, d])
 
 
 @njit(parallel=True, fastmath=True, nogil=True, cache=True)
@@ -232,11 +270,11 @@ def argmax_rows(logits, best):  # type: ignore[no-untyped-def]
         for start in range(0, width, block):
             inside = np.float32(-np.inf)
             for v in range(start, min(start + block, width)):
-                inside = max(inside, _load(logits[n, v]))
+                inside = max(inside, load(logits[n, v]))
             if inside > highest:
                 best_block, highest = start, inside
         for v in range(best_block, min(best_block + block, width)):
-            if _load(logits[n, v]) == highest:
+            if load(logits[n, v]) == highest:
                 best[n] = v
                 break
 
@@ -247,10 +285,10 @@ def log_sum_exp_rows(logits, result):  # type: ignore[no-untyped-def]
     for n in prange(logits.shape[0]):
         highest = np.float32(-np.inf)
         for v in range(logits.shape[1]):
-            highest = max(highest, _load(logits[n, v]))
+            highest = max(highest, load(logits[n, v]))
         total = np.float32(0)
         for v in range(logits.shape[1]):
-            total += _exp(_load(logits[n, v]) - highest)
+            total += _exp(load(logits[n, v]) - highest)
         result[n] = highest + math.log(total)
 
 
@@ -260,9 +298,9 @@ def silu_and_mul(gate_up, out):  # type: ignore[no-untyped-def]
     width = out.shape[1]
     for n in prange(out.shape[0]):
         for d in range(width):
-            gate = _load(gate_up[n, d])
-            activated = _load(_store(gate / (np.float32(1) + _exp(-gate)), gate_up[n, d]))
-            out[n, d] = _store(activated * _load(gate_up[n, width + d]), gate_up[n, d])
+            gate = load(gate_up[n, d])
+            activated = load(store(gate / (np.float32(1) + _exp(-gate)), gate_up[n, d]))
+            out[n, d] = store(activated * load(gate_up[n, width + d]), gate_up[n, d])
 
 
 @njit(parallel=True, fastmath=True, nogil=True, cache=True)
@@ -277,11 +315,11 @@ def rotate(rows, cosines, sines, heads):  # type: ignore[no-untyped-def]
         for head in range(heads):
             first = head * dim
             for d in range(half):
-                low, high = _load(rows[n, first + d]), _load(rows[n, first + half + d])
-                turned_low = low * _load(cosines[n, d]) - high * _load(sines[n, d])
-                turned_high = high * _load(cosines[n, half + d]) + low * _load(sines[n, half + d])
-                rows[n, first + d] = _store(turned_low, rows[n, first])
-                rows[n, first + half + d] = _store(turned_high, rows[n, first])
+                low, high = load(rows[n, first + d]), load(rows[n, first + half + d])
+                turned_low = low * load(cosines[n, d]) - high * load(sines[n, d])
+                turned_high = high * load(cosines[n, half + d]) + low * load(sines[n, half + d])
+                rows[n, first + d] = store(turned_low, rows[n, first])
+                rows[n, first + half + d] = store(turned_high, rows[n, first])
 
 
 @njit(nogil=True, fastmath=True, cache=True)
@@ -300,17 +338,17 @@ def sum_of_ranks(part, out, parts, counts, line, rank, count, total):  # type: i
         for i in range(size):
             own[i] = part[begin + i]
         count += 1
-        _tell(counts + np.uintp(rank * line), count)
+        tell(counts + np.uintp(rank * line), count)
         total[:size] = 0
         for other in range(ranks):
             looks = 0
-            while _told(counts + np.uintp(other * line)) < count:
+            while told(counts + np.uintp(other * line)) < count:
                 looks += 1
                 if looks % 256 == 0:  # whoever else wants the core: what is waited for may be what it computes
                     _yield_core()
             theirs = parts[other, place]
             for i in range(size):
-                total[i] += _load(theirs[i])
+                total[i] += load(theirs[i])
         for i in range(size):
-            out[begin + i] = _store(total[i], out[0])
+            out[begin + i] = store(total[i], out[0])
     return count

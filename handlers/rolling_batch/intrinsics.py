@@ -1,0 +1,209 @@
+"""What numba's own language lacks for the kernels: bfloat16, words of shared memory, and products in vector registers.
+
+Each is a few instructions of LLVM that numba puts into the kernel; arguments called `like` only give a type. Compiled
+kernels are kept by the date of kernels.py: after a change here that file must be touched.
+"""
+
+from __future__ import annotations
+
+import llvmlite.binding
+import numba
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+_LANES = 16  # float32 elements of a vector; where the processor's are shorter, LLVM takes several
+
+
+def _host_has(feature: str) -> bool:
+    """Whether the processor that kernels are compiled for has it."""
+    if numba.config.CPU_NAME or numba.config.CPU_FEATURES:  # another one was asked for
+        return False
+    try:
+        return bool(llvmlite.binding.get_host_cpu_features().get(feature))
+    except RuntimeError:  # llvmlite cannot tell on this processor
+        return False
+
+
+_MULTIPLIES_BFLOAT16 = _host_has("avx512bf16")
+# Sums of a tile of a product are kept in registers, of which AVX-512 has as much as four times as the others.
+TILE_ROWS, TILE_COLUMNS = 4, 4 * _LANES if _host_has("avx512f") else _LANES
+
+
+@intrinsic
+def load(context, element):  # type: ignore[no-untyped-def]
+    """Element of a cache or activation -> float32."""
+    if element == types.float32:
+        return types.float32(types.float32), lambda ctx, builder, sig, args: args[0]
+
+    def widen(ctx, builder, sig, args):  # type: ignore[no-untyped-def]
+        wide = builder.zext(args[0], ir.IntType(32))
+        return builder.bitcast(builder.shl(wide, ir.Constant(ir.IntType(32), 16)), ir.FloatType())
+
+    return types.float32(types.uint16), widen
+
+
+@intrinsic
+def store(context, value, like):  # type: ignore[no-untyped-def]
+    """float32 -> element of the type of `like`; bfloat16 is rounded to nearest, ties to even."""
+    if like == types.float32:
+        return types.float32(types.float32, like), lambda ctx, builder, sig, args: args[0]
+
+    def narrow(ctx, builder, sig, args):  # type: ignore[no-untyped-def]
+        word = ir.IntType(32)
+        bits = builder.bitcast(args[0], word)
+        odd = builder.and_(builder.lshr(bits, ir.Constant(word, 16)), ir.Constant(word, 1))
+        rounded = builder.add(builder.add(bits, ir.Constant(word, 0x7FFF)), odd)
+        return builder.trunc(builder.lshr(rounded, ir.Constant(word, 16)), ir.IntType(16))
+
+    return types.uint16(types.float32, like), narrow
+
+
+@intrinsic
+def power_of_two(context, exponent):  # type: ignore[no-untyped-def]
+    """2.0 ** exponent for an int32 from -126 to 127, built in the bits of a float32."""
+
+    def build(ctx, builder, sig, args):  # type: ignore[no-untyped-def]
+        word = ir.IntType(32)
+        biased = builder.add(args[0], ir.Constant(word, 127))
+        return builder.bitcast(builder.shl(biased, ir.Constant(word, 23)), ir.FloatType())
+
+    return types.float32(types.int32), build
+
+
+@intrinsic
+def told(context, address):  # type: ignore[no-untyped-def]
+    """The int64 at an address in shared memory; nothing that follows is read before it."""
+
+    def build(ctx, builder, sig, args):  # type: ignore[no-untyped-def]
+        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.load_atomic(pointer, "acquire", 8)
+
+    return types.int64(types.uintp), build
+
+
+@intrinsic
+def tell(context, address, number):  # type: ignore[no-untyped-def]
+    """Write an int64 to an address in shared memory, after all that was written before."""
+
+    def build(ctx, builder, sig, args):  # type: ignore[no-untyped-def]
+        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        builder.store_atomic(args[1], pointer, "release", 8)
+        return ctx.get_dummy_value()
+
+    return types.void(types.uintp, types.int64), build
+
+
+@intrinsic
+def word(context, low, high):  # type: ignore[no-untyped-def]
+    """What `add_product` multiplies at once, as uint32: two elements of bfloat16, or `low` alone of float32."""
+    if low == types.float32:
+        return types.uint32(types.float32, high), lambda ctx, builder, sig, args: builder.bitcast(
+            args[0], ir.IntType(32)
+        )
+
+    def join(ctx, builder, sig, args):  # type: ignore[no-untyped-def]
+        low, high = (builder.zext(half, ir.IntType(32)) for half in args)
+        return builder.or_(low, builder.shl(high, ir.Constant(ir.IntType(32), 16)))
+
+    return types.uint32(types.uint16, types.uint16), join
+
+
+@intrinsic
+def add_product(context, left, first_word, words, right, sums, first_column, like):  # type: ignore[no-untyped-def]
+    """Add the product of two tiles to `sums[:, first_column:first_column + TILE_COLUMNS]`.
+
+    left (TILE_ROWS, n) uint32, of which `words` columns from `first_word` on are read; right (words, TILE_COLUMNS or
+    more) uint32; sums (TILE_ROWS, m) float32: contiguous, but the rows of `right` may be apart. Words hold elements of
+    the type of `like`, as `word` makes them. Nothing is checked.
+    """
+
+    def build(ctx, builder, sig, args):  # type: ignore[no-untyped-def]
+        of_words, of_sums = ir.VectorType(ir.IntType(32), _LANES), ir.VectorType(ir.FloatType(), _LANES)
+        left, right, sums = (ctx.make_array(sig.args[place])(ctx, builder, args[place]) for place in (0, 3, 4))
+        lefts = [_element(builder, left, row, args[1]) for row in range(TILE_ROWS)]
+        targets = [
+            [
+                builder.bitcast(
+                    builder.gep(_element(builder, sums, row, args[5]), [ir.Constant(ir.IntType(64), column)]),
+                    of_sums.as_pointer(),
+                )
+                for column in range(0, TILE_COLUMNS, _LANES)
+            ]
+            for row in range(TILE_ROWS)
+        ]
+        totals = [[cgutils.alloca_once(builder, of_sums) for _ in row] for row in targets]
+        for row, target in zip(totals, targets, strict=True):
+            for total, place in zip(row, target, strict=True):
+                builder.store(builder.load(place, align=4), total)
+        stride = builder.extract_value(right.strides, 0)
+        base = builder.ptrtoint(right.data, ir.IntType(64))
+        with cgutils.for_range(builder, args[2]) as loop:
+            line = builder.inttoptr(builder.add(base, builder.mul(loop.index, stride)), of_words.as_pointer())
+            vectors = [
+                builder.load(builder.gep(line, [ir.Constant(ir.IntType(64), part)]), align=4)
+                for part in range(TILE_COLUMNS // _LANES)
+            ]
+            for row, pointer in zip(totals, lefts, strict=True):
+                one = builder.load(builder.gep(pointer, [loop.index]))
+                spread = _spread(builder, one, of_words)
+                for total, vector in zip(row, vectors, strict=True):
+                    builder.store(_multiply_add(builder, spread, vector, builder.load(total), like), total)
+        for row, target in zip(totals, targets, strict=True):
+            for total, place in zip(row, target, strict=True):
+                builder.store(builder.load(total), place, align=4)
+        return ctx.get_dummy_value()
+
+    return types.void(left, types.intp, types.intp, right, sums, types.intp, like), build
+
+
+def _element(builder, array, row, column):  # type: ignore[no-untyped-def]
+    """Pointer to an element of a contiguous array of two dimensions."""
+    width = builder.extract_value(array.shape, 1)
+    return builder.gep(array.data, [builder.add(builder.mul(ir.Constant(ir.IntType(64), row), width), column)])
+
+
+def _spread(builder, one, vector):  # type: ignore[no-untyped-def]
+    """Put a word into every lane."""
+    first = builder.insert_element(ir.Constant(vector, ir.Undefined), one, ir.Constant(ir.IntType(32), 0))
+    return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), ir.Constant(vector, None))
+
+
+def _multiply_add(builder, left, right, total, like):  # type: ignore[no-untyped-def]
+    """Lane by lane `total + left * right`, over both elements where a word holds two."""
+    of_sums = total.type
+    if like == types.float32:
+        pairs = [(left, right)]
+    elif _MULTIPLIES_BFLOAT16:
+        halves = ir.VectorType(_BFloat16(), 2 * _LANES)
+        function = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(of_sums, (of_sums, halves, halves)),
+            "llvm.x86.avx512bf16.dpbf16ps.512",
+        )
+        return builder.call(function, (total, builder.bitcast(left, halves), builder.bitcast(right, halves)))
+    else:
+        sixteen = ir.Constant(left.type, [16] * _LANES)
+        upper = ir.Constant(left.type, [0xFFFF0000] * _LANES)
+        pairs = [
+            (builder.shl(left, sixteen), builder.shl(right, sixteen)),
+            (builder.and_(left, upper), builder.and_(right, upper)),
+        ]
+    for one, other in pairs:
+        product = builder.fmul(builder.bitcast(one, of_sums), builder.bitcast(other, of_sums), flags=("fast",))
+        total = builder.fadd(product, total, flags=("fast",))
+    return total
+
+
+class _BFloat16(ir.Type):
+    """LLVM's bfloat, which llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat16)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat16)
