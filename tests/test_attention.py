@@ -14,6 +14,7 @@ import torch
 
 from handlers.rolling_batch.attention import (
     ChunkRows,
+    Places,
     SeenColumns,
     SlotAttention,
     StepRows,
@@ -39,10 +40,11 @@ def test_a_chunk_attends_to_what_it_may_see(
         area[1, :, :end] = torch.randn(area[1, :, :end].shape, generator=chance).to(dtype)
     settings = _Settings(0.3, window, softcap)
     columns = SeenColumns.of([rows], start, window)
-    keys, values = cache.keys[0][1][:, columns.begin : end], cache.values[0][1][:, columns.begin : end]
+    kept = (cache.keys[0], cache.values[0], Places(1, columns.begin, end))
+    exact = (cache.keys[0].float(), cache.values[0].float(), Places(1, columns.begin, end))
     found, expected = (torch.zeros((rows, 6, shape.value_dim), dtype=kind) for kind in (dtype, torch.float32))
-    _KernelAttention(cache).attend_chunk(query, keys, values, found, columns, settings)
-    _TorchAttention(cache).attend_chunk(query.float(), keys.float(), values.float(), expected, columns, settings)
+    _KernelAttention(cache).attend_chunk(query, *kept, found, columns, settings)
+    _TorchAttention(cache).attend_chunk(query.float(), *exact, expected, columns, settings)
     assert float((found.float() - expected).norm() / expected.norm()) < error
 
 

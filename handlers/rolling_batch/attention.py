@@ -65,6 +65,15 @@ class SeenColumns:
         return cls(start, begin, firsts + (start - begin), np.arange(1, ends[-1] + 1) + (start - begin))
 
 
+@dataclass(frozen=True)
+class Places:
+    """Places `first:last` of a slot of the KV cache, which are the columns that a chunk attends to."""
+
+    slot: int
+    first: int
+    last: int
+
+
 class UnsupportedAttentionError(Exception):
     """The model's attention needs an input that the slotted KV cache does not provide; the message names it."""
 
@@ -131,13 +140,14 @@ class SlotAttention:
         first = group[0]
         rows = slice(first.first, group[-1].last)
         columns = SeenColumns.of([chunk.last - chunk.first for chunk in group], first.start, settings.window)
-        if first.source == first.slot:
-            seen = (first.slot, slice(None), slice(columns.begin, first.end))
-            keys, values = keys[seen], values[seen]
-        else:
-            before = (first.source, slice(None), slice(columns.begin, first.start))
-            keys, values = torch.cat((keys[before], key[:, rows]), 1), torch.cat((values[before], value[:, rows]), 1)
-        self._operators.attend_chunk(query[:, rows], keys, values, out[rows], columns, settings)
+        places = Places(first.slot, columns.begin, first.end)
+        if first.source != first.slot:
+            before = (slice(first.source, first.source + 1), slice(None), slice(columns.begin, first.start))
+            keys, values = (
+                torch.cat((kept[before], own[None, :, rows]), 2) for kept, own in ((keys, key), (values, value))
+            )
+            places = Places(0, 0, keys.shape[2])
+        self._operators.attend_chunk(query[:, rows], keys, values, places, out[rows], columns, settings)
 
 
 def _groups(chunks: list[ChunkRows]) -> list[list[ChunkRows]]:
@@ -172,6 +182,7 @@ class _KernelAttention:
     def __init__(self, cache: KVCache) -> None:
         from handlers.rolling_batch import kernels
 
+        self._threads = torch.get_num_threads()
         self._kernel = kernels.slot_attention
         self._chunk_kernel = kernels.chunk_attention(as_numpy(cache.keys[0]).dtype.type)
         self._keys = [as_numpy(keys) for keys in cache.keys]
@@ -200,6 +211,7 @@ class _KernelAttention:
             np.float32(settings.scaling),
             settings.window,
             np.float32(settings.softcap),
+            self._threads,
         )
 
     def attend_chunk(
@@ -207,15 +219,18 @@ class _KernelAttention:
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
+        places: Places,
         out: torch.Tensor,
         columns: SeenColumns,
         settings: _Settings,
     ) -> None:
-        """(heads, rows, dim) over (kv_heads, columns, dim) -> out, as rows."""
+        """(heads, rows, dim) over places of (slots, kv_heads, max_len, dim) -> out, as rows."""
         self._chunk_kernel(
             as_numpy(query),
             as_numpy(keys),
             as_numpy(values),
+            places.slot,
+            places.first,
             columns.first_own,
             columns.last_own,
             columns.start,
@@ -224,6 +239,7 @@ class _KernelAttention:
             np.float32(settings.scaling),
             settings.window,
             np.float32(settings.softcap),
+            self._threads,
         )
 
 
@@ -267,11 +283,13 @@ class _TorchAttention:
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
+        places: Places,
         out: torch.Tensor,
         columns: SeenColumns,
         settings: _Settings,
     ) -> None:
-        """(heads, rows, dim) over (kv_heads, columns, dim) -> out, as rows."""
+        """(heads, rows, dim) over places of (slots, kv_heads, max_len, dim) -> out, as rows."""
+        keys, values = (kept[places.slot, :, places.first : places.last] for kept in (keys, values))
         first, last = (
             torch.as_tensor(own, device=keys.device)[:, None] for own in (columns.first_own, columns.last_own)
         )

@@ -61,6 +61,16 @@ def store(context, value, like):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def larger(context, one, other):  # type: ignore[no-untyped-def]
+    """The larger of two float32 that are numbers: unlike those of `max`, loops of it become vectors."""
+
+    def build(ctx, builder, sig, args):  # type: ignore[no-untyped-def]
+        return builder.select(builder.fcmp_ordered(">", *args, flags=("fast",)), *args, flags=("fast",))
+
+    return types.float32(types.float32, types.float32), build
+
+
+@intrinsic
 def power_of_two(context, exponent):  # type: ignore[no-untyped-def]
     """2.0 ** exponent for an int32 from -126 to 127, built in the bits of a float32."""
 

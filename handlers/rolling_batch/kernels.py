@@ -19,6 +19,7 @@ from handlers.rolling_batch.intrinsics import (
     TILE_COLUMNS,
     TILE_ROWS,
     add_product,
+    larger,
     load,
     power_of_two,
     store,
@@ -46,15 +47,27 @@ def _exp(x):  # type: ignore[no-untyped-def]
     return p * power_of_two(np.int32(whole))
 
 
+@njit(inline="always")
+def _dealt(work, count, threads):  # type: ignore[no-untyped-def]
+    """Which of `count` pieces of work to do as number `work`; `count` or more for none.
+
+    Numbers go up to `-(-count // threads) * threads`, and a thread takes a run of them. The pieces are dealt to the
+    threads in turns, because neighbours cost about the same.
+    """
+    share = -(-count // threads)
+    return work % share * threads + work // share
+
+
 @njit(parallel=True, fastmath=True, nogil=True, cache=True)
 def slot_attention(  # type: ignore[no-untyped-def]
-    query, key, value, keys, values, slots, positions, out, scaling, window, softcap
+    query, key, value, keys, values, slots, positions, out, scaling, window, softcap, threads
 ):
     """Write each row's key and value into its slot, then let it attend to the slot's tokens up to its own position.
 
     query (heads, rows, dim), key and value (kv_heads, rows, dim): any strides, of which the first `len(slots)` rows
     are read. keys, values: (slots, kv_heads, max_len, dim), contiguous. slots, positions: (n,) int64, several rows may
     be of one slot. out: (rows, heads, value_dim), contiguous. window: tokens seen, 0 for all. softcap: 0 for none.
+    threads: how many share the work.
     """
     dim, value_dim, kv_heads = query.shape[2], value.shape[2], key.shape[0]
     group = query.shape[0] // kv_heads
@@ -66,8 +79,12 @@ def slot_attention(  # type: ignore[no-untyped-def]
                 slot_key[d] = key[kv_head, row, d]
             for d in range(value_dim):
                 slot_value[d] = value[kv_head, row, d]
-    for work in prange(len(slots) * kv_heads):
-        row, kv_head = work // kv_heads, work % kv_heads
+    pieces = len(slots) * kv_heads
+    for work in prange(-(-pieces // threads) * threads):
+        piece = _dealt(work, pieces, threads)
+        if piece >= pieces:
+            continue
+        row, kv_head = piece // kv_heads, piece % kv_heads
         slot, last = slots[row], positions[row]
         slot_keys, slot_values = keys[slot, kv_head], values[slot, kv_head]
         begin = max(0, last + 1 - window) if window > 0 else 0
@@ -90,7 +107,7 @@ def slot_attention(  # type: ignore[no-untyped-def]
                     scores[g, t] = softcap * math.tanh(scores[g, t] / softcap)
             highest = np.float32(-np.inf)
             for t in range(count):
-                highest = max(highest, scores[g, t])
+                highest = larger(highest, scores[g, t])
             total = np.float32(0)
             for t in range(count):
                 weight = _exp(scores[g, t] - highest)
@@ -132,7 +149,7 @@ def _softmax(score, weight, low, shared, own, last, scaling, softcap):  # type: 
                 scored[t] = softcap * math.tanh(scored[t] * scaling / softcap)
             factor = np.float32(1)
         for t in range(len(scored)):
-            highest = max(highest, scored[t])
+            highest = larger(highest, scored[t])
     for part in range(2):
         scored = score[low:shared] if part == 0 else score[own:last]
         for t in range(len(scored)):
@@ -147,30 +164,33 @@ def _softmax(score, weight, low, shared, own, last, scaling, softcap):  # type: 
 
 
 @njit(parallel=True, nogil=True, cache=True)
-def _laid_out(keys, values):  # type: ignore[no-untyped-def]
-    """Lay out keys (kv_heads, columns, dim) and values (kv_heads, columns, value_dim) of a chunk for `add_product`.
+def _laid_out(keys, values, slot, offset, columns):  # type: ignore[no-untyped-def]
+    """Lay out keys and values of a slot, `columns` of them from `offset` on, for `add_product`.
 
-    The keys come by tiles of columns: (kv_heads, tiles, words of a key, TILE_COLUMNS). A word of the values holds what
+    keys (slots, kv_heads, max_len, dim), values (slots, kv_heads, max_len, value_dim): contiguous. The laid keys come
+    by tiles of columns: (kv_heads, tiles, words of a key, TILE_COLUMNS). A word of the laid values holds what
     neighbouring columns have there: (kv_heads, words of all columns, value_dim or a little more).
     """
-    kv_heads, columns, dim = keys.shape
-    value_dim, of_word = values.shape[2], 4 // keys.itemsize
+    kv_heads, dim, value_dim, of_word = keys.shape[1], keys.shape[3], values.shape[3], 4 // keys.itemsize
     tiles, value_words = -(-columns // TILE_COLUMNS), -(-columns // of_word)
     laid_keys = np.empty((kv_heads, tiles, -(-dim // of_word), TILE_COLUMNS), np.uint32)
     laid_values = np.empty((kv_heads, value_words, -(-value_dim // TILE_COLUMNS) * TILE_COLUMNS), np.uint32)
     for work in prange(kv_heads * tiles):
         head, tile = work // tiles, work % tiles
-        first, zero = tile * TILE_COLUMNS, store(np.float32(0), keys[0, 0, 0])
-        laid = laid_keys[head, tile]
-        for column in range(first, min(first + TILE_COLUMNS, columns)):
-            key = keys[head, column]
-            for place in range(dim // of_word):
-                laid[place, column - first] = word(key[place * of_word], key[place * of_word + of_word - 1])
-            if dim % of_word:
-                laid[dim // of_word, column - first] = word(key[dim - 1], zero)
-        for place in range(first // of_word, min((first + TILE_COLUMNS) // of_word, value_words)):
-            column = place * of_word
-            value, neighbour = values[head, column], values[head, min(column + of_word, columns) - 1]
+        first, last = tile * TILE_COLUMNS, min((tile + 1) * TILE_COLUMNS, columns)
+        laid, key = laid_keys[head, tile], keys[slot, head, offset + first : offset + last]
+        for place in range(dim // of_word):
+            for column in range(len(key)):
+                laid[place, column] = word(key[column, place * of_word], key[column, (place + 1) * of_word - 1])
+        if dim % of_word:
+            for column in range(len(key)):
+                laid[dim // of_word, column] = word(key[column, dim - 1], store(np.float32(0), key[0, 0]))
+        for place in range(first // of_word, -(-last // of_word)):
+            column = offset + place * of_word
+            value, neighbour = (
+                values[slot, head, column],
+                values[slot, head, min(column + of_word, offset + columns) - 1],
+            )
             for d in range(value_dim):
                 laid_values[head, place, d] = word(value[d], neighbour[d])
     return laid_keys, laid_values
@@ -180,40 +200,42 @@ def _laid_out(keys, values):  # type: ignore[no-untyped-def]
 def chunk_attention(element: type) -> Callable[..., None]:
     """Return the kernel for elements of a type, np.uint16 (bfloat16) or np.float32.
 
-    It is compiled for arrays of any strides: otherwise numba would compile it once more for those of a kind that it has
-    not met, for seconds in the middle of a request.
+    It is compiled for queries of any strides: otherwise numba would compile it once more for those of a kind that it
+    has not met, for seconds in the middle of a request.
     """
-    elements, rows = types.Array(from_dtype(np.dtype(element)), 3, "A"), types.Array(types.int64, 1, "C")
-    settings = (types.float32, types.int64, types.float32)
-    signature = types.void(
-        elements, elements, elements, rows, rows, types.int64, types.int64, elements.copy(layout="C"), *settings
-    )
+    numba_type, rows, number = from_dtype(np.dtype(element)), types.Array(types.int64, 1, "C"), types.int64
+    query, cache, out = (types.Array(numba_type, *shape) for shape in ((3, "A"), (4, "C"), (3, "C")))
+    settings = (types.float32, number, types.float32, number)
+    signature = types.void(query, cache, cache, number, number, rows, rows, number, number, out, *settings)
     return njit(signature, parallel=True, fastmath=True, nogil=True, cache=True)(_chunk_attention)
 
 
 def _chunk_attention(  # type: ignore[no-untyped-def]
-    query, keys, values, first_own, last_own, start, begin, out, scaling, window, softcap
+    query, keys, values, slot, offset, first_own, last_own, start, begin, out, scaling, window, softcap, threads
 ):
     """Let each row of a chunk attend to the tokens that it may see.
 
-    query (heads, rows, dim), keys and values (kv_heads, columns, dim): any strides -> out (rows, heads, value_dim). The
-    first columns are tokens `begin` to `start` - 1, which all rows may see; beside them row r sees columns
-    `first_own[r]` to `last_own[r]`, not included: token `start` and those after it up to its own. scaling: above 0.
-    window: tokens seen, 0 for all. softcap: 0 for none.
+    query (heads, rows, dim), any strides; keys (slots, kv_heads, max_len, dim) and values (slots, kv_heads, max_len,
+    value_dim), of which columns are the places of `slot` from `offset` on -> out (rows, heads, value_dim). The first
+    columns are tokens `begin` to `start` - 1, which all rows may see; beside them row r sees columns `first_own[r]` to
+    `last_own[r]`, not included: token `start` and those after it up to its own. scaling: above 0. window: tokens seen,
+    0 for all. softcap: 0 for none. threads: how many share the work.
 
     A tile of rows, which are a token's heads of the same keys and then the next token's, is taken to its end while its
     scores are in the processor's cache.
     """
-    kv_heads, columns, dim = keys.shape
-    value_dim, group, like = values.shape[2], query.shape[0] // kv_heads, query[0, 0, 0]
-    laid_keys, laid_values = _laid_out(keys, values)
+    kv_heads, dim, value_dim, columns = keys.shape[1], keys.shape[3], values.shape[3], last_own.max()
+    group, like = query.shape[0] // kv_heads, query[0, 0, 0]
+    laid_keys, laid_values = _laid_out(keys, values, slot, offset, columns)
     tiles, key_words, value_words = laid_keys.shape[1], laid_keys.shape[2], laid_values.shape[1]
     rows, shared, of_word = len(first_own) * group, start - begin, 4 // keys.itemsize
     units, shared_words = -(-rows // TILE_ROWS), -(-shared // of_word)
-    for work in prange(kv_heads * units):
-        head, turn = work // units, work % units
-        # In turns from both ends: the last rows see the most, and each thread takes a run of units.
-        first = (turn // 2 if turn % 2 == 0 else units - 1 - turn // 2) * TILE_ROWS
+    pieces = kv_heads * units
+    for work in prange(-(-pieces // threads) * threads):
+        piece = _dealt(work, pieces, threads)
+        if piece >= pieces:
+            continue
+        head, first = piece // units, piece % units * TILE_ROWS
         queries = np.zeros((TILE_ROWS, key_words * of_word), query.dtype)
         lowest, nearest, farthest = columns, columns, 0
         for r in range(TILE_ROWS):  # the last tile may hold a row several times
@@ -270,7 +292,7 @@ def argmax_rows(logits, best):  # type: ignore[no-untyped-def]
         for start in range(0, width, block):
             inside = np.float32(-np.inf)
             for v in range(start, min(start + block, width)):
-                inside = max(inside, load(logits[n, v]))
+                inside = larger(inside, load(logits[n, v]))
             if inside > highest:
                 best_block, highest = start, inside
         for v in range(best_block, min(best_block + block, width)):
@@ -285,7 +307,7 @@ def log_sum_exp_rows(logits, result):  # type: ignore[no-untyped-def]
     for n in prange(logits.shape[0]):
         highest = np.float32(-np.inf)
         for v in range(logits.shape[1]):
-            highest = max(highest, load(logits[n, v]))
+            highest = larger(highest, load(logits[n, v]))
         total = np.float32(0)
         for v in range(logits.shape[1]):
             total += _exp(load(logits[n, v]) - highest)
