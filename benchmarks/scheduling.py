@@ -83,7 +83,7 @@ async def stream(port: int, load: Load) -> Timing:
         "stream": True,
         "temperature": 0,
     }
-    encoded = json.dumps(body | {"ignore_eos": True, "logprobs": 0}).encode()
+    encoded = json.dumps(body | {"ignore_eos": not load.may_end, "logprobs": 0}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20)
     timing = Timing(time.perf_counter())
