@@ -47,10 +47,10 @@ def session_members(leader: int) -> Iterator[int]:
 
     Raises OSError where they cannot be looked at, as for want of file descriptors.
     """
-    for entry in _PROC.glob("[0-9]*"):
-        fields = _read(int(entry.name), "stat").rpartition(b")")[2].split()
+    for name in os.listdir(_PROC) if _PROC.is_dir() else ():  # unlike Path.glob, which hides errors
+        fields = _read(int(name), "stat").rpartition(b")")[2].split() if name.isdecimal() else ()
         if fields and int(fields[_SESSION]) == leader and fields[_STATE] not in _ENDED:
-            yield int(entry.name)
+            yield int(name)
 
 
 def is_stopped(pid: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from handlers.rolling_batch import intrinsics, kernels
 from handlers.rolling_batch.attention import (
     ChunkRows,
     Places,
@@ -87,3 +89,8 @@ def test_a_processor_without_long_vectors_and_bfloat16_products_computes_the_sam
     other = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": str(tmp_path)}
     finished = subprocess.run(command, env=os.environ | other, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stdout[-3000:]
+
+
+def test_compiled_kernels_are_those_of_the_intrinsics() -> None:
+    found = hashlib.sha256(Path(intrinsics.__file__).read_bytes()).hexdigest()[:16]
+    assert found == kernels.INTRINSICS, f'set INTRINSICS = "{found}" in kernels.py'

@@ -67,7 +67,7 @@ class SeenColumns:
 
 @dataclass(frozen=True)
 class Places:
-    """Places `first:last` of a slot of the KV cache, which are the columns that a chunk attends to."""
+    """Places `first:last` of a slot, which are the columns that a chunk attends to: of the KV cache, or of a copy."""
 
     slot: int
     first: int

@@ -1,7 +1,6 @@
 """What numba's own language lacks for the kernels: bfloat16, words of shared memory, and products in vector registers.
 
-Each is a few instructions of LLVM that numba puts into the kernel; arguments called `like` only give a type. Compiled
-kernels are kept by the date of kernels.py: after a change here that file must be touched.
+Each is a few instructions of LLVM that numba puts into the kernel; arguments called `like` only give a type.
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ _LANES = 16  # float32 elements of a vector; where the processor's are shorter, 
 
 
 def _host_has(feature: str) -> bool:
-    """Whether the processor that kernels are compiled for has it."""
-    if numba.config.CPU_NAME or numba.config.CPU_FEATURES:  # another one was asked for
+    """Whether the processor that kernels are compiled for has it, which numba's own settings may make another one."""
+    config = numba.config
+    if config.CPU_NAME is not None or config.CPU_FEATURES is not None or not config.ENABLE_AVX:
         return False
     try:
         return bool(llvmlite.binding.get_host_cpu_features().get(feature))
@@ -63,9 +63,10 @@ def store(context, value, like):  # type: ignore[no-untyped-def]
 @intrinsic
 def larger(context, one, other):  # type: ignore[no-untyped-def]
     """The larger of two float32 that are numbers: unlike those of `max`, loops of it become vectors."""
+    flags = ("nnan", "nsz")
 
     def build(ctx, builder, sig, args):  # type: ignore[no-untyped-def]
-        return builder.select(builder.fcmp_ordered(">", *args, flags=("fast",)), *args, flags=("fast",))
+        return builder.select(builder.fcmp_ordered(">", *args, flags=flags), *args, flags=flags)
 
     return types.float32(types.float32, types.float32), build
 

@@ -1,8 +1,8 @@
-"""CPU kernels of the decode step, compiled by numba when the model loads.
+"""CPU kernels of a step, compiled by numba when the model loads.
 
-torch's own attention pays per call for one query token per sequence, and its bfloat16 element-wise operations run one
-by one over memory; here each is one pass over it, parallel over rows. bfloat16 tensors come in as uint16 arrays (numpy
-has no bfloat16) and are computed in float32.
+torch's own attention pays per call for one query token per sequence and multiplies bfloat16 to bfloat16 only, and its
+bfloat16 element-wise operations run one by one over memory; here each is one pass over it, parallel over rows.
+bfloat16 tensors come in as uint16 arrays (numpy has no bfloat16); sums of them are float32.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ from handlers.rolling_batch.intrinsics import (
     told,
     word,
 )
+
+# SHA-256 of intrinsics.py, its first digits. numba finds what it compiled before by the date and the size of this file
+# alone, and it must not find what was compiled with another intrinsics.py.
+INTRINSICS = "0236b2217283d697"
 
 _yield_core = types.ExternalFunction("sched_yield", types.int32())
 
@@ -125,13 +129,13 @@ def slot_attention(  # type: ignore[no-untyped-def]
                 out[row, kv_head * group + g, d] = store(mixed[g, d], out[row, 0, 0])
 
 
-@njit(fastmath=True, inline="always")
+@njit(inline="always")
 def _seen(first_own, last_own, row, start, begin, window):  # type: ignore[no-untyped-def]
     """Columns that a row of a chunk may see: from the first number on of those of all rows, from the second of its own.
 
     The third is the first column behind its own.
     """
-    own, last, shared = first_own[row], last_own[row], max(start - begin, 0)
+    own, last, shared = first_own[row], last_own[row], start - begin
     seen = start + last - own  # tokens up to the row's own
     if window <= 0:
         return 0, own, last
