@@ -182,7 +182,7 @@ def generate_static(model: Any, batch: list[Load]) -> None:
 
 
 def chats() -> list[Load]:
-    """Questions to the model, which ends most answers long before the limit."""
+    """Questions to the model, which ends a third of the answers long before the limit."""
     turn = "<|im_start|>user\n{}.<|im_end|>\n<|im_start|>assistant\n"
     return [Load(turn.format(prompt), 256, may_end=True) for prompt in prompts(SCARCE)]
 

@@ -27,7 +27,7 @@ def _host_has(feature: str) -> bool:
 
 
 _MULTIPLIES_BFLOAT16 = _host_has("avx512bf16")
-# Sums of a tile of a product are kept in registers, of which AVX-512 has as much as four times as the others.
+# Sums of a tile of a product are kept in registers; those of AVX-512 hold four times as much as the others.
 TILE_ROWS, TILE_COLUMNS = 4, 4 * _LANES if _host_has("avx512f") else _LANES
 
 

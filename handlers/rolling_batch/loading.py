@@ -26,7 +26,7 @@ from lmi_server.generation import SamplingParameters
 
 _GIB = 2**30
 # A step of the CPU takes about 40 ms to decode 32 sequences of a small model and 0.6 ms per prompt token beside them:
-# at 160 tokens an inter-token gap stays within about three times its median while a long prompt arrives.
+# at 160 tokens an inter-token gap stays within three to four times its median while a long prompt arrives.
 _CHUNK_SIZES = {"cpu": (160, 512), "cuda": (2048, 8192)}
 # Slots beside those of running sequences, which keep what others may reuse: on the CPU they cost memory only where
 # tokens are kept.
