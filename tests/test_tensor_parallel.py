@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from mpi_helpers import (
     answered,
     body,
@@ -25,6 +26,7 @@ from mpi_helpers import (
 from server_helpers import Server, make_model
 from tiny_models import CONTEXT, FAMILIES, byte_tokenizer, random_model
 
+from handlers.rolling_batch.intrinsics import TILES_ARE_FASTEST
 from handlers.rolling_batch.sharding import check_degree
 from lmi_server.errors import ModelLoadError
 
@@ -99,6 +101,29 @@ def test_a_seed_gives_one_text(sharded: Server) -> None:
     request = {"inputs": "seed", "parameters": {"max_new_tokens": 20, "do_sample": True, "seed": 5, "top_p": 0.9}}
     texts = {sharded.http.post("/invocations", json=request).text for _ in range(3)}
     assert len(texts) == 1
+
+
+def test_in_bfloat16_both_ranks_compute_the_model_by_one_kernel(reference: tuple[Path, Any], tmp_path: Path) -> None:
+    """Log probabilities are compared along the tokens of the answers: rounding may flip a near tie."""
+    keys = {**MPI_KEYS, "dtype": "bf16"}
+    directory = make_model(tmp_path / "model", HUGGING_FACE, model_id=reference[0], **keys)
+    with clean(directory) as server:
+        used = server.log_line(r"fused_modules=\{.*'models': (\d)")
+        assert used[1] == str(int(TILES_ARE_FASTEST))
+
+        async def ask() -> list[dict[str, Any]]:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=60) as client:
+                asked = (client.post("/invocations", json=body("abc " * count, 15)) for count in range(1, 8))
+                return [answer.json() for answer in await asyncio.gather(*asked)]
+
+        answers = asyncio.run(ask())
+    for count, answer in enumerate(answers, 1):
+        prompt, tokens = byte_tokenizer().encode("abc " * count), answer["details"]["tokens"]
+        with torch.inference_mode():
+            ids = torch.tensor([[*prompt, *(token["id"] for token in tokens)]])
+            rows = reference[1](ids).logits[0, len(prompt) - 1 :].log_softmax(-1)
+        expected = [float(rows[index, token["id"]]) for index, token in enumerate(tokens)]
+        assert [token["log_prob"] for token in tokens] == pytest.approx(expected, abs=0.25)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

@@ -100,6 +100,16 @@ class SlotAttention:
         self._rows = rows
         self._groups = _groups(rows.chunks)
 
+    def kept(self, layer: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return a layer's keys and values as the kernels see them; None where these are not for this cache."""
+        return self._operators.kept(layer) if isinstance(self._operators, _KernelAttention) else None
+
+    def single_rows(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return slots and positions of the rows; None where some rows do not attend one by one."""
+        if self._groups or not len(self._rows.slots):
+            return None
+        return self._rows.slots, self._rows.positions
+
     def __call__(
         self,
         module: torch.nn.Module,
@@ -187,6 +197,10 @@ class _KernelAttention:
         self._chunk_kernel = kernels.chunk_attention(as_numpy(cache.keys[0]).dtype.type)
         self._keys = [as_numpy(keys) for keys in cache.keys]
         self._values = [as_numpy(values) for values in cache.values]
+
+    def kept(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the keys and values of a layer, each (slots, kv_heads, max_len, dim)."""
+        return self._keys[layer], self._values[layer]
 
     def attend_single(
         self,

@@ -11,6 +11,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+from numba.np.arrayobj import populate_array
 
 _LANES = 16  # float32 elements of a vector; where the processor's are shorter, LLVM takes several
 
@@ -27,6 +28,8 @@ def _host_has(feature: str) -> bool:
 
 
 _MULTIPLIES_BFLOAT16 = _host_has("avx512bf16")
+# The tiles here are the fastest products of bfloat16 that the processor has; those with AMX have faster ones.
+TILES_ARE_FASTEST = _MULTIPLIES_BFLOAT16 and not _host_has("amx-bf16")
 # Sums of a tile of a product are kept in registers; those of AVX-512 hold four times as much as the others.
 TILE_ROWS, TILE_COLUMNS = 4, 4 * _LANES if _host_has("avx512f") else _LANES
 
@@ -104,6 +107,20 @@ def tell(context, address, number):  # type: ignore[no-untyped-def]
         return ctx.get_dummy_value()
 
     return types.void(types.uintp, types.int64), build
+
+
+@intrinsic
+def at(context, address, like):  # type: ignore[no-untyped-def]
+    """The array at an address, of the shape, strides and type of `like`; whoever gives the address keeps it alive."""
+
+    def build(ctx, builder, sig, args):  # type: ignore[no-untyped-def]
+        other = ctx.make_array(sig.args[1])(ctx, builder, args[1])
+        array = ctx.make_array(sig.return_type)(ctx, builder)
+        data = builder.inttoptr(args[0], array.data.type)
+        populate_array(array, data, other.shape, other.strides, other.itemsize, None)
+        return array._getvalue()
+
+    return like(types.uintp, like), build
 
 
 @intrinsic

@@ -19,6 +19,7 @@ from handlers.rolling_batch.intrinsics import (
     TILE_COLUMNS,
     TILE_ROWS,
     add_product,
+    at,
     larger,
     load,
     power_of_two,
@@ -30,7 +31,10 @@ from handlers.rolling_batch.intrinsics import (
 
 # SHA-256 of intrinsics.py, its first digits. numba finds what it compiled before by the date and the size of this file
 # alone, and it must not find what was compiled with another intrinsics.py.
-INTRINSICS = "a40cfa29e292ae0b"
+INTRINSICS = "01cc98c32d7b9319"
+
+_MOST_WORDS = 512  # of a tile's rows and columns, between which a product goes on to the next rows: they stay in L2
+_MOST_TILES = 64  # of rows, whose sums are kept for that
 
 _yield_core = types.ExternalFunction("sched_yield", types.int32())
 
@@ -271,7 +275,7 @@ def _chunk_attention(  # type: ignore[no-untyped-def]
 
 
 @njit(parallel=True, fastmath=True, nogil=True, cache=True)
-def rms_norm(rows, weight, out, eps):  # type: ignore[no-untyped-def]
+def rms_norm(rows, weight, eps, out):  # type: ignore[no-untyped-def]
     """`rows / rms(rows)`, rounded to the element type, times `weight`: (n, width) -> (n, width), as Llama's norm."""
     width = rows.shape[1]
     for n in prange(rows.shape[0]):
@@ -283,6 +287,45 @@ def rms_norm(rows, weight, out, eps):  # type: ignore[no-untyped-def]
         for d in range(width):
             normed = load(store(load(rows[n, d]) * factor, rows[n, d]))
             out[n, d] = store(normed * load(weight[d]), rows[n, d])
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def linear(rows, weight, bias, out, threads):  # type: ignore[no-untyped-def]
+    """`rows @ weight.T + bias` -> out (n, out_features), for elements of bfloat16.
+
+    rows (n, in_features), contiguous; weight as `laid_weight` lays it out; bias (out_features or 0,). Every row's sums
+    are added up in the same order, whatever the others are. threads: how many share the work.
+    """
+    count, width = out.shape
+    panels, words, _ = weight.shape
+    whole, tiles, like = count // TILE_ROWS, -(-count // TILE_ROWS), rows.dtype.type(0)
+    row_words = rows.view(np.uint32)
+    rest = np.zeros((TILE_ROWS, words), np.uint32)
+    for row in range(whole * TILE_ROWS, count):
+        rest[row - whole * TILE_ROWS] = row_words[row]
+    for thread in prange(threads):
+        sums = np.empty((_MOST_TILES * TILE_ROWS, TILE_COLUMNS), np.float32)
+        for panel in range(panels * thread // threads, panels * (thread + 1) // threads):
+            column = panel * TILE_COLUMNS
+            columns = min(TILE_COLUMNS, width - column)
+            for begin in range(0, tiles, _MOST_TILES):
+                end = min(begin + _MOST_TILES, tiles)
+                sums[: (end - begin) * TILE_ROWS] = 0
+                for first in range(0, words, _MOST_WORDS):
+                    most, right = min(_MOST_WORDS, words - first), weight[panel, first:]
+                    for tile in range(begin, end):
+                        left = row_words[tile * TILE_ROWS : (tile + 1) * TILE_ROWS] if tile < whole else rest
+                        totals = sums[(tile - begin) * TILE_ROWS : (tile - begin + 1) * TILE_ROWS]
+                        add_product(left, first, most, right, totals, 0, like)
+                for row in range(begin * TILE_ROWS, min(end * TILE_ROWS, count)):
+                    total, target = sums[row - begin * TILE_ROWS], out[row, column : column + columns]
+                    if len(bias):
+                        added = bias[column : column + columns]
+                        for c in range(columns):
+                            target[c] = store(total[c] + load(added[c]), like)
+                    else:
+                        for c in range(columns):
+                            target[c] = store(total[c], like)
 
 
 @njit(parallel=True, fastmath=True, nogil=True, cache=True)
@@ -377,4 +420,69 @@ def sum_of_ranks(part, out, parts, counts, line, rank, count, total):  # type: i
                 total[i] += load(theirs[i])
         for i in range(size):
             out[begin + i] = store(total[i], out[0])
+    return count
+
+
+@njit(nogil=True, cache=True)
+def decoder_layers(  # type: ignore[no-untyped-def]
+    hidden, cosines, sines, slots, positions, threads, layers, windows, scaling, softcap, eps, post_eps,
+    keys, values, norm, qkv, qkv_bias, o, o_bias, post_norm, gate_up, gate_up_bias, down, down_bias,
+    parts, counts, line, rank, count, total,
+):  # fmt: skip
+    """Compute decoder layers of Llama's structure in place, for rows that all attend one by one.
+
+    hidden (n, width) uint16; cosines, sines (n, dim); slots, positions and settings as for `slot_attention`, windows
+    (layers,) int64. The arrays from `keys` to `down_bias` are those of the first layer: a cache as for
+    `slot_attention`, weights and biases as for `linear`, and norms (width,). layers (layers, 12) uint64 has the address
+    of each of them in each layer. The last six are for `sum_of_ranks`: parts has no ranks where the model is not split.
+    Returns `count`.
+    """
+    for layer in range(len(layers)):
+        place = layers[layer]
+        count = _decoder_layer(
+            hidden, cosines, sines, slots, positions, threads, windows[layer], scaling, softcap, eps, post_eps,
+            at(place[0], keys), at(place[1], values), at(place[2], norm), at(place[3], qkv), at(place[4], qkv_bias),
+            at(place[5], o), at(place[6], o_bias), at(place[7], post_norm), at(place[8], gate_up),
+            at(place[9], gate_up_bias), at(place[10], down), at(place[11], down_bias),
+            parts, counts, line, rank, count, total,
+        )  # fmt: skip
+    return count
+
+
+@njit(nogil=True, cache=True)
+def _decoder_layer(  # type: ignore[no-untyped-def]
+    hidden, cosines, sines, slots, positions, threads, window, scaling, softcap, eps, post_eps,
+    keys, values, norm, qkv, qkv_bias, o, o_bias, post_norm, gate_up, gate_up_bias, down, down_bias,
+    parts, counts, line, rank, count, total,
+):  # fmt: skip
+    rows, width = hidden.shape
+    dim, kv_heads, inner = keys.shape[3], keys.shape[1], down.shape[1] * 2
+    heads = o.shape[1] * 2 // dim
+    normed, added = np.empty((rows, width), np.uint16), np.empty((rows, width), np.uint16)
+    rms_norm(hidden, norm, eps, normed)
+    projected = np.empty((rows, (heads + 2 * kv_heads) * dim), np.uint16)
+    linear(normed, qkv, qkv_bias, projected, threads)
+    rotate(projected, cosines, sines, heads + kv_heads)
+    by_head = projected.reshape((rows, heads + 2 * kv_heads, dim)).transpose((1, 0, 2))
+    query, key, value = by_head[:heads], by_head[heads : heads + kv_heads], by_head[heads + kv_heads :]
+    attended = np.zeros((rows, heads, dim), np.uint16)
+    slot_attention(query, key, value, keys, values, slots, positions, attended, scaling, window, softcap, threads)
+    linear(attended.reshape((rows, heads * dim)), o, o_bias, added, threads)
+    count = _add_rows(hidden, added, parts, counts, line, rank, count, total)
+    rms_norm(hidden, post_norm, post_eps, normed)
+    gate_and_up, activated = np.empty((rows, 2 * inner), np.uint16), np.empty((rows, inner), np.uint16)
+    linear(normed, gate_up, gate_up_bias, gate_and_up, threads)
+    silu_and_mul(gate_and_up, activated)
+    linear(activated, down, down_bias, added, threads)
+    return _add_rows(hidden, added, parts, counts, line, rank, count, total)
+
+
+@njit(nogil=True, fastmath=True, cache=True)
+def _add_rows(rows, added, parts, counts, line, rank, count, total):  # type: ignore[no-untyped-def]
+    """Add `added`, where the model is split the sum of all ranks', to `rows`: (n, width) uint16 both."""
+    if len(parts):
+        count = sum_of_ranks(added.reshape(-1), added.reshape(-1), parts, counts, line, rank, count, total)
+    for n in range(rows.shape[0]):
+        for d in range(rows.shape[1]):
+            rows[n, d] = store(load(rows[n, d]) + load(added[n, d]), rows[n, d])
     return count

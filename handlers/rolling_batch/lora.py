@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from handlers.rolling_batch.fusion import LinearPlace, linear_places
+from handlers.rolling_batch.linear_places import LinearPlace, linear_places
 from lmi_server.errors import RequestError
 
 _MOST_IDLE_RANKS = 4  # a stack of so many times the ranks that the batch needs is built anew

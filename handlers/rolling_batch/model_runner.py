@@ -17,7 +17,9 @@ from handlers.rolling_batch.attention import (
     UnsupportedAttentionError,
     probe_layers,
 )
-from handlers.rolling_batch.fusion import fuse, fuse_decoder_layers
+from handlers.rolling_batch.decoder_layers import fuse_decoder_layers
+from handlers.rolling_batch.decoder_model import DecoderModel
+from handlers.rolling_batch.fusion import fuse
 from handlers.rolling_batch.kv_cache import KVCache, LayerShape
 from handlers.rolling_batch.lora import LoraLayers
 from handlers.rolling_batch.peers import GroupBrokenError, Peers
@@ -67,6 +69,7 @@ class ModelRunner:
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.cache: KVCache
         self._attention: SlotAttention
+        self._decoder: DecoderModel | None = None
         self._lora: LoraLayers | None = None  # from the first adapter on
         self._copies_due: list[Copy] = []  # before anything else of the next step: nobody waits for them in this one
 
@@ -98,6 +101,8 @@ class ModelRunner:
         self._model.set_attn_implementation(self._attention_name)
         if self.fused:
             self.fused["decoder_layers"] = fuse_decoder_layers(self._model, self._attention_layers, self._attention)
+            self._decoder = DecoderModel.of(self._model, self._attention)
+            self.fused["models"] = int(self._decoder is not None)
 
     @property
     def lora(self) -> LoraLayers:
@@ -203,12 +208,11 @@ class ModelRunner:
         count = len(keep)
         if self._device.type == "cpu":
             token_ids, positions, keep = _padded(token_ids), _padded(positions), _padded(keep)
-        inputs = {
-            "input_ids": torch.tensor([token_ids], device=self._device),
-            "position_ids": torch.tensor([positions], device=self._device),
-            "use_cache": False,
-        }
+        ids, places = (torch.tensor([numbers], device=self._device) for numbers in (token_ids, positions))
         kept = torch.tensor(keep, dtype=torch.long, device=self._device)
+        if self._decoder is not None and (logits := self._decoder.logits(ids, places, kept)) is not None:
+            return logits[0, :count]
+        inputs = {"input_ids": ids, "position_ids": places, "use_cache": False}
         if self._keeps_rows:
             return self._model(**inputs, logits_to_keep=kept).logits[0, :count]
         return self._model(**inputs).logits[0, kept[:count]]

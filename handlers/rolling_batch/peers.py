@@ -6,6 +6,7 @@ receive of MPI burns a core, so that a follower polls, and sleeps once nothing h
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from typing import Any
@@ -35,7 +36,6 @@ class Peers:
         self._mpi = MPI
         self._world = MPI.COMM_WORLD
         self._own = rank
-        self._sums: SharedSums | None = None
         self.rank = rank.rank
         self.size = rank.size
         if self._world.size != rank.size:
@@ -68,9 +68,12 @@ class Peers:
             return partial
         if partial.dtype not in SUMMED_TYPES:
             return torch.sum(self._gathered(partial), dim=0)
-        if self._sums is None:
-            self._sums = SharedSums(self._own)
-        return self._sums.add_up(partial)
+        return self.sums.add_up(partial)
+
+    @functools.cached_property
+    def sums(self) -> SharedSums:
+        """The sums over the ranks of tensors on the CPU of SUMMED_TYPES."""
+        return SharedSums(self._own)
 
     def join_columns(self, columns: torch.Tensor) -> torch.Tensor:
         """Return on rank 0 what each rank has of the last dimension, one rank's beside the other's.

@@ -106,6 +106,11 @@ class SummedLinear(nn.Module):
         self._peers = peers
 
     @property
+    def peers(self) -> Peers:
+        """Who adds up."""
+        return self._peers
+
+    @property
     def weight(self) -> torch.Tensor:
         """The part of this rank; T5 looks at its data type."""
         return self.linear.weight

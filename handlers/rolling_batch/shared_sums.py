@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,10 @@ from lmi_server.ranks import Rank
 SUMMED_TYPES = (torch.float32, torch.bfloat16)
 _PIECE = 64 * 1024  # elements that are added up at a time: they stay in the processor's cache
 _LINE = 64  # bytes of a cache line: each rank counts on one of its own
+
+
+# In the place of `SharedSums.arguments` for a model that is not split: of the same types, but no ranks.
+NO_SUMS = (np.empty((0, 4, 1), np.uint16)[:, ::2], np.uintp(0), _LINE, 0, 0, np.empty(0, np.float32))
 
 
 class SharedSums:
@@ -39,24 +44,19 @@ class SharedSums:
         self._kernel = sum_of_ranks
         self._counts = np.uintp(self._memory.ctypes.data)
         self._rank = rank.rank
-        self._count = 0
+        self.count = 0  # of the pieces that this rank has added up
         self._total = np.empty(_PIECE, np.float32)
 
     def add_up(self, part: torch.Tensor) -> torch.Tensor:
         """Return the sum of `part`, of one of SUMMED_TYPES, over all ranks; the bits are the same on all."""
         part = part.contiguous()
         out = torch.empty_like(part)
-        self._count = self._kernel(
-            as_numpy(part.view(-1)),
-            as_numpy(out.view(-1)),
-            self._places[part.dtype],
-            self._counts,
-            _LINE,
-            self._rank,
-            self._count,
-            self._total,
-        )
+        self.count = self._kernel(as_numpy(part.view(-1)), as_numpy(out.view(-1)), *self.arguments(part.dtype))
         return out
+
+    def arguments(self, dtype: torch.dtype) -> tuple[Any, ...]:
+        """Return what a kernel takes to add up parts of `dtype` itself; `count` is to be what it returns."""
+        return self._places[dtype], self._counts, _LINE, self._rank, self.count, self._total
 
 
 def _mapped(path: Path, size: int) -> mmap.mmap:

@@ -1,0 +1,114 @@
+"""Decoder layers of Llama's structure, each in few passes over its activations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from handlers.rolling_batch.attention import AttentionLayer, SlotAttention, StepRows, as_numpy
+from handlers.rolling_batch.fusion import PROJECTIONS, FusedGatedMLP, FusedRMSNorm, ProjectionPart, close
+
+
+def fuse_decoder_layers(model: nn.Module, layers: list[AttentionLayer], attention: SlotAttention) -> int:
+    """Replace decoder layers of Llama's structure, their modules fused already; return how many."""
+    owners = {id(layer.module): layer for layer in layers}
+    rotary = _rotary_of(model)
+    count = 0
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            layer = owners.get(id(getattr(child, "self_attn", None)))
+            if layer and _is_llama_layer(child, layer):
+                fused = FusedDecoderLayer(child, layer, attention)
+                if _same_layer(child, fused, rotary, attention):
+                    setattr(module, name, fused)
+                    count += 1
+    return count
+
+
+def _is_llama_layer(module: Any, layer: AttentionLayer) -> bool:
+    if set(dict(module.named_children())) != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
+        return False
+    attention = module.self_attn
+    norms = (module.input_layernorm, module.post_attention_layernorm)
+    return (
+        set(dict(attention.named_children())) == {*PROJECTIONS, "o_proj"}
+        and isinstance(attention.q_proj, ProjectionPart)
+        and isinstance(module.mlp, FusedGatedMLP)
+        and all(isinstance(norm, FusedRMSNorm) for norm in norms)
+        and layer.shape.head_dim == layer.shape.value_dim
+    )
+
+
+def _rotary_of(model: nn.Module) -> nn.Module | None:
+    """Return the module that makes the model's rotary position embeddings."""
+    found = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "rotary_emb"]
+    return found[0] if found else None
+
+
+def _same_layer(
+    original: nn.Module, fused: FusedDecoderLayer, rotary: nn.Module | None, attention: SlotAttention
+) -> bool:
+    """Compare what both add to random activations, at positions so far apart that rotation matters."""
+    if rotary is None:
+        return False
+    norm = fused.input_layernorm.weight
+    positions = torch.tensor([[0, 11, 37, 80, 150, 333, 700]])
+    rows = torch.randn((1, 7, norm.shape[0]), generator=torch.Generator().manual_seed(0)).to(norm.dtype)
+    added = []
+    with torch.inference_mode():
+        embeddings = rotary(rows, positions)
+        for layer in (original, fused):
+            attention.begin(StepRows(np.zeros(7, np.int64), np.arange(7), []))
+            out = layer(rows, position_embeddings=embeddings, attention_mask=None, past_key_values=None)
+            added.append(out - rows)
+    return close(*added)
+
+
+class FusedDecoderLayer(nn.Module):
+    """A decoder layer of Llama's structure in eight passes over its activations."""
+
+    def __init__(self, original: Any, layer: AttentionLayer, attention: SlotAttention) -> None:
+        super().__init__()
+        from handlers.rolling_batch.kernels import rotate
+
+        self.input_layernorm = original.input_layernorm
+        self.qkv_proj = original.self_attn.q_proj.shared.linear
+        self.o_proj = original.self_attn.o_proj
+        self.post_attention_layernorm = original.post_attention_layernorm
+        self.mlp = original.mlp
+        self._rotate = rotate
+        self._attention = attention
+        self.settings = layer.settings
+        self.index: int = layer.module.layer_idx
+        self._owner = _LayerIndex(self.index)
+        self.dim = layer.shape.head_dim
+        self._kv_heads = layer.shape.kv_heads
+        self._heads = self.qkv_proj.out_features // self.dim - 2 * self._kv_heads
+        self.qkv_widths = tuple(heads * self.dim for heads in (self._heads, self._kv_heads, self._kv_heads))
+
+    def forward(
+        self, hidden: torch.Tensor, *, position_embeddings: tuple[torch.Tensor, torch.Tensor], **_: Any
+    ) -> torch.Tensor:
+        """(1, rows, width) -> the same shape; cosines and sines are (1, rows, head_dim)."""
+        attended = self._attend(self.qkv_proj(self.input_layernorm(hidden))[0], position_embeddings)
+        hidden = hidden + self.o_proj(attended.flatten(2))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+    def _attend(self, qkv: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        cosines, sines = position_embeddings
+        rotated = self._heads + self._kv_heads
+        self._rotate(as_numpy(qkv), as_numpy(cosines[0]), as_numpy(sines[0]), rotated)
+        heads = qkv.unflatten(1, (-1, self.dim)).transpose(0, 1)
+        query, key, value = heads.split((self._heads, self._kv_heads, self._kv_heads))
+        return self._attention(self._owner, query[None], key[None], value[None], None, **self.settings)[0]
+
+
+class _LayerIndex(nn.Module):
+    """What an attention function asks of the module that calls it."""
+
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx

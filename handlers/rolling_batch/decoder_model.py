@@ -1,0 +1,137 @@
+"""A model of Llama's structure whose decoder layers are one call of a kernel, where rows attend one by one.
+
+Decoding is such. Layer by layer, and through transformers' own forward, a pass spends milliseconds in Python between
+calls, which count where few requests run or the model is small.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from handlers.rolling_batch.attention import SlotAttention, StepRows, as_numpy
+from handlers.rolling_batch.decoder_layers import FusedDecoderLayer
+from handlers.rolling_batch.fusion import close
+from handlers.rolling_batch.linears import TiledLinear
+from handlers.rolling_batch.sharding import SummedLinear
+from handlers.rolling_batch.shared_sums import NO_SUMS, SharedSums
+
+
+class DecoderModel:
+    """Embeddings, decoder layers, norm and head of a model, for the passes that the kernel computes."""
+
+    def __init__(self, model: Any, attention: SlotAttention) -> None:
+        from handlers.rolling_batch.kernels import decoder_layers
+
+        base = model.model
+        self._embed, self._rotary, self._norm, self._head = base.embed_tokens, base.rotary_emb, base.norm, model.lm_head
+        layers: list[FusedDecoderLayer] = list(base.layers)
+        arrays = [_arrays(layer, attention) for layer in layers]
+        addresses = np.array([[array.ctypes.data for array in row] for row in arrays], np.uintp)
+        windows = np.array([layer.settings["sliding_window"] or 0 for layer in layers], np.int64)
+        self._arguments = (torch.get_num_threads(), addresses, windows, *_numbers(layers[0]), *arrays[0])
+        self._kept = arrays  # the kernel has their addresses only
+        self._hooks = [module._forward_hooks for layer in layers for module in _linears(layer)]
+        self._sums = _sums(layers[0])
+        self._attention = attention
+        self._kernel = decoder_layers
+
+    @classmethod
+    def of(cls, model: Any, attention: SlotAttention) -> DecoderModel | None:
+        """Return it for a model whose modules are fused; None where the kernel is not for it."""
+        if not _is_llama(model) or attention.kept(0) is None:
+            return None
+        layers = list(model.model.layers)
+        if not all(type(layer) is FusedDecoderLayer and layer.mlp.is_silu and _is_tiled(layer) for layer in layers):
+            return None
+        kinds = {
+            (*_numbers(layer), _sums(layer), *((array.shape, array.dtype) for array in _arrays(layer, attention)))
+            for layer in layers
+        }
+        if len(kinds) > 1 or [layer.index for layer in layers] != list(range(len(layers))):
+            return None
+        found = cls(model, attention)
+        return found if found._computes_the_same_as(model) else None
+
+    def _computes_the_same_as(self, model: Any) -> bool:
+        """Compare logits: a model may scale embeddings or logits, or do anything else beside its layers."""
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(self._embed.weight.shape[0], (1, 7), generator=generator)
+        positions = torch.arange(7)[None]
+        self._attention.begin(StepRows(np.zeros(7, np.int64), np.arange(7), []))
+        with torch.inference_mode():
+            expected = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+            computed = self.logits(ids, positions, torch.arange(7))
+        return computed is not None and close(expected, computed)
+
+    def logits(self, ids: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> torch.Tensor | None:
+        """Token ids and positions, both (1, rows) -> logits of the rows `kept`, (1, kept, vocabulary).
+
+        None where the pass is not for the kernel: rows attend to more than their own slot, or a hook changes what a
+        linear layer computes.
+        """
+        rows = self._attention.single_rows()
+        if rows is None or any(self._hooks):
+            return None
+        hidden = self._embed(ids)
+        activations = (as_numpy(tensor[0]) for tensor in (hidden, *self._rotary(hidden, positions)))
+        sums = NO_SUMS if self._sums is None else self._sums.arguments(torch.bfloat16)
+        count = self._kernel(*activations, *rows, *self._arguments, *sums)
+        if self._sums is not None:
+            self._sums.count = count
+        return self._head(self._norm(hidden[:, kept]))
+
+
+def _is_llama(model: Any) -> bool:
+    base = getattr(model, "model", None)
+    return (
+        isinstance(base, nn.Module)
+        and set(dict(model.named_children())) == {"model", "lm_head"}
+        and set(dict(base.named_children())) == {"embed_tokens", "layers", "norm", "rotary_emb"}
+    )
+
+
+def _linears(layer: FusedDecoderLayer) -> list[nn.Module]:
+    """Return the modules that compute linear layers, and those that they are parts of."""
+    summed = (layer.o_proj, layer.mlp.down_proj)
+    parts = [module.linear for module in summed if isinstance(module, SummedLinear)]
+    return [layer.qkv_proj, layer.mlp.gate_up_proj, *summed, *parts]
+
+
+def _is_tiled(layer: FusedDecoderLayer) -> bool:
+    """Whether all linear layers are laid out in tiles, and sums over the ranks, if there are any, need nothing more."""
+    summed = [module for module in _linears(layer) if isinstance(module, SummedLinear)]
+    computed = [module for module in _linears(layer) if not isinstance(module, SummedLinear)]
+    return (
+        len(summed) in (0, 2)
+        and all(module.bias is None for module in summed)
+        and all(isinstance(module, TiledLinear) for module in computed)
+    )
+
+
+def _sums(layer: FusedDecoderLayer) -> SharedSums | None:
+    return layer.o_proj.peers.sums if isinstance(layer.o_proj, SummedLinear) else None
+
+
+def _numbers(layer: FusedDecoderLayer) -> tuple[np.float32 | float, ...]:
+    """Return scaling, soft cap and the epsilons of both norms, as `decoder_layers` takes them."""
+    scaling, softcap = layer.settings["scaling"] or layer.dim**-0.5, layer.settings["softcap"] or 0.0
+    norms = (layer.input_layernorm, layer.post_attention_layernorm)
+    return (np.float32(scaling), np.float32(softcap), *(norm.arguments[1] for norm in norms))
+
+
+def _arrays(layer: FusedDecoderLayer, attention: SlotAttention) -> list[np.ndarray]:
+    """Return what `decoder_layers` takes of a layer, in its order."""
+
+    def laid(module: Any) -> tuple[np.ndarray, np.ndarray]:
+        linear = module.linear if isinstance(module, SummedLinear) else module
+        return linear.laid, linear.added
+
+    kept = attention.kept(layer.index)
+    assert kept is not None  # of() has asked
+    before, after = (norm.arguments[0] for norm in (layer.input_layernorm, layer.post_attention_layernorm))
+    attention_parts = (*kept, before, *laid(layer.qkv_proj), *laid(layer.o_proj))
+    return [*attention_parts, after, *laid(layer.mlp.gate_up_proj), *laid(layer.mlp.down_proj)]

@@ -1,0 +1,79 @@
+"""Where the linear layers of a model are computed once its modules have been fused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from handlers.checkpoints.quantization import Int8Linear
+from handlers.rolling_batch.decoder_layers import FusedDecoderLayer
+from handlers.rolling_batch.fusion import PROJECTIONS, FusedGatedMLP, ProjectionPart
+from handlers.rolling_batch.linears import PackedLinear, TiledLinear
+
+
+@dataclass(frozen=True)
+class LinearPlace:
+    """Where a linear layer of the model as it was loaded is computed: columns `first:last` of what `module` returns."""
+
+    module: nn.Module
+    first: int
+    last: int
+
+    @property
+    def in_features(self) -> int:
+        return _widths(self.module)[0]
+
+    @property
+    def out_features(self) -> int:
+        return _widths(self.module)[1]
+
+
+def linear_places(model: nn.Module) -> dict[str, LinearPlace]:
+    """Return the place of each linear layer by the name that it had before anything was fused."""
+    places: dict[str, LinearPlace] = {}
+    shared: set[nn.Module] = set()  # modules that have a name of ours only
+    for name, module in model.named_modules():
+        found = dict(_fused_places(name, module))
+        shared.update(place.module for place in found.values() if (place.first, place.last) != (0, place.out_features))
+        if not found and module not in shared and _is_linear(module):
+            found = {name: LinearPlace(module, 0, _widths(module)[1])}
+        places = {**found, **places}
+    return places
+
+
+def _fused_places(name: str, module: nn.Module) -> Iterator[tuple[str, LinearPlace]]:
+    """Yield what a fused module computes, by the names of before; nothing for any other module."""
+    prefix = f"{name}." if name else ""
+    if isinstance(module, FusedDecoderLayer):
+        attention = f"{prefix}self_attn."
+        yield from _columns(module.qkv_proj, [attention + name for name in PROJECTIONS], module.qkv_widths)
+        yield f"{attention}o_proj", LinearPlace(module.o_proj, 0, module.o_proj.out_features)
+    elif isinstance(module, FusedGatedMLP):
+        width = module.gate_up_proj.out_features // 2
+        yield from _columns(module.gate_up_proj, [f"{prefix}gate_proj", f"{prefix}up_proj"], (width, width))
+    elif isinstance(module, ProjectionPart) and module.shared is not None:
+        parent = prefix.removesuffix(f"{PROJECTIONS[0]}.")
+        yield from _columns(module.shared.linear, [parent + name for name in PROJECTIONS], module.shared.widths)
+
+
+def _columns(module: nn.Module, names: list[str], widths: Iterable[int]) -> Iterator[tuple[str, LinearPlace]]:
+    first = 0
+    for name, width in zip(names, widths, strict=True):
+        yield name, LinearPlace(module, first, first + width)
+        first += width
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return (
+        isinstance(module, (nn.Linear, TiledLinear, PackedLinear, Int8Linear)) or type(module).__name__ == "Conv1D"
+    )  # GPT-2's
+
+
+def _widths(module: Any) -> tuple[int, int]:
+    """Return the widths of what a linear layer takes and gives."""
+    if type(module).__name__ == "Conv1D":
+        return module.weight.shape[0], module.weight.shape[1]
+    return module.in_features, module.out_features

@@ -1,0 +1,101 @@
+"""Linear layers of bfloat16 whose weights are laid out for the CPU once, when the model loads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from handlers.rolling_batch.attention import as_numpy
+
+_DECODE_ROWS = 32  # the row count that oneDNN lays the weights out for
+
+
+def is_plain(module: Any) -> bool:
+    """Whether a module multiplies by its weight and adds its bias, and nothing else.
+
+    A subclass computes its own way; compressed-tensors and accelerate put a `forward` of theirs on the instance.
+    """
+    if type(module) is not nn.Linear or "forward" in vars(module):
+        return False
+    return not (module._forward_pre_hooks or module._forward_hooks) and module.weight.is_floating_point()
+
+
+def lay_out_linears(model: nn.Module) -> int:
+    packs = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    count = 0
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if not is_plain(child):
+                continue
+            if _suits_tiles(child):
+                setattr(module, name, TiledLinear(child))
+            elif packs:
+                setattr(module, name, PackedLinear(child))
+            else:
+                continue
+            count += 1
+    return count
+
+
+def _suits_tiles(linear: nn.Linear) -> bool:
+    from handlers.rolling_batch.intrinsics import TILES_ARE_FASTEST
+
+    return TILES_ARE_FASTEST and linear.weight.dtype == torch.bfloat16 and linear.in_features % 2 == 0
+
+
+class TiledLinear(nn.Module):
+    """A linear layer of bfloat16 by a kernel of ours, its weight laid out for it once.
+
+    With many rows it is as fast as oneDNN, with few twice as fast: oneDNN looks its code up anew in every call.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        from handlers.rolling_batch import kernels
+
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.laid = _laid_weight(linear.weight.detach())
+        self.added = as_numpy(torch.empty(0, dtype=torch.bfloat16) if linear.bias is None else linear.bias.detach())
+        self._kernel = kernels.linear
+        self._threads = torch.get_num_threads()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(..., in_features) -> (..., out_features)."""
+        rows = hidden.reshape(-1, self.in_features).contiguous()
+        out = rows.new_empty((rows.shape[0], self.out_features))
+        self._kernel(as_numpy(rows), self.laid, self.added, as_numpy(out), self._threads)
+        return out.view(*hidden.shape[:-1], self.out_features)
+
+
+def _laid_weight(weight: torch.Tensor) -> np.ndarray:
+    """(out_features, in_features) bfloat16 -> (panels, in_features / 2, TILE_COLUMNS) uint32.
+
+    A panel holds the weights of so many outputs, a word of it those of two inputs; zeros fill up the last one.
+    """
+    from handlers.rolling_batch.intrinsics import TILE_COLUMNS
+
+    panels = -(-weight.shape[0] // TILE_COLUMNS)
+    padded = nn.functional.pad(weight, (0, 0, 0, panels * TILE_COLUMNS - weight.shape[0]))
+    words = padded.contiguous().view(torch.int32).unflatten(0, (panels, TILE_COLUMNS))
+    return words.transpose(1, 2).contiguous().numpy().view(np.uint32)
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose bfloat16 weight is laid out for oneDNN once instead of in every call.
+
+    The operators are those that torch.compile's own freezing pass emits for a constant weight.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _DECODE_ROWS)
+        self._bias = None if linear.bias is None else linear.bias.detach()
+        self._linear = torch.ops.mkldnn._linear_pointwise.default
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(..., in_features) -> (..., out_features)."""
+        return self._linear(hidden, self._weight, self._bias, "none", [], "")

@@ -1,0 +1,105 @@
+"""Passes of a whole model by one kernel: what the model computes layer by layer, and only where that is the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rolling_batch_helpers import Engine, prompts
+from tiny_models import CONTEXT, tiny_model
+
+from handlers.rolling_batch import intrinsics
+from handlers.rolling_batch.attention import ChunkRows, StepRows
+from handlers.rolling_batch.model_runner import ModelRunner
+
+OF_LLAMAS_STRUCTURE = ["llama", "llama_with_biases", "qwen2", "mistral_with_window"]
+
+
+@pytest.fixture(autouse=True)
+def tiles_on_any_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere they are slower, but as right."""
+    monkeypatch.setattr(intrinsics, "TILES_ARE_FASTEST", True)
+
+
+def runner_of(model: Any) -> ModelRunner:
+    runner = ModelRunner(model)
+    runner.prepare(4, CONTEXT)
+    return runner
+
+
+def logits(runner: ModelRunner, at_once: bool) -> torch.Tensor:
+    """Of tokens 0 to 19 of one sequence and 0 to 4 of another, behind each other in one pass."""
+    slots = np.array([0] * 20 + [2] * 5)
+    positions = np.array([*range(20), *range(5)])
+    runner._attention.begin(StepRows(slots, positions, []))
+    ids = torch.arange(100, 125)[None]
+    with torch.inference_mode():
+        if at_once:
+            assert runner._decoder is not None
+            found = runner._decoder.logits(ids, torch.from_numpy(positions)[None], torch.arange(25))
+            assert found is not None
+            return found
+        inputs = {"input_ids": ids, "position_ids": torch.from_numpy(positions)[None], "use_cache": False}
+        return runner._model(**inputs).logits
+
+
+@pytest.mark.parametrize("family", OF_LLAMAS_STRUCTURE)
+def test_a_pass_at_once_gives_the_bits_of_layer_by_layer(family: str) -> None:
+    runner = runner_of(tiny_model(family, torch.bfloat16))
+    assert runner.fused["models"] == 1
+    assert torch.equal(logits(runner, at_once=True), logits(runner, at_once=False))
+
+
+@pytest.mark.parametrize("family", ["granite", "smollm3", "gemma", "qwen3", "helium", "gpt2"])
+def test_a_model_that_computes_anything_else_is_not_taken_for_one(family: str) -> None:
+    assert runner_of(tiny_model(family, torch.bfloat16)).fused["models"] == 0
+
+
+def test_a_model_that_scales_its_embeddings_is_not_taken_for_one() -> None:
+    model = tiny_model("llama", torch.bfloat16)
+    embed = model.model.embed_tokens
+    model.model.register_forward_pre_hook(
+        lambda module, inputs, named: (
+            (),
+            {**named, "input_ids": None, "inputs_embeds": 3 * embed(named["input_ids"])},
+        ),
+        with_kwargs=True,
+    )
+    assert runner_of(model).fused["models"] == 0
+
+
+@pytest.mark.parametrize("family", OF_LLAMAS_STRUCTURE)
+def test_requests_get_near_what_float32_gives_them(family: str) -> None:
+    """Log probabilities are compared along the tokens of the answer: rounding may flip a near tie."""
+    engine = Engine(tiny_model(family, torch.bfloat16))
+    exact = tiny_model(family)
+    asked = [(prompt, engine.add(prompt, max_new_tokens=12, logprobs=0, ignore_eos=True)[1]) for prompt in prompts(9)]
+    engine.run()
+    for prompt, answer in asked:
+        with torch.inference_mode():
+            rows = exact(torch.tensor([[*prompt, *answer.tokens]])).logits[0].log_softmax(-1)
+        expected = [float(rows[len(prompt) - 1 + i, token]) for i, token in enumerate(answer.tokens)]
+        found = [token.logprob for delta in answer.deltas for token in delta.tokens]
+        assert found == pytest.approx(expected, abs=0.25)
+
+
+def test_what_a_hook_adds_to_a_linear_layer_is_not_lost() -> None:
+    runner = runner_of(tiny_model("llama", torch.bfloat16))
+    before = logits(runner, at_once=True)
+    layer = runner._model.model.layers[1]
+    hook = layer.mlp.down_proj.register_forward_hook(lambda module, inputs, output: output + 1)
+    assert runner._decoder.logits(torch.zeros((1, 1), dtype=torch.long), torch.zeros((1, 1)), torch.arange(1)) is None
+    assert not torch.equal(logits(runner, at_once=False), before)
+    hook.remove()
+    assert torch.equal(logits(runner, at_once=True), before)
+
+
+def test_a_chunk_is_left_to_the_layers() -> None:
+    runner = runner_of(tiny_model("llama", torch.bfloat16))
+    chunk = ChunkRows(slot=1, start=0, end=30, first=1, last=31, source=1)
+    runner._attention.begin(StepRows(np.zeros(1, np.int64), np.zeros(1, np.int64), [chunk]))
+    assert (
+        runner._decoder.logits(torch.zeros((1, 31), dtype=torch.long), torch.arange(31)[None], torch.arange(1)) is None
+    )

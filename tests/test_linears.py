@@ -1,0 +1,58 @@
+"""Linear layers of bfloat16 laid out for the CPU, against products in double precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from handlers.rolling_batch import kernels
+from handlers.rolling_batch.attention import as_numpy
+from handlers.rolling_batch.linears import PackedLinear, TiledLinear
+
+
+def plain(inputs: int, outputs: int, bias: bool) -> nn.Linear:
+    linear = nn.Linear(inputs, outputs, bias=bias, device="meta")
+    chance = torch.Generator().manual_seed(inputs * outputs)
+    for name, shape in (("weight", (outputs, inputs)), *([("bias", (outputs,))] if bias else [])):
+        setattr(linear, name, nn.Parameter(torch.randn(shape, generator=chance).bfloat16()))
+    return linear
+
+
+def activations(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 4, 5, 70, 300])
+@pytest.mark.parametrize(("inputs", "outputs"), [(2, 1), (30, 64), (2200, 130), (64, 100)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_tiled_layer_multiplies_and_adds_its_bias(rows: int, inputs: int, outputs: int, bias: bool) -> None:
+    linear, hidden = plain(inputs, outputs, bias), activations(1, rows, inputs)
+    added = 0.0 if linear.bias is None else linear.bias.detach().double()
+    expected = hidden.double() @ linear.weight.detach().double().T + added
+    found = TiledLinear(linear)(hidden)
+    assert found.shape == (1, rows, outputs)
+    torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=inputs**0.5 * 1e-5)
+
+
+def test_a_row_gets_the_same_bits_in_any_company_and_with_any_number_of_threads() -> None:
+    linear, hidden = TiledLinear(plain(1100, 200, bias=True)), activations(77, 1100)
+    together = linear(hidden)
+    for row in (0, 1, 4, 76):
+        assert torch.equal(linear(hidden[row : row + 1])[0], together[row])
+    for threads in (1, 3, 5):
+        out = torch.empty_like(together)
+        kernels.linear(as_numpy(hidden), linear.laid, linear.added, as_numpy(out), threads)
+        assert torch.equal(out, together)
+
+
+def test_rows_that_are_not_contiguous() -> None:
+    linear, hidden = TiledLinear(plain(30, 64, bias=False)), activations(30, 5)
+    assert torch.equal(linear(hidden.T), linear(hidden.T.contiguous()))
+
+
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN multiplies no bfloat16 here")
+def test_onednn_and_the_tiles_agree() -> None:
+    linear, hidden = plain(96, 130, bias=True), activations(9, 96)
+    by_tiles, by_onednn = TiledLinear(linear)(hidden), PackedLinear(linear)(hidden)
+    torch.testing.assert_close(by_tiles, by_onednn, rtol=2**-7, atol=1e-3)
