@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from typing import Generic, Protocol, TypeVar
@@ -51,9 +52,14 @@ class StepLoop(Generic[E]):
     with more of them than cores none spins for the next operation any more, which doubles the time of a small step.
     """
 
-    def __init__(self, build: Callable[[], E]) -> None:
+    def __init__(self, build: Callable[[], E], gather_s: float = 0.0) -> None:
+        """`gather_s`: an idle engine begins once no request has come for so long, or after three times that.
+
+        Those that are sent together reach it one by one, and what misses a step waits for all of it.
+        """
         self.engine: E
         self._build = build
+        self._gather_s = gather_s
         self._loop = asyncio.get_running_loop()
         self._built: asyncio.Future[None] = self._loop.create_future()
         self._commands: deque[Callable[[], None]] = deque()
@@ -172,6 +178,11 @@ class StepLoop(Generic[E]):
             return True
         with self._wake:
             self._wake.wait_for(lambda: self._commands or self._stopping or self.engine.has_work)
+            latest = time.monotonic() + 3 * self._gather_s
+            count = 0
+            while count < len(self._commands) and not self._stopping and time.monotonic() < latest:
+                count = len(self._commands)
+                self._wake.wait(self._gather_s)
         return not self._stopping
 
     def _step(self) -> None:

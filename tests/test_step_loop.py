@@ -22,6 +22,7 @@ class CountingEngine:
         self.thread = threading.current_thread()
         self.requests: dict[str, tuple[int, int, Callable[[Any], None]]] = {}
         self.aborted: list[str] = []
+        self.steps: list[list[str]] = []
 
     @property
     def has_work(self) -> bool:
@@ -34,6 +35,7 @@ class CountingEngine:
 
     def step(self) -> None:
         assert threading.current_thread() is self.thread
+        self.steps.append(list(self.requests))
         for name, (count, length, emit) in list(self.requests.items()):
             if length == 0:
                 raise RuntimeError("cannot count to nothing")
@@ -69,6 +71,30 @@ async def test_requests_run_together_in_the_thread_that_built_the_engine() -> No
     loop, engine = await started()
     assert engine.thread is not threading.current_thread()
     assert await asyncio.gather(collect(loop, "a", 3), collect(loop, "b", 5)) == ["012", "01234"]
+    await loop.stop()
+
+
+@on_loop
+async def test_an_idle_engine_gathers_what_is_sent_together() -> None:
+    loop = StepLoop(CountingEngine, gather_s=0.5)
+    engine = await loop.start()
+    first = asyncio.create_task(collect(loop, "a", 2))
+    await asyncio.sleep(0.05)
+    assert await asyncio.gather(first, collect(loop, "b", 2)) == ["01", "01"]
+    assert engine.steps == [["a", "b"], ["a", "b"]]
+    await loop.stop()
+
+
+@on_loop
+async def test_gathering_ends_where_requests_never_cease() -> None:
+    loop = StepLoop(CountingEngine, gather_s=0.2)
+    engine = await loop.start()
+    sent = []
+    while not engine.steps:
+        sent.append(asyncio.create_task(collect(loop, str(len(sent)), 1)))
+        await asyncio.sleep(0.05)
+        assert len(sent) < 200
+    assert await asyncio.gather(*sent) == ["0"] * len(sent)
     await loop.stop()
 
 

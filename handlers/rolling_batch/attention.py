@@ -88,7 +88,7 @@ class SlotAttention:
         self._cache = cache
         self._operators = _operators(cache)
         self._rows = StepRows(np.empty(0, np.int64), np.empty(0, np.int64), [])
-        self._groups: list[list[ChunkRows]] = []
+        self._groups: list[_ChunkGroup] = []
         AttentionInterface.register(name, self)
 
     def row_by_row(self, start: int, end: int) -> bool:
@@ -135,7 +135,7 @@ class SlotAttention:
     def _prefill(
         self,
         layer: int,
-        group: list[ChunkRows],
+        group: _ChunkGroup,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -144,12 +144,8 @@ class SlotAttention:
     ) -> None:
         """Attend for chunks that go on from the same tokens."""
         keys, values = self._cache.keys[layer], self._cache.values[layer]
-        for chunk in group:
-            keys[chunk.slot, :, chunk.start : chunk.end] = key[:, chunk.first : chunk.last]
-            values[chunk.slot, :, chunk.start : chunk.end] = value[:, chunk.first : chunk.last]
-        first = group[0]
-        rows = slice(first.first, group[-1].last)
-        columns = SeenColumns.of([chunk.last - chunk.first for chunk in group], first.start, settings.window)
+        self._operators.write(layer, key[:, group.rows], value[:, group.rows], group)
+        first, rows, columns = group.chunks[0], group.rows, group.columns(settings.window)
         places = Places(first.slot, columns.begin, first.end)
         if first.source != first.slot:
             before = (slice(first.source, first.source + 1), slice(None), slice(columns.begin, first.start))
@@ -160,14 +156,32 @@ class SlotAttention:
         self._operators.attend_chunk(query[:, rows], keys, values, places, out[rows], columns, settings)
 
 
-def _groups(chunks: list[ChunkRows]) -> list[list[ChunkRows]]:
+class _ChunkGroup:
+    """Chunks that follow each other in the pass and go on from the same tokens."""
+
+    def __init__(self, chunks: list[ChunkRows]) -> None:
+        self.chunks = chunks
+        self.rows = slice(chunks[0].first, chunks[-1].last)
+        self._lengths = [chunk.end - chunk.start for chunk in chunks]
+        self.slots = np.repeat([chunk.slot for chunk in chunks], self._lengths)
+        self.positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
+        self._columns: dict[int, SeenColumns] = {}  # by window: few layers have one of their own
+
+    def columns(self, window: int) -> SeenColumns:
+        """Return what the rows may see."""
+        if window not in self._columns:
+            self._columns[window] = SeenColumns.of(self._lengths, self.chunks[0].start, window)
+        return self._columns[window]
+
+
+def _groups(chunks: list[ChunkRows]) -> list[_ChunkGroup]:
     """Put chunks together that follow each other and go on from the same tokens of another slot."""
 
     def goes_on_from(chunk: ChunkRows) -> tuple[int, int, bool]:
         own = chunk.source == chunk.slot
         return chunk.source, chunk.start, own
 
-    return [list(group) for _, group in itertools.groupby(chunks, goes_on_from)]
+    return [_ChunkGroup(list(group)) for _, group in itertools.groupby(chunks, goes_on_from)]
 
 
 @dataclass(frozen=True)
@@ -194,6 +208,7 @@ class _KernelAttention:
 
         self._threads = torch.get_num_threads()
         self._kernel = kernels.slot_attention
+        self._write = kernels.write_rows
         self._chunk_kernel = kernels.chunk_attention(as_numpy(cache.keys[0]).dtype.type)
         self._keys = [as_numpy(keys) for keys in cache.keys]
         self._values = [as_numpy(values) for values in cache.values]
@@ -201,6 +216,11 @@ class _KernelAttention:
     def kept(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the keys and values of a layer, each (slots, kv_heads, max_len, dim)."""
         return self._keys[layer], self._values[layer]
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, group: _ChunkGroup) -> None:
+        """Write the keys and values of chunks, each (kv_heads, rows, dim), to their slots."""
+        rows = (as_numpy(key), as_numpy(value), self._keys[layer], self._values[layer])
+        self._write(*rows, group.slots, group.positions)
 
     def attend_single(
         self,
@@ -264,6 +284,14 @@ class _TorchAttention:
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, group: _ChunkGroup) -> None:
+        """Write the keys and values of chunks, each (kv_heads, rows, dim), to their slots."""
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        for chunk in group.chunks:
+            rows = slice(chunk.first - group.rows.start, chunk.last - group.rows.start)
+            keys[chunk.slot, :, chunk.start : chunk.end] = key[:, rows]
+            values[chunk.slot, :, chunk.start : chunk.end] = value[:, rows]
 
     def attend_single(
         self,

@@ -66,6 +66,19 @@ def _dealt(work, count, threads):  # type: ignore[no-untyped-def]
     return work % share * threads + work // share
 
 
+@njit(parallel=True, nogil=True, cache=True)
+def write_rows(key, value, keys, values, slots, positions):  # type: ignore[no-untyped-def]
+    """Write each row's key and value into its slot; arrays as for `slot_attention`."""
+    for row in prange(len(slots)):
+        for kv_head in range(key.shape[0]):
+            slot_key = keys[slots[row], kv_head, positions[row]]
+            slot_value = values[slots[row], kv_head, positions[row]]
+            for d in range(key.shape[2]):
+                slot_key[d] = key[kv_head, row, d]
+            for d in range(value.shape[2]):
+                slot_value[d] = value[kv_head, row, d]
+
+
 @njit(parallel=True, fastmath=True, nogil=True, cache=True)
 def slot_attention(  # type: ignore[no-untyped-def]
     query, key, value, keys, values, slots, positions, out, scaling, window, softcap, threads
@@ -79,14 +92,7 @@ def slot_attention(  # type: ignore[no-untyped-def]
     """
     dim, value_dim, kv_heads = query.shape[2], value.shape[2], key.shape[0]
     group = query.shape[0] // kv_heads
-    for row in prange(len(slots)):
-        for kv_head in range(kv_heads):
-            slot_key = keys[slots[row], kv_head, positions[row]]
-            slot_value = values[slots[row], kv_head, positions[row]]
-            for d in range(dim):
-                slot_key[d] = key[kv_head, row, d]
-            for d in range(value_dim):
-                slot_value[d] = value[kv_head, row, d]
+    write_rows(key, value, keys, values, slots, positions)
     pieces = len(slots) * kv_heads
     for work in prange(-(-pieces // threads) * threads):
         piece = _dealt(work, pieces, threads)

@@ -21,6 +21,7 @@ from handlers.rolling_batch.decoder_layers import fuse_decoder_layers
 from handlers.rolling_batch.decoder_model import DecoderModel
 from handlers.rolling_batch.fusion import fuse
 from handlers.rolling_batch.kv_cache import KVCache, LayerShape
+from handlers.rolling_batch.linears import all_are_tiled
 from handlers.rolling_batch.lora import LoraLayers
 from handlers.rolling_batch.peers import GroupBrokenError, Peers
 from handlers.rolling_batch.scheduler import Chunk, Sequence, StepPlan
@@ -70,6 +71,7 @@ class ModelRunner:
         self.cache: KVCache
         self._attention: SlotAttention
         self._decoder: DecoderModel | None = None
+        self._pads_rows = False
         self._lora: LoraLayers | None = None  # from the first adapter on
         self._copies_due: list[Copy] = []  # before anything else of the next step: nobody waits for them in this one
 
@@ -103,6 +105,7 @@ class ModelRunner:
             self.fused["decoder_layers"] = fuse_decoder_layers(self._model, self._attention_layers, self._attention)
             self._decoder = DecoderModel.of(self._model, self._attention)
             self.fused["models"] = int(self._decoder is not None)
+        self._pads_rows = self._device.type == "cpu" and not all_are_tiled(self._model)
 
     @property
     def lora(self) -> LoraLayers:
@@ -206,7 +209,7 @@ class ModelRunner:
 
     def _forward(self, token_ids: list[int], positions: list[int], keep: list[int]) -> torch.Tensor:
         count = len(keep)
-        if self._device.type == "cpu":
+        if self._pads_rows:
             token_ids, positions, keep = _padded(token_ids), _padded(positions), _padded(keep)
         ids, places = (torch.tensor([numbers], device=self._device) for numbers in (token_ids, positions))
         kept = torch.tensor(keep, dtype=torch.long, device=self._device)
