@@ -16,8 +16,8 @@ from handlers.rolling_batch.attention import SlotAttention, StepRows, as_numpy
 from handlers.rolling_batch.decoder_layers import FusedDecoderLayer
 from handlers.rolling_batch.fusion import close
 from handlers.rolling_batch.linears import TiledLinear
+from handlers.rolling_batch.rank_memory import NO_RANKS, RankMemory
 from handlers.rolling_batch.sharding import SummedLinear
-from handlers.rolling_batch.shared_sums import NO_SUMS, SharedSums
 
 
 class DecoderModel:
@@ -35,7 +35,7 @@ class DecoderModel:
         self._arguments = (torch.get_num_threads(), addresses, windows, *_numbers(layers[0]), *arrays[0])
         self._kept = arrays  # the kernel has their addresses only
         self._hooks = [module._forward_hooks for layer in layers for module in _linears(layer)]
-        self._sums = _sums(layers[0])
+        self._memory = _memory(layers[0])
         self._attention = attention
         self._kernel = decoder_layers
 
@@ -48,7 +48,7 @@ class DecoderModel:
         if not all(type(layer) is FusedDecoderLayer and layer.mlp.is_silu and _is_tiled(layer) for layer in layers):
             return None
         kinds = {
-            (*_numbers(layer), _sums(layer), *((array.shape, array.dtype) for array in _arrays(layer, attention)))
+            (*_numbers(layer), _memory(layer), *((array.shape, array.dtype) for array in _arrays(layer, attention)))
             for layer in layers
         }
         if len(kinds) > 1 or [layer.index for layer in layers] != list(range(len(layers))):
@@ -78,10 +78,10 @@ class DecoderModel:
             return None
         hidden = self._embed(ids)
         activations = (as_numpy(tensor[0]) for tensor in (hidden, *self._rotary(hidden, positions)))
-        sums = NO_SUMS if self._sums is None else self._sums.arguments(torch.bfloat16)
-        count = self._kernel(*activations, *rows, *self._arguments, *sums)
-        if self._sums is not None:
-            self._sums.count = count
+        shared = NO_RANKS if self._memory is None else self._memory.arguments(torch.bfloat16)
+        count = self._kernel(*activations, *rows, *self._arguments, *shared)
+        if self._memory is not None:
+            self._memory.count = count
         return self._head(self._norm(hidden[:, kept]))
 
 
@@ -112,8 +112,8 @@ def _is_tiled(layer: FusedDecoderLayer) -> bool:
     )
 
 
-def _sums(layer: FusedDecoderLayer) -> SharedSums | None:
-    return layer.o_proj.peers.sums if isinstance(layer.o_proj, SummedLinear) else None
+def _memory(layer: FusedDecoderLayer) -> RankMemory | None:
+    return layer.o_proj.peers.memory if isinstance(layer.o_proj, SummedLinear) else None
 
 
 def _numbers(layer: FusedDecoderLayer) -> tuple[np.float32 | float, ...]:

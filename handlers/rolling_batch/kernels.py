@@ -397,6 +397,17 @@ def rotate(rows, cosines, sines, heads):  # type: ignore[no-untyped-def]
                 rows[n, first + half + d] = store(turned_high, rows[n, first])
 
 
+@njit(nogil=True, cache=True)
+def _wait_for_all(counts, line, ranks, count):  # type: ignore[no-untyped-def]
+    """Wait until every rank has put as many pieces as `count` into the shared memory."""
+    for other in range(ranks):
+        looks = 0
+        while told(counts + np.uintp(other * line)) < count:
+            looks += 1
+            if looks % 256 == 0:  # whoever else wants the core: what is waited for may be what it computes
+                _yield_core()
+
+
 @njit(nogil=True, fastmath=True, cache=True)
 def sum_of_ranks(part, out, parts, counts, line, rank, count, total):  # type: ignore[no-untyped-def]
     """Sum `part` (n,) of every rank, in the order of the ranks, to `out` (n,); return `count` and the pieces added.
@@ -415,17 +426,44 @@ def sum_of_ranks(part, out, parts, counts, line, rank, count, total):  # type: i
         count += 1
         tell(counts + np.uintp(rank * line), count)
         total[:size] = 0
+        _wait_for_all(counts, line, ranks, count)
         for other in range(ranks):
-            looks = 0
-            while told(counts + np.uintp(other * line)) < count:
-                looks += 1
-                if looks % 256 == 0:  # whoever else wants the core: what is waited for may be what it computes
-                    _yield_core()
             theirs = parts[other, place]
             for i in range(size):
                 total[i] += load(theirs[i])
         for i in range(size):
             out[begin + i] = store(total[i], out[0])
+    return count
+
+
+@njit(nogil=True, cache=True)
+def join_ranks(part, out, parts, counts, line, rank, count, total):  # type: ignore[no-untyped-def]
+    """Put the columns of every rank, `part` (n, width), beside each other in `out` (n, ranks * width) of rank 0.
+
+    What is shared and what is returned are as for `sum_of_ranks`; `out` of the other ranks is left as it is.
+    """
+    ranks, _, piece = parts.shape
+    width = part.shape[1]
+    most = min(width, piece)
+    rows = max(1, piece // width)  # of a piece, which holds some rows or some columns of one
+    for first in range(0, len(part), rows):
+        last = min(first + rows, len(part))
+        for begin in range(0, width, most):
+            end = min(begin + most, width)
+            place, size = count & 1, end - begin
+            if rank:
+                for row in range(first, last):
+                    parts[rank, place, (row - first) * size : (row - first + 1) * size] = part[row, begin:end]
+            else:
+                out[first:last, begin:end] = part[first:last, begin:end]
+            count += 1
+            tell(counts + np.uintp(rank * line), count)
+            _wait_for_all(counts, line, ranks, count)
+            if rank == 0:
+                for other in range(1, ranks):
+                    for row in range(first, last):
+                        theirs = parts[other, place, (row - first) * size : (row - first + 1) * size]
+                        out[row, other * width + begin : other * width + end] = theirs
     return count
 
 

@@ -1,6 +1,6 @@
 """What the ranks of a group say to each other: rank 0's messages to the others, and sums and rows of activations.
 
-On the CPU mpi4py carries messages and logits, and memory that the ranks share the sums; on GPUs NCCL does. A waiting
+On the CPU mpi4py carries the messages, and memory that the ranks share what they compute; on GPUs NCCL does. A waiting
 receive of MPI burns a core, so that a follower polls, and sleeps once nothing has come for a while.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from handlers.rolling_batch.shared_sums import SUMMED_TYPES, SharedSums
+from handlers.rolling_batch.rank_memory import SHARED_TYPES, RankMemory
 from lmi_server.errors import ModelLoadError
 from lmi_server.ranks import Rank
 
@@ -66,14 +66,14 @@ class Peers:
         if partial.is_cuda:
             torch.distributed.all_reduce(partial)
             return partial
-        if partial.dtype not in SUMMED_TYPES:
+        if partial.dtype not in SHARED_TYPES:
             return torch.sum(self._gathered(partial), dim=0)
-        return self.sums.add_up(partial)
+        return self.memory.add_up(partial)
 
     @functools.cached_property
-    def sums(self) -> SharedSums:
-        """The sums over the ranks of tensors on the CPU of SUMMED_TYPES."""
-        return SharedSums(self._own)
+    def memory(self) -> RankMemory:
+        """What the ranks share tensors on the CPU by, those of SHARED_TYPES."""
+        return RankMemory(self._own)
 
     def join_columns(self, columns: torch.Tensor) -> torch.Tensor:
         """Return on rank 0 what each rank has of the last dimension, one rank's beside the other's.
@@ -83,6 +83,8 @@ class Peers:
         columns = columns.contiguous()
         if columns.is_cuda:
             return torch.cat(tuple(self._gathered(columns)), dim=-1)
+        if columns.dtype in SHARED_TYPES:
+            return self.memory.join_columns(columns)
         if self.rank:
             self._world.Gather(self._buffer(columns), None)
             return columns

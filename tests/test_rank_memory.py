@@ -1,4 +1,4 @@
-"""Sums over ranks through shared memory: right, and the same bits on every rank."""
+"""Sums and columns of ranks through shared memory: right, and the sums the same bits on every rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from handlers.rolling_batch.shared_sums import SharedSums
+from handlers.rolling_batch.rank_memory import RankMemory
 from lmi_server.ranks import Rank
 
 # Small ones, one that fills a piece, one of several pieces; small ones again, so that no piece is read too late.
@@ -23,7 +23,7 @@ def parts(rank: int) -> list[torch.Tensor]:
 
 def add_up(rank: Rank) -> list[torch.Tensor]:
     torch.set_num_threads(1)
-    sums = SharedSums(rank)
+    sums = RankMemory(rank)
     return [sums.add_up(part) for part in parts(rank.rank)]
 
 
@@ -38,6 +38,34 @@ def test_every_rank_gets_the_sum_of_all(ranks: int, tmp_path: Path) -> None:
             assert torch.equal(total[index], totals[0][index])
 
 
+WIDE = [(1, 1, 7), (1, 64, 2000), (3, 2, 33), (1, 2, 70_000), (1, 0, 5), *[(1, 5, 16)] * 100]
+
+
+def columns(rank: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    types = (torch.bfloat16, torch.float32)
+    return [torch.randn(shape, generator=generator).to(types[index % 2]) for index, shape in enumerate(WIDE)]
+
+
+def join(rank: Rank) -> list[torch.Tensor]:
+    """Join columns, with a sum between each two."""
+    torch.set_num_threads(1)
+    sums = RankMemory(rank)
+    joined = []
+    for part in columns(rank.rank):
+        joined.append(sums.join_columns(part))
+        assert sums.add_up(torch.ones(3)).tolist() == [rank.size] * 3
+    return joined
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_rank_0_gets_the_columns_of_all_beside_each_other(ranks: int, tmp_path: Path) -> None:
+    with multiprocessing.get_context("spawn").Pool(ranks) as pool:
+        joined = pool.map(join, [Rank(rank, ranks, str(tmp_path)) for rank in range(ranks)], chunksize=1)
+    for index, parts_of_all in enumerate(zip(*map(columns, range(ranks)), strict=True)):
+        assert torch.equal(joined[0][index], torch.cat(parts_of_all, dim=-1))
+
+
 def test_parts_that_are_not_contiguous(tmp_path: Path) -> None:
     part = torch.arange(12.0).view(3, 4).T
-    assert torch.equal(SharedSums(Rank(0, 1, str(tmp_path))).add_up(part), part)
+    assert torch.equal(RankMemory(Rank(0, 1, str(tmp_path))).add_up(part), part)
