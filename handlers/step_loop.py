@@ -53,9 +53,9 @@ class StepLoop(Generic[E]):
     """
 
     def __init__(self, build: Callable[[], E], gather_s: float = 0.0) -> None:
-        """`gather_s`: an idle engine begins once no request has come for so long, or after three times that.
+        """`gather_s`: an idle engine begins once no command has come for so long, or after three times that.
 
-        Those that are sent together reach it one by one, and what misses a step waits for all of it.
+        Requests that are sent together reach it one by one, and what misses a step waits for all of it.
         """
         self.engine: E
         self._build = build
@@ -182,7 +182,7 @@ class StepLoop(Generic[E]):
             count = 0
             while count < len(self._commands) and not self._stopping and time.monotonic() < latest:
                 count = len(self._commands)
-                self._wake.wait(self._gather_s)
+                self._wake.wait(min(self._gather_s, latest - time.monotonic()))
         return not self._stopping
 
     def _step(self) -> None:

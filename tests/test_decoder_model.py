@@ -12,6 +12,7 @@ from tiny_models import CONTEXT, tiny_model
 
 from handlers.rolling_batch import intrinsics
 from handlers.rolling_batch.attention import ChunkRows, StepRows
+from handlers.rolling_batch.lora import LoraPair
 from handlers.rolling_batch.model_runner import ModelRunner
 
 OF_LLAMAS_STRUCTURE = ["llama", "llama_with_biases", "qwen2", "mistral_with_window"]
@@ -52,7 +53,7 @@ def test_a_pass_at_once_gives_the_bits_of_layer_by_layer(family: str) -> None:
     assert torch.equal(logits(runner, at_once=True), logits(runner, at_once=False))
 
 
-@pytest.mark.parametrize("family", ["granite", "smollm3", "gemma", "qwen3", "helium", "gpt2"])
+@pytest.mark.parametrize("family", ["granite", "smollm3", "ministral3", "gemma", "qwen3", "helium", "gpt2"])
 def test_a_model_that_computes_anything_else_is_not_taken_for_one(family: str) -> None:
     assert runner_of(tiny_model(family, torch.bfloat16)).fused["models"] == 0
 
@@ -94,6 +95,22 @@ def test_what_a_hook_adds_to_a_linear_layer_is_not_lost() -> None:
     assert not torch.equal(logits(runner, at_once=False), before)
     hook.remove()
     assert torch.equal(logits(runner, at_once=True), before)
+
+
+def test_after_an_adapters_request_the_kernel_computes_the_others_again() -> None:
+    engine = Engine(tiny_model("llama", torch.bfloat16))
+    before = engine.generate([1, 2, 3], max_new_tokens=9).tokens
+    chance = torch.Generator().manual_seed(4)
+    down, up = torch.randn((2, 64), generator=chance), torch.randn((64, 2), generator=chance)
+    adapter = engine.engine.load_adapter({"model.layers.0.self_attn.q_proj": LoraPair(down, up, 3.0)})
+    engine.add([1, 2, 3], adapter, max_new_tokens=4)
+    decoder = engine.engine._runner._decoder
+    assert decoder is not None
+    engine.engine.step()
+    assert any(decoder._hooks)
+    engine.run()
+    assert engine.generate([1, 2, 3], max_new_tokens=9).tokens == before
+    assert not any(decoder._hooks)
 
 
 def test_a_chunk_is_left_to_the_layers() -> None:

@@ -188,7 +188,8 @@ def test_a_failing_step_ends_what_runs_and_the_next_request_is_served() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "layers"), [("llama", 2), ("qwen2", 2), ("granite", 0), ("smollm3", 1), ("helium", 0), ("gpt2", 0)]
+    ("family", "layers"),
+    [("llama", 2), ("qwen2", 2), ("granite", 0), ("smollm3", 1), ("ministral3", 0), ("helium", 0), ("gpt2", 0)],
 )
 def test_only_layers_that_compute_what_llamas_do_are_fused(family: str, layers: int) -> None:
     assert Engine(tiny_model(family)).fused["decoder_layers"] == layers

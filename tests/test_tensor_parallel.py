@@ -103,7 +103,9 @@ def test_a_seed_gives_one_text(sharded: Server) -> None:
     assert len(texts) == 1
 
 
-def test_in_bfloat16_both_ranks_compute_the_model_by_one_kernel(reference: tuple[Path, Any], tmp_path: Path) -> None:
+def test_in_bfloat16_the_log_probabilities_stay_near_those_of_float32(
+    reference: tuple[Path, Any], tmp_path: Path
+) -> None:
     """Log probabilities are compared along the tokens of the answers: rounding may flip a near tie."""
     keys = {**MPI_KEYS, "dtype": "bf16"}
     directory = make_model(tmp_path / "model", HUGGING_FACE, model_id=reference[0], **keys)

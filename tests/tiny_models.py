@@ -17,6 +17,7 @@ from transformers import (
     HeliumConfig,
     Lfm2Config,
     LlamaConfig,
+    Ministral3Config,
     MistralConfig,
     OPTConfig,
     PreTrainedConfig,
@@ -53,6 +54,17 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     # Of Llama's structure to the eye, with a scale, a rotation or a layer of their own.
     "granite": lambda: GraniteConfig(**_GROUPED, residual_multiplier=0.3, attention_multiplier=0.2),
     "smollm3": lambda: SmolLM3Config(**_GROUPED, no_rope_layers=[1, 0]),
+    "ministral3": lambda: Ministral3Config(
+        **_GROUPED,
+        head_dim=16,
+        sliding_window=None,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "llama_4_scaling_beta": 0.5,
+            "original_max_position_embeddings": 16,
+        },
+    ),
     "helium": lambda: HeliumConfig(**_GROUPED, head_dim=16),
     "glm4": lambda: Glm4Config(**_GROUPED, head_dim=16),
     "gpt2": lambda: GPT2Config(**_BASE, n_embd=64, n_layer=2, n_head=4),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,10 @@ def _is_llama_layer(module: Any, layer: AttentionLayer) -> bool:
     if set(dict(module.named_children())) != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
         return False
     attention = module.self_attn
+    if (
+        "position_ids" in inspect.signature(attention.forward).parameters
+    ):  # Ministral 3 scales queries far from the start
+        return False
     norms = (module.input_layernorm, module.post_attention_layernorm)
     return (
         set(dict(attention.named_children())) == {*PROJECTIONS, "o_proj"}

@@ -16,7 +16,7 @@ from handlers.rolling_batch.attention import SlotAttention, StepRows, as_numpy
 from handlers.rolling_batch.decoder_layers import FusedDecoderLayer
 from handlers.rolling_batch.fusion import close
 from handlers.rolling_batch.linears import TiledLinear
-from handlers.rolling_batch.rank_memory import NO_RANKS, RankMemory
+from handlers.rolling_batch.rank_memory import ONE_RANK, RankMemory
 from handlers.rolling_batch.sharding import SummedLinear
 
 
@@ -78,7 +78,7 @@ class DecoderModel:
             return None
         hidden = self._embed(ids)
         activations = (as_numpy(tensor[0]) for tensor in (hidden, *self._rotary(hidden, positions)))
-        shared = NO_RANKS if self._memory is None else self._memory.arguments(torch.bfloat16)
+        shared = ONE_RANK if self._memory is None else self._memory.arguments(torch.bfloat16)
         count = self._kernel(*activations, *rows, *self._arguments, *shared)
         if self._memory is not None:
             self._memory.count = count

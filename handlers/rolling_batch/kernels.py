@@ -66,9 +66,20 @@ def _dealt(work, count, threads):  # type: ignore[no-untyped-def]
     return work % share * threads + work // share
 
 
-@njit(parallel=True, nogil=True, cache=True)
+def _of_rows(element):  # type: ignore[no-untyped-def]
+    """Signature of `write_rows` for rows of any strides."""
+    rows, cache, places = (
+        types.Array(*shape) for shape in ((element, 3, "A"), (element, 4, "C"), (types.int64, 1, "C"))
+    )
+    return types.void(rows, rows, cache, cache, places, places)
+
+
+@njit([_of_rows(types.uint16), _of_rows(types.float32)], parallel=True, nogil=True, cache=True)
 def write_rows(key, value, keys, values, slots, positions):  # type: ignore[no-untyped-def]
-    """Write each row's key and value into its slot; arrays as for `slot_attention`."""
+    """Write each row's key and value into its slot; arrays as for `slot_attention`.
+
+    It is compiled for rows of any strides, as `chunk_attention` is for queries.
+    """
     for row in prange(len(slots)):
         for kv_head in range(key.shape[0]):
             slot_key = keys[slots[row], kv_head, positions[row]]
@@ -299,8 +310,9 @@ def rms_norm(rows, weight, eps, out):  # type: ignore[no-untyped-def]
 def linear(rows, weight, bias, out, threads):  # type: ignore[no-untyped-def]
     """`rows @ weight.T + bias` -> out (n, out_features), for elements of bfloat16.
 
-    rows (n, in_features), contiguous; weight as `laid_weight` lays it out; bias (out_features or 0,). Every row's sums
-    are added up in the same order, whatever the others are. threads: how many share the work.
+    rows (n, in_features), contiguous; weight (panels, in_features / 2, TILE_COLUMNS) uint32, of which a word holds what
+    two inputs weigh in one output; bias (out_features or 0,). Every row's sums are added up in the same order, whatever
+    the others are. threads: how many share the work.
     """
     count, width = out.shape
     panels, words, _ = weight.shape
@@ -478,7 +490,7 @@ def decoder_layers(  # type: ignore[no-untyped-def]
     hidden (n, width) uint16; cosines, sines (n, dim); slots, positions and settings as for `slot_attention`, windows
     (layers,) int64. The arrays from `keys` to `down_bias` are those of the first layer: a cache as for
     `slot_attention`, weights and biases as for `linear`, and norms (width,). layers (layers, 12) uint64 has the address
-    of each of them in each layer. The last six are for `sum_of_ranks`: parts has no ranks where the model is not split.
+    of each of them in each layer. The last six are for `sum_of_ranks`: parts has one rank where the model is not split.
     Returns `count`.
     """
     for layer in range(len(layers)):
@@ -524,7 +536,7 @@ def _decoder_layer(  # type: ignore[no-untyped-def]
 @njit(nogil=True, fastmath=True, cache=True)
 def _add_rows(rows, added, parts, counts, line, rank, count, total):  # type: ignore[no-untyped-def]
     """Add `added`, where the model is split the sum of all ranks', to `rows`: (n, width) uint16 both."""
-    if len(parts):
+    if len(parts) > 1:
         count = sum_of_ranks(added.reshape(-1), added.reshape(-1), parts, counts, line, rank, count, total)
     for n in range(rows.shape[0]):
         for d in range(rows.shape[1]):

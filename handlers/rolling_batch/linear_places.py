@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import nn
 
+from handlers.checkpoints.quantization import Int8Linear
 from handlers.rolling_batch.decoder_layers import FusedDecoderLayer
 from handlers.rolling_batch.fusion import PROJECTIONS, FusedGatedMLP, ProjectionPart
-from handlers.rolling_batch.linears import is_linear
+from handlers.rolling_batch.linears import PackedLinear, TiledLinear
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def linear_places(model: nn.Module) -> dict[str, LinearPlace]:
     for name, module in model.named_modules():
         found = dict(_fused_places(name, module))
         shared.update(place.module for place in found.values() if (place.first, place.last) != (0, place.out_features))
-        if not found and module not in shared and is_linear(module):
+        if not found and module not in shared and _is_linear(module):
             found = {name: LinearPlace(module, 0, _widths(module)[1])}
         places = {**found, **places}
     return places
@@ -63,6 +64,11 @@ def _columns(module: nn.Module, names: list[str], widths: Iterable[int]) -> Iter
     for name, width in zip(names, widths, strict=True):
         yield name, LinearPlace(module, first, first + width)
         first += width
+
+
+def _is_linear(module: nn.Module) -> bool:
+    kinds = (nn.Linear, TiledLinear, PackedLinear, Int8Linear)
+    return isinstance(module, kinds) or type(module).__name__ == "Conv1D"  # GPT-2's
 
 
 def _widths(module: Any) -> tuple[int, int]:

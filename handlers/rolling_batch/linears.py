@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from handlers.checkpoints.quantization import Int8Linear
 from handlers.rolling_batch.attention import as_numpy
 
 _DECODE_ROWS = 32  # the row count that oneDNN lays the weights out for
@@ -39,18 +38,6 @@ def lay_out_linears(model: nn.Module) -> int:
                 continue
             count += 1
     return count
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear layer, plain or in a form of its own."""
-    kinds = (nn.Linear, TiledLinear, PackedLinear, Int8Linear)
-    return isinstance(module, kinds) or type(module).__name__ == "Conv1D"  # GPT-2's
-
-
-def all_are_tiled(model: nn.Module) -> bool:
-    """Whether our kernel computes all linear layers of a model: any number of rows is as good for it as another."""
-    linears = [module for module in model.modules() if is_linear(module)]
-    return bool(linears) and all(isinstance(module, TiledLinear) for module in linears)
 
 
 def _suits_tiles(linear: nn.Linear) -> bool:

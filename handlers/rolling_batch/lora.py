@@ -17,6 +17,8 @@ from torch import nn
 from handlers.rolling_batch.linear_places import LinearPlace, linear_places
 from lmi_server.errors import RequestError
 
+_Adder = Callable[[nn.Module, tuple[torch.Tensor], torch.Tensor], None]
+
 _MOST_IDLE_RANKS = 4  # a stack of so many times the ranks that the batch needs is built anew
 
 
@@ -81,7 +83,8 @@ class LoraLayers:
         self._dtype: torch.dtype = model.dtype
         self._pad = pad
         self._stacked: dict[LoraWeights, int] = {}  # the adapters of the stacks, and their places
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._adders: dict[nn.Module, _Adder] = {}
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []  # none where no row of the pass has an adapter
         self._rows: _Rows | None = None  # of the current pass; None where no row has an adapter
         self._head_rows: _Rows | None = None
 
@@ -126,9 +129,12 @@ class LoraLayers:
         needed = {adapter for adapter in adapters if adapter is not None}
         if not needed:
             self._rows = self._head_rows = None
+            self._unhook()
             return
         if not needed <= self._stacked.keys() or _ranks(self._stacked) > _MOST_IDLE_RANKS * _ranks(needed):
             self._stack(needed)
+        if not self._hooks:
+            self._hooks = [module.register_forward_hook(adder) for module, adder in self._adders.items()]
         places = [-1 if adapter is None else self._stacked[adapter] for adapter in adapters]
         self._rows = self._rows_of(places)
         self._head_rows = self._rows if self._head is None else self._rows_of([places[row] for row in kept])
@@ -149,10 +155,7 @@ class LoraLayers:
         self._unstack()
         self._stacked = {adapter: place for place, adapter in enumerate(adapters)}
         modules = dict.fromkeys(module for adapter in adapters for module in adapter.layers)
-        for module in modules:
-            stack = self._stack_of(module)
-            hook = module.register_forward_hook(self._adder(stack, module is self._head))
-            self._hooks.append(hook)
+        self._adders = {module: self._adder(self._stack_of(module), module is self._head) for module in modules}
 
     def _stack_of(self, module: nn.Module) -> _Stack:
         parts = [
@@ -165,12 +168,15 @@ class LoraLayers:
         return _Stack(torch.cat(downs).T, torch.cat(ups), owners)
 
     def _unstack(self) -> None:
+        self._unhook()
+        self._adders, self._stacked = {}, {}
+
+    def _unhook(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._stacked = {}
 
-    def _adder(self, stack: _Stack, is_head: bool) -> Callable[[nn.Module, tuple[torch.Tensor], torch.Tensor], None]:
+    def _adder(self, stack: _Stack, is_head: bool) -> _Adder:
         def add(module: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
             rows = self._head_rows if is_head else self._rows
             if rows is None:

@@ -21,7 +21,6 @@ from handlers.rolling_batch.decoder_layers import fuse_decoder_layers
 from handlers.rolling_batch.decoder_model import DecoderModel
 from handlers.rolling_batch.fusion import fuse
 from handlers.rolling_batch.kv_cache import KVCache, LayerShape
-from handlers.rolling_batch.linears import all_are_tiled
 from handlers.rolling_batch.lora import LoraLayers
 from handlers.rolling_batch.peers import GroupBrokenError, Peers
 from handlers.rolling_batch.scheduler import Chunk, Sequence, StepPlan
@@ -71,7 +70,6 @@ class ModelRunner:
         self.cache: KVCache
         self._attention: SlotAttention
         self._decoder: DecoderModel | None = None
-        self._pads_rows = False
         self._lora: LoraLayers | None = None  # from the first adapter on
         self._copies_due: list[Copy] = []  # before anything else of the next step: nobody waits for them in this one
 
@@ -103,9 +101,8 @@ class ModelRunner:
         self._model.set_attn_implementation(self._attention_name)
         if self.fused:
             self.fused["decoder_layers"] = fuse_decoder_layers(self._model, self._attention_layers, self._attention)
-            self._decoder = DecoderModel.of(self._model, self._attention)
+            self._decoder = DecoderModel.of(self._model, self._attention) if self._keeps_rows else None
             self.fused["models"] = int(self._decoder is not None)
-        self._pads_rows = self._device.type == "cpu" and not all_are_tiled(self._model)
 
     @property
     def lora(self) -> LoraLayers:
@@ -209,7 +206,7 @@ class ModelRunner:
 
     def _forward(self, token_ids: list[int], positions: list[int], keep: list[int]) -> torch.Tensor:
         count = len(keep)
-        if self._pads_rows:
+        if self._device.type == "cpu" and self._decoder is None:  # else no linear layer is oneDNN's
             token_ids, positions, keep = _padded(token_ids), _padded(positions), _padded(keep)
         ids, places = (torch.tensor([numbers], device=self._device) for numbers in (token_ids, positions))
         kept = torch.tensor(keep, dtype=torch.long, device=self._device)

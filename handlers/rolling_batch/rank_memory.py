@@ -21,8 +21,8 @@ SHARED_TYPES = (torch.float32, torch.bfloat16)
 _PIECE = 64 * 1024  # elements that are shared at a time: they stay in the processor's cache
 _LINE = 64  # bytes of a cache line: each rank counts on one of its own
 
-# In the place of `RankMemory.arguments` for a model that is not split: of the same types, but no ranks.
-NO_RANKS = (np.empty((0, 4, 1), np.uint16)[:, ::2], np.uintp(0), _LINE, 0, 0, np.empty(0, np.float32))
+# In the place of `RankMemory.arguments` for a model that is not split: of the same types, but one rank.
+ONE_RANK = (np.empty((1, 4, 2), np.uint16)[:, ::2], np.uintp(0), _LINE, 0, 0, np.empty(0, np.float32))
 
 
 class RankMemory:
