@@ -33,9 +33,8 @@ def _is_llama_layer(module: Any, layer: AttentionLayer) -> bool:
     if set(dict(module.named_children())) != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
         return False
     attention = module.self_attn
-    if (
-        "position_ids" in inspect.signature(attention.forward).parameters
-    ):  # Ministral 3 scales queries far from the start
+    # Ministral 3 asks for the positions, to scale queries far from the start.
+    if "position_ids" in inspect.signature(attention.forward).parameters:
         return False
     norms = (module.input_layernorm, module.post_attention_layernorm)
     return (
