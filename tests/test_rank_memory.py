@@ -15,10 +15,15 @@ from lmi_server.ranks import Rank
 SHAPES = [(1, 1, 3), (1, 32, 512), (1, 128, 512), (1, 700, 512), *[(1, 1, 8)] * 200]
 
 
-def parts(rank: int) -> list[torch.Tensor]:
+def tensors(shapes: list[tuple[int, ...]], rank: int) -> list[torch.Tensor]:
+    """What a rank has: float32 and bfloat16 in turns."""
     generator = torch.Generator().manual_seed(rank)
     types = (torch.float32, torch.bfloat16)
-    return [torch.randn(shape, generator=generator).to(types[index % 2]) for index, shape in enumerate(SHAPES)]
+    return [torch.randn(shape, generator=generator).to(types[index % 2]) for index, shape in enumerate(shapes)]
+
+
+def parts(rank: int) -> list[torch.Tensor]:
+    return tensors(SHAPES, rank)
 
 
 def add_up(rank: Rank) -> list[torch.Tensor]:
@@ -42,9 +47,7 @@ WIDE = [(1, 1, 7), (1, 64, 2000), (3, 2, 33), (1, 2, 70_000), (1, 0, 5), *[(1, 5
 
 
 def columns(rank: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(rank)
-    types = (torch.bfloat16, torch.float32)
-    return [torch.randn(shape, generator=generator).to(types[index % 2]) for index, shape in enumerate(WIDE)]
+    return tensors(WIDE, rank)
 
 
 def join(rank: Rank) -> list[torch.Tensor]:
