@@ -12,6 +12,10 @@ from torch import nn
 from handlers.rolling_batch.attention import AttentionLayer, SlotAttention, StepRows, as_numpy
 from handlers.rolling_batch.fusion import PROJECTIONS, FusedGatedMLP, FusedRMSNorm, ProjectionPart, close
 
+# What a decoder layer gives to the attention of a Llama. One that takes more computes more: Ministral 3 scales queries
+# by their positions, far from the start.
+_GIVEN = {"hidden_states", "position_embeddings", "attention_mask", "past_key_values"}
+
 
 def fuse_decoder_layers(model: nn.Module, layers: list[AttentionLayer], attention: SlotAttention) -> int:
     """Replace decoder layers of Llama's structure, their modules fused already; return how many."""
@@ -33,8 +37,7 @@ def _is_llama_layer(module: Any, layer: AttentionLayer) -> bool:
     if set(dict(module.named_children())) != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
         return False
     attention = module.self_attn
-    # Ministral 3 asks for the positions, to scale queries far from the start.
-    if "position_ids" in inspect.signature(attention.forward).parameters:
+    if not _named_parameters(attention.forward) <= _GIVEN:
         return False
     norms = (module.input_layernorm, module.post_attention_layernorm)
     return (
@@ -44,6 +47,11 @@ def _is_llama_layer(module: Any, layer: AttentionLayer) -> bool:
         and all(isinstance(norm, FusedRMSNorm) for norm in norms)
         and layer.shape.head_dim == layer.shape.value_dim
     )
+
+
+def _named_parameters(function: Any) -> set[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return {parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_KEYWORD}
 
 
 def _rotary_of(model: nn.Module) -> nn.Module | None:

@@ -452,7 +452,8 @@ def sum_of_ranks(part, out, parts, counts, line, rank, count, total):  # type: i
 def join_ranks(part, out, parts, counts, line, rank, count, total):  # type: ignore[no-untyped-def]
     """Put the columns of every rank, `part` (n, width), beside each other in `out` (n, ranks * width) of rank 0.
 
-    What is shared and what is returned are as for `sum_of_ranks`; `out` of the other ranks is left as it is.
+    Arguments and what is returned are as for `sum_of_ranks`, but `total` is not used; `out` of the other ranks is left
+    as it is.
     """
     ranks, _, piece = parts.shape
     width = part.shape[1]

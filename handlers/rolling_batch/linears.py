@@ -24,6 +24,7 @@ def is_plain(module: Any) -> bool:
 
 
 def lay_out_linears(model: nn.Module) -> int:
+    """Lay out the plain linear layers of `model`, in bfloat16, for what multiplies fastest here; return how many."""
     packs = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     count = 0
     for module in list(model.modules()):

@@ -126,7 +126,7 @@ class ModelRunner:
             self._lora.begin(_adapters(plan), keep)
         self._tell(step)
         try:
-            return StepLogits(self._compute(step), sampled, prompt_rows)
+            return StepLogits(self._compute(step)[: len(keep)], sampled, prompt_rows)
         except Exception as error:
             if self._peers is not None:
                 raise GroupBrokenError(f"a step failed on rank 0: {type(error).__name__}: {error}") from error
@@ -153,7 +153,7 @@ class ModelRunner:
             self._peers.tell(encode(message))
 
     def _compute(self, step: Pass) -> torch.Tensor:
-        """Return the logits of the rows to keep; on other ranks than 0 nobody needs them."""
+        """Return the logits of the rows to keep, padding last; on other ranks than 0 nobody needs them."""
         self._copy(self._copies_due)
         for trim in step.trims:
             self.cache.trim(trim.slot, trim.keep)
@@ -198,6 +198,8 @@ class ModelRunner:
             else:
                 source = sources.get(slot, slot)
                 chunks.append(ChunkRows(slot, chunk.start, chunk.end, first, len(token_ids), source))
+        if self._device.type == "cpu" and self._decoder is None:  # else no linear layer is oneDNN's
+            token_ids, positions, keep = _padded(token_ids), _padded(positions), _padded(keep)
         return Pass(token_ids, positions, slots, chunks, keep, plan.trims, plan.copies)
 
     def _row_by_row(self, chunk: Chunk, source: int) -> bool:
@@ -205,17 +207,14 @@ class ModelRunner:
         return source < 0 and self._attention.row_by_row(chunk.start, chunk.end)
 
     def _forward(self, token_ids: list[int], positions: list[int], keep: list[int]) -> torch.Tensor:
-        count = len(keep)
-        if self._device.type == "cpu" and self._decoder is None:  # else no linear layer is oneDNN's
-            token_ids, positions, keep = _padded(token_ids), _padded(positions), _padded(keep)
         ids, places = (torch.tensor([numbers], device=self._device) for numbers in (token_ids, positions))
         kept = torch.tensor(keep, dtype=torch.long, device=self._device)
         if self._decoder is not None and (logits := self._decoder.logits(ids, places, kept)) is not None:
-            return logits[0, :count]
+            return logits[0]
         inputs = {"input_ids": ids, "position_ids": places, "use_cache": False}
         if self._keeps_rows:
-            return self._model(**inputs, logits_to_keep=kept).logits[0, :count]
-        return self._model(**inputs).logits[0, kept[:count]]
+            return self._model(**inputs, logits_to_keep=kept).logits[0]
+        return self._model(**inputs).logits[0, kept]
 
 
 class LoadCheck:

@@ -13,9 +13,9 @@ class Pass(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
     A copy that a chunk has as its source is done after the step, before anything else of the next one.
 
-    Row i of the pass is `token_ids[i]` at `positions[i]`; the first rows belong to `slots`, the others to `chunks`.
-    `keep` are the rows whose logits are wanted. The tokens that were sampled in one step are rows of the next, so that
-    nobody but rank 0 samples.
+    Row i of the pass is `token_ids[i]` at `positions[i]`; the first rows belong to `slots`, the next to `chunks`, and
+    the last, if there are more, to nobody. `keep` are the rows whose logits are wanted, which may be filled up, too.
+    The tokens that were sampled in one step are rows of the next, so that nobody but rank 0 samples.
     """
 
     token_ids: list[int]
