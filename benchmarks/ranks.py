@@ -81,7 +81,7 @@ def send_messages() -> None:
 
     from handlers.rolling_batch.peers import Peers
     from handlers.rolling_batch.step_messages import Pass, encode
-    from lmi_server.ranks import Rank
+    from lmi_server.contract.ranks import Rank
 
     rank = MPI.COMM_WORLD.rank
     peers = Peers(Rank(rank, 2, ""))

@@ -15,7 +15,7 @@ from frontend.inference import Receive, Relay, Scope, Send
 from frontend.management import Management
 from frontend.metrics import Metrics
 from frontend.responses import error_response, json_response, on_http_error, on_lmi_error
-from lmi_server.errors import LmiServerError, ModelNotFoundError
+from lmi_server.contract.errors import LmiServerError, ModelNotFoundError
 from lmi_server.models import Model, ModelRegistry
 from lmi_server.pool_settings import ModelStatus
 

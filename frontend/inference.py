@@ -17,12 +17,18 @@ import msgspec
 
 from frontend.http_protocol import connection_of
 from frontend.metrics import Metrics
+from lmi_server.contract.errors import (
+    BadParameterError,
+    LmiServerError,
+    PayloadTooLargeError,
+    RequestError,
+    error_from_kind,
+)
+from lmi_server.contract.protocol import End, Error, Head, Input, Reply
 from lmi_server.dialects.errors import error_event, error_reply, is_openai
-from lmi_server.errors import BadParameterError, LmiServerError, PayloadTooLargeError, RequestError, error_from_kind
 from lmi_server.job import CANCELLED, Job
 from lmi_server.job_queue import parse_priority
 from lmi_server.models import Model, ModelRegistry
-from lmi_server.protocol import End, Error, Head, Input, Reply
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from frontend.parameters import integer, page, parameters, truth
 from frontend.responses import json_response
-from lmi_server.errors import BadParameterError
+from lmi_server.contract.errors import BadParameterError
 from lmi_server.model_store import ModelSource, name_of
 from lmi_server.models import Endpoint, Model, ModelRegistry
 from lmi_server.pool_settings import ModelStatus

@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 from starlette.requests import Request
 
-from lmi_server.errors import BadParameterError
+from lmi_server.contract.errors import BadParameterError
 
 T = TypeVar("T")
 

@@ -9,8 +9,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lmi_server.contract.errors import LmiServerError, MethodNotAllowedError, RouteNotFoundError
 from lmi_server.dialects.errors import error_reply
-from lmi_server.errors import LmiServerError, MethodNotAllowedError, RouteNotFoundError
 
 
 def json_response(value: Any, status: int = 200) -> Response:

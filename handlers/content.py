@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
+from lmi_server.contract.errors import RequestError
+from lmi_server.contract.handler import Response
+from lmi_server.contract.protocol import Input
 from lmi_server.dialects import fields
-from lmi_server.errors import RequestError
-from lmi_server.handler import Response
-from lmi_server.protocol import Input
 
 JSON = "application/json"
 CSV = "text/csv"

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from handlers.deepspeed_options import DeepSpeedOptions
 from handlers.rolling_batch_handler import RollingBatchHandler
 from handlers.task_handler import TaskHandler
-from lmi_server.errors import HandlerError, LmiServerError, ModelMemoryError
-from lmi_server.handler import Response
-from lmi_server.protocol import Input
+from lmi_server.contract.errors import HandlerError, LmiServerError, ModelMemoryError
+from lmi_server.contract.handler import Response
+from lmi_server.contract.protocol import Input
 
 if TYPE_CHECKING:
     from handlers.rolling_batch.loading import LoadedModel

@@ -11,9 +11,9 @@ from pydantic import Field
 
 from lmi_server.configuration.declaration import Allowed
 from lmi_server.configuration.options import ModelOptions
-from lmi_server.generation import Delta, GenerationRequest, Token, Usage
-from lmi_server.handler import LLMHandler, ModelInfo
-from lmi_server.protocol import Adapter
+from lmi_server.contract.generation import Delta, GenerationRequest, Token, Usage
+from lmi_server.contract.handler import LLMHandler, ModelInfo
+from lmi_server.contract.protocol import Adapter
 
 _MAX_MODEL_LEN = 1 << 20
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from lmi_server.errors import RequestError
-from lmi_server.protocol import Adapter
+from lmi_server.contract.errors import RequestError
+from lmi_server.contract.protocol import Adapter
 
 if TYPE_CHECKING:
     from handlers.rolling_batch.engine import RollingBatchEngine

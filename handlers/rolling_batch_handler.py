@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from handlers.rolling_batch_adapters import LoadedAdapters
 from handlers.step_loop import StepLoop
-from lmi_server.errors import ModelLoadError
-from lmi_server.generation import Delta, GenerationRequest
-from lmi_server.handler import LLMHandler, ModelInfo
-from lmi_server.protocol import Adapter
+from lmi_server.contract.errors import ModelLoadError
+from lmi_server.contract.generation import Delta, GenerationRequest
+from lmi_server.contract.handler import LLMHandler, ModelInfo
+from lmi_server.contract.protocol import Adapter
 
 if TYPE_CHECKING:
     from handlers.rolling_batch.engine import RollingBatchEngine

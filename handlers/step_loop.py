@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from typing import Generic, Protocol, TypeVar
 
-from lmi_server.errors import HandlerError, LmiServerError, ModelNotReadyError
-from lmi_server.generation import Delta
+from lmi_server.contract.errors import HandlerError, LmiServerError, ModelNotReadyError
+from lmi_server.contract.generation import Delta
 
 _log = logging.getLogger(__name__)
 

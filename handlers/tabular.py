@@ -15,10 +15,10 @@ from typing import Any
 
 from handlers import content
 from handlers.own_code.loading import find_marked, load_entry_point, told
+from lmi_server.contract.errors import HandlerError, LmiServerError, ModelLoadError, RequestError
+from lmi_server.contract.handler import ModelInfo, RequestHandler, Response
+from lmi_server.contract.protocol import Input
 from lmi_server.dialects import fields
-from lmi_server.errors import HandlerError, LmiServerError, ModelLoadError, RequestError
-from lmi_server.handler import ModelInfo, RequestHandler, Response
-from lmi_server.protocol import Input
 
 _MARKS = ("init_handler", "input_formatter", "prediction_handler", "output_formatter")
 _SAGEMAKER = ("model_fn", "input_fn", "predict_fn", "output_fn")

@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any
 from handlers import content
 from handlers.pipeline_options import generates
 from handlers.tasks.task import Task, read_parameters
-from lmi_server.dialects import fields, openai, openai_embeddings
-from lmi_server.dialects.base import ServedModel
-from lmi_server.errors import (
+from lmi_server.contract.errors import (
     HandlerError,
     LmiServerError,
     ModelLoadError,
@@ -25,8 +23,10 @@ from lmi_server.errors import (
     RequestError,
     is_out_of_memory,
 )
-from lmi_server.handler import ModelInfo, RequestHandler, Response
-from lmi_server.protocol import Input
+from lmi_server.contract.handler import ModelInfo, RequestHandler, Response
+from lmi_server.contract.protocol import Input
+from lmi_server.dialects import fields, openai, openai_embeddings
+from lmi_server.dialects.base import ServedModel
 
 if TYPE_CHECKING:
     from handlers.tasks.embedding import TextEmbedding

@@ -15,10 +15,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from handlers.vllm_options import VllmOptions
-from lmi_server.errors import ModelLoadError
-from lmi_server.generation import Delta, GenerationRequest
-from lmi_server.handler import LLMHandler, ModelInfo
-from lmi_server.protocol import Adapter
+from lmi_server.contract.errors import ModelLoadError
+from lmi_server.contract.generation import Delta, GenerationRequest
+from lmi_server.contract.handler import LLMHandler, ModelInfo
+from lmi_server.contract.protocol import Adapter
 
 if TYPE_CHECKING:
     from handlers.vllm_engine.loading import LoadedEngine

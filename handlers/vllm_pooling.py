@@ -11,12 +11,12 @@ from handlers import content
 from handlers.tasks.task import read_parameters
 from handlers.vllm import import_engine
 from handlers.vllm_options import VllmPoolingOptions
+from lmi_server.contract.errors import LmiServerError, RequestError
+from lmi_server.contract.handler import ModelInfo, RequestHandler, Response
+from lmi_server.contract.protocol import Input
 from lmi_server.dialects import fields, openai, openai_embeddings, scores
 from lmi_server.dialects.base import ServedModel
 from lmi_server.dialects.openai_embeddings import EmbeddingRequest
-from lmi_server.errors import LmiServerError, RequestError
-from lmi_server.handler import ModelInfo, RequestHandler, Response
-from lmi_server.protocol import Input
 
 if TYPE_CHECKING:
     from handlers.vllm_engine.pooling import Pooled, PoolingModel, Prompt

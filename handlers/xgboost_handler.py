@@ -8,7 +8,7 @@ from typing import Any
 
 from handlers.tabular import TabularHandler
 from handlers.tree_model_options import XgboostOptions
-from lmi_server.errors import ModelLoadError
+from lmi_server.contract.errors import ModelLoadError
 
 
 class XgboostHandler(TabularHandler):

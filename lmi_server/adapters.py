@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from lmi_server.artifacts.fetch import ArtifactSettings, fetch_model_directory
-from lmi_server.errors import (
+from lmi_server.contract.errors import (
     ArtifactError,
     LmiServerError,
     ModelExistsError,
@@ -21,7 +21,7 @@ from lmi_server.errors import (
     RequestError,
     WorkerDiedError,
 )
-from lmi_server.protocol import Adapter
+from lmi_server.contract.protocol import Adapter
 
 if TYPE_CHECKING:
     from lmi_server.worker_process import WorkerProcess

@@ -21,7 +21,7 @@ from lmi_server.configuration.explain import explain as explain_model
 from lmi_server.configuration.machine import this_machine, with_gpu_memory
 from lmi_server.configuration.resolve import inspect_model
 from lmi_server.configuration.server import ServerSettings, find_config_file, model_defaults, resolve_server
-from lmi_server.errors import ConfigurationError, LmiServerError
+from lmi_server.contract.errors import ConfigurationError, LmiServerError
 from lmi_server.model_store import ModelSource, Startup, startup_sources
 
 app = typer.Typer(name="lmi-server", help="Serves the model of a directory over HTTP.", no_args_is_help=True)

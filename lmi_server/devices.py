@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmi_server.errors import ConfigurationError
+from lmi_server.contract.errors import ConfigurationError
 
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 ALL_DEVICES = "*"

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lmi_server.protocol import Chunk, End, Error, Head, Input, Item, Reply
+from lmi_server.contract.protocol import Chunk, End, Error, Head, Input, Item, Reply
 
 if TYPE_CHECKING:
     from lmi_server.worker_process import WorkerProcess

@@ -7,7 +7,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from typing import Generic, Protocol, TypeVar
 
-from lmi_server.errors import QueueFullError, RequestError
+from lmi_server.contract.errors import QueueFullError, RequestError
 
 DEFAULT_PRIORITY = 3
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import parse_qsl
 
 from lmi_server.artifacts.location import archive_stem
-from lmi_server.errors import ConfigurationError
+from lmi_server.contract.errors import ConfigurationError
 
 HUB_VARIABLES = ("HF_MODEL_ID", "HF_REVISION", "HF_TASK")
 LOAD_ALL = "ALL"

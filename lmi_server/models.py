@@ -25,8 +25,7 @@ from lmi_server.configuration.estimate import shortages
 from lmi_server.configuration.machine import this_machine, with_gpu_memory
 from lmi_server.configuration.options import ServingOptions
 from lmi_server.configuration.resolve import ResolvedModel
-from lmi_server.devices import installed_gpus, plan_devices, visible_gpus
-from lmi_server.errors import (
+from lmi_server.contract.errors import (
     ConfigurationError,
     LmiServerError,
     ModelExistsError,
@@ -35,11 +34,12 @@ from lmi_server.errors import (
     ModelNotFoundError,
     ModelNotReadyError,
 )
+from lmi_server.contract.protocol import Input, Load
+from lmi_server.devices import installed_gpus, plan_devices, visible_gpus
 from lmi_server.job import Job
 from lmi_server.model_store import HUB_VARIABLES, ModelSource
 from lmi_server.mpi import NO_MPIRUN, find_mpirun
 from lmi_server.pool_settings import ModelStatus, PoolSettings
-from lmi_server.protocol import Input, Load
 from lmi_server.worker_pool import WorkerPool
 from lmi_server.worker_process import MpiLauncher
 

@@ -8,8 +8,8 @@ from enum import Enum
 import msgspec
 
 from lmi_server.adapters import RegisteredAdapter
+from lmi_server.contract.protocol import Load
 from lmi_server.devices import DeviceGroup
-from lmi_server.protocol import Load
 from lmi_server.worker_process import MpiLauncher
 
 

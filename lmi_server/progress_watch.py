@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from lmi_server.errors import LmiServerError, PredictTimeoutError
+from lmi_server.contract.errors import LmiServerError, PredictTimeoutError
 from lmi_server.job import Job
 
 if TYPE_CHECKING:

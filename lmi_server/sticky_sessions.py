@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from lmi_server.protocol import Input
+from lmi_server.contract.protocol import Input
 
 if TYPE_CHECKING:
     from lmi_server.worker_process import WorkerProcess

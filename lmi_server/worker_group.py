@@ -11,9 +11,9 @@ from typing import Protocol
 
 import msgspec
 
+from lmi_server.contract.errors import ModelLoadError
+from lmi_server.contract.protocol import Load, Ready
 from lmi_server.devices import DeviceGroup
-from lmi_server.errors import ModelLoadError
-from lmi_server.protocol import Load, Ready
 from lmi_server.worker_process import WorkerProcess
 
 logger = logging.getLogger(__name__)

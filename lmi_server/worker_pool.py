@@ -25,18 +25,18 @@ from collections.abc import Callable, Mapping, Sequence
 
 from lmi_server.adapters import Adapters
 from lmi_server.batch_forming import BatchForming
-from lmi_server.devices import DeviceGroup
-from lmi_server.errors import (
+from lmi_server.contract.errors import (
     LmiServerError,
     ModelLoadError,
     ModelNotReadyError,
     WorkerDiedError,
 )
+from lmi_server.contract.protocol import End, Error, Head, Input, Item, Ready, Reply
+from lmi_server.devices import DeviceGroup
 from lmi_server.job import CANCELLED, RECALLED, Job
 from lmi_server.job_queue import JobQueue
 from lmi_server.pool_settings import ModelStatus, PoolSettings
 from lmi_server.progress_watch import ProgressWatch
-from lmi_server.protocol import End, Error, Head, Input, Item, Ready, Reply
 from lmi_server.sticky_sessions import StickySessions
 from lmi_server.worker_group import Deaths, LoadPlan, WorkerGroup
 from lmi_server.worker_process import WorkerProcess

@@ -15,12 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmi_server.errors import LmiServerError, ModelLoadError, ModelMemoryError, WorkerDiedError, error_from_kind
-from lmi_server.job import Job
-from lmi_server.link import worker_link
-from lmi_server.mpi import MpiRun
-from lmi_server.process_session import is_stopped, kill_session
-from lmi_server.protocol import (
+from lmi_server.contract.errors import (
+    LmiServerError,
+    ModelLoadError,
+    ModelMemoryError,
+    WorkerDiedError,
+    error_from_kind,
+)
+from lmi_server.contract.link import worker_link
+from lmi_server.contract.protocol import (
     Cancel,
     Control,
     Error,
@@ -37,6 +40,9 @@ from lmi_server.protocol import (
     Stats,
     Submit,
 )
+from lmi_server.job import Job
+from lmi_server.mpi import MpiRun
+from lmi_server.process_session import is_stopped, kill_session
 from lmi_server.worker_launch import MpiGroup, SingleProcess, WorkerLaunch
 from lmi_server.worker_log import WorkerLog
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from lmi_server.errors import BadParameterError, LmiServerError
+from lmi_server.contract.errors import BadParameterError, LmiServerError
 from lmi_server.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)

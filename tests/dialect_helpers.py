@@ -12,11 +12,11 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from lmi_server.contract.errors import HandlerError, LmiServerError, RequestError
+from lmi_server.contract.generation import Delta, Token, TopToken, Usage
+from lmi_server.contract.protocol import Input
 from lmi_server.dialects import Exchange, ServedModel, parse
 from lmi_server.dialects.errors import error_reply
-from lmi_server.errors import HandlerError, LmiServerError, RequestError
-from lmi_server.generation import Delta, Token, TopToken, Usage
-from lmi_server.protocol import Input
 
 UNTIMED = settings(deadline=None)
 SERVED = ServedModel(name="model", served_names=("tiny",))

@@ -15,9 +15,9 @@ from PIL import Image
 
 from lmi_server.configuration.handlers import load
 from lmi_server.configuration.resolve import resolve_model
-from lmi_server.errors import LmiServerError
-from lmi_server.handler import RequestHandler, Response
-from lmi_server.protocol import Input
+from lmi_server.contract.errors import LmiServerError
+from lmi_server.contract.handler import RequestHandler, Response
+from lmi_server.contract.protocol import Input
 
 LoadTask = Callable[..., tuple[RequestHandler, Path]]
 """Takes a task and options; returns its handler, loaded with a tiny model, and the directory of the model."""

@@ -15,8 +15,8 @@ from handlers.rolling_batch.engine import RollingBatchEngine
 from handlers.rolling_batch.lora import LoraWeights
 from handlers.rolling_batch.model_runner import ModelRunner
 from handlers.rolling_batch.scheduler import Scheduler, SchedulerLimits
-from lmi_server.errors import LmiServerError
-from lmi_server.generation import Delta, SamplingParameters
+from lmi_server.contract.errors import LmiServerError
+from lmi_server.contract.generation import Delta, SamplingParameters
 
 EOS = 258
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lmi_server.artifacts.archive import ArchiveLimits, content_root, extract_archive
 from lmi_server.artifacts.progress import Activity
-from lmi_server.errors import ArtifactError
+from lmi_server.contract.errors import ArtifactError
 
 Entry = Callable[[tarfile.TarFile], None]
 

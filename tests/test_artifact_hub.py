@@ -17,7 +17,7 @@ FETCH = """
 import sys
 from lmi_server.artifacts.hub import fetch_hub_model
 from lmi_server.artifacts.progress import Activity
-from lmi_server.errors import ArtifactError
+from lmi_server.contract.errors import ArtifactError
 try:
     shown = lambda progress: print(progress.done, progress.total, progress.what, file=sys.stderr)
     print(fetch_hub_model(sys.argv[1], sys.argv[2] or None, Activity(shown)))

@@ -12,7 +12,7 @@ from artifact_helpers import Recorder, write_wheel
 
 from lmi_server.artifacts.progress import Activity
 from lmi_server.artifacts.requirements import Installer, install_requirements
-from lmi_server.errors import ArtifactError
+from lmi_server.contract.errors import ArtifactError
 
 
 def installer(root: Path, limit_s: float = 120.0, **variables: str) -> Installer:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from relay_helpers import HANDLERS, on_loop
 
+from lmi_server.contract.protocol import End, Error, Input, Load, Reply
 from lmi_server.job import Job
 from lmi_server.pool_settings import ModelStatus, PoolSettings
-from lmi_server.protocol import End, Error, Input, Load, Reply
 from lmi_server.worker_pool import WorkerPool
 
 FAULTS = "request_handlers:RequestFaults"

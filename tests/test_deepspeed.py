@@ -32,8 +32,8 @@ from handlers.deepspeed_engine.initialization import check_before_loading, infer
 from handlers.deepspeed_engine.loading import load
 from handlers.deepspeed_engine.shards import find_shards
 from handlers.deepspeed_options import DeepSpeedOptions
-from lmi_server.errors import ModelLoadError
-from lmi_server.ranks import Rank
+from lmi_server.contract.errors import ModelLoadError
+from lmi_server.contract.ranks import Rank
 
 ALONE = Rank(0, 1, "")
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lmi_server.contract.errors import ConfigurationError
 from lmi_server.devices import DeviceGroup, plan_devices, visible_gpus
-from lmi_server.errors import ConfigurationError
 
 
 def gpus(count: int) -> tuple[str, ...]:

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from dialect_helpers import DELTAS, SERVED, answer, request
 
+from lmi_server.contract.errors import ModelNotFoundError, RequestError
+from lmi_server.contract.protocol import Input
 from lmi_server.dialects import parse
-from lmi_server.errors import ModelNotFoundError, RequestError
-from lmi_server.protocol import Input
 
 ADAPTED = msgspec.structs.replace(SERVED, adapters=frozenset({"french", "german"}))
 BODIES: dict[str, dict[str, Any]] = {

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from lmi_server import errors
+from lmi_server.contract import errors
+from lmi_server.contract.errors import LmiServerError
 from lmi_server.dialects.errors import error_event, error_reply, is_openai
-from lmi_server.errors import LmiServerError
 
 ROWS = [
     # error, OpenAI's status and code, LMI's status and type

@@ -10,11 +10,11 @@ from huggingface_hub.errors import UnknownError
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lmi_server.contract.errors import HandlerError, RequestError, RouteNotFoundError
+from lmi_server.contract.generation import Delta, SamplingParameters, Token, Usage
+from lmi_server.contract.protocol import Input
 from lmi_server.dialects import Exchange, ServedModel, parse
 from lmi_server.dialects.lmi import PARAMETERS
-from lmi_server.errors import HandlerError, RequestError, RouteNotFoundError
-from lmi_server.generation import Delta, SamplingParameters, Token, Usage
-from lmi_server.protocol import Input
 
 TGI = ServedModel(name="model", tgi_compat=True)
 

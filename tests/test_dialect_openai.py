@@ -14,10 +14,10 @@ from openai import OpenAI
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from lmi_server.contract.errors import HandlerError, ModelNotFoundError, RequestError
+from lmi_server.contract.generation import Delta, SamplingParameters, Token, Usage
 from lmi_server.dialects import Exchange, ServedModel, parse
 from lmi_server.dialects.openai import CHAT_FIELDS, COMPLETION_FIELDS
-from lmi_server.errors import HandlerError, ModelNotFoundError, RequestError
-from lmi_server.generation import Delta, SamplingParameters, Token, Usage
 
 MESSAGES = [{"role": "system", "content": "You help."}, {"role": "user", "content": "Hello"}]
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from dialect_helpers import SERVED, request
 
+from lmi_server.contract.errors import ModelNotFoundError, RequestError
 from lmi_server.dialects import tokens
-from lmi_server.errors import ModelNotFoundError, RequestError
 
 
 def test_a_prompt() -> None:

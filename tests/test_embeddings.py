@@ -18,9 +18,9 @@ from pipeline_helpers import LoadTask, ask, content_of, request, started
 from safetensors.torch import save_file
 from tiny_tasks import CONTEXT, make_task_model, sentence_transformer
 
+from lmi_server.contract.errors import ContextLengthError, ModelLoadError, RequestError
+from lmi_server.contract.handler import RequestHandler
 from lmi_server.dialects import openai_embeddings
-from lmi_server.errors import ContextLengthError, ModelLoadError, RequestError
-from lmi_server.handler import RequestHandler
 
 Load = Callable[..., tuple[RequestHandler, Path]]
 TEXTS = ["the fox", "a", "the dog jumps over the blue fox. who is it?", "x y z"]

@@ -18,8 +18,8 @@ from tiny_models import byte_tokenizer, tiny_model
 from handlers.huggingface_options import HuggingFaceOptions
 from handlers.rolling_batch import transformers_model
 from handlers.rolling_batch.loading import LoadedEngine, load_engine
-from lmi_server.errors import ModelLoadError
-from lmi_server.generation import SamplingParameters
+from lmi_server.contract.errors import ModelLoadError
+from lmi_server.contract.generation import SamplingParameters
 
 HUGGING_FACE = "handlers.huggingface:HuggingFaceHandler"
 KEYS = {"entryPoint": "djl_python.huggingface", "rolling_batch": "scheduler", "dtype": "fp32"}

@@ -26,12 +26,12 @@ TYPES = (
     "lmi_server.configuration.options",
     "lmi_server.configuration.tasks",
     "lmi_server.dialects",
-    "lmi_server.errors",
-    "lmi_server.generation",
-    "lmi_server.handler",
+    "lmi_server.contract.errors",
+    "lmi_server.contract.generation",
+    "lmi_server.contract.handler",
     "lmi_server.process_session",  # for what a handler starts beside its worker
-    "lmi_server.protocol",
-    "lmi_server.ranks",
+    "lmi_server.contract.protocol",
+    "lmi_server.contract.ranks",
 )
 
 

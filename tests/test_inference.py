@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from frontend.inference import model_named_in
-from lmi_server.errors import RequestError
+from lmi_server.contract.errors import RequestError
 
 
 def test_the_body_names_the_model() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from handlers.deepspeed_engine.int8 import DynamicInt8Linear, check_device, quantize
 from handlers.deepspeed_engine.loading import load
 from handlers.deepspeed_options import DeepSpeedOptions
-from lmi_server.errors import ModelLoadError
+from lmi_server.contract.errors import ModelLoadError
 
 PROMPTS = prompts(6)
 METHODS = ("dynamic_int8", "smoothquant")

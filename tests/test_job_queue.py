@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmi_server.errors import QueueFullError, RequestError
+from lmi_server.contract.errors import QueueFullError, RequestError
 from lmi_server.job_queue import JobQueue, parse_priority
 
 

@@ -9,8 +9,8 @@ import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmi_server.link import Link, frame, from_worker_decoder, frontend_link, worker_link
-from lmi_server.protocol import (
+from lmi_server.contract.link import Link, frame, from_worker_decoder, frontend_link, worker_link
+from lmi_server.contract.protocol import (
     Cancel,
     Chunk,
     End,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lmi_server.errors import ConfigurationError
+from lmi_server.contract.errors import ConfigurationError
 from lmi_server.model_store import ModelSource, Startup, name_of, parse_spec, startup_sources
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from own_code_helpers import make_own
 
-from lmi_server.errors import ConfigurationError
+from lmi_server.contract.errors import ConfigurationError
 from lmi_server.one_request import make_request
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from dialect_helpers import SERVED, answer, request
 
+from lmi_server.contract.errors import RequestError
+from lmi_server.contract.generation import ChatOptions, Delta, NamedTool, StructuredOutputs, Token, ToolCallDelta, Usage
 from lmi_server.dialects import Exchange, ServedModel, parse
-from lmi_server.errors import RequestError
-from lmi_server.generation import ChatOptions, Delta, NamedTool, StructuredOutputs, Token, ToolCallDelta, Usage
 
 CAPABLE = ServedModel(
     name="model",

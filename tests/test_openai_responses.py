@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from openai import OpenAI
 from openai.types.responses import Response, ResponseFunctionToolCall, ResponseOutputMessage, ResponseReasoningItem
 
+from lmi_server.contract.errors import RequestError
+from lmi_server.contract.generation import Delta, NamedTool, StructuredOutputs, Token, ToolCallDelta, Usage
 from lmi_server.dialects import Exchange, ServedModel, parse
-from lmi_server.errors import RequestError
-from lmi_server.generation import Delta, NamedTool, StructuredOutputs, Token, ToolCallDelta, Usage
 
 CAPABLE = ServedModel(name="tiny", features=frozenset({"tools", "structured_outputs", "reasoning"}))
 WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}}

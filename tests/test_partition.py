@@ -21,7 +21,7 @@ from handlers.deepspeed_options import DeepSpeedOptions
 from handlers.huggingface_options import HuggingFaceOptions
 from lmi_server.configuration.properties import edited_properties
 from lmi_server.configuration.resolve import resolve_model
-from lmi_server.errors import ConfigurationError, ModelLoadError
+from lmi_server.contract.errors import ConfigurationError, ModelLoadError
 from lmi_server.partition import partition
 
 PROMPTS = ("a", "b c d", "the harbour of the town")

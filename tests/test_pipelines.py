@@ -12,7 +12,7 @@ import transformers
 from pipeline_helpers import LoadTask, approximately, ask, content_of, png, request, started, tone, wav
 from tiny_tasks import CONTEXT, SAMPLING_RATE, make_task_model
 
-from lmi_server.errors import ContextLengthError, LmiServerError, ModelLoadError, RequestError
+from lmi_server.contract.errors import ContextLengthError, LmiServerError, ModelLoadError, RequestError
 
 
 def library(task: str, directory: Path) -> Any:

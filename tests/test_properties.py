@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmi_server.configuration.properties import parse_properties, read_properties
-from lmi_server.errors import ConfigurationError
+from lmi_server.contract.errors import ConfigurationError
 
 
 def values(text: str) -> dict[str, str]:

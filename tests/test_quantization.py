@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from handlers.checkpoints.loading import load_model
 from handlers.checkpoints.quantization import Int8Linear, quantization_details
 from handlers.huggingface_options import HuggingFaceOptions
-from lmi_server.errors import ModelLoadError
+from lmi_server.contract.errors import ModelLoadError
 
 PROMPTS = prompts(6)
 

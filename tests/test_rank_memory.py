@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from handlers.rolling_batch.rank_memory import RankMemory
-from lmi_server.ranks import Rank
+from lmi_server.contract.ranks import Rank
 
 # Small ones, one that fills a piece, one of several pieces; small ones again, so that no piece is read too late.
 SHAPES = [(1, 1, 3), (1, 32, 512), (1, 128, 512), (1, 700, 512), *[(1, 1, 8)] * 200]

@@ -16,7 +16,7 @@ from lmi_server.configuration.handlers import OWN_CODE
 from lmi_server.configuration.machine import Gpu, Machine
 from lmi_server.configuration.resolve import ResolvedModel, inspect_model, model_name, rebuild_options, resolve_model
 from lmi_server.configuration.server import resolve_server
-from lmi_server.errors import ConfigurationError
+from lmi_server.contract.errors import ConfigurationError
 
 LLAMA = {"architectures": ["LlamaForCausalLM"]}
 
@@ -291,7 +291,7 @@ def test_a_file_that_is_not_there_is_no_entry_point(write: Write, name: str) -> 
         ("from mine import handle", True),
         ("class Service:\n    def handle(self): ...\nhandle = Service().handle", True),
         ("async def generate(request): yield 'a'", True),
-        ("import lmi_server.handler\nclass Model(lmi_server.handler.LLMHandler): ...", True),
+        ("import lmi_server.contract.handler\nclass Model(lmi_server.contract.handler.LLMHandler): ...", True),
         ("def handle(:", True),
         ("", False),
         ("from djl_python.output_formatter import output_formatter\n@output_formatter\ndef mine(token): ...", False),

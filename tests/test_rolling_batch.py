@@ -10,8 +10,8 @@ from rolling_batch_helpers import EOS, Answer, Engine, prompts
 from tiny_models import CONTEXT, FAMILIES, convolutional_hybrid, tiny_model
 
 from handlers.rolling_batch.attention import UnsupportedAttentionError
-from lmi_server.errors import ContextLengthError, RequestError
-from lmi_server.generation import Token
+from lmi_server.contract.errors import ContextLengthError, RequestError
+from lmi_server.contract.generation import Token
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))

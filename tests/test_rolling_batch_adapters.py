@@ -16,7 +16,7 @@ from tiny_models import tiny_model
 
 from handlers.rolling_batch.lora import LoraWeights
 from handlers.rolling_batch.lora_checkpoint import read_adapter
-from lmi_server.errors import RequestError
+from lmi_server.contract.errors import RequestError
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "all": {},

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from handlers.rolling_batch.sampler import SamplingState, sample, score
-from lmi_server.generation import SamplingParameters
+from lmi_server.contract.generation import SamplingParameters
 
 DRAWS = 4000
 

@@ -11,8 +11,8 @@ import pytest
 from relay_helpers import on_loop
 
 from handlers.step_loop import StepLoop
-from lmi_server.errors import HandlerError, ModelLoadError, ModelNotReadyError
-from lmi_server.generation import Delta
+from lmi_server.contract.errors import HandlerError, ModelLoadError, ModelNotReadyError
+from lmi_server.contract.generation import Delta
 
 
 class CountingEngine:

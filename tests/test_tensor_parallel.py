@@ -28,7 +28,7 @@ from tiny_models import CONTEXT, FAMILIES, byte_tokenizer, random_model
 
 from handlers.rolling_batch.intrinsics import TILES_ARE_FASTEST
 from handlers.rolling_batch.sharding import check_degree
-from lmi_server.errors import ModelLoadError
+from lmi_server.contract.errors import ModelLoadError
 
 HUGGING_FACE = "handlers.huggingface:HuggingFaceHandler"
 KV_TOKENS = 300  # so few that what runs together has to be retracted

@@ -14,8 +14,8 @@ import transformers
 from pipeline_helpers import LoadTask, approximately, ask, content_of, request
 from tiny_tasks import CONTEXT, seq2seq_tokenizer
 
-from lmi_server.errors import ContextLengthError, LmiServerError, RequestError
-from lmi_server.handler import RequestHandler
+from lmi_server.contract.errors import ContextLengthError, LmiServerError, RequestError
+from lmi_server.contract.handler import RequestHandler
 
 
 def generated(directory: Path, text: str, **arguments: Any) -> list[int]:

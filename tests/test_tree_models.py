@@ -22,7 +22,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer, OneHotEncoder
 
 from lmi_server.configuration.resolve import resolve_model
-from lmi_server.errors import ConfigurationError, HandlerError, LmiServerError, ModelLoadError, RequestError
+from lmi_server.contract.errors import ConfigurationError, HandlerError, LmiServerError, ModelLoadError, RequestError
 
 SKLEARN = "djl_python.sklearn_handler"
 TREE = "sklearn.tree._tree.Tree"  # what a forest is made of

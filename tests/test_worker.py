@@ -17,8 +17,8 @@ import msgspec
 import pytest
 from relay_helpers import FAULTS, HANDLERS, on_loop
 
-from lmi_server.link import WorkerLink, worker_link
-from lmi_server.protocol import (
+from lmi_server.contract.link import WorkerLink, worker_link
+from lmi_server.contract.protocol import (
     Cancel,
     Chunk,
     Control,

@@ -18,7 +18,7 @@ from handlers.checkpoints.quantization import (
     refuse_odd_widths,
 )
 from handlers.transformers_options import TransformersOptions
-from lmi_server.errors import ModelLoadError
+from lmi_server.contract.errors import ModelLoadError
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from handlers.transformers_options import QUANTIZATION_PACKAGES, TransformersOptions
-from lmi_server.errors import ModelLoadError
+from lmi_server.contract.errors import ModelLoadError
 
 _MIB = 2**20
 # Up to so many rows torch's kernel for int8 weights is the faster way, in bfloat16; in float32 it never is.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from lmi_server.protocol import Input
+from lmi_server.contract.protocol import Input
 
 
 class Batch(msgspec.Struct, array_like=True, frozen=True, tag=True):

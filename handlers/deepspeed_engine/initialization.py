@@ -19,8 +19,8 @@ from handlers.deepspeed_engine.int8 import check_device
 from handlers.deepspeed_options import DeepSpeedOptions
 from handlers.rolling_batch.peers import Peers
 from handlers.rolling_batch.sharding import SummedLinear, join_process_group, plain_linear
-from lmi_server.errors import ModelLoadError
-from lmi_server.ranks import Rank
+from lmi_server.contract.errors import ModelLoadError
+from lmi_server.contract.ranks import Rank
 
 _DEGREE = "option.tensor_parallel_degree"
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from handlers.deepspeed_options import DeepSpeedOptions
-from lmi_server.errors import ModelLoadError
+from lmi_server.contract.errors import ModelLoadError
 
 _ALPHA = 0.5  # SmoothQuant's own choice
 _LEAST = 1e-5

@@ -22,8 +22,8 @@ from transformers.initialization import no_init_weights
 from handlers.deepspeed_engine.initialization import read_json
 from handlers.deepspeed_engine.int8 import make_places
 from handlers.deepspeed_options import SHARDS_MANIFEST, DeepSpeedOptions
-from lmi_server.errors import ModelLoadError
-from lmi_server.ranks import Rank
+from lmi_server.contract.errors import ModelLoadError
+from lmi_server.contract.ranks import Rank
 
 _log = logging.getLogger(__name__)
 

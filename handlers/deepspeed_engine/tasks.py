@@ -15,7 +15,7 @@ from handlers.rolling_batch.peers import Peers
 from handlers.tasks import table
 from handlers.tasks.task import Task
 from lmi_server.configuration.environment import own_rank
-from lmi_server.errors import ModelLoadError
+from lmi_server.contract.errors import ModelLoadError
 
 _log = logging.getLogger(__name__)
 

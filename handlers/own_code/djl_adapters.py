@@ -10,7 +10,7 @@ from typing import Any
 from djl_python.inputs import Input, make_input
 from djl_python.outputs import Output
 
-from lmi_server.errors import (
+from lmi_server.contract.errors import (
     BadParameterError,
     HandlerError,
     LmiServerError,
@@ -19,7 +19,7 @@ from lmi_server.errors import (
     ModelNotFoundError,
     RequestError,
 )
-from lmi_server.protocol import Adapter
+from lmi_server.contract.protocol import Adapter
 
 _REGISTER, _UPDATE, _UNREGISTER = ("register_adapter", "update_adapter", "unregister_adapter")
 _ERRORS: Mapping[int, type[LmiServerError]] = {

@@ -10,10 +10,10 @@ from djl_python.outputs import Output
 from handlers.own_code.djl_adapters import AdapterFunctions
 from handlers.own_code.djl_calls import Calls
 from handlers.own_code.djl_requests import body_of, failed, headers_of, piece_error, respond
-from lmi_server.errors import HandlerError, LmiServerError
-from lmi_server.handler import AsyncRequestHandler, Response
-from lmi_server.protocol import Adapter
-from lmi_server.protocol import Input as Request
+from lmi_server.contract.errors import HandlerError, LmiServerError
+from lmi_server.contract.handler import AsyncRequestHandler, Response
+from lmi_server.contract.protocol import Adapter
+from lmi_server.contract.protocol import Input as Request
 
 
 class AsyncFunction(AsyncRequestHandler):

@@ -11,9 +11,9 @@ from djl_python.outputs import Output
 
 from handlers.own_code.djl_requests import Requests, failed
 from handlers.own_code.loading import told
-from lmi_server.errors import HandlerError, LmiServerError, ModelLoadError, ModelMemoryError, is_out_of_memory
-from lmi_server.handler import Response
-from lmi_server.protocol import Input as Request
+from lmi_server.contract.errors import HandlerError, LmiServerError, ModelLoadError, ModelMemoryError, is_out_of_memory
+from lmi_server.contract.handler import Response
+from lmi_server.contract.protocol import Input as Request
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from msgspec.structs import replace
 from python_multipart import multipart
 from python_multipart.exceptions import FormParserError
 
-from lmi_server.errors import BadParameterError, RequestError
-from lmi_server.handler import Response
-from lmi_server.protocol import Input as Request
+from lmi_server.contract.errors import BadParameterError, RequestError
+from lmi_server.contract.handler import Response
+from lmi_server.contract.protocol import Input as Request
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from handlers.own_code.djl_adapters import AdapterFunctions
 from handlers.own_code.djl_calls import Calls
 from handlers.own_code.djl_requests import content_of, headers_of, in_batch, piece_error
 from handlers.own_code.loading import told
-from lmi_server.errors import HandlerError
-from lmi_server.handler import AsyncRequestHandler, Response
-from lmi_server.protocol import Adapter
-from lmi_server.protocol import Input as Request
+from lmi_server.contract.errors import HandlerError
+from lmi_server.contract.handler import AsyncRequestHandler, Response
+from lmi_server.contract.protocol import Adapter
+from lmi_server.contract.protocol import Input as Request
 
 logger = logging.getLogger(__name__)
 

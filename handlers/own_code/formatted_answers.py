@@ -15,13 +15,13 @@ from typing import Any
 import msgspec
 from djl_python.request_io import RequestInput, Sequence, TextGenerationOutput, Token
 
+from lmi_server.contract.errors import HandlerError, LmiServerError
+from lmi_server.contract.generation import Delta, GenerationRequest
+from lmi_server.contract.generation import Token as GeneratedToken
 from lmi_server.dialects.base import Exchange
 from lmi_server.dialects.errors import error_event
 from lmi_server.dialects.framing import JSON_LINES
 from lmi_server.dialects.lmi import token_texts
-from lmi_server.errors import HandlerError, LmiServerError
-from lmi_server.generation import Delta, GenerationRequest
-from lmi_server.generation import Token as GeneratedToken
 
 _ROUTE = "invocations"
 _OUTPUT_TYPES = ("RequestOutput", "TextGenerationOutput")

@@ -17,10 +17,10 @@ from handlers.own_code.formatted_answers import written_by
 from handlers.own_code.loading import DEFAULT_ENTRY_POINT, find_marked, load_file, told
 from lmi_server import dialects
 from lmi_server.configuration.options import ModelOptions
+from lmi_server.contract.errors import HandlerError, LmiServerError, ModelLoadError
+from lmi_server.contract.protocol import Input as Request
 from lmi_server.dialects import fields, lmi
 from lmi_server.dialects.base import Exchange, Formatting, ServedModel
-from lmi_server.errors import HandlerError, LmiServerError, ModelLoadError
-from lmi_server.protocol import Input as Request
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from lmi_server.errors import LmiServerError, ModelLoadError, RequestError
-from lmi_server.generation import Delta, GenerationRequest, Token, Usage
-from lmi_server.handler import AsyncRequestHandler, LLMHandler, ModelInfo, RequestHandler, Response
-from lmi_server.protocol import Input
+from lmi_server.contract.errors import LmiServerError, ModelLoadError, RequestError
+from lmi_server.contract.generation import Delta, GenerationRequest, Token, Usage
+from lmi_server.contract.handler import AsyncRequestHandler, LLMHandler, ModelInfo, RequestHandler, Response
+from lmi_server.contract.protocol import Input
 
 _MAX_MODEL_LEN = 1 << 20
 _UNKNOWN_ID = -1  # of a token that is a piece of text and in no vocabulary

@@ -11,9 +11,9 @@ from types import ModuleType
 from handlers.own_code.generate import Beside, GenerateFunction
 from handlers.own_code.loading import find_class, find_marked, load_entry_point
 from handlers.own_code.options import OwnCodeOptions
-from lmi_server.errors import LmiServerError, ModelLoadError
-from lmi_server.handler import AsyncRequestHandler, LLMHandler, ModelInfo, RequestHandler, Response
-from lmi_server.protocol import Adapter, Input
+from lmi_server.contract.errors import LmiServerError, ModelLoadError
+from lmi_server.contract.handler import AsyncRequestHandler, LLMHandler, ModelInfo, RequestHandler, Response
+from lmi_server.contract.protocol import Adapter, Input
 
 _HANDLERS = (RequestHandler, AsyncRequestHandler, LLMHandler)
 _FORMATTERS = ("input_formatter", "output_formatter")

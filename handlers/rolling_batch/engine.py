@@ -14,8 +14,8 @@ from handlers.rolling_batch.sampler import Sampled, SamplingState, sample, score
 from handlers.rolling_batch.scheduler import Chunk, Scheduler, Sequence
 from handlers.rolling_batch.step_recorder import EngineStats, StepRecorder
 from handlers.step_loop import Output
-from lmi_server.errors import ContextLengthError, HandlerError, RequestError
-from lmi_server.generation import Delta, FinishReason, SamplingParameters, Token, TopToken, Usage
+from lmi_server.contract.errors import ContextLengthError, HandlerError, RequestError
+from lmi_server.contract.generation import Delta, FinishReason, SamplingParameters, Token, TopToken, Usage
 
 _log = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from handlers.rolling_batch.prompts import PromptEncoder
 from handlers.rolling_batch.scheduler import Scheduler, SchedulerLimits
 from handlers.rolling_batch_options import RollingBatchOptions
 from lmi_server.configuration.environment import own_rank
-from lmi_server.errors import ModelLoadError
-from lmi_server.generation import SamplingParameters
+from lmi_server.contract.errors import ModelLoadError
+from lmi_server.contract.generation import SamplingParameters
 
 _GIB = 2**30
 # A step of the CPU takes 30 to 45 ms to decode 32 sequences of a small model and 0.75 ms per prompt token beside them:

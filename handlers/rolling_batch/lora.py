@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from handlers.rolling_batch.linear_places import LinearPlace, linear_places
-from lmi_server.errors import RequestError
+from lmi_server.contract.errors import RequestError
 
 _Adder = Callable[[nn.Module, tuple[torch.Tensor], torch.Tensor], None]
 

@@ -15,7 +15,7 @@ from peft.utils import load_peft_weights
 from peft.utils.other import get_pattern_key
 
 from handlers.rolling_batch.lora import LoraPair
-from lmi_server.errors import RequestError
+from lmi_server.contract.errors import RequestError
 
 _PREFIX = "base_model.model."
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"

@@ -26,7 +26,7 @@ from handlers.rolling_batch.peers import GroupBrokenError, Peers
 from handlers.rolling_batch.scheduler import Chunk, Sequence, StepPlan
 from handlers.rolling_batch.slots import Copy
 from handlers.rolling_batch.step_messages import Pass, Prepare, Stop, decode, encode
-from lmi_server.errors import RequestError
+from lmi_server.contract.errors import RequestError
 
 _runner_ids = itertools.count()
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from handlers.rolling_batch.rank_memory import SHARED_TYPES, RankMemory
-from lmi_server.errors import ModelLoadError
-from lmi_server.ranks import Rank
+from lmi_server.contract.errors import ModelLoadError
+from lmi_server.contract.ranks import Rank
 
 _BUSY_S = 0.02  # from the last message on a follower polls and does not sleep: the next step is to begin at once
 _PAUSE_S = 0.001

@@ -8,8 +8,8 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from lmi_server.errors import RequestError
-from lmi_server.generation import ChatOptions, GenerationRequest
+from lmi_server.contract.errors import RequestError
+from lmi_server.contract.generation import ChatOptions, GenerationRequest
 
 _LONG_TEXT = 20_000  # characters from which tokenizing would hold up the event loop for milliseconds
 

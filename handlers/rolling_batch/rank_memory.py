@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from handlers.rolling_batch.attention import as_numpy
-from lmi_server.ranks import Rank
+from lmi_server.contract.ranks import Rank
 
 SHARED_TYPES = (torch.float32, torch.bfloat16)
 _PIECE = 64 * 1024  # elements that are shared at a time: they stay in the processor's cache

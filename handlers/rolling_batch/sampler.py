@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from handlers.rolling_batch.attention import as_numpy
-from lmi_server.generation import SamplingParameters
+from lmi_server.contract.generation import SamplingParameters
 
 _CANDIDATES = 1024  # nucleus sampling looks at this many best tokens before it sorts the whole vocabulary
 

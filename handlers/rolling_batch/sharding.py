@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from handlers.rolling_batch.peers import Peers
-from lmi_server.errors import ModelLoadError
-from lmi_server.ranks import Rank
+from lmi_server.contract.errors import ModelLoadError
+from lmi_server.contract.ranks import Rank
 
 _DEGREE = "option.tensor_parallel_degree"
 

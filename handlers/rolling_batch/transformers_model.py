@@ -20,8 +20,8 @@ from handlers.rolling_batch.sharding import (
     make_local,
 )
 from lmi_server.configuration.environment import own_rank
-from lmi_server.errors import ModelLoadError
-from lmi_server.ranks import Rank
+from lmi_server.contract.errors import ModelLoadError
+from lmi_server.contract.ranks import Rank
 
 
 def load(path: str, options: HuggingFaceOptions) -> LoadedModel:

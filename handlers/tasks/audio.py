@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from handlers.tasks.task import file_bytes
-from lmi_server.errors import ModelLoadError, RequestError
+from lmi_server.contract.errors import ModelLoadError, RequestError
 
 
 def audio_reader(sampling_rate: int) -> Callable[[Any], Any]:

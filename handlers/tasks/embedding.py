@@ -14,9 +14,9 @@ from handlers.pipeline_options import PipelineOptions
 from handlers.tasks.encoder import Encoder
 from handlers.tasks.pooling import Pooler, read_layout
 from handlers.tasks.task import Task, named
+from lmi_server.contract.errors import LmiServerError, RequestError
 from lmi_server.dialects import fields
 from lmi_server.dialects.openai_embeddings import EmbeddingRequest
-from lmi_server.errors import LmiServerError, RequestError
 
 
 class Text(NamedTuple):

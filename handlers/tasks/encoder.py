@@ -16,8 +16,8 @@ from handlers.checkpoints.loading import load_model, load_tokenizer
 from handlers.pipeline_options import PipelineOptions
 from handlers.tasks.batches import even_batches
 from handlers.tasks.task import Task, named, read_text
+from lmi_server.contract.errors import ContextLengthError
 from lmi_server.dialects import fields
-from lmi_server.errors import ContextLengthError
 
 _MAX_TOKENS = 16384  # of one forward pass, padding counted
 _NO_LIMIT = 10**9  # a tokenizer that knows no limit says 10**30

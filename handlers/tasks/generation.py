@@ -21,9 +21,9 @@ from handlers.checkpoints.loading import eos_token_ids, load_model, load_tokeniz
 from handlers.pipeline_options import PipelineOptions
 from handlers.rolling_batch.detokenizer import IncrementalDetokenizer, StopMatcher
 from handlers.tasks.task import Task, named, read_text
+from lmi_server.contract.errors import ContextLengthError, RequestError
 from lmi_server.dialects import fields
 from lmi_server.dialects.fields import Field
-from lmi_server.errors import ContextLengthError, RequestError
 
 _COUNT = fields.integer(1)
 

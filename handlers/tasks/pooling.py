@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lmi_server.errors import ModelLoadError
+from lmi_server.contract.errors import ModelLoadError
 
 Vectors = torch.Tensor  # (texts, width)
 _Pool = Callable[[torch.Tensor, torch.Tensor], Vectors]

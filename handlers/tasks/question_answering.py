@@ -16,8 +16,8 @@ from handlers.checkpoints.loading import load_model, load_tokenizer
 from handlers.pipeline_options import PipelineOptions
 from handlers.tasks.batches import even_batches
 from handlers.tasks.task import Task, named, read_object, read_text
+from lmi_server.contract.errors import ModelLoadError
 from lmi_server.dialects import fields
-from lmi_server.errors import ModelLoadError
 
 _MAX_WINDOW = 384  # tokens of question and context together, as the models were trained
 _STRIDE = 128  # tokens that neighbouring windows share

@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
+from lmi_server.contract.errors import RequestError
 from lmi_server.dialects import fields
 from lmi_server.dialects.fields import Field, Reader
-from lmi_server.errors import RequestError
 
 
 class Task(ABC):

@@ -15,9 +15,9 @@ from handlers.checkpoints.loading import model_arguments, save_weights
 from handlers.pipeline_options import PipelineOptions
 from handlers.tasks.audio import audio_reader
 from handlers.tasks.task import Task, named, one_of, read_image, read_object, read_text, texts
+from lmi_server.contract.errors import ContextLengthError, ModelLoadError, RequestError
 from lmi_server.dialects import fields
 from lmi_server.dialects.fields import Field
-from lmi_server.errors import ContextLengthError, ModelLoadError, RequestError
 
 _MAX_BATCH = 32  # inputs of one forward pass; a request may bring any number of them
 

@@ -12,8 +12,8 @@ from typing import Any
 from handlers.vllm_engine import library
 from handlers.vllm_engine.drivers import Driver
 from handlers.vllm_engine.requests import plain
-from lmi_server.errors import RequestError
-from lmi_server.protocol import Adapter
+from lmi_server.contract.errors import RequestError
+from lmi_server.contract.protocol import Adapter
 
 _REFUSALS = (ValueError, TypeError, KeyError, RuntimeError, OSError, AssertionError, library.VLLMError)
 

@@ -13,8 +13,8 @@ import msgspec
 
 from handlers.vllm_engine import library
 from handlers.vllm_options import VllmOptions
-from lmi_server.errors import RequestError
-from lmi_server.generation import (
+from lmi_server.contract.errors import RequestError
+from lmi_server.contract.generation import (
     Delta,
     GenerationRequest,
     NamedTool,

@@ -14,8 +14,8 @@ from handlers.vllm_engine import library
 from handlers.vllm_engine.compilation import BackgroundCompilation
 from handlers.vllm_engine.outputs import Answer
 from handlers.vllm_engine.requests import CLIENT_ERRORS, as_request_error
-from lmi_server.errors import HandlerError, LmiServerError
-from lmi_server.generation import Delta
+from lmi_server.contract.errors import HandlerError, LmiServerError
+from lmi_server.contract.generation import Delta
 
 _log = logging.getLogger(__name__)
 

@@ -48,7 +48,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from lmi_server.configuration.environment import meeting_point, own_rank
-from lmi_server.generation import StructuredOutputs
+from lmi_server.contract.generation import StructuredOutputs
 
 __all__ = [
     "AsyncEngineArgs",

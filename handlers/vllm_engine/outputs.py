@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lmi_server.errors import HandlerError, LmiServerError
-from lmi_server.generation import Delta, FinishReason, SamplingParameters, Token, TopToken, Usage
+from lmi_server.contract.errors import HandlerError, LmiServerError
+from lmi_server.contract.generation import Delta, FinishReason, SamplingParameters, Token, TopToken, Usage
 
 
 class Vocabulary:

@@ -21,8 +21,8 @@ from handlers.vllm_engine.drivers import end_process
 from handlers.vllm_engine.loading import details, engine_config, loaded, set_threads
 from handlers.vllm_engine.requests import CLIENT_ERRORS, as_request_error
 from handlers.vllm_options import VllmPoolingOptions
+from lmi_server.contract.errors import HandlerError, LmiServerError, ModelLoadError, RequestError
 from lmi_server.dialects.openai_embeddings import EmbeddingRequest
-from lmi_server.errors import HandlerError, LmiServerError, ModelLoadError, RequestError
 
 _log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from handlers.vllm_engine import library
 from handlers.vllm_engine.chats import ParsedChats, Rendered
-from lmi_server.errors import ContextLengthError, RequestError
-from lmi_server.generation import GenerationRequest, SamplingParameters
+from lmi_server.contract.errors import ContextLengthError, RequestError
+from lmi_server.contract.generation import GenerationRequest, SamplingParameters
 
 _CACHE_SALT = "cache_salt"  # belongs to the prompt, not to the sampling
 _LONG_TEXT = 20_000  # characters from which tokenizing would hold up the event loop for milliseconds

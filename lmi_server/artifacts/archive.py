@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 
 from lmi_server.artifacts.progress import Activity, in_words
 from lmi_server.artifacts.store import file_errors
-from lmi_server.errors import ArtifactError
+from lmi_server.contract.errors import ArtifactError
 
 _DAMAGED = (
     *(tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, lzma.LZMAError, zlib.error),

@@ -28,7 +28,7 @@ from lmi_server.artifacts.requirements import Installer, install_requirements
 from lmi_server.artifacts.s3 import fetch_s3
 from lmi_server.artifacts.s3_clients import find_client
 from lmi_server.artifacts.store import claim, entry, file_errors
-from lmi_server.errors import ArtifactError
+from lmi_server.contract.errors import ArtifactError
 
 _Result = TypeVar("_Result")
 

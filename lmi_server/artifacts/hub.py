@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lmi_server.artifacts.progress import Activity
-from lmi_server.errors import ArtifactError
+from lmi_server.contract.errors import ArtifactError
 
 # The weights of other frameworks, and formats that no engine here reads.
 _FOREIGN = ("*.msgpack", "*.h5", "*.ot", "*.onnx", "*.mlmodel", "onnx/*", "openvino/*", "coreml/*", "original/*")

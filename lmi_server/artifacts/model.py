@@ -10,7 +10,7 @@ from pathlib import Path
 from lmi_server.artifacts.fetch import ArtifactSettings, fetch_artifacts
 from lmi_server.artifacts.progress import OnProgress
 from lmi_server.configuration.resolve import ResolvedModel, inspect_model, resolve_model
-from lmi_server.errors import ConfigurationError
+from lmi_server.contract.errors import ConfigurationError
 
 Resolve = Callable[[Path, Mapping[str, str], Mapping[str, str]], ResolvedModel]
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.progress import Progress as Bars
 
-from lmi_server.errors import ArtifactError
+from lmi_server.contract.errors import ArtifactError
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ import msgspec
 from lmi_server.artifacts.child import ChildTimeoutError, Ended, run_child
 from lmi_server.artifacts.progress import Activity
 from lmi_server.artifacts.store import Entry, claim, entry, file_errors, no_room
-from lmi_server.errors import ArtifactError
+from lmi_server.contract.errors import ArtifactError
 
 REQUIREMENTS = "requirements.txt"
 

@@ -15,7 +15,7 @@ from lmi_server.artifacts.location import S3Location
 from lmi_server.artifacts.progress import Activity
 from lmi_server.artifacts.s3_clients import Download, S3Client, S3Object, S3UnreachableError
 from lmi_server.artifacts.store import Entry, claim, entry, file_errors, require_room
-from lmi_server.errors import ArtifactError
+from lmi_server.contract.errors import ArtifactError
 
 logger = logging.getLogger(__name__)
 

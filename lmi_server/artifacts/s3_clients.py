@@ -25,7 +25,7 @@ from lmi_server.artifacts.child import Ended, run_child
 from lmi_server.artifacts.location import S3Location
 from lmi_server.artifacts.progress import Activity
 from lmi_server.artifacts.store import file_errors, no_room
-from lmi_server.errors import ArtifactError
+from lmi_server.contract.errors import ArtifactError
 
 _BOTO3_FILES_AT_ONCE = 4
 _RETRIES = 5

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lmi_server.artifacts.location import HubModel, LocalArchive, LocalDirectory, S3Location, parse_location
-from lmi_server.errors import ConfigurationError
+from lmi_server.contract.errors import ConfigurationError
 
 _CAUSAL_LM = ("ForCausalLM", "LMHeadModel")
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from lmi_server.ranks import Rank
+from lmi_server.contract.ranks import Rank
 
 # Open MPI, PMIx, MPICH
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")

@@ -14,10 +14,10 @@ from lmi_server.configuration.layers import Source
 from lmi_server.configuration.machine import Machine
 from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.configuration.resolve import Inspection
+from lmi_server.contract.errors import ConfigurationError
+from lmi_server.contract.ranks import RankGroup
 from lmi_server.devices import DeviceGroup, plan_devices
-from lmi_server.errors import ConfigurationError
 from lmi_server.mpi import NO_MPIRUN, OPEN_MPI, MpiRun
-from lmi_server.ranks import RankGroup
 from lmi_server.worker_command import mpi_worker_command, worker_command
 
 _FD = "fd:N"  # the number is known when the worker starts

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmi_server.errors import ConfigurationError
+from lmi_server.contract.errors import ConfigurationError
 
 _BLANKS = " \t\f"
 _LINE_END = re.compile(r"\r\n|\r|\n")  # not str.splitlines, which knows more line ends than Java does

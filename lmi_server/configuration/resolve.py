@@ -48,7 +48,7 @@ from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.configuration.properties import read_properties
 from lmi_server.configuration.recommender import is_true, recommend, with_max_resolved
 from lmi_server.configuration.tasks import infer_task
-from lmi_server.errors import ConfigurationError
+from lmi_server.contract.errors import ConfigurationError
 
 SERVING_PROPERTIES = "serving.properties"
 

@@ -26,7 +26,7 @@ from lmi_server.configuration.layers import (
 )
 from lmi_server.configuration.options import PositiveInt
 from lmi_server.configuration.properties import read_properties
-from lmi_server.errors import ConfigurationError
+from lmi_server.contract.errors import ConfigurationError
 
 LogLevel = Annotated[
     Literal["debug", "info", "warning", "error"],

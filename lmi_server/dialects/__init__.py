@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
+from lmi_server.contract.errors import RequestError, RouteNotFoundError
+from lmi_server.contract.protocol import Input
 from lmi_server.dialects import fields, lmi, openai
 from lmi_server.dialects.base import Exchange, ServedModel
-from lmi_server.errors import RequestError, RouteNotFoundError
-from lmi_server.protocol import Input
 
 __all__ = ["FORMATTER_NAMES", "Exchange", "ServedModel", "parse"]
 

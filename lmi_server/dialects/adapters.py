@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
+from lmi_server.contract.errors import RequestError
+from lmi_server.contract.protocol import Input
 from lmi_server.dialects import fields
 from lmi_server.dialects.base import ServedModel
-from lmi_server.errors import RequestError
-from lmi_server.protocol import Input
 
 _HEADER = "x-amzn-sagemaker-adapter-identifier"
 _ALIAS_HEADER = "x-amzn-sagemaker-adapter-alias"

@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from lmi_server.errors import LmiServerError
-from lmi_server.generation import Delta, Feature, GenerationRequest
-from lmi_server.protocol import Input
+from lmi_server.contract.errors import LmiServerError
+from lmi_server.contract.generation import Delta, Feature, GenerationRequest
+from lmi_server.contract.protocol import Input
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):

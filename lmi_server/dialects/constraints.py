@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
+from lmi_server.contract.errors import RequestError
+from lmi_server.contract.generation import StructuredOutputs
 from lmi_server.dialects import fields
 from lmi_server.dialects.fields import Field, Reader
-from lmi_server.errors import RequestError
-from lmi_server.generation import StructuredOutputs
 
 _WHITESPACE = "guided_whitespace_pattern"
 

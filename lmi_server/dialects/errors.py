@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lmi_server import errors
+from lmi_server.contract import errors
+from lmi_server.contract.errors import LmiServerError
 from lmi_server.dialects.framing import JSON_LINES, SSE, encode
-from lmi_server.errors import LmiServerError
 
 _OPENAI_ROUTES = frozenset(
     {

@@ -12,15 +12,15 @@ from uuid import uuid4
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from lmi_server.contract.errors import LmiServerError, RequestError
+from lmi_server.contract.generation import Delta, FinishReason, GenerationRequest, SamplingParameters, Token, Usage
+from lmi_server.contract.protocol import Input
 from lmi_server.dialects import fields
 from lmi_server.dialects.adapters import adapter_name, chosen_adapter
 from lmi_server.dialects.base import Exchange, ServedModel
 from lmi_server.dialects.errors import error_event
 from lmi_server.dialects.fields import Field
 from lmi_server.dialects.framing import JSON_LINES, SSE, Framing, encode, encode_line
-from lmi_server.errors import LmiServerError, RequestError
-from lmi_server.generation import Delta, FinishReason, GenerationRequest, SamplingParameters, Token, Usage
-from lmi_server.protocol import Input
 
 _ROUTE = "invocations"
 _NO_TOKEN = Token(-1, "")  # LMI's token of a line that only carries text

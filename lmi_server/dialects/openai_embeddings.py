@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from lmi_server.contract.errors import RequestError
 from lmi_server.dialects import fields
 from lmi_server.dialects.fields import Field
 from lmi_server.dialects.framing import encode
-from lmi_server.errors import RequestError
 
 _MAX_INPUTS = 2048  # OpenAI's limit
 

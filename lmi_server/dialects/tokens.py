@@ -8,15 +8,15 @@ from uuid import uuid4
 
 import msgspec
 
+from lmi_server.contract.errors import RequestError
+from lmi_server.contract.generation import GenerationRequest, SamplingParameters
+from lmi_server.contract.protocol import Input
 from lmi_server.dialects import fields
 from lmi_server.dialects.base import ServedModel
 from lmi_server.dialects.fields import Field
 from lmi_server.dialects.framing import encode
 from lmi_server.dialects.openai import messages as chats
 from lmi_server.dialects.openai.request import model_warnings
-from lmi_server.errors import RequestError
-from lmi_server.generation import GenerationRequest, SamplingParameters
-from lmi_server.protocol import Input
 
 TOKENIZE, DETOKENIZE = "tokenize", "detokenize"
 ROUTES = frozenset({TOKENIZE, DETOKENIZE})

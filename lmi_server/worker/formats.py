@@ -9,10 +9,10 @@ from typing import Any, cast
 from lmi_server import dialects
 from lmi_server.configuration.handlers import OWN_CODE
 from lmi_server.configuration.handlers import load as load_by_name
+from lmi_server.contract.errors import ModelLoadError, RequestError
+from lmi_server.contract.protocol import Input
 from lmi_server.dialects.adapters import named_adapter
 from lmi_server.dialects.base import Formatting
-from lmi_server.errors import ModelLoadError, RequestError
-from lmi_server.protocol import Input
 from lmi_server.worker.loading import Loading
 from lmi_server.worker.serve import Parse
 

@@ -8,11 +8,11 @@ from typing import cast
 from lmi_server.configuration.handlers import load as load_class
 from lmi_server.configuration.options import ModelOptions
 from lmi_server.configuration.resolve import rebuild_options
+from lmi_server.contract.errors import LmiServerError, ModelLoadError, ModelMemoryError, is_out_of_memory
+from lmi_server.contract.handler import LLMHandler, ModelInfo, RequestHandler
+from lmi_server.contract.protocol import Load
 from lmi_server.dialects import FORMATTER_NAMES
 from lmi_server.dialects.base import ServedModel
-from lmi_server.errors import LmiServerError, ModelLoadError, ModelMemoryError, is_out_of_memory
-from lmi_server.handler import LLMHandler, ModelInfo, RequestHandler
-from lmi_server.protocol import Load
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import uvloop
 
-from lmi_server.protocol import Frames, Ready, Submit
+from lmi_server.contract.protocol import Frames, Ready, Submit
 from lmi_server.worker.outgoing import Outgoing
 from lmi_server.worker.side_by_side import Serving, SideBySide
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from lmi_server.errors import ModelMemoryError
-from lmi_server.link import FrontendLink
-from lmi_server.protocol import Adapter, End, Error, Frames, Item, Ready, Reply, Submit
+from lmi_server.contract.errors import ModelMemoryError
+from lmi_server.contract.link import FrontendLink
+from lmi_server.contract.protocol import Adapter, End, Error, Frames, Item, Ready, Reply, Submit
 from lmi_server.worker.main_thread import MainThread
 from lmi_server.worker.outgoing import Call, Outgoing
 from lmi_server.worker.service import Service, cancelled, recalled, unknown_operation

@@ -22,9 +22,9 @@ from queue import SimpleQueue
 from types import FrameType
 from typing import NamedTuple
 
-from lmi_server.batch_progress import BatchProgress
 from lmi_server.configuration.options import ModelOptions
-from lmi_server.errors import (
+from lmi_server.contract.batch_progress import BatchProgress
+from lmi_server.contract.errors import (
     HandlerError,
     LmiServerError,
     ModelLoadError,
@@ -32,8 +32,8 @@ from lmi_server.errors import (
     WorkerDiedError,
     is_out_of_memory,
 )
-from lmi_server.handler import AsyncRequestHandler, LLMHandler, ModelInfo, RequestHandler, Response
-from lmi_server.protocol import End, Head, Ready, Reply
+from lmi_server.contract.handler import AsyncRequestHandler, LLMHandler, ModelInfo, RequestHandler, Response
+from lmi_server.contract.protocol import End, Head, Ready, Reply
 from lmi_server.worker.loading import Loading
 from lmi_server.worker.main_loop import MainLoop
 from lmi_server.worker.outgoing import Call, Outgoing

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-from lmi_server.protocol import Chunk, End, Error, Frames, Head, Item, Reply
+from lmi_server.contract.protocol import Chunk, End, Error, Frames, Head, Item, Reply
 
 
 class Way(Protocol):

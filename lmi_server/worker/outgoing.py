@@ -6,9 +6,9 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
+from lmi_server.contract.errors import LmiServerError
+from lmi_server.contract.protocol import Chunk, End, Error, Input, Item, Reply
 from lmi_server.dialects.errors import error_reply
-from lmi_server.errors import LmiServerError
-from lmi_server.protocol import Chunk, End, Error, Input, Item, Reply
 
 _UNSENT_LIMIT = 1 << 20  # bytes of streams that the main thread may be ahead of the link
 

@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from lmi_server.errors import RequestError
+from lmi_server.contract.errors import RequestError
+from lmi_server.contract.protocol import Error, Ready, Submit
 from lmi_server.job import CANCELLED, RECALLED
-from lmi_server.protocol import Error, Ready, Submit
 
 
 class Service(ABC):

@@ -7,9 +7,9 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from lmi_server.errors import HandlerError, LmiServerError, ModelMemoryError, is_out_of_memory
-from lmi_server.link import FrontendLink
-from lmi_server.protocol import (
+from lmi_server.contract.errors import HandlerError, LmiServerError, ModelMemoryError, is_out_of_memory
+from lmi_server.contract.link import FrontendLink
+from lmi_server.contract.protocol import (
     Cancel,
     Control,
     Error,

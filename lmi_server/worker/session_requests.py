@@ -8,11 +8,11 @@ from typing import Any
 from djl_python.session_manager import Session, SessionManager, save_sessions
 
 from lmi_server.configuration.options import ModelOptions
+from lmi_server.contract.errors import HandlerError, RequestError
+from lmi_server.contract.handler import Response
+from lmi_server.contract.protocol import Input
 from lmi_server.dialects import fields
 from lmi_server.dialects.framing import encode
-from lmi_server.errors import HandlerError, RequestError
-from lmi_server.handler import Response
-from lmi_server.protocol import Input
 
 _HEADER = "X-Amzn-SageMaker-Session-Id"
 _CLOSED_HEADER = "X-Amzn-SageMaker-Closed-Session-Id"

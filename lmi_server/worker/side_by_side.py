@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from lmi_server.configuration.options import ModelOptions
+from lmi_server.contract.errors import LmiServerError
+from lmi_server.contract.handler import AsyncRequestHandler, LLMHandler, ModelInfo
+from lmi_server.contract.protocol import Adapter, Input, Ready, Submit
 from lmi_server.dialects.base import ServedModel
 from lmi_server.dialects.errors import error_reply
-from lmi_server.errors import LmiServerError
-from lmi_server.handler import AsyncRequestHandler, LLMHandler, ModelInfo
-from lmi_server.protocol import Adapter, Input, Ready, Submit
 from lmi_server.worker.formats import Formats
 from lmi_server.worker.loading import Loading
 from lmi_server.worker.outbox import Answer, Outbox, Way

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from handlers.echo import EchoHandler
-from lmi_server.errors import ModelLoadError, RequestError
-from lmi_server.generation import Delta, GenerationRequest, Usage
-from lmi_server.handler import ModelInfo
-from lmi_server.protocol import Adapter
+from lmi_server.contract.errors import ModelLoadError, RequestError
+from lmi_server.contract.generation import Delta, GenerationRequest, Usage
+from lmi_server.contract.handler import ModelInfo
+from lmi_server.contract.protocol import Adapter
 
 
 class FaultHandler(EchoHandler):

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lmi_server.errors import LmiServerError, RequestError
-from lmi_server.handler import ModelInfo, RequestHandler, Response
-from lmi_server.protocol import Input
+from lmi_server.contract.errors import LmiServerError, RequestError
+from lmi_server.contract.handler import ModelInfo, RequestHandler, Response
+from lmi_server.contract.protocol import Input
 
 
 class RequestFaults(RequestHandler):

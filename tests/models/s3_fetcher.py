@@ -15,7 +15,7 @@ from lmi_server.artifacts.location import S3Location
 from lmi_server.artifacts.progress import Activity, Progress
 from lmi_server.artifacts.s3 import fetch_s3
 from lmi_server.artifacts.s3_clients import Boto3
-from lmi_server.errors import ArtifactError
+from lmi_server.contract.errors import ArtifactError
 
 
 def main(url: str, root: str, cut: int, limit: int) -> int:

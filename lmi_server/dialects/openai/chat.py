@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from lmi_server.contract.errors import RequestError
+from lmi_server.contract.generation import GenerationRequest
+from lmi_server.contract.protocol import Input
 from lmi_server.dialects import fields
 from lmi_server.dialects.base import Exchange, ServedModel
 from lmi_server.dialects.errors import is_openai
@@ -23,9 +26,6 @@ from lmi_server.dialects.openai.request import (
     read,
     sampling_of,
 )
-from lmi_server.errors import RequestError
-from lmi_server.generation import GenerationRequest
-from lmi_server.protocol import Input
 
 
 def _no_function(name: str, value: Any) -> None:

@@ -7,6 +7,15 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from lmi_server.contract.generation import (
+    Delta,
+    FinishReason,
+    GenerationRequest,
+    NamedTool,
+    Token,
+    ToolCallDelta,
+    TopToken,
+)
 from lmi_server.dialects.framing import Framing, encode, encode_line
 from lmi_server.dialects.openai.answer import (
     FINISH,
@@ -19,7 +28,6 @@ from lmi_server.dialects.openai.answer import (
     shown,
 )
 from lmi_server.dialects.openai.request import AnswerOptions
-from lmi_server.generation import Delta, FinishReason, GenerationRequest, NamedTool, Token, ToolCallDelta, TopToken
 
 # --- the objects of an answer ---
 

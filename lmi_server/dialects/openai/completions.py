@@ -8,6 +8,9 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from lmi_server.contract.errors import RequestError
+from lmi_server.contract.generation import Delta, GenerationRequest, Token
+from lmi_server.contract.protocol import Input
 from lmi_server.dialects import fields
 from lmi_server.dialects.base import Exchange, ServedModel
 from lmi_server.dialects.fields import Field
@@ -35,9 +38,6 @@ from lmi_server.dialects.openai.request import (
     read,
     sampling_of,
 )
-from lmi_server.errors import RequestError
-from lmi_server.generation import Delta, GenerationRequest, Token
-from lmi_server.protocol import Input
 
 _MAX_PROMPTS = 2048
 

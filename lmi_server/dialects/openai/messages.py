@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from lmi_server.contract.errors import RequestError
+from lmi_server.contract.generation import ChatOptions, NamedTool
 from lmi_server.dialects import fields
-from lmi_server.errors import RequestError
-from lmi_server.generation import ChatOptions, NamedTool
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 _TEMPLATE_ONLY = ("chat_template", "tokenize", "messages", "conversation")  # what the renderer itself decides

@@ -9,14 +9,14 @@ from uuid import uuid4
 
 import msgspec
 
+from lmi_server.contract.errors import ModelNotFoundError, RequestError
+from lmi_server.contract.generation import SamplingParameters
+from lmi_server.contract.protocol import Input
 from lmi_server.dialects import constraints, fields
 from lmi_server.dialects.adapters import adapter_name, chosen_adapter
 from lmi_server.dialects.base import ServedModel
 from lmi_server.dialects.errors import is_openai
 from lmi_server.dialects.fields import Field
-from lmi_server.errors import ModelNotFoundError, RequestError
-from lmi_server.generation import SamplingParameters
-from lmi_server.protocol import Input
 
 _MAX_CHOICES = 128  # OpenAI's own bound on n
 

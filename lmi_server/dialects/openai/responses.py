@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from lmi_server.contract.errors import RequestError
+from lmi_server.contract.generation import GenerationRequest, NamedTool, StructuredOutputs
+from lmi_server.contract.protocol import Input
 from lmi_server.dialects import constraints, fields
 from lmi_server.dialects.base import Exchange, ServedModel
 from lmi_server.dialects.fields import Field
@@ -17,9 +20,6 @@ from lmi_server.dialects.openai.request import (
     sampling_of,
 )
 from lmi_server.dialects.openai.responses_answer import Asked, ResponseBody, ResponseStream
-from lmi_server.errors import RequestError
-from lmi_server.generation import GenerationRequest, NamedTool, StructuredOutputs
-from lmi_server.protocol import Input
 
 _STORED = fields.off("send the whole conversation as input: responses are not stored")
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text"})

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
+from lmi_server.contract.errors import LmiServerError
+from lmi_server.contract.generation import Delta, GenerationRequest, Token, ToolCallDelta
 from lmi_server.dialects.base import Exchange
 from lmi_server.dialects.errors import error_event
 from lmi_server.dialects.framing import SSE, encode
 from lmi_server.dialects.openai.answer import finite
 from lmi_server.dialects.openai.request import Envelope
-from lmi_server.errors import LmiServerError
-from lmi_server.generation import Delta, GenerationRequest, Token, ToolCallDelta
 
 _ROUTE = "responses"
 ItemT = TypeVar("ItemT", bound="_Item")

@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from lmi_server.errors import LmiServerError, RequestError
-from lmi_server.generation import Delta, Feature, GenerationRequest
-from lmi_server.protocol import Adapter, Input
+from lmi_server.contract.errors import LmiServerError, RequestError
+from lmi_server.contract.generation import Delta, Feature, GenerationRequest
+from lmi_server.contract.protocol import Adapter, Input
 
 _NO_ADAPTERS = "this handler serves no LoRA adapters; use another one, or set option.enable_lora=false"
 

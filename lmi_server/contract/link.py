@@ -1,4 +1,4 @@
-"""The link between the front end and one worker: messages of `lmi_server.protocol` over a Unix socket.
+"""The link between the front end and one worker: messages of `lmi_server.contract.protocol` over a Unix socket.
 
 On the wire a message is a 4-byte big-endian length and that many bytes of msgpack. End of file means that the other
 side is dead, at once.
@@ -14,7 +14,7 @@ from typing import Generic, TypeVar, cast
 
 import msgspec
 
-from lmi_server.protocol import FromWorker, Load, Message, ToWorker
+from lmi_server.contract.protocol import FromWorker, Load, Message, ToWorker
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """The messages between the front end and a worker: everything that crosses the link is one of these types.
 
-On the wire each message is a 4-byte big-endian length and that many bytes of msgpack (see `lmi_server.link`). Fields
+On the wire each message is a 4-byte big-endian length and that many bytes of msgpack (see `lmi_server.contract.link`). Fields
 are positional (`array_like`), tagged by the class name. Ids are the front end's, unique per worker process.
 
     front end -> worker   Load (once, first), Submit, Cancel, Recall, Control, LogLevel, Shutdown
@@ -163,7 +163,7 @@ class End(Message, frozen=True):
 
 
 class Error(Message, frozen=True):
-    """The request failed; `kind` names a class of `lmi_server.errors`, or is "Cancelled" or "Recalled"."""
+    """The request failed; `kind` names a class of `lmi_server.contract.errors`, or is "Cancelled" or "Recalled"."""
 
     id: int
     kind: str
