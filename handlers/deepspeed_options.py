@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from handlers.cpu_defaults import THREAD_VARIABLES
 from handlers.pipeline_options import PipelineOptions, generates
 from handlers.rolling_batch_options import RollingBatchOptions
 from handlers.transformers_options import TransformersOptions
@@ -24,6 +23,7 @@ from lmi_server.configuration.options import (
     without_effect,
 )
 from lmi_server.configuration.tasks import TEXT_GENERATION, canonical_task
+from lmi_server.machine.threads import THREAD_VARIABLES
 
 SHARDS_MANIFEST = "ds_inference_config.json"
 """The file that says which weights belong to which rank, beside the weights."""

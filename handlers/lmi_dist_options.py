@@ -10,8 +10,8 @@ from pydantic import BeforeValidator, Field
 
 from handlers.vllm_options import InWorkerOptions
 from lmi_server.configuration.declaration import Allowed, Deprecated, DeprecatedValue, Documented, Finding, NoEffect
-from lmi_server.configuration.machine import Machine
 from lmi_server.configuration.options import MPI_MODE_DESCRIPTION, JsonObject, PositiveInt, lower
+from lmi_server.machine.inventory import Machine
 
 _QUANTIZATIONS = {"bitsandbytes8": "bitsandbytes"}  # vLLM's names, where they are others
 Quantize = Annotated[

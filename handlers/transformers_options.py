@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from handlers.cpu_defaults import THREAD_VARIABLES
 from lmi_server.configuration.declaration import (
     Allowed,
     Deprecated,
@@ -17,6 +16,7 @@ from lmi_server.configuration.declaration import (
     Unavailable,
 )
 from lmi_server.configuration.options import ModelOptions, ParallelDegree, PositiveInt
+from lmi_server.machine.threads import THREAD_VARIABLES
 
 # By the name that a checkpoint gives its quantisation: our extra, and what of it is looked for.
 QUANTIZATION_PACKAGES = {

@@ -13,10 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from handlers.cpu_defaults import THREAD_VARIABLES
 from handlers.paged_attention_options import PagedAttentionOptions
 from lmi_server.configuration.declaration import Allowed, Finding, Key, NoEffect
-from lmi_server.configuration.machine import Machine
 from lmi_server.configuration.options import (
     DTYPE_NOTE,
     FloatDtype,
@@ -28,6 +26,8 @@ from lmi_server.configuration.options import (
     lower,
     without_effect,
 )
+from lmi_server.machine.inventory import Machine
+from lmi_server.machine.threads import THREAD_VARIABLES
 
 _PARTITION = NoEffect("only LMI's offline command `partition` reads it")
 _NUMA_NODES = Path("/sys/devices/system/node")

@@ -15,13 +15,13 @@ import typer
 from rich.console import Console
 
 from lmi_server.artifacts.location import archive_stem
-from lmi_server.configuration.environment import process_environment
 from lmi_server.configuration.explain import Explanation
 from lmi_server.configuration.explain import explain as explain_model
-from lmi_server.configuration.machine import this_machine, with_gpu_memory
 from lmi_server.configuration.resolve import inspect_model
 from lmi_server.configuration.server import ServerSettings, find_config_file, model_defaults, resolve_server
 from lmi_server.contract.errors import ConfigurationError, LmiServerError
+from lmi_server.machine.environment import process_environment
+from lmi_server.machine.inventory import this_machine, with_gpu_memory
 from lmi_server.model_store import ModelSource, Startup, startup_sources
 
 app = typer.Typer(name="lmi-server", help="Serves the model of a directory over HTTP.", no_args_is_help=True)

@@ -15,10 +15,10 @@ from pathlib import Path
 import uvloop
 
 from lmi_server.artifacts.fetch import ArtifactSettings, artifact_settings
-from lmi_server.configuration.machine import this_machine
 from lmi_server.configuration.properties import decode_properties, edited_properties
 from lmi_server.configuration.resolve import SERVING_PROPERTIES, ResolvedModel, inspect_model, resolve_model
 from lmi_server.contract.errors import ConfigurationError
+from lmi_server.machine.inventory import this_machine
 from lmi_server.model_store import ModelSource
 from lmi_server.models import ModelRegistry
 

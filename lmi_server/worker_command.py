@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from lmi_server.mpi import MpiRun
+from lmi_server.machine.mpi import MpiRun
 
 
 def worker_command(link: str, progress: str) -> Sequence[str]:

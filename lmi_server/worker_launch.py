@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
-from lmi_server.configuration.environment import process_environment
 from lmi_server.contract.batch_progress import BatchProgress
 from lmi_server.contract.link import WorkerLink, worker_link
 from lmi_server.contract.protocol import Failed, FromWorker, Load
 from lmi_server.contract.ranks import RANK_BYTES, RankGroup
-from lmi_server.mpi import MpiRun, rank_of_line
+from lmi_server.machine.environment import process_environment
+from lmi_server.machine.mpi import MpiRun, rank_of_line
 from lmi_server.worker_command import mpi_worker_command, progress_path, socket_path, worker_command
 
 logger = logging.getLogger(__name__)

@@ -32,9 +32,9 @@ from lmi_server.contract.errors import (
     WorkerDiedError,
 )
 from lmi_server.contract.protocol import End, Error, Head, Input, Item, Ready, Reply
-from lmi_server.devices import DeviceGroup
 from lmi_server.job import CANCELLED, RECALLED, Job
 from lmi_server.job_queue import JobQueue
+from lmi_server.machine.devices import DeviceGroup
 from lmi_server.pool_settings import ModelStatus, PoolSettings
 from lmi_server.progress_watch import ProgressWatch
 from lmi_server.sticky_sessions import StickySessions

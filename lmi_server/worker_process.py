@@ -41,8 +41,8 @@ from lmi_server.contract.protocol import (
     Submit,
 )
 from lmi_server.job import Job
-from lmi_server.mpi import MpiRun
-from lmi_server.process_session import is_stopped, kill_session
+from lmi_server.machine.mpi import MpiRun
+from lmi_server.machine.process_tree import is_stopped, kill_session
 from lmi_server.worker_launch import MpiGroup, SingleProcess, WorkerLaunch
 from lmi_server.worker_log import WorkerLog
 

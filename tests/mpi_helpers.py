@@ -14,7 +14,7 @@ import torch
 from server_helpers import Server, running
 from tiny_models import byte_tokenizer
 
-from lmi_server.process_session import session_members
+from lmi_server.machine.process_tree import session_members
 
 SHARED_MEMORY = Path("/dev/shm")
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmi_server.contract.errors import ConfigurationError
-from lmi_server.devices import DeviceGroup, plan_devices, visible_gpus
+from lmi_server.machine.devices import DeviceGroup, plan_devices, visible_gpus
 
 
 def gpus(count: int) -> tuple[str, ...]:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from lmi_server.configuration.explain import Explanation, explain
-from lmi_server.configuration.machine import Gpu, Machine
 from lmi_server.configuration.resolve import inspect_model
+from lmi_server.machine.inventory import Gpu, Machine
 
 GIB = 2**30
 NO_GPU = Machine(total_bytes=16 * GIB, available_bytes=8 * GIB)

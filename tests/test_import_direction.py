@@ -15,21 +15,21 @@ ENGINES = {"torch", "transformers", "tokenizers", "accelerate", "vllm", "deepspe
 
 # The composition root: the only module of lmi_server that may know the front end.
 COMPOSITION_ROOT = "lmi_server/cli.py"
-ENVIRONMENT = "lmi_server/configuration/environment.py"
+ENVIRONMENT = "lmi_server/machine/environment.py"
 # What a handler may use of lmi_server: the contract's types, the declarations of its options, the dialects' pure
 # functions, what the machine has, and the one module that may set what the library of an engine reads from the
 # environment.
 TYPES = (
     "lmi_server.configuration.declaration",
-    "lmi_server.configuration.environment",
-    "lmi_server.configuration.machine",
+    "lmi_server.machine.environment",
+    "lmi_server.machine.inventory",
     "lmi_server.configuration.options",
     "lmi_server.configuration.tasks",
     "lmi_server.dialects",
     "lmi_server.contract.errors",
     "lmi_server.contract.generation",
     "lmi_server.contract.handler",
-    "lmi_server.process_session",  # for what a handler starts beside its worker
+    "lmi_server.machine.process_tree",  # for what a handler starts beside its worker
     "lmi_server.contract.protocol",
     "lmi_server.contract.ranks",
 )

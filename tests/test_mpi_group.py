@@ -10,7 +10,7 @@ import pytest
 from mpi_helpers import clean, group_members, is_running, litter
 from server_helpers import Server, make_model, serving
 
-from lmi_server.mpi import rank_of_line
+from lmi_server.machine.mpi import rank_of_line
 
 RANKS = "rank_handlers:RankHandler"
 MPI_KEYS = {"entryPoint": "djl_python.huggingface", "rolling_batch": "scheduler", "mpi_mode": "true"}

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from handlers.huggingface_options import HuggingFaceOptions
 from lmi_server.configuration.handlers import OWN_CODE
-from lmi_server.configuration.machine import Gpu, Machine
 from lmi_server.configuration.resolve import ResolvedModel, inspect_model, model_name, rebuild_options, resolve_model
 from lmi_server.configuration.server import resolve_server
 from lmi_server.contract.errors import ConfigurationError
+from lmi_server.machine.inventory import Gpu, Machine
 
 LLAMA = {"architectures": ["LlamaForCausalLM"]}
 

@@ -12,9 +12,9 @@ from tiny_models import byte_tokenizer, llama_of_whole_blocks
 from tiny_tasks import make_task_model
 
 from lmi_server.configuration.handlers import load
-from lmi_server.configuration.machine import Gpu, Machine
 from lmi_server.configuration.resolve import Inspection, inspect_model, resolve_model
 from lmi_server.contract.generation import GenerationRequest, SamplingParameters
+from lmi_server.machine.inventory import Gpu, Machine
 
 SAMPLES = sorted((Path(__file__).parent.parent / "serving.properties.d").glob("*.properties"))
 MACHINE = Machine(

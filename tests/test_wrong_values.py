@@ -17,9 +17,9 @@ from lmi_server.configuration.handlers import (
     HandlerRow,
     load_options_type,
 )
-from lmi_server.configuration.machine import Machine
 from lmi_server.configuration.options import ServingOptions
 from lmi_server.configuration.resolve import inspect_model
+from lmi_server.machine.inventory import Machine
 
 MACHINE = Machine(total_bytes=2**34, available_bytes=2**33)
 WRONG = "no such value!"

@@ -14,7 +14,7 @@ from handlers.deepspeed_engine.shards import Shards, find_shards, save_shards
 from handlers.deepspeed_options import DeepSpeedOptions
 from handlers.rolling_batch.loading import LoadedModel, set_kernel_threads
 from handlers.rolling_batch.model_runner import LoadCheck
-from lmi_server.configuration.environment import own_rank
+from lmi_server.machine.environment import own_rank
 
 
 def load(path: str, options: DeepSpeedOptions) -> LoadedModel:

@@ -14,8 +14,8 @@ from handlers.deepspeed_options import DeepSpeedOptions
 from handlers.rolling_batch.peers import Peers
 from handlers.tasks import table
 from handlers.tasks.task import Task
-from lmi_server.configuration.environment import own_rank
 from lmi_server.contract.errors import ModelLoadError
+from lmi_server.machine.environment import own_rank
 
 _log = logging.getLogger(__name__)
 

@@ -17,11 +17,11 @@ from handlers.own_code.djl_requests import Requests, respond, split
 from handlers.own_code.djl_rolling import RollingFunction
 from handlers.own_code.loading import place_of
 from handlers.own_code.options import OwnCodeOptions
-from lmi_server.configuration.environment import process_environment
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.handler import AsyncRequestHandler, ModelInfo, RequestHandler, Response
 from lmi_server.contract.protocol import Adapter
 from lmi_server.contract.protocol import Input as Request
+from lmi_server.machine.environment import process_environment
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,6 @@ import numba
 import torch
 
 from handlers.checkpoints.loading import eos_token_ids
-from handlers.main_memory import free_and_total
 from handlers.rolling_batch.attention import UnsupportedAttentionError
 from handlers.rolling_batch.engine import RollingBatchEngine
 from handlers.rolling_batch.kv_cache import bytes_per_token
@@ -20,9 +19,10 @@ from handlers.rolling_batch.peers import Peers
 from handlers.rolling_batch.prompts import PromptEncoder
 from handlers.rolling_batch.scheduler import Scheduler, SchedulerLimits
 from handlers.rolling_batch_options import RollingBatchOptions
-from lmi_server.configuration.environment import own_rank
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.generation import SamplingParameters
+from lmi_server.machine.environment import own_rank
+from lmi_server.machine.memory import free_and_total
 
 _GIB = 2**30
 # A step of the CPU takes 30 to 45 ms to decode 32 sequences of a small model and 0.75 ms per prompt token beside them:

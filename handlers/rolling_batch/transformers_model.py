@@ -19,9 +19,9 @@ from handlers.rolling_batch.sharding import (
     local_bytes,
     make_local,
 )
-from lmi_server.configuration.environment import own_rank
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.ranks import Rank
+from lmi_server.machine.environment import own_rank
 
 
 def load(path: str, options: HuggingFaceOptions) -> LoadedModel:

@@ -19,9 +19,9 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from handlers.main_memory import free_and_total
 from handlers.vllm_engine import library
-from lmi_server.process_session import end_with_parent
+from lmi_server.machine.memory import free_and_total
+from lmi_server.machine.process_tree import end_with_parent
 
 _log = logging.getLogger(__name__)
 

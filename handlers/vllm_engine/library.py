@@ -47,8 +47,8 @@ from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from lmi_server.configuration.environment import meeting_point, own_rank
 from lmi_server.contract.generation import StructuredOutputs
+from lmi_server.machine.environment import meeting_point, own_rank
 
 __all__ = [
     "AsyncEngineArgs",

@@ -25,10 +25,10 @@ from handlers.vllm_engine.outputs import Answer, Vocabulary
 from handlers.vllm_engine.requests import PromptRenderer, plain, sampling_params
 from handlers.vllm_engine.statistics import Statistics
 from handlers.vllm_options import VllmOptions
-from lmi_server.configuration.environment import own_rank, process_environment
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.generation import Feature, GenerationRequest
 from lmi_server.contract.handler import ModelInfo
+from lmi_server.machine.environment import own_rank, process_environment
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ import msgspec
 
 from handlers.rolling_batch.peers import Peers
 from handlers.vllm_engine import library
-from lmi_server.configuration.environment import own_rank
+from lmi_server.machine.environment import own_rank
 
 
 class _Call(msgspec.Struct, array_like=True, frozen=True):

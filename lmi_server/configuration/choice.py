@@ -28,10 +28,10 @@ from lmi_server.configuration.handlers import (
     served_entry_points,
 )
 from lmi_server.configuration.layers import Given, Source
-from lmi_server.configuration.machine import Machine
 from lmi_server.configuration.model_code import takes_requests
 from lmi_server.configuration.recommender import batches_statically, is_true, recommend_rolling_batch
 from lmi_server.configuration.tasks import POOLING, TEXT_GENERATION
+from lmi_server.machine.inventory import Machine
 
 ENTRY_POINT = "option.entryPoint"
 HANDLER = "option.handler"

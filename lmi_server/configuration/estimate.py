@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmi_server.configuration.machine import Machine
 from lmi_server.configuration.options import ModelOptions, ServingOptions
+from lmi_server.machine.inventory import Machine
 
 _BYTES = {"fp32": 4, "float32": 4, "fp16": 2, "float16": 2, "bf16": 2, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1}
 # Bytes per weight of methods that quantise while loading; the others need a checkpoint that is quantised already. The

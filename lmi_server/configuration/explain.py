@@ -11,13 +11,13 @@ from lmi_server.configuration.declaration import Deprecated, DeprecatedValue, No
 from lmi_server.configuration.estimate import Estimate, estimate, shortages
 from lmi_server.configuration.handlers import OWN_CODE, load_options_type
 from lmi_server.configuration.layers import Source
-from lmi_server.configuration.machine import Machine
 from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.configuration.resolve import Inspection
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.ranks import RankGroup
-from lmi_server.devices import DeviceGroup, plan_devices
-from lmi_server.mpi import NO_MPIRUN, OPEN_MPI, MpiRun
+from lmi_server.machine.devices import DeviceGroup, plan_devices
+from lmi_server.machine.inventory import Machine
+from lmi_server.machine.mpi import NO_MPIRUN, OPEN_MPI, MpiRun
 from lmi_server.worker_command import mpi_worker_command, worker_command
 
 _FD = "fd:N"  # the number is known when the worker starts

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lmi_server.configuration.declaration import Option
-from lmi_server.configuration.environment import Variable
 from lmi_server.configuration.properties import Properties
+from lmi_server.machine.environment import Variable
 
 Layer = Literal[
     "command line",  # of the server's own settings only

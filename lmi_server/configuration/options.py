@@ -23,7 +23,7 @@ from lmi_server.configuration.declaration import (
     Options,
     Unavailable,
 )
-from lmi_server.configuration.machine import Machine
+from lmi_server.machine.inventory import Machine
 
 
 def _short_dtype(value: Any) -> Any:

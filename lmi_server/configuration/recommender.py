@@ -13,11 +13,11 @@ from lmi_server.configuration.handlers import (
     load_options_type,
 )
 from lmi_server.configuration.layers import Given
-from lmi_server.configuration.machine import Machine
 from lmi_server.configuration.options import ServingOptions
 from lmi_server.configuration.tasks import TEXT_EMBEDDING
 from lmi_server.contract.errors import ConfigurationError
-from lmi_server.devices import ALL_DEVICES, plan_devices
+from lmi_server.machine.devices import ALL_DEVICES, plan_devices
+from lmi_server.machine.inventory import Machine
 
 _BATCH_SIZES = next(option.keys for option in ServingOptions.declared() if option.field == "batch_size")
 _DEGREE = "option.tensor_parallel_degree"

@@ -15,10 +15,10 @@ from lmi_server.configuration.declaration import (
     Unavailable,
     written,
 )
-from lmi_server.configuration.environment import VARIABLES
 from lmi_server.configuration.handlers import HANDLERS, JAVA_ENGINE, HandlerRow, load_options_type
 from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.configuration.server import ServerSettings
+from lmi_server.machine.environment import VARIABLES
 
 _INTRODUCTION = """\
 # Configuration

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from lmi_server.configuration import environment as env
 from lmi_server.configuration.check import (
     build,
     combined_doubts,
@@ -43,12 +42,13 @@ from lmi_server.configuration.layers import (
     spellings,
     unknown_key_warning,
 )
-from lmi_server.configuration.machine import Machine, this_machine
 from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.configuration.properties import read_properties
 from lmi_server.configuration.recommender import is_true, recommend, with_max_resolved
 from lmi_server.configuration.tasks import infer_task
 from lmi_server.contract.errors import ConfigurationError
+from lmi_server.machine import environment as env
+from lmi_server.machine.inventory import Machine, this_machine
 
 SERVING_PROPERTIES = "serving.properties"
 

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from lmi_server.configuration import environment as env
 from lmi_server.configuration.check import build
 from lmi_server.configuration.declaration import Allowed, Key, Option, Options
 from lmi_server.configuration.layers import (
@@ -27,6 +26,7 @@ from lmi_server.configuration.layers import (
 from lmi_server.configuration.options import PositiveInt
 from lmi_server.configuration.properties import read_properties
 from lmi_server.contract.errors import ConfigurationError
+from lmi_server.machine import environment as env
 
 LogLevel = Annotated[
     Literal["debug", "info", "warning", "error"],

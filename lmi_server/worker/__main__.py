@@ -16,11 +16,11 @@ from pathlib import Path
 
 import uvloop
 
-from lmi_server.configuration.environment import own_rank
 from lmi_server.contract.batch_progress import BatchProgress
 from lmi_server.contract.handler import RequestHandler
 from lmi_server.contract.link import FrontendLink, frontend_link, read_load
-from lmi_server.process_session import end_with_parent
+from lmi_server.machine.environment import own_rank
+from lmi_server.machine.process_tree import end_with_parent
 from lmi_server.worker.group import follow, following, join_group, leave_group
 from lmi_server.worker.loading import Loading, make_handler
 from lmi_server.worker.main_service import InMainThread

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from handlers.echo import EchoHandler
-from lmi_server.configuration.environment import own_rank
 from lmi_server.contract.handler import ModelInfo
+from lmi_server.machine.environment import own_rank
 
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")
 

@@ -7,10 +7,10 @@ import os
 import sys
 
 from handlers.vllm import VllmHandler
-from lmi_server.configuration.environment import process_environment
-from lmi_server.configuration.machine import this_machine
 from lmi_server.configuration.resolve import rebuild_options
 from lmi_server.contract.errors import LmiServerError
+from lmi_server.machine.environment import process_environment
+from lmi_server.machine.inventory import this_machine
 
 if __name__ == "__main__":
     given = dict(argument.split("=", 1) for argument in sys.argv[2:])

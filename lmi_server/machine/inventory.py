@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from lmi_server.devices import installed_gpus, visible_gpus
-from lmi_server.mpi import MpiRun, find_mpirun
+from lmi_server.machine.devices import installed_gpus, visible_gpus
+from lmi_server.machine.mpi import MpiRun, find_mpirun
 
 _ENGINES = (
     "deepspeed",
