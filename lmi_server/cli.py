@@ -15,11 +15,11 @@ import typer
 from rich.console import Console
 
 from lmi_server.artifacts.location import archive_stem
-from lmi_server.configuration.explain import Explanation
-from lmi_server.configuration.explain import explain as explain_model
 from lmi_server.configuration.resolve import inspect_model
 from lmi_server.configuration.server import ServerSettings, find_config_file, model_defaults, resolve_server
 from lmi_server.contract.errors import ConfigurationError, LmiServerError
+from lmi_server.explain.explain import Explanation
+from lmi_server.explain.explain import explain as explain_model
 from lmi_server.machine.environment import process_environment
 from lmi_server.machine.inventory import this_machine, with_gpu_memory
 from lmi_server.model_store import ModelSource, Startup, startup_sources
@@ -100,7 +100,7 @@ def explain(
     if as_json:
         typer.echo(json.dumps(explanation.as_json_values(), indent=2, default=sorted))
     else:
-        from lmi_server.explanation_table import print_explanation
+        from lmi_server.explain.table import print_explanation
 
         print_explanation(explanation, Console())
     raise typer.Exit(1 if explanation.problems else 0)

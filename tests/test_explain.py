@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from lmi_server.configuration.explain import Explanation, explain
 from lmi_server.configuration.resolve import inspect_model
+from lmi_server.explain.explain import Explanation, explain
 from lmi_server.machine.inventory import Gpu, Machine
 
 GIB = 2**30

@@ -6,16 +6,14 @@ from pathlib import Path
 
 from lmi_server.configuration.handlers import HANDLERS, load_options_type
 from lmi_server.configuration.options import ServingOptions
-from lmi_server.configuration.reference_page import reference_page
+from lmi_server.explain.reference_page import reference_page
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 
 
 def test_the_page_is_current() -> None:
     written = PAGE.read_text(encoding="utf-8")
-    assert written == reference_page(), (
-        f"write it again: python -m lmi_server.configuration.reference_page > {PAGE.name}"
-    )
+    assert written == reference_page(), f"write it again: python -m lmi_server.explain.reference_page > {PAGE.name}"
 
 
 def test_every_key_is_on_the_page() -> None:

@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the declarations: `python -m lmi_server.configuration.reference_page`."""
+"""Writes docs/configuration.md from the declarations: `python -m lmi_server.explain.reference_page`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lmi_server.machine.environment import VARIABLES
 _INTRODUCTION = """\
 # Configuration
 
-This page is generated from the declarations in the code (`python -m lmi_server.configuration.reference_page`).
+This page is generated from the declarations in the code (`python -m lmi_server.explain.reference_page`).
 
 A model directory holds a `serving.properties` with lines `key=value` (the grammar of Java's `.properties`, in UTF-8).
 `lmi-server explain DIR` shows the value of each key and where it came from, `lmi-server check DIR` every error at once.

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from lmi_server.configuration.declaration import written
 from lmi_server.configuration.estimate import gib
-from lmi_server.configuration.explain import Explained, Explanation
+from lmi_server.explain.explain import Explained, Explanation
 
 
 def print_explanation(explanation: Explanation, console: Console) -> None:
