@@ -15,11 +15,11 @@ from starlette.routing import Route
 from frontend.management import method_route
 from frontend.parameters import page, parameters, truth
 from frontend.responses import json_response
-from lmi_server.adapters import Adapters, RegisteredAdapter, fetch_adapter
 from lmi_server.configuration.handlers import OWN_CODE
 from lmi_server.contract.errors import BadParameterError, RequestError
 from lmi_server.contract.protocol import Adapter
-from lmi_server.models import Model, ModelRegistry
+from lmi_server.serving.adapters import Adapters, RegisteredAdapter, fetch_adapter
+from lmi_server.serving.registry import Model, ModelRegistry
 
 logger = logging.getLogger(__name__)
 

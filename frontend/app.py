@@ -16,8 +16,8 @@ from frontend.management import Management
 from frontend.metrics import Metrics
 from frontend.responses import error_response, json_response, on_http_error, on_lmi_error
 from lmi_server.contract.errors import LmiServerError, ModelNotFoundError
-from lmi_server.models import Model, ModelRegistry
-from lmi_server.pool_settings import ModelStatus
+from lmi_server.serving.pool_settings import ModelStatus
+from lmi_server.serving.registry import Model, ModelRegistry
 
 _EXACT = {
     "/invocations": "invocations",

@@ -26,9 +26,9 @@ from lmi_server.contract.errors import (
 )
 from lmi_server.contract.protocol import End, Error, Head, Input, Reply
 from lmi_server.dialects.errors import error_event, error_reply, is_openai
-from lmi_server.job import CANCELLED, Job
-from lmi_server.job_queue import parse_priority
-from lmi_server.models import Model, ModelRegistry
+from lmi_server.serving.job import CANCELLED, Job
+from lmi_server.serving.job_queue import parse_priority
+from lmi_server.serving.registry import Model, ModelRegistry
 
 logger = logging.getLogger(__name__)
 

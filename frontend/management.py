@@ -14,11 +14,11 @@ from starlette.routing import Route
 from frontend.parameters import integer, page, parameters, truth
 from frontend.responses import json_response
 from lmi_server.contract.errors import BadParameterError
-from lmi_server.model_store import ModelSource, name_of
-from lmi_server.models import Endpoint, Model, ModelRegistry
-from lmi_server.pool_settings import ModelStatus
+from lmi_server.serving.model_store import ModelSource, name_of
+from lmi_server.serving.pool import WorkerPool
+from lmi_server.serving.pool_settings import ModelStatus
+from lmi_server.serving.registry import Endpoint, Model, ModelRegistry
 from lmi_server.worker_group import WorkerGroup
-from lmi_server.worker_pool import WorkerPool
 
 _UNCHANGED = -1
 _ALL_DEVICES = "*"

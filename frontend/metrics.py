@@ -14,9 +14,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from frontend.engine_metrics import joined
-from lmi_server.models import Model
-from lmi_server.pool_settings import ModelStatus
-from lmi_server.worker_pool import WorkerPool
+from lmi_server.serving.pool import WorkerPool
+from lmi_server.serving.pool_settings import ModelStatus
+from lmi_server.serving.registry import Model
 
 # Seconds; from a cached embedding to a long generation.
 _DURATION_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600)

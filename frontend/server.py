@@ -21,11 +21,11 @@ from frontend.http_protocol import RelayProtocol
 from frontend.inference import Relay
 from frontend.metrics import Metrics
 from lmi_server.artifacts.fetch import artifact_settings
-from lmi_server.artifacts.model import Resolve
 from lmi_server.configuration.resolve import resolve_model
 from lmi_server.configuration.server import ServerSettings
-from lmi_server.model_store import ModelSource
-from lmi_server.models import ModelRegistry
+from lmi_server.serving.fetch_model import Resolve
+from lmi_server.serving.model_store import ModelSource
+from lmi_server.serving.registry import ModelRegistry
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from lmi_server.explain.explain import Explanation
 from lmi_server.explain.explain import explain as explain_model
 from lmi_server.machine.environment import process_environment
 from lmi_server.machine.inventory import this_machine, with_gpu_memory
-from lmi_server.model_store import ModelSource, Startup, startup_sources
+from lmi_server.serving.model_store import ModelSource, Startup, startup_sources
 
 app = typer.Typer(name="lmi-server", help="Serves the model of a directory over HTTP.", no_args_is_help=True)
 

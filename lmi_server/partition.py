@@ -19,8 +19,8 @@ from lmi_server.configuration.properties import decode_properties, edited_proper
 from lmi_server.configuration.resolve import SERVING_PROPERTIES, ResolvedModel, inspect_model, resolve_model
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.inventory import this_machine
-from lmi_server.model_store import ModelSource
-from lmi_server.models import ModelRegistry
+from lmi_server.serving.model_store import ModelSource
+from lmi_server.serving.registry import ModelRegistry
 
 logger = logging.getLogger(__name__)
 

@@ -40,9 +40,9 @@ from lmi_server.contract.protocol import (
     Stats,
     Submit,
 )
-from lmi_server.job import Job
 from lmi_server.machine.mpi import MpiRun
 from lmi_server.machine.process_tree import is_stopped, kill_session
+from lmi_server.serving.job import Job
 from lmi_server.worker_launch import MpiGroup, SingleProcess, WorkerLaunch
 from lmi_server.worker_log import WorkerLog
 

@@ -26,9 +26,9 @@ from lmi_server.artifacts.fetch import (
     fetch_artifacts,
     fetch_model_directory,
 )
-from lmi_server.artifacts.model import fetch_model
 from lmi_server.artifacts.progress import Progress
 from lmi_server.contract.errors import ArtifactError, ConfigurationError
+from lmi_server.serving.fetch_model import fetch_model
 
 TESTS = Path(__file__).parent
 BROKEN_INDEX = {"PATH": os.environ["PATH"], "PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": "http://127.0.0.1:1/simple"}

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lmi_server.contract.errors import ConfigurationError
-from lmi_server.model_store import ModelSource, Startup, name_of, parse_spec, startup_sources
+from lmi_server.serving.model_store import ModelSource, Startup, name_of, parse_spec, startup_sources
 
 
 def model(directory: Path, file: str = "serving.properties") -> Path:

@@ -17,11 +17,11 @@ from relay_helpers import FAULTS, HANDLERS, on_loop
 
 from lmi_server.contract.errors import BadParameterError, ModelMemoryError, ModelNotReadyError, QueueFullError
 from lmi_server.contract.protocol import End, Error, Input, Load, Reply
-from lmi_server.job import Job
 from lmi_server.machine.devices import plan_devices
-from lmi_server.pool_settings import ModelStatus, PoolSettings
+from lmi_server.serving.job import Job
+from lmi_server.serving.pool import WorkerPool
+from lmi_server.serving.pool_settings import ModelStatus, PoolSettings
 from lmi_server.worker_group import Backoff, Deaths
-from lmi_server.worker_pool import WorkerPool
 
 
 @pytest.fixture(autouse=True)

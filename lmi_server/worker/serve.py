@@ -15,7 +15,7 @@ from lmi_server.contract.protocol import Input
 from lmi_server.dialects import tokens
 from lmi_server.dialects.base import Exchange, ServedModel
 from lmi_server.dialects.errors import error_reply
-from lmi_server.job import CANCELLED
+from lmi_server.serving.job import CANCELLED
 from lmi_server.worker.outbox import Answer, Outbox
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from typing import Any
 
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.protocol import Error, Ready, Submit
-from lmi_server.job import CANCELLED, RECALLED
+from lmi_server.serving.job import CANCELLED, RECALLED
 
 
 class Service(ABC):

@@ -15,7 +15,7 @@ from pathlib import Path
 from frontend.server import run
 from lmi_server.configuration.resolve import ResolvedModel, resolve_model
 from lmi_server.configuration.server import resolve_server
-from lmi_server.model_store import Startup, startup_sources
+from lmi_server.serving.model_store import Startup, startup_sources
 
 
 def resolve(directory: Path, environment: Mapping[str, str], registration: Mapping[str, str]) -> ResolvedModel:

@@ -23,8 +23,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from lmi_server.adapters import Adapters
-from lmi_server.batch_forming import BatchForming
 from lmi_server.contract.errors import (
     LmiServerError,
     ModelLoadError,
@@ -32,15 +30,17 @@ from lmi_server.contract.errors import (
     WorkerDiedError,
 )
 from lmi_server.contract.protocol import End, Error, Head, Input, Item, Ready, Reply
-from lmi_server.job import CANCELLED, RECALLED, Job
-from lmi_server.job_queue import JobQueue
 from lmi_server.machine.devices import DeviceGroup
-from lmi_server.pool_settings import ModelStatus, PoolSettings
-from lmi_server.progress_watch import ProgressWatch
-from lmi_server.sticky_sessions import StickySessions
+from lmi_server.serving.adapters import Adapters
+from lmi_server.serving.batch_forming import BatchForming
+from lmi_server.serving.job import CANCELLED, RECALLED, Job
+from lmi_server.serving.job_queue import JobQueue
+from lmi_server.serving.pool_settings import ModelStatus, PoolSettings
+from lmi_server.serving.progress_watch import ProgressWatch
+from lmi_server.serving.scaling import WorkerScaling
+from lmi_server.serving.sticky_sessions import StickySessions
 from lmi_server.worker_group import Deaths, LoadPlan, WorkerGroup
 from lmi_server.worker_process import WorkerProcess
-from lmi_server.worker_scaling import WorkerScaling
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lmi_server.adapters import RegisteredAdapter, adapters_in
 from lmi_server.artifacts.fetch import ArtifactSettings, empty_directory, fetch_model_directory
 from lmi_server.artifacts.location import HubModel, parse_location
-from lmi_server.artifacts.model import FetchedModel, Resolve, fetch_model
 from lmi_server.artifacts.progress import shown_progress
 from lmi_server.configuration.estimate import shortages
 from lmi_server.configuration.options import ServingOptions
@@ -33,14 +31,16 @@ from lmi_server.contract.errors import (
     ModelNotReadyError,
 )
 from lmi_server.contract.protocol import Input, Load
-from lmi_server.job import Job
 from lmi_server.machine.devices import installed_gpus, plan_devices, visible_gpus
 from lmi_server.machine.environment import process_environment
 from lmi_server.machine.inventory import this_machine, with_gpu_memory
 from lmi_server.machine.mpi import NO_MPIRUN, find_mpirun
-from lmi_server.model_store import HUB_VARIABLES, ModelSource
-from lmi_server.pool_settings import ModelStatus, PoolSettings
-from lmi_server.worker_pool import WorkerPool
+from lmi_server.serving.adapters import RegisteredAdapter, adapters_in
+from lmi_server.serving.fetch_model import FetchedModel, Resolve, fetch_model
+from lmi_server.serving.job import Job
+from lmi_server.serving.model_store import HUB_VARIABLES, ModelSource
+from lmi_server.serving.pool import WorkerPool
+from lmi_server.serving.pool_settings import ModelStatus, PoolSettings
 from lmi_server.worker_process import MpiLauncher
 
 logger = logging.getLogger(__name__)

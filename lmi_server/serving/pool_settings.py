@@ -7,9 +7,9 @@ from enum import Enum
 
 import msgspec
 
-from lmi_server.adapters import RegisteredAdapter
 from lmi_server.contract.protocol import Load
 from lmi_server.machine.devices import DeviceGroup
+from lmi_server.serving.adapters import RegisteredAdapter
 from lmi_server.worker_process import MpiLauncher
 
 
