@@ -18,7 +18,7 @@ from lmi_server.serving.model_store import ModelSource, name_of
 from lmi_server.serving.pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus
 from lmi_server.serving.registry import Endpoint, Model, ModelRegistry
-from lmi_server.worker_group import WorkerGroup
+from lmi_server.supervisor.replicas import WorkerGroup
 
 _UNCHANGED = -1
 _ALL_DEVICES = "*"

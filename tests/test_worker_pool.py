@@ -21,7 +21,7 @@ from lmi_server.machine.devices import plan_devices
 from lmi_server.serving.job import Job
 from lmi_server.serving.pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus, PoolSettings
-from lmi_server.worker_group import Backoff, Deaths
+from lmi_server.supervisor.replicas import Backoff, Deaths
 
 
 @pytest.fixture(autouse=True)

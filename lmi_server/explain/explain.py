@@ -18,7 +18,7 @@ from lmi_server.contract.ranks import RankGroup
 from lmi_server.machine.devices import DeviceGroup, plan_devices
 from lmi_server.machine.inventory import Machine
 from lmi_server.machine.mpi import NO_MPIRUN, OPEN_MPI, MpiRun
-from lmi_server.worker_command import mpi_worker_command, worker_command
+from lmi_server.supervisor.command import mpi_worker_command, worker_command
 
 _FD = "fd:N"  # the number is known when the worker starts
 _GROUP_DIRECTORY = "GROUP"  # a new one for each start

@@ -24,7 +24,7 @@ from lmi_server.contract.errors import (
 from lmi_server.contract.protocol import Adapter
 
 if TYPE_CHECKING:
-    from lmi_server.worker_process import WorkerProcess
+    from lmi_server.supervisor.worker_process import WorkerProcess
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from lmi_server.serving.job import Job
 from lmi_server.serving.job_queue import JobQueue
 
 if TYPE_CHECKING:
-    from lmi_server.worker_process import WorkerProcess
+    from lmi_server.supervisor.worker_process import WorkerProcess
 
 _RECALL_PAUSE_S = 0.02
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lmi_server.contract.protocol import Chunk, End, Error, Head, Input, Item, Reply
 
 if TYPE_CHECKING:
-    from lmi_server.worker_process import WorkerProcess
+    from lmi_server.supervisor.worker_process import WorkerProcess
 
 CANCELLED = "Cancelled"
 """The kind of the Error that ends a request whose client went away."""

@@ -39,8 +39,8 @@ from lmi_server.serving.pool_settings import ModelStatus, PoolSettings
 from lmi_server.serving.progress_watch import ProgressWatch
 from lmi_server.serving.scaling import WorkerScaling
 from lmi_server.serving.sticky_sessions import StickySessions
-from lmi_server.worker_group import Deaths, LoadPlan, WorkerGroup
-from lmi_server.worker_process import WorkerProcess
+from lmi_server.supervisor.replicas import Deaths, LoadPlan, WorkerGroup
+from lmi_server.supervisor.worker_process import WorkerProcess
 
 logger = logging.getLogger(__name__)
 

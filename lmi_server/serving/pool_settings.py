@@ -10,7 +10,7 @@ import msgspec
 from lmi_server.contract.protocol import Load
 from lmi_server.machine.devices import DeviceGroup
 from lmi_server.serving.adapters import RegisteredAdapter
-from lmi_server.worker_process import MpiLauncher
+from lmi_server.supervisor.worker_process import MpiLauncher
 
 
 class ModelStatus(Enum):

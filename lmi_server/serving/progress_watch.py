@@ -12,7 +12,7 @@ from lmi_server.contract.errors import LmiServerError, PredictTimeoutError
 from lmi_server.serving.job import Job
 
 if TYPE_CHECKING:
-    from lmi_server.worker_process import WorkerProcess
+    from lmi_server.supervisor.worker_process import WorkerProcess
 
 logger = logging.getLogger(__name__)
 

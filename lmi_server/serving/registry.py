@@ -41,7 +41,7 @@ from lmi_server.serving.job import Job
 from lmi_server.serving.model_store import HUB_VARIABLES, ModelSource
 from lmi_server.serving.pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus, PoolSettings
-from lmi_server.worker_process import MpiLauncher
+from lmi_server.supervisor.worker_process import MpiLauncher
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 
 from lmi_server.contract.errors import BadParameterError, LmiServerError
-from lmi_server.worker_group import WorkerGroup
+from lmi_server.supervisor.replicas import WorkerGroup
 
 logger = logging.getLogger(__name__)
 

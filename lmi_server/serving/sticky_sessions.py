@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from lmi_server.contract.protocol import Input
 
 if TYPE_CHECKING:
-    from lmi_server.worker_process import WorkerProcess
+    from lmi_server.supervisor.worker_process import WorkerProcess
 
 _SESSION = "x-amzn-sagemaker-session-id"
 _NEW_SESSION = "x-amzn-sagemaker-new-session-id"

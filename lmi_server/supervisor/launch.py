@@ -21,7 +21,7 @@ from lmi_server.contract.protocol import Failed, FromWorker, Load
 from lmi_server.contract.ranks import RANK_BYTES, RankGroup
 from lmi_server.machine.environment import process_environment
 from lmi_server.machine.mpi import MpiRun, rank_of_line
-from lmi_server.worker_command import mpi_worker_command, progress_path, socket_path, worker_command
+from lmi_server.supervisor.command import mpi_worker_command, progress_path, socket_path, worker_command
 
 logger = logging.getLogger(__name__)
 

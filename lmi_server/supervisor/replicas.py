@@ -14,7 +14,7 @@ import msgspec
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.protocol import Load, Ready
 from lmi_server.machine.devices import DeviceGroup
-from lmi_server.worker_process import WorkerProcess
+from lmi_server.supervisor.worker_process import WorkerProcess
 
 logger = logging.getLogger(__name__)
 

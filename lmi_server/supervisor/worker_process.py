@@ -43,8 +43,8 @@ from lmi_server.contract.protocol import (
 from lmi_server.machine.mpi import MpiRun
 from lmi_server.machine.process_tree import is_stopped, kill_session
 from lmi_server.serving.job import Job
-from lmi_server.worker_launch import MpiGroup, SingleProcess, WorkerLaunch
-from lmi_server.worker_log import WorkerLog
+from lmi_server.supervisor.launch import MpiGroup, SingleProcess, WorkerLaunch
+from lmi_server.supervisor.log import WorkerLog
 
 logger = logging.getLogger(__name__)
 
