@@ -137,7 +137,7 @@ def server(clients: int) -> float:
     command = [
         sys.executable,
         "-m",
-        "lmi_server.cli",
+        "lmi_server.commands.cli",
         "serve",
         str(MODEL),
         "--port",

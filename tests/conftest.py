@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from lmi_server.commands.demo_model import build_demo_model
 from lmi_server.contract.handler import RequestHandler
-from lmi_server.demo_model import build_demo_model
 
 if TYPE_CHECKING:
     from pipeline_helpers import LoadTask

@@ -169,7 +169,17 @@ async def test_a_wrong_configuration_is_told_before_anything_is_fetched(
 @contextmanager
 def server(model_dir: Path, root: Path, variables: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "lmi_server.cli", "serve", str(model_dir), "--host", "127.0.0.1", "--port", "0"],
+        [
+            sys.executable,
+            "-m",
+            "lmi_server.commands.cli",
+            "serve",
+            str(model_dir),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            "0",
+        ],
         stderr=subprocess.PIPE,
         text=True,
         env=variables | {"PYTHONPATH": str(TESTS.parent), "SERVING_DOWNLOAD_DIR": str(root)},

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from lmi_server.commands.demo_model import build_demo_model, missing_files
 from lmi_server.configuration.resolve import resolve_model
-from lmi_server.demo_model import build_demo_model, missing_files
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob
 ENGINES = {"torch", "transformers", "tokenizers", "accelerate", "vllm", "deepspeed", "tensorrt_llm", "gguf"}
 
 # The composition root: the only module of lmi_server that may know the front end.
-COMPOSITION_ROOT = "lmi_server/cli.py"
+COMPOSITION_ROOT = "lmi_server/commands/cli.py"
 ENVIRONMENT = "lmi_server/machine/environment.py"
 # What a handler may use of lmi_server: the contract's types, the declarations of its options, the dialects' pure
 # functions, what the machine has, and the one module that may set what the library of an engine reads from the

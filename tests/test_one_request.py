@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from own_code_helpers import make_own
 
+from lmi_server.commands.test_model import make_request
 from lmi_server.contract.errors import ConfigurationError
-from lmi_server.one_request import make_request
 
 
 def run(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lmi_server.cli", "test-model", "--model-dir", str(directory), *arguments]
+    command = [sys.executable, "-m", "lmi_server.commands.cli", "test-model", "--model-dir", str(directory), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 

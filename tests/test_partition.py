@@ -19,10 +19,10 @@ from handlers.checkpoints.loading import load_model
 from handlers.deepspeed_engine.loading import load
 from handlers.deepspeed_options import DeepSpeedOptions
 from handlers.huggingface_options import HuggingFaceOptions
+from lmi_server.commands.partition import partition
 from lmi_server.configuration.properties import edited_properties
 from lmi_server.configuration.resolve import resolve_model
 from lmi_server.contract.errors import ConfigurationError, ModelLoadError
-from lmi_server.partition import partition
 
 PROMPTS = ("a", "b c d", "the harbour of the town")
 SPLIT = """# two ranks
@@ -66,7 +66,7 @@ def target(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
     origin = write(root / "origin", SPLIT, weights)
     (origin / "notes.txt").write_text("kept")
-    command = (sys.executable, "-m", "lmi_server.cli", "partition", str(origin), "--save", str(root / "split"))
+    command = (sys.executable, "-m", "lmi_server.commands.cli", "partition", str(origin), "--save", str(root / "split"))
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "weights of rank 1: 0.2 of 0.2 MiB written" in done.stderr

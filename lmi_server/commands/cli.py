@@ -143,7 +143,7 @@ def try_model(
     entry_point: Annotated[str | None, typer.Option(help="Instead of option.entryPoint.")] = None,
 ) -> None:
     """Load a model in a worker, send it one request without a server, and print the answer."""
-    from lmi_server.one_request import run_once
+    from lmi_server.commands.test_model import run_once
 
     settings = {"option.handler": handler, "option.entryPoint": entry_point}
     source = ModelSource(str(model_dir), "model", settings={key: value for key, value in settings.items() if value})
@@ -158,7 +158,7 @@ def partition_model(
     save: Annotated[Path, typer.Option(help="Model directory to make.")],
 ) -> None:
     """Split or quantise the weights of a model ahead of time, so that a later start only loads."""
-    from lmi_server.partition import partition
+    from lmi_server.commands.partition import partition
 
     _log_to_stderr("info")
     with _plain_configuration_errors():
@@ -174,7 +174,7 @@ def demo_model(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to make; kept where it is complete.")],
 ) -> None:
     """Build the demo model, SmolLM2-135M-Instruct, as a Hugging Face directory with a serving.properties."""
-    from lmi_server.demo_model import build_demo_model
+    from lmi_server.commands.demo_model import build_demo_model
 
     with _plain_configuration_errors():
         built = build_demo_model(directory)
