@@ -25,8 +25,9 @@ from lmi_server.contract.errors import (
 )
 from lmi_server.contract.handler import ModelInfo, RequestHandler, Response
 from lmi_server.contract.protocol import Input
-from lmi_server.dialects import fields, openai, openai_embeddings
+from lmi_server.dialects import fields, openai
 from lmi_server.dialects.base import ServedModel
+from lmi_server.dialects.openai import embeddings as openai_embeddings
 
 if TYPE_CHECKING:
     from handlers.tasks.embedding import TextEmbedding

@@ -14,9 +14,10 @@ from handlers.vllm_options import VllmPoolingOptions
 from lmi_server.contract.errors import LmiServerError, RequestError
 from lmi_server.contract.handler import ModelInfo, RequestHandler, Response
 from lmi_server.contract.protocol import Input
-from lmi_server.dialects import fields, openai, openai_embeddings, scores
+from lmi_server.dialects import fields, openai, scores
 from lmi_server.dialects.base import ServedModel
-from lmi_server.dialects.openai_embeddings import EmbeddingRequest
+from lmi_server.dialects.openai import embeddings as openai_embeddings
+from lmi_server.dialects.openai.embeddings import EmbeddingRequest
 
 if TYPE_CHECKING:
     from handlers.vllm_engine.pooling import Pooled, PoolingModel, Prompt

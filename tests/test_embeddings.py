@@ -20,7 +20,7 @@ from tiny_tasks import CONTEXT, make_task_model, sentence_transformer
 
 from lmi_server.contract.errors import ContextLengthError, ModelLoadError, RequestError
 from lmi_server.contract.handler import RequestHandler
-from lmi_server.dialects import openai_embeddings
+from lmi_server.dialects.openai import embeddings as openai_embeddings
 
 Load = Callable[..., tuple[RequestHandler, Path]]
 TEXTS = ["the fox", "a", "the dog jumps over the blue fox. who is it?", "x y z"]

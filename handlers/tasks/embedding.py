@@ -16,7 +16,7 @@ from handlers.tasks.pooling import Pooler, read_layout
 from handlers.tasks.task import Task, named
 from lmi_server.contract.errors import LmiServerError, RequestError
 from lmi_server.dialects import fields
-from lmi_server.dialects.openai_embeddings import EmbeddingRequest
+from lmi_server.dialects.openai.embeddings import EmbeddingRequest
 
 
 class Text(NamedTuple):

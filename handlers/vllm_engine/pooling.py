@@ -22,7 +22,7 @@ from handlers.vllm_engine.loading import details, engine_config, loaded, set_thr
 from handlers.vllm_engine.requests import CLIENT_ERRORS, as_request_error
 from handlers.vllm_options import VllmPoolingOptions
 from lmi_server.contract.errors import HandlerError, LmiServerError, ModelLoadError, RequestError
-from lmi_server.dialects.openai_embeddings import EmbeddingRequest
+from lmi_server.dialects.openai.embeddings import EmbeddingRequest
 
 _log = logging.getLogger(__name__)
 
