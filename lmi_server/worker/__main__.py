@@ -22,7 +22,7 @@ from lmi_server.contract.link import FrontendLink, frontend_link, read_load
 from lmi_server.machine.environment import own_rank
 from lmi_server.machine.process_tree import end_with_parent
 from lmi_server.worker.group import follow, following, join_group, leave_group
-from lmi_server.worker.loading import Loading, make_handler
+from lmi_server.worker.handler_loading import Loading, make_handler
 from lmi_server.worker.main_service import InMainThread
 from lmi_server.worker.main_thread import MainThread
 from lmi_server.worker.service import Service

@@ -13,7 +13,7 @@ from lmi_server.contract.errors import ModelLoadError, RequestError
 from lmi_server.contract.protocol import Input
 from lmi_server.dialects.adapters import named_adapter
 from lmi_server.dialects.base import Formatting
-from lmi_server.worker.loading import Loading
+from lmi_server.worker.handler_loading import Loading
 from lmi_server.worker.serve import Parse
 
 _LOADER = "handlers.own_code.formatting:load_formatting"

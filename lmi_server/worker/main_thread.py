@@ -34,7 +34,7 @@ from lmi_server.contract.errors import (
 )
 from lmi_server.contract.handler import AsyncRequestHandler, LLMHandler, ModelInfo, RequestHandler, Response
 from lmi_server.contract.protocol import End, Head, Ready, Reply
-from lmi_server.worker.loading import Loading
+from lmi_server.worker.handler_loading import Loading
 from lmi_server.worker.main_loop import MainLoop
 from lmi_server.worker.outgoing import Call, Outgoing
 from lmi_server.worker.serve import finish

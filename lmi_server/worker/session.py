@@ -25,7 +25,7 @@ from lmi_server.contract.protocol import (
     Submit,
     ToWorker,
 )
-from lmi_server.worker.loading import load_failure
+from lmi_server.worker.handler_loading import load_failure
 from lmi_server.worker.service import Service
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from lmi_server.contract.protocol import Adapter, Input, Ready, Submit
 from lmi_server.dialects.base import ServedModel
 from lmi_server.dialects.errors import error_reply
 from lmi_server.worker.formats import Formats
-from lmi_server.worker.loading import Loading
+from lmi_server.worker.handler_loading import Loading
 from lmi_server.worker.outbox import Answer, Outbox, Way
 from lmi_server.worker.serve import Engine, serve, serve_response
 from lmi_server.worker.service import Service, cancelled, unknown_operation
