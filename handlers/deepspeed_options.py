@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from handlers.checkpoints.options import TransformersOptions
 from handlers.pipeline_options import PipelineOptions, generates
 from handlers.rolling_batch_options import RollingBatchOptions
-from handlers.transformers_options import TransformersOptions
 from lmi_server.configuration.declaration import Allowed, Documented, Finding, NoEffect, Unavailable
 from lmi_server.configuration.options import (
     DTYPE_NOTE,

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from handlers.transformers_options import TransformersOptions
+from handlers.checkpoints.options import TransformersOptions
 from lmi_server.configuration.declaration import Allowed, Finding, Unavailable
 from lmi_server.configuration.options import PositiveInt, RollingBatch, lower, without_effect
 from lmi_server.configuration.tasks import canonical_task

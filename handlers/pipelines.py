@@ -17,7 +17,7 @@ class PipelineHandler(TaskHandler):
     options_type = PipelineOptions
 
     def load_task(self, task: str, model_dir: str, options: PipelineOptions) -> Task:
-        from handlers.checkpoints.loading import set_threads
+        from handlers.checkpoints.transformers_loading import set_threads
         from handlers.tasks.table import load_task
 
         set_threads(options.threads)

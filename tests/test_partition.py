@@ -15,7 +15,7 @@ from mpi_helpers import answered, body, clean, generated
 from tiny_models import byte_tokenizer, llama_of_whole_blocks
 from transformers import AutoModelForCausalLM
 
-from handlers.checkpoints.loading import load_model
+from handlers.checkpoints.transformers_loading import load_model
 from handlers.deepspeed_engine.loading import load
 from handlers.deepspeed_options import DeepSpeedOptions
 from handlers.huggingface_options import HuggingFaceOptions

@@ -15,8 +15,8 @@ from tiny_models import byte_tokenizer, llama_of_whole_blocks, tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from handlers.checkpoints.loading import load_model
 from handlers.checkpoints.quantization import Int8Linear, quantization_details
+from handlers.checkpoints.transformers_loading import load_model
 from handlers.huggingface_options import HuggingFaceOptions
 from lmi_server.contract.errors import ModelLoadError
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from handlers.transformers_options import QUANTIZATION_PACKAGES, TransformersOptions
+from handlers.checkpoints.options import QUANTIZATION_PACKAGES, TransformersOptions
 from lmi_server.contract.errors import ModelLoadError
 
 _MIB = 2**20

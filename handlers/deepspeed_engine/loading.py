@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from handlers.checkpoints.loading import load_config, load_model, load_tokenizer, set_threads
+from handlers.checkpoints.transformers_loading import load_config, load_model, load_tokenizer, set_threads
 from handlers.deepspeed_engine.initialization import check_before_loading, choose_device, initialize
 from handlers.deepspeed_engine.int8 import model_bytes, quantize
 from handlers.deepspeed_engine.shards import Shards, find_shards, save_shards

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from handlers.checkpoints.loading import load_config, set_threads
+from handlers.checkpoints.transformers_loading import load_config, set_threads
 from handlers.deepspeed_engine.initialization import check_before_loading, choose_device, initialize
 from handlers.deepspeed_engine.int8 import quantize
 from handlers.deepspeed_options import DeepSpeedOptions

@@ -10,7 +10,7 @@ from typing import Any
 import numba
 import torch
 
-from handlers.checkpoints.loading import eos_token_ids
+from handlers.checkpoints.transformers_loading import eos_token_ids
 from handlers.rolling_batch.attention import UnsupportedAttentionError
 from handlers.rolling_batch.engine import RollingBatchEngine
 from handlers.rolling_batch.kv_cache import bytes_per_token

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoModel
 
-from handlers.checkpoints.loading import load_model, load_tokenizer
+from handlers.checkpoints.transformers_loading import load_model, load_tokenizer
 from handlers.pipeline_options import PipelineOptions
 from handlers.tasks.batches import even_batches
 from handlers.tasks.task import Task, named, read_text

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, StoppingCriteria
 from transformers.generation import BaseStreamer
 
-from handlers.checkpoints.loading import eos_token_ids, load_model, load_tokenizer
+from handlers.checkpoints.transformers_loading import eos_token_ids, load_model, load_tokenizer
 from handlers.pipeline_options import PipelineOptions
 from handlers.rolling_batch.detokenizer import IncrementalDetokenizer, StopMatcher
 from handlers.tasks.task import Task, named, read_text

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForQuestionAnswering
 
-from handlers.checkpoints.loading import load_model, load_tokenizer
+from handlers.checkpoints.transformers_loading import load_model, load_tokenizer
 from handlers.pipeline_options import PipelineOptions
 from handlers.tasks.batches import even_batches
 from handlers.tasks.task import Task, named, read_object, read_text

@@ -11,13 +11,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer
 
+from handlers.checkpoints.options import TransformersOptions
 from handlers.checkpoints.quantization import (
     keep_activations,
     quantization_arguments,
     quantization_details,
     refuse_odd_widths,
 )
-from handlers.transformers_options import TransformersOptions
 from lmi_server.contract.errors import ModelLoadError
 
 _log = logging.getLogger(__name__)
