@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from handlers.deepspeed_options import DeepSpeedOptions
-from handlers.rolling_batch_handler import RollingBatchHandler
+from handlers.rolling_batch.handler import RollingBatchHandler
 from handlers.task_handler import TaskHandler
 from lmi_server.contract.errors import HandlerError, LmiServerError, ModelMemoryError
 from lmi_server.contract.handler import Response
 from lmi_server.contract.protocol import Input
 
 if TYPE_CHECKING:
-    from handlers.rolling_batch.loading import LoadedModel
+    from handlers.rolling_batch.engine_loading import LoadedModel
     from handlers.rolling_batch.peers import Peers
     from handlers.tasks.task import Task
 

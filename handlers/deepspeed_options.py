@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from handlers.checkpoints.options import TransformersOptions
 from handlers.pipeline_options import PipelineOptions, generates
-from handlers.rolling_batch_options import RollingBatchOptions
+from handlers.rolling_batch.options import RollingBatchOptions
 from lmi_server.configuration.declaration import Allowed, Documented, Finding, NoEffect, Unavailable
 from lmi_server.configuration.options import (
     DTYPE_NOTE,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from handlers.huggingface_options import HuggingFaceOptions
-from handlers.rolling_batch_handler import RollingBatchHandler
+from handlers.rolling_batch.handler import RollingBatchHandler
 
 if TYPE_CHECKING:
-    from handlers.rolling_batch.loading import LoadedModel
+    from handlers.rolling_batch.engine_loading import LoadedModel
 
 
 class HuggingFaceHandler(RollingBatchHandler):

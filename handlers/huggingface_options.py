@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from handlers.checkpoints.options import TransformersOptions
-from handlers.rolling_batch_options import RollingBatchOptions
+from handlers.rolling_batch.options import RollingBatchOptions
 from lmi_server.configuration.declaration import Deprecated, Finding, NoEffect, Unavailable
 from lmi_server.configuration.options import MPI_MODE_DESCRIPTION, Fraction, ParallelDegree, PositiveInt
 

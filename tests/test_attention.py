@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from handlers.rolling_batch import intrinsics, kernels
 from handlers.rolling_batch.attention import (
     ChunkRows,
     Places,
@@ -24,6 +23,7 @@ from handlers.rolling_batch.attention import (
     _Settings,
     _TorchAttention,
 )
+from handlers.rolling_batch.cpu_kernels import intrinsics, kernels
 from handlers.rolling_batch.kv_cache import KVCache, LayerShape
 
 

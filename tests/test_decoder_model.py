@@ -10,8 +10,8 @@ import torch
 from rolling_batch_helpers import Engine, prompts
 from tiny_models import CONTEXT, tiny_model
 
-from handlers.rolling_batch import intrinsics
 from handlers.rolling_batch.attention import ChunkRows, StepRows
+from handlers.rolling_batch.cpu_kernels import intrinsics
 from handlers.rolling_batch.lora import LoraPair
 from handlers.rolling_batch.model_runner import ModelRunner
 

@@ -17,7 +17,7 @@ from tiny_models import byte_tokenizer, tiny_model
 
 from handlers.huggingface_options import HuggingFaceOptions
 from handlers.rolling_batch import transformers_model
-from handlers.rolling_batch.loading import LoadedEngine, load_engine
+from handlers.rolling_batch.engine_loading import LoadedEngine, load_engine
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.generation import SamplingParameters
 
@@ -193,7 +193,7 @@ def test_threads_are_those_of_every_operation(weights: Path) -> None:
     """numba, once it starts, would have torch use every core; in this process it started long ago."""
     code = (
         "import sys, numba, torch; from handlers.huggingface_options import HuggingFaceOptions;"
-        "from handlers.rolling_batch.loading import load_engine;"
+        "from handlers.rolling_batch.engine_loading import load_engine;"
         "from handlers.rolling_batch.transformers_model import load;"
         "options = HuggingFaceOptions(threads=1, dtype='fp32', kv_cache_memory_gb=0.001);"
         "load_engine(lambda: load(sys.argv[1], options), options);"

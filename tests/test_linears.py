@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from handlers.rolling_batch import kernels
 from handlers.rolling_batch.attention import as_numpy
+from handlers.rolling_batch.cpu_kernels import kernels
 from handlers.rolling_batch.linears import PackedLinear, TiledLinear
 
 

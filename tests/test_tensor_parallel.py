@@ -26,7 +26,7 @@ from mpi_helpers import (
 from server_helpers import Server, make_model
 from tiny_models import CONTEXT, FAMILIES, byte_tokenizer, random_model
 
-from handlers.rolling_batch.intrinsics import TILES_ARE_FASTEST
+from handlers.rolling_batch.cpu_kernels.intrinsics import TILES_ARE_FASTEST
 from handlers.rolling_batch.sharding import check_degree
 from lmi_server.contract.errors import ModelLoadError
 

@@ -12,7 +12,7 @@ from handlers.deepspeed_engine.initialization import check_before_loading, choos
 from handlers.deepspeed_engine.int8 import model_bytes, quantize
 from handlers.deepspeed_engine.shards import Shards, find_shards, save_shards
 from handlers.deepspeed_options import DeepSpeedOptions
-from handlers.rolling_batch.loading import LoadedModel, set_kernel_threads
+from handlers.rolling_batch.engine_loading import LoadedModel, set_kernel_threads
 from handlers.rolling_batch.model_runner import LoadCheck
 from lmi_server.machine.environment import own_rank
 

@@ -204,7 +204,7 @@ class _KernelAttention:
     single_area = 2048  # rows times tokens seen: above it a chunk is faster as such than row by row
 
     def __init__(self, cache: KVCache) -> None:
-        from handlers.rolling_batch import kernels
+        from handlers.rolling_batch.cpu_kernels import kernels
 
         self._threads = torch.get_num_threads()
         self._kernel = kernels.slot_attention

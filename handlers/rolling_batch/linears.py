@@ -42,7 +42,7 @@ def lay_out_linears(model: nn.Module) -> int:
 
 
 def _suits_tiles(linear: nn.Linear) -> bool:
-    from handlers.rolling_batch.intrinsics import TILES_ARE_FASTEST
+    from handlers.rolling_batch.cpu_kernels.intrinsics import TILES_ARE_FASTEST
 
     return TILES_ARE_FASTEST and linear.weight.dtype == torch.bfloat16 and linear.in_features % 2 == 0
 
@@ -55,7 +55,7 @@ class TiledLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        from handlers.rolling_batch import kernels
+        from handlers.rolling_batch.cpu_kernels import kernels
 
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.laid = _laid_weight(linear.weight.detach())
@@ -76,7 +76,7 @@ def _laid_weight(weight: torch.Tensor) -> np.ndarray:
 
     A panel holds the weights of so many outputs, a word of it those of two inputs; zeros fill up the last one.
     """
-    from handlers.rolling_batch.intrinsics import TILE_COLUMNS
+    from handlers.rolling_batch.cpu_kernels.intrinsics import TILE_COLUMNS
 
     panels = -(-weight.shape[0] // TILE_COLUMNS)
     padded = nn.functional.pad(weight, (0, 0, 0, panels * TILE_COLUMNS - weight.shape[0]))

@@ -29,7 +29,7 @@ class RankMemory:
     """What `rank` needs to take part; all ranks add up and join the same shapes in the same order."""
 
     def __init__(self, rank: Rank) -> None:
-        from handlers.rolling_batch import kernels
+        from handlers.rolling_batch.cpu_kernels import kernels
 
         counts = rank.size * _LINE
         self._memory = np.frombuffer(

@@ -15,10 +15,10 @@ from handlers.rolling_batch.attention import UnsupportedAttentionError
 from handlers.rolling_batch.engine import RollingBatchEngine
 from handlers.rolling_batch.kv_cache import bytes_per_token
 from handlers.rolling_batch.model_runner import LoadCheck, ModelRunner
+from handlers.rolling_batch.options import RollingBatchOptions
 from handlers.rolling_batch.peers import Peers
 from handlers.rolling_batch.prompts import PromptEncoder
 from handlers.rolling_batch.scheduler import Scheduler, SchedulerLimits
-from handlers.rolling_batch_options import RollingBatchOptions
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.generation import SamplingParameters
 from lmi_server.machine.environment import own_rank

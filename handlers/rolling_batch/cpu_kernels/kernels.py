@@ -15,7 +15,7 @@ import numpy as np
 from numba import njit, prange, types
 from numba.np.numpy_support import from_dtype
 
-from handlers.rolling_batch.intrinsics import (
+from handlers.rolling_batch.cpu_kernels.intrinsics import (
     TILE_COLUMNS,
     TILE_ROWS,
     add_product,

@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from handlers.rolling_batch_adapters import LoadedAdapters
+from handlers.rolling_batch.adapters import LoadedAdapters
 from handlers.step_loop import StepLoop
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.generation import Delta, GenerationRequest
@@ -18,7 +18,7 @@ from lmi_server.contract.protocol import Adapter
 
 if TYPE_CHECKING:
     from handlers.rolling_batch.engine import RollingBatchEngine
-    from handlers.rolling_batch.loading import LoadedEngine, LoadedModel
+    from handlers.rolling_batch.engine_loading import LoadedEngine, LoadedModel
 
 # Seven requests sent at once reach the engine within ten milliseconds, a step of prompts takes it thirty or more.
 _GATHER_S = 0.002
@@ -52,7 +52,7 @@ class RollingBatchHandler(LLMHandler):
         return ModelInfo(max_model_len=self._loaded.max_model_len, details=self._loaded.details)
 
     def follow(self, model_dir: str, options: Any) -> None:
-        from handlers.rolling_batch.loading import follow
+        from handlers.rolling_batch.engine_loading import follow
 
         follow(self.load_model(model_dir, options))
 
@@ -98,7 +98,7 @@ class RollingBatchHandler(LLMHandler):
 
     def _load(self, model_dir: str, options: Any) -> LoadedEngine:
         try:
-            from handlers.rolling_batch.loading import load_engine
+            from handlers.rolling_batch.engine_loading import load_engine
         except ImportError as error:
             raise ModelLoadError(
                 f"the rolling batch needs the extra 'huggingface' ({error}); install lmi-server[huggingface]"
