@@ -15,13 +15,13 @@ from rolling_batch_helpers import Answer, generated
 from server_helpers import make_model, running
 from tiny_models import byte_tokenizer, tiny_model
 
-from handlers.huggingface_options import HuggingFaceOptions
-from handlers.rolling_batch import transformers_model
+from handlers.huggingface.handler import model as transformers_model
+from handlers.huggingface.options import HuggingFaceOptions
 from handlers.rolling_batch.engine_loading import LoadedEngine, load_engine
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.generation import SamplingParameters
 
-HUGGING_FACE = "handlers.huggingface:HuggingFaceHandler"
+HUGGING_FACE = "handlers.huggingface.handler:HuggingFaceHandler"
 KEYS = {"entryPoint": "djl_python.huggingface", "rolling_batch": "scheduler", "dtype": "fp32"}
 # What a checkpoint with code of its own brings: a Llama whose every token is the one after the most likely one.
 OWN_CODE = """
@@ -192,9 +192,9 @@ def test_revision_chooses_what_the_hub_gives(weights: Path, tmp_path: Path) -> N
 def test_threads_are_those_of_every_operation(weights: Path) -> None:
     """numba, once it starts, would have torch use every core; in this process it started long ago."""
     code = (
-        "import sys, numba, torch; from handlers.huggingface_options import HuggingFaceOptions;"
+        "import sys, numba, torch; from handlers.huggingface.options import HuggingFaceOptions;"
         "from handlers.rolling_batch.engine_loading import load_engine;"
-        "from handlers.rolling_batch.transformers_model import load;"
+        "from handlers.huggingface.model import load;"
         "options = HuggingFaceOptions(threads=1, dtype='fp32', kv_cache_memory_gb=0.001);"
         "load_engine(lambda: load(sys.argv[1], options), options);"
         "print('threads', torch.get_num_threads(), numba.get_num_threads())"

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from handlers.huggingface_options import HuggingFaceOptions
+from handlers.huggingface.options import HuggingFaceOptions
 from handlers.lmi_dist_options import LmiDistOptions
 from handlers.vllm_options import VllmOptions
 from lmi_server.configuration.declaration import Options

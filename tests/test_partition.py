@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from handlers.checkpoints.transformers_loading import load_model
 from handlers.deepspeed_engine.loading import load
 from handlers.deepspeed_options import DeepSpeedOptions
-from handlers.huggingface_options import HuggingFaceOptions
+from handlers.huggingface.options import HuggingFaceOptions
 from lmi_server.commands.partition import partition
 from lmi_server.configuration.properties import edited_properties
 from lmi_server.configuration.resolve import resolve_model

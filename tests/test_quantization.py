@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from handlers.checkpoints.quantization import Int8Linear, quantization_details
 from handlers.checkpoints.transformers_loading import load_model
-from handlers.huggingface_options import HuggingFaceOptions
+from handlers.huggingface.options import HuggingFaceOptions
 from lmi_server.contract.errors import ModelLoadError
 
 PROMPTS = prompts(6)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from handlers.huggingface_options import HuggingFaceOptions
+from handlers.huggingface.options import HuggingFaceOptions
 from lmi_server.configuration.handlers import OWN_CODE
 from lmi_server.configuration.resolve import ResolvedModel, inspect_model, model_name, rebuild_options, resolve_model
 from lmi_server.configuration.server import resolve_server
@@ -61,7 +61,7 @@ def test_a_directory_with_a_config_json_is_enough(write: Write) -> None:
     model = resolve_model(directory, {})
     assert model.name == "my_model_v1"
     assert model.model_dir == str(directory)
-    assert model.handler == "handlers.huggingface:HuggingFaceHandler"
+    assert model.handler == "handlers.huggingface.handler:HuggingFaceHandler"
     assert model.options == HuggingFaceOptions(model_id=str(directory), rolling_batch="scheduler")
     assert model.warnings == ()
 
@@ -121,7 +121,7 @@ def test_names_of_option_variables(write: Write) -> None:
 @pytest.mark.parametrize("entry_point", ["djl_python.huggingface", "huggingface"])
 def test_entry_points_of_the_huggingface_handler(write: Write, entry_point: str) -> None:
     model = resolve_model(write(f"option.entryPoint={entry_point}"), {})
-    assert model.handler == "handlers.huggingface:HuggingFaceHandler"
+    assert model.handler == "handlers.huggingface.handler:HuggingFaceHandler"
     assert model.options.entry_point == entry_point
 
 

@@ -49,8 +49,8 @@ class HandlerRow:
 _HUGGING_FACE = HandlerRow(
     title="huggingface",
     names=("djl_python.huggingface", "huggingface"),
-    handler="handlers.huggingface:HuggingFaceHandler",
-    options="handlers.huggingface_options:HuggingFaceOptions",
+    handler="handlers.huggingface.handler:HuggingFaceHandler",
+    options="handlers.huggingface.options:HuggingFaceOptions",
     rolling_batches=("scheduler",),
     engines=("transformers", "torch"),
     causal_lm_only=True,

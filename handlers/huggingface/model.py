@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from handlers.checkpoints.quantization import quantization_details
 from handlers.checkpoints.transformers_loading import load_config, load_model, load_tokenizer, set_threads
-from handlers.huggingface_options import HuggingFaceOptions
+from handlers.huggingface.options import HuggingFaceOptions
 from handlers.rolling_batch.engine_loading import LoadedModel, set_kernel_threads
 from handlers.rolling_batch.model_runner import LoadCheck
 from handlers.rolling_batch.peers import Peers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from handlers.huggingface_options import HuggingFaceOptions
+from handlers.huggingface.options import HuggingFaceOptions
 from handlers.rolling_batch.handler import RollingBatchHandler
 
 if TYPE_CHECKING:
@@ -17,6 +17,6 @@ class HuggingFaceHandler(RollingBatchHandler):
     options_type = HuggingFaceOptions
 
     def load_model(self, model_dir: str, options: HuggingFaceOptions) -> LoadedModel:
-        from handlers.rolling_batch.transformers_model import load
+        from handlers.huggingface.model import load
 
         return load(options.model_id or model_dir, options)
