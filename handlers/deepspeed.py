@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from handlers.deepspeed_options import DeepSpeedOptions
 from handlers.rolling_batch.handler import RollingBatchHandler
-from handlers.task_handler import TaskHandler
+from handlers.tasks.task_handler import TaskHandler
 from lmi_server.contract.errors import HandlerError, LmiServerError, ModelMemoryError
 from lmi_server.contract.handler import Response
 from lmi_server.contract.protocol import Input

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from handlers.checkpoints.options import TransformersOptions
-from handlers.pipeline_options import PipelineOptions, generates
 from handlers.rolling_batch.options import RollingBatchOptions
+from handlers.tasks.options import PipelineOptions, generates
 from lmi_server.configuration.declaration import Allowed, Documented, Finding, NoEffect, Unavailable
 from lmi_server.configuration.options import (
     DTYPE_NOTE,

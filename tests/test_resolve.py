@@ -345,7 +345,7 @@ def test_a_function_with_another_name_takes_the_requests(write: Write) -> None:
 )
 def test_the_task_follows_from_the_architecture(write: Write, architecture: str, task: str) -> None:
     model = resolve_model(write(config={"architectures": [architecture]}), {})
-    assert model.handler == "handlers.pipelines:PipelineHandler"
+    assert model.handler == "handlers.tasks.handler:PipelineHandler"
     assert (model.options.task, model.sources["option.task"].layer) == (task, "recommender")
     assert model.options.rolling_batch == "disable"
 
@@ -363,7 +363,7 @@ def test_the_task_follows_from_the_architecture(write: Write, architecture: str,
 )
 def test_a_causal_lm_runs_as_a_pipeline_where_somebody_says_so(write: Write, properties: str, task: str) -> None:
     model = resolve_model(write(properties, LLAMA), {})
-    assert (model.handler, model.options.task) == ("handlers.pipelines:PipelineHandler", task)
+    assert (model.handler, model.options.task) == ("handlers.tasks.handler:PipelineHandler", task)
 
 
 def test_files_of_sentence_transformers_make_an_embedding_model(write: Write) -> None:

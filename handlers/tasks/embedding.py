@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from handlers.pipeline_options import PipelineOptions
 from handlers.tasks.encoder import Encoder
+from handlers.tasks.options import PipelineOptions
 from handlers.tasks.pooling import Pooler, read_layout
 from handlers.tasks.task import Task, named
 from lmi_server.contract.errors import LmiServerError, RequestError

@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModel
 
 from handlers.checkpoints.transformers_loading import load_model, load_tokenizer
-from handlers.pipeline_options import PipelineOptions
 from handlers.tasks.batches import even_batches
+from handlers.tasks.options import PipelineOptions
 from handlers.tasks.task import Task, named, read_text
 from lmi_server.contract.errors import ContextLengthError
 from lmi_server.dialects import fields

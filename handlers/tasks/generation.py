@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, StoppingCr
 from transformers.generation import BaseStreamer
 
 from handlers.checkpoints.transformers_loading import eos_token_ids, load_model, load_tokenizer
-from handlers.pipeline_options import PipelineOptions
 from handlers.rolling_batch.detokenizer import IncrementalDetokenizer, StopMatcher
+from handlers.tasks.options import PipelineOptions
 from handlers.tasks.task import Task, named, read_text
 from lmi_server.contract.errors import ContextLengthError, RequestError
 from lmi_server.dialects import fields

@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForQuestionAnswering
 
 from handlers.checkpoints.transformers_loading import load_model, load_tokenizer
-from handlers.pipeline_options import PipelineOptions
 from handlers.tasks.batches import even_batches
+from handlers.tasks.options import PipelineOptions
 from handlers.tasks.task import Task, named, read_object, read_text
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.dialects import fields

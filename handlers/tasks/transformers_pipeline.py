@@ -12,8 +12,8 @@ from transformers.pipelines import Pipeline
 from transformers.pipelines.base import PipelineException
 
 from handlers.checkpoints.transformers_loading import model_arguments, save_weights
-from handlers.pipeline_options import PipelineOptions
 from handlers.tasks.audio import audio_reader
+from handlers.tasks.options import PipelineOptions
 from handlers.tasks.task import Task, named, one_of, read_image, read_object, read_text, texts
 from lmi_server.contract.errors import ContextLengthError, ModelLoadError, RequestError
 from lmi_server.dialects import fields

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from handlers import content
-from handlers.pipeline_options import generates
+from handlers.tasks.options import generates
 from handlers.tasks.task import Task, read_parameters
 from lmi_server.contract.errors import (
     HandlerError,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from handlers.pipeline_options import PipelineOptions
-from handlers.task_handler import TaskHandler
+from handlers.tasks.options import PipelineOptions
+from handlers.tasks.task_handler import TaskHandler
 
 if TYPE_CHECKING:
     from handlers.tasks.task import Task
