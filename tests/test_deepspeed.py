@@ -28,10 +28,10 @@ from tiny_models import byte_tokenizer, random_model, tiny_model
 from tiny_tasks import make_task_model
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from handlers.deepspeed_engine.initialization import check_before_loading, inference_config, initialize
-from handlers.deepspeed_engine.loading import load
-from handlers.deepspeed_engine.shards import find_shards
-from handlers.deepspeed_options import DeepSpeedOptions
+from handlers.deepspeed.initialization import check_before_loading, inference_config, initialize
+from handlers.deepspeed.model import load
+from handlers.deepspeed.options import DeepSpeedOptions
+from handlers.deepspeed.shards import find_shards
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.ranks import Rank
 

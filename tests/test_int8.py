@@ -11,9 +11,9 @@ from rolling_batch_helpers import Engine, generated, prompts
 from tiny_models import byte_tokenizer, llama_of_whole_blocks
 from torch import nn
 
-from handlers.deepspeed_engine.int8 import DynamicInt8Linear, check_device, quantize
-from handlers.deepspeed_engine.loading import load
-from handlers.deepspeed_options import DeepSpeedOptions
+from handlers.deepspeed.int8 import DynamicInt8Linear, check_device, quantize
+from handlers.deepspeed.model import load
+from handlers.deepspeed.options import DeepSpeedOptions
 from lmi_server.contract.errors import ModelLoadError
 
 PROMPTS = prompts(6)

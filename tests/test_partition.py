@@ -16,8 +16,8 @@ from tiny_models import byte_tokenizer, llama_of_whole_blocks
 from transformers import AutoModelForCausalLM
 
 from handlers.checkpoints.transformers_loading import load_model
-from handlers.deepspeed_engine.loading import load
-from handlers.deepspeed_options import DeepSpeedOptions
+from handlers.deepspeed.model import load
+from handlers.deepspeed.options import DeepSpeedOptions
 from handlers.huggingface.options import HuggingFaceOptions
 from lmi_server.commands.partition import partition
 from lmi_server.configuration.properties import edited_properties

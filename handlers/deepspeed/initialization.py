@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from handlers.deepspeed_engine.int8 import check_device
-from handlers.deepspeed_options import DeepSpeedOptions
+from handlers.deepspeed.int8 import check_device
+from handlers.deepspeed.options import DeepSpeedOptions
 from handlers.rolling_batch.peers import Peers
 from handlers.rolling_batch.sharding import SummedLinear, join_process_group, plain_linear
 from lmi_server.contract.errors import ModelLoadError

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from handlers.deepspeed_options import DeepSpeedOptions
+from handlers.deepspeed.options import DeepSpeedOptions
 from handlers.rolling_batch.handler import RollingBatchHandler
 from handlers.tasks.task_handler import TaskHandler
 from lmi_server.contract.errors import HandlerError, LmiServerError, ModelMemoryError
@@ -28,7 +28,7 @@ class DeepSpeedHandler(RollingBatchHandler):
     options_type = DeepSpeedOptions
 
     def load_model(self, model_dir: str, options: DeepSpeedOptions) -> LoadedModel:
-        from handlers.deepspeed_engine.loading import load
+        from handlers.deepspeed.model import load
 
         return load(options.model_id or model_dir, options.within(model_dir))
 
@@ -43,7 +43,7 @@ class DeepSpeedTaskHandler(TaskHandler):
         self._peers: Peers | None = None
 
     def load_task(self, task: str, model_dir: str, options: DeepSpeedOptions) -> Task:
-        from handlers.deepspeed_engine.tasks import load_task
+        from handlers.deepspeed.tasks import load_task
 
         loaded, self._peers = load_task(task, options.model_id or model_dir, options.within(model_dir))
         return loaded
@@ -51,7 +51,7 @@ class DeepSpeedTaskHandler(TaskHandler):
     def handle(self, requests: Sequence[Input]) -> Sequence[Response | LmiServerError]:
         if self._peers is None:
             return super().handle(requests)
-        from handlers.deepspeed_engine.batch_messages import Batch, encode
+        from handlers.deepspeed.batch_messages import Batch, encode
 
         batch = Batch(secrets.randbits(63), list(requests))
         self._peers.tell(encode(batch))
@@ -59,7 +59,7 @@ class DeepSpeedTaskHandler(TaskHandler):
 
     def follow(self, model_dir: str, options: DeepSpeedOptions) -> None:
         self.start(model_dir, options)
-        from handlers.deepspeed_engine.batch_messages import Batch, decode
+        from handlers.deepspeed.batch_messages import Batch, decode
 
         assert self._peers is not None
         while isinstance(message := decode(self._peers.hear()), Batch):
@@ -67,7 +67,7 @@ class DeepSpeedTaskHandler(TaskHandler):
 
     def stop(self) -> None:
         if self._peers is not None:
-            from handlers.deepspeed_engine.batch_messages import Stop, encode
+            from handlers.deepspeed.batch_messages import Stop, encode
 
             self._peers.tell(encode(Stop()))
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from handlers.deepspeed_options import DeepSpeedOptions
+from handlers.deepspeed.options import DeepSpeedOptions
 from lmi_server.contract.errors import ModelLoadError
 
 _ALPHA = 0.5  # SmoothQuant's own choice

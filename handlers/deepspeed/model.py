@@ -8,10 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from handlers.checkpoints.transformers_loading import load_config, load_model, load_tokenizer, set_threads
-from handlers.deepspeed_engine.initialization import check_before_loading, choose_device, initialize
-from handlers.deepspeed_engine.int8 import model_bytes, quantize
-from handlers.deepspeed_engine.shards import Shards, find_shards, save_shards
-from handlers.deepspeed_options import DeepSpeedOptions
+from handlers.deepspeed.initialization import check_before_loading, choose_device, initialize
+from handlers.deepspeed.int8 import model_bytes, quantize
+from handlers.deepspeed.options import DeepSpeedOptions
+from handlers.deepspeed.shards import Shards, find_shards, save_shards
 from handlers.rolling_batch.engine_loading import LoadedModel, set_kernel_threads
 from handlers.rolling_batch.model_runner import LoadCheck
 from lmi_server.machine.environment import own_rank

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from handlers.checkpoints.transformers_loading import load_config, set_threads
-from handlers.deepspeed_engine.initialization import check_before_loading, choose_device, initialize
-from handlers.deepspeed_engine.int8 import quantize
-from handlers.deepspeed_options import DeepSpeedOptions
+from handlers.deepspeed.initialization import check_before_loading, choose_device, initialize
+from handlers.deepspeed.int8 import quantize
+from handlers.deepspeed.options import DeepSpeedOptions
 from handlers.rolling_batch.peers import Peers
 from handlers.tasks import table
 from handlers.tasks.task import Task

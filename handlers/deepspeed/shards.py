@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.initialization import no_init_weights
 
-from handlers.deepspeed_engine.initialization import read_json
-from handlers.deepspeed_engine.int8 import make_places
-from handlers.deepspeed_options import SHARDS_MANIFEST, DeepSpeedOptions
+from handlers.deepspeed.initialization import read_json
+from handlers.deepspeed.int8 import make_places
+from handlers.deepspeed.options import SHARDS_MANIFEST, DeepSpeedOptions
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.ranks import Rank
 
