@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from handlers.huggingface.options import HuggingFaceOptions
-from handlers.lmi_dist_options import LmiDistOptions
-from handlers.vllm_options import VllmOptions
+from handlers.vllm.lmi_dist_options import LmiDistOptions
+from handlers.vllm.options import VllmOptions
 from lmi_server.configuration.declaration import Options
 from lmi_server.configuration.handlers import HANDLERS, find_handler, load_options_type, options_type_of
 from lmi_server.configuration.options import ModelOptions, ServingOptions

@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 
-from handlers.vllm import VllmHandler
+from handlers.vllm.handler import VllmHandler
 from lmi_server.configuration.resolve import rebuild_options
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.machine.environment import process_environment
@@ -16,7 +16,7 @@ if __name__ == "__main__":
     given = dict(argument.split("=", 1) for argument in sys.argv[2:])
     recommended = VllmHandler.options_type.recommended(this_machine(process_environment()))
     raw = {key.removeprefix("option."): value for key, value in recommended.items()} | given
-    options = rebuild_options("handlers.vllm:VllmHandler", raw)
+    options = rebuild_options("handlers.vllm.handler:VllmHandler", raw)
     os.environ.update(options.worker_environment())
     try:
         asyncio.run(VllmHandler().start(sys.argv[1], options))

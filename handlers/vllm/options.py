@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from handlers.paged_attention_options import PagedAttentionOptions
+from handlers.vllm.paged_attention_options import PagedAttentionOptions
 from lmi_server.configuration.declaration import Allowed, Finding, Key, NoEffect
 from lmi_server.configuration.options import (
     DTYPE_NOTE,

@@ -19,7 +19,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from handlers.vllm_engine import library
+from handlers.vllm.handler import library
 from lmi_server.machine.memory import free_and_total
 from lmi_server.machine.process_tree import end_with_parent
 
@@ -93,7 +93,7 @@ class BackgroundCompilation:
 
     def _compile(self) -> tuple[int, str]:
         """Return the exit code of the compiling process, and what it printed of errors."""
-        command = [sys.executable, "-m", "handlers.vllm_engine.compilation"]
+        command = [sys.executable, "-m", "handlers.vllm.compilation"]
         command += [str(self._models[0].path.parent), str(os.getpid())]
         streams = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
         with subprocess.Popen(command, env=self._environment, **streams) as self._process:

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from handlers.vllm_engine import library
-from handlers.vllm_options import VllmOptions
+from handlers.vllm.handler import library
+from handlers.vllm.options import VllmOptions
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import (
     Delta,

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from handlers.vllm_engine import library
-from handlers.vllm_engine.drivers import Driver
-from handlers.vllm_engine.requests import plain
+from handlers.vllm.drivers import Driver
+from handlers.vllm.handler import library
+from handlers.vllm.requests import plain
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.protocol import Adapter
 

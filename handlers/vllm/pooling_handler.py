@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from handlers import content
 from handlers.tasks.task import read_parameters
-from handlers.vllm import import_engine
-from handlers.vllm_options import VllmPoolingOptions
+from handlers.vllm.handler import import_engine
+from handlers.vllm.options import VllmPoolingOptions
 from lmi_server.contract.errors import LmiServerError, RequestError
 from lmi_server.contract.handler import ModelInfo, RequestHandler, Response
 from lmi_server.contract.protocol import Input
@@ -20,7 +20,7 @@ from lmi_server.dialects.openai import embeddings as openai_embeddings
 from lmi_server.dialects.openai.embeddings import EmbeddingRequest
 
 if TYPE_CHECKING:
-    from handlers.vllm_engine.pooling import Pooled, PoolingModel, Prompt
+    from handlers.vllm.pooling_engine import Pooled, PoolingModel, Prompt
 
 logger = logging.getLogger(__name__)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from handlers.lmi_dist_options import LmiDistOptions
-from handlers.vllm import VllmHandler, import_engine
+from handlers.vllm.handler import VllmHandler, import_engine
+from handlers.vllm.lmi_dist_options import LmiDistOptions
 
 
 class LmiDistHandler(VllmHandler):

@@ -14,14 +14,14 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from handlers.vllm_options import VllmOptions
+from handlers.vllm.options import VllmOptions
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.generation import Delta, GenerationRequest
 from lmi_server.contract.handler import LLMHandler, ModelInfo
 from lmi_server.contract.protocol import Adapter
 
 if TYPE_CHECKING:
-    from handlers.vllm_engine.loading import LoadedEngine
+    from handlers.vllm.engine_loading import LoadedEngine
 
 
 class VllmHandler(LLMHandler):
@@ -80,7 +80,7 @@ class VllmHandler(LLMHandler):
 def import_engine(module: str) -> ModuleType:
     """Import a module of vllm_engine, and vLLM with it. Raises ModelLoadError where vLLM cannot be imported."""
     try:
-        return import_module(f"handlers.vllm_engine.{module}")
+        return import_module(f"handlers.vllm.{module}")
     except ImportError as error:
         raise ModelLoadError(
             f"the vllm handler needs vLLM ({error}); install vllm, or lmi-server[vllm] on a machine without GPU"

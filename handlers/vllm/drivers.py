@@ -10,10 +10,10 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from handlers.step_loop import Output, StepLoop
-from handlers.vllm_engine import library
-from handlers.vllm_engine.compilation import BackgroundCompilation
-from handlers.vllm_engine.outputs import Answer
-from handlers.vllm_engine.requests import CLIENT_ERRORS, as_request_error
+from handlers.vllm.compilation import BackgroundCompilation
+from handlers.vllm.handler import library
+from handlers.vllm.outputs import Answer
+from handlers.vllm.requests import CLIENT_ERRORS, as_request_error
 from lmi_server.contract.errors import HandlerError, LmiServerError
 from lmi_server.contract.generation import Delta
 

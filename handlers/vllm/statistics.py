@@ -7,9 +7,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from handlers.vllm_engine import library
+from handlers.vllm.handler import library
 
-_log = logging.getLogger("handlers.vllm")
+_log = logging.getLogger("handlers.vllm.handler")
 
 _LINE_INTERVAL_S = 5.0
 _IDLE_S = 1.0  # without a step; a step with a long prompt takes less

@@ -16,11 +16,11 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from handlers.vllm_engine import library
-from handlers.vllm_engine.drivers import end_process
-from handlers.vllm_engine.loading import details, engine_config, loaded, set_threads
-from handlers.vllm_engine.requests import CLIENT_ERRORS, as_request_error
-from handlers.vllm_options import VllmPoolingOptions
+from handlers.vllm.drivers import end_process
+from handlers.vllm.engine_loading import details, engine_config, loaded, set_threads
+from handlers.vllm.handler import library
+from handlers.vllm.options import VllmPoolingOptions
+from handlers.vllm.requests import CLIENT_ERRORS, as_request_error
 from lmi_server.contract.errors import HandlerError, LmiServerError, ModelLoadError, RequestError
 from lmi_server.dialects.openai.embeddings import EmbeddingRequest
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from handlers.vllm_options import InWorkerOptions
+from handlers.vllm.options import InWorkerOptions
 from lmi_server.configuration.declaration import Allowed, Deprecated, DeprecatedValue, Documented, Finding, NoEffect
 from lmi_server.configuration.options import MPI_MODE_DESCRIPTION, JsonObject, PositiveInt, lower
 from lmi_server.machine.inventory import Machine

@@ -16,15 +16,15 @@ import torch
 from pydantic import ValidationError
 
 from handlers.step_loop import StepLoop
-from handlers.vllm_engine import library, ranks
-from handlers.vllm_engine.adapters import Adapters
-from handlers.vllm_engine.chats import ParsedChats, Rendered
-from handlers.vllm_engine.compilation import BackgroundCompilation
-from handlers.vllm_engine.drivers import Driver, InProcessDriver, InProcessEngine, OwnProcessDriver, end_process
-from handlers.vllm_engine.outputs import Answer, Vocabulary
-from handlers.vllm_engine.requests import PromptRenderer, plain, sampling_params
-from handlers.vllm_engine.statistics import Statistics
-from handlers.vllm_options import VllmOptions
+from handlers.vllm.adapters import Adapters
+from handlers.vllm.chats import ParsedChats, Rendered
+from handlers.vllm.compilation import BackgroundCompilation
+from handlers.vllm.drivers import Driver, InProcessDriver, InProcessEngine, OwnProcessDriver, end_process
+from handlers.vllm.handler import library, ranks
+from handlers.vllm.options import VllmOptions
+from handlers.vllm.outputs import Answer, Vocabulary
+from handlers.vllm.requests import PromptRenderer, plain, sampling_params
+from handlers.vllm.statistics import Statistics
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.generation import Feature, GenerationRequest
 from lmi_server.contract.handler import ModelInfo
