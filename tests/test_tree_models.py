@@ -211,7 +211,7 @@ def test_a_file_that_is_damaged_is_named(tmp_path: Path) -> None:
 
 def test_the_file_of_a_model_chooses_the_handler(tmp_path: Path) -> None:
     save_skops(tmp_path / "model")
-    assert resolve_model(tmp_path, {}).handler == "handlers.sklearn_handler:SklearnHandler"
+    assert resolve_model(tmp_path, {}).handler == "handlers.tabular.sklearn_handler:SklearnHandler"
 
 
 def test_a_format_of_the_other_library_is_refused(tmp_path: Path) -> None:

@@ -149,16 +149,16 @@ _STABLE_DIFFUSION = HandlerRow(
 SKLEARN = HandlerRow(
     title="sklearn",
     names=("djl_python.sklearn_handler", "sklearn"),
-    handler="handlers.sklearn_handler:SklearnHandler",
-    options="handlers.tree_model_options:SklearnOptions",
+    handler="handlers.tabular.sklearn_handler:SklearnHandler",
+    options="handlers.tabular.options:SklearnOptions",
     engines=("sklearn",),
     takes_batches=True,
 )
 _XGBOOST = HandlerRow(
     title="xgboost",
     names=("djl_python.xgboost_handler", "xgboost"),
-    handler="handlers.xgboost_handler:XgboostHandler",
-    options="handlers.tree_model_options:XgboostOptions",
+    handler="handlers.tabular.xgboost_handler:XgboostHandler",
+    options="handlers.tabular.options:XgboostOptions",
     engines=("xgboost",),
     takes_batches=True,
 )

@@ -6,8 +6,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from handlers.tabular import TabularHandler
-from handlers.tree_model_options import SklearnOptions
+from handlers.tabular.handler import TabularHandler
+from handlers.tabular.options import SklearnOptions
 from lmi_server.contract.errors import ModelLoadError
 
 
