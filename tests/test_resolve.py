@@ -109,7 +109,7 @@ def test_names_of_option_variables(write: Write) -> None:
         "ARGS_job_queue_size": "4",
     }
     model = resolve_model(write(config=None), environment)
-    assert model.handler == "handlers.echo:EchoHandler"
+    assert model.handler == "handlers.echo.handler:EchoHandler"
     assert not isinstance(model.options, HuggingFaceOptions)
     assert model.options.max_rolling_batch_size == 3
     assert model.options.revision is None

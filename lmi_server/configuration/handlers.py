@@ -126,7 +126,7 @@ VLLM_POOLING = HandlerRow(
 _TENSORRT_LLM = HandlerRow(
     title="tensorrt_llm",
     names=("djl_python.tensorrt_llm", "djl_python.lmi_trtllm.trtllm_async_service", "tensorrt_llm"),
-    options="handlers.tensorrt_llm_options:TensorRtLlmOptions",
+    options="handlers.tensorrt_llm.options:TensorRtLlmOptions",
     rolling_batches=("trtllm",),
     engines=("tensorrt_llm",),
     batches_by_default=True,
@@ -136,14 +136,14 @@ _TENSORRT_LLM = HandlerRow(
 _NEURONX = HandlerRow(
     title="transformers_neuronx",
     names=("djl_python.transformers_neuronx", "transformers_neuronx", "neuronx"),
-    options="handlers.neuronx_options:NeuronxOptions",
+    options="handlers.neuronx.options:NeuronxOptions",
     engines=("transformers_neuronx",),
     reads_checkpoint=True,
 )
 _STABLE_DIFFUSION = HandlerRow(
     title="stable_diffusion",
     names=("djl_python.stable_diffusion", "djl_python.stable-diffusion", "stable_diffusion"),
-    options="handlers.stable_diffusion_options:StableDiffusionOptions",
+    options="handlers.stable_diffusion.options:StableDiffusionOptions",
     engines=("diffusers", "deepspeed"),
 )
 SKLEARN = HandlerRow(
@@ -165,10 +165,10 @@ _XGBOOST = HandlerRow(
 _ECHO = HandlerRow(
     title="echo",
     names=("djl_python.echo", "echo"),
-    handler="handlers.echo:EchoHandler",
-    options="handlers.echo:EchoOptions",
+    handler="handlers.echo.handler:EchoHandler",
+    options="handlers.echo.handler:EchoOptions",
 )
-JAVA_ENGINE = HandlerRow(title="an engine in Java", names=(), options="handlers.java_engine_options:JavaEngineOptions")
+JAVA_ENGINE = HandlerRow(title="an engine in Java", names=(), options="handlers.java_engine.options:JavaEngineOptions")
 OWN_CODE = HandlerRow(
     title="a handler of one's own",
     names=(),

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
-from handlers.echo import EchoHandler
+from handlers.echo.handler import EchoHandler
 from lmi_server.contract.errors import ModelLoadError, RequestError
 from lmi_server.contract.generation import Delta, GenerationRequest, Usage
 from lmi_server.contract.handler import ModelInfo

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from handlers.echo import EchoHandler
+from handlers.echo.handler import EchoHandler
 from lmi_server.contract.handler import ModelInfo
 from lmi_server.machine.environment import own_rank
 
