@@ -10,7 +10,7 @@ from djl_python.inputs import Input, make_input
 from djl_python.outputs import Output
 
 from handlers.own_code.djl_requests import Requests, failed
-from handlers.own_code.loading import told
+from handlers.own_code.user_code import told
 from lmi_server.contract.errors import HandlerError, LmiServerError, ModelLoadError, ModelMemoryError, is_out_of_memory
 from lmi_server.contract.handler import Response
 from lmi_server.contract.protocol import Input as Request

@@ -15,7 +15,7 @@ from djl_python.outputs import Output
 from handlers.own_code.djl_adapters import AdapterFunctions
 from handlers.own_code.djl_calls import Calls
 from handlers.own_code.djl_requests import content_of, headers_of, in_batch, piece_error
-from handlers.own_code.loading import told
+from handlers.own_code.user_code import told
 from lmi_server.contract.errors import HandlerError
 from lmi_server.contract.handler import AsyncRequestHandler, Response
 from lmi_server.contract.protocol import Adapter

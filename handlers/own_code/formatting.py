@@ -14,7 +14,7 @@ from djl_python.request_io import RequestInput, TextInput
 
 from handlers.own_code.djl_requests import Requests
 from handlers.own_code.formatted_answers import written_by
-from handlers.own_code.loading import DEFAULT_ENTRY_POINT, find_marked, load_file, told
+from handlers.own_code.user_code import DEFAULT_ENTRY_POINT, find_marked, load_file, told
 from lmi_server import dialects
 from lmi_server.configuration.options import ModelOptions
 from lmi_server.contract.errors import HandlerError, LmiServerError, ModelLoadError

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from handlers.own_code.generate import Beside, GenerateFunction
-from handlers.own_code.loading import find_class, find_marked, load_entry_point
 from handlers.own_code.options import OwnCodeOptions
+from handlers.own_code.user_code import find_class, find_marked, load_entry_point
 from lmi_server.contract.errors import LmiServerError, ModelLoadError
 from lmi_server.contract.handler import AsyncRequestHandler, LLMHandler, ModelInfo, RequestHandler, Response
 from lmi_server.contract.protocol import Adapter, Input

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from handlers import content
-from handlers.own_code.loading import find_marked, load_entry_point, told
+from handlers.own_code.user_code import find_marked, load_entry_point, told
 from lmi_server.contract.errors import HandlerError, LmiServerError, ModelLoadError, RequestError
 from lmi_server.contract.handler import ModelInfo, RequestHandler, Response
 from lmi_server.contract.protocol import Input
