@@ -24,11 +24,11 @@ from lmi_server.contract.errors import (
     RequestError,
     error_from_kind,
 )
-from lmi_server.contract.protocol import End, Error, Head, Input, Reply
+from lmi_server.contract.priority import parse_priority
+from lmi_server.contract.protocol import CANCELLED, End, Error, Head, Input, Reply
 from lmi_server.dialects.errors import error_event, error_reply, is_openai
-from lmi_server.serving.job import CANCELLED, Job
-from lmi_server.serving.job_queue import parse_priority
 from lmi_server.serving.registry import Model, ModelRegistry
+from lmi_server.supervisor.job import Job
 
 logger = logging.getLogger(__name__)
 

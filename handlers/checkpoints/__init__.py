@@ -1,1 +1,4 @@
-"""Reading Hugging Face checkpoints with transformers, for every handler that does. Importing it imports torch."""
+"""Reads Hugging Face checkpoints with transformers for every handler that needs it.
+
+Modules beside `options.py` import torch and are imported when a model loads.
+"""

@@ -1,1 +1,1 @@
-"""What the deepspeed handlers do with DeepSpeed and torch; importing its modules imports torch, not DeepSpeed."""
+"""DeepSpeed: rolling batch and whole tasks, over one rank or more. DeepSpeed itself is imported when a model loads."""

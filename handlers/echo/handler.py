@@ -5,26 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
 from itertools import cycle, islice
-from typing import Annotated
 
-from pydantic import Field
-
-from lmi_server.configuration.declaration import Allowed
-from lmi_server.configuration.options import ModelOptions
+from handlers.echo.options import EchoOptions
 from lmi_server.contract.generation import Delta, GenerationRequest, Token, Usage
 from lmi_server.contract.handler import LLMHandler, ModelInfo
 from lmi_server.contract.protocol import Adapter
 
 _MAX_MODEL_LEN = 1 << 20
-
-
-class EchoOptions(ModelOptions):
-    """Keys of serving.properties for a model that only echoes."""
-
-    echo_delay_ms: Annotated[float, Field(ge=0, allow_inf_nan=False), Allowed("a number, 0 or more")] = Field(
-        0.0, description="Milliseconds before each token; 0 is as fast as it goes."
-    )
-    echo_step: bool = Field(False, description="One token of each request per turn of the event loop, as engines step.")
 
 
 class EchoHandler(LLMHandler):

@@ -1,1 +1,1 @@
-""""""
+"""Any transformers causal language model under the rolling batch."""

@@ -1,1 +1,1 @@
-""""""
+"""Models of tables: scikit-learn and XGBoost."""

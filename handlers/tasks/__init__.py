@@ -1,1 +1,4 @@
-"""The tasks of the pipeline handler: one class per way to run a model. Importing it imports torch."""
+"""Tasks that the rolling batch is not for: one class per way to run a Hugging Face model on a batch of requests.
+
+Modules beside `handler.py`, `task_handler.py` and `options.py` import torch and are imported when a model loads.
+"""

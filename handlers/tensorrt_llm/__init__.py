@@ -1,1 +1,1 @@
-""""""
+"""TensorRT-LLM: its options; the handler is not part of this version."""

@@ -1,1 +1,4 @@
-"""vLLM behind the vllm handler; imported when a model loads, never before."""
+"""vLLM: text generation, pooling models, and LMI-Dist (vLLM over the ranks of an MPI group).
+
+Modules beside the `*handler.py` and `*options.py` import vLLM and are imported when a model loads.
+"""

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from handlers.vllm import library
 from handlers.vllm.drivers import Driver
-from handlers.vllm.handler import library
 from handlers.vllm.requests import plain
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.protocol import Adapter

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from handlers.vllm.handler import library
+from handlers.vllm import library
 from handlers.vllm.options import VllmOptions
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import (

@@ -19,7 +19,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from handlers.vllm.handler import library
+from handlers.vllm import library
 from lmi_server.machine.memory import free_and_total
 from lmi_server.machine.process_tree import end_with_parent
 

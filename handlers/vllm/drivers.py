@@ -10,8 +10,8 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from handlers.step_loop import Output, StepLoop
+from handlers.vllm import library
 from handlers.vllm.compilation import BackgroundCompilation
-from handlers.vllm.handler import library
 from handlers.vllm.outputs import Answer
 from handlers.vllm.requests import CLIENT_ERRORS, as_request_error
 from lmi_server.contract.errors import HandlerError, LmiServerError

@@ -16,11 +16,11 @@ import torch
 from pydantic import ValidationError
 
 from handlers.step_loop import StepLoop
+from handlers.vllm import library, ranks
 from handlers.vllm.adapters import Adapters
 from handlers.vllm.chats import ParsedChats, Rendered
 from handlers.vllm.compilation import BackgroundCompilation
 from handlers.vllm.drivers import Driver, InProcessDriver, InProcessEngine, OwnProcessDriver, end_process
-from handlers.vllm.handler import library, ranks
 from handlers.vllm.options import VllmOptions
 from handlers.vllm.outputs import Answer, Vocabulary
 from handlers.vllm.requests import PromptRenderer, plain, sampling_params

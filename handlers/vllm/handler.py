@@ -35,7 +35,7 @@ class VllmHandler(LLMHandler):
 
     async def start(self, model_dir: str, options: VllmOptions) -> ModelInfo:
         """Load the model; the worker's heartbeat goes on meanwhile."""
-        loading = await asyncio.to_thread(import_engine, "loading")
+        loading = await asyncio.to_thread(import_engine, "engine_loading")
         self._loaded = await loading.load(model_dir, options)
         return self._loaded.info
 
@@ -78,7 +78,7 @@ class VllmHandler(LLMHandler):
 
 
 def import_engine(module: str) -> ModuleType:
-    """Import a module of vllm_engine, and vLLM with it. Raises ModelLoadError where vLLM cannot be imported."""
+    """Import a module of this folder that imports vLLM. Raises ModelLoadError if vLLM cannot be imported."""
     try:
         return import_module(f"handlers.vllm.{module}")
     except ImportError as error:

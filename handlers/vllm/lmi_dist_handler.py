@@ -12,4 +12,4 @@ class LmiDistHandler(VllmHandler):
     options_type = LmiDistOptions
 
     def follow(self, model_dir: str, options: LmiDistOptions) -> None:
-        import_engine("loading").follow(model_dir, options)
+        import_engine("engine_loading").follow(model_dir, options)

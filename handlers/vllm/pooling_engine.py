@@ -16,9 +16,9 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from handlers.vllm import library
 from handlers.vllm.drivers import end_process
 from handlers.vllm.engine_loading import details, engine_config, loaded, set_threads
-from handlers.vllm.handler import library
 from handlers.vllm.options import VllmPoolingOptions
 from handlers.vllm.requests import CLIENT_ERRORS, as_request_error
 from lmi_server.contract.errors import HandlerError, LmiServerError, ModelLoadError, RequestError

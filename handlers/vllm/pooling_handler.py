@@ -54,7 +54,7 @@ class VllmPoolingHandler(RequestHandler):
 
     def start(self, model_dir: str, options: VllmPoolingOptions) -> ModelInfo:
         self._served = ServedModel(name=self.served_names[0], served_names=tuple(self.served_names))
-        self._model = import_engine("pooling").PoolingModel(model_dir, options)
+        self._model = import_engine("pooling_engine").PoolingModel(model_dir, options)
         return ModelInfo(max_model_len=self._model.max_length, details=self._model.details)
 
     def handle(self, requests: Sequence[Input]) -> Sequence[Response | LmiServerError]:

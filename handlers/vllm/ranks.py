@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from handlers.rolling_batch.peers import Peers
-from handlers.vllm.handler import library
+from handlers.vllm import library
 from lmi_server.machine.environment import own_rank
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from jinja2 import TemplateError
 from pydantic import ValidationError
 
+from handlers.vllm import library
 from handlers.vllm.chats import ParsedChats, Rendered
-from handlers.vllm.handler import library
 from lmi_server.contract.errors import ContextLengthError, RequestError
 from lmi_server.contract.generation import GenerationRequest, SamplingParameters
 

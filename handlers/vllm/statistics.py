@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from handlers.vllm.handler import library
+from handlers.vllm import library
 
 _log = logging.getLogger("handlers.vllm.handler")
 

@@ -1,1 +1,4 @@
-"""Brings a model's files to this machine before a worker is started: see `fetch.fetch_artifacts`."""
+"""Brings a model's files to this machine before its worker starts: archives, S3, the Hugging Face Hub, requirements.
+
+`fetch.fetch_artifacts` is the way in. Imports only `contract`.
+"""

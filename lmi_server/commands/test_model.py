@@ -12,12 +12,12 @@ import uvloop
 from lmi_server.artifacts.fetch import ArtifactSettings, artifact_settings
 from lmi_server.configuration.resolve import resolve_model
 from lmi_server.contract.errors import ConfigurationError, LmiServerError, error_from_kind
+from lmi_server.contract.priority import DEFAULT_PRIORITY
 from lmi_server.contract.protocol import End, Error, Input, Reply
 from lmi_server.dialects.errors import error_reply
-from lmi_server.serving.job import Job
-from lmi_server.serving.job_queue import DEFAULT_PRIORITY
 from lmi_server.serving.model_store import ModelSource
 from lmi_server.serving.registry import ModelRegistry
+from lmi_server.supervisor.job import Job
 
 _ROUTE = "invocations"
 

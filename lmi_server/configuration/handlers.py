@@ -166,7 +166,7 @@ _ECHO = HandlerRow(
     title="echo",
     names=("djl_python.echo", "echo"),
     handler="handlers.echo.handler:EchoHandler",
-    options="handlers.echo.handler:EchoOptions",
+    options="handlers.echo.options:EchoOptions",
 )
 JAVA_ENGINE = HandlerRow(title="an engine in Java", names=(), options="handlers.java_engine.options:JavaEngineOptions")
 OWN_CODE = HandlerRow(

@@ -1,1 +1,4 @@
-""""""
+"""What the front end, the workers and the handlers share: errors, messages, the link and the handlers' interfaces.
+
+Imports nothing else of this project.
+"""

@@ -1,6 +1,6 @@
 """The messages between the front end and a worker: everything that crosses the link is one of these types.
 
-On the wire each message is a 4-byte big-endian length and that many bytes of msgpack (see `lmi_server.contract.link`). Fields
+On the wire each message is a 4-byte big-endian length and that many bytes of msgpack (see `contract.link`). Fields
 are positional (`array_like`), tagged by the class name. Ids are the front end's, unique per worker process.
 
     front end -> worker   Load (once, first), Submit, Cancel, Recall, Control, LogLevel, Shutdown
@@ -160,6 +160,13 @@ class End(Message, frozen=True):
 
     id: int
     status: int = 200
+
+
+CANCELLED = "Cancelled"
+"""The kind of the Error that ends a request whose client went away."""
+
+RECALLED = "Recalled"
+"""The kind of the Error with which a worker gives back a request that it has not begun."""
 
 
 class Error(Message, frozen=True):

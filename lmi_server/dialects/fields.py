@@ -10,8 +10,8 @@ import msgspec
 
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import Feature
+from lmi_server.contract.priority import parse_priority
 from lmi_server.contract.protocol import Input
-from lmi_server.serving.job_queue import parse_priority
 
 Reader = Callable[[str, Any], Any]
 """Takes a field's name and its value (never null); returns the value to use or raises RequestError."""

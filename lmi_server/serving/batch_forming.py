@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from lmi_server.serving.job import Job
 from lmi_server.serving.job_queue import JobQueue
+from lmi_server.supervisor.job import Job
 
 if TYPE_CHECKING:
     from lmi_server.supervisor.worker_process import WorkerProcess

@@ -29,16 +29,16 @@ from lmi_server.contract.errors import (
     ModelNotReadyError,
     WorkerDiedError,
 )
-from lmi_server.contract.protocol import End, Error, Head, Input, Item, Ready, Reply
+from lmi_server.contract.protocol import CANCELLED, RECALLED, End, Error, Head, Input, Item, Ready, Reply
 from lmi_server.machine.devices import DeviceGroup
 from lmi_server.serving.adapters import Adapters
 from lmi_server.serving.batch_forming import BatchForming
-from lmi_server.serving.job import CANCELLED, RECALLED, Job
 from lmi_server.serving.job_queue import JobQueue
 from lmi_server.serving.pool_settings import ModelStatus, PoolSettings
 from lmi_server.serving.progress_watch import ProgressWatch
 from lmi_server.serving.scaling import WorkerScaling
 from lmi_server.serving.sticky_sessions import StickySessions
+from lmi_server.supervisor.job import Job
 from lmi_server.supervisor.replicas import Deaths, LoadPlan, WorkerGroup
 from lmi_server.supervisor.worker_process import WorkerProcess
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from lmi_server.contract.errors import LmiServerError, PredictTimeoutError
-from lmi_server.serving.job import Job
+from lmi_server.supervisor.job import Job
 
 if TYPE_CHECKING:
     from lmi_server.supervisor.worker_process import WorkerProcess

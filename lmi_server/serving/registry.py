@@ -37,10 +37,10 @@ from lmi_server.machine.inventory import this_machine, with_gpu_memory
 from lmi_server.machine.mpi import NO_MPIRUN, find_mpirun
 from lmi_server.serving.adapters import RegisteredAdapter, adapters_in
 from lmi_server.serving.fetch_model import FetchedModel, Resolve, fetch_model
-from lmi_server.serving.job import Job
 from lmi_server.serving.model_store import HUB_VARIABLES, ModelSource
 from lmi_server.serving.pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus, PoolSettings
+from lmi_server.supervisor.job import Job
 from lmi_server.supervisor.worker_process import MpiLauncher
 
 logger = logging.getLogger(__name__)

@@ -42,7 +42,7 @@ from lmi_server.contract.protocol import (
 )
 from lmi_server.machine.mpi import MpiRun
 from lmi_server.machine.process_tree import is_stopped, kill_session
-from lmi_server.serving.job import Job
+from lmi_server.supervisor.job import Job
 from lmi_server.supervisor.launch import MpiGroup, SingleProcess, WorkerLaunch
 from lmi_server.supervisor.log import WorkerLog
 

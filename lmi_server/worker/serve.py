@@ -11,11 +11,10 @@ from typing import NamedTuple
 from lmi_server.contract.errors import HandlerError, LmiServerError, ModelMemoryError, is_out_of_memory
 from lmi_server.contract.generation import GenerationRequest
 from lmi_server.contract.handler import AsyncRequestHandler, LLMHandler, Response
-from lmi_server.contract.protocol import Input
+from lmi_server.contract.protocol import CANCELLED, Input
 from lmi_server.dialects import tokens
 from lmi_server.dialects.base import Exchange, ServedModel
 from lmi_server.dialects.errors import error_reply
-from lmi_server.serving.job import CANCELLED
 from lmi_server.worker.outbox import Answer, Outbox
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lmi_server.contract.errors import RequestError
-from lmi_server.contract.protocol import Error, Ready, Submit
-from lmi_server.serving.job import CANCELLED, RECALLED
+from lmi_server.contract.protocol import CANCELLED, RECALLED, Error, Ready, Submit
 
 
 class Service(ABC):

@@ -12,12 +12,6 @@ from lmi_server.contract.protocol import Chunk, End, Error, Head, Input, Item, R
 if TYPE_CHECKING:
     from lmi_server.supervisor.worker_process import WorkerProcess
 
-CANCELLED = "Cancelled"
-"""The kind of the Error that ends a request whose client went away."""
-
-RECALLED = "Recalled"
-"""The kind of the Error with which a worker gives back a request that it has not begun."""
-
 
 class ReplySlot:
     """Where the answer to one request arrives. One reader: `await wait()`, then `take()`, until `terminal` is set.

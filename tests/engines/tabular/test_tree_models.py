@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import skops.io
 import xgboost
+from paths import SAMPLES
 from pipeline_helpers import ask, content_of, request, started
 from server_helpers import running
 from sklearn.ensemble import RandomForestClassifier
@@ -273,7 +274,7 @@ def test_decorated_functions_take_over(tmp_path: Path) -> None:
 
 
 def test_the_samples_run(tmp_path: Path) -> None:
-    samples = Path(__file__).parent.parent / "serving.properties.d"
+    samples = SAMPLES
     for name in ("sklearn", "xgboost"):
         directory = tmp_path / name
         directory.mkdir()

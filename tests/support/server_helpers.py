@@ -16,9 +16,9 @@ from queue import SimpleQueue
 from typing import Any
 
 import httpx
+from paths import TESTS
 from relay_helpers import FAULTS, HANDLERS
 
-TESTS = Path(__file__).parent
 SERVING_KEYS = {
     "job_queue_size",
     "minWorkers",

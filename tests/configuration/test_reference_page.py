@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from paths import ROOT
 
 from lmi_server.configuration.handlers import HANDLERS, load_options_type
 from lmi_server.configuration.options import ServingOptions
 from lmi_server.explain.reference_page import reference_page
 
-PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
+PAGE = ROOT / "docs" / "configuration.md"
 
 
 def test_the_page_is_current() -> None:

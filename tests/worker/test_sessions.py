@@ -20,6 +20,7 @@ from artifact_helpers import BUCKET, S3, s3_server
 from hypothesis import given
 from hypothesis import strategies as st
 from own_code_helpers import make_own
+from paths import MODEL_CODE
 from server_helpers import Server, make_model, running, serving
 
 from lmi_server import worker
@@ -211,7 +212,7 @@ def test_sessions_outlive_the_machine(s3: S3, tmp_path: Path) -> None:
     variables = {name: value for name, value in s3.variables.items() if name.startswith("AWS_")}
     headers = {}
     for place, count in (("one", 1), ("two", 2)):
-        code = (Path(__file__).parent / "models" / "sessions.py").read_text()
+        code = (MODEL_CODE / "sessions.py").read_text()
         options = {"sessions_path": tmp_path / place / "sessions", "sessions_s3url": f"s3://{BUCKET}/own"}
         with running(make_own(tmp_path / place / "model", code, **options), variables=variables) as server:
             server.log_line(r"\] ready: process")
@@ -275,7 +276,7 @@ def test_the_requests_of_a_session_go_to_its_worker(tmp_path: Path) -> None:
     (directory / "serving.properties").write_text(
         re.sub("option.(entryPoint|test_handler)=.*\n", "", (directory / "serving.properties").read_text())
     )
-    shutil.copy(Path(__file__).parent / "models" / "sessions.py", directory / "model.py")
+    shutil.copy(MODEL_CODE / "sessions.py", directory / "model.py")
     with running(directory) as server:
         for _ in range(3):
             server.log_line(r"\] ready: process")

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from paths import MODEL_CODE
 from product_helpers import Server, serving
 from vllm_helpers import make_tiny_model
 
 pytestmark = pytest.mark.slow
 
-BENCH = Path(__file__).parent / "models" / "vllm_bench.py"
+BENCH = MODEL_CODE / "vllm_bench.py"
 REQUESTS, TOKENS = 12, 8
 
 

@@ -20,6 +20,7 @@ import httpx
 import psutil
 import pytest
 from adapter_helpers import save_adapter, with_adapter
+from paths import MODEL_CODE, SAMPLES
 from product_helpers import Server, serving
 from relay_helpers import on_loop
 from rolling_batch_helpers import generated
@@ -418,7 +419,7 @@ def test_a_model_split_over_two_processes_gives_the_tokens_of_one(tiny_model: Pa
 
 @pytest.mark.parametrize("name", ["vllm", "vllm-lora", "vllm-tools"])
 def test_a_sample_runs(name: str, tiny_model: Path, tmp_path: Path) -> None:
-    sample = Path(__file__).parent.parent / "serving.properties.d" / f"{name}.properties"
+    sample = SAMPLES / f"{name}.properties"
     lines = [line.partition("=")[::2] for line in sample.read_text().splitlines() if line.startswith("option.")]
     options = {key.removeprefix("option."): value for key, value in lines}
     options |= {"model_id": str(tiny_model), "max_model_len": "128", "kv_cache_memory_gb": "1"}
@@ -445,7 +446,7 @@ def test_a_sample_runs(name: str, tiny_model: Path, tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_loaded_is_told(options: dict[str, str], told: str, tiny_model: Path, tmp_path: Path) -> None:
-    command = [sys.executable, str(Path(__file__).parent / "models" / "vllm_loader.py"), str(tiny_model)]
+    command = [sys.executable, str(MODEL_CODE / "vllm_loader.py"), str(tiny_model)]
     arguments = [f"{name}={value}" for name, value in {**SETTINGS, **options}.items()]
     loaded = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120, check=False)
     assert loaded.stdout.startswith("ModelLoadError: "), loaded.stderr

@@ -15,7 +15,7 @@ from rolling_batch_helpers import Answer, generated
 from server_helpers import make_model, running
 from tiny_models import byte_tokenizer, tiny_model
 
-from handlers.huggingface.handler import model as transformers_model
+from handlers.huggingface import model as transformers_model
 from handlers.huggingface.options import HuggingFaceOptions
 from handlers.rolling_batch.engine_loading import LoadedEngine, load_engine
 from lmi_server.contract.errors import ModelLoadError

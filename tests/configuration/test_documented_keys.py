@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
+from paths import DATA
 from pydantic import TypeAdapter
 
 from lmi_server.configuration.declaration import Documented, Option, Options, written
 from lmi_server.configuration.handlers import HANDLERS, JAVA_ENGINE, HandlerRow, load_options_type
 from lmi_server.configuration.options import ModelOptions, ServingOptions
 
-DOCUMENTED = json.loads((Path(__file__).parent / "data" / "documented_keys.json").read_text())
+DOCUMENTED = json.loads((DATA / "documented_keys.json").read_text())
 ROWS = {row.title: row for row in (*HANDLERS, JAVA_ENGINE)}
 SECTIONS = {
     "DeepSpeed": "deepspeed",

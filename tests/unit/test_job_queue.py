@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmi_server.contract.errors import QueueFullError, RequestError
-from lmi_server.serving.job_queue import JobQueue, parse_priority
+from lmi_server.contract.priority import parse_priority
+from lmi_server.serving.job_queue import JobQueue
 
 
 @dataclass

@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 import sentence_transformers
 import torch
+from paths import BUILT_MODELS, SAMPLES
 from product_helpers import Server, serving
 from tiny_models import byte_tokenizer
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel
 
 pytestmark = pytest.mark.slow
 
-SAMPLE = Path(__file__).parent.parent / "serving.properties.d" / "vllm-embedding.properties"
-MINILM = Path(__file__).parent.parent / "models" / "all-minilm-l6-v2"
+SAMPLE = SAMPLES / "vllm-embedding.properties"
+MINILM = BUILT_MODELS / "all-minilm-l6-v2"
 TEXTS = ["A man is eating food.", "Someone eats.", "The girl is carrying a baby.", "word " * 100]
 SETTINGS = {"rolling_batch": "vllm", "dtype": "fp32"}
 

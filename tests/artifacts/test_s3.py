@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from artifact_helpers import BUCKET, MIB, S3, Recorder, s3_server
+from paths import TESTS
 
 from lmi_server.artifacts.location import S3Location
 from lmi_server.artifacts.progress import Activity
@@ -30,7 +31,6 @@ FILES = {
     "weights-2": os.urandom(200_000),
 }
 MODEL = S3Location(BUCKET, "team/model")
-TESTS = Path(__file__).parent
 
 
 class Watched:

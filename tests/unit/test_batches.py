@@ -13,9 +13,9 @@ import pytest
 from relay_helpers import HANDLERS, on_loop
 
 from lmi_server.contract.protocol import End, Error, Input, Load, Reply
-from lmi_server.serving.job import Job
 from lmi_server.serving.pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus, PoolSettings
+from lmi_server.supervisor.job import Job
 
 FAULTS = "request_handlers:RequestFaults"
 

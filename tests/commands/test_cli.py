@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
 
 def lmi_server(*arguments: str, columns: str = "40") -> subprocess.CompletedProcess[str]:
@@ -20,7 +21,7 @@ def lmi_server(*arguments: str, columns: str = "40") -> subprocess.CompletedProc
         capture_output=True,
         text=True,
         env=environment,
-        cwd=Path(__file__).parent.parent,
+        cwd=ROOT,
         timeout=60,
         check=False,
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 from artifact_helpers import BUCKET, S3, s3_server, write_wheel
+from paths import TESTS
 from relay_helpers import on_loop
 
 from lmi_server.artifacts.archive import ArchiveLimits
@@ -30,7 +31,6 @@ from lmi_server.artifacts.progress import Progress
 from lmi_server.contract.errors import ArtifactError, ConfigurationError
 from lmi_server.serving.fetch_model import fetch_model
 
-TESTS = Path(__file__).parent
 BROKEN_INDEX = {"PATH": os.environ["PATH"], "PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": "http://127.0.0.1:1/simple"}
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from fake_hub import fake_hub
+from paths import ROOT
 
 MODEL = "team/tiny"
 FILES = {"config.json": b"{}", "model.safetensors": b"weights" * 1000, "sub/tokenizer.json": b"[]"}
@@ -35,7 +36,7 @@ def fetch(home: Path, endpoint: str, model: str = MODEL, revision: str = "", **v
         "HF_HUB_ETAG_TIMEOUT": "5",
     }
     command = [sys.executable, "-c", FETCH, model, revision]
-    path = str(Path(__file__).parent.parent)
+    path = str(ROOT)
     done = subprocess.run(
         command,
         env=environment | {"PYTHONPATH": path, "HF_HUB_DISABLE_TELEMETRY": "1"} | variables,

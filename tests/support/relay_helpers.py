@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import uvloop
+from paths import MODEL_CODE
 
-HANDLERS = str(Path(__file__).parent / "models")
+HANDLERS = str(MODEL_CODE)
 """To be put on PYTHONPATH of a worker: where `fault_handlers` is."""
 
 FAULTS = "fault_handlers:FaultHandler"

@@ -15,6 +15,7 @@ import httpx
 import pytest
 from adapter_helpers import save_adapter, with_adapter
 from mpi_helpers import group_members, is_running, litter, process_of_rank
+from paths import SAMPLES
 from product_helpers import Server, serving
 from rolling_batch_helpers import generated
 from tiny_models import byte_tokenizer
@@ -23,7 +24,7 @@ from vllm_helpers import make_tiny_model, tiny_llama
 
 pytestmark = pytest.mark.slow
 
-SAMPLE = Path(__file__).parent.parent / "serving.properties.d" / "lmi-dist.properties"
+SAMPLE = SAMPLES / "lmi-dist.properties"
 OTHER_THAN_IN_THE_SAMPLE = {
     "option.tensor_parallel_degree": "2",
     "option.dtype": "fp32",

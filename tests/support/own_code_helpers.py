@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from paths import MODEL_CODE
 from server_helpers import Server, running
 
-MODELS = Path(__file__).parent / "models" / "own_code"
+MODELS = MODEL_CODE / "own_code"
 SERVING = {"batch_size", "max_batch_delay", "minWorkers", "maxWorkers", "job_queue_size", "max_worker_memory_mb"}
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paths import SAMPLES
 from pipeline_helpers import ask, started
 from tiny_models import byte_tokenizer, llama_of_whole_blocks
 from tiny_tasks import make_task_model
@@ -16,7 +17,7 @@ from lmi_server.configuration.resolve import Inspection, inspect_model, resolve_
 from lmi_server.contract.generation import GenerationRequest, SamplingParameters
 from lmi_server.machine.inventory import Gpu, Machine
 
-SAMPLES = sorted((Path(__file__).parent.parent / "serving.properties.d").glob("*.properties"))
+SAMPLES = sorted(SAMPLES.glob("*.properties"))
 MACHINE = Machine(
     total_bytes=2**38,
     available_bytes=2**37,

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from paths import MODEL_CODE
 from server_helpers import Server, make_model, running
 
-CODE = Path(__file__).parent / "models"
+CODE = MODEL_CODE
 
 
 def make(directory: Path, code: str, **options: str) -> Path:

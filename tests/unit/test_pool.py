@@ -18,9 +18,9 @@ from relay_helpers import FAULTS, HANDLERS, on_loop
 from lmi_server.contract.errors import BadParameterError, ModelMemoryError, ModelNotReadyError, QueueFullError
 from lmi_server.contract.protocol import End, Error, Input, Load, Reply
 from lmi_server.machine.devices import plan_devices
-from lmi_server.serving.job import Job
 from lmi_server.serving.pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus, PoolSettings
+from lmi_server.supervisor.job import Job
 from lmi_server.supervisor.replicas import Backoff, Deaths
 
 

@@ -1,0 +1,179 @@
+"""Dependencies point one way, engines are imported late, and one module reads the environment."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from paths import ROOT
+
+PACKAGES = ("lmi_server", "handlers", "frontend")
+MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+ENGINES = {"torch", "transformers", "tokenizers", "accelerate", "vllm", "deepspeed", "tensorrt_llm", "gguf", "numba"}
+
+# What each folder of lmi_server may import beside itself; its docstring says the same. Only the command line, the
+# composition root, may import the front end, and nobody imports handlers: the table of handlers names them in strings.
+_CORE = {"contract", "machine"}
+_CONFIGURED = {*_CORE, "configuration"}
+_SERVING = {*_CONFIGURED, "artifacts", "supervisor"}
+MAY_IMPORT = {
+    "contract": set[str](),
+    "machine": {"contract"},
+    "artifacts": {"contract"},
+    "configuration": {*_CORE, "artifacts"},
+    "dialects": {"contract"},
+    "supervisor": _CONFIGURED,
+    "explain": {*_CONFIGURED, "supervisor"},
+    "serving": _SERVING,
+    "worker": {*_CONFIGURED, "dialects"},
+    "commands": {*_SERVING, "dialects", "explain", "serving"},
+    "__main__": {"commands"},
+}
+COMPOSITION_ROOT = "lmi_server/commands/cli.py"
+ENVIRONMENT = "lmi_server/machine/environment.py"
+# What a handler may import of lmi_server: the contract, what the machine has, the dialects' pure functions, and the
+# declarations that its options are made of.
+HANDLERS_MAY_IMPORT = (
+    "lmi_server.contract",
+    "lmi_server.machine",
+    "lmi_server.dialects",
+    "lmi_server.configuration.declaration",
+    "lmi_server.configuration.options",
+    "lmi_server.configuration.tasks",
+)
+# Folders of handlers/ that several handlers share, and the one that each of the others builds on.
+SHARED = {"checkpoints", "content", "rolling_batch", "step_loop", "tasks"}
+BUILDS_ON = {"tabular": {"own_code"}}
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def folder_of(module: str) -> str:
+    """Return the folder or module right below the package: "contract" of lmi_server.contract.link."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def imports_its_engine(path: Path) -> bool:
+    """Tell if the module is one that a handler imports when it loads, so that it may import the engine itself."""
+    in_folder = path.parent.parent.name == "handlers" or path.parent.parent.parent.name == "handlers"
+    return in_folder and not path.stem.endswith(("handler", "options", "__init__"))
+
+
+BY_NAME = {name_of(path).removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in MODULES}
+
+
+def imported(tree: ast.AST, module: Path) -> Iterator[str]:
+    """Yield each imported module in full; of `from a import b` that is `a.b` if b is a module of ours."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name_of(module)}:{node.lineno}: relative import"
+            assert node.module is not None
+            for alias in node.names:
+                submodule = f"{node.module}.{alias.name}"
+                yield submodule if submodule in BY_NAME else node.module
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def top_of(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def test_every_folder_says_what_it_is() -> None:
+    folders = [path for path in MODULES if path.name == "__init__.py" and "compat" not in path.parts]
+    silent = [name_of(path) for path in folders if len(ast.get_docstring(parsed(path)) or "") < 20]
+    assert not silent, "an __init__ says what lives in its folder and what that may import"
+
+
+def test_imports_of_lmi_server_point_one_way() -> None:
+    wrong = []
+    for name, path in BY_NAME.items():
+        if top_of(name) != "lmi_server" or name == "lmi_server" or folder_of(name) == "compat":
+            continue
+        for other in imported(parsed(path), path):
+            if top_of(other) == "frontend" and name_of(path) == COMPOSITION_ROOT:
+                continue
+            allowed = folder_of(other) in {folder_of(name), *MAY_IMPORT[folder_of(name)]}
+            if top_of(other) in PACKAGES and not (top_of(other) == "lmi_server" and allowed):
+                wrong.append(f"{name_of(path)} imports {other}")
+    assert not wrong
+
+
+def test_the_front_end_knows_no_handler_and_no_worker() -> None:
+    wrong = [
+        f"{name_of(path)} imports {other}"
+        for name, path in BY_NAME.items()
+        if top_of(name) == "frontend"
+        for other in imported(parsed(path), path)
+        if top_of(other) == "handlers" or other.startswith("lmi_server.worker")
+    ]
+    assert not wrong
+
+
+def test_handlers_import_types_and_no_other_handler() -> None:
+    wrong = []
+    for name, path in BY_NAME.items():
+        if top_of(name) != "handlers" or name == "handlers":
+            continue
+        may = {folder_of(name), *SHARED, *BUILDS_ON.get(folder_of(name), ())}
+        for other in imported(parsed(path), path):
+            own = top_of(other) == "handlers" and folder_of(other) in may
+            if top_of(other) in PACKAGES and not own and not other.startswith(HANDLERS_MAY_IMPORT):
+                wrong.append(f"{name_of(path)} imports {other}")
+    assert not wrong
+
+
+def test_no_engine_is_imported_when_a_module_is() -> None:
+    wrong = {
+        name_of(path): sorted(engines)
+        for path in MODULES
+        if not imports_its_engine(path) and (engines := {top_of(name) for name in reached(path)} & ENGINES)
+    }
+    assert not wrong
+
+
+def reached(start: Path) -> set[str]:
+    """Return every module that importing `start` imports, directly or through modules of ours."""
+    found: set[str] = set()
+    paths = [start]
+    while paths:
+        new = set(at_import(paths.pop())) - found
+        found |= new
+        paths += [BY_NAME[name] for name in new & BY_NAME.keys()]
+    return found
+
+
+def test_one_module_reads_the_environment() -> None:
+    reads = {"environ", "environb", "getenv"}
+    wrong = [
+        f"{name_of(path)}:{node.lineno}: use process_environment()"
+        for path in MODULES
+        if name_of(path) != ENVIRONMENT
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "os"
+        and node.attr in reads
+    ]
+    assert not wrong
+
+
+def test_no_module_is_imported_in_a_circle() -> None:
+    graph = {name: set(at_import(path)) & BY_NAME.keys() - {name} for name, path in BY_NAME.items()}
+    while free := [name for name, needs in graph.items() if not needs]:
+        graph = {name: needs - set(free) for name, needs in graph.items() if name not in free}
+    assert not graph, f"import circle among {sorted(graph)}"
+
+
+def at_import(path: Path) -> Iterator[str]:
+    """Yield what the module imports when it is imported itself, not when a function of it runs."""
+    for node in parsed(path).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from imported(node, path)
