@@ -137,7 +137,7 @@ def server(clients: int) -> float:
     command = [
         sys.executable,
         "-m",
-        "lmi_server.commands.cli",
+        "lmi_server",
         "serve",
         str(MODEL),
         "--port",

@@ -167,7 +167,7 @@ def ours(settings: Mapping[str, Any] | None) -> Iterator[Server]:
         lines = [f"option.{name}={value}" for name, value in options.items()]
         (directory / "serving.properties").write_text("\n".join(lines))
         port = free_port()
-        command = [sys.executable, "-m", "lmi_server.commands.cli", "serve", str(directory), "--port", str(port)]
+        command = [sys.executable, "-m", "lmi_server", "serve", str(directory), "--port", str(port)]
         variables = {} if settings is None else SAME_VARIABLES
         server = Server([*command, "--log-level", "warning"], variables, port, "/ping")
         try:

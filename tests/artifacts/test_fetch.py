@@ -17,6 +17,7 @@ import httpx
 import pytest
 from artifact_helpers import BUCKET, S3, s3_server, write_wheel
 from paths import TESTS
+from process_log import ProcessLog
 from relay_helpers import on_loop
 
 from lmi_server.artifacts.archive import ArchiveLimits
@@ -167,39 +168,21 @@ async def test_a_wrong_configuration_is_told_before_anything_is_fetched(
 
 
 @contextmanager
-def server(model_dir: Path, root: Path, variables: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+def server_log(model_dir: Path, root: Path, variables: dict[str, str]) -> Iterator[ProcessLog]:
+    """Serve a model directory in a process of its own, and give its log."""
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "lmi_server.commands.cli",
-            "serve",
-            str(model_dir),
-            "--host",
-            "127.0.0.1",
-            "--port",
-            "0",
-        ],
+        [sys.executable, "-m", "lmi_server", "serve", str(model_dir), "--host", "127.0.0.1", "--port", "0"],
         stderr=subprocess.PIPE,
         text=True,
         env=variables | {"PYTHONPATH": str(TESTS.parent), "SERVING_DOWNLOAD_DIR": str(root)},
     )
+    log = ProcessLog(process.stderr)
     try:
-        yield process
+        yield log
     finally:
         process.terminate()
-        process.communicate(timeout=30)
-
-
-def log_until(process: subprocess.Popen[str], pattern: str) -> list[str]:
-    """Return the log up to the line that has `pattern`."""
-    assert process.stderr is not None
-    lines: list[str] = []
-    for line in process.stderr:
-        lines.append(line)
-        if re.search(pattern, line):
-            return lines
-    raise AssertionError("".join(lines))
+        log.close()
+        process.wait(30)
 
 
 def test_a_model_on_s3_is_served(tmp_path: Path, s3: S3) -> None:
@@ -210,13 +193,13 @@ def test_a_model_on_s3_is_served(tmp_path: Path, s3: S3) -> None:
     (model_dir / "serving.properties").write_text(
         f"option.entryPoint=djl_python.echo\noption.model_id=s3://{BUCKET}/echo\n"
     )
-    with server(model_dir, tmp_path / "downloads", s3.variables) as process:
-        log = log_until(process, r"\] ready: process")
-        (port,) = re.findall(r"listening on http://127\.0\.0\.1:(\d+)", "".join(log))
+    with server_log(model_dir, tmp_path / "downloads", s3.variables) as log:
+        port = log.wait_for(r"listening on http://127\.0\.0\.1:(\d+)")[1]
+        log.wait_for(r"\] ready: process")
         body = {"inputs": "a b", "parameters": {"max_new_tokens": 2}}
         answer = httpx.post(f"http://127.0.0.1:{port}/invocations", json=body, timeout=30)
     assert (answer.status_code, answer.json()["generated_text"]) == (200, " a b")
-    assert f"[model] downloading s3://{BUCKET}/echo: 4.9 KiB of 4.9 KiB (100 %)" in "".join(log)
+    assert f"[model] downloading s3://{BUCKET}/echo: 4.9 KiB of 4.9 KiB (100 %)" in "".join(log.lines)
     (fetched,) = (tmp_path / "downloads" / "s3").glob("*/echo")
     assert (fetched / "weights").read_bytes() == b"w" * 5000
 
@@ -227,6 +210,6 @@ def test_a_model_that_cannot_be_fetched_fails_with_the_reason(tmp_path: Path, s3
     (model_dir / "serving.properties").write_text(
         "option.entryPoint=djl_python.echo\noption.model_id=s3://nowhere/echo\n"
     )
-    with server(model_dir, tmp_path / "downloads", s3.variables) as process:
-        log = log_until(process, "could not be loaded")
-    assert "s3://nowhere/echo: there is no bucket nowhere at http://127.0.0.1:" in log[-1]
+    with server_log(model_dir, tmp_path / "downloads", s3.variables) as log:
+        told = log.wait_for("could not be loaded")
+    assert "s3://nowhere/echo: there is no bucket nowhere at http://127.0.0.1:" in told.string

@@ -15,7 +15,7 @@ from paths import ROOT
 def lmi_server(*arguments: str, columns: str = "40") -> subprocess.CompletedProcess[str]:
     """Run the command in a narrow terminal with nothing of the tests' environment in it."""
     environment = {"COLUMNS": columns, "PATH": "/usr/bin:/bin"}
-    command = [sys.executable, "-m", "lmi_server.commands.cli", *arguments]
+    command = [sys.executable, "-m", "lmi_server", *arguments]
     return subprocess.run(
         command,
         capture_output=True,

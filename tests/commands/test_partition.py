@@ -66,7 +66,7 @@ def target(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
     origin = write(root / "origin", SPLIT, weights)
     (origin / "notes.txt").write_text("kept")
-    command = (sys.executable, "-m", "lmi_server.commands.cli", "partition", str(origin), "--save", str(root / "split"))
+    command = (sys.executable, "-m", "lmi_server", "partition", str(origin), "--save", str(root / "split"))
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "weights of rank 1: 0.2 of 0.2 MiB written" in done.stderr

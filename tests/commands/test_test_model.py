@@ -14,7 +14,7 @@ from lmi_server.contract.errors import ConfigurationError
 
 
 def run(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lmi_server.commands.cli", "test-model", "--model-dir", str(directory), *arguments]
+    command = [sys.executable, "-m", "lmi_server", "test-model", "--model-dir", str(directory), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+from process_log import ProcessLog
 
 
 class Server:
@@ -19,7 +20,8 @@ class Server:
     def __init__(self, directory: Path) -> None:
         command = [str(Path(sys.executable).with_name("lmi-server")), "serve", str(directory), "--port", "0"]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        self.lines: list[str] = []
+        self._log = ProcessLog(self.process.stderr)
+        self.lines = self._log.lines
         self.url = self.log_line(r"listening on (http://\S+)")[1]
         told = self.log_line(r"\] ready: process|could not be loaded: .*")
         if "could not" in told[0]:
@@ -29,12 +31,7 @@ class Server:
         self.http = httpx.Client(base_url=self.url, timeout=120)
 
     def log_line(self, pattern: str) -> re.Match[str]:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.lines.append(line)
-            if found := re.search(pattern, line):
-                return found
-        raise AssertionError("".join(self.lines))
+        return self._log.wait_for(pattern)
 
     def gauge(self, name: str) -> float | None:
         found = re.search(rf"^{name}{{[^}}]*}} (\S+)$", self.http.get("/metrics").text, re.MULTILINE)
@@ -49,11 +46,9 @@ class Server:
         return int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()[0])
 
     def stop(self) -> int:
-        assert self.process.stderr is not None
         self.http.close()
         self.process.terminate()
-        self.lines += self.process.stderr.readlines()
-        self.process.stderr.close()
+        self._log.close()
         return self.process.wait(60)
 
 

@@ -9,14 +9,13 @@ import re
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import httpx
 from paths import TESTS
+from process_log import ProcessLog
 from relay_helpers import FAULTS, HANDLERS
 
 SERVING_KEYS = {
@@ -34,7 +33,6 @@ class Server:
     """A server process on a port that the system chose; `arguments` are those of fault_server.py."""
 
     def __init__(self, *arguments: str | Path, variables: dict[str, str] | None = None) -> None:
-        self.lines: list[str] = []
         path = os.pathsep.join([HANDLERS, str(TESTS.parent)])
         self.process = subprocess.Popen(
             [sys.executable, str(TESTS / "models" / "fault_server.py"), *map(str, arguments)],
@@ -42,27 +40,14 @@ class Server:
             text=True,
             env=os.environ | (variables or {}) | {"PYTHONPATH": path},
         )
-        self._log: SimpleQueue[str | None] = SimpleQueue()
-        self._reader = threading.Thread(target=self._read_log)  # a server whose log nobody reads stands still
-        self._reader.start()
+        self._log = ProcessLog(self.process.stderr)
+        self.lines = self._log.lines
         self.port = int(self.log_line(r"listening on http://127\.0\.0\.1:(\d+)")[1])
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
 
     def log_line(self, pattern: str) -> re.Match[str]:
         """Wait for a line of the log and return its match."""
-        while (line := self._log.get()) is not None:
-            self.lines.append(line)
-            found = re.search(pattern, line)
-            if found is not None:
-                return found
-        self._log.put(None)
-        raise AssertionError(f"no {pattern!r} in the log:\n{''.join(self.lines)}")
-
-    def _read_log(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self._log.put(line)
-        self._log.put(None)
+        return self._log.wait_for(pattern)
 
     def worker_pid(self) -> int:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
@@ -92,12 +77,8 @@ class Server:
         return self.ended()
 
     def ended(self) -> int:
-        assert self.process.stderr is not None
         self.http.close()
-        self._reader.join()
-        self.process.stderr.close()
-        while not self._log.empty():
-            self.lines.append(self._log.get() or "")
+        self._log.close()
         return self.process.wait(30)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+from process_log import ProcessLog
 from tiny_models import CONTEXT, VOCABULARY, byte_tokenizer, random_model
 from transformers import LlamaConfig, PreTrainedModel
 
@@ -51,19 +52,12 @@ def vllm_server(model: Path, name: str, *arguments: str) -> Iterator[httpx.Clien
     server = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
-    assert server.stdout is not None
+    log = ProcessLog(server.stdout)
     try:
-        lines = []
-        for line in server.stdout:
-            lines.append(line)
-            if "Application startup complete" in line:
-                break
-        else:
-            raise AssertionError("".join(lines))
+        log.wait_for("Application startup complete")
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
             yield client
     finally:
         server.terminate()
-        server.stdout.read()
+        log.close()
         server.wait(60)
-        server.stdout.close()
