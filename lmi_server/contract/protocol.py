@@ -3,7 +3,7 @@
 On the wire each message is a 4-byte big-endian length and that many bytes of msgpack (see `contract.link`). Fields
 are positional (`array_like`), tagged by the class name. Ids are the front end's, unique per worker process.
 
-    front end -> worker   Load (once, first), Submit, Cancel, Recall, Control, LogLevel, Shutdown
+    front end -> worker   Load (once, first), Submit, Cancel, Recall, Control, SetLogLevel, Shutdown
     worker -> front end   Ready or Failed (once), Frames, Stats
 
 For every Submit the worker sends exactly one terminal item: Reply, End or Error. A streamed answer is
@@ -97,20 +97,45 @@ class Recall(Message, frozen=True):
     id: int
 
 
-class Control(Message, frozen=True):
-    """An operation on the model itself; answered by a Reply or an Error under the same id.
+class _Command(msgspec.Struct, array_like=True, frozen=True):
+    """Base of what a Control asks of the model; `operation` is its name in messages to users."""
 
-    "add_adapter" takes the fields of an Adapter and puts it in the place of one of that name; "remove_adapter" its
-    `name`. "metrics" is answered by the engine's own metrics in Prometheus' text format. The ids are those of Submit.
+    @property
+    def operation(self) -> str:
+        return str(self.__struct_config__.tag)
+
+
+class AddAdapter(_Command, frozen=True, tag="add_adapter"):
+    """Add a LoRA adapter, or replace the one of the same name. The answer is the handler's message, often empty."""
+
+    adapter: Adapter
+
+
+class RemoveAdapter(_Command, frozen=True, tag="remove_adapter"):
+    """Remove a LoRA adapter; requests that run with it finish. The answer is the handler's message, often empty."""
+
+    name: str
+
+
+class GetMetrics(_Command, frozen=True, tag="metrics"):
+    """Get the engine's own metrics in Prometheus' text format; empty if it has none."""
+
+
+Command = AddAdapter | RemoveAdapter | GetMetrics
+
+
+class Control(Message, frozen=True):
+    """A command for the model itself. The worker answers with one Reply or Error under the same id.
+
+    The ids are negative, so that they never meet those of requests.
     """
 
     id: int
-    operation: str
-    arguments: dict[str, Any]
+    command: Command
 
 
-class LogLevel(Message, frozen=True):
-    """Log what is at least as important as this from now on; not answered."""
+class SetLogLevel(Message, frozen=True):
+    """Set the worker's log level, a name of Python's logging. There is no answer."""
 
     level: str
 
@@ -206,5 +231,5 @@ class Stats(Message, frozen=True):
     progressed: list[int] = []
 
 
-ToWorker = Load | Submit | Cancel | Recall | Control | LogLevel | Shutdown
+ToWorker = Load | Submit | Cancel | Recall | Control | SetLogLevel | Shutdown
 FromWorker = Ready | Failed | Frames | Stats

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ from lmi_server.contract.errors import (
     RequestError,
     WorkerDiedError,
 )
-from lmi_server.contract.protocol import Adapter
+from lmi_server.contract.protocol import Adapter, AddAdapter, RemoveAdapter
 
 if TYPE_CHECKING:
     from lmi_server.supervisor.worker_process import WorkerProcess
@@ -105,7 +105,7 @@ class Adapters:
         async with self._changing:
             self.get(name)
             workers = list(self._workers())
-            outcomes = await self._everywhere(workers, "remove_adapter", {"name": name})
+            outcomes = await self._everywhere(workers, RemoveAdapter(name))
             refusals = _refusals(outcomes)
             if refusals:
                 await self._restore(name, workers, outcomes)
@@ -121,13 +121,13 @@ class Adapters:
         async with self._changing:
             for registered in self._adapters.values():
                 try:
-                    await self._do(worker, "add_adapter", msgspec.to_builtins(registered.adapter))
+                    await self._do(worker, AddAdapter(registered.adapter))
                 except LmiServerError as error:
                     raise ModelLoadError(f"adapter {registered.name}: {error.message}") from error
 
     async def _put(self, registered: RegisteredAdapter) -> str:
         workers = self._ready()
-        outcomes = await self._everywhere(workers, "add_adapter", msgspec.to_builtins(registered.adapter))
+        outcomes = await self._everywhere(workers, AddAdapter(registered.adapter))
         dead = [outcome for outcome in outcomes if isinstance(outcome, WorkerDiedError)]
         refusals = _refusals(outcomes)
         if refusals or len(dead) == len(workers):
@@ -143,9 +143,9 @@ class Adapters:
         changed = [worker for worker, outcome in zip(workers, outcomes, strict=True) if isinstance(outcome, str)]
         before = self._adapters.get(name)
         if before is None:
-            await self._everywhere(changed, "remove_adapter", {"name": name})
+            await self._everywhere(changed, RemoveAdapter(name))
         else:
-            await self._everywhere(changed, "add_adapter", msgspec.to_builtins(before.adapter))
+            await self._everywhere(changed, AddAdapter(before.adapter))
 
     def _ready(self) -> Sequence[WorkerProcess]:
         workers = list(self._workers())
@@ -154,24 +154,24 @@ class Adapters:
         return workers
 
     async def _everywhere(
-        self, workers: Sequence[WorkerProcess], operation: str, arguments: Mapping[str, object]
+        self, workers: Sequence[WorkerProcess], command: AddAdapter | RemoveAdapter
     ) -> list[LmiServerError | str]:
         """Have each worker do it; return for each what its handler says of it, or the error with which it refused."""
 
         async def attempt(worker: WorkerProcess) -> LmiServerError | str:
             try:
-                return await self._do(worker, operation, arguments)
+                return await self._do(worker, command)
             except LmiServerError as error:
                 return error
 
         return await asyncio.gather(*(attempt(worker) for worker in workers))
 
-    async def _do(self, worker: WorkerProcess, operation: str, arguments: Mapping[str, object]) -> str:
+    async def _do(self, worker: WorkerProcess, command: AddAdapter | RemoveAdapter) -> str:
         try:
             async with asyncio.timeout(self._timeout_s):
-                return (await worker.control(operation, dict(arguments))).decode()
+                return (await worker.control(command)).decode()
         except TimeoutError:
-            late = f"did not finish {operation} within {self._timeout_s:g} seconds"
+            late = f"did not finish {command.operation} within {self._timeout_s:g} seconds"
             logger.error("[%s] %s; killing it", worker.name, late)
             worker.kill()
             raise WorkerDiedError(f"The worker {late}") from None

@@ -29,7 +29,7 @@ from lmi_server.contract.errors import (
     ModelNotReadyError,
     WorkerDiedError,
 )
-from lmi_server.contract.protocol import CANCELLED, RECALLED, End, Error, Head, Input, Item, Ready, Reply
+from lmi_server.contract.protocol import CANCELLED, RECALLED, End, Error, GetMetrics, Head, Input, Item, Ready, Reply
 from lmi_server.machine.devices import DeviceGroup
 from lmi_server.serving.adapters import Adapters
 from lmi_server.serving.batch_forming import BatchForming
@@ -134,7 +134,7 @@ class WorkerPool:
         async def ask(worker: WorkerProcess) -> bytes:
             try:
                 async with asyncio.timeout(_METRICS_TIMEOUT_S):
-                    return await worker.control("metrics", {})
+                    return await worker.control(GetMetrics())
             except (LmiServerError, TimeoutError):
                 return b""
 

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lmi_server.contract.errors import (
     LmiServerError,
@@ -25,6 +24,7 @@ from lmi_server.contract.errors import (
 from lmi_server.contract.link import worker_link
 from lmi_server.contract.protocol import (
     Cancel,
+    Command,
     Control,
     Error,
     Failed,
@@ -32,10 +32,10 @@ from lmi_server.contract.protocol import (
     FromWorker,
     Item,
     Load,
-    LogLevel,
     Ready,
     Recall,
     Reply,
+    SetLogLevel,
     Shutdown,
     Stats,
     Submit,
@@ -144,23 +144,23 @@ class WorkerProcess:
         self.ready_at = time.time()
         return ready
 
-    async def control(self, operation: str, arguments: dict[str, Any]) -> bytes:
-        """Have the worker do something with its model; return what it answers.
+    async def control(self, command: Command) -> bytes:
+        """Send `command` to the worker and return the answer.
 
         Raises the error that it answers, or WorkerDiedError.
         """
         if self.lost.is_set():
-            raise _died_during(operation)
+            raise _died_during(command)
         control_id = next(self._control_ids)
         done: asyncio.Future[LmiServerError | bytes] = self._loop.create_future()
         self._controls[control_id] = done
-        self._link.send(Control(control_id, operation, arguments))
+        self._link.send(Control(control_id, command))
         try:
             outcome = await done
         finally:
             del self._controls[control_id]
         if isinstance(outcome, LmiServerError):
-            raise _died_during(operation) if isinstance(outcome, WorkerDiedError) else outcome
+            raise _died_during(command) if isinstance(outcome, WorkerDiedError) else outcome
         return outcome
 
     def settle(self, item: Item) -> bool:
@@ -213,7 +213,7 @@ class WorkerProcess:
 
     def set_log_level(self, level: str) -> None:
         if self._process is not None:  # Load goes first, and tells the level too
-            self._link.send(LogLevel(level))
+            self._link.send(SetLogLevel(level))
 
     def retire(self, deadline_s: float) -> None:
         """Let the worker finish what it holds within `deadline_s` seconds, and then exit by itself."""
@@ -385,8 +385,8 @@ def _mark_retrieved(loaded: asyncio.Future[Ready]) -> None:
         loaded.exception()
 
 
-def _died_during(operation: str) -> WorkerDiedError:
-    return WorkerDiedError(f"The worker process ended during {operation}")
+def _died_during(command: Command) -> WorkerDiedError:
+    return WorkerDiedError(f"The worker process ended during {command.operation}")
 
 
 def _oom_kills() -> int:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import uvloop
 
-from lmi_server.contract.protocol import Frames, Ready, Submit
+from lmi_server.contract.protocol import Command, Frames, Ready, Submit
 from lmi_server.worker.outgoing import Outgoing
 from lmi_server.worker.side_by_side import Serving, SideBySide
 
@@ -66,9 +65,9 @@ class MainLoop:
     def cancel(self, request_id: int) -> None:
         self._loop.call_soon_threadsafe(self._service.cancel, request_id)
 
-    async def control(self, operation: str, arguments: Mapping[str, Any]) -> bytes:
-        """Do what a Control asks for, as `Service.control` does."""
-        done = asyncio.run_coroutine_threadsafe(self._service.control(operation, arguments), self._loop)
+    async def control(self, command: Command) -> bytes:
+        """Execute `command`, as `Service.control` does."""
+        done = asyncio.run_coroutine_threadsafe(self._service.control(command), self._loop)
         return await asyncio.wrap_future(done)
 
     def stop(self) -> None:

@@ -5,16 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
-
-import msgspec
 
 from lmi_server.contract.errors import ModelMemoryError
 from lmi_server.contract.link import FrontendLink
-from lmi_server.contract.protocol import Adapter, End, Error, Frames, Item, Ready, Reply, Submit
+from lmi_server.contract.protocol import (
+    AddAdapter,
+    Command,
+    End,
+    Error,
+    Frames,
+    Item,
+    Ready,
+    RemoveAdapter,
+    Reply,
+    Submit,
+)
 from lmi_server.worker.main_thread import MainThread
 from lmi_server.worker.outgoing import Call, Outgoing
-from lmi_server.worker.service import Service, cancelled, recalled, unknown_operation
+from lmi_server.worker.service import Service, cancelled, recalled, unsupported
 from lmi_server.worker.watch import Watch, resident_bytes
 
 logger = logging.getLogger(__name__)
@@ -112,16 +120,15 @@ class InMainThread(Service):
         self._main.abandoned = True
         self._main.on_exit(1)
 
-    async def control(self, operation: str, arguments: Mapping[str, Any]) -> bytes:
+    async def control(self, command: Command) -> bytes:
         if self._main.beside is not None:
-            return await self._main.beside.control(operation, arguments)
-        match operation:
-            case "add_adapter":
-                adapter = msgspec.convert(arguments, Adapter)
+            return await self._main.beside.control(command)
+        match command:
+            case AddAdapter(adapter):
                 return (await self._main.ask(lambda handler: handler.add_adapter(adapter))).encode()
-            case "remove_adapter":
-                return (await self._main.ask(lambda handler: handler.remove_adapter(arguments["name"]))).encode()
-        raise unknown_operation(operation)
+            case RemoveAdapter(name):
+                return (await self._main.ask(lambda handler: handler.remove_adapter(name))).encode()
+        raise unsupported(command)
 
     def progressed(self) -> list[int]:
         beside = self._main.beside

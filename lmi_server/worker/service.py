@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
 
 from lmi_server.contract.errors import RequestError
-from lmi_server.contract.protocol import CANCELLED, RECALLED, Error, Ready, Submit
+from lmi_server.contract.protocol import CANCELLED, RECALLED, Command, Error, Ready, Submit
 
 
 class Service(ABC):
@@ -41,21 +40,21 @@ class Service(ABC):
     def gauges(self) -> Mapping[str, float]:
         """Return the gauges of the handler."""
 
-    async def control(self, operation: str, arguments: Mapping[str, Any]) -> bytes:
-        """Do what a Control asks for and return the data of its Reply.
+    async def control(self, command: Command) -> bytes:
+        """Execute `command` and return the data of its Reply.
 
         Raises RequestError where this model does not, or whatever the handler raises.
         """
-        raise unknown_operation(operation)
+        raise unsupported(command)
 
     def progressed(self) -> list[int]:
         """Return the requests for which something happened since the last call that the front end has not seen."""
         return []
 
 
-def unknown_operation(operation: str) -> RequestError:
-    """Return the error of a Control that a model does not know."""
-    return RequestError(f"operation {operation!r} is not known to this worker")
+def unsupported(command: Command) -> RequestError:
+    """Return the error for a command that the handler of this model does not support."""
+    return RequestError(f"the handler of this model does not support the operation {command.operation}")
 
 
 def cancelled(request_id: int) -> Error:

@@ -17,9 +17,9 @@ from lmi_server.contract.protocol import (
     Frames,
     Item,
     Load,
-    LogLevel,
     Recall,
     Reply,
+    SetLogLevel,
     Shutdown,
     Stats,
     Submit,
@@ -67,7 +67,7 @@ class Session:
                 self._loaded().recall(request_id)
             case Control():
                 self._run(self._control(message))
-            case LogLevel(level):
+            case SetLogLevel(level):
                 logging.getLogger().setLevel(level)
             case Shutdown(deadline_s):
                 self.shut_down(deadline_s)
@@ -136,11 +136,11 @@ class Session:
         assert self._link is not None
         outcome: Item
         try:
-            outcome = Reply(control.id, 200, [], await self._loaded().control(control.operation, control.arguments))
+            outcome = Reply(control.id, 200, [], await self._loaded().control(control.command))
         except LmiServerError as error:
             outcome = Error(control.id, error.kind, error.message)
         except Exception as error:  # the border to handlers and engines, which raise anything; the operation fails
-            logger.exception("model %s: the handler raised in %s", self._model_name, control.operation)
+            logger.exception("model %s: the handler raised in %s", self._model_name, control.command.operation)
             kind = ModelMemoryError if is_out_of_memory(error) else HandlerError
             outcome = Error(control.id, kind.__name__, f"{type(error).__name__}: {error}")
         self._link.send(Frames([outcome]))

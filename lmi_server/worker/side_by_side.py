@@ -7,21 +7,21 @@ import gc
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from lmi_server.configuration.options import ModelOptions
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.handler import AsyncRequestHandler, LLMHandler, ModelInfo
-from lmi_server.contract.protocol import Adapter, Input, Ready, Submit
+from lmi_server.contract.protocol import AddAdapter, Command, GetMetrics, Input, Ready, RemoveAdapter, Submit
 from lmi_server.dialects.base import ServedModel
 from lmi_server.dialects.errors import error_reply
 from lmi_server.worker.formats import Formats
 from lmi_server.worker.handler_loading import Loading
 from lmi_server.worker.outbox import Answer, Outbox, Way
 from lmi_server.worker.serve import Engine, serve, serve_response
-from lmi_server.worker.service import Service, cancelled, unknown_operation
+from lmi_server.worker.service import Service, cancelled, unsupported
 
 if TYPE_CHECKING:
     from lmi_server.worker.session_requests import SessionRequests
@@ -44,12 +44,12 @@ class Serving(ABC):
     async def stop(self) -> None:
         """Release the model."""
 
-    async def control(self, operation: str, arguments: Mapping[str, Any]) -> bytes:
-        """Do what a Control asks for and return the data of its Reply.
+    async def control(self, command: Command) -> bytes:
+        """Execute `command` and return the data of its Reply.
 
         Raises RequestError where this model does not, or whatever the handler raises.
         """
-        raise unknown_operation(operation)
+        raise unsupported(command)
 
     def stats(self) -> Mapping[str, float]:
         """Return the gauges of the handler."""
@@ -98,22 +98,19 @@ class Generation(Serving):
             await asyncio.to_thread(self._sessions.save)
         await self._handler.stop()
 
-    async def control(self, operation: str, arguments: Mapping[str, Any]) -> bytes:
-        match operation:
-            case "add_adapter":
-                adapter = msgspec.convert(arguments, Adapter)
+    async def control(self, command: Command) -> bytes:
+        match command:
+            case AddAdapter(adapter):
                 formatting = self._formats.of_adapter(adapter.directory)  # the code before the weights
                 await self._handler.add_adapter(adapter)
                 self._formats.set_adapter(adapter.name, formatting)
                 self._set_adapters(self._served.adapters | {adapter.name})
-            case "remove_adapter":
-                self._set_adapters(self._served.adapters - {arguments["name"]})
-                self._formats.set_adapter(arguments["name"], None)
-                await self._handler.remove_adapter(arguments["name"])
-            case "metrics":
+            case RemoveAdapter(name):
+                self._set_adapters(self._served.adapters - {name})
+                self._formats.set_adapter(name, None)
+                await self._handler.remove_adapter(name)
+            case GetMetrics():
                 return self._handler.metrics()
-            case _:
-                raise unknown_operation(operation)
         return b""
 
     def _set_adapters(self, names: frozenset[str]) -> None:
@@ -143,13 +140,13 @@ class Responses(Serving):
     async def serve(self, request: Input, answer: Answer, outbox: Outbox) -> None:
         await serve_response(request, self._handler, answer, outbox)
 
-    async def control(self, operation: str, arguments: Mapping[str, Any]) -> bytes:
-        match operation:
-            case "add_adapter":
-                return (await self._handler.add_adapter(msgspec.convert(arguments, Adapter))).encode()
-            case "remove_adapter":
-                return (await self._handler.remove_adapter(arguments["name"])).encode()
-        raise unknown_operation(operation)
+    async def control(self, command: Command) -> bytes:
+        match command:
+            case AddAdapter(adapter):
+                return (await self._handler.add_adapter(adapter)).encode()
+            case RemoveAdapter(name):
+                return (await self._handler.remove_adapter(name)).encode()
+        raise unsupported(command)
 
     async def stop(self) -> None:
         await self._handler.stop()
@@ -191,8 +188,8 @@ class SideBySide(Service):
         if task is not None:
             task.cancel()
 
-    async def control(self, operation: str, arguments: Mapping[str, Any]) -> bytes:
-        return await self._serving.control(operation, arguments)
+    async def control(self, command: Command) -> bytes:
+        return await self._serving.control(command)
 
     def recall(self, request_id: int) -> None:
         """Keep it: every request begins when it arrives."""

@@ -26,6 +26,7 @@ from lmi_server.contract.protocol import (
     Error,
     Failed,
     Frames,
+    GetMetrics,
     Head,
     Input,
     Item,
@@ -208,11 +209,11 @@ async def test_every_submit_has_one_ending_even_when_it_is_cancelled_at_once(tmp
 
 
 @on_loop
-async def test_an_unknown_operation_is_refused(tmp_path: Path) -> None:
-    async with worker_of(tmp_path) as worker:
-        worker.link.send(Control(1, "explode", {}))
-        assert await worker.ended(1) == [
-            Error(1, "RequestError", "operation 'explode' is not known to this worker"),
+async def test_a_command_that_the_handler_does_not_support_is_refused(tmp_path: Path) -> None:
+    async with worker_of(tmp_path, "request_handlers:RequestFaults") as worker:
+        worker.link.send(Control(-1, GetMetrics()))
+        assert await worker.ended(-1) == [
+            Error(-1, "RequestError", "the handler of this model does not support the operation metrics"),
         ]
 
 
