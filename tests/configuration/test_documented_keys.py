@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from paths import DATA
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from lmi_server.configuration.declaration import Documented, Option, Options, written
 from lmi_server.configuration.handlers import HANDLERS, JAVA_ENGINE, HandlerRow, load_options_type
@@ -32,7 +32,9 @@ def classes_of(section: str) -> tuple[type[Options], ...]:
 
 
 def declared(key: str, *classes: type[Options]) -> tuple[type[Options], Option]:
-    return next((cls, option) for cls in classes for option in cls.declared() if key in option.keys)
+    found = [(cls, option) for cls in classes for option in cls.declared() if key in option.keys]
+    assert found, f"{key} is not declared"
+    return found[0]
 
 
 def agrees(option: Option, default: str) -> bool:
@@ -40,32 +42,57 @@ def agrees(option: Option, default: str) -> bool:
     return any((written(value) or "none").lower() == default.lower() for value in here)
 
 
-def name_of(row: dict[str, Any]) -> str:
-    return f"{row.get('section') or row['handler']}-{row['key']}"
+def rows_of(section: str) -> list[dict[str, Any]]:
+    return [row for row in DOCUMENTED["tables"] if row["section"] == section]
 
 
-@pytest.mark.parametrize("row", DOCUMENTED["tables"], ids=name_of)
-def test_a_key_of_the_documents_tables_is_known_with_its_default(row: dict[str, Any]) -> None:
-    _, option = declared(row["key"], *classes_of(row["section"]))
-    assert "default" not in row or agrees(option, row["default"])
+def accepts(cls: type[Options], option: Option, raw: str) -> bool:
+    try:
+        return option.field in cls.model_validate({option.field: raw}).model_fields_set
+    except ValidationError:
+        return False
 
 
-@pytest.mark.parametrize("row", DOCUMENTED["tables"], ids=name_of)
-def test_every_documented_value_is_accepted(row: dict[str, Any]) -> None:
-    cls, option = declared(row["key"], *classes_of(row["section"]))
-    for raw in row["allowed"]:
-        assert option.field in cls.model_validate({option.field: raw}).model_fields_set
+def test_the_sections_of_the_documents_are_these() -> None:
+    assert {row["section"] for row in DOCUMENTED["tables"]} == {"Common", *SECTIONS}
 
 
-@pytest.mark.parametrize("row", DOCUMENTED["defaults per handler"], ids=name_of)
-def test_documented_defaults_that_differ_by_handler(row: dict[str, Any]) -> None:
-    _, option = declared(row["key"], load_options_type(ROWS[row["handler"]]))
-    assert written(option.default) == row["default"]
+@pytest.mark.parametrize("section", ["Common", *SECTIONS])
+def test_the_keys_of_a_documented_table_are_known_with_their_defaults(section: str) -> None:
+    differing = [
+        f"{row['key']}: documented is {row['default']}, declared is {written(option.default)}"
+        for row in rows_of(section)
+        for _, option in [declared(row["key"], *classes_of(section))]
+        if "default" in row and not agrees(option, row["default"])
+    ]
+    assert differing == []
 
 
-@pytest.mark.parametrize("key", DOCUMENTED["keys of the model server"])
-def test_keys_of_the_model_server(key: str) -> None:
-    assert declared(key, ServingOptions)
+@pytest.mark.parametrize("section", ["Common", *SECTIONS])
+def test_every_documented_value_is_accepted(section: str) -> None:
+    refused = [
+        f"{row['key']}={raw}"
+        for row in rows_of(section)
+        for cls, option in [declared(row["key"], *classes_of(section))]
+        for raw in row["allowed"]
+        if not accepts(cls, option, raw)
+    ]
+    assert refused == []
+
+
+def test_documented_defaults_that_differ_by_handler() -> None:
+    differing = [
+        f"{row['handler']}: {row['key']}: documented is {row['default']}, declared is {written(option.default)}"
+        for row in DOCUMENTED["defaults per handler"]
+        for _, option in [declared(row["key"], load_options_type(ROWS[row["handler"]]))]
+        if written(option.default) != row["default"]
+    ]
+    assert differing == []
+
+
+def test_keys_of_the_model_server() -> None:
+    known = {key for option in ServingOptions.declared() for key in option.keys}
+    assert set(DOCUMENTED["keys of the model server"]) - known == set()
 
 
 @pytest.mark.parametrize("title", DOCUMENTED["further options"])

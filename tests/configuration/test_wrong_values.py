@@ -38,22 +38,27 @@ def typed(options: tuple[Option, ...]) -> list[Option]:
     return [option for option in options if option.allowed not in ("a text", "names separated by commas")]
 
 
-def cases() -> list[tuple[HandlerRow, Option]]:
-    shared = [(HANDLERS[0], option) for option in typed(ServingOptions.declared())]
-    own = [(row, option) for row in (*HANDLERS, JAVA_ENGINE) for option in typed(load_options_type(row).declared())]
-    return [(row, option) for row, option in (*shared, *own) if option.key not in DECIDING]
-
-
-@pytest.mark.parametrize("spelling", ["first", "last"])
-@pytest.mark.parametrize(("row", "option"), cases(), ids=lambda case: getattr(case, "key", None) or case.title)
-def test_a_wrong_value(row: HandlerRow, option: Option, spelling: str, tmp_path: Path) -> None:
-    key = option.keys[0 if spelling == "first" else -1]
+def problems_of(directory: Path, row: HandlerRow, key: str) -> tuple[str, ...]:
+    """Return what the resolver reports if line 3 of serving.properties gives `key` a wrong value."""
     decide = f"option.entryPoint={row.names[0]}" if row.names else _OTHERWISE[row.title]
-    file = tmp_path / "serving.properties"
-    file.write_text("\n".join([*f"{decide}\n".split("\n")[:2], f"{key}={WRONG}"]))
+    lines = [*f"{decide}\n".split("\n")[:2], f"{key}={WRONG}"]
+    (directory / "serving.properties").write_text("\n".join(lines))
+    return inspect_model(directory, {}, machine=MACHINE).problems
+
+
+@pytest.mark.parametrize("row", [*HANDLERS, JAVA_ENGINE], ids=lambda row: row.title)
+def test_wrong_values(row: HandlerRow, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
-    (problem,) = inspect_model(tmp_path, {}, machine=MACHINE).problems
-    assert problem == f'{file}:3: {key} = "{WRONG}" is not allowed; allowed: {option.allowed}'
+    shared = ServingOptions.declared() if row is HANDLERS[0] else ()
+    allowed = {
+        key: option.allowed
+        for option in typed((*shared, *load_options_type(row).declared()))
+        for key in (option.keys[0], option.keys[-1])
+        if option.key not in DECIDING
+    }
+    place = tmp_path / "serving.properties"
+    expected = {key: (f'{place}:3: {key} = "{WRONG}" is not allowed; allowed: {allowed[key]}',) for key in allowed}
+    assert {key: problems_of(tmp_path, row, key) for key in allowed} == expected
 
 
 @pytest.mark.parametrize("key", DECIDING)
