@@ -156,7 +156,7 @@ def _split_head(head: Any, peers: Peers) -> SlicedLinear:
     return SlicedLinear(SummedLinear(local, _bias(head), peers), first, first + sizes[peers.rank])
 
 
-class SlicedLinear(nn.Module):
+class SlicedLinear(nn.Module):  # type: ignore[misc]
     """A linear layer whose input all ranks have in full, and of whose weight each has the columns `first:last`."""
 
     def __init__(self, linear: SummedLinear, first: int, last: int) -> None:

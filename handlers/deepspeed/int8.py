@@ -74,7 +74,7 @@ def model_bytes(model: nn.Module) -> int:
     return sum(tensor.nelement() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
 
 
-class DynamicInt8Linear(nn.Module):
+class DynamicInt8Linear(nn.Module):  # type: ignore[misc]
     """A linear layer whose weights are 8-bit numbers, and whose rows are made such when they come.
 
     weight (out, in) int8, scales (out,) float32, smoothing (in,) float32 or None: the row is divided by it.
@@ -173,7 +173,7 @@ def _largest_inputs(model: Any, tokenizer: Any) -> dict[str, torch.Tensor]:
     return largest
 
 
-@torch.inference_mode()
+@torch.inference_mode()  # type: ignore[untyped-decorator]
 def _run(model: Any, ids: torch.Tensor) -> None:
     more = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
     model(input_ids=ids, **more)

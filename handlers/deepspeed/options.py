@@ -11,12 +11,11 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from handlers.checkpoints.options import TransformersOptions
 from handlers.rolling_batch.options import RollingBatchOptions
 from handlers.tasks.options import PipelineOptions, generates
-from lmi_server.configuration.declaration import Allowed, Documented, Finding, NoEffect, Unavailable
+from lmi_server.configuration.declaration import Allowed, Documented, Finding, Key, NoEffect, Unavailable
 from lmi_server.configuration.options import (
     DTYPE_NOTE,
     MPI_MODE_DESCRIPTION,
     Dtype,
-    Key,
     ParallelDegree,
     PositiveInt,
     lower,

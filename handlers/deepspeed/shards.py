@@ -137,4 +137,4 @@ def _groups(names: Iterable[str]) -> Iterator[Sequence[str]]:
 
 
 def _size(tensor: torch.Tensor) -> int:
-    return tensor.nelement() * tensor.element_size()
+    return int(tensor.nelement() * tensor.element_size())

@@ -60,7 +60,7 @@ def _initialize(task: Task, options: DeepSpeedOptions, inject: bool) -> Peers | 
     return peers
 
 
-@torch.inference_mode()
+@torch.inference_mode()  # type: ignore[untyped-decorator]
 def _sample(task: Task) -> torch.Tensor:
     """Return what the model gives for a text, to be compared."""
     ids = task.tokenizer("The harbour's new cranes, 12 in all", return_tensors="pt")["input_ids"].to(task.model.device)

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from handlers.vllm import library
-from handlers.vllm.options import VllmOptions
+from handlers.vllm.options import VllmEngineOptions
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import (
     Delta,
@@ -45,7 +45,7 @@ class ParsedChats:
     """Renders chats and reads their answers where a parser is configured."""
 
     def __init__(
-        self, config: Any, renderer: library.BaseRenderer, chat_template: str | None, options: VllmOptions
+        self, config: Any, renderer: library.BaseRenderer, chat_template: str | None, options: VllmEngineOptions
     ) -> None:
         """Raise what vLLM raises where it knows no such parser."""
         self._options = options
@@ -105,7 +105,7 @@ class ParsedChats:
 class Reading:
     """Reads reasoning, content and tool calls out of the deltas of one sequence."""
 
-    def __init__(self, parser: Any, asked: Any, options: VllmOptions, stream: bool) -> None:
+    def __init__(self, parser: Any, asked: Any, options: VllmEngineOptions, stream: bool) -> None:
         self._parser = parser
         self._asked = asked
         self._auto = options.enable_auto_tool_choice

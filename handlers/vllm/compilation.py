@@ -95,8 +95,13 @@ class BackgroundCompilation:
         """Return the exit code of the compiling process, and what it printed of errors."""
         command = [sys.executable, "-m", "handlers.vllm.compilation"]
         command += [str(self._models[0].path.parent), str(os.getpid())]
-        streams = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-        with subprocess.Popen(command, env=self._environment, **streams) as self._process:
+        with subprocess.Popen(
+            command,
+            env=self._environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        ) as self._process:
             if self._stopped:
                 self._process.kill()
             printed = self._process.communicate(pickle.dumps(self._arguments))[1]

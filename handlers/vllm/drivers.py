@@ -84,7 +84,7 @@ class InProcessDriver:
 
     @property
     def unfinished(self) -> int:
-        return self._loop.engine.engine.get_num_unfinished_requests()
+        return int(self._loop.engine.engine.get_num_unfinished_requests())
 
     async def stop(self) -> None:
         if self._background is not None:
@@ -174,7 +174,7 @@ class OwnProcessDriver:
 
     @property
     def unfinished(self) -> int:
-        return self._engine.get_num_unfinished_requests()
+        return int(self._engine.get_num_unfinished_requests())
 
     async def stop(self) -> None:
         self._watch.cancel()

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import psutil
 import torch
 from pydantic import ValidationError
 
@@ -21,7 +20,7 @@ from handlers.vllm.adapters import Adapters
 from handlers.vllm.chats import ParsedChats, Rendered
 from handlers.vllm.compilation import BackgroundCompilation
 from handlers.vllm.drivers import Driver, InProcessDriver, InProcessEngine, OwnProcessDriver, end_process
-from handlers.vllm.options import VllmOptions
+from handlers.vllm.options import VllmEngineOptions
 from handlers.vllm.outputs import Answer, Vocabulary
 from handlers.vllm.requests import PromptRenderer, plain, sampling_params
 from handlers.vllm.statistics import Statistics
@@ -29,6 +28,7 @@ from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.generation import Feature, GenerationRequest
 from lmi_server.contract.handler import ModelInfo
 from lmi_server.machine.environment import own_rank, process_environment
+from lmi_server.machine.memory import free_and_total
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ _TRUE_OR_FALSE = {
 _REFUSALS = (ValidationError, ValueError, TypeError, NotImplementedError, OSError, AssertionError, RuntimeError)
 
 
-def engine_config(model_dir: str, options: VllmOptions) -> Any:
+def engine_config(model_dir: str, options: VllmEngineOptions) -> Any:
     """Return vLLM's configuration of the whole engine.
 
     Raises ModelLoadError with vLLM's own words where it refuses an argument or the model.
@@ -68,7 +68,7 @@ def engine_config(model_dir: str, options: VllmOptions) -> Any:
     return config
 
 
-def _engine_arguments(model_dir: str, options: VllmOptions) -> dict[str, Any]:
+def _engine_arguments(model_dir: str, options: VllmEngineOptions) -> dict[str, Any]:
     return {"model": model_dir, **options.engine_arguments(), **_from_text(options.passed_to_engine())}
 
 
@@ -98,18 +98,18 @@ def _command_line(action: argparse.Action, name: str, raw: str) -> list[str]:
     return [option for option in action.option_strings if option.startswith("--no-") is not switch][:1]
 
 
-class _Parser(library.FlexibleArgumentParser):
+class _Parser(library.FlexibleArgumentParser):  # type: ignore[misc]
     """vLLM's parser, which raises where a command line would end."""
 
     def error(self, message: str) -> Any:
         raise ModelLoadError(f"vLLM refuses an engine argument: {message}")
 
 
-def _kv_cache_bytes(config: Any, options: VllmOptions) -> int | None:
+def _kv_cache_bytes(config: Any, options: VllmEngineOptions) -> int | None:
     """Return the bytes of KV cache of each process that computes, on a machine without GPU; None where vLLM decides."""
     least = config.model_config.max_model_len * library.bytes_per_token(config)
     wanted = config.scheduler_config.max_num_seqs * least
-    free = psutil.virtual_memory().available // config.parallel_config.world_size
+    free = free_and_total()[0] // config.parallel_config.world_size
     return options.reserved_kv_bytes(wanted, least, free)
 
 
@@ -139,7 +139,7 @@ class LoadedEngine:
         return Answer(sampling, parameters, prompt_text, self.vocabulary)
 
 
-async def load(model_dir: str, options: VllmOptions) -> LoadedEngine:
+async def load(model_dir: str, options: VllmEngineOptions) -> LoadedEngine:
     """Load the model as the options say.
 
     Raises ModelLoadError where vLLM refuses the configuration or cannot load the model.
@@ -168,7 +168,7 @@ async def load(model_dir: str, options: VllmOptions) -> LoadedEngine:
     return LoadedEngine(driver, Adapters(driver), prompts, vocabulary, statistics, info)
 
 
-def _prepare_adapters(options: VllmOptions) -> None:
+def _prepare_adapters(options: VllmEngineOptions) -> None:
     if not (options.enable_lora and library.is_on_cpu()):
         return
     if options.engine_process == "own":
@@ -179,7 +179,7 @@ def _prepare_adapters(options: VllmOptions) -> None:
 
 
 def _parsed_chats(
-    config: Any, renderer: library.BaseRenderer, template: str | None, options: VllmOptions
+    config: Any, renderer: library.BaseRenderer, template: str | None, options: VllmEngineOptions
 ) -> ParsedChats:
     try:
         return ParsedChats(config, renderer, template, options)
@@ -201,7 +201,7 @@ def _chat_template(given: str, model_dir: Path) -> str:
 
 
 async def _load_in_worker(
-    model_dir: str, options: VllmOptions, statistics: Statistics
+    model_dir: str, options: VllmEngineOptions, statistics: Statistics
 ) -> tuple[Driver, library.LLMEngine]:
     background: BackgroundCompilation | None = None
 
@@ -235,7 +235,7 @@ async def _load_in_worker(
     return InProcessDriver(loop, background), stepped.engine
 
 
-def follow(model_dir: str, options: VllmOptions) -> None:
+def follow(model_dir: str, options: VllmEngineOptions) -> None:
     """Be one of the other ranks of the group whose rank 0 runs `load`, until that one stops its engine.
 
     Raises ModelLoadError where vLLM refuses the configuration or cannot load the model.
@@ -246,13 +246,15 @@ def follow(model_dir: str, options: VllmOptions) -> None:
     ranks.follow(loaded(lambda: library.following_core(config)))
 
 
-async def _load_apart(model_dir: str, options: VllmOptions, statistics: Statistics) -> tuple[Driver, library.AsyncLLM]:
+async def _load_apart(
+    model_dir: str, options: VllmEngineOptions, statistics: Statistics
+) -> tuple[Driver, library.AsyncLLM]:
     config = await asyncio.to_thread(engine_config, model_dir, options)
     engine = await asyncio.to_thread(loaded, lambda: library.own_process_engine(config, [statistics.logger_factory]))
     return OwnProcessDriver(engine), engine
 
 
-def set_threads(options: VllmOptions) -> None:
+def set_threads(options: VllmEngineOptions) -> None:
     """Compute on as many threads as the options say, where they do, for an engine in this process."""
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -266,7 +268,7 @@ def loaded(build: Callable[[], T]) -> T:
         raise ModelLoadError(f"vLLM cannot load the model: {plain(error)}") from error
 
 
-def details(config: Any, options: VllmOptions, began: float) -> dict[str, Any]:
+def details(config: Any, options: VllmEngineOptions, began: float) -> dict[str, Any]:
     """Return what was decided for the loaded engine, for the log and for `explain`."""
     cache, scheduler = config.cache_config, config.scheduler_config
     return {

@@ -14,7 +14,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from handlers.vllm.options import VllmOptions
+from handlers.vllm.options import VllmEngineOptions, VllmOptions
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.generation import Delta, GenerationRequest
 from lmi_server.contract.handler import LLMHandler, ModelInfo
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 class VllmHandler(LLMHandler):
     """Serves a model directory or name that vLLM can load."""
 
-    options_type = VllmOptions
+    options_type: type[VllmEngineOptions] = VllmOptions
 
     def __init__(self) -> None:
         self._loaded: LoadedEngine
         self._numbers = itertools.count()
 
-    async def start(self, model_dir: str, options: VllmOptions) -> ModelInfo:
+    async def start(self, model_dir: str, options: VllmEngineOptions) -> ModelInfo:
         """Load the model; the worker's heartbeat goes on meanwhile."""
         loading = await asyncio.to_thread(import_engine, "engine_loading")
         self._loaded = await loading.load(model_dir, options)

@@ -95,7 +95,7 @@ def warn_of_unknown_version() -> None:
 
 
 def version() -> str:
-    return vllm.__version__
+    return str(vllm.__version__)
 
 
 def in_process_engine(config: Any, loggers: list[Callable[..., Any]]) -> LLMEngine:
@@ -235,7 +235,7 @@ def compile_models(arguments: Mapping[str, Any]) -> None:
     in_process_engine(config, [])
 
 
-class RankExecutor(ExecutorWithExternalLauncher):
+class RankExecutor(ExecutorWithExternalLauncher):  # type: ignore[misc]
     """Computes the part of one rank of an MPI group.
 
     vLLM names its shared memory on the CPU after the place where the ranks meet; env://, its own choice, would be one
@@ -282,7 +282,8 @@ def own_process_engine(config: Any, loggers: list[Callable[..., Any]]) -> AsyncL
 
 def pooling_processors(tasks: Any, config: Any, renderer: BaseRenderer) -> Mapping[str, Any]:
     """Return what makes prompts of pooling requests and results of outputs, by vLLM's name of the way."""
-    return init_pooling_io_processors(tasks, config, renderer, ChatTemplateConfig())
+    processors: Mapping[str, Any] = init_pooling_io_processors(tasks, config, renderer, ChatTemplateConfig())
+    return processors
 
 
 def pooling_context(request: Any, processor: Any) -> PoolingServeContext[Any]:
@@ -361,7 +362,7 @@ def bytes_per_token(config: Any) -> int:
     """Estimate the bytes of KV cache that a token takes, for a model whose layers are all attention."""
     model, parallel = config.model_config, config.parallel_config
     per_layer = 2 * model.get_num_kv_heads(parallel) * model.get_head_size() * model.dtype.itemsize
-    return model.get_num_layers(parallel) * per_layer
+    return int(model.get_num_layers(parallel) * per_layer)
 
 
 def structured_outputs(wanted: StructuredOutputs) -> StructuredOutputsParams:

@@ -13,16 +13,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from handlers.vllm.paged_attention_options import PagedAttentionOptions
 from lmi_server.configuration.declaration import Allowed, Finding, Key, NoEffect
 from lmi_server.configuration.options import (
     DTYPE_NOTE,
     FloatDtype,
     JsonObject,
+    ModelOptions,
     NonNegativeFloat,
     ParallelDegree,
     PositiveFloat,
     PositiveInt,
+    Share,
     lower,
     without_effect,
 )
@@ -40,17 +41,29 @@ _VARIABLES = {
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
-class VllmOptions(PagedAttentionOptions):
-    """Keys of serving.properties for a model that vLLM runs. Every other argument of vLLM's engine is passed on."""
+class VllmEngineOptions(ModelOptions):
+    """Keys of serving.properties for any model that vLLM runs; other arguments of its engine are passed on."""
 
+    max_rolling_batch_size: Annotated[PositiveInt, Key(also=("option.max_num_seqs",), must_agree=True)] = Field(
+        32, description="Requests that the engine decodes together."
+    )
+    load_format: str = Field("auto", description="Format of the checkpoint; auto takes safetensors, then bin files.")
+    max_model_len: PositiveInt | None = Field(
+        None, description="Tokens of prompt and output together; without it what config.json allows."
+    )
+    enforce_eager: bool = Field(False, description="Run without CUDA graphs: slower, some GB of GPU memory less.")
+    gpu_memory_utilization: Share = Field(
+        0.9, description="Share of GPU memory for weights, activations and KV cache together."
+    )
+    max_loras: PositiveInt = Field(4, description="LoRA adapters in one batch.")
+    max_lora_rank: PositiveInt = Field(16, description="Highest rank of a LoRA adapter.")
+    lora_extra_vocab_size: PositiveInt = Field(256, description="Tokens that a LoRA adapter may add.")
+    max_cpu_loras: PositiveInt | None = Field(None, description="LoRA adapters that are kept in main memory.")
     tensor_parallel_degree: Annotated[ParallelDegree, Key(also=("option.tensor_parallel_size",), must_agree=True)] = (
         Field(1, description="GPUs that one model is split over; max is all of the machine's.")
     )
     pipeline_parallel_degree: Annotated[PositiveInt, Key(also=("option.pipeline_parallel_size",), must_agree=True)] = (
         Field(1, description="Stages that the layers of one model are split into, each on devices of its own.")
-    )
-    rolling_batch: Annotated[Literal["auto", "vllm", "disable"], BeforeValidator(lower)] = Field(
-        "auto", description="vLLM batches by itself, whatever this says."
     )
     dtype: Annotated[FloatDtype, Key(also=("option.data_type",)), DTYPE_NOTE] = Field(
         "auto", description="Data type of weights and KV cache; auto is the checkpoint's own, fp16 for one in fp32."
@@ -231,6 +244,9 @@ class VllmOptions(PagedAttentionOptions):
         names = ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "fully_sharded_loras", "lora_dtype")
         return {name: getattr(self, name) for name in names}
 
+    def context_length(self) -> int | None:
+        return self.max_model_len
+
     def contradictions(self, given: Collection[str]) -> Iterator[Finding]:
         if self.mpi_mode:
             yield Finding(("option.mpi_mode",), "engine=Python without option.mpi_mode; vLLM starts its own processes")
@@ -263,7 +279,15 @@ class VllmOptions(PagedAttentionOptions):
             yield from without_effect(given, needed, ["option.compilation"])
 
 
-class InWorkerOptions(VllmOptions):
+class VllmOptions(VllmEngineOptions):
+    """Keys of serving.properties for a model that vLLM runs to generate text."""
+
+    rolling_batch: Annotated[Literal["auto", "vllm", "disable"], BeforeValidator(lower)] = Field(
+        "auto", description="vLLM batches by itself, whatever this says."
+    )
+
+
+class InWorkerOptions(VllmEngineOptions):
     """Keys of serving.properties for vLLM's engine where it always is in the worker's own process."""
 
     engine_process: Annotated[Literal["worker"], BeforeValidator(lower)] = Field(

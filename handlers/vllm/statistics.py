@@ -82,7 +82,7 @@ class Statistics:
         )
 
 
-class _Recorder(library.StatLoggerBase):
+class _Recorder(library.StatLoggerBase):  # type: ignore[misc]
     def __init__(self, statistics: Statistics) -> None:
         self._statistics = statistics
 
