@@ -3,6 +3,7 @@
 A handler is reached by its name in `lmi_server/configuration/handlers.py` and never imports another one. `handler.py`
 and `options.py` import no engine at module level; the other modules of a folder are imported when a model loads.
 Shared by several handlers: `rolling_batch/` (the scheduler for engines without one), `checkpoints/`, `tasks/`,
-`step_loop.py` (drives an engine in a thread of the worker) and `content.py` (bodies of requests that are not text
-generation). Imports of `lmi_server`: `contract`, `machine`, `dialects` and the declarations of options.
+`step_loop.py` (drives an engine in a thread of the worker), `content.py` (bodies of requests that are not text
+generation) and `user_code.py` (finds and imports a user's model.py). Imports of `lmi_server`: `contract`, `machine`,
+`dialects` and the declarations of options.
 """

@@ -12,7 +12,7 @@ from handlers.deepspeed.initialization import check_before_loading, choose_devic
 from handlers.deepspeed.int8 import quantize
 from handlers.deepspeed.options import DeepSpeedOptions
 from handlers.rolling_batch.peers import Peers
-from handlers.tasks import table
+from handlers.tasks import task_loading
 from handlers.tasks.task import Task
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.machine.environment import own_rank
@@ -36,13 +36,14 @@ def load_task(task: str, path: str, options: DeepSpeedOptions) -> tuple[Task, Pe
     config = load_config(path, options.reading())
     check_before_loading(config, options, own_rank().size)
     wanted = torch.cuda.is_available() and config.model_type in _INJECTED and options.deepspeed_config_path is None
-    loaded = table.load_task(task, path, options.pipeline(task))
+    loaded = task_loading.load_task(task, path, options.pipeline(task))
     if wanted:
         try:
             return loaded, _initialize(loaded, options, inject=True)
         except ModelLoadError as error:
             _log.warning("served without DeepSpeed's kernels: %s", error.message)
-            loaded = table.load_task(task, path, options.pipeline(task))  # DeepSpeed has changed the model in place
+            # DeepSpeed has changed the model in place: load it again.
+            loaded = task_loading.load_task(task, path, options.pipeline(task))
     return loaded, _initialize(loaded, options, inject=False)
 
 

@@ -10,7 +10,7 @@ from djl_python.inputs import Input, make_input
 from djl_python.outputs import Output
 
 from handlers.own_code.djl_requests import Requests, failed
-from handlers.own_code.user_code import told
+from handlers.user_code import format_user_error
 from lmi_server.contract.errors import HandlerError, LmiServerError, ModelLoadError, ModelMemoryError, is_out_of_memory
 from lmi_server.contract.handler import Response
 from lmi_server.contract.protocol import Input as Request
@@ -52,7 +52,7 @@ class Calls:
         if isinstance(error, LmiServerError):
             return error
         request_id = request.properties.get("x-request-id", "-")
-        logger.error("request %s: %s", request_id, told(error, self.model_dir), exc_info=error)
+        logger.error("request %s: %s", request_id, format_user_error(error, self.model_dir), exc_info=error)
         memory = is_out_of_memory(error)
         if request.route not in _LMI_ROUTES:
             message = f"{type(error).__name__}: {error}"

@@ -16,7 +16,7 @@ from handlers.own_code.djl_calls import Calls
 from handlers.own_code.djl_requests import Requests, respond, split
 from handlers.own_code.djl_rolling import RollingFunction
 from handlers.own_code.options import OwnCodeOptions
-from handlers.own_code.user_code import place_of
+from handlers.user_code import place_of
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.handler import AsyncRequestHandler, ModelInfo, RequestHandler, Response
 from lmi_server.contract.protocol import Adapter

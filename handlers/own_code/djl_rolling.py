@@ -15,7 +15,7 @@ from djl_python.outputs import Output
 from handlers.own_code.djl_adapters import AdapterFunctions
 from handlers.own_code.djl_calls import Calls
 from handlers.own_code.djl_requests import content_of, headers_of, in_batch, piece_error
-from handlers.own_code.user_code import told
+from handlers.user_code import format_user_error
 from lmi_server.contract.errors import HandlerError
 from lmi_server.contract.handler import AsyncRequestHandler, Response
 from lmi_server.contract.protocol import Adapter
@@ -119,7 +119,7 @@ class RollingFunction(AsyncRequestHandler):
             self._end_all(error.message)
             return
         except Exception as error:  # the border to the user's code; every live request ends with it
-            logger.exception("a step of the rolling batch raised: %s", told(error, self._calls.model_dir))
+            logger.exception("a step of the rolling batch raised: %s", format_user_error(error, self._calls.model_dir))
             self._end_all(_STEP_FAILED)
             return
         for one, step in zip(live, steps, strict=True):

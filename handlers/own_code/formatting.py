@@ -14,7 +14,7 @@ from djl_python.request_io import RequestInput, TextInput
 
 from handlers.own_code.djl_requests import Requests
 from handlers.own_code.formatted_answers import written_by
-from handlers.own_code.user_code import DEFAULT_ENTRY_POINT, find_marked, load_file, told
+from handlers.user_code import DEFAULT_ENTRY_POINT, find_marked, format_user_error, load_file
 from lmi_server import dialects
 from lmi_server.configuration.options import ModelOptions
 from lmi_server.contract.errors import HandlerError, LmiServerError, ModelLoadError
@@ -88,7 +88,7 @@ def _load(path: Path) -> ModuleType | None:
     try:
         return load_file(path)
     except Exception as error:  # the border to the user's code
-        raise ModelLoadError(f"{path} cannot be imported: {told(error, str(path.parent))}") from error
+        raise ModelLoadError(f"{path} cannot be imported: {format_user_error(error, str(path.parent))}") from error
 
 
 class OwnFormatting(Formatting):
@@ -151,7 +151,7 @@ class OwnFormatting(Formatting):
         except LmiServerError:
             raise
         except Exception as error:
-            raise HandlerError(f"input_formatter: {told(error, self._model_dir)}") from error
+            raise HandlerError(f"input_formatter: {format_user_error(error, self._model_dir)}") from error
 
     def _complete(self, text_input: RequestInput, exchange: Exchange, request: Request) -> None:
         """Fill in what the server knows of a request, as LMI does after the formatter."""

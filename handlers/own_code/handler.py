@@ -7,15 +7,17 @@ import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import TypeAlias
 
 from handlers.own_code.generate import Beside, GenerateFunction
 from handlers.own_code.options import OwnCodeOptions
-from handlers.own_code.user_code import find_class, find_marked, load_entry_point
+from handlers.user_code import find_class, find_marked, load_entry_point
 from lmi_server.contract.errors import LmiServerError, ModelLoadError
 from lmi_server.contract.handler import AsyncRequestHandler, LLMHandler, ModelInfo, RequestHandler, Response
 from lmi_server.contract.protocol import Adapter, Input
 
-_HANDLERS = (RequestHandler, AsyncRequestHandler, LLMHandler)
+_Handler: TypeAlias = RequestHandler | AsyncRequestHandler | LLMHandler
+_HANDLERS: tuple[type[_Handler], ...] = (RequestHandler, AsyncRequestHandler, LLMHandler)
 _FORMATTERS = ("input_formatter", "output_formatter")
 
 
@@ -61,7 +63,8 @@ def _code_of(module: ModuleType, options: OwnCodeOptions) -> RequestHandler:
         return DjlFunction(function, find_marked(module, _FORMATTERS), functions_in(module))
     handler = find_class(module, _HANDLERS)
     if handler is not None:
-        return handler() if issubclass(handler, RequestHandler) else Beside(handler())
+        made = handler()
+        return made if isinstance(made, RequestHandler) else Beside(made)
     generate = getattr(module, "generate", None)
     if inspect.isasyncgenfunction(generate):
         return Beside(GenerateFunction(generate))

@@ -15,14 +15,18 @@ class OwnCodeOptions(ModelOptions):
     """Values that other handlers cannot serve are left to the code; `given` has every key as it was written."""
 
     task: str | None = Field(None, description="For the code to read.")
-    dtype: Annotated[str, Key(also=("option.data_type",))] = Field("auto", description="For the code to read.")
+    # dtype and rolling_batch allow more than in the base class: the user's code gives the values their meaning, and
+    # nothing reads them through the base class.
+    dtype: Annotated[str, Key(also=("option.data_type",))] = Field(  # type: ignore[assignment]
+        "auto", description="For the code to read."
+    )
     tensor_parallel_degree: Annotated[
         Annotated[int, Field(ge=1)] | Literal[-1, "max"],
         BeforeValidator(lambda value: int(value) if value == "-1" else lower(value)),
         Allowed("an integer of 1 or more, or max"),
     ] = Field(1, description="GPUs that each worker sees.")
     handler: str = Field("handle", description="Function of the entry point that takes the requests.")
-    rolling_batch: Annotated[str, BeforeValidator(lower)] = Field(
+    rolling_batch: Annotated[str, BeforeValidator(lower)] = Field(  # type: ignore[assignment]
         "disable", description="Anything but disable: the function is called once per step with all live requests."
     )
     max_rolling_batch_size: Annotated[int, Field(ge=1), Allowed("an integer of 1 or more")] = Field(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from handlers import content
-from handlers.own_code.user_code import find_marked, load_entry_point, told
+from handlers.user_code import find_marked, format_user_error, load_entry_point
 from lmi_server.contract.errors import HandlerError, LmiServerError, ModelLoadError, RequestError
 from lmi_server.contract.handler import ModelInfo, RequestHandler, Response
 from lmi_server.contract.protocol import Input
@@ -105,7 +105,7 @@ class TabularHandler(RequestHandler):
         except LmiServerError as error:
             return error
         except Exception as error:  # noqa: BLE001 - the border to the user's code and to the library
-            return HandlerError(told(error, self._model_dir))
+            return HandlerError(format_user_error(error, self._model_dir))
 
     def _predict(self, rows: Any, model: Any) -> Any:
         return self._predictions(rows)

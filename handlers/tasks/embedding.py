@@ -94,7 +94,6 @@ class TextEmbedding(Task):
     def group_of(self, parameters: Mapping[str, Any]) -> Any:
         return "all"  # each text carries what its request says
 
-    @torch.inference_mode()
     def run(self, inputs: Sequence[Any], parameters: Mapping[str, Any]) -> Sequence[Embedding | LmiServerError]:
         encoder = self._encoder
         sequences = [self._cut(ids, text.size) for text, ids in zip(inputs, self._ids(inputs), strict=True)]
@@ -132,10 +131,10 @@ class TextEmbedding(Task):
         text = self._layout.prompt + text
         return text.lower() if self._layout.lower_case else text
 
-    @torch.inference_mode()
     def _embed(self, sequences: Sequence[Sequence[int]]) -> np.ndarray:
         """Return the vectors of sequences that run together: (sequences, width), float32."""
-        vectors: np.ndarray = self._pool(*self._encoder.hidden_states(sequences)).cpu().numpy()
+        with torch.inference_mode():
+            vectors: np.ndarray = self._pool(*self._encoder.hidden_states(sequences)).cpu().numpy()
         return vectors
 
 

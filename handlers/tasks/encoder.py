@@ -120,18 +120,18 @@ class FeatureExtraction(Task):
     def read(self, value: Any, parameters: Mapping[str, Any]) -> str:
         return read_text(value)
 
-    @torch.inference_mode()
     def run(self, inputs: Sequence[Any], parameters: Mapping[str, Any]) -> Sequence[Any]:
         encoder = self._encoder
         sequences = encoder.tokenize(inputs)
         if parameters.get("truncate", False):
             sequences = [encoder.cut(ids, self.max_length) for ids in sequences]
         results: list[Any] = [encoder.too_long(len(ids)) for ids in sequences]
-        for indices in encoder.batches(sequences):
-            states, _ = encoder.hidden_states([sequences[index] for index in indices])
-            for index, rows in zip(indices, states.float().cpu().numpy(), strict=True):
-                # An axis of one text, as the pipeline of transformers has it.
-                results[index] = rows[None, : len(sequences[index])]
+        with torch.inference_mode():
+            for indices in encoder.batches(sequences):
+                states, _ = encoder.hidden_states([sequences[index] for index in indices])
+                for index, rows in zip(indices, states.float().cpu().numpy(), strict=True):
+                    # An axis of one text, as the pipeline of transformers has it.
+                    results[index] = rows[None, : len(sequences[index])]
         return results
 
     def details(self) -> Mapping[str, Any]:

@@ -64,7 +64,7 @@ class Prompt(NamedTuple):
     ids: list[int]
 
 
-class _Stopped(StoppingCriteria):
+class _Stopped(StoppingCriteria):  # type: ignore[misc]  # transformers has no types for mypy
     """Ends a batch whose reader has gone."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class _Stopped(StoppingCriteria):
         return torch.full((input_ids.shape[0],), self.now, dtype=torch.bool, device=input_ids.device)
 
 
-class _Steps(BaseStreamer):
+class _Steps(BaseStreamer):  # type: ignore[misc]
     """Puts the tokens of each step into a queue, a list with one per sequence; None ends it."""
 
     def __init__(self, tokens: queue.SimpleQueue[list[int] | None]) -> None:
@@ -193,7 +193,6 @@ class Generation(Task):
         """Return the tokens that the new text continues."""
         raise NotImplementedError
 
-    @torch.inference_mode()
     def _generate(
         self,
         inputs: Sequence[Prompt],
@@ -208,14 +207,15 @@ class Generation(Task):
         padded = self._tokenizer.pad({"input_ids": ids}, return_tensors="pt", padding_side=self.padding_side)
         batch = {"input_ids": padded["input_ids"], "attention_mask": padded["attention_mask"]}
         stop = list(parameters.get("stop", ()))
-        output = self._model.generate(
-            **{name: tensor.to(self._model.device) for name, tensor in batch.items()},
-            **self.arguments(parameters),
-            pad_token_id=self._tokenizer.pad_token_id,
-            streamer=steps,
-            stopping_criteria=[stopped] if stopped is not None else None,
-            **({"stop_strings": stop, "tokenizer": self._tokenizer} if stop else {}),
-        )
+        with torch.inference_mode():
+            output = self._model.generate(
+                **{name: tensor.to(self._model.device) for name, tensor in batch.items()},
+                **self.arguments(parameters),
+                pad_token_id=self._tokenizer.pad_token_id,
+                streamer=steps,
+                stopping_criteria=[stopped] if stopped is not None else None,
+                **({"stop_strings": stop, "tokenizer": self._tokenizer} if stop else {}),
+            )
         return self.new_tokens(output, batch).tolist()  # type: ignore[no-any-return]
 
     def arguments(self, parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ class PipelineHandler(TaskHandler):
 
     def load_task(self, task: str, model_dir: str, options: PipelineOptions) -> Task:
         from handlers.checkpoints.transformers_loading import set_threads
-        from handlers.tasks.table import load_task
+        from handlers.tasks.task_loading import load_task
 
         set_threads(options.threads)
         return load_task(task, options.model_id or model_dir, options)

@@ -9,14 +9,14 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from lmi_server.contract.errors import ModelLoadError
 
-Vectors = torch.Tensor  # (texts, width)
-_Pool = Callable[[torch.Tensor, torch.Tensor], Vectors]
+Vectors: TypeAlias = torch.Tensor  # (texts, width)
+_Pool: TypeAlias = Callable[[torch.Tensor, torch.Tensor], Vectors]
 """Takes states (texts, tokens, width) and the mask of what is no padding (texts, tokens), which is on the right."""
 
 

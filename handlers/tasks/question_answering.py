@@ -83,7 +83,6 @@ class QuestionAnswering(Task):
         found = read_object(value, self.object_fields)
         return {name: read_text(found[name]) for name in self.object_fields}
 
-    @torch.inference_mode()
     def run(self, inputs: Sequence[Any], parameters: Mapping[str, Any]) -> Sequence[Any]:
         windows = [window for index, item in enumerate(inputs) for window in self._windows(index, item, parameters)]
         spans: list[list[Span]] = [[] for _ in inputs]
@@ -149,7 +148,8 @@ class QuestionAnswering(Task):
             return_tensors="pt",
             padding_side="right",
         )
-        outputs = self._model(**padded.to(self._model.device))
+        with torch.inference_mode():
+            outputs = self._model(**padded.to(self._model.device))
         return _softmax(outputs.start_logits, rows), _softmax(outputs.end_logits, rows)
 
 

@@ -42,9 +42,8 @@ HANDLERS_MAY_IMPORT = (
     "lmi_server.configuration.options",
     "lmi_server.configuration.tasks",
 )
-# Folders of handlers/ that several handlers share, and the one that each of the others builds on.
-SHARED = {"checkpoints", "content", "rolling_batch", "step_loop", "tasks"}
-BUILDS_ON = {"tabular": {"own_code"}}
+# Folders and modules of handlers/ that several handlers share.
+SHARED = {"checkpoints", "content", "rolling_batch", "step_loop", "tasks", "user_code"}
 
 
 def name_of(path: Path) -> str:
@@ -122,7 +121,7 @@ def test_handlers_import_types_and_no_other_handler() -> None:
     for name, path in BY_NAME.items():
         if top_of(name) != "handlers" or name == "handlers":
             continue
-        may = {folder_of(name), *SHARED, *BUILDS_ON.get(folder_of(name), ())}
+        may = {folder_of(name), *SHARED}
         for other in imported(parsed(path), path):
             own = top_of(other) == "handlers" and folder_of(other) in may
             if top_of(other) in PACKAGES and not own and not other.startswith(HANDLERS_MAY_IMPORT):

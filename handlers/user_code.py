@@ -11,11 +11,12 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from lmi_server.contract.errors import ModelLoadError
 
 DEFAULT_ENTRY_POINT = "model.py"
+T = TypeVar("T")
 
 
 def load_entry_point(entry_point: str | None, model_dir: str) -> ModuleType:
@@ -29,7 +30,7 @@ def load_entry_point(entry_point: str | None, model_dir: str) -> ModuleType:
             return load_file(Path(model_dir, name))  # an absolute name replaces the model directory
         return importlib.import_module(name)
     except Exception as error:
-        raise ModelLoadError(f"{name} cannot be imported: {told(error, model_dir)}") from error
+        raise ModelLoadError(f"{name} cannot be imported: {format_user_error(error, model_dir)}") from error
 
 
 def load_file(path: Path) -> ModuleType:
@@ -57,11 +58,12 @@ def load_file(path: Path) -> ModuleType:
     return module
 
 
-def find_class(module: ModuleType, bases: tuple[type, ...]) -> type | None:
+def find_class(module: ModuleType, bases: tuple[type[T], ...]) -> type[T] | None:
     """Return the first class that `module` itself defines and that is complete and one of `bases`."""
     for value in vars(module).values():
-        own = inspect.isclass(value) and value.__module__ == module.__name__
-        if own and issubclass(value, bases) and not inspect.isabstract(value):
+        if not inspect.isclass(value) or value.__module__ != module.__name__:
+            continue
+        if issubclass(value, bases) and not inspect.isabstract(value):
             return value
     return None
 
@@ -72,7 +74,7 @@ def find_marked(module: ModuleType, marks: Sequence[str]) -> Mapping[str, Callab
     return {mark: function for mark in marks for function in functions if getattr(function, f"is_{mark}", False)}
 
 
-def told(error: BaseException, model_dir: str) -> str:
+def format_user_error(error: BaseException, model_dir: str) -> str:
     """Return file and line of `error` in the user's code, and what it says."""
     what = f"{type(error).__name__}: {error}"
     if isinstance(error, SyntaxError) and error.filename is not None:
