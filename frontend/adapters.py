@@ -75,9 +75,9 @@ class AdapterManagement:
             alias=alias,
             options=_options(given),
         )
-        told = await _to_the_end(self._register(model, adapters, wanted, source))
+        status = await _to_the_end(self._register(model, adapters, wanted, source))
         _warn_of_options(model, wanted)
-        return json_response({"status": told or f"Adapter {alias} registered"})
+        return json_response({"status": status or f"Adapter {alias} registered"})
 
     async def update(self, request: Request) -> Response:
         given = await parameters(request)
@@ -90,15 +90,15 @@ class AdapterManagement:
             pin=truth(given, "pin", before.adapter.pin),
             options={**before.adapter.options, **_options(given)},
         )
-        told = await _to_the_end(self._update(model, adapters, wanted, source))
+        status = await _to_the_end(self._update(model, adapters, wanted, source))
         _warn_of_options(model, wanted)
-        return json_response({"status": told or f"Adapter {before.alias} updated"})
+        return json_response({"status": status or f"Adapter {before.alias} updated"})
 
     async def unregister(self, request: Request) -> Response:
         adapters = self._adapters(request)
         registered = adapters.get(request.path_params["adapter"])
-        told = await _to_the_end(adapters.remove(registered.name))
-        return json_response({"status": told or f"Adapter {registered.alias} unregistered"})
+        status = await _to_the_end(adapters.remove(registered.name))
+        return json_response({"status": status or f"Adapter {registered.alias} unregistered"})
 
     async def _register(self, model: Model, adapters: Adapters, wanted: Adapter, source: str) -> str:
         return await adapters.register(await self._fetched(model, wanted, source))

@@ -53,13 +53,13 @@ class App:
     ) -> None:
         self._relay = relay
         self._management_port = management_port
-        cold = _Cold(models, metrics, multi_status)
-        serving, managing = _serving_routes(cold, models, relay), _managing_routes(cold, models)
+        status = StatusEndpoints(models, metrics, multi_status)
+        serving, managing = _serving_routes(status, models, relay), _managing_routes(status, models)
         if management_port is None:
-            self._cold = _application([*_ping(cold), *serving, *managing])
+            self._routes = _application([*_ping(status), *serving, *managing])
         else:
-            self._cold = _application([*_ping(cold), *serving])
-            self._management = _application([*_ping(cold), *managing])
+            self._routes = _application([*_ping(status), *serving])
+            self._management = _application([*_ping(status), *managing])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
@@ -75,7 +75,7 @@ class App:
             if route is not None:
                 await self._relay(route, None, None, scope, receive, send)
                 return
-        await self._cold(scope, cast(Any, receive), cast(Any, send))
+        await self._routes(scope, cast(Any, receive), cast(Any, send))
 
 
 class _Inference:
@@ -103,7 +103,7 @@ class _Inference:
         return json_response({})
 
 
-class _Cold:
+class StatusEndpoints:
     """What is asked now and then: health, metrics, the list of models."""
 
     def __init__(self, models: ModelRegistry, metrics: Metrics, multi_status: bool) -> None:
@@ -140,17 +140,17 @@ class _Cold:
         return json_response({})
 
 
-def _ping(cold: _Cold) -> list[Route]:
+def _ping(status: StatusEndpoints) -> list[Route]:
     """Return the routes of the health check; LMI ignores what stands behind /ping/."""
-    return [Route("/ping", cold.ping), Route("/ping/{ignored:path}", cold.ping)]
+    return [Route("/ping", status.ping), Route("/ping/{ignored:path}", status.ping)]
 
 
-def _serving_routes(cold: _Cold, models: ModelRegistry, relay: Relay) -> list[Route]:
+def _serving_routes(status: StatusEndpoints, models: ModelRegistry, relay: Relay) -> list[Route]:
     paths = [*_EXACT.items(), *((path, "predictions") for path in _WITH_MODEL)]
     return [
-        Route("/v1/models", cold.models),
-        Route("/v1/models/{model:path}", cold.model),
-        Route("/", cold.root_options, methods=["OPTIONS"]),
+        Route("/v1/models", status.models),
+        Route("/v1/models/{model:path}", status.model),
+        Route("/", status.root_options, methods=["OPTIONS"]),
         *(
             Route(path, cast(Any, _Inference(route, models, relay)), methods=["POST", "OPTIONS"])
             for path, route in paths
@@ -158,11 +158,11 @@ def _serving_routes(cold: _Cold, models: ModelRegistry, relay: Relay) -> list[Ro
     ]
 
 
-def _managing_routes(cold: _Cold, models: ModelRegistry) -> list[Route]:
+def _managing_routes(status: StatusEndpoints, models: ModelRegistry) -> list[Route]:
     # /server/metrics is LMI's path of the metrics.
     return [
-        Route("/metrics", cold.metrics),
-        Route("/server/metrics", cold.metrics),
+        Route("/metrics", status.metrics),
+        Route("/server/metrics", status.metrics),
         *AdapterManagement(models).routes(),
         *Management(models).routes(),
     ]

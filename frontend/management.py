@@ -18,7 +18,7 @@ from lmi_server.serving.model_store import ModelSource, name_of
 from lmi_server.serving.pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus
 from lmi_server.serving.registry import Endpoint, Model, ModelRegistry
-from lmi_server.supervisor.replicas import WorkerGroup
+from lmi_server.supervisor.replicas import ReplicaSet
 
 _UNCHANGED = -1
 _ALL_DEVICES = "*"
@@ -113,8 +113,8 @@ class Management:
         await asyncio.gather(*(pool.scale(least, most, device) for pool in pools))
         lines = [
             f'Workflow "{model.name}" worker scaled. New Worker configuration '
-            f"min workers:{sum(group.min_workers for group in pool.groups)} "
-            f"max workers:{sum(group.max_workers for group in pool.groups)}"
+            f"min workers:{sum(replicas.min_workers for replicas in pool.replica_sets)} "
+            f"max workers:{sum(replicas.max_workers for replicas in pool.replica_sets)}"
             for model, pool in zip(models, pools, strict=True)
         ]
         return json_response({"status": "\n".join(lines)})
@@ -182,7 +182,7 @@ def _count(given: Mapping[str, str], name: str) -> int | None:
 
 
 def _device(given: Mapping[str, str]) -> int | None:
-    """Return the first device of a group, -1 for the CPU; None for all groups."""
+    """Return the first device of a device set, -1 for the CPU; None for all sets."""
     text = given.get("device", "").strip().lower()
     if not text or text == _ALL_DEVICES:
         return None
@@ -216,7 +216,9 @@ def _details(model: Model) -> dict[str, Any]:
         "status": model.status.value,
         **reason,
         "loadedAtStartup": model.at_startup,
-        "workerGroups": [] if model.pool is None else [_group(group, model.pool) for group in model.pool.groups],
+        "workerGroups": []
+        if model.pool is None
+        else [_replicas(replicas, model.pool) for replicas in model.pool.replica_sets],
     }
 
 
@@ -233,11 +235,11 @@ def _serving(model: Model) -> dict[str, int]:
     }
 
 
-def _group(group: WorkerGroup, pool: WorkerPool) -> dict[str, Any]:
+def _replicas(replicas: ReplicaSet, pool: WorkerPool) -> dict[str, Any]:
     return {
-        "device": {"deviceType": group.device.kind, "deviceId": group.device.first},
-        "minWorkers": group.min_workers,
-        "maxWorkers": group.max_workers,
+        "device": {"deviceType": replicas.devices.kind, "deviceId": replicas.devices.first},
+        "minWorkers": replicas.min_workers,
+        "maxWorkers": replicas.max_workers,
         "workers": [
             {
                 "id": pool.worker_number(worker) + 1,
@@ -246,7 +248,7 @@ def _group(group: WorkerGroup, pool: WorkerPool) -> dict[str, Any]:
                 "pid": worker.pid,
                 "requestsInFlight": len(worker.in_flight),
             }
-            for worker in group.workers
+            for worker in replicas.workers
         ],
     }
 

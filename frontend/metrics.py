@@ -95,10 +95,10 @@ class Metrics:
     async def text(self) -> bytes:
         """Return everything in Prometheus' text format, what engines measure of themselves at the end."""
         pools = [model.pool for model in self._models() if model.pool is not None]
-        told = await asyncio.gather(*(pool.engine_metrics() for pool in pools))
+        measured = await asyncio.gather(*(pool.engine_metrics() for pool in pools))
         texts = {
             (pool.label, worker): text
-            for pool, by_worker in zip(pools, told, strict=True)
+            for pool, by_worker in zip(pools, measured, strict=True)
             for worker, text in by_worker.items()
         }
         return self._own_text() + joined(texts)

@@ -62,10 +62,6 @@ class Link(asyncio.Protocol, Generic[M]):
         self._writable.set()
 
     @property
-    def connected(self) -> bool:
-        return self._transport is not None
-
-    @property
     def congested(self) -> bool:
         """True while the other side reads more slowly than this one writes."""
         return not self._writable.is_set()

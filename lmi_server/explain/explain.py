@@ -15,7 +15,7 @@ from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.configuration.resolve import Inspection
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.ranks import RankGroup
-from lmi_server.machine.devices import DeviceGroup, plan_devices
+from lmi_server.machine.devices import DeviceSet, plan_devices
 from lmi_server.machine.inventory import Machine
 from lmi_server.machine.mpi import NO_MPIRUN, OPEN_MPI, MpiRun
 from lmi_server.supervisor.command import mpi_worker_command, worker_command
@@ -67,21 +67,24 @@ class Explanation:
 
 def explain(found: Inspection) -> Explanation:
     """Explain what was found."""
-    groups, shortage = _devices(found.serving, found.options, found.machine)
+    device_sets, shortage = _devices(found.serving, found.options, found.machine)
     needed = memory_of(found)
     return Explanation(
         name=found.name,
         model_dir=found.model_dir,
         handler=found.row.title,
         model=found.location,
-        can_be_served=bool(groups) and not found.problems and not found.unavailable and found.row.handler is not None,
+        can_be_served=bool(device_sets)
+        and not found.problems
+        and not found.unavailable
+        and found.row.handler is not None,
         options=tuple(_explained(found)),
         unknown=tuple(_unknown(found, key, source) for key, source in found.unknown.items()),
-        devices=tuple({"kind": group.kind, "gpus": list(group.gpus)} for group in groups),
+        devices=tuple({"kind": devices.kind, "gpus": list(devices.gpus)} for devices in device_sets),
         worker_command=tuple(_command(found.options, found.machine)),
         worker_environment={
             **found.worker_environment,
-            **(groups[0].environment if groups else {}),
+            **(device_sets[0].environment if device_sets else {}),
             **_rank_environment(found.options),
         },
         engine_arguments=found.options.engine_arguments(),
@@ -148,8 +151,8 @@ def _unknown(found: Inspection, key: str, source: Source) -> Explained:
 
 def _devices(
     serving: ServingOptions, options: ModelOptions, machine: Machine
-) -> tuple[tuple[DeviceGroup, ...], tuple[str, ...]]:
-    """Return the device groups, or why they cannot be made."""
+) -> tuple[tuple[DeviceSet, ...], tuple[str, ...]]:
+    """Return the device sets, or why they cannot be made."""
     try:
         gpus = [gpu.name for gpu in machine.gpus]
         return plan_devices(serving.load_on_devices, options.gpus_per_worker(len(gpus)), gpus), ()

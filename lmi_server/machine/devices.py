@@ -22,7 +22,7 @@ _CPU = ("cpu", "-1")
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceGroup:
+class DeviceSet:
     """The devices of one worker; `minWorkers` to `maxWorkers` workers share them.
 
     `gpus` are indices among the GPUs that are visible to the server; none of them is the CPU. `visible` is the value of
@@ -74,8 +74,8 @@ def installed_gpus() -> int:
     return len(list(_GPUS.iterdir())) if _GPUS.is_dir() else 0
 
 
-def plan_devices(load_on_devices: str, per_worker: int | None, gpus: Sequence[str]) -> tuple[DeviceGroup, ...]:
-    """Return the device groups of a model.
+def plan_devices(load_on_devices: str, per_worker: int | None, gpus: Sequence[str]) -> tuple[DeviceSet, ...]:
+    """Return the device sets of a model.
 
     `load_on_devices` is LMI's: "*", or devices separated by semicolons, each the first of a worker's ("0", "gpu2"),
     several joined ("gpu0+gpu1"), or "cpu". `per_worker` is the number of GPUs that one worker takes (the tensor
@@ -83,16 +83,16 @@ def plan_devices(load_on_devices: str, per_worker: int | None, gpus: Sequence[st
     ConfigurationError where they do not suffice.
     """
     if load_on_devices.strip() == ALL_DEVICES:
-        firsts = _every_group(per_worker, len(gpus))
+        firsts = _every_set(per_worker, len(gpus))
     else:
         firsts = [_named(text.strip(), per_worker, len(gpus)) for text in load_on_devices.split(";") if text.strip()]
     if not firsts:
         raise ConfigurationError(f'load_on_devices = "{load_on_devices}" names no device; use * for all of them')
     _check_apart(load_on_devices, firsts)
-    return tuple(DeviceGroup(indices, _slice(indices, gpus)) for indices in firsts)
+    return tuple(DeviceSet(indices, _slice(indices, gpus)) for indices in firsts)
 
 
-def _every_group(per_worker: int | None, available: int) -> list[tuple[int, ...]]:
+def _every_set(per_worker: int | None, available: int) -> list[tuple[int, ...]]:
     if not available and per_worker in (None, 1):
         return [()]
     size = per_worker or available
@@ -127,9 +127,9 @@ def _named(text: str, per_worker: int | None, available: int) -> tuple[int, ...]
     return indices
 
 
-def _check_apart(load_on_devices: str, groups: Sequence[tuple[int, ...]]) -> None:
-    taken = [index for group in groups for index in group]
-    if len(taken) > len(set(taken)) or groups.count(()) > 1:
+def _check_apart(load_on_devices: str, sets: Sequence[tuple[int, ...]]) -> None:
+    taken = [index for devices in sets for index in devices]
+    if len(taken) > len(set(taken)) or sets.count(()) > 1:
         raise ConfigurationError(f'load_on_devices = "{load_on_devices}" gives one device to two workers')
 
 

@@ -57,7 +57,7 @@ def find_mpirun(environment: Mapping[str, str]) -> MpiRun | None:
     beside = str(Path(sys.executable).parent)
     search = os.pathsep.join([beside, environment.get("PATH", os.defpath)])
     path = shutil.which("mpirun", path=search)
-    return None if path is None else _asked(path)
+    return None if path is None else _identify(path)
 
 
 def rank_of_line(line: str) -> tuple[int | None, str]:
@@ -67,16 +67,16 @@ def rank_of_line(line: str) -> tuple[int | None, str]:
 
 
 @functools.lru_cache
-def _asked(path: str) -> MpiRun | None:
+def _identify(path: str) -> MpiRun | None:
     try:
-        told = subprocess.run(
+        banner = subprocess.run(
             [path, "--version"], capture_output=True, text=True, timeout=_VERSION_LIMIT_S, check=False
         ).stdout
     except (OSError, subprocess.TimeoutExpired):
         return None
-    version = _VERSION.search(told)
+    version = _VERSION.search(banner)
     if version is None:
         return None
-    if "Open MPI" in told or "OpenRTE" in told:
+    if "Open MPI" in banner or "OpenRTE" in banner:
         return MpiRun(path, OPEN_MPI, version[0])
-    return MpiRun(path, MPICH, version[0]) if "HYDRA" in told else None
+    return MpiRun(path, MPICH, version[0]) if "HYDRA" in banner else None

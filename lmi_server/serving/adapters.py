@@ -111,7 +111,7 @@ class Adapters:
                 await self._restore(name, workers, outcomes)
                 raise refusals[0]
             del self._adapters[name]
-            return _told(outcomes)
+            return _first_message(outcomes)
 
     async def equip(self, worker: WorkerProcess) -> None:
         """Give a worker that has just loaded the model every adapter. Raises ModelLoadError where one fails.
@@ -134,7 +134,7 @@ class Adapters:
             await self._restore(registered.name, workers, outcomes)
             raise (refusals or dead)[0]
         self._adapters[registered.name] = registered
-        return _told(outcomes)
+        return _first_message(outcomes)
 
     async def _restore(
         self, name: str, workers: Sequence[WorkerProcess], outcomes: Sequence[LmiServerError | str]
@@ -183,7 +183,7 @@ def _refusals(outcomes: Sequence[LmiServerError | str]) -> Sequence[LmiServerErr
     return [error for error in errors if not isinstance(error, WorkerDiedError)]
 
 
-def _told(outcomes: Sequence[LmiServerError | str]) -> str:
+def _first_message(outcomes: Sequence[LmiServerError | str]) -> str:
     return next((outcome for outcome in outcomes if isinstance(outcome, str) and outcome), "")
 
 

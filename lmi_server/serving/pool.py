@@ -30,7 +30,7 @@ from lmi_server.contract.errors import (
     WorkerDiedError,
 )
 from lmi_server.contract.protocol import CANCELLED, RECALLED, End, Error, GetMetrics, Head, Input, Item, Ready, Reply
-from lmi_server.machine.devices import DeviceGroup
+from lmi_server.machine.devices import DeviceSet
 from lmi_server.serving.adapters import Adapters
 from lmi_server.serving.batch_forming import BatchForming
 from lmi_server.serving.job_queue import JobQueue
@@ -39,7 +39,7 @@ from lmi_server.serving.progress_watch import ProgressWatch
 from lmi_server.serving.scaling import WorkerScaling
 from lmi_server.serving.sticky_sessions import StickySessions
 from lmi_server.supervisor.job import Job
-from lmi_server.supervisor.replicas import Deaths, LoadPlan, WorkerGroup
+from lmi_server.supervisor.replicas import CrashLoopDetector, LoadPlan, ReplicaSet
 from lmi_server.supervisor.worker_process import WorkerProcess
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ _UNLIMITED = 1 << 30
 
 
 class WorkerPool:
-    """Serves one model with the workers of its device groups. Everything runs on one event loop."""
+    """Serves one model with the workers on its device sets. Everything runs on one event loop."""
 
     def __init__(self, settings: PoolSettings) -> None:
         self.name = settings.load.model_name
@@ -68,11 +68,11 @@ class WorkerPool:
         self._leaving: set[WorkerProcess] = set()  # they finish their last requests
         self._workers: dict[WorkerProcess, int] = {}  # every process that is not reaped yet, and its number
         plan = LoadPlan(settings.load, settings.model_loading_timeout_s)
-        self.groups: Sequence[WorkerGroup] = [WorkerGroup(device, plan, self) for device in settings.groups]
-        self._scaling = WorkerScaling(self.label, self.groups)
+        self.replica_sets: Sequence[ReplicaSet] = [ReplicaSet(devices, plan, self) for devices in settings.device_sets]
+        self._scaling = WorkerScaling(self.label, self.replica_sets)
         self.adapters = Adapters(settings.adapters, lambda: self._ready, settings.model_loading_timeout_s)
         self._sessions = StickySessions()
-        self._deaths = Deaths(settings.retry_threshold, settings.death_window_s)
+        self._crash_loop = CrashLoopDetector(settings.retry_threshold, settings.death_window_s)
         self._draining = False
         self._closing = "The server is shutting down"
         self._idle = asyncio.Event()
@@ -98,16 +98,13 @@ class WorkerPool:
             return ModelStatus.HEALTHY
         if not self.was_ready:
             return ModelStatus.PENDING
-        asleep = all(group.min_workers == 0 for group in self.groups)  # the next request wakes it, where it may
+        # The next request starts a worker of a model that is scaled to zero, unless no set may have any.
+        asleep = all(replicas.min_workers == 0 for replicas in self.replica_sets)
         return ModelStatus.HEALTHY if asleep and self._max_workers else ModelStatus.UNHEALTHY
 
     @property
     def queued(self) -> int:
         return len(self._queue)
-
-    @property
-    def queue_size(self) -> int:
-        return self._settings.job_queue_size
 
     @property
     def in_flight(self) -> int:
@@ -119,7 +116,7 @@ class WorkerPool:
 
     @property
     def _max_workers(self) -> int:
-        return sum(group.max_workers for group in self.groups)
+        return sum(replicas.max_workers for replicas in self.replica_sets)
 
     def worker_gauges(self) -> dict[str, Mapping[str, float]]:
         """Return what each ready worker last told in Stats, by the worker's name."""
@@ -141,9 +138,6 @@ class WorkerPool:
         workers = list(self._ready)
         texts = await asyncio.gather(*map(ask, workers))
         return {worker.name: text for worker, text in zip(workers, texts, strict=True) if text}
-
-    def worker_pids(self) -> list[int]:
-        return [worker.pid for worker in self._ready if worker.pid is not None]
 
     def worker_number(self, worker: WorkerProcess) -> int:
         """Return the number of a worker that is not reaped yet; no two have the same."""
@@ -197,10 +191,10 @@ class WorkerPool:
             return ModelNotReadyError(f"Model is not ready: {self.name}: {self.failure.message}")
         if not self.was_ready:
             return ModelNotReadyError(f"Model is not ready: {self.name}: it is loading")
-        open_groups = [group for group in self.groups if group.max_workers]
-        if not open_groups:
+        enabled = [replicas for replicas in self.replica_sets if replicas.max_workers]
+        if not enabled:
             return ModelNotReadyError(f"All model workers has been shutdown: {self.name}")
-        if all(group.is_failing for group in open_groups):
+        if all(replicas.is_failing for replicas in enabled):
             return ModelNotReadyError(f"Model is not ready: {self.name}: it could not be loaded again; see the log")
         return None
 
@@ -285,12 +279,12 @@ class WorkerPool:
 
     def start(self) -> None:
         """Spawn the workers; `settled` tells when they are loaded."""
-        for group in self.groups:
-            group.scale(self._settings.min_workers, self._settings.max_workers)
+        for replicas in self.replica_sets:
+            replicas.scale(self._settings.min_workers, self._settings.max_workers)
         self._watch.start()
 
     async def scale(self, min_workers: int | None, max_workers: int | None, device: int | None = None) -> None:
-        """Set the bounds of each group (of the one that begins with `device`); None keeps one.
+        """Set the bounds of each device set (of the one that begins with `device`); None keeps a bound.
 
         Returns once `min_workers` are loaded. Raises BadParameterError where the bounds contradict each other or there
         is no such device, ModelNotReadyError where the model is not loaded, ModelLoadError where a worker cannot load
@@ -300,23 +294,23 @@ class WorkerPool:
             self._check_open()
         self._scaling.set_bounds(min_workers, max_workers, device)
         self._fail_stranded()
-        self._scaling.tell()  # who waited for more workers than are wanted now
+        self._scaling.notify()  # who waited for more workers than are wanted now
         await self._scaling.complete()
 
     def _retire_idle(self, now: float) -> None:
-        for group in self.groups:
-            group.retire_idle(now, self._settings.max_idle_s)
+        for replicas in self.replica_sets:
+            replicas.retire_idle(now, self._settings.max_idle_s)
 
     def set_log_level(self, level: str) -> None:
-        for group in self.groups:
-            group.set_log_level(level)
+        for replicas in self.replica_sets:
+            replicas.set_log_level(level)
         for worker in self._workers:
             worker.set_log_level(level)
 
     def _serving(self) -> list[WorkerProcess]:
         return [*self._ready, *self._leaving]
 
-    def new_worker(self, device: DeviceGroup) -> WorkerProcess:
+    def new_worker(self, devices: DeviceSet) -> WorkerProcess:
         taken = set(self._workers.values())
         number = next(number for number in itertools.count() if number not in taken)
         worker = WorkerProcess(
@@ -324,7 +318,7 @@ class WorkerPool:
             self._on_items,
             self._on_lost,
             self._settings.heartbeat_timeout_s,
-            {**self._settings.environment, **device.environment},
+            {**self._settings.environment, **devices.environment},
             self._settings.mpi,
         )
         self._workers[worker] = number
@@ -345,7 +339,7 @@ class WorkerPool:
         self._ready.append(worker)
         self._settled.set()
         self._dispatch()
-        self._scaling.tell()
+        self._scaling.notify()
 
     def leave(self, worker: WorkerProcess) -> None:
         if worker in self._ready:
@@ -357,7 +351,7 @@ class WorkerPool:
         del self._workers[worker]
 
     def died(self) -> None:
-        if self._deaths.too_many(time.monotonic()):
+        if self._crash_loop.record(time.monotonic()):
             self._fail(
                 ModelLoadError(
                     f"its workers died more than retry_threshold={self._settings.retry_threshold} times within "
@@ -369,7 +363,7 @@ class WorkerPool:
         self._fail(error)
 
     def cannot_add(self, error: ModelLoadError) -> None:
-        self._scaling.tell(error)
+        self._scaling.notify(error)
         self._fail_stranded()
 
     def _on_lost(self, worker: WorkerProcess) -> None:
@@ -410,10 +404,10 @@ class WorkerPool:
         what = "has failed" if self.was_ready else "could not be loaded"
         logger.error("model %s %s: %s", self.label, what, error)
         self.failure = error
-        for group in self.groups:
-            group.close()
+        for replicas in self.replica_sets:
+            replicas.close()
         self._settled.set()
-        self._scaling.tell(error)
+        self._scaling.notify(error)
         self._fail_stranded()
 
     def _fail_stranded(self) -> None:
@@ -449,12 +443,12 @@ class WorkerPool:
         self._draining = True
         self._fail_unfinished(ModelNotReadyError(self._closing))
         self.stopping = True
-        self._scaling.tell(ModelNotReadyError(self._closing))
+        self._scaling.notify(ModelNotReadyError(self._closing))
         self._watch.stop()
         self._forming.stop()
         serving, self._ready, self._leaving = self._serving(), [], set()
         await asyncio.gather(*(worker.shutdown(deadline_s) for worker in serving))
-        await asyncio.gather(*(group.stop() for group in self.groups))
+        await asyncio.gather(*(replicas.stop() for replicas in self.replica_sets))
         await asyncio.gather(*(worker.reap() for worker in self._workers))  # where that was cut short
 
     def kill(self) -> None:

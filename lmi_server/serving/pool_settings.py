@@ -8,7 +8,7 @@ from enum import Enum
 import msgspec
 
 from lmi_server.contract.protocol import Load
-from lmi_server.machine.devices import DeviceGroup
+from lmi_server.machine.devices import DeviceSet
 from lmi_server.serving.adapters import RegisteredAdapter
 from lmi_server.supervisor.worker_process import MpiLauncher
 
@@ -23,7 +23,7 @@ class ModelStatus(Enum):
 
 
 class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the pool needs to know of a model. Times are in seconds; numbers of workers are those of each group.
+    """What the pool needs to know of a model. Times are in seconds; numbers of workers are those of each device set.
 
     `version` tells the versions of one model apart. `environment` is added to that of each worker; with an
     `mpi` launcher each worker is a group of ranks.
@@ -31,7 +31,7 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     load: Load
     version: str | None = None
-    groups: tuple[DeviceGroup, ...] = (DeviceGroup(),)
+    device_sets: tuple[DeviceSet, ...] = (DeviceSet(),)
     environment: Mapping[str, str] = {}
     mpi: MpiLauncher | None = None
     adapters: tuple[RegisteredAdapter, ...] = ()

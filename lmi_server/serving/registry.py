@@ -332,7 +332,7 @@ class ModelRegistry:
                 memory_limit_mb=serving.max_worker_memory_mb,
             ),
             version=source.version,
-            groups=plan_devices(serving.load_on_devices, options.gpus_per_worker(len(gpus)), gpus),
+            device_sets=plan_devices(serving.load_on_devices, options.gpus_per_worker(len(gpus)), gpus),
             environment={**resolved.worker_environment, **_worker_variables(python_path)},
             mpi=None if options.ranks is None else self._mpi_launcher(options.ranks),
             adapters=_adapters_beside(source, resolved),

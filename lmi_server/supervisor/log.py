@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_LINE = 64 * 1024
 _BYTES_PER_S = 256 * 1024  # that one worker may log; so much more at once after a quiet time
-_TELL_AFTER_S = 1.0
+_REPORT_AFTER_S = 1.0
 _BURST = 4 * _BYTES_PER_S
 
 
@@ -46,7 +46,7 @@ class WorkerLog:
                 lines, rest = [*lines, rest], b""
             for line in lines:
                 self._log(line)
-        self._tell_dropped()
+        self._report_dropped()
         if rest:
             self._log(rest)
 
@@ -55,14 +55,14 @@ class WorkerLog:
         self._allowed = min(float(_BURST), self._allowed + (now - self._since) * _BYTES_PER_S)
         self._since = now
         if self._allowed > 0:
-            self._tell_dropped()
+            self._report_dropped()
 
     def _drop(self, size: int) -> None:
-        if not self._dropped:  # told soon, even if the worker writes nothing more
-            asyncio.get_running_loop().call_later(_TELL_AFTER_S, self._tell_dropped)
+        if not self._dropped:  # reported soon, even if the worker writes nothing more
+            asyncio.get_running_loop().call_later(_REPORT_AFTER_S, self._report_dropped)
         self._dropped += size
 
-    def _tell_dropped(self) -> None:
+    def _report_dropped(self) -> None:
         if self._dropped:
             logger.warning("[%s] wrote too much to be logged; %d bytes are left out", self._name, self._dropped)
             self._dropped = 0

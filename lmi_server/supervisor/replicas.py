@@ -1,4 +1,4 @@
-"""The workers of one model on one device group: started, restarted, added under load and retired when idle."""
+"""The workers of one model on one device set: started, restarted, added under load and retired when idle."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgspec
 
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.protocol import Load, Ready
-from lmi_server.machine.devices import DeviceGroup
+from lmi_server.machine.devices import DeviceSet
 from lmi_server.supervisor.worker_process import WorkerProcess
 
 logger = logging.getLogger(__name__)
@@ -38,16 +38,16 @@ class Backoff:
         return pause
 
 
-class Deaths:
-    """Tells when workers died more than `threshold` times within `window_s` seconds."""
+class CrashLoopDetector:
+    """Detects that workers died more than `threshold` times within `window_s` seconds."""
 
     def __init__(self, threshold: int, window_s: float) -> None:
         self._threshold = threshold
         self._window_s = window_s
         self._times: deque[float] = deque()
 
-    def too_many(self, now: float) -> bool:
-        """Count a death at `now` (seconds of any clock that only grows)."""
+    def record(self, now: float) -> bool:
+        """Count a death at `now` (seconds of any monotonic clock); return whether there were too many."""
         self._times.append(now)
         while self._times[0] <= now - self._window_s:
             self._times.popleft()
@@ -55,13 +55,13 @@ class Deaths:
 
 
 class Owner(Protocol):
-    """What a group needs of the pool that it belongs to."""
+    """What a replica set needs of the pool that it belongs to."""
 
     loading_turns: asyncio.Semaphore
     was_ready: bool
     stopping: bool
 
-    def new_worker(self, device: DeviceGroup) -> WorkerProcess:
+    def new_worker(self, devices: DeviceSet) -> WorkerProcess:
         """Return a worker that is not spawned yet."""
 
     async def equip(self, worker: WorkerProcess) -> None:
@@ -104,11 +104,11 @@ class _Replica:
         self.task: asyncio.Task[None] | None = None
 
 
-class WorkerGroup:
-    """Keeps at least `min_workers` workers running on `device`, and adds up to `max_workers` where it is asked to."""
+class ReplicaSet:
+    """Keeps at least `min_workers` workers running on `devices`, and adds up to `max_workers` where it is asked to."""
 
-    def __init__(self, device: DeviceGroup, plan: LoadPlan, owner: Owner) -> None:
-        self.device = device
+    def __init__(self, devices: DeviceSet, plan: LoadPlan, owner: Owner) -> None:
+        self.devices = devices
         self.min_workers = 0
         self.max_workers = 0
         self._plan = plan
@@ -221,7 +221,7 @@ class WorkerGroup:
         backoff = Backoff()
         while True:
             healthy_s = 0.0
-            worker = self._owner.new_worker(self.device)
+            worker = self._owner.new_worker(self.devices)
             try:
                 healthy_s = await self._run(worker, replica)
                 error = None

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmi_server.contract.errors import ConfigurationError
-from lmi_server.machine.devices import DeviceGroup, plan_devices, visible_gpus
+from lmi_server.machine.devices import DeviceSet, plan_devices, visible_gpus
 
 
 def gpus(count: int) -> tuple[str, ...]:
@@ -31,7 +31,7 @@ def gpus(count: int) -> tuple[str, ...]:
     ],
 )
 def test_all_devices(count: int, per_worker: int | None, slices: list[str | None]) -> None:
-    assert [group.visible for group in plan_devices("*", per_worker, gpus(count))] == slices
+    assert [each.visible for each in plan_devices("*", per_worker, gpus(count))] == slices
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_all_devices(count: int, per_worker: int | None, slices: list[str | None
     ],
 )
 def test_named_devices(devices: str, count: int, per_worker: int | None, slices: list[str | None]) -> None:
-    assert [group.visible for group in plan_devices(devices, per_worker, gpus(count))] == slices
+    assert [each.visible for each in plan_devices(devices, per_worker, gpus(count))] == slices
 
 
 @pytest.mark.parametrize(
@@ -71,12 +71,12 @@ def test_what_cannot_be(devices: str, count: int, per_worker: int | None, proble
 
 
 def test_the_slice_is_of_what_the_server_sees() -> None:
-    groups = plan_devices("*", 2, visible_gpus({"CUDA_VISIBLE_DEVICES": "6, 3,GPU-1,7"}, installed=8))
-    assert [group.environment for group in groups] == [
+    sets = plan_devices("*", 2, visible_gpus({"CUDA_VISIBLE_DEVICES": "6, 3,GPU-1,7"}, installed=8))
+    assert [devices.environment for devices in sets] == [
         {"CUDA_VISIBLE_DEVICES": "6,3"},
         {"CUDA_VISIBLE_DEVICES": "GPU-1,7"},
     ]
-    assert [(group.kind, group.first) for group in groups] == [("gpu", 0), ("gpu", 2)]
+    assert [(devices.kind, devices.first) for devices in sets] == [("gpu", 0), ("gpu", 2)]
 
 
 @pytest.mark.parametrize(
@@ -90,15 +90,15 @@ def test_visible_gpus(variable: str | None, installed: int, seen: tuple[str, ...
 
 def test_nothing_is_hidden_where_there_is_nothing() -> None:
     (cpu,) = plan_devices("*", 1, ())
-    assert (cpu, cpu.environment, cpu.kind, cpu.first) == (DeviceGroup(), {}, "cpu", -1)
+    assert (cpu, cpu.environment, cpu.kind, cpu.first) == (DeviceSet(), {}, "cpu", -1)
 
 
 @given(st.integers(1, 16), st.integers(1, 16))
 def test_groups_share_no_gpu_and_waste_fewer_than_one_worker_takes(count: int, per_worker: int) -> None:
     if per_worker > count:
         return
-    groups = plan_devices("*", per_worker, gpus(count))
-    taken = [index for group in groups for index in group.gpus]
+    sets = plan_devices("*", per_worker, gpus(count))
+    taken = [index for devices in sets for index in devices.gpus]
     assert len(taken) == len(set(taken))
-    assert all(len(group.gpus) == per_worker for group in groups)
+    assert all(len(devices.gpus) == per_worker for devices in sets)
     assert count - len(taken) < per_worker

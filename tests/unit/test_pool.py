@@ -21,7 +21,7 @@ from lmi_server.machine.devices import plan_devices
 from lmi_server.serving.pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus, PoolSettings
 from lmi_server.supervisor.job import Job
-from lmi_server.supervisor.replicas import Backoff, Deaths
+from lmi_server.supervisor.replicas import Backoff, CrashLoopDetector
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +67,12 @@ async def answer(job: Job) -> str:
     terminal = await ended(job)
     assert isinstance(terminal, Reply)
     return str(msgspec.json.decode(terminal.data).get("generated_text"))
+
+
+def pids(pool: WorkerPool) -> list[int]:
+    """Return the processes of the workers that have loaded the model."""
+    workers = [worker for replicas in pool.replica_sets for worker in replicas.workers]
+    return [worker.pid for worker in workers if worker.pid is not None]
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -170,12 +176,12 @@ async def test_the_other_worker_takes_over_at_once(tmp_path: Path) -> None:
 @on_loop
 async def test_a_hung_worker_is_killed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with pool_of(tmp_path, heartbeat_timeout_s=1.5) as pool:
-        pid = pool.worker_pids()[0]
+        pid = pids(pool)[0]
         stream = submit(pool, "token-then-wait", stream=True)
         await started(stream)
         hung = submit(pool, "hang")
         assert isinstance(await ended(stream), Error)
-        assert pool.worker_pids() != [pid]
+        assert pids(pool) != [pid]
         pool.cancel(hung)
         assert "no sign of life" in caplog.text
 
@@ -234,7 +240,7 @@ async def test_a_worker_that_cannot_be_started_again_fails_what_waits(tmp_path: 
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
         try:
-            os.kill(pool.worker_pids()[0], signal.SIGKILL)
+            os.kill(pids(pool)[0], signal.SIGKILL)
             terminal = await ended(waiting)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -305,7 +311,7 @@ async def test_nothing_is_accepted_while_the_model_loads(tmp_path: Path) -> None
 async def test_a_model_that_cannot_be_loaded_again_is_tried_again(tmp_path: Path) -> None:
     async with pool_of(tmp_path, "fault_handlers:OnceHandler") as pool:
         job = submit(pool, "a", tokens=100_000_000)
-        os.kill(pool.worker_pids()[0], signal.SIGKILL)
+        os.kill(pids(pool)[0], signal.SIGKILL)
         await until(lambda: pool.status is ModelStatus.UNHEALTHY)
         queued = submit(pool, "a")  # the restart may succeed
         for waiting in (job, queued):
@@ -326,7 +332,7 @@ async def test_a_model_that_cannot_be_loaded_again_is_tried_again(tmp_path: Path
 @on_loop
 async def test_a_worker_without_progress_is_killed_and_only_the_overdue_request_fails(tmp_path: Path) -> None:
     async with pool_of(tmp_path, predict_timeout_s=3.0, max_in_flight=4) as pool:
-        (pid,) = pool.worker_pids()
+        (pid,) = pids(pool)
         stuck = submit(pool, "wait")
         await asyncio.sleep(1.5)  # so that the other one is not overdue
         other = submit(pool, "wait-once")
@@ -337,7 +343,7 @@ async def test_a_worker_without_progress_is_killed_and_only_the_overdue_request_
             "The request made no progress within predict_timeout=3 seconds",
         )
         assert await answer(other) == " wait-once wait-once wait-once"
-        assert pool.worker_pids() != [pid]
+        assert pids(pool) != [pid]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -353,13 +359,13 @@ async def test_a_request_that_lasts_longer_than_the_timeout_is_left_alone(tmp_pa
 async def test_one_request_without_progress_among_others_does_not_cost_the_worker(tmp_path: Path) -> None:
     options = {"echo_delay_ms": "20"}
     async with pool_of(tmp_path, predict_timeout_s=1.0, options=options) as pool:
-        (pid,) = pool.worker_pids()
+        (pid,) = pids(pool)
         stream = submit(pool, "a", stream=True, tokens=150)
         terminal = await ended(submit(pool, "wait"))
         assert isinstance(terminal, Error)
         assert terminal.kind == "PredictTimeoutError"
         assert isinstance(await ended(stream), End)
-        assert pool.worker_pids() == [pid]
+        assert pids(pool) == [pid]
         assert pool.in_flight == 0
 
 
@@ -451,7 +457,7 @@ async def test_a_worker_that_is_too_much_finishes_its_requests(tmp_path: Path) -
 @on_loop
 async def test_each_group_has_its_devices_and_its_workers(tmp_path: Path) -> None:
     changes = {
-        "groups": plan_devices("*", 2, ("0", "1", "2", "3")),
+        "device_sets": plan_devices("*", 2, ("0", "1", "2", "3")),
         "environment": {"THREADS": "7"},
         "parallel_loading": True,
     }
@@ -462,7 +468,7 @@ async def test_each_group_has_its_devices_and_its_workers(tmp_path: Path) -> Non
             [{"gpu_2": 1, "gpu_3": 1, "threads": 7}, {"gpu_0": 1, "gpu_1": 1, "threads": 7}],
         )
         await pool.scale(2, 2, device=2)
-        assert [group.ready for group in pool.groups] == [1, 2]
+        assert [replicas.ready for replicas in pool.replica_sets] == [1, 2]
 
 
 # --- deaths ---
@@ -484,8 +490,8 @@ async def test_too_many_deaths_fail_the_model(tmp_path: Path) -> None:
 
 
 def test_deaths_are_forgotten_after_a_while() -> None:
-    deaths = Deaths(threshold=2, window_s=10)
-    assert [deaths.too_many(now) for now in (0, 1, 11, 12, 13)] == [False, False, False, False, True]
+    deaths = CrashLoopDetector(threshold=2, window_s=10)
+    assert [deaths.record(now) for now in (0, 1, 11, 12, 13)] == [False, False, False, False, True]
 
 
 @on_loop
