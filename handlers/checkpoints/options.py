@@ -27,7 +27,7 @@ QUANTIZATION_PACKAGES = {
 }
 # bitsandbytes' own default for 4 bits is fp4, which loses more: on the demo model half a nat of log probability per
 # token instead of a quarter.
-_QUANTIZATION = {
+_QUANTIZATION: Mapping[str, Mapping[str, Any]] = {
     "bitsandbytes4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     "bitsandbytes8": {"load_in_8bit": True},
     "bitsandbytes": {"load_in_8bit": True},

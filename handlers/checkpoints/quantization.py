@@ -96,7 +96,7 @@ def keep_activations(model: Any) -> int:
     """Replace the 8-bit layers of bitsandbytes on the CPU by ones that leave activations alone; return how many."""
     if find_spec("bitsandbytes") is None:
         return 0
-    from bitsandbytes.nn import Linear8bitLt
+    from bitsandbytes.nn.modules import Linear8bitLt
 
     count = 0
     for module in list(model.modules()):

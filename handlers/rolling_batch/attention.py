@@ -125,7 +125,7 @@ class SlotAttention:
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         out = query.new_zeros((query.shape[2], query.shape[1], value.shape[3]))  # padding rows stay zero
         settings = _Settings(scaling, sliding_window or 0, softcap or 0.0)
-        layer: int = module.layer_idx  # type: ignore[assignment]
+        layer: int = module.layer_idx
         if len(self._rows.slots):
             self._operators.attend_single(layer, query[0], key[0], value[0], self._rows, out, settings)
         for group in self._groups:
@@ -209,7 +209,7 @@ class _KernelAttention:
         self._threads = torch.get_num_threads()
         self._kernel = kernels.slot_attention
         self._write = kernels.write_rows
-        self._chunk_kernel = kernels.chunk_attention(as_numpy(cache.keys[0]).dtype.type)
+        self._chunk_kernel = kernels.chunk_attention(as_numpy(cache.keys[0]).dtype)
         self._keys = [as_numpy(keys) for keys in cache.keys]
         self._values = [as_numpy(values) for values in cache.values]
 
@@ -360,7 +360,8 @@ def _attention(
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:
     """View a CPU tensor as numpy sees it: bfloat16 as its bits (uint16)."""
-    return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+    array: np.ndarray = tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+    return array
 
 
 @dataclass(frozen=True)

@@ -243,4 +243,4 @@ class RollingBatchEngine:
         return Token(sampled.token, piece, sampled.logprob, sampled.token in self._special_ids, top)
 
     def _piece(self, token: int) -> str:
-        return self._tokenizer.decode([token])
+        return str(self._tokenizer.decode([token]))

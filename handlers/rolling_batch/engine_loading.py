@@ -190,7 +190,8 @@ def _kv_bytes(kind: str, weights: int, options: RollingBatchOptions) -> float:
 def _memory(kind: str) -> tuple[int, int]:
     """Free and total bytes of the device."""
     if kind == "cuda":
-        return torch.cuda.mem_get_info()
+        free, total = torch.cuda.mem_get_info()
+        return int(free), int(total)
     return free_and_total()
 
 

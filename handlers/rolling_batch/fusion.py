@@ -78,7 +78,7 @@ class FusedRMSNorm(nn.Module):
         super().__init__()
         from handlers.rolling_batch.cpu_kernels.kernels import rms_norm
 
-        self.weight: nn.Parameter = norm.weight  # type: ignore[assignment]
+        self.weight: nn.Parameter = norm.weight
         self._kernel = rms_norm
         self.arguments = (as_numpy(self.weight.detach()), float(_epsilon(norm) or 0.0))  # of the kernel, but for rows
 
@@ -119,7 +119,7 @@ class FusedGatedMLP(nn.Module):
 
 def _is_silu(activation: Any) -> bool:
     probe = torch.linspace(-8, 8, 65)
-    return torch.allclose(activation(probe), nn.functional.silu(probe), atol=1e-6)
+    return bool(torch.allclose(activation(probe), nn.functional.silu(probe), atol=1e-6))
 
 
 def _silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -131,7 +131,7 @@ def _silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def _fuse_projections(module: nn.Module) -> int:
-    projections = [getattr(module, name, None) for name in PROJECTIONS]
+    projections: list[Any] = [getattr(module, name, None) for name in PROJECTIONS]
     if not all(is_plain(projection) for projection in projections):
         return 0
     if len({(projection.in_features, projection.weight.dtype) for projection in projections}) > 1:

@@ -40,7 +40,8 @@ class LayerShape:
 
 def bytes_per_token(layers: list[LayerShape], dtype: torch.dtype) -> int:
     """Return the KV-cache bytes that one token occupies over all layers."""
-    return sum(layer.width for layer in layers) * dtype.itemsize
+    itemsize: int = dtype.itemsize
+    return sum(layer.width for layer in layers) * itemsize
 
 
 class KVCache:

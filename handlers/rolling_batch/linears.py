@@ -81,7 +81,8 @@ def _laid_weight(weight: torch.Tensor) -> np.ndarray:
     panels = -(-weight.shape[0] // TILE_COLUMNS)
     padded = nn.functional.pad(weight, (0, 0, 0, panels * TILE_COLUMNS - weight.shape[0]))
     words = padded.contiguous().view(torch.int32).unflatten(0, (panels, TILE_COLUMNS))
-    return words.transpose(1, 2).contiguous().numpy().view(np.uint32)
+    laid: np.ndarray = words.transpose(1, 2).contiguous().numpy().view(np.uint32)
+    return laid
 
 
 class PackedLinear(nn.Module):

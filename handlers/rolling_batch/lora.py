@@ -40,7 +40,7 @@ class LoraWeights:
     @property
     def ranks(self) -> int:
         """Return the rows of its largest matrix."""
-        return max(down.shape[0] for down, _ in self.layers.values())
+        return max(int(down.shape[0]) for down, _ in self.layers.values())
 
 
 @dataclass(frozen=True, eq=False)

@@ -270,7 +270,8 @@ class LoadCheck:
 
 
 def _vocabulary(model: Any) -> int:
-    return min(model.get_input_embeddings().weight.shape[0], model.config.get_text_config().vocab_size)
+    embedded: int = model.get_input_embeddings().weight.shape[0]
+    return min(embedded, int(model.config.get_text_config().vocab_size))
 
 
 def _padded(rows: list[int]) -> list[int]:

@@ -51,9 +51,12 @@ class PromptEncoder:
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`."""
+        ids: list[int]
         if self._backend is not None:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        else:
+            ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return ids
 
     def detokenize(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids, special ones too. Raises RequestError where one is not in the vocabulary."""
@@ -61,7 +64,7 @@ class PromptEncoder:
         unknown = [token for token in tokens if not 0 <= token < vocabulary]
         if unknown:
             raise RequestError(f"token id {unknown[0]} is not in the vocabulary of {vocabulary} tokens")
-        return self._tokenizer.decode(list(tokens))
+        return str(self._tokenizer.decode(list(tokens)))
 
     def _render(self, request: GenerationRequest) -> str:
         if not self._tokenizer.chat_template:
@@ -71,7 +74,7 @@ class PromptEncoder:
             )
         chat = request.chat
         try:
-            return self._tokenizer.apply_chat_template(
+            text: str = self._tokenizer.apply_chat_template(
                 list(request.messages or ()),
                 tools=list(request.tools) if request.tools else None,
                 documents=list(chat.documents) if chat.documents else None,
@@ -82,6 +85,7 @@ class PromptEncoder:
             )
         except (TemplateError, TypeError, ValueError) as error:
             raise RequestError(f"the chat template refuses these messages: {error}") from error
+        return text
 
 
 def _template_arguments(chat: ChatOptions) -> dict[str, Any]:

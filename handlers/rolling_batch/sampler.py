@@ -133,7 +133,8 @@ def _log_sum_exp(logits: torch.Tensor) -> torch.Tensor:
 
 def _argmax(logits: torch.Tensor) -> list[int]:
     if not _has_kernels(logits):
-        return logits.argmax(dim=-1).tolist()
+        ids: list[int] = logits.argmax(dim=-1).tolist()
+        return ids
     from handlers.rolling_batch.cpu_kernels.kernels import argmax_rows
 
     best = np.empty(len(logits), np.int64)

@@ -3,6 +3,9 @@
 Each is a few instructions of LLVM that numba puts into the kernel; arguments called `like` only give a type.
 """
 
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# llvmlite and numba's typing objects are untyped.
+
 from __future__ import annotations
 
 import llvmlite.binding
@@ -35,12 +38,12 @@ TILE_ROWS, TILE_COLUMNS = 4, 4 * _LANES if _host_has("avx512f") else _LANES
 
 
 @intrinsic
-def load(context, element):  # type: ignore[no-untyped-def]
+def load(context, element):
     """Element of a cache or activation -> float32."""
     if element == types.float32:
         return types.float32(types.float32), lambda ctx, builder, sig, args: args[0]
 
-    def widen(ctx, builder, sig, args):  # type: ignore[no-untyped-def]
+    def widen(ctx, builder, sig, args):
         wide = builder.zext(args[0], ir.IntType(32))
         return builder.bitcast(builder.shl(wide, ir.Constant(ir.IntType(32), 16)), ir.FloatType())
 
@@ -48,12 +51,12 @@ def load(context, element):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def store(context, value, like):  # type: ignore[no-untyped-def]
+def store(context, value, like):
     """float32 -> element of the type of `like`; bfloat16 is rounded to nearest, ties to even."""
     if like == types.float32:
         return types.float32(types.float32, like), lambda ctx, builder, sig, args: args[0]
 
-    def narrow(ctx, builder, sig, args):  # type: ignore[no-untyped-def]
+    def narrow(ctx, builder, sig, args):
         word = ir.IntType(32)
         bits = builder.bitcast(args[0], word)
         odd = builder.and_(builder.lshr(bits, ir.Constant(word, 16)), ir.Constant(word, 1))
@@ -64,21 +67,21 @@ def store(context, value, like):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def larger(context, one, other):  # type: ignore[no-untyped-def]
+def larger(context, one, other):
     """The larger of two float32 that are numbers: unlike those of `max`, loops of it become vectors."""
     flags = ("nnan", "nsz")
 
-    def build(ctx, builder, sig, args):  # type: ignore[no-untyped-def]
+    def build(ctx, builder, sig, args):
         return builder.select(builder.fcmp_ordered(">", *args, flags=flags), *args, flags=flags)
 
     return types.float32(types.float32, types.float32), build
 
 
 @intrinsic
-def power_of_two(context, exponent):  # type: ignore[no-untyped-def]
+def power_of_two(context, exponent):
     """2.0 ** exponent for an int32 from -126 to 127, built in the bits of a float32."""
 
-    def build(ctx, builder, sig, args):  # type: ignore[no-untyped-def]
+    def build(ctx, builder, sig, args):
         word = ir.IntType(32)
         biased = builder.add(args[0], ir.Constant(word, 127))
         return builder.bitcast(builder.shl(biased, ir.Constant(word, 23)), ir.FloatType())
@@ -87,10 +90,10 @@ def power_of_two(context, exponent):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def told(context, address):  # type: ignore[no-untyped-def]
+def told(context, address):
     """The int64 at an address in shared memory; nothing that follows is read before it."""
 
-    def build(ctx, builder, sig, args):  # type: ignore[no-untyped-def]
+    def build(ctx, builder, sig, args):
         pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
         return builder.load_atomic(pointer, "acquire", 8)
 
@@ -98,10 +101,10 @@ def told(context, address):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def tell(context, address, number):  # type: ignore[no-untyped-def]
+def tell(context, address, number):
     """Write an int64 to an address in shared memory, after all that was written before."""
 
-    def build(ctx, builder, sig, args):  # type: ignore[no-untyped-def]
+    def build(ctx, builder, sig, args):
         pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
         builder.store_atomic(args[1], pointer, "release", 8)
         return ctx.get_dummy_value()
@@ -110,10 +113,10 @@ def tell(context, address, number):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def at(context, address, like):  # type: ignore[no-untyped-def]
+def at(context, address, like):
     """The array at an address, of the shape, strides and type of `like`; whoever gives the address keeps it alive."""
 
-    def build(ctx, builder, sig, args):  # type: ignore[no-untyped-def]
+    def build(ctx, builder, sig, args):
         other = ctx.make_array(sig.args[1])(ctx, builder, args[1])
         array = ctx.make_array(sig.return_type)(ctx, builder)
         data = builder.inttoptr(args[0], array.data.type)
@@ -124,14 +127,14 @@ def at(context, address, like):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def word(context, low, high):  # type: ignore[no-untyped-def]
+def word(context, low, high):
     """What `add_product` multiplies at once, as uint32: two elements of bfloat16, or `low` alone of float32."""
     if low == types.float32:
         return types.uint32(types.float32, high), lambda ctx, builder, sig, args: builder.bitcast(
             args[0], ir.IntType(32)
         )
 
-    def join(ctx, builder, sig, args):  # type: ignore[no-untyped-def]
+    def join(ctx, builder, sig, args):
         low, high = (builder.zext(half, ir.IntType(32)) for half in args)
         return builder.or_(low, builder.shl(high, ir.Constant(ir.IntType(32), 16)))
 
@@ -139,7 +142,7 @@ def word(context, low, high):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def add_product(context, left, first_word, words, right, sums, first_column, like):  # type: ignore[no-untyped-def]
+def add_product(context, left, first_word, words, right, sums, first_column, like):
     """Add the product of two tiles to `sums[:, first_column:first_column + TILE_COLUMNS]`.
 
     left (TILE_ROWS, n) uint32, of which `words` columns from `first_word` on are read; right (words, TILE_COLUMNS or
@@ -147,7 +150,7 @@ def add_product(context, left, first_word, words, right, sums, first_column, lik
     the type of `like`, as `word` makes them. Nothing is checked.
     """
 
-    def build(ctx, builder, sig, args):  # type: ignore[no-untyped-def]
+    def build(ctx, builder, sig, args):
         of_words, of_sums = ir.VectorType(ir.IntType(32), _LANES), ir.VectorType(ir.FloatType(), _LANES)
         left, right, sums = (ctx.make_array(sig.args[place])(ctx, builder, args[place]) for place in (0, 3, 4))
         lefts = [_element(builder, left, row, args[1]) for row in range(TILE_ROWS)]
@@ -186,19 +189,19 @@ def add_product(context, left, first_word, words, right, sums, first_column, lik
     return types.void(left, types.intp, types.intp, right, sums, types.intp, like), build
 
 
-def _element(builder, array, row, column):  # type: ignore[no-untyped-def]
+def _element(builder, array, row, column):
     """Pointer to an element of a contiguous array of two dimensions."""
     width = builder.extract_value(array.shape, 1)
     return builder.gep(array.data, [builder.add(builder.mul(ir.Constant(ir.IntType(64), row), width), column)])
 
 
-def _spread(builder, one, vector):  # type: ignore[no-untyped-def]
+def _spread(builder, one, vector):
     """Put a word into every lane."""
     first = builder.insert_element(ir.Constant(vector, ir.Undefined), one, ir.Constant(ir.IntType(32), 0))
     return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), ir.Constant(vector, None))
 
 
-def _multiply_add(builder, left, right, total, like):  # type: ignore[no-untyped-def]
+def _multiply_add(builder, left, right, total, like):
     """Lane by lane `total + left * right`, over both elements where a word holds two."""
     of_sums = total.type
     if like == types.float32:

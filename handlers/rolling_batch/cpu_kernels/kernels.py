@@ -5,11 +5,15 @@ bfloat16 element-wise operations run one by one over memory; here each is one pa
 bfloat16 tensors come in as uint16 arrays (numpy has no bfloat16); sums of them are float32.
 """
 
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# numba infers the types of a kernel from its arguments; annotations would have no effect, and docstrings give shapes.
+
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numba import njit, prange, types
@@ -31,7 +35,7 @@ from handlers.rolling_batch.cpu_kernels.intrinsics import (
 
 # SHA-256 of intrinsics.py, its first digits. numba finds what it compiled before by the date and the size of this file
 # alone, and it must not find what was compiled with another intrinsics.py.
-INTRINSICS = "01cc98c32d7b9319"
+INTRINSICS = "8a91bb8499057f4f"
 
 _MOST_WORDS = 512  # of a tile's rows and columns, between which a product goes on to the next rows: they stay in L2
 _MOST_TILES = 64  # of rows, whose sums are kept for that
@@ -40,7 +44,7 @@ _yield_core = types.ExternalFunction("sched_yield", types.int32())
 
 
 @njit(fastmath=True, inline="always")
-def _exp(x):  # type: ignore[no-untyped-def]
+def _exp(x):
     """e ** x in float32 to about one unit in the last place, without a call, so that loops of it become vectors."""
     t = min(max(x, np.float32(-87.0)), np.float32(88.0)) * np.float32(1.4426950408889634)
     whole = np.floor(t + np.float32(0.5))
@@ -56,7 +60,7 @@ def _exp(x):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _dealt(work, count, threads):  # type: ignore[no-untyped-def]
+def _dealt(work, count, threads):
     """Which of `count` pieces of work to do as number `work`; `count` or more for none.
 
     Numbers go up to `-(-count // threads) * threads`, and a thread takes a run of them. The pieces are dealt to the
@@ -66,7 +70,7 @@ def _dealt(work, count, threads):  # type: ignore[no-untyped-def]
     return work % share * threads + work // share
 
 
-def _of_rows(element):  # type: ignore[no-untyped-def]
+def _of_rows(element):
     """Signature of `write_rows` for rows of any strides."""
     rows, cache, places = (
         types.Array(*shape) for shape in ((element, 3, "A"), (element, 4, "C"), (types.int64, 1, "C"))
@@ -75,7 +79,7 @@ def _of_rows(element):  # type: ignore[no-untyped-def]
 
 
 @njit([_of_rows(types.uint16), _of_rows(types.float32)], parallel=True, nogil=True, cache=True)
-def write_rows(key, value, keys, values, slots, positions):  # type: ignore[no-untyped-def]
+def write_rows(key, value, keys, values, slots, positions):
     """Write each row's key and value into its slot; arrays as for `slot_attention`.
 
     It is compiled for rows of any strides, as `chunk_attention` is for queries.
@@ -91,9 +95,7 @@ def write_rows(key, value, keys, values, slots, positions):  # type: ignore[no-u
 
 
 @njit(parallel=True, fastmath=True, nogil=True, cache=True)
-def slot_attention(  # type: ignore[no-untyped-def]
-    query, key, value, keys, values, slots, positions, out, scaling, window, softcap, threads
-):
+def slot_attention(query, key, value, keys, values, slots, positions, out, scaling, window, softcap, threads):
     """Write each row's key and value into its slot, then let it attend to the slot's tokens up to its own position.
 
     query (heads, rows, dim), key and value (kv_heads, rows, dim): any strides, of which the first `len(slots)` rows
@@ -151,7 +153,7 @@ def slot_attention(  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _seen(first_own, last_own, row, start, begin, window):  # type: ignore[no-untyped-def]
+def _seen(first_own, last_own, row, start, begin, window):
     """Columns that a row of a chunk may see: from the first number on of those of all rows, from the second of its own.
 
     The third is the first column behind its own.
@@ -164,7 +166,7 @@ def _seen(first_own, last_own, row, start, begin, window):  # type: ignore[no-un
 
 
 @njit(fastmath=True, inline="always")
-def _softmax(score, weight, low, shared, own, last, scaling, softcap):  # type: ignore[no-untyped-def]
+def _softmax(score, weight, low, shared, own, last, scaling, softcap):
     """Softmax over columns `low` to `shared` - 1 and `own` to `last` - 1 of `score`, overwritten -> `weight`."""
     highest, total, factor = np.float32(-np.inf), np.float32(0), scaling
     for part in range(2):  # slices, because loops over them become vectors: their indices are never negative
@@ -189,7 +191,7 @@ def _softmax(score, weight, low, shared, own, last, scaling, softcap):  # type: 
 
 
 @njit(parallel=True, nogil=True, cache=True)
-def _laid_out(keys, values, slot, offset, columns):  # type: ignore[no-untyped-def]
+def _laid_out(keys, values, slot, offset, columns):
     """Lay out keys and values of a slot, `columns` of them from `offset` on, for `add_product`.
 
     keys (slots, kv_heads, max_len, dim), values (slots, kv_heads, max_len, value_dim): contiguous. The laid keys come
@@ -222,20 +224,22 @@ def _laid_out(keys, values, slot, offset, columns):  # type: ignore[no-untyped-d
 
 
 @functools.cache
-def chunk_attention(element: type) -> Callable[..., None]:
+def chunk_attention(dtype: np.dtype[Any]) -> Callable[..., None]:
     """Return the kernel for elements of a type, np.uint16 (bfloat16) or np.float32.
 
     It is compiled for queries of any strides: otherwise numba would compile it once more for those of a kind that it
     has not met, for seconds in the middle of a request.
     """
-    numba_type, rows, number = from_dtype(np.dtype(element)), types.Array(types.int64, 1, "C"), types.int64
+    numba_type, rows, number = from_dtype(dtype), types.Array(types.int64, 1, "C"), types.int64
     query, cache, out = (types.Array(numba_type, *shape) for shape in ((3, "A"), (4, "C"), (3, "C")))
     settings = (types.float32, number, types.float32, number)
     signature = types.void(query, cache, cache, number, number, rows, rows, number, number, out, *settings)
-    return njit(signature, parallel=True, fastmath=True, nogil=True, cache=True)(_chunk_attention)
+    compiled = njit(signature, parallel=True, fastmath=True, nogil=True, cache=True)
+    kernel: Callable[..., None] = compiled(_chunk_attention)
+    return kernel
 
 
-def _chunk_attention(  # type: ignore[no-untyped-def]
+def _chunk_attention(
     query, keys, values, slot, offset, first_own, last_own, start, begin, out, scaling, window, softcap, threads
 ):
     """Let each row of a chunk attend to the tokens that it may see.
@@ -292,7 +296,7 @@ def _chunk_attention(  # type: ignore[no-untyped-def]
 
 
 @njit(parallel=True, fastmath=True, nogil=True, cache=True)
-def rms_norm(rows, weight, eps, out):  # type: ignore[no-untyped-def]
+def rms_norm(rows, weight, eps, out):
     """`rows / rms(rows)`, rounded to the element type, times `weight`: (n, width) -> (n, width), as Llama's norm."""
     width = rows.shape[1]
     for n in prange(rows.shape[0]):
@@ -307,7 +311,7 @@ def rms_norm(rows, weight, eps, out):  # type: ignore[no-untyped-def]
 
 
 @njit(parallel=True, nogil=True, cache=True)
-def linear(rows, weight, bias, out, threads):  # type: ignore[no-untyped-def]
+def linear(rows, weight, bias, out, threads):
     """`rows @ weight.T + bias` -> out (n, out_features), for elements of bfloat16.
 
     rows (n, in_features), contiguous; weight (panels, in_features / 2, TILE_COLUMNS) uint32, of which a word holds what
@@ -347,7 +351,7 @@ def linear(rows, weight, bias, out, threads):  # type: ignore[no-untyped-def]
 
 
 @njit(parallel=True, fastmath=True, nogil=True, cache=True)
-def argmax_rows(logits, best):  # type: ignore[no-untyped-def]
+def argmax_rows(logits, best):
     """Index of the greatest logit of each row, the first of equals: (n, vocabulary) -> best (n,) int64."""
     width = logits.shape[1]
     block = 1024  # the greatest of a block is found with vector instructions, its place only in the best block
@@ -367,7 +371,7 @@ def argmax_rows(logits, best):  # type: ignore[no-untyped-def]
 
 
 @njit(parallel=True, fastmath=True, nogil=True, cache=True)
-def log_sum_exp_rows(logits, result):  # type: ignore[no-untyped-def]
+def log_sum_exp_rows(logits, result):
     """log(sum(exp(row))) of each row: (n, vocabulary) -> result (n,) float32."""
     for n in prange(logits.shape[0]):
         highest = np.float32(-np.inf)
@@ -380,7 +384,7 @@ def log_sum_exp_rows(logits, result):  # type: ignore[no-untyped-def]
 
 
 @njit(parallel=True, fastmath=True, nogil=True, cache=True)
-def silu_and_mul(gate_up, out):  # type: ignore[no-untyped-def]
+def silu_and_mul(gate_up, out):
     """`silu(gate) * up` of a fused projection: (n, 2 * width) -> (n, width)."""
     width = out.shape[1]
     for n in prange(out.shape[0]):
@@ -391,7 +395,7 @@ def silu_and_mul(gate_up, out):  # type: ignore[no-untyped-def]
 
 
 @njit(parallel=True, fastmath=True, nogil=True, cache=True)
-def rotate(rows, cosines, sines, heads):  # type: ignore[no-untyped-def]
+def rotate(rows, cosines, sines, heads):
     """Apply rotary position embeddings in place to the first `heads` heads of each row (Su et al., RoFormer, 2021).
 
     rows (n, width) of heads beside each other; cosines, sines (n, dim): the halves of a head form its pairs.
@@ -410,7 +414,7 @@ def rotate(rows, cosines, sines, heads):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def _wait_for_all(counts, line, ranks, count):  # type: ignore[no-untyped-def]
+def _wait_for_all(counts, line, ranks, count):
     """Wait until every rank has put as many pieces as `count` into the shared memory."""
     for other in range(ranks):
         looks = 0
@@ -421,7 +425,7 @@ def _wait_for_all(counts, line, ranks, count):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, fastmath=True, cache=True)
-def sum_of_ranks(part, out, parts, counts, line, rank, count, total):  # type: ignore[no-untyped-def]
+def sum_of_ranks(part, out, parts, counts, line, rank, count, total):
     """Sum `part` (n,) of every rank, in the order of the ranks, to `out` (n,); return `count` and the pieces added.
 
     Shared are parts (ranks, 2, piece) and, at the address `counts`, each `line` bytes, how many pieces a rank has put
@@ -449,7 +453,7 @@ def sum_of_ranks(part, out, parts, counts, line, rank, count, total):  # type: i
 
 
 @njit(nogil=True, cache=True)
-def join_ranks(part, out, parts, counts, line, rank, count, total):  # type: ignore[no-untyped-def]
+def join_ranks(part, out, parts, counts, line, rank, count, total):
     """Put the columns of every rank, `part` (n, width), beside each other in `out` (n, ranks * width) of rank 0.
 
     Arguments and what is returned are as for `sum_of_ranks`, but `total` is not used; `out` of the other ranks is left
@@ -481,7 +485,7 @@ def join_ranks(part, out, parts, counts, line, rank, count, total):  # type: ign
 
 
 @njit(nogil=True, cache=True)
-def decoder_layers(  # type: ignore[no-untyped-def]
+def decoder_layers(
     hidden, cosines, sines, slots, positions, threads, layers, windows, scaling, softcap, eps, post_eps,
     keys, values, norm, qkv, qkv_bias, o, o_bias, post_norm, gate_up, gate_up_bias, down, down_bias,
     parts, counts, line, rank, count, total,
@@ -507,7 +511,7 @@ def decoder_layers(  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def _decoder_layer(  # type: ignore[no-untyped-def]
+def _decoder_layer(
     hidden, cosines, sines, slots, positions, threads, window, scaling, softcap, eps, post_eps,
     keys, values, norm, qkv, qkv_bias, o, o_bias, post_norm, gate_up, gate_up_bias, down, down_bias,
     parts, counts, line, rank, count, total,
@@ -535,7 +539,7 @@ def _decoder_layer(  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, fastmath=True, cache=True)
-def _add_rows(rows, added, parts, counts, line, rank, count, total):  # type: ignore[no-untyped-def]
+def _add_rows(rows, added, parts, counts, line, rank, count, total):
     """Add `added`, where the model is split the sum of all ranks', to `rows`: (n, width) uint16 both."""
     if len(parts) > 1:
         count = sum_of_ranks(added.reshape(-1), added.reshape(-1), parts, counts, line, rank, count, total)
