@@ -6,6 +6,7 @@ in an OpenAI request, where several models are served).
 
 from __future__ import annotations
 
+import codecs
 import logging
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -50,7 +51,6 @@ class _NamedModel(msgspec.Struct):
     model: str | None = None
 
 
-_BOM = b"\xef\xbb\xbf"
 _decode_model = msgspec.json.Decoder(_NamedModel).decode
 
 
@@ -273,7 +273,7 @@ def model_named_in(body: bytes) -> str | None:
     Raises RequestError where the body cannot be read.
     """
     try:
-        return _decode_model(body.removeprefix(_BOM)).model
+        return _decode_model(body.removeprefix(codecs.BOM_UTF8)).model
     except RecursionError:
         raise RequestError("the body is nested too deeply; send a flat JSON object") from None
     except (msgspec.DecodeError, UnicodeDecodeError):

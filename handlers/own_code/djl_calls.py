@@ -14,11 +14,11 @@ from handlers.user_code import format_user_error
 from lmi_server.contract.errors import HandlerError, LmiServerError, ModelLoadError, ModelMemoryError, is_out_of_memory
 from lmi_server.contract.handler import Response
 from lmi_server.contract.protocol import Input as Request
+from lmi_server.dialects.routes import LMI_ROUTES
 
 logger = logging.getLogger(__name__)
 
 _OUT_OF_MEMORY = 507
-_LMI_ROUTES = ("invocations", "predictions")
 
 
 class Calls:
@@ -54,7 +54,7 @@ class Calls:
         request_id = request.properties.get("x-request-id", "-")
         logger.error("request %s: %s", request_id, format_user_error(error, self.model_dir), exc_info=error)
         memory = is_out_of_memory(error)
-        if request.route not in _LMI_ROUTES:
+        if request.route not in LMI_ROUTES:
             message = f"{type(error).__name__}: {error}"
             return ModelMemoryError(message) if memory else HandlerError(message)
         return failed(str(error), _OUT_OF_MEMORY) if memory else failed(str(error))

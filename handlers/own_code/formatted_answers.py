@@ -22,8 +22,8 @@ from lmi_server.dialects.base import Exchange
 from lmi_server.dialects.errors import error_event
 from lmi_server.dialects.framing import JSON_LINES
 from lmi_server.dialects.lmi import token_texts
+from lmi_server.dialects.routes import INVOCATIONS
 
-_ROUTE = "invocations"
 _OUTPUT_TYPES = ("RequestOutput", "TextGenerationOutput")
 _TOKEN_ARGUMENTS = 5  # of the oldest form
 
@@ -136,7 +136,7 @@ class _Stepwise(Exchange):
         return fresh
 
     def error_chunk(self, error: LmiServerError) -> bytes:
-        return error_event(_ROUTE, self.content_type, error)
+        return error_event(INVOCATIONS, self.content_type, error)
 
 
 def _told_by_token(request: GenerationRequest, streams: bool) -> GenerationRequest:

@@ -21,10 +21,10 @@ from lmi_server.contract.errors import HandlerError, LmiServerError, ModelLoadEr
 from lmi_server.contract.protocol import Input as Request
 from lmi_server.dialects import fields, lmi
 from lmi_server.dialects.base import Exchange, Formatting, ServedModel
+from lmi_server.dialects.routes import LMI_ROUTES
 
 logger = logging.getLogger(__name__)
 
-_LMI_ROUTES = frozenset({"invocations", "predictions"})
 _INPUT, _OUTPUT = "input_formatter", "output_formatter"
 _LMI_BODY = "decoded_payload"  # what LMI's documentation calls a body where it gives no type
 _ELSEWHERE = ("prediction_handler", "init_handler")
@@ -116,7 +116,7 @@ class OwnFormatting(Formatting):
         self._model_dir = model_dir
 
     def parse(self, request: Request, served: ServedModel) -> Exchange:
-        is_lmi = request.route in _LMI_ROUTES
+        is_lmi = request.route in LMI_ROUTES
         text_input: RequestInput | None = None
         if self.reads is not None and self._takes_body:
             request = self._body_formatted(request)

@@ -25,7 +25,7 @@ from lmi_server.contract.errors import (
 )
 from lmi_server.contract.handler import ModelInfo, RequestHandler, Response
 from lmi_server.contract.protocol import Input
-from lmi_server.dialects import fields, openai
+from lmi_server.dialects import fields, openai, routes
 from lmi_server.dialects.base import ServedModel
 from lmi_server.dialects.openai import embeddings as openai_embeddings
 
@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 # What clients of the rolling batch send beside the inputs, and what has no bearing here.
 _BODY_FIELDS = frozenset({"inputs", "parameters", "stream"})
-_EMBEDDINGS = "embeddings"
 
 
 @dataclass(frozen=True)
@@ -95,9 +94,9 @@ class TaskHandler(RequestHandler):
     # --- reading ---
 
     def _read(self, request: Input) -> Call:
-        if request.route == _EMBEDDINGS:
+        if request.route == routes.EMBEDDINGS:
             return self._read_embeddings(request, fields.json_object(request))
-        if request.route not in ("invocations", "predictions"):
+        if request.route not in routes.LMI_ROUTES:
             raise RequestError(
                 f"the model serves {self._name}, which /v1/{request.route} is not for; send inputs to /invocations"
             )

@@ -14,7 +14,7 @@ from handlers.vllm.options import VllmPoolingOptions
 from lmi_server.contract.errors import LmiServerError, RequestError
 from lmi_server.contract.handler import ModelInfo, RequestHandler, Response
 from lmi_server.contract.protocol import Input
-from lmi_server.dialects import fields, openai, scores
+from lmi_server.dialects import fields, openai, routes, scores
 from lmi_server.dialects.base import ServedModel
 from lmi_server.dialects.openai import embeddings as openai_embeddings
 from lmi_server.dialects.openai.embeddings import EmbeddingRequest
@@ -77,13 +77,13 @@ class VllmPoolingHandler(RequestHandler):
 
     def _call(self, request: Input) -> _Call:
         match request.route:
-            case "embeddings":
+            case routes.EMBEDDINGS:
                 return self._embeddings(request, fields.json_object(request))
-            case "score":
+            case routes.SCORE:
                 return self._score(request, fields.json_object(request))
-            case "rerank":
+            case routes.RERANK:
                 return self._rerank(request, fields.json_object(request))
-            case "invocations" | "predictions":
+            case routes.INVOCATIONS | routes.PREDICTIONS:
                 return self._invocation(request)
             case route:
                 raise RequestError(

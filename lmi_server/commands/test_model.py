@@ -15,11 +15,10 @@ from lmi_server.contract.errors import ConfigurationError, LmiServerError, error
 from lmi_server.contract.priority import DEFAULT_PRIORITY
 from lmi_server.contract.protocol import End, Error, Input, Reply
 from lmi_server.dialects.errors import error_reply
+from lmi_server.dialects.routes import INVOCATIONS
 from lmi_server.serving.model_store import ModelSource
 from lmi_server.serving.registry import ModelRegistry
 from lmi_server.supervisor.job import Job
-
-_ROUTE = "invocations"
 
 
 def run_once(
@@ -48,7 +47,7 @@ def make_request(inputs: Sequence[str], parameters: Sequence[str]) -> Input:
     types = [content_type for name, _, content_type in content if name == "data" and content_type]
     if types:
         properties.setdefault("content-type", types[-1])
-    return Input(_ROUTE, properties, [(name, data) for name, data, _ in content])
+    return Input(INVOCATIONS, properties, [(name, data) for name, data, _ in content])
 
 
 def _part(given: str) -> tuple[str, bytes, str | None]:
@@ -99,7 +98,7 @@ def _ending(terminal: Reply | End | Error) -> tuple[int, bytes]:
         case End(_, status):
             return status, b""
         case Error(_, kind, message):
-            status, _, data = error_reply(_ROUTE, error_from_kind(kind, message))
+            status, _, data = error_reply(INVOCATIONS, error_from_kind(kind, message))
             return status, data
 
 

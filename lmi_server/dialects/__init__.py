@@ -1,40 +1,50 @@
 """Request dialects: pure functions between the bytes of HTTP and generation requests.
 
-`parse` makes an Exchange of an Input: what to generate, and how to write the answer.
+`parse` turns an Input into an Exchange: the sequences to generate, and the way to write the answer. Imports only
+`contract`.
+
+    lmi/, openai/        one package per dialect
+    tokens.py            vLLM's /tokenize and /detokenize
+    scores.py            vLLM's /score and /rerank
+    routes.py            the names of the routes
+    fields.py            reads and checks the fields of a body
+    constraints.py       the fields that constrain the output: schemas, grammars, choices
+    adapters.py          which LoRA adapter a request names
+    errors.py            how an error reads in each dialect
+    framing.py           JSON lines and server-sent events
+    base.py              the interfaces: Exchange, Formatting, ServedModel
 """
 
 from __future__ import annotations
 
 from lmi_server.contract.errors import RequestError, RouteNotFoundError
 from lmi_server.contract.protocol import Input
-from lmi_server.dialects import fields, lmi, openai
+from lmi_server.dialects import fields, lmi, openai, routes
 from lmi_server.dialects.base import Exchange, ServedModel
 
 __all__ = ["FORMATTER_NAMES", "Exchange", "ServedModel", "parse"]
 
 FORMATTER_NAMES = lmi.FORMATTER_NAMES
 
-_POOLING_ROUTES = frozenset({"embeddings", "score", "rerank"})
-_LMI_ROUTES = frozenset({"invocations", "predictions"})
-
 
 def parse(request: Input, served: ServedModel) -> Exchange:
-    """Parse a request by its route; LMI's own routes take every dialect and tell them apart by the body's keys.
+    """Parse a request by its route. LMI's own routes take every dialect; the keys of the body decide there.
 
-    Raises RequestError (or a subclass), never anything else, whatever the body holds.
+    Raises RequestError (or a subclass), whatever the body holds, and never anything else.
     """
-    if request.route == "chat/completions":
-        return openai.parse_chat(request, fields.json_object(request), served)
-    if request.route == "completions":
-        return openai.parse_completion(request, fields.json_object(request), served)
-    if request.route == "responses":
-        return openai.parse_response(request, fields.json_object(request), served)
-    if request.route in _POOLING_ROUTES:
+    match request.route:
+        case routes.CHAT_COMPLETIONS:
+            return openai.parse_chat(request, fields.json_object(request), served)
+        case routes.COMPLETIONS:
+            return openai.parse_completion(request, fields.json_object(request), served)
+        case routes.RESPONSES:
+            return openai.parse_response(request, fields.json_object(request), served)
+    if request.route in routes.POOLING_ROUTES:
         raise RequestError(
-            f"the model generates text, which /{request.route} is not for; it takes a model of embeddings or"
-            " classes, or option.task=text-embedding"
+            f"this model generates text and does not serve /{request.route}; serve a model of embeddings or classes,"
+            " or set option.task=text-embedding"
         )
-    if request.route not in _LMI_ROUTES:
+    if request.route not in routes.LMI_ROUTES:
         raise RouteNotFoundError(f"no dialect serves the route {fields.show(request.route)}")
     if fields.media_type(request) == "text/plain":
         return lmi.parse_text(request, served)
@@ -43,6 +53,7 @@ def parse(request: Input, served: ServedModel) -> Exchange:
 
 def _by_keys(request: Input, served: ServedModel) -> Exchange:
     body = fields.json_object(request)
+    # The order is LMI's: a body that has messages is a chat, whatever else it has.
     if body.get("messages") is not None:
         return openai.parse_chat(request, body, served)
     if body.get("inputs") is not None:

@@ -1,4 +1,4 @@
-"""What every request dialect gives the worker: an `Exchange`, made by one `parse` function per dialect."""
+"""The interfaces between the dialects and the worker: `Exchange`, which parsing returns, and what parsing may know."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from lmi_server.contract.protocol import Input
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """What a dialect may know about the model: its names, formatting options, and what its handler told of it."""
+    """What a dialect may know about the model: its names, its formatting options, and what its handler reports."""
 
     name: str
     served_names: tuple[str, ...] = ()
     output_formatter: str | None = None  # option.output_formatter
     tgi_compat: bool = False  # option.tgi_compat
-    adapters: frozenset[str] = frozenset()  # names of the LoRA adapters that the handler was given
+    adapters: frozenset[str] = frozenset()  # names of the LoRA adapters that requests may use
     features: frozenset[Feature] = frozenset()
     sampling_defaults: Mapping[str, Any] = {}
     max_model_len: int = 0  # tokens
 
 
 class Formatting(ABC):
-    """What stands in the place of the dialects: code that a model, or an adapter, brings along."""
+    """Code of a model or an adapter that parses requests and writes answers instead of the dialects."""
 
     @abstractmethod
     def parse(self, request: Input, served: ServedModel) -> Exchange:
-        """Parse a request. Raises RequestError where it cannot be served, HandlerError where the code raised."""
+        """Parse a request. Raises RequestError if it cannot be served, HandlerError if the code raises."""
 
 
 class Exchange(ABC):
-    """One HTTP request, parsed: the sequences to generate and the way to write the answer.
+    """One parsed HTTP request: the sequences to generate, and the way to write the answer.
 
-    The worker calls `add` with each delta of each sequence, in order within a sequence. Streaming: it sends what
-    `first`, then each `add`, then `last` return. Not streaming: it ignores those and sends `body()` at the end.
-    An answer that ends in an error calls `error_chunk` in place of `last`. `warnings` tell what the request asked for
-    and does not get (unknown parameters, ...); the worker logs them.
+    The worker calls `add` with each delta of each sequence, in order within a sequence. If `stream` is true, it sends
+    what `first`, then each `add`, then `last` return. Otherwise it ignores these bytes and sends `body()` at the end.
+    If the answer ends in an error, it calls `error_chunk` instead of `last`. `warnings` are lines for the log: what the
+    request asks for and does not get, such as unknown parameters.
     """
 
     requests: tuple[GenerationRequest, ...]
@@ -49,7 +49,7 @@ class Exchange(ABC):
     warnings: tuple[str, ...] = ()
 
     def first(self) -> bytes:
-        """Return what a stream starts with, before any delta."""
+        """Return the bytes that a stream starts with, before any delta."""
         return b""
 
     @abstractmethod
@@ -57,11 +57,11 @@ class Exchange(ABC):
         """Take the next delta of `requests[index]`; return the bytes that a stream sends for it (may be empty)."""
 
     def last(self) -> bytes:
-        """Return what ends a stream, once every sequence has its finish reason."""
+        """Return the bytes that end a stream, after every sequence has its finish reason."""
         return b""
 
     def body(self) -> bytes:
-        """Return the whole answer, once every sequence has its finish reason. A stream has none."""
+        """Return the whole answer, after every sequence has its finish reason. A stream has none."""
         raise NotImplementedError(f"{type(self).__name__} streams its answer")
 
     @abstractmethod

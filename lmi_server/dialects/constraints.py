@@ -1,4 +1,7 @@
-"""Fields that constrain the output: `response_format`, vLLM's `structured_outputs`, and the older `guided_*`."""
+"""The fields that constrain the output: OpenAI's `response_format`, vLLM's `structured_outputs` and older `guided_*`.
+
+All of them become one StructuredOutputs. Two of them in one request contradict each other and are refused.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _WHITESPACE = "guided_whitespace_pattern"
 
 
 def _schema(name: str, value: Any) -> Any:
-    """Reads a JSON schema: an object, or the text of one."""
+    """Read a JSON schema: an object, or the text of one."""
     if isinstance(value, str):
         try:
             schema = msgspec.json.decode(value)
@@ -25,7 +28,7 @@ def _schema(name: str, value: Any) -> Any:
         schema = value
     if not isinstance(schema, dict):
         raise fields.not_allowed(name, value, "send a JSON schema as an object")
-    return value
+    return value  # not `schema`: a text goes to the engine as the client wrote it
 
 
 def _text(name: str, value: Any) -> str:
@@ -53,19 +56,20 @@ _KINDS: dict[str, Reader] = {
     "grammar": _text,
     "structural_tag": _structural_tag,
 }
-_MANNERS: dict[str, Reader] = {
+# How the JSON may be written; they go with a constraint and are none by themselves.
+_JSON_STYLE: dict[str, Reader] = {
     "whitespace_pattern": _text,
     "disable_any_whitespace": fields.boolean,
     "disable_additional_properties": fields.boolean,
 }
 
 
-def _constraint(kind: Any, value: Any, **manners: Any) -> StructuredOutputs:
-    return StructuredOutputs(kind=kind, value=value, **manners)
+def _constraint(kind: Any, value: Any, **style: Any) -> StructuredOutputs:
+    return StructuredOutputs(kind=kind, value=value, **style)
 
 
 def response_format(name: str, value: Any) -> StructuredOutputs | None:
-    """Reads OpenAI's response_format; None where it is plain text."""
+    """Read OpenAI's response_format. Return None for plain text. Raises RequestError."""
     kind = fields.mapping(name, value).get("type")
     if kind == "text":
         return None
@@ -80,20 +84,22 @@ def response_format(name: str, value: Any) -> StructuredOutputs | None:
 
 
 def _structured_outputs(name: str, value: Any) -> StructuredOutputs | None:
-    """Reads vLLM's structured_outputs: one kind of constraint, and manners of the JSON."""
-    known = {kind: Field(kind, read) for kind, read in (_KINDS | _MANNERS).items()}
+    """Read vLLM's structured_outputs: one kind of constraint, and the style of the JSON."""
+    known = {kind: Field(kind, read) for kind, read in (_KINDS | _JSON_STYLE).items()}
     found, unknown = fields.read_fields(fields.mapping(name, value), known, f"{name}.")
     if unknown:
         raise RequestError(f"{name}.{unknown[0][:60]} is not known; send one of {', '.join(_KINDS)}")
-    manners = {manner: found.pop(manner) for manner in _MANNERS if manner in found}
-    if found.get("json_object") is False:
+    style = {name: found.pop(name) for name in _JSON_STYLE if name in found}
+    if found.get("json_object") is False:  # clients that send every field send this one as false
         del found["json_object"]
     if len(found) > 1:
         raise RequestError(f"{name}: {' and '.join(found)} exclude each other; send one of them")
-    return next((_constraint(kind, read, **manners) for kind, read in found.items()), None)
+    return next((_constraint(kind, read, **style) for kind, read in found.items()), None)
 
 
 def _guided(kind: str) -> Reader:
+    """Return the reader of a field that is one kind of constraint by itself."""
+
     def read(name: str, value: Any) -> StructuredOutputs | None:
         found = _KINDS[kind](name, value)
         return None if found is False else _constraint(kind, found)
@@ -107,6 +113,7 @@ _READERS: dict[str, Reader] = {
     **{f"guided_{kind}": _guided(kind) for kind in ("json", "json_object", "regex", "choice", "grammar")},
     "structural_tag": _guided("structural_tag"),
 }
+# Each field has a target of its own, so that `take` can name two that contradict each other.
 FIELDS: dict[str, Field] = {
     **{name: Field(name, read, "structured_outputs") for name, read in _READERS.items()},
     _WHITESPACE: Field(_WHITESPACE, _text, "structured_outputs"),
@@ -115,9 +122,9 @@ FIELDS: dict[str, Field] = {
 
 
 def take(values: dict[str, Any]) -> StructuredOutputs | None:
-    """Take the fields of this module out of what `read_fields` returned; None where nothing constrains the output.
+    """Take the fields of this module out of the `values` of a request; return None if nothing constrains the output.
 
-    Raises RequestError where two fields do.
+    Raises RequestError if two fields constrain it.
     """
     pattern = values.pop(_WHITESPACE, None)
     given = {name: values.pop(name) for name in _READERS if name in values}

@@ -1,4 +1,7 @@
-"""How an error reads on the wire, by route; the worker and the front end both use it."""
+"""Writes errors for the wire: one table of statuses and types, one body per dialect.
+
+The worker and the front end both use it, so that an error reads the same wherever it was raised.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,11 @@ from typing import NamedTuple
 from lmi_server.contract import errors
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.dialects.framing import JSON_LINES, SSE, encode
-
-_OPENAI_ROUTES = frozenset(
-    {
-        *("completions", "chat/completions", "responses", "embeddings", "score", "rerank", "tokenize", "detokenize"),
-        "v1",
-    }
-)
+from lmi_server.dialects.routes import OPENAI_ROUTES
 
 
 class _Row(NamedTuple):
-    """How one class of error is told: status, `type` and `code` of OpenAI's body; status and `type` of LMI's."""
+    """One class of error: status, `type` and `code` in OpenAI's form; status and `type` in LMI's."""
 
     openai_status: int
     openai_type: str
@@ -26,7 +23,8 @@ class _Row(NamedTuple):
     lmi_type: str
 
 
-# The first row along an error's class hierarchy counts. LMI answers 424 to what its Python side refuses.
+# The first class of an error's class hierarchy that has a row decides. LMI answers 424 (Failed Dependency) whenever its
+# Python process refuses a request or fails; other statuses come from its Java server.
 _ROWS: dict[type[LmiServerError], _Row] = {
     errors.ContextLengthError: _Row(
         400, "invalid_request_error", "context_length_exceeded", 424, "BadRequestException"
@@ -55,12 +53,13 @@ _ROWS: dict[type[LmiServerError], _Row] = {
 
 
 def is_openai(route: str) -> bool:
-    """Tell whether `route` (an Input's route, or a path) speaks OpenAI's protocol: everything under /v1 does."""
+    """Return whether `route` (an Input's route, or a path) belongs to OpenAI's API: everything under /v1 does."""
     path = route.strip("/")
-    return path in _OPENAI_ROUTES or path.startswith("v1/")
+    return path in OPENAI_ROUTES or path == "v1" or path.startswith("v1/")
 
 
 def _row(error: LmiServerError) -> _Row:
+    # LmiServerError itself has a row, so that a class without one is still an answer.
     return next(_ROWS[cls] for cls in type(error).__mro__ if cls in _ROWS)
 
 
@@ -71,11 +70,12 @@ def _openai_body(error: LmiServerError) -> dict[str, object]:
 
 def _lmi_body(error: LmiServerError) -> dict[str, object]:
     row = _row(error)
+    # LMI's Java server writes `message` and its Python process `error`, so clients may read either.
     return {"code": row.lmi_status, "type": row.lmi_type, "message": error.message, "error": error.message}
 
 
 def error_reply(route: str, error: LmiServerError) -> tuple[int, list[tuple[str, str]], bytes]:
-    """Return status, headers and body of an answer that fails before its first byte was sent."""
+    """Return status, headers and body of the answer to a request that fails before the first byte of an answer."""
     row = _row(error)
     headers = [("content-type", "application/json")]
     if error.retry_after is not None:
@@ -86,9 +86,10 @@ def error_reply(route: str, error: LmiServerError) -> tuple[int, list[tuple[str,
 
 
 def error_event(route: str, content_type: str, error: LmiServerError) -> bytes:
-    """Return the last bytes of a stream that fails after it began, framed as its content type asks.
+    """Return the last bytes of a stream that fails after it began, in the framing of its content type.
 
-    No `[DONE]` follows: OpenAI's SDK raises at the error event, and a reader of raw bytes must not see a proper end.
+    No `[DONE]` follows. OpenAI's SDK raises at the error event, and a client that reads raw bytes must not mistake the
+    broken stream for a complete one.
     """
     body = _openai_body(error) if is_openai(route) else _lmi_body(error)
     if content_type.startswith(SSE.content_type):

@@ -1,7 +1,12 @@
-"""Reads a request's body and its fields; what is wrong becomes a RequestError naming field, value and remedy."""
+"""Reads a request's body and its fields. Whatever is wrong raises a RequestError with the field, the value, the remedy.
+
+A dialect declares its fields as a table of `Field`; `read_fields` checks a body against it. Most functions here are
+readers: they take the name and the value of one field, and return the value to use.
+"""
 
 from __future__ import annotations
 
+import codecs
 import difflib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
@@ -17,19 +22,18 @@ Reader = Callable[[str, Any], Any]
 """Takes a field's name and its value (never null); returns the value to use or raises RequestError."""
 
 _SHOWN_CHARACTERS = 60
-_SHOWN_UNKNOWN = 8  # looking up the nearest known name is slow: a hostile body may hold thousands of names
-_FLOAT_LIMIT = 1.7e308
-_BOM = b"\xef\xbb\xbf"
-# What clients send that were told of no type: boto3, and curl with -d.
+_SHOWN_UNKNOWN = 8  # the search for the nearest known name is slow, and a hostile body may hold thousands of names
+_FLOAT_LIMIT = 1.7e308  # a JSON integer may be larger than any float, and float() would raise
+# The content types of clients whose user names none: boto3, and curl with -d.
 _DEFAULT_TYPES = frozenset({"application/octet-stream", "application/x-www-form-urlencoded"})
 
 _decode = msgspec.json.Decoder().decode
 
 
 class Field(NamedTuple):
-    """A known field: the key under which `read_fields` returns it (None: only checked) and how it is read.
+    """A known field. `target` is its key in what `read_fields` returns; None checks the field and drops it.
 
-    `needs` is what the model's handler must do for any value but one that is empty, zero or false.
+    `needs` is a feature that the model's handler must have, unless the value is empty, zero or false.
     """
 
     target: str | None
@@ -38,7 +42,7 @@ class Field(NamedTuple):
 
 
 def show(value: Any) -> str:
-    """Return `value` for an error message: as JSON, shortened; containers by their kind and size only."""
+    """Return `value` for an error message: as shortened JSON; a list or an object by its kind only."""
     if isinstance(value, list):
         return f"a list of {len(value)}"
     if isinstance(value, dict):
@@ -50,6 +54,7 @@ def show(value: Any) -> str:
 
 
 def not_allowed(name: str, value: Any, remedy: str) -> RequestError:
+    """Return the error about a value; `remedy` says what to send instead."""
     return RequestError(f"{name}: {show(value)} is not allowed; {remedy}")
 
 
@@ -57,12 +62,12 @@ def not_allowed(name: str, value: Any, remedy: str) -> RequestError:
 
 
 def media_type(request: Input) -> str:
-    """Return the body's media type in lower case without its parameters; "" where none was sent."""
+    """Return the body's media type in lower case without its parameters; "" if the client sent none."""
     return request.properties.get("content-type", "").partition(";")[0].strip().lower()
 
 
 def json_object(request: Input) -> dict[str, Any]:
-    """Return the body, which must be a JSON object."""
+    """Return the body, which must be a JSON object. Raises RequestError."""
     value = json_value(request)
     if not isinstance(value, dict):
         raise RequestError(f"the body is {show(value)}; send a JSON object")
@@ -70,9 +75,10 @@ def json_object(request: Input) -> dict[str, Any]:
 
 
 def json_value(request: Input) -> Any:
-    """Return the body, which must be JSON."""
+    """Return the body, which must be JSON. Raises RequestError."""
     kind = media_type(request)
-    body = request.body().removeprefix(_BOM)
+    body = request.body().removeprefix(codecs.BOM_UTF8)
+    # A default type says nothing about the body, so its first character decides.
     taken_as_json = kind in _DEFAULT_TYPES and body.lstrip().startswith((b"{", b"["))
     if kind and not kind.startswith("application/json") and not taken_as_json:
         raise RequestError(f"Content-Type: {show(kind)} is not supported; send application/json")
@@ -91,6 +97,7 @@ def _json(body: bytes) -> Any:
 
 
 def plain_text(request: Input) -> str:
+    """Return the body, which must be UTF-8. Raises RequestError."""
     try:
         return request.body().decode()
     except UnicodeDecodeError as error:
@@ -98,7 +105,7 @@ def plain_text(request: Input) -> str:
 
 
 def priority(request: Input) -> int:
-    """Return the `x-priority` header (lower runs sooner), 3 where there is none."""
+    """Return the `x-priority` header (lower runs sooner), or 3 if there is none. Raises RequestError."""
     return parse_priority(request.properties.get("x-priority"))
 
 
@@ -108,9 +115,9 @@ def priority(request: Input) -> int:
 def read_fields(
     body: Mapping[str, Any], known: Mapping[str, Field], prefix: str = "", features: Collection[Feature] = ()
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of the known fields by target, and the unknown names. Null is the same as absent.
+    """Return the values of the known fields by target, and the unknown names. A field that is null counts as absent.
 
-    `features` are those of the model's handler.
+    `prefix` precedes the names in messages; `features` are those of the model's handler. Raises RequestError.
     """
     values: dict[str, Any] = {}
     unknown: list[str] = []
@@ -130,9 +137,10 @@ def read_fields(
 
 
 def unknown_warnings(unknown: list[str], known: Mapping[str, Field], prefix: str = "") -> tuple[str, ...]:
-    """Return one warning per unknown name with the nearest known one; the rest is counted after the first few."""
+    """Return a warning for each of the first unknown names, with the nearest known one; the last counts the rest."""
     if not unknown:
         return ()
+    # Suggest only fields that have an effect.
     names = [name for name, field in known.items() if field.target is not None]
     warnings = [_unknown_warning(name, names, prefix) for name in unknown[:_SHOWN_UNKNOWN]]
     if len(unknown) > _SHOWN_UNKNOWN:
@@ -147,6 +155,7 @@ def _unknown_warning(name: str, known: list[str], prefix: str) -> str:
 
 
 def integer(minimum: int, maximum: int | None = None) -> Reader:
+    """Return the reader of an integer within bounds; 3.0 counts as 3, and true is no number."""
     remedy = f"send an integer >= {minimum}" if maximum is None else f"send an integer from {minimum} to {maximum}"
 
     def read(name: str, value: Any) -> int:
@@ -162,18 +171,19 @@ def integer(minimum: int, maximum: int | None = None) -> Reader:
 
 
 def integer_or_text(minimum: int, maximum: int) -> Reader:
-    """Reads an integer, also as decimal text (LMI hands out its seeds as text)."""
-    number = integer(minimum, maximum)
+    """Return the reader of an integer, also as decimal text: LMI writes seeds as text, and clients send them back."""
+    read_integer = integer(minimum, maximum)
 
     def read(name: str, value: Any) -> Any:
         if isinstance(value, str) and len(value) <= 20 and value.isascii() and value.removeprefix("-").isdecimal():
             value = int(value)
-        return number(name, value)
+        return read_integer(name, value)
 
     return read
 
 
 def number(allowed: Callable[[float], bool], description: str) -> Reader:
+    """Return the reader of a finite number for which `allowed` is true; `description` says which these are."""
     remedy = f"send {description}"
 
     def read(name: str, value: Any) -> float:
@@ -199,7 +209,7 @@ def string(name: str, value: Any) -> str:
 
 
 def stop_strings(name: str, value: Any) -> tuple[str, ...]:
-    """Reads a non-empty string, or a list of them."""
+    """Read a non-empty string, or a list of them."""
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, list):
         raise not_allowed(name, value, "send a string or a list of strings")
@@ -210,7 +220,7 @@ def stop_strings(name: str, value: Any) -> tuple[str, ...]:
 
 
 def strings(name: str, value: Any) -> tuple[str, ...]:
-    """Reads a list of strings that are not empty."""
+    """Read a list of non-empty strings."""
     if not isinstance(value, list):
         raise not_allowed(name, value, "send a list of strings")
     for index, item in enumerate(value):
@@ -241,7 +251,7 @@ _TOKEN_ID = integer(0, 2**31 - 1)
 
 
 def top_k(name: str, value: Any) -> int:
-    """Reads top_k; -1 and 0 are both off."""
+    """Read top_k. vLLM switches it off with -1, LMI with 0: both become 0."""
     return max(0, int(_TOP_K(name, value)))
 
 
@@ -259,7 +269,7 @@ _BIAS = number(lambda value: -100 <= value <= 100, "a number from -100 to 100")
 
 
 def one(remedy: str) -> Reader:
-    """Reads a count that must be 1."""
+    """Return the reader of a count that must be 1."""
 
     def read(name: str, value: Any) -> None:
         if isinstance(value, bool) or value != 1:
@@ -269,7 +279,7 @@ def one(remedy: str) -> Reader:
 
 
 def off(remedy: str) -> Reader:
-    """Reads a feature that is not served: what switches it off (false, 0, nothing in it) passes."""
+    """Return the reader of a feature that this server does not have: only false, 0 and empty values pass."""
 
     def read(name: str, value: Any) -> None:
         if value:
@@ -279,15 +289,16 @@ def off(remedy: str) -> Reader:
 
 
 def plain_text_format(name: str, value: Any) -> None:
+    """Check a response_format that may only ask for plain text."""
     if not isinstance(value, dict) or value.get("type") != "text":
         raise RequestError(f'{name} is not supported except {{"type": "text"}}; leave it out')
 
 
 def ignored(name: str, value: Any) -> None:
-    """Reads a field that has no bearing on the answer."""
+    """Accept any value of a field that does not affect the answer."""
 
 
-# What the dialects share.
+# Readers of the fields that several dialects have.
 LOGPROBS = integer(0, 20)
 MAX_TOKENS = integer(1, 2**31 - 1)
 SEED = integer_or_text(-(2**63), 2**64 - 1)

@@ -1,4 +1,4 @@
-"""How JSON objects become the lines of a stream."""
+"""Encodes JSON objects, and frames them as the lines or events of a stream."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import msgspec
 
 encode = msgspec.json.Encoder().encode
 
-# Legal inside a JSON string, yet line ends to readers that split a stream like Python's str.splitlines does.
+# These three characters (U+2028, U+2029, U+0085) are legal inside a JSON string. But clients that split a stream as
+# Python's str.splitlines does take them for line ends and then fail on half an object.
 _LINE_ENDS = ((b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"), (b"\xc2\x85", b"\\u0085"))
 
 
 def encode_line(value: Any) -> bytes:
-    """Return `value` as JSON that no reader takes for more than one line."""
+    """Return `value` as JSON on one line, whatever a client takes for a line end."""
     data = encode(value)
-    if data.isascii():
+    if data.isascii():  # most tokens; the check costs less than three searches
         return data
     for raw, escaped in _LINE_ENDS:
         data = data.replace(raw, escaped)
@@ -23,7 +24,7 @@ def encode_line(value: Any) -> bytes:
 
 
 class Framing(msgspec.Struct, frozen=True):
-    """What stands around each JSON object of a stream, and what closes a complete OpenAI stream."""
+    """The bytes around each JSON object of a stream; `done` closes a complete stream of OpenAI's API."""
 
     content_type: str
     start: bytes
@@ -31,6 +32,7 @@ class Framing(msgspec.Struct, frozen=True):
     done: bytes
 
     def frame(self, value: Any) -> bytes:
+        """Return one line or event that holds `value`."""
         return self.start + encode_line(value) + self.end
 
 

@@ -1,4 +1,4 @@
-"""vLLM's /tokenize and /detokenize: token ids of a prompt or a chat, and text of token ids."""
+"""vLLM's /tokenize and /detokenize: the token ids of a prompt or a chat, and the text of token ids."""
 
 from __future__ import annotations
 
@@ -17,9 +17,6 @@ from lmi_server.dialects.fields import Field
 from lmi_server.dialects.framing import encode
 from lmi_server.dialects.openai import messages as chats
 from lmi_server.dialects.openai.request import model_warnings
-
-TOKENIZE, DETOKENIZE = "tokenize", "detokenize"
-ROUTES = frozenset({TOKENIZE, DETOKENIZE})
 
 _TOKENIZE_FIELDS: dict[str, Field] = {
     "model": Field("model", fields.string),
@@ -50,7 +47,7 @@ class _Text(msgspec.Struct):
 
 
 def parse_tokenize(request: Input, served: ServedModel) -> tuple[GenerationRequest, tuple[str, ...]]:
-    """Return the prompt as a request that nobody generates from, and warnings. Raises RequestError."""
+    """Return the prompt as a request to tokenize (nothing is generated from it), and warnings. Raises RequestError."""
     values, warnings = _read(request, _TOKENIZE_FIELDS, served)
     if ("prompt" in values) == ("messages" in values):
         raise RequestError('send either "prompt", a string, or "messages", those of a chat')
@@ -58,16 +55,17 @@ def parse_tokenize(request: Input, served: ServedModel) -> tuple[GenerationReque
     messages = values.get("messages")
     if messages is not None and "media" not in served.features:
         messages = chats.as_text(messages)
-    asked = GenerationRequest(
+    to_tokenize = GenerationRequest(
         request_id=uuid4().hex,
         prompt=prompt,
         messages=messages,
         tools=values.get("tools"),
         chat=chats.chat_options({name: value for name, value in values.items() if name in _CHAT_OPTIONS}),
         sampling=SamplingParameters(max_new_tokens=None),
+        # A chat template writes the special tokens itself; a plain prompt has none yet.
         add_special_tokens=values.get("add_special_tokens", prompt is not None),
     )
-    return asked, warnings
+    return to_tokenize, warnings
 
 
 _CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
@@ -82,10 +80,12 @@ def parse_detokenize(request: Input, served: ServedModel) -> tuple[tuple[int, ..
 
 
 def tokens_body(tokens: Sequence[int], served: ServedModel) -> bytes:
+    """Return the answer of /tokenize."""
     return encode(_Tokens(len(tokens), served.max_model_len, tokens))
 
 
 def text_body(text: str) -> bytes:
+    """Return the answer of /detokenize."""
     return encode(_Text(text))
 
 

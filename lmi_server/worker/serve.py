@@ -12,7 +12,7 @@ from lmi_server.contract.errors import HandlerError, LmiServerError, ModelMemory
 from lmi_server.contract.generation import GenerationRequest
 from lmi_server.contract.handler import AsyncRequestHandler, LLMHandler, Response
 from lmi_server.contract.protocol import CANCELLED, Input
-from lmi_server.dialects import tokens
+from lmi_server.dialects import routes, tokens
 from lmi_server.dialects.base import Exchange, ServedModel
 from lmi_server.dialects.errors import error_reply
 from lmi_server.worker.outbox import Answer, Outbox
@@ -39,7 +39,7 @@ async def serve(
     """Answer `request`; `answer` has ended exactly once when this returns, whatever the handler raises."""
     exchange: Exchange | None = None
     try:
-        if request.route in tokens.ROUTES:
+        if request.route in routes.TOKEN_ROUTES:
             answer.reply(200, [("content-type", "application/json")], await _tokens(request, engine.handler, served))
             return
         exchange = parse(request, served)
@@ -60,7 +60,7 @@ async def serve(
 
 async def _tokens(request: Input, handler: LLMHandler, served: ServedModel) -> bytes:
     """Return the body of an answer that tells tokens or their text; nothing is generated."""
-    if request.route == tokens.TOKENIZE:
+    if request.route == routes.TOKENIZE:
         asked, warnings = tokens.parse_tokenize(request, served)
         _log_warnings(request, warnings)
         return tokens.tokens_body(await handler.tokenize(asked), served)

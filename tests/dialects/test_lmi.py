@@ -257,7 +257,7 @@ def test_an_unknown_route() -> None:
 
 @pytest.mark.parametrize("route", ["embeddings", "score", "rerank"])
 def test_a_route_of_models_that_do_not_generate(route: str) -> None:
-    with pytest.raises(RequestError, match=f"the model generates text, which /{route} is not for"):
+    with pytest.raises(RequestError, match=f"this model generates text and does not serve /{route}"):
         parse(request(route, {"input": "a"}), SERVED)
 
 

@@ -12,7 +12,7 @@ from lmi_server.dialects.base import Exchange, ServedModel
 from lmi_server.dialects.errors import is_openai
 from lmi_server.dialects.fields import Field
 from lmi_server.dialects.framing import JSON_LINES, SSE, Framing
-from lmi_server.dialects.lmi import formatter_warnings
+from lmi_server.dialects.lmi.formatters import formatter_warnings
 from lmi_server.dialects.openai import messages as chats
 from lmi_server.dialects.openai.answer import Parsed
 from lmi_server.dialects.openai.chat_answer import ChatBody, ChatStream

@@ -1,0 +1,16 @@
+"""LMI's dialect: `inputs`, `parameters` and `stream` in; JSON, JSON lines or server-sent events out.
+
+Shapes and semantics are those of LMI's rolling batch. With `option.tgi_compat` the answers have the shapes of
+text-generation-inference, which `huggingface_hub.InferenceClient.text_generation` reads.
+
+    request.py      the fields of a request -> a GenerationRequest
+    formatters.py   option.output_formatter -> the form of the answer
+    answer.py       deltas -> bytes, one Exchange per form
+    objects.py      the JSON objects of which answers consist
+"""
+
+from lmi_server.dialects.lmi.answer import token_texts
+from lmi_server.dialects.lmi.formatters import FORMATTER_NAMES
+from lmi_server.dialects.lmi.request import PARAMETERS, parse, parse_text
+
+__all__ = ["FORMATTER_NAMES", "PARAMETERS", "parse", "parse_text", "token_texts"]

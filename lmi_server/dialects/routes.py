@@ -1,0 +1,26 @@
+"""The routes of requests: `Input.route` is one of them, or what the front end could not match (see `parse`)."""
+
+from __future__ import annotations
+
+INVOCATIONS = "invocations"
+PREDICTIONS = "predictions"
+COMPLETIONS = "completions"
+CHAT_COMPLETIONS = "chat/completions"
+RESPONSES = "responses"
+EMBEDDINGS = "embeddings"
+SCORE = "score"
+RERANK = "rerank"
+TOKENIZE = "tokenize"
+DETOKENIZE = "detokenize"
+
+LMI_ROUTES = frozenset({INVOCATIONS, PREDICTIONS})
+"""The routes that take a body of any dialect, and whose errors have LMI's form."""
+
+POOLING_ROUTES = frozenset({EMBEDDINGS, SCORE, RERANK})
+"""The routes for vectors and scores of texts; a model that generates text serves none of them."""
+
+TOKEN_ROUTES = frozenset({TOKENIZE, DETOKENIZE})
+"""The routes between text and token ids, which generate nothing."""
+
+OPENAI_ROUTES = frozenset({COMPLETIONS, CHAT_COMPLETIONS, RESPONSES}) | POOLING_ROUTES | TOKEN_ROUTES
+"""The routes of OpenAI's API and of vLLM's additions to it; their errors have OpenAI's form."""
