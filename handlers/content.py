@@ -29,7 +29,7 @@ _TEXT_COLUMNS = ("inputs",)
 _QUESTION_COLUMNS = ("question", "context")
 
 
-def body_of(request: Input) -> Mapping[str, Any]:
+def parse_body(request: Input) -> Mapping[str, Any]:
     """Return the body as a JSON object would have it: `inputs`, `parameters`, or the fields of a single input.
 
     Raises RequestError naming what is wrong.
@@ -64,15 +64,7 @@ def _csv_inputs(text: str) -> list[Any]:
     raise RequestError(f"the first line of the CSV is {shown}; begin with a line `inputs`, or `question,context`")
 
 
-def answer(request: Input, result: Any) -> Response:
-    """Write `result`, made of plain values and numpy's, as the request's Accept asks; JSON where it does not say.
-
-    Raises RequestError where the result cannot be written so.
-    """
-    return written(result, accepted(request, JSON))
-
-
-def accepted(request: Input, default: str, known: Collection[str] = ()) -> str:
+def accepted_type(request: Input, default: str, known: Collection[str] = ()) -> str:
     """Return the first media type of Accept that is `known` (all, if none is); `default` where anything is accepted.
 
     Raises RequestError where none can.
@@ -87,8 +79,8 @@ def accepted(request: Input, default: str, known: Collection[str] = ()) -> str:
     raise RequestError(f"Accept: {fields.show(header)} is not supported; accept {', '.join(known or _WRITERS)}")
 
 
-def written(result: Any, kind: str) -> Response:
-    """Write `result` as the media type `kind`, which `accepted` returned."""
+def encode_response(result: Any, kind: str) -> Response:
+    """Write `result` as the media type `kind`, which `accepted_type` returned."""
     return Response(headers=[("content-type", kind)], data=_WRITERS[kind](result))
 
 

@@ -80,9 +80,9 @@ class AdapterFunctions:
         function = self._functions.get(name)
         if function is None:
             raise RequestError(f"the handler defines no function {name}, which this call is for")
-        told = {"name": adapter.name, "alias": adapter.alias or adapter.name, "src": adapter.directory}
+        described = {"name": adapter.name, "alias": adapter.alias or adapter.name, "src": adapter.directory}
         content = [(key, value.encode()) for key, value in _options(adapter).items()]
-        return function(make_input({**self._common, **told, "handler": name}, content, name))
+        return function(make_input({**self._common, **described, "handler": name}, content, name))
 
 
 def _options(adapter: Adapter) -> Mapping[str, str]:

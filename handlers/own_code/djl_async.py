@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from djl_python.outputs import Output
 
 from handlers.own_code.djl_adapters import AdapterFunctions
-from handlers.own_code.djl_calls import Calls
-from handlers.own_code.djl_requests import body_of, failed, headers_of, piece_error, respond
+from handlers.own_code.djl_outputs import body_of, failed, headers_of, piece_error, respond
+from handlers.own_code.user_function import UserFunction
 from lmi_server.contract.errors import HandlerError, LmiServerError
 from lmi_server.contract.handler import AsyncRequestHandler, Response
 from lmi_server.contract.protocol import Adapter
@@ -19,12 +19,12 @@ from lmi_server.contract.protocol import Input as Request
 class AsyncFunction(AsyncRequestHandler):
     """Calls the function for each request, side by side; one that is not asynchronous holds up the others."""
 
-    def __init__(self, calls: Calls, adapters: AdapterFunctions) -> None:
-        self._calls = calls
+    def __init__(self, function: UserFunction, adapters: AdapterFunctions) -> None:
+        self._function = function
         self._adapters = adapters
 
     async def start(self) -> None:
-        self._calls.check_loaded(await _resolved(self._calls.load()))
+        self._function.check_loaded(await _resolved(self._function.load()))
 
     async def add_adapter(self, adapter: Adapter) -> str:
         return await self._adapters.add_awaited(adapter)
@@ -34,12 +34,12 @@ class AsyncFunction(AsyncRequestHandler):
 
     async def handle(self, request: Request) -> Response:
         try:
-            result = await _resolved(self._calls.function(self._calls.requests.one(request)))
+            result = await _resolved(self._function.call(self._function.inputs.one(request)))
             if isinstance(result, AsyncIterator):
                 return await _streamed(result)
             return _whole(result)
         except Exception as error:  # noqa: BLE001 - the border to the user's code; `failure` logs it
-            outcome = self._calls.failure(request, error)
+            outcome = self._function.failure(request, error)
         if isinstance(outcome, LmiServerError):
             raise outcome
         return outcome
@@ -65,29 +65,29 @@ def _piece(item: Any) -> _Piece:
         return _Piece(Output(), item.encode() if isinstance(item, str) else bytes(item), last=False)
     if not isinstance(item, Output):
         raise HandlerError(f"Invalid output type: {type(item)}")
-    told = told_of(item)
-    if told is None:
+    fields = chunk_fields(item)
+    if fields is None:
         error = None if item.code < 300 else body_of(item).decode(errors="replace") or item.message
         return _Piece(item, body_of(item), error is not None, error, item.code)
-    error = told.get("error")
-    code = int(told.get("code", 424 if error is not None else 200))
+    error = fields.get("error")
+    code = int(fields.get("code", 424 if error is not None else 200))
     failed = error is not None or code >= 300
-    return _Piece(item, told["data"].encode(), told.get("last") == "True", (error or "") if failed else None, code)
+    return _Piece(item, fields["data"].encode(), fields.get("last") == "True", (error or "") if failed else None, code)
 
 
-def told_of(output: Output) -> dict[str, str] | None:
+def chunk_fields(output: Output) -> dict[str, str] | None:
     """Return what the first content says where it is in the form of `create_stream_chunk_output`; None where not."""
     if not output.content.values:
         return None
     try:
-        told = Output.binary_decode(output.content.values[0])
+        fields = Output.binary_decode(output.content.values[0])
     except (ValueError, TypeError):
         return None
-    return told if "data" in told else None
+    return fields if "data" in fields else None
 
 
 def _whole(result: Any) -> Response:
-    if not isinstance(result, Output) or result.code >= 300 or told_of(result) is None:
+    if not isinstance(result, Output) or result.code >= 300 or chunk_fields(result) is None:
         return respond(result)
     piece = _piece(result)
     return _alone(piece)

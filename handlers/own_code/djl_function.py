@@ -12,10 +12,11 @@ from djl_python.session_manager import save_sessions
 
 from handlers.own_code.djl_adapters import AdapterFunctions
 from handlers.own_code.djl_async import AsyncFunction
-from handlers.own_code.djl_calls import Calls
-from handlers.own_code.djl_requests import Requests, respond, split
+from handlers.own_code.djl_inputs import InputBuilder
+from handlers.own_code.djl_outputs import respond, split
 from handlers.own_code.djl_rolling import RollingFunction
 from handlers.own_code.options import OwnCodeOptions
+from handlers.own_code.user_function import UserFunction
 from handlers.user_code import place_of
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.handler import AsyncRequestHandler, ModelInfo, RequestHandler, Response
@@ -41,12 +42,12 @@ class DjlFunction(RequestHandler):
         formatters: Mapping[str, Callable[..., Any]],
         adapter_functions: Mapping[str, Callable[[Input], Any]],
     ) -> None:
-        self._function = function
+        self._callable = function
         self._formatters = formatters
         self._adapter_functions = adapter_functions
         self._adapters: AdapterFunctions
-        self._calls: Calls
-        self._beside: AsyncRequestHandler | None = None
+        self._function: UserFunction
+        self._concurrent: AsyncRequestHandler | None = None
 
     def start(self, model_dir: str, options: OwnCodeOptions) -> ModelInfo:
         environment = process_environment()
@@ -55,14 +56,14 @@ class DjlFunction(RequestHandler):
         may_choose = environment.get(_MAY_CHOOSE_HANDLER, "").lower() == "true"
         adapters = self._adapters = AdapterFunctions(self._adapter_functions, common)
         served = adapters.registered if options.enable_lora else None
-        requests = Requests(options.handler, common, may_choose, served)
-        calls = self._calls = Calls(self._function, requests, initial, model_dir)
+        inputs = InputBuilder(options.handler, common, may_choose, served)
+        function = self._function = UserFunction(self._callable, inputs, initial, model_dir)
         if options.rolling_batch != "disable":
-            self._beside = RollingFunction(calls, adapters, options.max_rolling_batch_size)
-        elif options.async_mode or _is_async(self._function):
-            self._beside = AsyncFunction(calls, adapters)
+            self._concurrent = RollingFunction(function, adapters, options.max_rolling_batch_size)
+        elif options.async_mode or _is_async(self._callable):
+            self._concurrent = AsyncFunction(function, adapters)
         else:
-            calls.check_loaded(calls.load())
+            function.check_loaded(function.load())
         return ModelInfo(max_model_len=0, details={"handler": options.handler})
 
     def add_adapter(self, adapter: Adapter) -> str:
@@ -75,7 +76,7 @@ class DjlFunction(RequestHandler):
         save_sessions()
 
     def side_by_side(self) -> AsyncRequestHandler | None:
-        return self._beside
+        return self._concurrent
 
     def handle(self, requests: Sequence[Request]) -> Sequence[Response | LmiServerError]:
         """Answer a batch with one call.
@@ -84,17 +85,17 @@ class DjlFunction(RequestHandler):
         """
         if len(requests) > 1:
             try:
-                return split(self._function(self._calls.requests.batch(requests)), len(requests))
+                return split(self._function.call(self._function.inputs.batch(requests)), len(requests))
             except Exception as error:  # the border to the user's code
-                place = place_of(error, self._calls.model_dir)
+                place = place_of(error, self._function.model_dir)
                 logger.exception("%s: raised for a batch of %d; handling each alone", place, len(requests))
         return [self._one(request) for request in requests]
 
     def _one(self, request: Request) -> Response | LmiServerError:
         try:
-            return respond(self._function(self._calls.requests.one(request)))
+            return respond(self._function.call(self._function.inputs.one(request)))
         except Exception as error:  # noqa: BLE001 - the border to the user's code; `failure` logs it
-            return self._calls.failure(request, error)
+            return self._function.failure(request, error)
 
 
 def _properties(model_dir: str, options: OwnCodeOptions) -> dict[str, str]:

@@ -13,8 +13,9 @@ from djl_python.inputs import Input, make_input
 from djl_python.outputs import Output
 
 from handlers.own_code.djl_adapters import AdapterFunctions
-from handlers.own_code.djl_calls import Calls
-from handlers.own_code.djl_requests import content_of, headers_of, in_batch, piece_error
+from handlers.own_code.djl_inputs import content_of
+from handlers.own_code.djl_outputs import headers_of, in_batch, piece_error
+from handlers.own_code.user_function import UserFunction
 from handlers.user_code import format_user_error
 from lmi_server.contract.errors import HandlerError
 from lmi_server.contract.handler import AsyncRequestHandler, Response
@@ -54,8 +55,8 @@ class RollingFunction(AsyncRequestHandler):
     its end, and keeps its place.
     """
 
-    def __init__(self, calls: Calls, adapters: AdapterFunctions, size: int) -> None:
-        self._calls = calls
+    def __init__(self, function: UserFunction, adapters: AdapterFunctions, size: int) -> None:
+        self._function = function
         self._adapters = adapters
         self._size = size
         self._waiting: list[_Live] = []
@@ -65,7 +66,7 @@ class RollingFunction(AsyncRequestHandler):
         self._stepping: asyncio.Task[None]
 
     async def start(self) -> None:
-        self._calls.check_loaded(self._calls.load())
+        self._function.check_loaded(self._function.load())
         self._wake = asyncio.Event()
         self._stepping = asyncio.create_task(self._run())
 
@@ -80,7 +81,7 @@ class RollingFunction(AsyncRequestHandler):
         return self._adapters.remove(name)
 
     async def handle(self, request: Request) -> Response:
-        self._calls.requests.content(request)  # raises what is wrong with the request
+        self._function.inputs.content(request)  # raises what is wrong with the request
         live = _Live(request)
         self._waiting.append(live)
         self._wake.set()
@@ -113,13 +114,15 @@ class RollingFunction(AsyncRequestHandler):
         live = self._live
         batch = self._batch()
         try:
-            steps = list(_steps(self._calls.function(batch), len(live)))
+            steps = list(_steps(self._function.call(batch), len(live)))
         except HandlerError as error:
             logger.error("a step of the rolling batch failed: %s", error.message)
             self._end_all(error.message)
             return
         except Exception as error:  # the border to the user's code; every live request ends with it
-            logger.exception("a step of the rolling batch raised: %s", format_user_error(error, self._calls.model_dir))
+            logger.exception(
+                "a step of the rolling batch raised: %s", format_user_error(error, self._function.model_dir)
+            )
             self._end_all(_STEP_FAILED)
             return
         for one, step in zip(live, steps, strict=True):
@@ -135,7 +138,7 @@ class RollingFunction(AsyncRequestHandler):
         self._reset = True
 
     def _batch(self) -> Input:
-        properties: dict[str, Any] = dict(self._calls.requests.common)
+        properties: dict[str, Any] = dict(self._function.inputs.common)
         content: list[tuple[str, bytes]] = []
         for index, one in enumerate(self._live):
             prefix = f"batch_{index:03d}."
@@ -178,17 +181,17 @@ def _steps(output: Any, count: int) -> Iterator[_Step]:
 
 def _step(value: bytes, headers: dict[str, Any]) -> _Step:
     if value.startswith(b"{"):  # the form of older code
-        told_of = {key: str(found) for key, found in json.loads(value).items()}
+        fields = {key: str(found) for key, found in json.loads(value).items()}
     else:
-        told_of = Output.binary_decode(value)
-    error = told_of.get("error")
-    failed = error is not None or told_of.get("code", "200") != "200"
-    if "content_type" in told_of:
-        headers.setdefault("Content-Type", told_of["content_type"])
+        fields = Output.binary_decode(value)
+    error = fields.get("error")
+    failed = error is not None or fields.get("code", "200") != "200"
+    if "content_type" in fields:
+        headers.setdefault("Content-Type", fields["content_type"])
     return _Step(
-        data=told_of.get("data", ""),
-        last=failed or told_of.get("last", "").lower() == "true",
+        data=fields.get("data", ""),
+        last=failed or fields.get("last", "").lower() == "true",
         headers=headers,
         error=(error or "") if failed else None,
-        code=int(told_of.get("code", 424)),
+        code=int(fields.get("code", 424)),
     )

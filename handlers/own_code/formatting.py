@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 from djl_python.request_io import RequestInput, TextInput
 
-from handlers.own_code.djl_requests import Requests
-from handlers.own_code.formatted_answers import written_by
+from handlers.own_code.djl_inputs import InputBuilder
+from handlers.own_code.output_formatters import exchange_writer
 from handlers.user_code import DEFAULT_ENTRY_POINT, find_marked, format_user_error, load_file
 from lmi_server import dialects
 from lmi_server.configuration.options import ModelOptions
@@ -109,10 +109,10 @@ class OwnFormatting(Formatting):
         self.reads = reads
         self.writes = writes
         self._takes_body = reads is not None and _takes_body(reads)
-        self._written = written_by(writes, tokenizer) if writes is not None else None
+        self._written = exchange_writer(writes) if writes is not None else None
         self._options = options
         self._tokenizer = tokenizer
-        self._requests = Requests("handle", {"model_dir": model_dir}, may_choose_handler=True)
+        self._requests = InputBuilder("handle", {"model_dir": model_dir}, may_choose_handler=True)
         self._model_dir = model_dir
 
     def parse(self, request: Request, served: ServedModel) -> Exchange:

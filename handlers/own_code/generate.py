@@ -53,7 +53,7 @@ def _prompt_tokens(request: GenerationRequest) -> int:
     return len(prompt.split()) if isinstance(prompt, str) else len(prompt or ())
 
 
-class Beside(RequestHandler):
+class ConcurrentDelegate(RequestHandler):
     """Leaves the requests to a handler that serves them side by side."""
 
     def __init__(self, handler: AsyncRequestHandler | LLMHandler) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import TypeAlias
 
-from handlers.own_code.generate import Beside, GenerateFunction
+from handlers.own_code.generate import ConcurrentDelegate, GenerateFunction
 from handlers.own_code.options import OwnCodeOptions
 from handlers.user_code import find_class, find_marked, load_entry_point
 from lmi_server.contract.errors import LmiServerError, ModelLoadError
@@ -64,10 +64,10 @@ def _code_of(module: ModuleType, options: OwnCodeOptions) -> RequestHandler:
     handler = find_class(module, _HANDLERS)
     if handler is not None:
         made = handler()
-        return made if isinstance(made, RequestHandler) else Beside(made)
+        return made if isinstance(made, RequestHandler) else ConcurrentDelegate(made)
     generate = getattr(module, "generate", None)
     if inspect.isasyncgenfunction(generate):
-        return Beside(GenerateFunction(generate))
+        return ConcurrentDelegate(GenerateFunction(generate))
     raise ModelLoadError(
         f"{module.__file__}: defines no function {options.handler} (option.handler), no class derived from "
         f"{', '.join(cls.__name__ for cls in _HANDLERS)}, and no asynchronous generator generate; define one of them"

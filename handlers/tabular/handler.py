@@ -170,7 +170,7 @@ class TabularHandler(RequestHandler):
             raise HandlerError(f"{type(error).__name__}: {error}") from error
 
     def _accepted(self, request: Input) -> str:
-        return content.accepted(request, self._default, _KINDS)
+        return content.accepted_type(request, self._default, _KINDS)
 
 
 def rows_of(request: Input) -> Any:
@@ -218,7 +218,7 @@ def _numbers(text: str) -> Any:
 
 def _written(predictions: Any, kind: str) -> Response:
     plain = predictions.tolist() if hasattr(predictions, "tolist") else predictions
-    return content.written({"predictions": plain} if kind == content.JSON else plain, kind)
+    return content.encode_response({"predictions": plain} if kind == content.JSON else plain, kind)
 
 
 def _own_functions(model_dir: str) -> Mapping[str, Callable[..., Any]]:

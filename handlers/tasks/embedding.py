@@ -106,7 +106,7 @@ class TextEmbedding(Task):
                 results[index] = Embedding(_of_length_one(cut) if text.normalize else cut, len(sequences[index]))
         return results
 
-    def shown(self, result: Embedding) -> Any:
+    def to_plain(self, result: Embedding) -> Any:
         return result.vector
 
     def details(self) -> Mapping[str, Any]:

@@ -116,7 +116,7 @@ class _GrowingText:
         return text + self._stop.flush()
 
 
-class Generation(Task):
+class GenerationTask(Task):
     """What the two kinds of model have in common: they write a text, a token per step."""
 
     parameters: Mapping[str, Field] = MappingProxyType(_PARAMETERS)
@@ -249,7 +249,7 @@ class Generation(Task):
 _LIBRARY_MAX_LENGTH = 20  # what transformers takes where nobody says anything
 
 
-class TextGeneration(Generation):
+class TextGeneration(GenerationTask):
     """Continues prompts with a causal language model."""
 
     parameters: Mapping[str, Field] = MappingProxyType({**_PARAMETERS, **named(return_full_text=fields.boolean)})
@@ -281,7 +281,7 @@ class TextGeneration(Generation):
         return prompt.ids
 
 
-class TextToText(Generation):
+class TextToText(GenerationTask):
     """Writes a text for a text with an encoder and a decoder: text2text-generation, summarization, translation."""
 
     parameters: Mapping[str, Field] = MappingProxyType({**_PARAMETERS, **named(truncation=fields.boolean)})

@@ -65,11 +65,11 @@ class Task(ABC):
         """Raise RequestError where a request with these parameters cannot be streamed."""
         return
 
-    def shown(self, result: Any) -> Any:
+    def to_plain(self, result: Any) -> Any:
         """Return a result as LMI's answers show it: plain values, or numpy's."""
         return result
 
-    def blame(self, value: Any) -> RequestError | None:
+    def input_error(self, value: Any) -> RequestError | None:
         """Return what is wrong with an input that the model failed on, where that can be told."""
         return None
 

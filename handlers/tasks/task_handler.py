@@ -39,7 +39,7 @@ _BODY_FIELDS = frozenset({"inputs", "parameters", "stream"})
 
 
 @dataclass(frozen=True)
-class Call:
+class ParsedRequest:
     """One request, read: its inputs, what it says of them, and what writes their results."""
 
     inputs: Sequence[Any]
@@ -73,7 +73,7 @@ class TaskHandler(RequestHandler):
 
     def handle(self, requests: Sequence[Input]) -> Sequence[Response | LmiServerError]:
         outcomes: dict[int, Response | LmiServerError] = {}
-        calls: dict[int, Call] = {}
+        calls: dict[int, ParsedRequest] = {}
         for index, request in enumerate(requests):
             try:
                 calls[index] = self._read(request)
@@ -93,19 +93,19 @@ class TaskHandler(RequestHandler):
 
     # --- reading ---
 
-    def _read(self, request: Input) -> Call:
+    def _read(self, request: Input) -> ParsedRequest:
         if request.route == routes.EMBEDDINGS:
             return self._read_embeddings(request, fields.json_object(request))
         if request.route not in routes.LMI_ROUTES:
             raise RequestError(
                 f"the model serves {self._name}, which /v1/{request.route} is not for; send inputs to /invocations"
             )
-        body = content.body_of(request)
+        body = content.parse_body(request)
         if "input" in body and "inputs" not in body and self._name == "text-embedding":
             return self._read_embeddings(request, body)
         return self._read_lmi(request, body)
 
-    def _read_embeddings(self, request: Input, body: Mapping[str, Any]) -> Call:
+    def _read_embeddings(self, request: Input, body: Mapping[str, Any]) -> ParsedRequest:
         if self._name != "text-embedding":
             raise RequestError(f"the model serves {self._name}, not embeddings; set option.task=text-embedding")
         asked = openai_embeddings.parse(body)
@@ -123,12 +123,12 @@ class TaskHandler(RequestHandler):
             )
             return Response(headers=[("content-type", content.JSON)], data=data)
 
-        return Call(embedding.read_openai(asked), {}, write)
+        return ParsedRequest(embedding.read_openai(asked), {}, write)
 
-    def _read_lmi(self, request: Input, body: Mapping[str, Any]) -> Call:
+    def _read_lmi(self, request: Input, body: Mapping[str, Any]) -> ParsedRequest:
         value, single = self._inputs(body)
         task = self._task
-        kind = content.accepted(request, content.JSON)
+        kind = content.accepted_type(request, content.JSON)
         parameters = self._parameters(body)
         items = value if isinstance(value, list) else [value]
         if not items:
@@ -136,13 +136,13 @@ class TaskHandler(RequestHandler):
         inputs = [task.read(item, parameters) for item in items]
 
         def write(results: Sequence[Any]) -> Response:
-            shown = [task.shown(result) for result in results]
-            return content.written(shown[0] if single else shown, kind)
+            shown = [task.to_plain(result) for result in results]
+            return content.encode_response(shown[0] if single else shown, kind)
 
         streams = self._streams and body.get("stream") is not False
         if streams:
             task.check_stream(parameters)
-        return Call(inputs, parameters, write, streams)
+        return ParsedRequest(inputs, parameters, write, streams)
 
     def _inputs(self, body: Mapping[str, Any]) -> tuple[Any, bool]:
         """Return `inputs` as sent, and whether it is one object, whose answer is the bare result."""
@@ -164,7 +164,7 @@ class TaskHandler(RequestHandler):
 
     # --- running ---
 
-    def _groups(self, calls: Mapping[int, Call]) -> list[list[int]]:
+    def _groups(self, calls: Mapping[int, ParsedRequest]) -> list[list[int]]:
         """Return which requests run together."""
         groups: dict[Any, list[int]] = {}
         for index, call in calls.items():
@@ -172,7 +172,7 @@ class TaskHandler(RequestHandler):
             groups.setdefault(("alone", index) if key is None else key, []).append(index)
         return list(groups.values())
 
-    def _answers(self, calls: Sequence[Call]) -> Sequence[Response | LmiServerError]:
+    def _answers(self, calls: Sequence[ParsedRequest]) -> Sequence[Response | LmiServerError]:
         if calls[0].streams:
             return [self._stream(calls[0])]
         inputs = [item for call in calls for item in call.inputs]
@@ -184,11 +184,11 @@ class TaskHandler(RequestHandler):
             return [self._failure(calls[0], error)]
         return [_answer(call, part) for call, part in zip(calls, _split(results, calls), strict=True)]
 
-    def _failure(self, call: Call, error: Exception) -> LmiServerError:
+    def _failure(self, call: ParsedRequest, error: Exception) -> LmiServerError:
         if isinstance(error, LmiServerError):
             return error
         for item in call.inputs:
-            blamed = self._task.blame(item)
+            blamed = self._task.input_error(item)
             if blamed is not None:
                 return blamed
         text = f"{type(error).__name__}: {error}"
@@ -199,7 +199,7 @@ class TaskHandler(RequestHandler):
         logger.error("the model failed", exc_info=error)
         return HandlerError(text)
 
-    def _stream(self, call: Call) -> Response:
+    def _stream(self, call: ParsedRequest) -> Response:
         """Answer with JSON lines, one per step, each with what it adds to the text of every input."""
 
         def lines() -> Iterator[bytes]:
@@ -209,7 +209,7 @@ class TaskHandler(RequestHandler):
         return Response(headers=[("content-type", content.JSON_LINES)], stream=lines())
 
 
-def _split(results: Sequence[Any], calls: Sequence[Call]) -> Iterator[Sequence[Any]]:
+def _split(results: Sequence[Any], calls: Sequence[ParsedRequest]) -> Iterator[Sequence[Any]]:
     """Yield the results of each call's inputs."""
     begin = 0
     for call in calls:
@@ -217,7 +217,7 @@ def _split(results: Sequence[Any], calls: Sequence[Call]) -> Iterator[Sequence[A
         begin += len(call.inputs)
 
 
-def _answer(call: Call, results: Sequence[Any]) -> Response | LmiServerError:
+def _answer(call: ParsedRequest, results: Sequence[Any]) -> Response | LmiServerError:
     failed = next((result for result in results if isinstance(result, LmiServerError)), None)
     if failed is not None:
         return failed

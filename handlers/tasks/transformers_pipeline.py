@@ -172,7 +172,7 @@ class TransformersPipeline(Task):
         placed = dict(zip(order, results, strict=True))
         return [placed[index] for index in range(len(inputs))]
 
-    def blame(self, value: Any) -> RequestError | None:
+    def input_error(self, value: Any) -> RequestError | None:
         if not isinstance(value, str) or self._tokenizer is None or not self.max_length:
             return None
         count = len(self._tokenizer(value)["input_ids"])

@@ -92,7 +92,7 @@ class VllmPoolingHandler(RequestHandler):
 
     def _invocation(self, request: Input) -> _Call:
         """Read what LMI's path takes: LMI's inputs, or a body of one of the other paths."""
-        body = content.body_of(request)
+        body = content.parse_body(request)
         if "inputs" in body:
             return self._inputs(request, body)
         if "input" in body:
@@ -104,14 +104,14 @@ class VllmPoolingHandler(RequestHandler):
         raise RequestError('inputs is missing; send {"inputs": ["a text"], "parameters": {...}}')
 
     def _inputs(self, request: Input, body: Mapping[str, Any]) -> _Call:
-        model, kind = self._model, content.accepted(request, content.JSON)
+        model, kind = self._model, content.accepted_type(request, content.JSON)
         given = read_parameters(body.get("parameters"), _PARAMETERS[model.task])
         texts = openai_embeddings.inputs("inputs", body["inputs"])
         cut = _WHOLE if given.get("truncate") else None
 
         def write(results: Sequence[Pooled]) -> Response:
             shown = [model.label(one) if model.task == "classify" else one.values for one in results]
-            return content.written(shown, kind)
+            return content.encode_response(shown, kind)
 
         if model.task == "classify":
             return _Call(model.classifications(texts, cut), write)

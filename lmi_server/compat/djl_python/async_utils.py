@@ -62,14 +62,14 @@ def _piece(
     code: int | None,
 ) -> Output:
     text = json.dumps(data, ensure_ascii=False) if isinstance(data, dict) else data
-    told: dict[str, Any] = {"data": text + "\n", "last": last}
+    fields: dict[str, Any] = {"data": text + "\n", "last": last}
     if error is not None:
-        told["error"] = error
+        fields["error"] = error
     if code is not None:
-        told["code"] = code
+        fields["code"] = code
     output = Output()
     output.add_property("Content-Type", content_type)
     for name, value in (properties or {}).items():
         output.add_property(name, value)
-    output.add(bytes(Output.binary_encode(told)))
+    output.add(bytes(Output.binary_encode(fields)))
     return output

@@ -20,19 +20,19 @@ class Token:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the token as LMI's answers tell it."""
-        told: dict[str, Any] = {"id": self.id, "text": self.text, "log_prob": self.log_prob}
+        fields: dict[str, Any] = {"id": self.id, "text": self.text, "log_prob": self.log_prob}
         if self.special_token:
-            told["special_token"] = True
+            fields["special_token"] = True
         if self.error_msg:
-            told["error_msg"] = self.error_msg
-        return told
+            fields["error_msg"] = self.error_msg
+        return fields
 
     def as_tgi_dict(self) -> dict[str, Any]:
         """Return the token as text-generation-inference tells it."""
-        told: dict[str, Any] = {"id": self.id, "text": self.text, "logprob": self.log_prob}
+        fields: dict[str, Any] = {"id": self.id, "text": self.text, "logprob": self.log_prob}
         if self.special_token is not None:
-            told["special"] = self.special_token
-        return told
+            fields["special"] = self.special_token
+        return fields
 
 
 @dataclass

@@ -31,7 +31,7 @@ Write = Callable[[Exchange, RequestInput, bool], Exchange]
 """Takes what a dialect made of a request, the request as formatters see it, and whether the client streams."""
 
 
-def written_by(function: Callable[..., Any], tokenizer: Callable[[], Any]) -> Write:
+def exchange_writer(function: Callable[..., Any]) -> Write:
     """Return what makes Exchanges whose answers `function` writes, by its first annotation and number of arguments."""
     parameters = [
         parameter
@@ -102,7 +102,7 @@ class _Stepwise(Exchange):
     stream = True
 
     def __init__(self, inner: Exchange, given: RequestInput, streams: bool, write: _Reading | _Tokenwise) -> None:
-        self.requests = tuple(_told_by_token(request, streams) for request in inner.requests)
+        self.requests = tuple(_with_logprobs(request, streams) for request in inner.requests)
         self.warnings = inner.warnings
         self.content_type = JSON_LINES.content_type if streams else "application/json"
         self._write = write
@@ -139,7 +139,7 @@ class _Stepwise(Exchange):
         return error_event(INVOCATIONS, self.content_type, error)
 
 
-def _told_by_token(request: GenerationRequest, streams: bool) -> GenerationRequest:
+def _with_logprobs(request: GenerationRequest, streams: bool) -> GenerationRequest:
     sampling = msgspec.structs.replace(request.sampling, logprobs=request.sampling.logprobs or 0)
     return msgspec.structs.replace(request, sampling=sampling, stream=streams)
 
@@ -148,7 +148,7 @@ def _token(token: GeneratedToken, text: str) -> Token:
     return Token(token.id, text, token.logprob, token.special)
 
 
-class Answer(dict[str, Any]):
+class AttributeDict(dict[str, Any]):
     """An answer as its JSON object, with what formatters use that were written for pydantic models."""
 
     def __getattr__(self, name: str) -> Any:
@@ -166,10 +166,10 @@ class Answer(dict[str, Any]):
         return msgspec.json.encode(self).decode()
 
 
-def _answer(value: Any) -> Any:
+def _attribute_dict(value: Any) -> Any:
     if isinstance(value, dict):
-        return Answer({key: _answer(item) for key, item in value.items()})
-    return [_answer(item) for item in value] if isinstance(value, list) else value
+        return AttributeDict({key: _attribute_dict(item) for key, item in value.items()})
+    return [_attribute_dict(item) for item in value] if isinstance(value, list) else value
 
 
 class _Rewritten(Exchange):
@@ -193,7 +193,7 @@ class _Rewritten(Exchange):
         return self._chunk(self._inner.last())
 
     def body(self) -> bytes:
-        return _bytes(self._function(_answer(msgspec.json.decode(self._inner.body()))))
+        return _bytes(self._function(_attribute_dict(msgspec.json.decode(self._inner.body()))))
 
     def _chunk(self, data: bytes) -> bytes:
         return _bytes(self._function(data.decode())) if data else data

@@ -9,7 +9,8 @@ from typing import Any
 from djl_python.inputs import Input, make_input
 from djl_python.outputs import Output
 
-from handlers.own_code.djl_requests import Requests, failed
+from handlers.own_code.djl_inputs import InputBuilder
+from handlers.own_code.djl_outputs import failed
 from handlers.user_code import format_user_error
 from lmi_server.contract.errors import HandlerError, LmiServerError, ModelLoadError, ModelMemoryError, is_out_of_memory
 from lmi_server.contract.handler import Response
@@ -21,20 +22,20 @@ logger = logging.getLogger(__name__)
 _OUT_OF_MEMORY = 507
 
 
-class Calls:
+class UserFunction:
     """What every way of calling the function shares."""
 
     def __init__(
-        self, function: Callable[[Input], Any], requests: Requests, initial: Mapping[str, Any], model_dir: str
+        self, function: Callable[[Input], Any], inputs: InputBuilder, initial: Mapping[str, Any], model_dir: str
     ) -> None:
-        self.function = function
-        self.requests = requests
+        self.call = function
+        self.inputs = inputs
         self.model_dir = model_dir
         self._initial = initial
 
     def load(self) -> Any:
         """Call the function without content, which means that it is to load the model; return what it returns."""
-        return self.function(make_input(self._initial, [], self._initial["handler"]))
+        return self.call(make_input(self._initial, [], self._initial["handler"]))
 
     def check_loaded(self, output: Any) -> None:
         """Raise ModelLoadError where the `output` of the first call says that the model could not be loaded."""

@@ -1,0 +1,113 @@
+"""From the server's requests to djl_python's Input: one request, or a batch of them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
+from urllib.parse import parse_qsl
+
+from djl_python.inputs import Input, make_input
+from python_multipart import multipart
+from python_multipart.exceptions import FormParserError
+
+from lmi_server.contract.errors import BadParameterError, RequestError
+from lmi_server.contract.protocol import Input as Request
+
+_URL_ENCODED = "application/x-www-form-urlencoded"
+# curl says "form" of whatever -d sends; a form has these characters encoded.
+_JSON_STARTS = (b"{", b"[")
+_ADAPTER = "adapter"  # of a query or a form
+
+
+class InputBuilder:
+    """Makes Inputs. `common` are the properties of each; clients may not set `handler` unless `may_choose_handler`.
+
+    `adapters` are those that requests may name, None where any name means something to the code alone.
+    """
+
+    def __init__(
+        self,
+        function_name: str,
+        common: Mapping[str, Any],
+        may_choose_handler: bool,
+        adapters: Container[str] | None = None,
+    ) -> None:
+        self._function_name = function_name
+        self._adapters = adapters
+        self.common = {**common, "handler": function_name}
+        self._may_choose_handler = may_choose_handler
+
+    def one(self, request: Request) -> Input:
+        """Return one request. Raises RequestError."""
+        content = self.content(request)
+        own = request.properties
+        properties = {**self.common, **own, "requestId": own.get("x-request-id", "")}
+        if not self._may_choose_handler:
+            properties["handler"] = self._function_name
+        return make_input(properties, content, properties["handler"])
+
+    def batch(self, requests: Sequence[Request]) -> Input:
+        """Return several requests as one. Raises RequestError."""
+        properties = dict(self.common)
+        content = []
+        for index, request in enumerate(requests):
+            prefix = f"batch_{index:03d}."
+            properties |= {prefix + name: value for name, value in request.properties.items()}
+            properties[prefix + "requestId"] = request.properties.get("x-request-id", "")
+            content += [(prefix + key, value) for key, value in self.content(request)]
+        properties["batch_size"] = str(len(requests))
+        return make_input(properties, content, self._function_name)
+
+    def content(self, request: Request) -> list[tuple[str, bytes]]:
+        """Return the content of one request. Raises RequestError where it asks for what it may not."""
+        if "handler" in request.properties and not self._may_choose_handler:
+            raise BadParameterError("The handler can't be overridden in a request")
+        content = content_of(request)
+        if self._adapters is not None:
+            self._check_adapter(content, self._adapters)
+        return content
+
+    def _check_adapter(self, content: Sequence[tuple[str, bytes]], adapters: Container[str]) -> None:
+        for key, value in content:
+            name = value.decode(errors="replace") if key == _ADAPTER else ""
+            if name and name not in adapters:
+                raise RequestError(f"The adapter {name} has not been registered")
+
+
+def content_of(request: Request) -> list[tuple[str, bytes]]:
+    """Return query parameters and body; the fields of a form are entries of their own. Raises RequestError."""
+    content_type = request.properties.get("content-type", "")
+    form = content_type.partition(";")[0].strip().lower()
+    if form != _URL_ENCODED and not form.startswith("multipart/"):
+        return request.content
+    *query, (_, body) = request.content
+    if form == _URL_ENCODED and body.lstrip().startswith(_JSON_STARTS):
+        return request.content
+    content = [*query, *(_url_encoded(body) if form == _URL_ENCODED else _multipart(content_type, body))]
+    return content or [("data", body)]  # no content at all means that the model is to be loaded
+
+
+def _url_encoded(body: bytes) -> list[tuple[str, bytes]]:
+    return [(name, value.encode()) for name, value in parse_qsl(body.decode("latin-1"), keep_blank_values=True)]
+
+
+def _multipart(content_type: str, body: bytes) -> list[tuple[str, bytes]]:
+    found: list[tuple[str, bytes]] = []
+
+    def on_field(field: Any) -> None:
+        found.append(((field.field_name or b"").decode("utf-8", "replace"), field.value or b""))
+
+    def on_file(file: Any) -> None:
+        file.file_object.seek(0)
+        found.append(((file.field_name or b"").decode("utf-8", "replace"), file.file_object.read()))
+        file.close()
+
+    headers = {"Content-Type": content_type.encode("latin-1"), "Content-Length": str(len(body)).encode()}
+    try:
+        multipart.parse_form(headers, io.BytesIO(body), on_field, on_file)
+    except FormParserError as error:
+        raise RequestError(f"the body is no {content_type.partition(';')[0]}: {error}") from error
+    if body and not found:
+        raise RequestError(f"the body is no {content_type.partition(';')[0]}: there is no whole field in it")
+    return found
