@@ -10,13 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from mpi_helpers import answered, body, clean, generated
-from tiny_models import byte_tokenizer, llama_of_whole_blocks
-from transformers import AutoModelForCausalLM
 
-from handlers.checkpoints.transformers_loading import load_model
-from handlers.deepspeed.model import load
 from handlers.deepspeed.options import DeepSpeedOptions
 from handlers.huggingface.options import HuggingFaceOptions
 from lmi_server.commands.partition import partition
@@ -48,6 +43,8 @@ option.quantize=bitsandbytes8
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tiny_models import byte_tokenizer, llama_of_whole_blocks
+
     directory = tmp_path_factory.mktemp("weights")
     llama_of_whole_blocks().save_pretrained(directory)
     byte_tokenizer().save_pretrained(directory)
@@ -75,6 +72,9 @@ def target(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_model_that_was_split_is_served_as_the_whole_one(target: Path, weights: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
     with clean(target) as server:
         server.log_line(r"\] ready: process")
@@ -95,6 +95,8 @@ def test_a_directory_is_complete(target: Path) -> None:
 
 @pytest.mark.parametrize("method", ["dynamic_int8", "smoothquant"])
 def test_8_bit_weights_are_only_loaded(method: str, weights: Path, tmp_path: Path) -> None:
+    from handlers.deepspeed.model import load
+
     save = DeepSpeedOptions(dtype="fp32", quantize=method, save_mp_checkpoint_path=str(tmp_path))
     model = load(str(weights), save).model
     for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
@@ -106,6 +108,10 @@ def test_8_bit_weights_are_only_loaded(method: str, weights: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("method", ["bitsandbytes4", "bitsandbytes8"])
 def test_weights_of_bitsandbytes_are_only_loaded(method: str, weights: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from handlers.checkpoints.transformers_loading import load_model
+
     options = HuggingFaceOptions(dtype="fp32", quantize=method, save_mp_checkpoint_path=str(tmp_path))
     model = load_model(AutoModelForCausalLM, str(weights), options)
     kept = load_model(AutoModelForCausalLM, str(tmp_path), HuggingFaceOptions(dtype="fp32"))

@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 from paths import SAMPLES
 from pipeline_helpers import ask, started
-from tiny_models import byte_tokenizer, llama_of_whole_blocks
-from tiny_tasks import make_task_model
 
 from lmi_server.configuration.handlers import load
 from lmi_server.configuration.resolve import Inspection, inspect_model, resolve_model
 from lmi_server.contract.generation import GenerationRequest, SamplingParameters
 from lmi_server.machine.inventory import Gpu, Machine
 
-SAMPLES = sorted(SAMPLES.glob("*.properties"))
+FILES = sorted(SAMPLES.glob("*.properties"))
 MACHINE = Machine(
     total_bytes=2**38,
     available_bytes=2**37,
@@ -62,8 +60,6 @@ TREE_MODELS = ("sklearn", "xgboost")  # test_tree_models.py runs them
 SERVED = ("huggingface", PIPELINE, "deepspeed", "deepspeed task", *TREE_MODELS, "echo", *VLLM_ENGINES, OWN)
 NOT_YET = {name for name, title in HANDLER.items() if title not in SERVED}
 VLLM = {name for name, title in HANDLER.items() if title in VLLM_ENGINES}  # run in processes of their own
-
-
 PIPELINES = {name for name, title in HANDLER.items() if title in (PIPELINE, "deepspeed task")}
 
 
@@ -75,10 +71,10 @@ def inspect(sample: Path, directory: Path) -> Inspection:
 
 
 def test_every_sample_is_tested() -> None:
-    assert {sample.stem for sample in SAMPLES} == HANDLER.keys()
+    assert {sample.stem for sample in FILES} == HANDLER.keys()
 
 
-@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.stem)
+@pytest.mark.parametrize("sample", FILES, ids=lambda sample: sample.stem)
 def test_a_sample_is_right(sample: Path, tmp_path: Path) -> None:
     found = inspect(sample, tmp_path)
     assert found.problems == ()
@@ -90,15 +86,18 @@ def test_a_sample_is_right(sample: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tiny_models import byte_tokenizer, llama_of_whole_blocks
+
     directory = tmp_path_factory.mktemp("tiny") / "llama"
     llama_of_whole_blocks().save_pretrained(directory)
     byte_tokenizer().save_pretrained(directory)
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(HANDLER.keys() - NOT_YET - VLLM - PIPELINES - {*TREE_MODELS} - {"own-handler"}))
 def test_a_sample_runs(name: str, tiny_llama: Path, tmp_path: Path) -> None:
-    sample = next(path for path in SAMPLES if path.stem == name)
+    sample = SAMPLES / f"{name}.properties"
     (tmp_path / "serving.properties").write_text(sample.read_text(encoding="utf-8"), encoding="utf-8")
     # A small model takes the place of the sample's own, which would have to be downloaded.
     instead = {"option.model_id": str(tiny_llama), "option.max_model_len": "128", "option.trust_remote_code": "false"}
@@ -106,9 +105,12 @@ def test_a_sample_runs(name: str, tiny_llama: Path, tmp_path: Path) -> None:
     assert asyncio.run(generate(model.handler, model.model_dir, model.options)) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(PIPELINES))
 def test_a_sample_of_a_task_runs(name: str, tmp_path: Path) -> None:
-    sample = next(path for path in SAMPLES if path.stem == name)
+    from tiny_tasks import make_task_model
+
+    sample = SAMPLES / f"{name}.properties"
     (tmp_path / "serving.properties").write_text(sample.read_text(encoding="utf-8"), encoding="utf-8")
     task = resolve_model(tmp_path, {}).options.task
     assert task is not None

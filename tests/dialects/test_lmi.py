@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from dialect_helpers import DELTAS, SERVED, TEXT, UNTIMED, answer, generations, outcome, request, serving
-from huggingface_hub import InferenceClient
-from huggingface_hub.errors import UnknownError
+from dialect_helpers import DELTAS, SERVED, TEXT, answer, generations, outcome, request, serving
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +15,9 @@ from lmi_server.contract.generation import Delta, SamplingParameters, Token, Usa
 from lmi_server.contract.protocol import Input
 from lmi_server.dialects import Exchange, ServedModel, parse
 from lmi_server.dialects.lmi import PARAMETERS
+
+if TYPE_CHECKING:
+    from huggingface_hub import InferenceClient
 
 TGI = ServedModel(name="model", tgi_compat=True)
 
@@ -377,7 +380,6 @@ def test_no_line_is_split_by_readers_of_unicode_lines() -> None:
     assert told[0]["generated_text"] == ends
 
 
-@UNTIMED
 @given(generations(), st.booleans(), st.sampled_from(["json", "jsonlines", "sse"]))
 def test_a_stream_tells_the_same_as_a_whole_answer(deltas: list[Delta], tgi: bool, formatter: str) -> None:
     whole = json.loads(answer(lmi(details=True, served=formatted("json", tgi)), deltas))
@@ -403,8 +405,16 @@ def test_a_stream_that_fails_ends_in_an_error() -> None:
 # --- huggingface_hub ---
 
 
+@contextmanager
+def client_of(served: ServedModel, breaks: bool = False) -> Iterator[InferenceClient]:
+    from huggingface_hub import InferenceClient
+
+    with serving(served, DELTAS, breaks) as url, InferenceClient(base_url=f"{url}/invocations") as client:
+        yield client
+
+
 def test_inference_client_streams_from_tgi_compat() -> None:
-    with serving(TGI, DELTAS) as url, InferenceClient(base_url=f"{url}/invocations") as client:
+    with client_of(TGI) as client:
         told = list(client.text_generation("Hello", stream=True, details=True, top_n_tokens=2, seed=7))
         texts = list(client.text_generation("Hello", stream=True, max_new_tokens=4))
     assert "".join(texts) == "".join(output.token.text for output in told) == TEXT
@@ -424,7 +434,7 @@ def test_inference_client_streams_from_tgi_compat() -> None:
 
 
 def test_inference_client_reads_a_whole_answer_from_tgi_compat() -> None:
-    with serving(TGI, DELTAS) as url, InferenceClient(base_url=f"{url}/invocations") as client:
+    with client_of(TGI) as client:
         assert client.text_generation("Hello") == TEXT
         output = client.text_generation("Hello", details=True, decoder_input_details=True, seed=7)
     assert output.generated_text == TEXT
@@ -435,12 +445,14 @@ def test_inference_client_reads_a_whole_answer_from_tgi_compat() -> None:
 
 
 def test_inference_client_reads_plain_lmi() -> None:
-    with serving(SERVED, DELTAS) as url, InferenceClient(base_url=f"{url}/invocations") as client:
+    with client_of(SERVED) as client:
         assert client.text_generation("Hello", stop=["END"], do_sample=True, temperature=0.7) == TEXT
 
 
 def test_inference_client_raises_where_a_stream_breaks() -> None:
-    with serving(TGI, DELTAS, breaks=True) as url, InferenceClient(base_url=f"{url}/invocations") as client:
+    from huggingface_hub.errors import UnknownError
+
+    with client_of(TGI, breaks=True) as client:
         stream = client.text_generation("Hello", stream=True)
         with pytest.raises(UnknownError, match="the engine broke"):
             list(stream)
@@ -456,7 +468,6 @@ JSON = st.recursive(
 ANY_PARAMETERS = st.dictionaries(st.sampled_from(sorted(PARAMETERS)) | st.text(max_size=4), JSON, max_size=4)
 
 
-@UNTIMED
 @given(
     JSON
     | st.fixed_dictionaries({"inputs": JSON}, optional={"parameters": JSON, "stream": JSON})
@@ -466,7 +477,6 @@ def test_any_json_is_answered_or_refused(body: Any) -> None:
     assert outcome(request("invocations", body))
 
 
-@UNTIMED
 @given(st.binary(max_size=40), st.sampled_from(["invocations", "predictions", "completions", "chat/completions"]))
 def test_any_bytes_are_answered_or_refused(body: bytes, route: str) -> None:
     for kind in ("", "application/json", "text/plain", "text/csv"):

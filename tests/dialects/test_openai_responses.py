@@ -3,18 +3,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from dialect_helpers import DELTAS, SERVED, TEXT, UNTIMED, answer, generations, outcome, request, serving
+from dialect_helpers import DELTAS, SERVED, TEXT, answer, generations, outcome, request, serving
 from hypothesis import given
 from hypothesis import strategies as st
-from openai import OpenAI
-from openai.types.responses import Response, ResponseFunctionToolCall, ResponseOutputMessage, ResponseReasoningItem
 
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import Delta, NamedTool, StructuredOutputs, Token, ToolCallDelta, Usage
 from lmi_server.dialects import Exchange, ServedModel, parse
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 CAPABLE = ServedModel(name="tiny", features=frozenset({"tools", "structured_outputs", "reasoning"}))
 WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}}
@@ -44,6 +45,8 @@ def events(data: bytes) -> list[dict[str, Any]]:
 
 @contextmanager
 def client_of(deltas: Sequence[Delta], served: ServedModel = CAPABLE) -> Iterator[OpenAI]:
+    from openai import OpenAI
+
     with serving(served, deltas) as url, OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
@@ -120,6 +123,8 @@ def test_a_handler_without_tools_refuses_them() -> None:
 
 
 def test_the_sdk_reads_a_whole_response() -> None:
+    from openai.types.responses import ResponseOutputMessage
+
     with client_of(DELTAS) as client:
         response = client.responses.create(model="tiny", input="Hello", top_logprobs=1, metadata={"a": "b"})
     assert (response.output_text, response.status, response.metadata) == (TEXT, "completed", {"a": "b"})
@@ -131,6 +136,8 @@ def test_the_sdk_reads_a_whole_response() -> None:
 
 
 def test_the_sdk_reads_calls_and_reasoning() -> None:
+    from openai.types.responses import ResponseFunctionToolCall, ResponseOutputMessage, ResponseReasoningItem
+
     with client_of(CALLS) as client:
         response = client.responses.create(model="tiny", input="Hello", tools=[WEATHER])  # type: ignore[list-item]
     reasoning, message, *calls = response.output
@@ -168,9 +175,10 @@ def test_what_ran_out_of_tokens_is_incomplete() -> None:
     assert [event["sequence_number"] for event in told] == list(range(len(told)))
 
 
-@UNTIMED
 @given(generations())
 def test_a_stream_ends_with_the_whole_response(deltas: list[Delta]) -> None:
+    from openai.types.responses import Response
+
     whole = Response.model_validate_json(answer(respond(), deltas))
     told = events(answer(respond(stream=True), deltas))
     last = Response.model_validate(told[-1]["response"])
@@ -194,7 +202,6 @@ JSON = st.recursive(
 NAMES = ("input", "tools", "tool_choice", "text", "reasoning", "metadata", "include", "instructions")
 
 
-@UNTIMED
 @given(st.dictionaries(st.sampled_from(NAMES), JSON, max_size=3))
 def test_any_json_is_answered_or_refused(body: dict[str, Any]) -> None:
     assert outcome(request("responses", {"input": "Hello"} | body))

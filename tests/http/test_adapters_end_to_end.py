@@ -9,10 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adapter_helpers import save_adapter, with_adapter
-from rolling_batch_helpers import generated
 from server_helpers import Server, running
-from tiny_models import byte_tokenizer, tiny_model
 
 PROMPTS = ["Hello there", "x", "a longer prompt with some more words in it", "1 2 3 4"]
 
@@ -21,15 +18,22 @@ class Served:
     """A server of a tiny Llama, and peft's own models to compare with; "" is the model without adapter."""
 
     def __init__(self, server: Server, directory: Path) -> None:
+        from tiny_models import byte_tokenizer, tiny_model
+
         self.server = server
         self._model = tiny_model("llama")
         self._directory = directory
         self._tokenizer = byte_tokenizer()
 
     def make(self, name: str, seed: int, **config: Any) -> Path:
+        from adapter_helpers import save_adapter
+
         return save_adapter(self._model, self._directory / name, seed, **config)
 
     def expected(self, name: str, prompt: str, length: int) -> str:
+        from adapter_helpers import with_adapter
+        from rolling_batch_helpers import generated
+
         model = with_adapter(self._model, self._directory / name) if name else self._model
         tokens = generated(model, self._tokenizer.encode(prompt), length)
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
@@ -47,6 +51,9 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    from adapter_helpers import save_adapter
+    from tiny_models import byte_tokenizer, tiny_model
+
     directory = tmp_path_factory.mktemp("tiny") / "model"
     tiny_model("llama").save_pretrained(directory)
     byte_tokenizer().save_pretrained(directory)

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from paths import MODEL_CODE
 from product_helpers import Server, serving
-from vllm_helpers import make_tiny_model
 
 pytestmark = pytest.mark.slow
 
@@ -22,6 +21,8 @@ REQUESTS, TOKENS = 12, 8
 
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from vllm_helpers import make_tiny_model
+
     return make_tiny_model(tmp_path_factory.mktemp("tiny") / "llama")
 
 

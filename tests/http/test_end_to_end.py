@@ -12,10 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
-import torch
-from huggingface_hub import InferenceClient
 from product_helpers import Server, serving
 from relay_helpers import on_loop
 
@@ -45,6 +42,8 @@ def test_the_readmes_curl(exact: Server) -> None:
 
 
 def test_the_openai_sdk_chats_and_streams(exact: Server) -> None:
+    import openai
+
     with openai.OpenAI(base_url=f"{exact.url}/v1", api_key="none") as client:
         listed = client.models.list().data[0]
         assert (listed.id, listed.model_extra["max_model_len"]) == (exact.model, 8192)
@@ -106,6 +105,8 @@ def test_sampling_repeats_with_a_seed(exact: Server) -> None:
 
 
 def test_the_hugging_face_client_generates(demo_model_dir: Path, tmp_path: Path) -> None:
+    from huggingface_hub import InferenceClient
+
     with (
         serving(tmp_path, demo_model_dir, tgi_compat="true") as server,
         InferenceClient(base_url=f"{server.url}/invocations") as client,
@@ -133,6 +134,7 @@ async def check_against_generate(server: Server, jobs: list[dict[str, Any]], exp
 
 def test_mixed_requests_get_what_generate_gives_each_alone(exact: Server, demo_model_dir: Path) -> None:
     """More requests than places, staggered, of mixed lengths; one of them is longer than several prefill chunks."""
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(demo_model_dir)

@@ -9,10 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import boto3
-from boto3.s3.transfer import TransferConfig
-from moto.server import ThreadedMotoServer
-
 from lmi_server.artifacts.progress import Activity, Progress
 
 BUCKET = "models"
@@ -23,6 +19,8 @@ class S3:
     """A running S3 API; `variables` are what lets a client use it."""
 
     def __init__(self, endpoint: str, home: Path) -> None:
+        import boto3
+
         self.variables = {
             "AWS_ENDPOINT_URL": endpoint,
             "AWS_ACCESS_KEY_ID": "test",
@@ -42,6 +40,8 @@ class S3:
         self.client.put_object(Bucket=BUCKET, Key=key, Body=content)
 
     def put_in_parts(self, key: str, path: Path, part_size: int) -> None:
+        from boto3.s3.transfer import TransferConfig
+
         config = TransferConfig(multipart_threshold=part_size, multipart_chunksize=part_size)
         self.client.upload_file(str(path), BUCKET, key, Config=config)
 
@@ -49,6 +49,8 @@ class S3:
 @contextmanager
 def s3_server(home: Path) -> Iterator[S3]:
     """Run moto's S3 on a port that the system chose."""
+    from moto.server import ThreadedMotoServer
+
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from lmi_server.contract.errors import HandlerError, LmiServerError, RequestError
@@ -18,7 +17,6 @@ from lmi_server.contract.protocol import Input
 from lmi_server.dialects import Exchange, ServedModel, parse
 from lmi_server.dialects.errors import error_reply
 
-UNTIMED = settings(deadline=None)
 SERVED = ServedModel(name="model", served_names=("tiny",))
 PROMPT_TOKENS = (Token(1, "Hel"), Token(2, "lo", -1.5))
 DELTAS = (

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
 from server_helpers import Server, running
-from tiny_models import byte_tokenizer
 
 from lmi_server.machine.process_tree import session_members
 
@@ -60,6 +58,9 @@ def process_of_rank(server: int, rank: int) -> int:
 
 def generated(model: Any, prompt: str, count: int) -> list[int]:
     """Return the tokens that a model itself continues a prompt with."""
+    import torch
+    from tiny_models import byte_tokenizer
+
     inputs = byte_tokenizer()(prompt, return_tensors="pt")
     with torch.inference_mode():
         out = model.generate(inputs["input_ids"], max_new_tokens=count, do_sample=False, pad_token_id=0)

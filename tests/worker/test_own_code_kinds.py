@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
-import openai
 import pytest
 from own_code_helpers import make_own, serving_own
 from server_helpers import Server, running
@@ -124,6 +123,8 @@ class TestGenerating:
         assert [json.loads(line)["token"]["text"] for line in lines if "token" in json.loads(line)][:2] == [" a", " b"]
 
     def test_openais_protocol(self, server: Server) -> None:
+        import openai
+
         client = openai.OpenAI(base_url=f"{server.http.base_url}/v1", api_key="none", http_client=httpx.Client())
         messages = [{"role": "user", "content": "a b c"}]
         chat = client.chat.completions.create(model="model", messages=messages)  # type: ignore[arg-type]

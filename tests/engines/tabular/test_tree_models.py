@@ -12,7 +12,6 @@ from typing import Any
 import joblib
 import numpy as np
 import pytest
-import skops.io
 import xgboost
 from paths import SAMPLES
 from pipeline_helpers import ask, content_of, request, started
@@ -43,6 +42,8 @@ def booster() -> xgboost.Booster:
 
 
 def save_skops(path: Path) -> None:
+    import skops.io
+
     skops.io.dump(forest(), path.with_suffix(".skops"))
 
 
@@ -151,6 +152,8 @@ def test_rows_of_several_requests_are_predicted_together(sklearn: Any) -> None:
 
 
 def test_texts_reach_a_model_that_was_trained_on_them(tmp_path: Path) -> None:
+    import skops.io
+
     model = make_pipeline(OneHotEncoder(), LinearRegression()).fit(
         [["a", "x"], ["b", "y"], ["a", "y"]], [1.0, 2.0, 3.0]
     )
@@ -186,6 +189,8 @@ def test_a_file_that_can_run_code_needs_trust(tmp_path: Path) -> None:
 
 
 def test_a_skops_file_with_types_that_nobody_trusts_is_refused(tmp_path: Path) -> None:
+    import skops.io
+
     skops.io.dump(make_pipeline(FunctionTransformer(np.sort)), tmp_path / "model.skops")
     with pytest.raises(ModelLoadError, match=r"holds types that are not known to be harmless: numpy\.sort; add"):
         started(tmp_path, entryPoint=SKLEARN)

@@ -1,0 +1,47 @@
+"""Collecting the fast tests takes seconds, because their modules import no engine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from paths import ROOT, TESTS
+
+FAST = ("unit", "configuration", "dialects", "artifacts", "commands", "worker", "http")
+SLOW_TO_IMPORT = {
+    "accelerate",
+    "boto3",
+    "deepspeed",
+    "huggingface_hub",
+    "moto",
+    "numba",
+    "openai",
+    "peft",
+    "sentence_transformers",
+    "sklearn",
+    "skops",
+    "torch",
+    "transformers",
+    "vllm",
+    "xgboost",
+}
+
+# Prints the packages that importing the files given on the command line brings in.
+_PROGRAM = """
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+
+for number, path in enumerate(sys.argv[1:]):
+    spec = spec_from_file_location(f"imported_{number}", path)
+    sys.modules[spec.name] = module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+print(*{name.partition(".")[0] for name in sys.modules})
+"""
+
+
+def test_modules_of_fast_tests_import_no_engine() -> None:
+    files = [str(path) for folder in FAST for path in sorted((TESTS / folder).glob("test_*.py"))]
+    program = f"import sys; sys.path[:0] = {[str(TESTS / 'support'), str(ROOT)]}\n{_PROGRAM}"
+    ran = subprocess.run([sys.executable, "-c", program, *files], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert SLOW_TO_IMPORT & set(ran.stdout.split()) == set()
