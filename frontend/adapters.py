@@ -15,7 +15,6 @@ from starlette.routing import Route
 from frontend.management import method_route
 from frontend.parameters import page, parameters, truth
 from frontend.responses import json_response
-from lmi_server.configuration.handlers import OWN_CODE
 from lmi_server.contract.errors import BadParameterError, RequestError
 from lmi_server.contract.protocol import Adapter
 from lmi_server.serving.adapters import Adapters, RegisteredAdapter, fetch_adapter
@@ -157,7 +156,7 @@ def _options(given: Mapping[str, str]) -> dict[str, str]:
 
 def _warn_of_options(model: Model, adapter: Adapter) -> None:
     assert model.resolved is not None
-    if adapter.options and model.resolved.handler != OWN_CODE.handler:
+    if adapter.options and not model.resolved.spec.runs_user_code:
         logger.warning("adapter %s: no handler reads %s", adapter.name, ", ".join(sorted(adapter.options)))
 
 

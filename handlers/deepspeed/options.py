@@ -21,7 +21,7 @@ from lmi_server.configuration.options import (
     lower,
     without_effect,
 )
-from lmi_server.configuration.tasks import TEXT_GENERATION, canonical_task
+from lmi_server.configuration.tasks import TEXT_GENERATION, Workload, canonical_task
 from lmi_server.machine.threads import THREAD_VARIABLES
 
 SHARDS_MANIFEST = "ds_inference_config.json"
@@ -204,3 +204,11 @@ class DeepSpeedOptions(RollingBatchOptions):
             yield from without_effect(given, "option.quantize=smoothquant", ["option.smoothquant_alpha"])
         if self.rolling_batch != "disable":
             yield from without_effect(given, "option.rolling_batch=disable", ["option.enable_streaming"])
+
+
+def runs_whole_tasks(workload: Workload) -> bool:
+    """Return whether the task handler serves `workload`; DeepSpeed has a rolling batch only if it is asked for."""
+    asked = workload.rolling_batch or "disable"
+    if asked != "auto":
+        return asked == "disable"
+    return workload.task not in (None, TEXT_GENERATION) or workload.batches_statically

@@ -11,6 +11,7 @@ from handlers.checkpoints.options import TransformersOptions
 from handlers.rolling_batch.options import RollingBatchOptions
 from lmi_server.configuration.declaration import Deprecated, Finding, NoEffect, Unavailable
 from lmi_server.configuration.options import MPI_MODE_DESCRIPTION, Fraction, ParallelDegree, PositiveInt
+from lmi_server.configuration.tasks import TEXT_GENERATION, Workload
 
 _NO_PADDING = "sequences are batched without padding"
 
@@ -57,3 +58,11 @@ class HuggingFaceOptions(TransformersOptions, RollingBatchOptions):
             yield Finding(("option.tensor_parallel_degree",), "use engine=MPI, or 1")
         if self.mpi_mode and self.save_mp_checkpoint_path is not None:
             yield Finding(("option.save_mp_checkpoint_path",), "each rank reads its part of the weights as they are")
+
+
+def runs_as_pipeline(workload: Workload) -> bool:
+    """Return whether the pipeline handler serves `workload`: a task without decoding, or static batches."""
+    asked = workload.rolling_batch or "auto"
+    if asked not in ("auto", "disable") or workload.under_mpi:
+        return False
+    return workload.task not in (None, TEXT_GENERATION) or asked == "disable" or workload.batches_statically

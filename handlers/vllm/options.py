@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -27,6 +27,7 @@ from lmi_server.configuration.options import (
     lower,
     without_effect,
 )
+from lmi_server.configuration.tasks import POOLING, Workload
 from lmi_server.machine.inventory import Machine
 from lmi_server.machine.threads import THREAD_VARIABLES
 
@@ -43,6 +44,8 @@ _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 class VllmEngineOptions(ModelOptions):
     """Keys of serving.properties for any model that vLLM runs; other arguments of its engine are passed on."""
+
+    one_worker_keys: ClassVar[tuple[str, ...]] = ("option.lmcache_auto_config",)
 
     max_rolling_batch_size: Annotated[PositiveInt, Key(also=("option.max_num_seqs",), must_agree=True)] = Field(
         32, description="Requests that the engine decodes together."
@@ -264,10 +267,6 @@ class VllmEngineOptions(ModelOptions):
     def gpus_per_worker(self, available: int) -> int | None:
         return self.devices_per_worker if available else None  # without any, vLLM's processes share the CPU
 
-    @property
-    def one_worker_only(self) -> str | None:
-        return "option.lmcache_auto_config" if self.lmcache_auto_config else None
-
     def doubts(self, given: Collection[str]) -> Iterator[Finding]:
         if not self.enable_lora:
             lora = ("max_loras", "max_lora_rank", "max_cpu_loras", "lora_extra_vocab_size", "fully_sharded_loras")
@@ -319,6 +318,11 @@ class VllmPoolingOptions(InWorkerOptions):
 
     def engine_arguments(self) -> Mapping[str, Any]:
         return {**super().engine_arguments(), "runner": "pooling"}
+
+
+def runs_pooling(workload: Workload) -> bool:
+    """Return whether the pooling handler serves `workload`: a task that makes one vector or score of a text."""
+    return workload.task in POOLING
 
 
 _SAME_NAME = (

@@ -1,237 +1,328 @@
-"""The table of handlers: which `option.entryPoint` means which class. Adding an engine adds one row.
+"""The table of handlers: which `option.entryPoint`, engine, file or task means which class.
 
-Rows are strings, so that an engine that is not installed costs nothing and the server process never imports one.
+Adding an engine adds a folder under handlers/ and one `HandlerSpec` here, and nothing else. The table names code as
+"module:name" strings and imports it late: an engine that is not installed costs nothing, and the server process never
+imports one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import cast
 
 from lmi_server.configuration.options import ModelOptions
+from lmi_server.configuration.tasks import POOLING, TEXT_EMBEDDING, Workload
 
 
 @dataclass(frozen=True, slots=True)
-class HandlerRow:
-    """One handler: its `title` in words, the `names` under which entryPoint asks for it, and the class of its options.
+class Variant:
+    """A second handler under the same entry points, for the workloads that the first one does not serve.
 
-    `handler` and `options` are "module:Class"; the module of `options` is importable without the engine. `handler` is
-    None where this version has only the options: such a configuration is resolved and checked, and not served.
-    `rolling_batches` are the values of option.rolling_batch that mean this handler; `engines` the Python packages that
-    it needs. `causal_lm_only`: it generates text with a causal language model and serves no other architecture.
-    `answers_tasks`: its requests are whole tasks of a Hugging Face model, in static batches.
-    `reads_checkpoint`: the model is a Hugging Face checkpoint. `batches_by_default`: with a rolling batch where nobody
-    says otherwise. `takes_batches`: option.batch_size may be more than 1. `takes_all_gpus`: it splits the model over
-    all of them where nobody says otherwise. `needs_mpi`: it runs under the MPI engine only.
+    `title` is that of its `HandlerSpec`; `serves` is "module:function", which takes a `Workload` and returns a bool.
     """
 
     title: str
-    names: tuple[str, ...]
+    serves: str
+
+
+@dataclass(frozen=True, slots=True)
+class HandlerSpec:
+    """One handler: `title` names it in messages, `options` is the class of its options.
+
+    `handler` and `options` are "module:Class"; importing the module of `options` must not import the engine. Without
+    `handler` this version resolves and checks a configuration of the handler, but does not serve it.
+
+    What chooses the handler:
+    - `entry_points`: values of option.entryPoint.
+    - `rolling_batches`: values of option.rolling_batch, if the entry point is one whose `rolling_batch_decides`.
+    - `lmi_engines`: values of the key `engine`.
+    - `model_files`: files in the model directory, if there is no entry point.
+    - `mpi_architectures`: beginnings of the architectures that it serves under the MPI engine if nothing names it.
+    - `variant`: the handler that takes its place for other workloads.
+
+    What it needs and serves:
+    - `engines`: Python packages that must be installed.
+    - `needs_mpi`: it runs under the MPI engine only.
+    - `reads_checkpoint`: the model is a Hugging Face checkpoint.
+    - `causal_lm_only`: it serves causal language models and no other architecture.
+    - `answers_tasks`: a request is a whole task of a Hugging Face model, answered in a static batch.
+    - `takes_batches`: option.batch_size may be more than 1.
+    - `runs_user_code`: the handler is the user's own code, which reads every key, declared or not.
+
+    What the recommender sets if no layer decides:
+    - `batches_by_default`: a rolling batch.
+    - `batched_tasks`: tasks whose requests are collected to dynamic batches.
+    - `takes_all_gpus`: the model is split over all GPUs.
+    """
+
+    title: str
     options: str
     handler: str | None = None
+    entry_points: tuple[str, ...] = ()
     rolling_batches: tuple[str, ...] = ()
+    rolling_batch_decides: bool = False
+    lmi_engines: tuple[str, ...] = ()
+    model_files: tuple[str, ...] = ()
+    mpi_architectures: tuple[str, ...] = ()
+    variant: Variant | None = None
     engines: tuple[str, ...] = ()
+    needs_mpi: bool = False
+    reads_checkpoint: bool = False
     causal_lm_only: bool = False
     answers_tasks: bool = False
-    reads_checkpoint: bool = False
-    batches_by_default: bool = False
     takes_batches: bool = False
+    runs_user_code: bool = False
+    batches_by_default: bool = False
+    batched_tasks: tuple[str, ...] = ()
     takes_all_gpus: bool = False
-    needs_mpi: bool = False
 
     @property
     def formats_text(self) -> bool:
-        """Tell whether its answers are texts of the dialects, which option.output_formatter gives their form."""
+        """True if the handler generates text, which the dialects format as option.output_formatter says."""
         return self.handler is not None and not self.takes_batches
 
+    def variant_for(self, workload: Workload) -> str | None:
+        """Return the title of the variant that serves `workload`; None if the handler serves it itself."""
+        if self.variant is None:
+            return None
+        serves = cast("Callable[[Workload], bool]", load(self.variant.serves))
+        return self.variant.title if serves(workload) else None
 
-_HUGGING_FACE = HandlerRow(
+
+@dataclass(frozen=True, slots=True)
+class HandlerTable:
+    """Every handler: `specs` are those that an entry point or a file can mean.
+
+    `default` serves a model without an entry point, `user_code` code of the user's own, `java` what LMI serves with an
+    engine in Java. `formatters` is "module:function" that loads the formatters of a model.py.
+    """
+
+    specs: tuple[HandlerSpec, ...]
+    default: HandlerSpec
+    user_code: HandlerSpec
+    java: HandlerSpec
+    formatters: str
+
+    def __iter__(self) -> Iterator[HandlerSpec]:
+        """Iterate over every handler, `java` and `user_code` last."""
+        return iter((*self.specs, self.java, self.user_code))
+
+    def by_title(self, title: str) -> HandlerSpec:
+        return next(spec for spec in self if spec.title == title)
+
+    def by_entry_point(self, name: str) -> HandlerSpec | None:
+        """Return the handler that option.entryPoint = `name` means."""
+        return next((spec for spec in self.specs if name in spec.entry_points), None)
+
+    def by_rolling_batch(self, name: str) -> HandlerSpec | None:
+        """Return the handler that option.rolling_batch = `name` means."""
+        return next((spec for spec in self.specs if name in spec.rolling_batches), None)
+
+    def by_engine(self, name: str) -> HandlerSpec | None:
+        """Return the handler that engine = `name` means."""
+        return next((spec for spec in self if name in spec.lmi_engines), None)
+
+    def by_files(self, model_dir: Path) -> HandlerSpec | None:
+        """Return the handler that a file in `model_dir` means."""
+        return next(
+            (spec for spec in self.specs if any((model_dir / name).is_file() for name in spec.model_files)), None
+        )
+
+    def by_handler(self, handler: str) -> HandlerSpec | None:
+        """Return the handler whose class is `handler`, "module:Class"."""
+        return next((spec for spec in self if spec.handler == handler), None)
+
+    def entry_points(self) -> tuple[str, ...]:
+        """Return every name that option.entryPoint may have."""
+        return tuple(name for spec in self.specs for name in spec.entry_points)
+
+    def served_entry_points(self) -> tuple[str, ...]:
+        """Return the first name of each handler that this version can serve."""
+        return tuple(spec.entry_points[0] for spec in self.specs if spec.entry_points and spec.handler is not None)
+
+
+_HUGGING_FACE = HandlerSpec(
     title="huggingface",
-    names=("djl_python.huggingface", "huggingface"),
     handler="handlers.huggingface.handler:HuggingFaceHandler",
     options="handlers.huggingface.options:HuggingFaceOptions",
+    entry_points=("djl_python.huggingface", "huggingface"),
     rolling_batches=("scheduler",),
+    rolling_batch_decides=True,
+    variant=Variant("huggingface pipeline", serves="handlers.huggingface.options:runs_as_pipeline"),
     engines=("transformers", "torch"),
     causal_lm_only=True,
     reads_checkpoint=True,
     batches_by_default=True,
 )
-# Named by no entry point of its own: djl_python.huggingface means it for a task that the rolling batch is not for.
-PIPELINE = HandlerRow(
+_PIPELINE = HandlerSpec(
     title="huggingface pipeline",
-    names=(),
     handler="handlers.tasks.handler:PipelineHandler",
     options="handlers.tasks.options:PipelineOptions",
     engines=("transformers", "torch"),
     answers_tasks=True,
+    batched_tasks=(TEXT_EMBEDDING,),
     reads_checkpoint=True,
     takes_batches=True,
 )
-DEEPSPEED = HandlerRow(
+_DEEPSPEED = HandlerSpec(
     title="deepspeed",
-    names=("djl_python.deepspeed", "deepspeed"),
     handler="handlers.deepspeed.handler:DeepSpeedHandler",
     options="handlers.deepspeed.options:DeepSpeedOptions",
+    entry_points=("djl_python.deepspeed", "deepspeed"),
     rolling_batches=("deepspeed",),
+    variant=Variant("deepspeed task", serves="handlers.deepspeed.options:runs_whole_tasks"),
     engines=("deepspeed",),
     causal_lm_only=True,
     reads_checkpoint=True,
 )
-# djl_python.deepspeed means it for everything that the rolling batch is not for, or is not wanted for.
-DEEPSPEED_TASK = HandlerRow(
+_DEEPSPEED_TASK = HandlerSpec(
     title="deepspeed task",
-    names=(),
     handler="handlers.deepspeed.handler:DeepSpeedTaskHandler",
     options="handlers.deepspeed.options:DeepSpeedOptions",
     engines=("deepspeed",),
     answers_tasks=True,
+    batched_tasks=(TEXT_EMBEDDING,),
     reads_checkpoint=True,
     takes_batches=True,
 )
-_LMI_DIST = HandlerRow(
+_LMI_DIST = HandlerSpec(
     title="lmi-dist",
-    names=("djl_python.lmi_dist", "lmi_dist"),
     handler="handlers.vllm.lmi_dist_handler:LmiDistHandler",
     options="handlers.vllm.lmi_dist_options:LmiDistOptions",
+    entry_points=("djl_python.lmi_dist", "lmi_dist"),
     rolling_batches=("lmi-dist",),
+    # LMI gives these to LMI-Dist if option.rolling_batch=auto.
+    mpi_architectures=("Falcon", "GPTBigCode", "GPTNeoX", "Llama", "MPT", "RW", "T5"),
     engines=("vllm",),
     reads_checkpoint=True,
     batches_by_default=True,
     takes_all_gpus=True,
     needs_mpi=True,
 )
-VLLM = HandlerRow(
+_VLLM = HandlerSpec(
     title="vllm",
-    names=("djl_python.lmi_vllm.vllm_async_service", "djl_python.vllm", "vllm"),
     handler="handlers.vllm.handler:VllmHandler",
     options="handlers.vllm.options:VllmOptions",
+    entry_points=("djl_python.lmi_vllm.vllm_async_service", "djl_python.vllm", "vllm"),
     rolling_batches=("vllm",),
+    variant=Variant("vllm pooling", serves="handlers.vllm.options:runs_pooling"),
     engines=("vllm",),
     reads_checkpoint=True,
     batches_by_default=True,
     takes_all_gpus=True,
 )
-# Named by no entry point of its own: vllm means it for a task of a model that pools.
-VLLM_POOLING = HandlerRow(
+_VLLM_POOLING = HandlerSpec(
     title="vllm pooling",
-    names=(),
     handler="handlers.vllm.pooling_handler:VllmPoolingHandler",
     options="handlers.vllm.options:VllmPoolingOptions",
     engines=("vllm",),
+    batched_tasks=POOLING,
     reads_checkpoint=True,
     takes_batches=True,
     takes_all_gpus=True,
 )
-_TENSORRT_LLM = HandlerRow(
+_TENSORRT_LLM = HandlerSpec(
     title="tensorrt_llm",
-    names=("djl_python.tensorrt_llm", "djl_python.lmi_trtllm.trtllm_async_service", "tensorrt_llm"),
     options="handlers.tensorrt_llm.options:TensorRtLlmOptions",
+    entry_points=("djl_python.tensorrt_llm", "djl_python.lmi_trtllm.trtllm_async_service", "tensorrt_llm"),
     rolling_batches=("trtllm",),
     engines=("tensorrt_llm",),
     batches_by_default=True,
     takes_all_gpus=True,
     needs_mpi=True,
 )
-_NEURONX = HandlerRow(
+_NEURONX = HandlerSpec(
     title="transformers_neuronx",
-    names=("djl_python.transformers_neuronx", "transformers_neuronx", "neuronx"),
     options="handlers.neuronx.options:NeuronxOptions",
+    entry_points=("djl_python.transformers_neuronx", "transformers_neuronx", "neuronx"),
     engines=("transformers_neuronx",),
     reads_checkpoint=True,
 )
-_STABLE_DIFFUSION = HandlerRow(
+_STABLE_DIFFUSION = HandlerSpec(
     title="stable_diffusion",
-    names=("djl_python.stable_diffusion", "djl_python.stable-diffusion", "stable_diffusion"),
     options="handlers.stable_diffusion.options:StableDiffusionOptions",
+    entry_points=("djl_python.stable_diffusion", "djl_python.stable-diffusion", "stable_diffusion"),
     engines=("diffusers", "deepspeed"),
 )
-SKLEARN = HandlerRow(
+_SKLEARN = HandlerSpec(
     title="sklearn",
-    names=("djl_python.sklearn_handler", "sklearn"),
     handler="handlers.tabular.sklearn_handler:SklearnHandler",
     options="handlers.tabular.options:SklearnOptions",
+    entry_points=("djl_python.sklearn_handler", "sklearn"),
+    model_files=("model.skops", "model.joblib", "model.pkl", "model.pickle", "model.cloudpkl"),
     engines=("sklearn",),
     takes_batches=True,
 )
-_XGBOOST = HandlerRow(
+_XGBOOST = HandlerSpec(
     title="xgboost",
-    names=("djl_python.xgboost_handler", "xgboost"),
     handler="handlers.tabular.xgboost_handler:XgboostHandler",
     options="handlers.tabular.options:XgboostOptions",
+    entry_points=("djl_python.xgboost_handler", "xgboost"),
     engines=("xgboost",),
     takes_batches=True,
 )
-_ECHO = HandlerRow(
+_ECHO = HandlerSpec(
     title="echo",
-    names=("djl_python.echo", "echo"),
     handler="handlers.echo.handler:EchoHandler",
     options="handlers.echo.options:EchoOptions",
+    entry_points=("djl_python.echo", "echo"),
 )
-JAVA_ENGINE = HandlerRow(title="an engine in Java", names=(), options="handlers.java_engine.options:JavaEngineOptions")
-OWN_CODE = HandlerRow(
+_JAVA = HandlerSpec(
+    title="an engine in Java",
+    options="handlers.java_engine.options:JavaEngineOptions",
+    lmi_engines=("PyTorch", "OnnxRuntime", "TensorFlow", "XGBoost", "LightGBM", "TritonServer", "Rust"),
+)
+_OWN_CODE = HandlerSpec(
     title="a handler of one's own",
-    names=(),
     handler="handlers.own_code.handler:OwnCodeHandler",
     options="handlers.own_code.options:OwnCodeOptions",
     takes_batches=True,
+    runs_user_code=True,
 )
 
-HANDLERS = (
-    _HUGGING_FACE,
-    PIPELINE,
-    DEEPSPEED,
-    DEEPSPEED_TASK,
-    _LMI_DIST,
-    VLLM,
-    VLLM_POOLING,
-    _TENSORRT_LLM,
-    _NEURONX,
-    _STABLE_DIFFUSION,
-    SKLEARN,
-    _XGBOOST,
-    _ECHO,
+HANDLERS = HandlerTable(
+    specs=(
+        _HUGGING_FACE,
+        _PIPELINE,
+        _DEEPSPEED,
+        _DEEPSPEED_TASK,
+        _LMI_DIST,
+        _VLLM,
+        _VLLM_POOLING,
+        _TENSORRT_LLM,
+        _NEURONX,
+        _STABLE_DIFFUSION,
+        _SKLEARN,
+        _XGBOOST,
+        _ECHO,
+    ),
+    default=_HUGGING_FACE,
+    user_code=_OWN_CODE,
+    java=_JAVA,
+    formatters="handlers.own_code.formatting:load_formatting",
 )
-DEFAULT_HANDLER = _HUGGING_FACE
 
 
-def find_handler(entry_point: str) -> HandlerRow | None:
-    """Return the row that `entry_point` names."""
-    return next((row for row in HANDLERS if entry_point in row.names), None)
-
-
-def handler_of_rolling_batch(name: str) -> HandlerRow | None:
-    """Return the row that option.rolling_batch = `name` means."""
-    return next((row for row in HANDLERS if name in row.rolling_batches), None)
-
-
-def entry_points() -> tuple[str, ...]:
-    """Return every name that entryPoint may have."""
-    return tuple(name for row in HANDLERS for name in row.names)
-
-
-def served_entry_points() -> tuple[str, ...]:
-    """Return the first name of each handler that this version can serve."""
-    return tuple(row.names[0] for row in HANDLERS if row.names and row.handler is not None)
-
-
-def load_options_type(row: HandlerRow) -> type[ModelOptions]:
-    """Import the options class of `row`."""
-    return cast("type[ModelOptions]", load(row.options))
+def load_options_type(spec: HandlerSpec) -> type[ModelOptions]:
+    """Import the options class of `spec`."""
+    return cast("type[ModelOptions]", load(spec.options))
 
 
 def options_type_of(handler: str) -> type[ModelOptions]:
     """Return the options class of the handler class "module:Class".
 
-    A handler that is not in the table is imported and asked for its `options_type`.
+    A handler that is not in the table is imported; its attribute `options_type` is used, or else `ModelOptions`.
     """
-    for row in (*HANDLERS, OWN_CODE):
-        if row.handler == handler:
-            return load_options_type(row)
+    spec = HANDLERS.by_handler(handler)
+    if spec is not None:
+        return load_options_type(spec)
     return cast("type[ModelOptions]", getattr(load(handler), "options_type", ModelOptions))
 
 
 def load(path: str) -> object:
-    """Import "module:Class" and return the class."""
+    """Import the module of "module:name" and return its attribute `name`."""
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)

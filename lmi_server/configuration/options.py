@@ -207,6 +207,7 @@ class ModelOptions(Options):
     """Keys of serving.properties that begin with "option.", as far as every handler knows them."""
 
     prefix: ClassVar[str] = "option."
+    one_worker_keys: ClassVar[tuple[str, ...]] = ()  # keys in full that forbid a second worker if they are true
 
     model_id: str | None = Field(
         None, description="Local directory or Hugging Face id of the model; without it the model directory itself."
@@ -397,8 +398,8 @@ class ModelOptions(Options):
 
     @property
     def one_worker_only(self) -> str | None:
-        """Return the key in full that forbids a second worker; None where any number may run."""
-        return None
+        """Return the key in full that forbids a second worker; None if any number may run."""
+        return next((key for key in self.one_worker_keys if getattr(self, key.removeprefix(self.prefix))), None)
 
     def context_length(self) -> int | None:
         """Return the tokens of prompt and output together that are configured; None where config.json decides."""

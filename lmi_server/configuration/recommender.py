@@ -5,16 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from lmi_server.configuration.handlers import (
-    DEFAULT_HANDLER,
-    HANDLERS,
-    VLLM_POOLING,
-    HandlerRow,
-    load_options_type,
-)
+from lmi_server.configuration.handlers import HandlerSpec, HandlerTable, load_options_type
 from lmi_server.configuration.layers import Given
 from lmi_server.configuration.options import ServingOptions
-from lmi_server.configuration.tasks import TEXT_EMBEDDING
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.devices import ALL_DEVICES, plan_devices
 from lmi_server.machine.inventory import Machine
@@ -22,8 +15,6 @@ from lmi_server.machine.inventory import Machine
 _BATCH_SIZES = next(option.keys for option in ServingOptions.declared() if option.field == "batch_size")
 _DEGREE = "option.tensor_parallel_degree"
 _TRUE = ("true", "1", "yes", "on", "t", "y")
-# Architectures that LMI gives to LMI-Dist under the MPI engine where option.rolling_batch=auto; here vLLM serves them.
-_LMI_DIST = ("Falcon", "GPTBigCode", "GPTNeoX", "Llama", "MPT", "RW", "T5")
 
 
 def is_true(raw: str) -> bool:
@@ -31,38 +22,39 @@ def is_true(raw: str) -> bool:
     return raw.lower() in _TRUE
 
 
-def recommend_rolling_batch(names: tuple[str, ...], under_mpi: bool, machine: Machine) -> str:
+def recommend_rolling_batch(names: tuple[str, ...], under_mpi: bool, machine: Machine, handlers: HandlerTable) -> str:
     """Return the value of option.rolling_batch for a model with architectures `names` (none: unknown)."""
-    if under_mpi:
-        listed = not names or any(name.startswith(_LMI_DIST) for name in names)
-        return "lmi-dist" if listed and "vllm" in machine.engines else DEFAULT_HANDLER.rolling_batches[0]
-    best = next((row for row in HANDLERS if _schedules_itself(row) and _can_serve(row, machine)), DEFAULT_HANDLER)
+    suits = _suits_under_mpi if under_mpi else _schedules_itself
+    best = next((spec for spec in handlers.specs if suits(spec, names, machine)), handlers.default)
     return best.rolling_batches[0]
 
 
-def _schedules_itself(row: HandlerRow) -> bool:
-    return row is not DEFAULT_HANDLER and row.batches_by_default and not row.needs_mpi
+def _suits_under_mpi(spec: HandlerSpec, names: tuple[str, ...], machine: Machine) -> bool:
+    listed = not names or any(name.startswith(spec.mpi_architectures) for name in names)
+    return bool(spec.mpi_architectures) and listed and machine.engines.issuperset(spec.engines)
 
 
-def _can_serve(row: HandlerRow, machine: Machine) -> bool:
-    return row.handler is not None and bool(machine.gpus) and machine.engines.issuperset(row.engines)
+def _schedules_itself(spec: HandlerSpec, names: tuple[str, ...], machine: Machine) -> bool:
+    """Return whether an engine with a scheduler of its own can serve here, which is best on a GPU."""
+    own_scheduler = spec.batches_by_default and not spec.needs_mpi and not spec.rolling_batch_decides
+    return (
+        own_scheduler and spec.handler is not None and bool(machine.gpus) and machine.engines.issuperset(spec.engines)
+    )
 
 
-def recommend(row: HandlerRow | None, given: Given, task: str | None, machine: Machine) -> Mapping[str, str]:
+def recommend(spec: HandlerSpec, given: Given, task: str | None, machine: Machine) -> Mapping[str, str]:
     """Return values by key; they are used where no higher layer has one, or where that says "auto".
 
     `task` is the one that the model's files tell of, None where they do not.
     """
-    recommended: dict[str, str] = {}
-    if row is not None and (row.answers_tasks or row is VLLM_POOLING):
-        recommended |= _for_task(row, given, task)
-    if row is not None:
-        recommended |= _for_handler(row, given, machine)
+    options_type = load_options_type(spec)
+    recommended = {**_for_task(spec, given, task), **options_type.recommended(machine)}
+    recommended |= _for_handler(spec, given, machine)
     if "minWorkers" in given and given["minWorkers"].raw.isdecimal() and "maxWorkers" not in given:
         recommended["maxWorkers"] = given["minWorkers"].raw
     if machine.gpus and any(_says_true(given, key) for key in _ONE_WORKER_OF_ONE_GPU):
         recommended |= {"load_on_devices": "0", "maxWorkers": "1"}
-    if _says_true(given, "option.lmcache_auto_config"):
+    if any(_says_true(given, key) for key in options_type.one_worker_keys):
         recommended["maxWorkers"] = "1"
     return recommended
 
@@ -87,27 +79,30 @@ def _devices_of_a_worker(known: Given, machine: Machine) -> int:
         return len(machine.gpus)
 
 
-def _for_task(row: HandlerRow, given: Given, inferred: str | None) -> Mapping[str, str]:
+def _for_task(spec: HandlerSpec, given: Given, inferred: str | None) -> Mapping[str, str]:
+    if not (spec.answers_tasks or spec.batched_tasks):
+        return {}
     recommended = {} if inferred is None else {"option.task": inferred}
-    task = given["option.task"].raw if "option.task" in given else inferred
-    if (task == TEXT_EMBEDDING or row is VLLM_POOLING) and "batch_size" not in given:
+    asked = given["option.task"].raw if "option.task" in given else "auto"
+    task = inferred if asked.lower() == "auto" else asked
+    if task in spec.batched_tasks and "batch_size" not in given:
         # Texts of any number cost little more together than the longest of them alone, and what has come in while the
         # last batch ran is a batch already.
         recommended |= {"batch_size": "32", "max_batch_delay": "0"}
     return recommended
 
 
-def _for_handler(row: HandlerRow, given: Given, machine: Machine) -> Mapping[str, str]:
-    recommended = dict(load_options_type(row).recommended(machine))
+def _for_handler(spec: HandlerSpec, given: Given, machine: Machine) -> Mapping[str, str]:
+    recommended = {}
     rolling = given.get("option.rolling_batch")
-    left_open = row.batches_by_default if rolling is None else rolling.raw.lower() == "auto"
-    if left_open and (row.answers_tasks or batches_statically(given)):
+    left_open = spec.batches_by_default if rolling is None else rolling.raw.lower() == "auto"
+    if left_open and (spec.answers_tasks or batches_statically(given)):
         recommended["option.rolling_batch"] = "disable"
-    elif left_open and row.rolling_batches:
-        recommended["option.rolling_batch"] = row.rolling_batches[0]
-    if row.takes_all_gpus and machine.gpus:
+    elif left_open and spec.rolling_batches:
+        recommended["option.rolling_batch"] = spec.rolling_batches[0]
+    if spec.takes_all_gpus and machine.gpus:
         recommended[_DEGREE] = str(max(1, len(machine.gpus) // _stages(given)))
-    if row.needs_mpi and "engine" not in given:
+    if spec.needs_mpi and "engine" not in given:
         recommended["option.mpi_mode"] = "true"
     return recommended
 

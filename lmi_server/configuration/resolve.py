@@ -20,16 +20,9 @@ from lmi_server.configuration.check import (
     undefined_formatters,
 )
 from lmi_server.configuration.checkpoint import architectures, is_causal_lm, locate_model, read_config
-from lmi_server.configuration.choice import Choice, choose_handler, engine_alias
 from lmi_server.configuration.declaration import Deprecated, Option, written
-from lmi_server.configuration.handlers import (
-    DEFAULT_HANDLER,
-    HANDLERS,
-    OWN_CODE,
-    HandlerRow,
-    load_options_type,
-    options_type_of,
-)
+from lmi_server.configuration.handler_choice import Choice, Model, choose_handler, engine_alias
+from lmi_server.configuration.handlers import HANDLERS, HandlerSpec, HandlerTable, load_options_type, options_type_of
 from lmi_server.configuration.layers import (
     Given,
     Source,
@@ -59,18 +52,24 @@ _NOTHING: Mapping[str, str] = MappingProxyType({})
 class ResolvedModel:
     """One model, ready to be served.
 
-    `model_dir` is absolute, `handler` is "module:Class". `sources` tells for each key in full ("option.dtype") where
+    `model_dir` is absolute, `spec` names the handler. `sources` tells for each key in full ("option.dtype") where
     its value came from, unknown keys included. `worker_environment` are the variables that its options set in workers.
     """
 
     name: str
     model_dir: str
-    handler: str
+    spec: HandlerSpec
     options: ModelOptions
     serving: ServingOptions
     sources: Mapping[str, Source]
     warnings: tuple[str, ...] = ()
     worker_environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def handler(self) -> str:
+        """Return the class of the handler, "module:Class"."""
+        assert self.spec.handler is not None, "a model without a handler is not resolved"
+        return self.spec.handler
 
     @property
     def served_names(self) -> tuple[str, ...]:
@@ -83,7 +82,7 @@ class ResolvedModel:
         Code of one's own reads the keys of the model server too, as with LMI.
         """
         declared = self.options.declared()
-        if self.handler == OWN_CODE.handler:
+        if self.spec.runs_user_code:
             declared = (*self.serving.declared(), *declared)
         decided = {
             option.key.removeprefix("option."): self.sources[option.key].raw
@@ -110,7 +109,7 @@ class Inspection:
 
     name: str
     model_dir: str
-    row: HandlerRow
+    spec: HandlerSpec
     options: ModelOptions
     serving: ServingOptions
     sources: Given
@@ -125,12 +124,12 @@ class Inspection:
 
     def resolved(self) -> ResolvedModel:
         """Return the model, ready to be served. Raises ConfigurationError with every problem, one a line."""
-        if self.problems or self.unavailable or self.row.handler is None:
+        if self.problems or self.unavailable or self.spec.handler is None:
             raise ConfigurationError("\n".join((*self.problems, *self.unavailable)))
         return ResolvedModel(
             name=self.name,
             model_dir=self.model_dir,
-            handler=self.row.handler,
+            spec=self.spec,
             options=self.options,
             serving=self.serving,
             sources=MappingProxyType({**self.sources, **self.unknown}),
@@ -140,14 +139,17 @@ class Inspection:
 
 
 def resolve_model(
-    directory: Path, environment: Mapping[str, str], registration: Mapping[str, str] = _NOTHING
+    directory: Path,
+    environment: Mapping[str, str],
+    registration: Mapping[str, str] = _NOTHING,
+    handlers: HandlerTable = HANDLERS,
 ) -> ResolvedModel:
     """Resolve the model in `directory`.
 
     `registration` holds what the registering call says, by key in full. Raises ConfigurationError with every problem,
     one a line.
     """
-    return inspect_model(directory, environment, registration).resolved()
+    return inspect_model(directory, environment, registration, handlers=handlers).resolved()
 
 
 def inspect_model(
@@ -155,6 +157,7 @@ def inspect_model(
     environment: Mapping[str, str],
     registration: Mapping[str, str] = _NOTHING,
     machine: Machine | None = None,
+    handlers: HandlerTable = HANDLERS,
 ) -> Inspection:
     """Find out everything about the model in `directory` on `machine` (None: this one).
 
@@ -168,11 +171,11 @@ def inspect_model(
     config = read_config(location)
     names = architectures(config)
     inferred = infer_task(names, location)
-    choice = choose_handler(given, model_dir, names, _task(given) or inferred, machine)
-    row = choice.row or DEFAULT_HANDLER
-    options_type = load_options_type(row)
+    choice = choose_handler(given, Model(model_dir, names, _task(given) or inferred), machine, handlers)
+    spec = choice.spec or handlers.default
+    options_type = load_options_type(spec)
     declared = (*ServingOptions.declared(), *options_type.declared())
-    stack = _stack(layers, row, declared, inferred, machine)
+    stack = _stack(layers, spec, declared, inferred, machine)
     serving, bad_serving = build(ServingOptions, stack.known)
     options, bad_options = build(options_type, stack.known)
     bad = dict(sorted({**bad_serving, **bad_options}.items(), key=lambda item: stack.known[item[0]].line or 0))
@@ -180,13 +183,13 @@ def inspect_model(
     if choice.problem is not None:
         wrong.append(choice.problem)
     elif not misplaced:
-        wrong += _no_checkpoint(row, location, model_dir)
-    if row.formats_text:
+        wrong += _no_checkpoint(spec, location, model_dir)
+    if spec.formats_text:
         wrong += undefined_formatters(options, stack.known, model_dir)
     return Inspection(
         name=model_name(model_dir),
         model_dir=str(model_dir),
-        row=row,
+        spec=spec,
         options=_complete(options, location, stack.unknown),
         serving=serving,
         sources=MappingProxyType({**_default_sources(declared), **stack.known}),
@@ -198,11 +201,11 @@ def inspect_model(
             {name: environment.get(name, value) for name, value in options.worker_environment().items()}
         ),
         warnings=(
-            *(*layers.warnings, *stack.warnings, *_unknown(stack.unknown, row, options_type, declared)),
+            *(*layers.warnings, *stack.warnings, *_unknown(stack.unknown, spec, declared, handlers)),
             *(*doubts(serving, stack.known), *doubts(options, stack.known), *combined_doubts(options, stack.known)),
         ),
         problems=tuple(wrong),
-        unavailable=tuple(_unavailable(choice, model_dir, serving, options, stack.known, config)),
+        unavailable=tuple(_unavailable(choice, model_dir, serving, options, stack.known, config, handlers)),
     )
 
 
@@ -285,7 +288,7 @@ def _task(given: Given) -> str | None:
 
 
 def _stack(
-    layers: _Layers, row: HandlerRow, declared: Sequence[Option], inferred: str | None, machine: Machine
+    layers: _Layers, spec: HandlerSpec, declared: Sequence[Option], inferred: str | None, machine: Machine
 ) -> _Stack:
     given = layers.merged()
     alias = engine_alias(given)
@@ -294,7 +297,7 @@ def _stack(
     above = _instead_of_deprecated(merge([layer.known for layer in sorted_layers[:-1]]), declared)
     above = _for_this_device(above, machine)
     below = sorted_layers[-1].known
-    recommended = from_values("recommender", recommend(row, merge([above, below]), inferred, machine))
+    recommended = from_values("recommender", recommend(spec, merge([above, below]), inferred, machine))
     left_open = {key for key in recommended if key in above and above[key].raw.lower() == "auto"}
     decided = {key: source for key, source in above.items() if key not in left_open}
     guests = len(layers.upper) - 1  # the variables of text-generation-inference
@@ -339,26 +342,24 @@ def _idle_variables(known: Given, unknown: Given) -> Iterator[str]:
             yield f"variable {name} is ignored, because the handler has no such option"
 
 
-def _unknown(
-    unknown: Given, row: HandlerRow, options_type: type[ModelOptions], declared: Sequence[Option]
-) -> Iterator[str]:
-    of_engine = options_type.engine_names()
+def _unknown(unknown: Given, spec: HandlerSpec, declared: Sequence[Option], handlers: HandlerTable) -> Iterator[str]:
+    of_engine = load_options_type(spec).engine_names()
     known = [*spellings(declared), *(f"option.{name}" for name in sorted(of_engine))]
     for key, source in unknown.items():
         if key.removeprefix("option.") in of_engine:
             continue
-        others = _handlers_that_know(key)
-        if row is OWN_CODE:
+        others = _handlers_that_know(key, handlers)
+        if spec.runs_user_code:
             if nearest_key(key, known) is not None:  # else its author knows
                 yield unknown_key_warning(key, source, known, "it is passed on to the handler")
         elif others:
-            yield f"{source.where}: {key} has no effect on {row.title}; it is an option of {', '.join(others)}"
+            yield f"{source.where}: {key} has no effect on {spec.title}; it is an option of {', '.join(others)}"
         else:
             yield unknown_key_warning(key, source, known)
 
 
-def _handlers_that_know(key: str) -> list[str]:
-    return [row.title for row in HANDLERS if key in spellings(load_options_type(row).declared())]
+def _handlers_that_know(key: str, handlers: HandlerTable) -> list[str]:
+    return [spec.title for spec in handlers.specs if key in spellings(load_options_type(spec).declared())]
 
 
 def _locate(given: Given, model_dir: Path) -> tuple[str, list[str]]:
@@ -371,8 +372,8 @@ def _locate(given: Given, model_dir: Path) -> tuple[str, list[str]]:
         return str(model_dir), [f"{told(source, 'option.model_id')} {error}"]
 
 
-def _no_checkpoint(row: HandlerRow, location: str, model_dir: Path) -> Iterator[str]:
-    if row.reads_checkpoint and location == str(model_dir) and not (model_dir / "config.json").is_file():
+def _no_checkpoint(spec: HandlerSpec, location: str, model_dir: Path) -> Iterator[str]:
+    if spec.reads_checkpoint and location == str(model_dir) and not (model_dir / "config.json").is_file():
         missing = "holds no config.json, and option.model_id (or HF_MODEL_ID) names no other model"
         if (model_dir / "MAR-INF").is_dir():
             missing = "is an archive of TorchServe (MAR-INF), which is not served; put a model.py beside its files"
@@ -386,23 +387,24 @@ def _unavailable(
     options: ModelOptions,
     sources: Given,
     config: Mapping[str, Any],
+    handlers: HandlerTable,
 ) -> Iterator[str]:
     """Yield what this version cannot serve; where the whole handler is missing, that alone."""
-    missing = choice.missing(model_dir)
+    missing = choice.missing(model_dir, handlers)
     if missing is not None:
         yield missing
         return
     yield from unavailable(serving, sources)
-    if serving.batch_size > 1 and choice.row is not None and not choice.row.takes_batches:
+    if serving.batch_size > 1 and choice.spec is not None and not choice.spec.takes_batches:
         yield (
             f"{told(sources['batch_size'], 'batch_size')} is not available in this version; "
             "requests are decoded together by the rolling batch; remove the key"
         )
     yield from unavailable(options, sources)
     names = architectures(config)
-    if choice.row is not None and choice.row.answers_tasks and "option.task" not in sources:
+    if choice.spec is not None and choice.spec.answers_tasks and "option.task" not in sources:
         yield f"{model_dir}: no task follows from architecture {', '.join(names) or 'unknown'}; set option.task"
-    if choice.row is not None and choice.row.causal_lm_only and names and not is_causal_lm(names):
+    if choice.spec is not None and choice.spec.causal_lm_only and names and not is_causal_lm(names):
         rolling = options.rolling_batch
         yield (
             f"{model_dir}: architecture {', '.join(names)} cannot be decoded by option.rolling_batch={rolling}, which "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,20 @@ _TEXT_TO_TEXT = (
     *("Bart", "BigBirdPegasus", "Blenderbot", "FSMT", "LED", "LongT5", "M2M100", "MBart", "MT5", "Mvp", "NllbMoe"),
     *("PLBart", "Pegasus", "ProphetNet", "SeamlessM4T", "SwitchTransformers", "T5", "UMT5", "XLMProphetNet"),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What a configuration asks for, as far as it decides between a handler and its variant.
+
+    `task` is None if it is unknown, `rolling_batch` (in lower case) if the key is not given; `batches_statically` is
+    true if requests are collected to batches that run together from start to end.
+    """
+
+    task: str | None
+    rolling_batch: str | None
+    under_mpi: bool
+    batches_statically: bool
 
 
 def canonical_task(name: Any) -> Any:

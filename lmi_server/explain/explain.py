@@ -9,7 +9,7 @@ from typing import Any
 from lmi_server.configuration.check import told
 from lmi_server.configuration.declaration import Deprecated, DeprecatedValue, NoEffect, Option
 from lmi_server.configuration.estimate import Estimate, estimate, shortages
-from lmi_server.configuration.handlers import OWN_CODE, load_options_type
+from lmi_server.configuration.handlers import load_options_type
 from lmi_server.configuration.layers import Source
 from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.configuration.resolve import Inspection
@@ -72,12 +72,12 @@ def explain(found: Inspection) -> Explanation:
     return Explanation(
         name=found.name,
         model_dir=found.model_dir,
-        handler=found.row.title,
+        handler=found.spec.title,
         model=found.location,
         can_be_served=bool(device_sets)
         and not found.problems
         and not found.unavailable
-        and found.row.handler is not None,
+        and found.spec.handler is not None,
         options=tuple(_explained(found)),
         unknown=tuple(_unknown(found, key, source) for key, source in found.unknown.items()),
         devices=tuple({"kind": devices.kind, "gpus": list(devices.gpus)} for devices in device_sets),
@@ -108,7 +108,7 @@ def devices_per_worker(options: ModelOptions, machine: Machine) -> int:
 
 
 def _explained(found: Inspection) -> Sequence[Explained]:
-    classes = ((ServingOptions, found.serving), (load_options_type(found.row), found.options))
+    classes = ((ServingOptions, found.serving), (load_options_type(found.spec), found.options))
     return [
         Explained(
             key=option.key,
@@ -144,7 +144,7 @@ def _unknown(found: Inspection, key: str, source: Source) -> Explained:
     note = "not an option of this handler"
     if key.removeprefix("option.") in found.options.passed_to_engine():
         note = "passed on to the engine"
-    elif found.row is OWN_CODE:
+    elif found.spec.runs_user_code:
         note = "passed on to the handler"
     return Explained(key, source.raw, source.layer, _place(source), "", "", None, note)
 
@@ -189,8 +189,8 @@ def _reserved(found: Inspection) -> Sequence[str]:
 
 def _absent(found: Inspection) -> Sequence[str]:
     """Return a warning for each Python package that the handler needs and that is not installed."""
-    missing = [name for name in found.row.engines if name not in found.machine.engines]
-    warnings = [f"{found.row.title} needs the Python package {name}, which is not installed" for name in missing]
+    missing = [name for name in found.spec.engines if name not in found.machine.engines]
+    warnings = [f"{found.spec.title} needs the Python package {name}, which is not installed" for name in missing]
     if found.options.ranks is not None and found.machine.mpirun is None:
         warnings.append(NO_MPIRUN)
     return warnings

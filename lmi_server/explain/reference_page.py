@@ -15,7 +15,7 @@ from lmi_server.configuration.declaration import (
     Unavailable,
     written,
 )
-from lmi_server.configuration.handlers import HANDLERS, JAVA_ENGINE, HandlerRow, load_options_type
+from lmi_server.configuration.handlers import HANDLERS, HandlerSpec, load_options_type
 from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.configuration.server import ServerSettings
 from lmi_server.machine.environment import VARIABLES
@@ -66,7 +66,7 @@ def reference_page() -> str:
         _handlers(),
         _section("Keys of the model server", ServingOptions.declared()),
         _section("Keys of every handler", ModelOptions.declared()),
-        *(_handler_section(rows, shared) for rows in _by_options((*HANDLERS, JAVA_ENGINE))),
+        *(_handler_section(specs, shared) for specs in _by_options((*HANDLERS.specs, HANDLERS.java))),
         _variables(),
         _section("Settings of the server (`SERVING_<KEY>`, or flags of `lmi-server serve`)", ServerSettings.declared()),
     ]
@@ -75,25 +75,26 @@ def reference_page() -> str:
 
 def _handlers() -> str:
     rows = (
-        (row.title, _names(row.names), _names(row.rolling_batches), "yes" if row.handler else "options only")
-        for row in HANDLERS
+        (spec.title, _names(spec.entry_points), _names(spec.rolling_batches), "yes" if spec.handler else "options only")
+        for spec in HANDLERS.specs
     )
     return _table(("Handler", "`option.entryPoint`", "`option.rolling_batch`", "In this version"), rows)
 
 
-def _by_options(rows: Iterable[HandlerRow]) -> Iterable[Sequence[HandlerRow]]:
+def _by_options(specs: Iterable[HandlerSpec]) -> Iterable[Sequence[HandlerSpec]]:
     """Return handlers with the same keys together."""
-    together: dict[str, list[HandlerRow]] = {}
-    for row in rows:
-        together.setdefault(row.options, []).append(row)
+    together: dict[str, list[HandlerSpec]] = {}
+    for spec in specs:
+        together.setdefault(spec.options, []).append(spec)
     return together.values()
 
 
-def _handler_section(rows: Sequence[HandlerRow], shared: dict[str, Option]) -> str:
-    row = rows[0]
-    own = [option for option in load_options_type(row).declared() if option != shared.get(option.key)]
-    text = _section(f"Keys of {' and '.join(row.title for row in rows)}", own)
-    missing = "" if row.handler else "\nThis version checks and explains these keys; it cannot serve with them yet.\n"
+def _handler_section(specs: Sequence[HandlerSpec], shared: dict[str, Option]) -> str:
+    own = [option for option in load_options_type(specs[0]).declared() if option != shared.get(option.key)]
+    text = _section(f"Keys of {' and '.join(spec.title for spec in specs)}", own)
+    missing = (
+        "" if specs[0].handler else "\nThis version checks and explains these keys; it cannot serve with them yet.\n"
+    )
     heading, _, table = text.partition("\n")
     return f"{heading}\n{missing}{table}"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from lmi_server import dialects
-from lmi_server.configuration.handlers import OWN_CODE
+from lmi_server.configuration.handlers import HANDLERS
 from lmi_server.configuration.handlers import load as load_by_name
 from lmi_server.contract.errors import ModelLoadError, RequestError
 from lmi_server.contract.protocol import Input
@@ -16,8 +16,6 @@ from lmi_server.dialects.base import Formatting
 from lmi_server.worker.handler_loading import Loading
 from lmi_server.worker.serve import Parse
 
-_LOADER = "handlers.own_code.formatting:load_formatting"
-
 
 class Formats:
     """Chooses by the adapter that a request names. Raises ModelLoadError where the model's code cannot be loaded."""
@@ -25,8 +23,9 @@ class Formats:
     def __init__(self, loading: Loading, tokenizer: Callable[[], Any]) -> None:
         self._options = loading.options
         self._tokenizer = tokenizer
-        is_handler = loading.load.handler == OWN_CODE.handler  # it reads the options itself
-        self._own = None if is_handler else self._load(loading.model_dir, None)
+        spec = HANDLERS.by_handler(loading.load.handler)
+        formats_itself = spec is not None and spec.runs_user_code
+        self._own = None if formats_itself else self._load(loading.model_dir, None)
         self._default: Parse = dialects.parse if self._own is None else self._own.parse
         self._of_adapters: dict[str, Parse] = {}
 
@@ -40,7 +39,7 @@ class Formats:
         """Load the code in `directory`; None where there is none. Raises ModelLoadError with file and line."""
         if not self._is_needed(directory):
             return None
-        load_formatting = cast("Callable[..., Formatting | None]", load_by_name(_LOADER))
+        load_formatting = cast("Callable[..., Formatting | None]", load_by_name(HANDLERS.formatters))
         return load_formatting(directory, self._options, self._tokenizer, base)
 
     def of_adapter(self, directory: str) -> Formatting | None:

@@ -10,11 +10,11 @@ from paths import DATA
 from pydantic import TypeAdapter, ValidationError
 
 from lmi_server.configuration.declaration import Documented, Option, Options, written
-from lmi_server.configuration.handlers import HANDLERS, JAVA_ENGINE, HandlerRow, load_options_type
+from lmi_server.configuration.handlers import HANDLERS, HandlerSpec, load_options_type
 from lmi_server.configuration.options import ModelOptions, ServingOptions
 
 DOCUMENTED = json.loads((DATA / "documented_keys.json").read_text())
-ROWS = {row.title: row for row in (*HANDLERS, JAVA_ENGINE)}
+SPECS = {spec.title: spec for spec in (*HANDLERS.specs, HANDLERS.java)}
 SECTIONS = {
     "DeepSpeed": "deepspeed",
     "HuggingFace Accelerate": "huggingface",
@@ -28,7 +28,7 @@ SECTIONS = {
 def classes_of(section: str) -> tuple[type[Options], ...]:
     if section == "Common":
         return (ServingOptions, ModelOptions)
-    return (load_options_type(ROWS[SECTIONS[section]]),)
+    return (load_options_type(SPECS[SECTIONS[section]]),)
 
 
 def declared(key: str, *classes: type[Options]) -> tuple[type[Options], Option]:
@@ -84,7 +84,7 @@ def test_documented_defaults_that_differ_by_handler() -> None:
     differing = [
         f"{row['handler']}: {row['key']}: documented is {row['default']}, declared is {written(option.default)}"
         for row in DOCUMENTED["defaults per handler"]
-        for _, option in [declared(row["key"], load_options_type(ROWS[row["handler"]]))]
+        for _, option in [declared(row["key"], load_options_type(SPECS[row["handler"]]))]
         if written(option.default) != row["default"]
     ]
     assert differing == []
@@ -97,14 +97,14 @@ def test_keys_of_the_model_server() -> None:
 
 @pytest.mark.parametrize("title", DOCUMENTED["further options"])
 def test_further_options(title: str) -> None:
-    classes = (ServingOptions, ModelOptions if title == "every handler" else load_options_type(ROWS[title]))
+    classes = (ServingOptions, ModelOptions if title == "every handler" else load_options_type(SPECS[title]))
     known = {key for cls in classes for option in cls.declared() for key in option.keys}
     assert {f"option.{name}" for name in DOCUMENTED["further options"][title]} - known == set()
 
 
-@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-def test_a_handlers_options_are_consistent(row: HandlerRow) -> None:
-    cls = load_options_type(row)
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_a_handlers_options_are_consistent(spec: HandlerSpec) -> None:
+    cls = load_options_type(spec)
     keys = [key for option in (*ServingOptions.declared(), *cls.declared()) for key in option.keys]
     assert len(keys) == len(set(keys))
     for option in cls.declared():

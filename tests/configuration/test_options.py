@@ -15,7 +15,7 @@ from handlers.huggingface.options import HuggingFaceOptions
 from handlers.vllm.lmi_dist_options import LmiDistOptions
 from handlers.vllm.options import VllmOptions
 from lmi_server.configuration.declaration import Options
-from lmi_server.configuration.handlers import HANDLERS, find_handler, load_options_type, options_type_of
+from lmi_server.configuration.handlers import HANDLERS, load_options_type, options_type_of
 from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.configuration.server import ServerSettings
 
@@ -210,11 +210,12 @@ def test_what_lmi_dist_was_told_is_told_to_vllm() -> None:
 
 
 def test_every_handler_is_found_by_each_of_its_names() -> None:
-    for row in HANDLERS:
-        assert issubclass(load_options_type(row), ModelOptions)
-        assert row.handler is None or options_type_of(row.handler) is load_options_type(row)
-        assert all(find_handler(name) is row for name in row.names)
-    assert find_handler("vllm2") is None
+    for spec in HANDLERS:
+        assert issubclass(load_options_type(spec), ModelOptions)
+        assert spec.handler is None or options_type_of(spec.handler) is load_options_type(spec)
+        assert all(HANDLERS.by_entry_point(name) is spec for name in spec.entry_points)
+        assert spec.variant is None or HANDLERS.by_title(spec.variant.title) in HANDLERS.specs
+    assert HANDLERS.by_entry_point("vllm2") is None
 
 
 def test_a_handler_outside_the_table_names_its_options_itself() -> None:
@@ -227,7 +228,7 @@ class OwnHandler:
 
 def test_options_are_read_without_importing_an_engine() -> None:
     program = (
-        "import sys; from lmi_server.configuration.handlers import *; [load_options_type(row) for row in HANDLERS]; "
+        "import sys; from lmi_server.configuration.handlers import *; [load_options_type(spec) for spec in HANDLERS]; "
         "sys.exit(str({'torch', 'transformers', 'vllm'} & set(sys.modules) or ''))"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -18,5 +18,5 @@ def test_the_page_is_current() -> None:
 
 def test_every_key_is_on_the_page() -> None:
     page = reference_page()
-    for declaring in (ServingOptions, *(load_options_type(row) for row in HANDLERS)):
+    for declaring in (ServingOptions, *(load_options_type(spec) for spec in HANDLERS.specs)):
         assert [option.key for option in declaring.declared() if f"| `{option.key}` |" not in page] == []

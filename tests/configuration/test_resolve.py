@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from handlers.huggingface.options import HuggingFaceOptions
-from lmi_server.configuration.handlers import OWN_CODE
+from lmi_server.configuration.handlers import HANDLERS
 from lmi_server.configuration.resolve import ResolvedModel, inspect_model, model_name, rebuild_options, resolve_model
 from lmi_server.configuration.server import resolve_server
 from lmi_server.contract.errors import ConfigurationError
@@ -254,7 +254,7 @@ def test_every_spelling_of_ones_own_handler_is_known(write: Write, entry_point: 
         f"option.entryPoint={entry_point.format(directory=directory)}\noption.mine=1"
     )
     resolved = resolve_model(directory, {})
-    assert resolved.handler == OWN_CODE.handler
+    assert resolved.handler == HANDLERS.user_code.handler
     assert resolved.raw_options()["mine"] == "1"
     assert resolved.warnings == ()
 
@@ -300,7 +300,7 @@ def test_a_file_that_is_not_there_is_no_entry_point(write: Write, name: str) -> 
 def test_a_model_py_that_takes_requests_is_the_handler(write: Write, code: str, own: bool) -> None:
     directory = write()
     (directory / "model.py").write_text(code)
-    assert (resolve_model(directory, {}).handler == OWN_CODE.handler) == own
+    assert (resolve_model(directory, {}).handler == HANDLERS.user_code.handler) == own
     assert resolve_model(directory, {"OPTION_ENTRYPOINT": "huggingface"}).options.entry_point == "huggingface"
 
 
@@ -325,7 +325,7 @@ def test_a_formatter_is_looked_for_only_where_text_is_generated(write: Write) ->
 def test_a_function_with_another_name_takes_the_requests(write: Write) -> None:
     directory = write("option.handler=predict")
     (directory / "model.py").write_text("def predict(inputs): ...")
-    assert resolve_model(directory, {}).handler == OWN_CODE.handler
+    assert resolve_model(directory, {}).handler == HANDLERS.user_code.handler
 
 
 @pytest.mark.parametrize(
@@ -513,7 +513,7 @@ NO_GPU = Machine(total_bytes=2**34, available_bytes=2**33)
 
 def test_an_engine_alias_stands_for_other_keys(write: Write) -> None:
     found = inspect_model(write("engine=DeepSpeed\noption.quantize=dynamic_int8"), {}, machine=NO_GPU)
-    assert (found.row.title, found.options.mpi_mode) == ("deepspeed task", True)
+    assert (found.spec.title, found.options.mpi_mode) == ("deepspeed task", True)
     assert found.options.entry_point == "djl_python.deepspeed"
     assert {found.sources[key].layer for key in ("option.mpi_mode", "option.entryPoint")} == {"engine alias"}
     assert found.problems == ()
@@ -522,7 +522,7 @@ def test_an_engine_alias_stands_for_other_keys(write: Write) -> None:
 
 def test_a_given_key_is_stronger_than_an_engine_alias(write: Write) -> None:
     found = inspect_model(write("engine=MPI\noption.entryPoint=djl_python.tensorrt_llm"), {}, machine=NO_GPU)
-    assert (found.row.title, found.options.rolling_batch, found.options.mpi_mode) == ("tensorrt_llm", "trtllm", True)
+    assert (found.spec.title, found.options.rolling_batch, found.options.mpi_mode) == ("tensorrt_llm", "trtllm", True)
 
 
 @pytest.mark.parametrize(
@@ -547,7 +547,7 @@ def test_a_given_key_is_stronger_than_an_engine_alias(write: Write) -> None:
     ],
 )
 def test_which_handler_is_meant(write: Write, properties: str, title: str) -> None:
-    assert inspect_model(write(properties), {}, machine=FOUR_GPUS).row.title == title
+    assert inspect_model(write(properties), {}, machine=FOUR_GPUS).spec.title == title
 
 
 @pytest.mark.parametrize(
@@ -562,14 +562,14 @@ def test_which_handler_is_meant(write: Write, properties: str, title: str) -> No
 )
 def test_which_handler_is_meant_where_vllm_is_installed(write: Write, properties: str, title: str) -> None:
     machine = replace(NO_GPU, engines=frozenset({"vllm"}))
-    assert inspect_model(write(properties), {}, machine=machine).row.title == title
+    assert inspect_model(write(properties), {}, machine=machine).spec.title == title
 
 
 @pytest.mark.parametrize("machine", [NO_GPU, FOUR_GPUS])
 def test_an_architecture_without_lmi_dist_stays_with_huggingface(write: Write, machine: Machine) -> None:
     directory = write("engine=MPI", {"architectures": ["StableLmForCausalLM"]})
     machine = replace(machine, engines=frozenset({"vllm"}))
-    assert inspect_model(directory, {}, machine=machine).row.title == "huggingface"
+    assert inspect_model(directory, {}, machine=machine).spec.title == "huggingface"
 
 
 @pytest.mark.parametrize(
@@ -582,14 +582,14 @@ def test_an_architecture_without_lmi_dist_stays_with_huggingface(write: Write, m
 )
 def test_a_model_that_pools_runs_in_batches_under_vllm(write: Write, properties: str, architecture: str) -> None:
     found = inspect_model(write(properties, {**LLAMA, "architectures": [architecture]}), {}, machine=NO_GPU)
-    assert (found.row.title, found.problems, found.unavailable) == ("vllm pooling", (), ())
+    assert (found.spec.title, found.problems, found.unavailable) == ("vllm pooling", (), ())
     assert found.serving.batch_size == (64 if "batch_size" in properties else 32)
     assert found.options.engine_arguments()["runner"] == "pooling"
 
 
 def test_with_gpus_and_vllm_the_engine_that_needs_no_mpi_is_chosen(write: Write) -> None:
     machine = replace(FOUR_GPUS, engines=frozenset({"vllm"}))
-    assert inspect_model(write(""), {}, machine=machine).row.title == "vllm"
+    assert inspect_model(write(""), {}, machine=machine).spec.title == "vllm"
 
 
 @pytest.mark.parametrize(
@@ -831,7 +831,7 @@ def test_a_configuration_has_one_reading(
     last = dict(pairs)
     file.write_text("\n".join(f"{key}={value}" for key, value in sorted(last.items())))
     once = inspect_model(directory, {}, machine=NO_GPU)
-    assert (whole.options, whole.serving, whole.row) == (once.options, once.serving, once.row)
+    assert (whole.options, whole.serving, whole.spec) == (once.options, once.serving, once.spec)
     assert len(whole.problems) == len(once.problems)
     assert len([text for text in whole.warnings if "was given in line" in text]) == len(pairs) - len(last)
 

@@ -78,7 +78,7 @@ def test_every_sample_is_tested() -> None:
 def test_a_sample_is_right(sample: Path, tmp_path: Path) -> None:
     found = inspect(sample, tmp_path)
     assert found.problems == ()
-    assert found.row.title == HANDLER[sample.stem]
+    assert found.spec.title == HANDLER[sample.stem]
     assert not [text for text in found.warnings if "unknown key" in text or "deprecated" in text]
     assert bool(found.unavailable) == (sample.stem in NOT_YET)
     assert sample.read_text(encoding="utf-8").startswith("# ")

@@ -8,15 +8,7 @@ from pathlib import Path
 import pytest
 
 from lmi_server.configuration.declaration import Option
-from lmi_server.configuration.handlers import (
-    DEEPSPEED_TASK,
-    HANDLERS,
-    JAVA_ENGINE,
-    PIPELINE,
-    VLLM_POOLING,
-    HandlerRow,
-    load_options_type,
-)
+from lmi_server.configuration.handlers import HANDLERS, HandlerSpec, load_options_type
 from lmi_server.configuration.options import ServingOptions
 from lmi_server.configuration.resolve import inspect_model
 from lmi_server.machine.inventory import Machine
@@ -26,10 +18,10 @@ WRONG = "no such value!"
 # They decide which handler is meant, and are tested with it.
 DECIDING = ("engine", "option.entryPoint")
 _OTHERWISE = {
-    JAVA_ENGINE.title: "engine=PyTorch",
-    PIPELINE.title: "option.task=fill-mask",
-    DEEPSPEED_TASK.title: "option.entryPoint=deepspeed",
-    VLLM_POOLING.title: "option.entryPoint=vllm\noption.task=text-embedding",
+    HANDLERS.java.title: "engine=PyTorch",
+    "huggingface pipeline": "option.task=fill-mask",
+    "deepspeed task": "option.entryPoint=deepspeed",
+    "vllm pooling": "option.entryPoint=vllm\noption.task=text-embedding",
 }
 
 
@@ -38,27 +30,27 @@ def typed(options: tuple[Option, ...]) -> list[Option]:
     return [option for option in options if option.allowed not in ("a text", "names separated by commas")]
 
 
-def problems_of(directory: Path, row: HandlerRow, key: str) -> tuple[str, ...]:
+def problems_of(directory: Path, spec: HandlerSpec, key: str) -> tuple[str, ...]:
     """Return what the resolver reports if line 3 of serving.properties gives `key` a wrong value."""
-    decide = f"option.entryPoint={row.names[0]}" if row.names else _OTHERWISE[row.title]
+    decide = f"option.entryPoint={spec.entry_points[0]}" if spec.entry_points else _OTHERWISE[spec.title]
     lines = [*f"{decide}\n".split("\n")[:2], f"{key}={WRONG}"]
     (directory / "serving.properties").write_text("\n".join(lines))
     return inspect_model(directory, {}, machine=MACHINE).problems
 
 
-@pytest.mark.parametrize("row", [*HANDLERS, JAVA_ENGINE], ids=lambda row: row.title)
-def test_wrong_values(row: HandlerRow, tmp_path: Path) -> None:
+@pytest.mark.parametrize("spec", [*HANDLERS.specs, HANDLERS.java], ids=lambda spec: spec.title)
+def test_wrong_values(spec: HandlerSpec, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
-    shared = ServingOptions.declared() if row is HANDLERS[0] else ()
+    shared = ServingOptions.declared() if spec is HANDLERS.default else ()
     allowed = {
         key: option.allowed
-        for option in typed((*shared, *load_options_type(row).declared()))
+        for option in typed((*shared, *load_options_type(spec).declared()))
         for key in (option.keys[0], option.keys[-1])
         if option.key not in DECIDING
     }
     place = tmp_path / "serving.properties"
     expected = {key: (f'{place}:3: {key} = "{WRONG}" is not allowed; allowed: {allowed[key]}',) for key in allowed}
-    assert {key: problems_of(tmp_path, row, key) for key in allowed} == expected
+    assert {key: problems_of(tmp_path, spec, key) for key in allowed} == expected
 
 
 @pytest.mark.parametrize("key", DECIDING)

@@ -21,7 +21,11 @@ from lmi_server.serving.model_store import Startup, startup_sources
 def resolve(directory: Path, environment: Mapping[str, str], registration: Mapping[str, str]) -> ResolvedModel:
     model = resolve_model(directory, environment, registration)
     chosen = model.sources.get("option.test_handler")
-    return model if chosen is None else dataclasses.replace(model, handler=chosen.raw)
+    return (
+        model
+        if chosen is None
+        else dataclasses.replace(model, spec=dataclasses.replace(model.spec, handler=chosen.raw))
+    )
 
 
 if __name__ == "__main__":

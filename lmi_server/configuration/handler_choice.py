@@ -1,0 +1,169 @@
+"""Which handler a configuration means: engine aliases, entryPoint in all its spellings, option.rolling_batch."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from lmi_server.artifacts.location import refuse_remote_entry_point
+from lmi_server.configuration.check import told
+from lmi_server.configuration.handlers import HandlerSpec, HandlerTable
+from lmi_server.configuration.layers import Given, Source
+from lmi_server.configuration.model_code import MODEL_CODE, takes_requests
+from lmi_server.configuration.recommender import batches_statically, is_true, recommend_rolling_batch
+from lmi_server.configuration.tasks import Workload
+from lmi_server.machine.inventory import Machine
+
+ENTRY_POINT = "option.entryPoint"
+HANDLER = "option.handler"
+ROLLING_BATCH = "option.rolling_batch"
+MPI_MODE = "option.mpi_mode"
+
+_ALIASES: Mapping[str, Mapping[str, str]] = {
+    "DeepSpeed": {MPI_MODE: "true", ENTRY_POINT: "djl_python.deepspeed"},
+    "MPI": {MPI_MODE: "true", ENTRY_POINT: "djl_python.huggingface"},
+}
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The handler, and what decided it: `key` and `source`, or no key if only the defaults did.
+
+    `problem` is a line if the entry point names nothing.
+    """
+
+    spec: HandlerSpec | None
+    key: str | None = None
+    source: Source | None = None
+    problem: str | None = None
+
+    def missing(self, model_dir: Path, handlers: HandlerTable) -> str | None:
+        """Return why this version cannot serve with the handler; None if it can."""
+        if self.spec is None or self.spec.handler is not None:
+            return None
+        place = f"{model_dir / 'model.py'}:"
+        if self.source is not None and self.key is not None:
+            place = told(self.source, self.key)
+        served = " or ".join(handlers.served_entry_points())
+        return f"{place} is not available in this version; missing: {self.spec.title}; served are {served}"
+
+
+def engine_alias(given: Given) -> Given:
+    """Return what the engine stands for, engine=MPI for example."""
+    source = given.get("engine")
+    if source is None:
+        return {}
+    visible = replace(source, layer="engine alias", spelling="engine", written=source.raw)
+    return {key: replace(visible, raw=raw) for key, raw in _ALIASES.get(source.raw, {}).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What the files of a model say: `architectures` is empty, `task` None if they do not tell."""
+
+    directory: Path
+    architectures: tuple[str, ...]
+    task: str | None
+
+
+def choose_handler(given: Given, model: Model, machine: Machine, handlers: HandlerTable) -> Choice:
+    """Choose the handler of `model` from the table `handlers`; what is given decides before what its files say."""
+    engine = given.get("engine")
+    served_elsewhere = None if engine is None else handlers.by_engine(engine.raw)
+    if served_elsewhere is not None:
+        return Choice(served_elsewhere, "engine", engine)
+    entry_point = given.get(ENTRY_POINT)
+    chosen = (
+        _by_files(given, model.directory, handlers)
+        if entry_point is None
+        else _by_entry_point(given, entry_point, model.directory, handlers)
+    )
+    workload = _workload(given, model.task)
+    chosen = _variant(chosen, workload, handlers)
+    if chosen.spec is not None and chosen.spec.rolling_batch_decides:
+        chosen = _variant(_by_rolling_batch(chosen, given, model, machine, handlers), workload, handlers)
+    return chosen
+
+
+def _workload(given: Given, task: str | None) -> Workload:
+    rolling = given.get(ROLLING_BATCH)
+    return Workload(
+        task=task,
+        rolling_batch=None if rolling is None else rolling.raw.lower(),
+        under_mpi=MPI_MODE in given and is_true(given[MPI_MODE].raw),
+        batches_statically=batches_statically(given),
+    )
+
+
+def _variant(chosen: Choice, workload: Workload, handlers: HandlerTable) -> Choice:
+    title = None if chosen.spec is None else chosen.spec.variant_for(workload)
+    return chosen if title is None else replace(chosen, spec=handlers.by_title(title))
+
+
+def _by_files(given: Given, model_dir: Path, handlers: HandlerTable) -> Choice:
+    if _is_handler_file(model_dir, given, handlers):
+        return Choice(handlers.user_code)
+    return Choice(handlers.by_files(model_dir) or handlers.default)
+
+
+def _is_handler_file(model_dir: Path, given: Given, handlers: HandlerTable) -> bool:
+    """Return whether model.py is the handler; it may also only bring formatters for a built-in one.
+
+    The latter holds if there is a model for a built-in handler and no function in model.py takes requests.
+    """
+    path = model_dir / MODEL_CODE
+    if not path.is_file():
+        return False
+    has_config = (model_dir / "config.json").is_file()
+    has_model = "option.model_id" in given or has_config or handlers.by_files(model_dir) is not None
+    return HANDLER in given or not has_model or takes_requests(path)
+
+
+def _by_entry_point(given: Given, source: Source, model_dir: Path, handlers: HandlerTable) -> Choice:
+    key, name = ENTRY_POINT, source.raw
+    try:
+        refuse_remote_entry_point(name)
+    except ValueError as error:
+        return Choice(None, key, source, f"{told(source, key)} {error}")
+    spec = handlers.by_entry_point(name) or (handlers.user_code if _is_own_code(name, model_dir) else None)
+    if spec is not None:
+        return Choice(spec, key, source)
+    if name.endswith(".py"):
+        return Choice(None, key, source, f"{told(source, key)} is not allowed; there is no file {model_dir / name}")
+    names = handlers.entry_points()
+    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+    advice = f"; did you mean {nearest[0]}?" if nearest else ""
+    allowed = f"{', '.join(names)}, a Python file of the model directory, an absolute path, a dotted module"
+    return Choice(None, key, source, f"{told(source, key)} is not allowed; allowed: {allowed}{advice}")
+
+
+def _is_own_code(name: str, model_dir: Path) -> bool:
+    if name.endswith(".py"):
+        return (model_dir / name).is_file()  # an absolute name replaces model_dir
+    if _MODULE.fullmatch(name) is None or name.startswith("djl_python."):
+        return False
+    package = name.partition(".")[0]
+    in_model = (model_dir / package).is_dir() or (model_dir / f"{package}.py").is_file()
+    return in_model or find_spec(package) is not None
+
+
+def _by_rolling_batch(chosen: Choice, given: Given, model: Model, machine: Machine, handlers: HandlerTable) -> Choice:
+    """Return the handler that an entry point which stands for several (LMI's huggingface) means here."""
+    rolling, mpi = given.get(ROLLING_BATCH), given.get(MPI_MODE)
+    if rolling is not None and rolling.raw.lower() != "auto":
+        spec = handlers.by_rolling_batch(rolling.raw.lower())
+        return chosen if spec in (None, chosen.spec) else Choice(spec, ROLLING_BATCH, rolling)
+    under_mpi = mpi is not None and is_true(mpi.raw)
+    if chosen.source is not None and rolling is None and not under_mpi:
+        return chosen
+    spec = handlers.by_rolling_batch(recommend_rolling_batch(model.architectures, under_mpi, machine, handlers))
+    if spec is chosen.spec or spec is None:
+        return chosen
+    if mpi is not None and under_mpi:
+        return Choice(spec, MPI_MODE, mpi)
+    return Choice(spec, ROLLING_BATCH, rolling) if rolling is not None else Choice(spec)
