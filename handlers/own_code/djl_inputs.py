@@ -8,8 +8,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from djl_python.inputs import Input, make_input
-from python_multipart import multipart
-from python_multipart.exceptions import FormParserError
+from djl_python.optional_packages import needs
 
 from lmi_server.contract.errors import BadParameterError, RequestError
 from lmi_server.contract.protocol import Input as Request
@@ -93,6 +92,10 @@ def _url_encoded(body: bytes) -> list[tuple[str, bytes]]:
 
 
 def _multipart(content_type: str, body: bytes) -> list[tuple[str, bytes]]:
+    with needs("python-multipart", "forms"):
+        from python_multipart import multipart
+        from python_multipart.exceptions import FormParserError
+
     found: list[tuple[str, bytes]] = []
 
     def on_field(field: Any) -> None:

@@ -7,6 +7,7 @@ import io
 from typing import Any
 
 from djl_python.inputs import Input
+from djl_python.optional_packages import needs
 from djl_python.outputs import Output
 
 _HEADERS = ("question", "context", "inputs")
@@ -67,7 +68,8 @@ def _decode_csv(text: str, require_headers: bool) -> Any:
 
 
 def _numbers(text: str) -> Any:
-    import numpy as np
+    with needs("numpy", "tables of numbers"):
+        import numpy as np
 
     rows = [row for row in csv.reader(io.StringIO(text)) if row]
     try:

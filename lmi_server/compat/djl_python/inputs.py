@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from djl_python.np_util import from_nd_list, from_npz
+from djl_python.optional_packages import needs
 from djl_python.pair_list import PairList
 from djl_python.properties import Properties
 
@@ -114,7 +115,8 @@ class Input:
 
     def get_as_image(self, key: str | None = None) -> Any:
         """Return a PIL image."""
-        from PIL import Image
+        with needs("Pillow", "images"):
+            from PIL import Image
 
         return Image.open(io.BytesIO(self.get_as_bytes(key)))
 

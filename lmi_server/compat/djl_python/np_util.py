@@ -17,6 +17,8 @@ import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from djl_python.optional_packages import needs
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -30,7 +32,8 @@ _ZIP = b"PK"
 
 def to_nd_list(arrays: Sequence[Array] | Array) -> bytearray:
     """Encode arrays of any shape; one array is a list of one."""
-    import numpy as np
+    with needs("numpy", "tensors"):
+        import numpy as np
 
     if isinstance(arrays, np.ndarray):
         arrays = [arrays]
@@ -53,7 +56,8 @@ def from_nd_list(encoded: bytes | bytearray) -> list[Array]:
 
 def to_npz(arrays: Sequence[Array]) -> bytes:
     """Encode arrays as an NPZ file."""
-    import numpy as np
+    with needs("numpy", "tensors"):
+        import numpy as np
 
     file = io.BytesIO()
     np.savez(file, *arrays)
@@ -62,7 +66,8 @@ def to_npz(arrays: Sequence[Array]) -> bytes:
 
 def from_npz(encoded: bytes | bytearray) -> list[Array]:
     """Decode an NPZ file; arrays in the order of the file. Pickled objects are refused."""
-    import numpy as np
+    with needs("numpy", "tensors"):
+        import numpy as np
 
     with np.load(io.BytesIO(encoded), allow_pickle=False) as archive:
         return [archive[name] for name in archive.files]
@@ -107,7 +112,8 @@ class _Reader:
 
 
 def _decode(reader: _Reader) -> Array:
-    import numpy as np
+    with needs("numpy", "tensors"):
+        import numpy as np
 
     magic = reader.text()
     if magic != _MAGIC:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+from djl_python.optional_packages import needs
 from djl_python.session_backup import SessionBackup
 from djl_python.session_values import decode, encode
 
@@ -74,7 +75,8 @@ class Session:
 
         Without `create` it has to be there: raises ValueError where it is not, or has another size.
         """
-        import numpy as np
+        with needs("numpy", "arrays of a session"):
+            import numpy as np
 
         path, kind = self._path(key), np.dtype(np.float32 if dtype is None else dtype)
         if create:

@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from djl_python.optional_packages import needs
+
 _ARRAY, _TUPLE = 1, 2  # codes of msgpack's extension types
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _ALLOWED = "None, bool, int, float, str, bytes, NumPy arrays and scalars, and list, tuple and dict of these"
@@ -53,7 +55,8 @@ def _key(key: Any) -> Any:
 
 
 def _array(value: Any) -> bytes:
-    import numpy as np
+    with needs("numpy", "arrays of a session"):
+        import numpy as np
 
     if not isinstance(value, (np.ndarray, np.generic)) or value.dtype.hasobject:
         raise TypeError(f"numpy.{type(value).__name__} of objects cannot be stored in a session; allowed: {_ALLOWED}")
@@ -66,7 +69,8 @@ def _read(code: int, data: memoryview) -> Any:
     if code == _TUPLE:
         return tuple(decode(bytes(data)))
     if code == _ARRAY:
-        import numpy as np
+        with needs("numpy", "arrays of a session"):
+            import numpy as np
 
         array = np.load(io.BytesIO(bytes(data)), allow_pickle=False)
         return array if array.ndim else array[()]

@@ -1,0 +1,21 @@
+"""Late imports of packages that the base install does not have: if one is missing, the error says how to get it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_REMEDIES = {
+    "numpy": "pip install numpy, or lmi-server[huggingface], which brings it along",
+    "Pillow": 'pip install "lmi-server[tasks]"',
+    "python-multipart": "pip install python-multipart",
+}
+
+
+@contextmanager
+def needs(package: str, purpose: str) -> Iterator[None]:
+    """Around the import of `package`: raise an ImportError that names it, what it is for and the remedy."""
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(f"{purpose} need {package} ({error}); {_REMEDIES[package]}") from error
