@@ -109,7 +109,7 @@ class TaskHandler(RequestHandler):
         if self._name != "text-embedding":
             raise RequestError(f"the model serves {self._name}, not embeddings; set option.task=text-embedding")
         asked = openai_embeddings.parse(body)
-        name, warnings = openai.name_told(request, asked.model, self._served)
+        name, warnings = openai.shown_model_name(request, asked.model, self._served)
         for warning in (*asked.warnings, *warnings):
             logger.warning("%s", warning)
         embedding: TextEmbedding = self._task  # type: ignore[assignment]

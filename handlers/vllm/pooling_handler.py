@@ -122,7 +122,7 @@ class VllmPoolingHandler(RequestHandler):
         asked = openai_embeddings.parse(body)
         for warning in asked.warnings:
             logger.warning("%s", warning)
-        name = self._name_told(request, asked.model)
+        name = self._shown_model_name(request, asked.model)
 
         def write(results: Sequence[Pooled]) -> Response:
             vectors = [result.values.tobytes() for result in results]
@@ -132,7 +132,7 @@ class VllmPoolingHandler(RequestHandler):
 
     def _score(self, request: Input, body: Mapping[str, Any]) -> _Call:
         asked, comparison = self._model.score(body)
-        name = self._name_told(request, asked.model)
+        name = self._shown_model_name(request, asked.model)
 
         def write(results: Sequence[Pooled]) -> Response:
             return _json(scores.score_body(name, comparison.scores(results), _tokens(results)))
@@ -141,7 +141,7 @@ class VllmPoolingHandler(RequestHandler):
 
     def _rerank(self, request: Input, body: Mapping[str, Any]) -> _Call:
         asked, comparison = self._model.rerank(body)
-        name = self._name_told(request, asked.model)
+        name = self._shown_model_name(request, asked.model)
 
         def write(results: Sequence[Pooled]) -> Response:
             told = comparison.scores(results)
@@ -149,8 +149,8 @@ class VllmPoolingHandler(RequestHandler):
 
         return _Call(comparison.prompts, write)
 
-    def _name_told(self, request: Input, model: str | None) -> str:
-        name, warnings = openai.name_told(request, model, self._served)
+    def _shown_model_name(self, request: Input, model: str | None) -> str:
+        name, warnings = openai.shown_model_name(request, model, self._served)
         for warning in warnings:
             logger.warning("%s", warning)
         return name

@@ -64,7 +64,7 @@ def test_every_error_has_a_reply(cls: type[LmiServerError], route: str) -> None:
     assert json.loads(body)
 
 
-def test_retry_after_only_where_a_retry_helps() -> None:
+def test_retry_after_only_if_a_retry_helps() -> None:
     assert ("retry-after", "1") in error_reply("invocations", errors.QueueFullError("full"))[1]
     assert ("retry-after", "5") in error_reply("completions", errors.ModelNotReadyError("loading"))[1]
     assert "retry-after" not in dict(error_reply("completions", errors.RequestError("bad"))[1])

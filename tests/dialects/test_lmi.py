@@ -120,7 +120,7 @@ def test_sampling_follows_from_do_sample_or_temperature(parameters: dict[str, An
     assert sampling(**parameters).greedy is greedy
 
 
-def test_log_probabilities_are_asked_for_only_where_they_are_told() -> None:
+def test_log_probabilities_are_requested_only_if_the_answer_shows_them() -> None:
     assert lmi().requests[0].sampling.logprobs is None
     assert lmi(details=True).requests[0].sampling.logprobs == 0
     assert lmi(stream=True).requests[0].sampling.logprobs == 0
@@ -131,7 +131,7 @@ def test_log_probabilities_are_asked_for_only_where_they_are_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "expected"),
     [
         (b"", "empty"),
         (b"{", "not valid JSON"),
@@ -149,10 +149,10 @@ def test_log_probabilities_are_asked_for_only_where_they_are_told() -> None:
         ({"inputs": "a", "adapters": ["french", "german"]}, "adapters: a list of 2 is not allowed"),
     ],
 )
-def test_bad_bodies(body: Any, told: str) -> None:
+def test_bad_bodies(body: Any, expected: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse(request("predictions", body), SERVED)
-    assert told in caught.value.message
+    assert expected in caught.value.message
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_json_details() -> None:
     }
 
 
-def test_one_token_is_told_once() -> None:
+def test_one_token_appears_once() -> None:
     only = Delta("He", (Token(5, "He", -1.0),), "length", Usage(1, 1))
     assert json.loads(answer(lmi(), [only])) == {"generated_text": "He"}
     assert lines(answer(lmi(stream=True), [only])) == [
@@ -318,10 +318,10 @@ def test_jsonlines() -> None:
 
 
 def test_jsonlines_details_are_on_the_last_line() -> None:
-    told = lines(answer(lmi(stream=True, details=True, return_full_text=True), DELTAS))
-    assert [sorted(line) for line in told[:-1]] == [["token"]] * 3
-    assert told[-1]["generated_text"] == "Hello" + TEXT
-    assert told[-1]["details"] == {"finish_reason": "eos_token", "generated_tokens": 4, "inputs": "Hello"}
+    sent = lines(answer(lmi(stream=True, details=True, return_full_text=True), DELTAS))
+    assert [sorted(line) for line in sent[:-1]] == [["token"]] * 3
+    assert sent[-1]["generated_text"] == "Hello" + TEXT
+    assert sent[-1]["details"] == {"finish_reason": "eos_token", "generated_tokens": 4, "inputs": "Hello"}
 
 
 def test_several_tokens_in_a_step_and_text_without_a_token() -> None:
@@ -331,15 +331,15 @@ def test_several_tokens_in_a_step_and_text_without_a_token() -> None:
         Delta("c", (Token(3, "cST", -3.0), Token(4, "OP", -4.0))),  # a stop sequence was cut
         Delta("!", (), "stop_sequence", Usage(1, 4)),
     ]
-    told = lines(answer(lmi(stream=True), deltas))
-    assert [(line["token"]["id"], line["token"]["text"]) for line in told] == [
+    sent = lines(answer(lmi(stream=True), deltas))
+    assert [(line["token"]["id"], line["token"]["text"]) for line in sent] == [
         (1, "a"),
         (2, "b"),
         (3, ""),
         (4, "c"),
         (-1, "!"),
     ]
-    assert told[-1]["generated_text"] == "abc!"
+    assert sent[-1]["generated_text"] == "abc!"
     assert answer(lmi(stream=True, served=formatted("sse")), deltas).count(b"data: ") == 5
 
 
@@ -369,30 +369,30 @@ def test_which_form_the_answer_has(
 
 
 def test_sse() -> None:
-    told = events(answer(lmi(served=formatted("sse")), DELTAS))
-    assert told == lines(answer(lmi(stream=True), DELTAS))
+    sent = events(answer(lmi(served=formatted("sse")), DELTAS))
+    assert sent == lines(answer(lmi(stream=True), DELTAS))
 
 
 def test_no_line_is_split_by_readers_of_unicode_lines() -> None:
     ends = "a\u2028b\u2029c\x85d\r\ne\x0bf\x1cg"
     delta = Delta(ends, (Token(1, ends, -1.0),), "length", Usage(1, 1))
-    told = lines(answer(lmi(stream=True), [delta]))
-    assert told[0]["generated_text"] == ends
+    sent = lines(answer(lmi(stream=True), [delta]))
+    assert sent[0]["generated_text"] == ends
 
 
 @given(generations(), st.booleans(), st.sampled_from(["json", "jsonlines", "sse"]))
-def test_a_stream_tells_the_same_as_a_whole_answer(deltas: list[Delta], tgi: bool, formatter: str) -> None:
+def test_a_stream_says_the_same_as_a_whole_answer(deltas: list[Delta], tgi: bool, formatter: str) -> None:
     whole = json.loads(answer(lmi(details=True, served=formatted("json", tgi)), deltas))
     whole = whole[0] if tgi else whole
     data = answer(lmi(details=True, served=formatted(formatter, tgi)), deltas)
     if formatter == "json":
         assert whole["generated_text"] == "".join(delta.text for delta in deltas)
         return
-    told = lines(data) if formatter == "jsonlines" else events(data)
-    assert "".join(line["token"]["text"] for line in told) == whole["generated_text"] == told[-1]["generated_text"]
-    assert [line["token"] for line in told if line["token"]["id"] >= 0] == whole["details"]["tokens"]
-    assert told[-1]["details"]["finish_reason"] == whole["details"]["finish_reason"] == deltas[-1].finish_reason
-    assert not any(line.get("generated_text") for line in told[:-1])
+    sent = lines(data) if formatter == "jsonlines" else events(data)
+    assert "".join(line["token"]["text"] for line in sent) == whole["generated_text"] == sent[-1]["generated_text"]
+    assert [line["token"] for line in sent if line["token"]["id"] >= 0] == whole["details"]["tokens"]
+    assert sent[-1]["details"]["finish_reason"] == whole["details"]["finish_reason"] == deltas[-1].finish_reason
+    assert not any(line.get("generated_text") for line in sent[:-1])
 
 
 def test_a_stream_that_fails_ends_in_an_error() -> None:
@@ -415,16 +415,16 @@ def client_of(served: ServedModel, breaks: bool = False) -> Iterator[InferenceCl
 
 def test_inference_client_streams_from_tgi_compat() -> None:
     with client_of(TGI) as client:
-        told = list(client.text_generation("Hello", stream=True, details=True, top_n_tokens=2, seed=7))
+        sent = list(client.text_generation("Hello", stream=True, details=True, top_n_tokens=2, seed=7))
         texts = list(client.text_generation("Hello", stream=True, max_new_tokens=4))
-    assert "".join(texts) == "".join(output.token.text for output in told) == TEXT
-    assert [output.index for output in told] == [1, 2, 3, 4]
-    assert [output.token.special for output in told] == [False, False, False, True]
-    assert [output.token.logprob for output in told] == [-0.5, -0.25, 0.0, -0.125]
-    assert [top.text for top in told[0].top_tokens] == [" Par", " Lon"]
-    assert all(output.generated_text is None and output.details is None for output in told[:-1])
-    assert told[-1].generated_text == TEXT
-    details = told[-1].details
+    assert "".join(texts) == "".join(output.token.text for output in sent) == TEXT
+    assert [output.index for output in sent] == [1, 2, 3, 4]
+    assert [output.token.special for output in sent] == [False, False, False, True]
+    assert [output.token.logprob for output in sent] == [-0.5, -0.25, 0.0, -0.125]
+    assert [top.text for top in sent[0].top_tokens] == [" Par", " Lon"]
+    assert all(output.generated_text is None and output.details is None for output in sent[:-1])
+    assert sent[-1].generated_text == TEXT
+    details = sent[-1].details
     assert (details.finish_reason, details.generated_tokens, details.input_length, details.seed) == (
         "eos_token",
         4,
@@ -449,7 +449,7 @@ def test_inference_client_reads_plain_lmi() -> None:
         assert client.text_generation("Hello", stop=["END"], do_sample=True, temperature=0.7) == TEXT
 
 
-def test_inference_client_raises_where_a_stream_breaks() -> None:
+def test_inference_client_raises_if_a_stream_breaks() -> None:
     from huggingface_hub.errors import UnknownError
 
     with client_of(TGI, breaks=True) as client:

@@ -168,7 +168,7 @@ def test_parts_of_text_are_joined() -> None:
 
 
 @pytest.mark.parametrize(
-    ("messages", "told"),
+    ("messages", "expected"),
     [
         (None, "messages is missing"),
         ([], "messages: a list of 0"),
@@ -187,10 +187,10 @@ def test_parts_of_text_are_joined() -> None:
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text: null"),
     ],
 )
-def test_bad_messages(messages: Any, told: str) -> None:
+def test_bad_messages(messages: Any, expected: str) -> None:
     with pytest.raises(RequestError) as caught:
         chat(messages=messages)
-    assert told in caught.value.message
+    assert expected in caught.value.message
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def strict(name: str, data: Any) -> Any:
         data if isinstance(data, bytes) else json.dumps(data), strict=True
     )
     assert not value.model_extra
-    assert all(set(choice.model_extra) <= {"stop_reason"} for choice in value.choices), "vLLM tells it too"
+    assert all(set(choice.model_extra) <= {"stop_reason"} for choice in value.choices), "vLLM has it too"
     return value
 
 
@@ -309,13 +309,15 @@ def test_chat_completion() -> None:
     assert usage.prompt_tokens_details.cached_tokens == 1
 
 
-@pytest.mark.parametrize(("reason", "told"), [("length", "length"), ("eos_token", "stop"), ("stop_sequence", "stop")])
-def test_finish_reasons(reason: Any, told: str) -> None:
+@pytest.mark.parametrize(
+    ("reason", "expected"), [("length", "length"), ("eos_token", "stop"), ("stop_sequence", "stop")]
+)
+def test_finish_reasons(reason: Any, expected: str) -> None:
     deltas = [Delta("a", (Token(1, "a"),), reason, Usage(1, 1))]
-    assert strict("chat.ChatCompletion", answer(chat(), deltas)).choices[0].finish_reason == told
-    assert strict("Completion", answer(complete(), deltas)).choices[0].finish_reason == told
-    assert chunks(answer(chat(stream=True), deltas))[-1]["choices"][0]["finish_reason"] == told
-    assert chunks(answer(complete(stream=True), deltas))[-1]["choices"][0]["finish_reason"] == told
+    assert strict("chat.ChatCompletion", answer(chat(), deltas)).choices[0].finish_reason == expected
+    assert strict("Completion", answer(complete(), deltas)).choices[0].finish_reason == expected
+    assert chunks(answer(chat(stream=True), deltas))[-1]["choices"][0]["finish_reason"] == expected
+    assert chunks(answer(complete(stream=True), deltas))[-1]["choices"][0]["finish_reason"] == expected
 
 
 def test_chat_logprobs() -> None:
@@ -337,30 +339,30 @@ def test_logprobs_without_a_finite_number() -> None:
 
 
 def test_chat_stream() -> None:
-    told = chunks(answer(chat(stream=True), DELTAS))
-    for chunk in told:
+    sent = chunks(answer(chat(stream=True), DELTAS))
+    for chunk in sent:
         strict("chat.ChatCompletionChunk", chunk)
         assert "usage" not in chunk
-    assert [chunk["choices"][0]["delta"] for chunk in told] == [
+    assert [chunk["choices"][0]["delta"] for chunk in sent] == [
         {"role": "assistant", "content": ""},
         {"content": " Par"},
         {"content": "ís\u2028"},
         {"content": ""},
     ]
-    assert [chunk["choices"][0]["finish_reason"] for chunk in told] == [None, None, None, "stop"]
-    assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in told}) == 1
+    assert [chunk["choices"][0]["finish_reason"] for chunk in sent] == [None, None, None, "stop"]
+    assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in sent}) == 1
 
 
 def test_chat_stream_with_usage() -> None:
-    told = chunks(answer(chat(stream=True, stream_options={"include_usage": True}), DELTAS))
-    assert all(chunk["usage"] is None for chunk in told[:-1])
-    assert told[-1]["choices"] == []
-    assert told[-1]["usage"]["total_tokens"] == 6
+    sent = chunks(answer(chat(stream=True, stream_options={"include_usage": True}), DELTAS))
+    assert all(chunk["usage"] is None for chunk in sent[:-1])
+    assert sent[-1]["choices"] == []
+    assert sent[-1]["usage"]["total_tokens"] == 6
 
 
-def test_chat_stream_with_logprobs_tells_every_token_once() -> None:
-    told = chunks(answer(chat(stream=True, logprobs=True, top_logprobs=2), DELTAS))
-    tokens = [token for chunk in told for token in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]]
+def test_chat_stream_with_logprobs_has_every_token_once() -> None:
+    sent = chunks(answer(chat(stream=True, logprobs=True, top_logprobs=2), DELTAS))
+    tokens = [token for chunk in sent for token in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]]
     whole = json.loads(answer(chat(logprobs=True, top_logprobs=2), DELTAS))
     assert tokens == whole["choices"][0]["logprobs"]["content"]
 
@@ -369,8 +371,8 @@ def test_chat_stream_with_logprobs_tells_every_token_once() -> None:
 def test_names_that_look_like_json(name: str) -> None:
     served = ServedModel(name=name)
     for make in (chat, complete):
-        told = chunks(answer(make(served=served, model=name, stream=True), DELTAS))
-        assert {chunk["model"] for chunk in told} == {name}
+        sent = chunks(answer(make(served=served, model=name, stream=True), DELTAS))
+        assert {chunk["model"] for chunk in sent} == {name}
 
 
 def test_completion() -> None:
@@ -405,15 +407,15 @@ def test_echo() -> None:
 
 
 @given(generations(), generations(), st.booleans(), st.sampled_from([None, 0, 2]))
-def test_a_completion_stream_tells_the_same_as_a_whole_answer(
+def test_a_completion_stream_says_the_same_as_a_whole_answer(
     one: list[Delta], two: list[Delta], echo: bool, logprobs: int | None
 ) -> None:
     body = {"prompt": ["a", "b"], "echo": echo, "logprobs": logprobs}
     whole = json.loads(answer(complete(**body), one, two))
-    told = chunks(answer(complete(**body, stream=True, stream_options={"include_usage": True}), one, two))
-    assert told[-1]["usage"] == whole["usage"]
+    sent = chunks(answer(complete(**body, stream=True, stream_options={"include_usage": True}), one, two))
+    assert sent[-1]["usage"] == whole["usage"]
     for choice in whole["choices"]:
-        own = [chunk["choices"][0] for chunk in told[:-1] if chunk["choices"][0]["index"] == choice["index"]]
+        own = [chunk["choices"][0] for chunk in sent[:-1] if chunk["choices"][0]["index"] == choice["index"]]
         assert "".join(chunk["text"] for chunk in own) == choice["text"]
         assert [chunk["finish_reason"] for chunk in own if chunk["finish_reason"]] == [choice["finish_reason"]]
         for key, values in (choice["logprobs"] or {}).items():
@@ -421,14 +423,14 @@ def test_a_completion_stream_tells_the_same_as_a_whole_answer(
 
 
 @given(generations(), st.booleans())
-def test_a_chat_stream_tells_the_same_as_a_whole_answer(deltas: list[Delta], logprobs: bool) -> None:
+def test_a_chat_stream_says_the_same_as_a_whole_answer(deltas: list[Delta], logprobs: bool) -> None:
     whole = strict("chat.ChatCompletion", answer(chat(logprobs=logprobs), deltas))
-    told = [
+    sent = [
         strict("chat.ChatCompletionChunk", chunk)
         for chunk in chunks(answer(chat(stream=True, logprobs=logprobs), deltas))
     ]
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in told) == whole.choices[0].message.content
-    assert [chunk.choices[0].finish_reason for chunk in told][-1] == whole.choices[0].finish_reason
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in sent) == whole.choices[0].message.content
+    assert [chunk.choices[0].finish_reason for chunk in sent][-1] == whole.choices[0].finish_reason
 
 
 @pytest.mark.parametrize(
@@ -454,9 +456,9 @@ def test_formatters_of_chat_on_invocations(formatter: str | None, stream: bool, 
 
 def test_jsonlines_chat_is_chunks_without_frames() -> None:
     exchange = chat("invocations", ServedModel(name="tiny", output_formatter="jsonlines_chat"))
-    told = [json.loads(line) for line in answer(exchange, DELTAS).decode().splitlines()]
-    assert [chunk["object"] for chunk in told] == ["chat.completion.chunk"] * 4
-    assert told[-1]["choices"][0]["finish_reason"] == "stop"
+    sent = [json.loads(line) for line in answer(exchange, DELTAS).decode().splitlines()]
+    assert [chunk["object"] for chunk in sent] == ["chat.completion.chunk"] * 4
+    assert sent[-1]["choices"][0]["finish_reason"] == "stop"
 
 
 def test_a_stream_that_fails_does_not_look_complete() -> None:
@@ -485,15 +487,15 @@ def test_the_sdk_reads_streams() -> None:
             stream=True,
             stream_options={"include_usage": True},
         )
-        told = list(stream)
+        sent = list(stream)
         text = list(client.completions.create(model="tiny", prompt="Hello", stream=True))
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in told[:-1]) == TEXT
-    assert told[-1].usage is not None
-    assert told[-1].usage.total_tokens == 6
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in sent[:-1]) == TEXT
+    assert sent[-1].usage is not None
+    assert sent[-1].usage.total_tokens == 6
     assert "".join(chunk.choices[0].text for chunk in text) == TEXT
 
 
-def test_the_sdk_raises_where_a_stream_breaks() -> None:
+def test_the_sdk_raises_if_a_stream_breaks() -> None:
     import openai
 
     with client_of(DELTAS, breaks=True) as client:

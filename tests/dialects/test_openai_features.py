@@ -93,7 +93,7 @@ def test_constraints_on_the_output(make: Any, body: dict[str, Any], constraint: 
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "expected"),
     [
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": "json"}, "response_format"),
@@ -108,11 +108,11 @@ def test_constraints_on_the_output(make: Any, body: dict[str, Any], constraint: 
         ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp"),
     ],
 )
-def test_bad_constraints_are_refused_by_name(body: dict[str, Any], told: str) -> None:
+def test_bad_constraints_are_refused_by_name(body: dict[str, Any], expected: str) -> None:
     for make in (chat, complete):
         with pytest.raises(RequestError) as caught:
             make(**body)
-        assert told in caught.value.message
+        assert expected in caught.value.message
 
 
 # --- sampling ---
@@ -143,7 +143,7 @@ def test_choices_of_a_prompt_differ_by_their_seeds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "expected"),
     [
         ({"n": 3, "best_of": 2}, "best_of"),
         ({"best_of": 2, "stream": True}, "best_of"),
@@ -152,10 +152,10 @@ def test_choices_of_a_prompt_differ_by_their_seeds() -> None:
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ],
 )
-def test_what_excludes_each_other(body: dict[str, Any], told: str) -> None:
+def test_what_excludes_each_other(body: dict[str, Any], expected: str) -> None:
     with pytest.raises(RequestError) as caught:
         complete(**body)
-    assert told in caught.value.message
+    assert expected in caught.value.message
 
 
 # --- chats ---
@@ -192,7 +192,7 @@ def test_how_a_chat_is_rendered_and_read(body: dict[str, Any], options: ChatOpti
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "expected"),
     [
         ({"tools": {}}, "tools"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
@@ -205,10 +205,10 @@ def test_how_a_chat_is_rendered_and_read(body: dict[str, Any], options: ChatOpti
         ({"continue_final_message": True, "add_generation_prompt": True}, "exclude each other"),
     ],
 )
-def test_bad_chats_are_refused_by_name(body: dict[str, Any], told: str) -> None:
+def test_bad_chats_are_refused_by_name(body: dict[str, Any], expected: str) -> None:
     with pytest.raises(RequestError) as caught:
         chat(**body)
-    assert told in caught.value.message
+    assert expected in caught.value.message
 
 
 def test_parts_are_passed_on_to_a_handler_that_takes_them() -> None:
@@ -224,21 +224,21 @@ def test_parts_are_passed_on_to_a_handler_that_takes_them() -> None:
 
 def test_several_choices_of_several_prompts() -> None:
     exchange = complete(prompt=["a", "b"], n=2)
-    told = json.loads(answer(exchange, says("1"), says("2"), says("3"), says("4")))
-    assert [(choice["index"], choice["text"]) for choice in told["choices"]] == [(0, "1"), (1, "2"), (2, "3"), (3, "4")]
-    assert told["usage"]["prompt_tokens"] == 6, "a prompt counts once"
-    assert told["usage"]["completion_tokens"] == 4
+    sent = json.loads(answer(exchange, says("1"), says("2"), says("3"), says("4")))
+    assert [(choice["index"], choice["text"]) for choice in sent["choices"]] == [(0, "1"), (1, "2"), (2, "3"), (3, "4")]
+    assert sent["usage"]["prompt_tokens"] == 6, "a prompt counts once"
+    assert sent["usage"]["completion_tokens"] == 4
 
 
-def test_the_likeliest_of_several_are_told() -> None:
+def test_the_answer_has_the_likeliest_of_several() -> None:
     likely = [Delta("yes", (Token(1, "yes", -0.1),), "eos_token", Usage(3, 1))]
     unlikely = [Delta("no no", (Token(2, "no", -3.0), Token(2, " no", -0.1)), "eos_token", Usage(3, 2))]
     exchange = complete(n=1, best_of=2)
     assert [one.sampling.logprobs for one in exchange.requests] == [0, 0]
-    told = json.loads(answer(exchange, unlikely, likely))
-    assert [choice["text"] for choice in told["choices"]] == ["yes"]
-    assert told["choices"][0]["logprobs"] is None
-    assert told["usage"]["completion_tokens"] == 3, "what was generated counts, told or not"
+    sent = json.loads(answer(exchange, unlikely, likely))
+    assert [choice["text"] for choice in sent["choices"]] == ["yes"]
+    assert sent["choices"][0]["logprobs"] is None
+    assert sent["usage"]["completion_tokens"] == 3, "what was generated counts, sent or not"
 
 
 def test_an_echo_alone() -> None:
@@ -251,43 +251,43 @@ def test_an_echo_alone() -> None:
 
 
 def test_a_chat_of_several_choices_streams() -> None:
-    told = chunks(answer(chat(n=2, stream=True), says("a"), says("b")))
-    roles = [chunk["choices"][0] for chunk in told[:2]]
+    sent = chunks(answer(chat(n=2, stream=True), says("a"), says("b")))
+    roles = [chunk["choices"][0] for chunk in sent[:2]]
     assert [(choice["index"], choice["delta"]) for choice in roles] == [
         (0, {"role": "assistant", "content": ""}),
         (1, {"role": "assistant", "content": ""}),
     ]
-    texts = [(chunk["choices"][0]["index"], chunk["choices"][0]["delta"]["content"]) for chunk in told[2:]]
+    texts = [(chunk["choices"][0]["index"], chunk["choices"][0]["delta"]["content"]) for chunk in sent[2:]]
     assert texts == [(0, "a"), (0, ""), (1, "b"), (1, "")]
 
 
 def test_prompt_log_probabilities_and_token_ids() -> None:
     prompt = (Token(7, "Hel"), Token(8, "lo", -1.5, rank=4))
     delta = Delta("!", (Token(3, "!", -1.0),), "length", Usage(2, 1), "Hello", prompt, (7, 8))
-    told = json.loads(answer(chat(prompt_logprobs=0, return_token_ids=True), [delta]))
-    assert told["prompt_logprobs"] == [None, {"8": {"logprob": -1.5, "rank": 4, "decoded_token": "lo"}}]
-    assert (told["prompt_token_ids"], told["choices"][0]["token_ids"]) == ([7, 8], [3])
+    sent = json.loads(answer(chat(prompt_logprobs=0, return_token_ids=True), [delta]))
+    assert sent["prompt_logprobs"] == [None, {"8": {"logprob": -1.5, "rank": 4, "decoded_token": "lo"}}]
+    assert (sent["prompt_token_ids"], sent["choices"][0]["token_ids"]) == ([7, 8], [3])
     choice = json.loads(answer(complete(prompt_logprobs=0, return_token_ids=True), [delta]))["choices"][0]
     assert choice["prompt_logprobs"][1]["8"]["rank"] == 4
     assert (choice["prompt_token_ids"], choice["token_ids"]) == ([7, 8], [3])
 
 
 def test_token_ids_in_streams() -> None:
-    told = chunks(answer(chat(return_token_ids=True, stream=True), says("a", "b")))
-    assert told[0]["prompt_token_ids"] == [7, 8, 9]
-    assert [chunk["choices"][0].get("token_ids") for chunk in told] == [None, [0], [1], []]
-    told = chunks(answer(complete(return_token_ids=True, stream=True), says("a", "b")))
-    assert told[0]["choices"][0]["prompt_token_ids"] == [7, 8, 9]
-    assert [chunk["choices"][0]["token_ids"] for chunk in told] == [[0], [1], []]
+    sent = chunks(answer(chat(return_token_ids=True, stream=True), says("a", "b")))
+    assert sent[0]["prompt_token_ids"] == [7, 8, 9]
+    assert [chunk["choices"][0].get("token_ids") for chunk in sent] == [None, [0], [1], []]
+    sent = chunks(answer(complete(return_token_ids=True, stream=True), says("a", "b")))
+    assert sent[0]["choices"][0]["prompt_token_ids"] == [7, 8, 9]
+    assert [chunk["choices"][0]["token_ids"] for chunk in sent] == [[0], [1], []]
 
 
 @pytest.mark.parametrize("make", [chat, complete])
 def test_usage_in_every_chunk(make: Any) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    told = chunks(answer(make(stream=True, stream_options=options), says("a", "b")))
-    counts = [chunk["usage"]["completion_tokens"] for chunk in told]
+    sent = chunks(answer(make(stream=True, stream_options=options), says("a", "b")))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in sent]
     assert counts == ([0] if make is chat else []) + [1, 2, 2, 2]
-    assert {chunk["usage"]["prompt_tokens"] for chunk in told} == {3}
+    assert {chunk["usage"]["prompt_tokens"] for chunk in sent} == {3}
 
 
 def test_tokens_by_their_ids() -> None:
@@ -307,8 +307,8 @@ CALLS = [
 
 
 def test_tool_calls_and_reasoning() -> None:
-    told = json.loads(answer(chat(tools=[WEATHER]), CALLS))
-    choice = told["choices"][0]
+    sent = json.loads(answer(chat(tools=[WEATHER]), CALLS))
+    choice = sent["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"] == {
         "role": "assistant",
@@ -319,12 +319,12 @@ def test_tool_calls_and_reasoning() -> None:
             {"id": "call-2", "type": "function", "function": {"name": "f", "arguments": "{}"}},
         ],
     }
-    assert told["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}
+    assert sent["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}
 
 
 def test_tool_calls_in_a_stream() -> None:
-    told = chunks(answer(chat(tools=[WEATHER], stream=True), CALLS))
-    assert [chunk["choices"][0]["delta"] for chunk in told] == [
+    sent = chunks(answer(chat(tools=[WEATHER], stream=True), CALLS))
+    assert [chunk["choices"][0]["delta"] for chunk in sent] == [
         {"role": "assistant", "content": ""},
         {"reasoning": "Let me see."},
         {
@@ -342,21 +342,21 @@ def test_tool_calls_in_a_stream() -> None:
         },
         {"content": ""},
     ]
-    assert told[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    assert sent[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
-def test_one_tool_call_where_only_one_is_wanted() -> None:
+def test_one_tool_call_if_only_one_is_allowed() -> None:
     whole = json.loads(answer(chat(tools=[WEATHER], parallel_tool_calls=False), CALLS))
     assert [call["id"] for call in whole["choices"][0]["message"]["tool_calls"]] == ["call-1"]
-    told = chunks(answer(chat(tools=[WEATHER], parallel_tool_calls=False, stream=True), CALLS))
-    calls = [call for chunk in told for call in chunk["choices"][0]["delta"].get("tool_calls", [])]
+    sent = chunks(answer(chat(tools=[WEATHER], parallel_tool_calls=False, stream=True), CALLS))
+    calls = [call for chunk in sent for call in chunk["choices"][0]["delta"].get("tool_calls", [])]
     assert {call["index"] for call in calls} == {0}
 
 
 def test_a_named_function_ends_as_a_text_does() -> None:
     choice = {"type": "function", "function": {"name": "weather"}}
-    told = json.loads(answer(chat(tools=[WEATHER], tool_choice=choice), CALLS))
-    assert told["choices"][0]["finish_reason"] == "stop"
+    sent = json.loads(answer(chat(tools=[WEATHER], tool_choice=choice), CALLS))
+    assert sent["choices"][0]["finish_reason"] == "stop"
 
 
 def test_a_call_alone_has_no_content() -> None:
@@ -364,7 +364,7 @@ def test_a_call_alone_has_no_content() -> None:
     assert message["content"] is None
 
 
-def test_the_stop_that_ended_a_sequence_is_told() -> None:
+def test_the_answer_names_the_stop_that_ended_a_sequence() -> None:
     deltas = [Delta("a", (Token(0, "a"),), "stop_sequence", Usage(1, 1), stop_reason="END")]
     for make in (chat, complete):
         assert json.loads(answer(make(), deltas))["choices"][0]["stop_reason"] == "END"

@@ -34,13 +34,13 @@ def respond(served: ServedModel = CAPABLE, **body: Any) -> Exchange:
 
 
 def events(data: bytes) -> list[dict[str, Any]]:
-    told = []
+    sent = []
     for part in data.decode().split("\n\n")[:-1]:
         name, line = part.split("\n")
         event = json.loads(line.removeprefix("data: "))
         assert name == f"event: {event['type']}"
-        told.append(event)
-    return told
+        sent.append(event)
+    return sent
 
 
 @contextmanager
@@ -95,7 +95,7 @@ def test_tools_and_constraints() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "expected"),
     [
         ({"input": None}, "input is missing"),
         ({"input": []}, "input"),
@@ -108,10 +108,10 @@ def test_tools_and_constraints() -> None:
         ({"truncation": "auto"}, "truncation"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(body: dict[str, Any], told: str) -> None:
+def test_what_cannot_be_served_is_refused_by_name(body: dict[str, Any], expected: str) -> None:
     with pytest.raises(RequestError) as caught:
         respond(**body)
-    assert told in caught.value.message
+    assert expected in caught.value.message
 
 
 def test_a_handler_without_tools_refuses_them() -> None:
@@ -159,20 +159,20 @@ def test_the_sdk_streams_a_response() -> None:
         client_of(CALLS) as client,
         client.responses.stream(model="tiny", input="Hello", tools=[WEATHER]) as stream,  # type: ignore[list-item]
     ):
-        told = [event.type for event in stream]
+        sent = [event.type for event in stream]
         final = stream.get_final_response()
-    assert told[:3] == ["response.created", "response.in_progress", "response.output_item.added"]
-    assert told[-1] == "response.completed"
+    assert sent[:3] == ["response.created", "response.in_progress", "response.output_item.added"]
+    assert sent[-1] == "response.completed"
     assert final.output_text == "I look."
-    assert "response.function_call_arguments.done" in told
+    assert "response.function_call_arguments.done" in sent
 
 
 def test_what_ran_out_of_tokens_is_incomplete() -> None:
     deltas = [Delta("a", (Token(1, "a"),), "length", Usage(1, 1))]
-    told = events(answer(respond(stream=True), deltas))
-    assert told[-1]["type"] == "response.incomplete"
-    assert told[-1]["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
-    assert [event["sequence_number"] for event in told] == list(range(len(told)))
+    sent = events(answer(respond(stream=True), deltas))
+    assert sent[-1]["type"] == "response.incomplete"
+    assert sent[-1]["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert [event["sequence_number"] for event in sent] == list(range(len(sent)))
 
 
 @given(generations())
@@ -180,11 +180,11 @@ def test_a_stream_ends_with_the_whole_response(deltas: list[Delta]) -> None:
     from openai.types.responses import Response
 
     whole = Response.model_validate_json(answer(respond(), deltas))
-    told = events(answer(respond(stream=True), deltas))
-    last = Response.model_validate(told[-1]["response"])
+    sent = events(answer(respond(stream=True), deltas))
+    last = Response.model_validate(sent[-1]["response"])
     assert last.output_text == whole.output_text
     assert last.usage == whole.usage
-    pieces = [event["delta"] for event in told if event["type"] == "response.output_text.delta"]
+    pieces = [event["delta"] for event in sent if event["type"] == "response.output_text.delta"]
     assert "".join(pieces) == whole.output_text
 
 

@@ -27,7 +27,7 @@ def test_a_chat() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "expected"),
     [
         ({}, '"prompt"'),
         ({"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, '"messages"'),
@@ -35,10 +35,10 @@ def test_a_chat() -> None:
         ({"prompt": "a", "return_token_strs": True}, "return_token_strs"),
     ],
 )
-def test_what_cannot_be_tokenized(body: Any, told: str) -> None:
+def test_what_cannot_be_tokenized(body: Any, expected: str) -> None:
     with pytest.raises(RequestError) as caught:
         tokens.parse_tokenize(request("tokenize", body), SERVED)
-    assert told in caught.value.message
+    assert expected in caught.value.message
 
 
 @pytest.mark.parametrize("body", [{}, {"tokens": "1"}, {"tokens": [-1]}, {"tokens": [1.5]}])

@@ -41,7 +41,7 @@ def request(route: str, body: Any, **headers: str) -> Input:
 
 
 def answer(exchange: Exchange, *deltas: Sequence[Delta]) -> bytes:
-    """Return the bytes that a worker sends where sequence i of the exchange generates `deltas[i]`."""
+    """Return the bytes that a worker sends if sequence `i` of the exchange generates `deltas[i]`."""
     chunks = [exchange.first()]
     chunks += [exchange.add(index, delta) for index, sequence in enumerate(deltas) for delta in sequence]
     return b"".join(chunks) + exchange.last() if exchange.stream else exchange.body()

@@ -1,4 +1,4 @@
-"""What the answers of completions and chats share: usage, log probabilities, and the chunks of a stream."""
+"""What the answers of completions and chats share: the objects, usage, log probabilities, chunks of a stream."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from lmi_server.dialects.base import Exchange
 from lmi_server.dialects.errors import error_event
 from lmi_server.dialects.framing import Framing
 from lmi_server.dialects.openai.request import AnswerOptions, Envelope
+from lmi_server.dialects.routes import COMPLETIONS
 
 FINISH: dict[FinishReason, str] = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
-_LEAST_LOGPROB = -9999.0  # what OpenAI reports where there is no finite number
+_LEAST_LOGPROB = -9999.0  # OpenAI writes it for log probabilities that are not finite: JSON has no infinity
 
 
 class _PromptDetails(msgspec.Struct):
@@ -27,8 +28,8 @@ class _CompletionDetails(msgspec.Struct):
     reasoning_tokens: int
 
 
-class UsageBody(msgspec.Struct):
-    """OpenAI's usage."""
+class UsageObject(msgspec.Struct):
+    """OpenAI's `usage`."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -38,7 +39,7 @@ class UsageBody(msgspec.Struct):
 
 
 class PromptLogprob(msgspec.Struct):
-    """vLLM's way to tell one alternative for a prompt token."""
+    """One alternative of a prompt token in vLLM's form."""
 
     logprob: float
     rank: int | None
@@ -48,10 +49,10 @@ class PromptLogprob(msgspec.Struct):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
-class Answer(msgspec.Struct):
-    """What an answer and a chunk have in common: everything but the kind of their choices.
+class AnswerObject(msgspec.Struct):
+    """A whole answer, or one chunk of a stream; the types of their choices differ.
 
-    `prompt_logprobs` and `prompt_token_ids` stand here for a chat, and in the choices of a completion.
+    A chat has `prompt_logprobs` and `prompt_token_ids` here, a completion has them in its choices.
     """
 
     id: str
@@ -59,21 +60,23 @@ class Answer(msgspec.Struct):
     created: int
     model: str
     choices: Sequence[msgspec.Struct]
-    usage: UsageBody | UnsetType | None = UNSET
+    usage: UsageObject | UnsetType | None = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-def answer_of(kind: str, envelope: Envelope, choices: Sequence[msgspec.Struct]) -> Answer:
-    return Answer(envelope.id, kind, envelope.created, envelope.model, choices)
+def answer_object(kind: str, envelope: Envelope, choices: Sequence[msgspec.Struct]) -> AnswerObject:
+    """Return an answer of `kind`, the value of its field `object`."""
+    return AnswerObject(envelope.id, kind, envelope.created, envelope.model, choices)
 
 
 def finite(logprob: float | None) -> float:
+    """Return the log probability, or OpenAI's number for one that is missing or not finite."""
     return logprob if logprob is not None and logprob > _LEAST_LOGPROB else _LEAST_LOGPROB  # NaN compares false
 
 
-def shown(token: Token | TopToken, options: AnswerOptions) -> str:
-    """Return how log probabilities tell a token."""
+def token_label(token: Token | TopToken, options: AnswerOptions) -> str:
+    """Return the text that stands for a token in log probabilities."""
     return f"token_id:{token.id}" if options.tokens_as_ids else token.text
 
 
@@ -87,12 +90,13 @@ def _prompt_logprob(token: Token, alternatives: int) -> dict[str, PromptLogprob]
         str(other.id): PromptLogprob(finite(other.logprob), rank, other.text)
         for rank, other in enumerate(token.top[:alternatives], start=1)
     }
+    # The actual token comes first, as with vLLM; it may be one of the alternatives or not.
     own = PromptLogprob(finite(token.logprob), token.rank, token.text)
     return {str(token.id): top.get(str(token.id), own), **top}
 
 
 class Tally:
-    """What the sequences of a request have used so far. A prompt counts once, however many choices it has."""
+    """Counts the tokens of a request's sequences. A prompt counts once, however many choices it has."""
 
     def __init__(self, sequences: int, per_prompt: int) -> None:
         self._per_prompt = per_prompt
@@ -100,28 +104,31 @@ class Tally:
         self._prompt_tokens = [0] * sequences
         self._completion_tokens = [0] * sequences
 
-    def open(self, index: int, prompt_tokens: int) -> None:
-        """Take the length of a sequence's prompt, for `so_far`."""
+    def set_prompt(self, index: int, prompt_tokens: int) -> None:
+        """Set the number of prompt tokens of a sequence, for `so_far`."""
         self._prompt_tokens[index] = prompt_tokens
 
-    def take(self, index: int, delta: Delta) -> None:
-        """Count a delta; needed of every one for `so_far`, of each sequence's last for `total`."""
+    def add(self, index: int, delta: Delta) -> None:
+        """Count a delta. `so_far` needs every delta, `total` only the last of each sequence."""
         if delta.prompt_token_ids is not None:
-            self.open(index, len(delta.prompt_token_ids))
+            self.set_prompt(index, len(delta.prompt_token_ids))
         self._completion_tokens[index] += len(delta.tokens)
         if delta.usage is not None:
             self._final[index] = delta.usage
 
-    def so_far(self, index: int) -> UsageBody:
+    def so_far(self, index: int) -> UsageObject:
+        """Return the usage of one sequence up to now."""
         prompt, completion = self._prompt_tokens[index], self._completion_tokens[index]
-        return UsageBody(prompt, completion, prompt + completion)
+        return UsageObject(prompt, completion, prompt + completion)
 
-    def total(self) -> UsageBody:
+    def total(self) -> UsageObject:
+        """Return the usage of the whole request."""
         known = [usage for usage in self._final if usage is not None]
+        # The choices of one prompt follow each other; the first of each group stands for its prompt.
         prompts = [usage for usage in self._final[:: self._per_prompt] if usage is not None]
         prompt = sum(usage.prompt_tokens for usage in prompts)
         completion = sum(usage.completion_tokens for usage in known)
-        body = UsageBody(prompt, completion, prompt + completion)
+        body = UsageObject(prompt, completion, prompt + completion)
         body.prompt_tokens_details = _PromptDetails(sum(usage.cached_tokens for usage in prompts))
         reasoning = [usage.reasoning_tokens for usage in known if usage.reasoning_tokens is not None]
         if reasoning:
@@ -130,7 +137,7 @@ class Tally:
 
 
 class Parsed(NamedTuple):
-    """A request, parsed: the sequences to generate, and what their answer needs of it."""
+    """A parsed request: the sequences to generate, and what their answer needs of it."""
 
     requests: tuple[GenerationRequest, ...]
     envelope: Envelope
@@ -139,20 +146,21 @@ class Parsed(NamedTuple):
 
 
 class OpenAIExchange(Exchange):
-    """What the four kinds of answer share. Sequence i belongs to prompt i // (sequences per prompt)."""
+    """What the four kinds of answer share. Sequence `i` belongs to prompt `i // per_prompt`."""
 
     def __init__(self, parsed: Parsed, per_prompt: int) -> None:
         self.requests, self._envelope, self.warnings, self._options = parsed
         self._tally = Tally(len(parsed.requests), per_prompt)
 
     def error_chunk(self, error: LmiServerError) -> bytes:
-        return error_event("completions", self.content_type, error)
+        return error_event(COMPLETIONS, self.content_type, error)
 
 
 class Chunks:
-    """Writes the chunks of a stream; those of plain text are put together from bytes that never change.
+    """Writes the chunks of a stream.
 
-    Tens of thousands of them are written per second.
+    A busy worker writes tens of thousands of chunks per second, and nearly all of them differ in their text alone. So
+    `around_text` encodes one chunk ahead of time, and the caller puts the encoded text between its two halves.
     """
 
     def __init__(self, kind: str, envelope: Envelope, framing: Framing, include_usage: bool) -> None:
@@ -162,23 +170,24 @@ class Chunks:
         self._include_usage = include_usage
 
     def write(
-        self, choice: msgspec.Struct, usage: UsageBody | None = None, prompt_token_ids: list[int] | UnsetType = UNSET
+        self, choice: msgspec.Struct, usage: UsageObject | None = None, prompt_token_ids: list[int] | UnsetType = UNSET
     ) -> bytes:
-        chunk = answer_of(self._kind, self._envelope, [choice])
+        chunk = answer_object(self._kind, self._envelope, [choice])
         chunk.prompt_token_ids = prompt_token_ids
         if self._include_usage:
             chunk.usage = usage
         return self._framing.frame(chunk)
 
     def around_text(self, choice: msgspec.Struct) -> tuple[bytes, bytes]:
-        """Return what stands before and after the text of a chunk with this choice, whose text is empty."""
+        """Return the bytes before and after the text of a chunk with this choice, whose text is empty."""
         before, mark, after = self.write(choice).rpartition(b'""')
-        assert mark, "the choice's text is the last empty string of its chunk"
+        assert mark, "the text is the last empty string of its chunk"
         return before, after
 
     def end(self, tally: Tally) -> bytes:
+        """Return the end of the stream: the chunk with the usage, if the request asks for it, and the closing event."""
         if not self._include_usage:
             return self._framing.done
-        chunk = answer_of(self._kind, self._envelope, [])
+        chunk = answer_object(self._kind, self._envelope, [])
         chunk.usage = tally.total()
         return self._framing.frame(chunk) + self._framing.done

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: parsing, and the choice of the answer's form."""
+"""Parses OpenAI's chat completions, and chooses the form of the answer."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from lmi_server.dialects.openai.request import (
     UNSUPPORTED,
     answer_options,
     envelope_of,
-    of_choice,
     priority_of,
     read,
     sampling_of,
+    sampling_of_choice,
 )
 
 
@@ -57,7 +57,7 @@ CHAT_FIELDS: dict[str, Field] = {
     "reasoning_effort": Field("reasoning_effort", fields.string),
     "include_reasoning": Field("include_reasoning", fields.boolean),
     "thinking_token_budget": Field("thinking_token_budget", fields.integer(-1, 2**31 - 1), "reasoning"),
-    "best_of": Field(None, fields.one("send n instead: every choice that is generated is told")),
+    "best_of": Field(None, fields.one("send n instead: the answer has every choice that is generated")),
     "modalities": Field(None, _only_text),
     "chat_template": Field(None, fields.off("leave it out: the tokenizer's chat template is used")),
     **{
@@ -91,7 +91,7 @@ def parse_chat(request: Input, body: dict[str, Any], served: ServedModel) -> Exc
             messages=messages,
             tools=tools,
             chat=chat,
-            sampling=of_choice(sampling, index),
+            sampling=sampling_of_choice(sampling, index),
             stream=framing is not None,
             add_special_tokens=special,
             priority=priority,
@@ -104,7 +104,10 @@ def parse_chat(request: Input, body: dict[str, Any], served: ServedModel) -> Exc
 
 
 def _chat_framing(request: Input, served: ServedModel, stream: bool) -> tuple[Framing | None, tuple[str, ...]]:
-    """Return the framing of the stream, None for one JSON object. OpenAI's own routes know no option."""
+    """Return the framing of a streamed answer, or None for one JSON object; and the warnings.
+
+    option.output_formatter is LMI's, so that it has no effect on OpenAI's own routes.
+    """
     by_stream = SSE if stream else None
     if is_openai(request.route):
         return by_stream, ()
@@ -121,8 +124,8 @@ def _chat_framing(request: Input, served: ServedModel, stream: bool) -> tuple[Fr
 
 def _set_alternatives(values: dict[str, Any]) -> None:
     """Turn chat's `logprobs` and `top_logprobs` into the number of alternatives."""
-    asked, top = values.pop("logprobs", False), values.pop("top_logprobs", None)
-    if asked:
+    wanted, top = values.pop("logprobs", False), values.pop("top_logprobs", None)
+    if wanted:
         values["logprobs"] = top or 0
     elif top:
         raise fields.not_allowed("top_logprobs", top, "send logprobs: true with it")

@@ -1,4 +1,4 @@
-"""The answers of OpenAI's chat completions: one object, or the chunks of a stream."""
+"""Writes the answers of OpenAI's chat completions: one object, or the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from lmi_server.dialects.openai.answer import (
     Chunks,
     OpenAIExchange,
     Parsed,
-    answer_of,
+    answer_object,
     finite,
     prompt_logprobs,
-    shown,
+    token_label,
 )
 from lmi_server.dialects.openai.request import AnswerOptions
 
@@ -109,14 +109,14 @@ def _logprobs(tokens: Sequence[Token], options: AnswerOptions) -> _Logprobs:
 
 
 def _token_logprob(token: Token, options: AnswerOptions) -> _TokenLogprob:
-    # As with vLLM the chosen token comes first, whether it is one of the most likely or not.
+    # As with vLLM, the chosen token comes first, also if it is not one of the most likely.
     ranked: list[Token | TopToken] = [token, *(other for other in token.top if other.id != token.id)]
-    top = [_TopLogprob(*_told(other, options)) for other in ranked[: options.alternatives]]
-    return _TokenLogprob(*_told(token, options), top)
+    top = [_TopLogprob(*_token_fields(other, options)) for other in ranked[: options.alternatives]]
+    return _TokenLogprob(*_token_fields(token, options), top)
 
 
-def _told(token: Token | TopToken, options: AnswerOptions) -> tuple[str, float, list[int]]:
-    return shown(token, options), finite(token.logprob), list(token.text.encode())
+def _token_fields(token: Token | TopToken, options: AnswerOptions) -> tuple[str, float, list[int]]:
+    return token_label(token, options), finite(token.logprob), list(token.text.encode())
 
 
 def _piece(call: ToolCallDelta) -> _ToolCallPiece:
@@ -129,31 +129,32 @@ def _piece(call: ToolCallDelta) -> _ToolCallPiece:
     return piece
 
 
-# --- format ---
+# --- the answers ---
 
 
-class _Choosing:
-    """What of the request decides which tool calls a choice tells, and as what it ends."""
+class _ToolCallRules:
+    """Which tool calls a choice shows, and which finish reason it has; the request decides both."""
 
     def __init__(self, request: GenerationRequest) -> None:
         self._one_call = not request.chat.parallel_tool_calls
         self._named = isinstance(request.chat.tool_choice, NamedTool)
 
-    def told(self, calls: Sequence[ToolCallDelta]) -> list[ToolCallDelta]:
+    def allowed(self, calls: Sequence[ToolCallDelta]) -> list[ToolCallDelta]:
+        """Return the calls without those that parallel_tool_calls=false forbids; models may generate them anyway."""
         return [call for call in calls if not self._one_call or call.index == 0]
 
     def finish(self, reason: FinishReason, called: bool) -> str:
-        """Return the finish reason; OpenAI tells "tool_calls" only where the model chose to call."""
+        """Return the finish reason. If the request names the function, OpenAI's is "stop": the model did not choose."""
         finish = FINISH[reason]
         return "tool_calls" if called and finish == "stop" and not self._named else finish
 
 
-class _Sequence:
-    """One choice of an answer that is not streamed."""
+class _CollectedChoice:
+    """Collects the deltas of one choice of an answer that is not streamed."""
 
     def __init__(self, request: GenerationRequest, options: AnswerOptions) -> None:
         self._options = options
-        self._choosing = _Choosing(request)
+        self._rules = _ToolCallRules(request)
         self._keeps_tokens = options.alternatives is not None or options.token_ids
         self._texts: list[str] = []
         self._reasoning: list[str] = []
@@ -162,7 +163,7 @@ class _Sequence:
         self._last: Delta | None = None
         self.first: Delta | None = None
 
-    def take(self, delta: Delta) -> None:
+    def add(self, delta: Delta) -> None:
         if self.first is None:
             self.first = delta
         self._texts.append(delta.text)
@@ -176,7 +177,7 @@ class _Sequence:
             self._last = delta
 
     def _add_calls(self, pieces: Sequence[ToolCallDelta]) -> None:
-        for piece in self._choosing.told(pieces):
+        for piece in self._rules.allowed(pieces):
             call = self._calls.setdefault(piece.index, _ToolCall("", "function", _Function("", "")))
             call.id = piece.id or call.id
             call.function.name += piece.name or ""
@@ -189,7 +190,7 @@ class _Sequence:
             index,
             self._message(),
             None if self._options.alternatives is None else _logprobs(self._tokens, self._options),
-            self._choosing.finish(self._last.finish_reason, bool(self._calls)),
+            self._rules.finish(self._last.finish_reason, bool(self._calls)),
             self._last.stop_reason,
         )
         if self._options.token_ids:
@@ -198,6 +199,7 @@ class _Sequence:
 
     def _message(self) -> _Message:
         text = "".join(self._texts)
+        # OpenAI writes null, not "", beside tool calls and reasoning.
         message = _Message("assistant", text if text or not (self._calls or self._reasoning) else None)
         if self._reasoning:
             message.reasoning = "".join(self._reasoning)
@@ -214,17 +216,17 @@ class ChatBody(OpenAIExchange):
 
     def __init__(self, parsed: Parsed) -> None:
         super().__init__(parsed, parsed.options.n)
-        self._sequences = [_Sequence(request, parsed.options) for request in parsed.requests]
+        self._sequences = [_CollectedChoice(request, parsed.options) for request in parsed.requests]
 
     def add(self, index: int, delta: Delta) -> bytes:
-        self._sequences[index].take(delta)
+        self._sequences[index].add(delta)
         if delta.usage is not None:
-            self._tally.take(index, delta)
+            self._tally.add(index, delta)
         return b""
 
     def body(self) -> bytes:
         choices = [sequence.choice(index) for index, sequence in enumerate(self._sequences)]
-        answer = answer_of("chat.completion", self._envelope, choices)
+        answer = answer_object("chat.completion", self._envelope, choices)
         answer.usage = self._tally.total()
         first = self._sequences[0].first
         assert first is not None
@@ -236,7 +238,7 @@ class ChatBody(OpenAIExchange):
 
 
 class ChatStream(OpenAIExchange):
-    """The chunks of a chat completion: each choice's role, what it says, its finish reason; then the usage."""
+    """The chunks of a chat completion: the role of each choice, its text, its finish reason; then the usage."""
 
     stream = True
 
@@ -244,19 +246,22 @@ class ChatStream(OpenAIExchange):
         options = parsed.options
         super().__init__(parsed, options.n)
         self.content_type = framing.content_type
-        self._choosing = _Choosing(parsed.requests[0])
+        self._rules = _ToolCallRules(parsed.requests[0])
         self._called = [False] * options.n
         self._chunks = Chunks("chat.completion.chunk", parsed.envelope, framing, options.include_usage)
         self._around = [
             self._chunks.around_text(_ChunkChoice(index, _Delta(content=""), None, None)) for index in range(options.n)
         ]
         self._text_only = options.text_only
-        self._opened = self._text_only  # else the first delta opens, which tells of the prompt
+        # If the request asks for the prompt's token ids or for continuous usage, the first chunks carry them. Then they
+        # have to wait for the first delta.
+        self._opened = self._text_only
 
     def first(self) -> bytes:
         return self._roles(None) if self._text_only else b""
 
     def add(self, index: int, delta: Delta) -> bytes:
+        # Everything but plain text takes the general way. Most deltas are plain text: see `Chunks.around_text`.
         if not (self._text_only and delta.finish_reason is None) or delta.reasoning or delta.tool_calls:
             return self._chunk(index, delta)
         if not delta.text:
@@ -269,8 +274,8 @@ class ChatStream(OpenAIExchange):
 
     def _chunk(self, index: int, delta: Delta) -> bytes:
         opening = b"" if self._opened else self._roles(delta)
-        self._tally.take(index, delta)
-        calls = self._choosing.told(delta.tool_calls)
+        self._tally.add(index, delta)
+        calls = self._rules.allowed(delta.tool_calls)
         ends = delta.finish_reason is not None
         if not (ends or delta.text or delta.reasoning or calls or (delta.tokens and not self._text_only)):
             return opening
@@ -281,24 +286,24 @@ class ChatStream(OpenAIExchange):
         if self._options.token_ids:
             choice.token_ids = [token.id for token in delta.tokens]
         if delta.finish_reason is not None:
-            choice.finish_reason = self._choosing.finish(delta.finish_reason, self._called[index])
+            choice.finish_reason = self._rules.finish(delta.finish_reason, self._called[index])
             choice.stop_reason = delta.stop_reason
         usage = self._tally.so_far(index) if self._options.continuous_usage else None
         return opening + self._chunks.write(choice, usage)
 
     @staticmethod
     def _delta(delta: Delta, calls: Sequence[ToolCallDelta]) -> _Delta:
-        told = _Delta()
+        chunk = _Delta()
         if delta.reasoning:
-            told.reasoning = delta.reasoning
+            chunk.reasoning = delta.reasoning
         if calls:
-            told.tool_calls = [_piece(call) for call in calls]
+            chunk.tool_calls = [_piece(call) for call in calls]
         if delta.text or not (delta.reasoning or calls):
-            told.content = delta.text
-        return told
+            chunk.content = delta.text
+        return chunk
 
     def _roles(self, delta: Delta | None) -> bytes:
-        """Return each choice's first chunk; `delta`, where there is one, tells of the prompt."""
+        """Return the first chunk of each choice. `delta` is the first delta, None if the chunks need nothing of it."""
         self._opened = True
         ids: list[int] | UnsetType = UNSET
         if delta is not None and self._options.token_ids:
@@ -308,6 +313,6 @@ class ChatStream(OpenAIExchange):
     def _role(self, index: int, delta: Delta | None, ids: list[int] | UnsetType) -> bytes:
         usage = None
         if delta is not None and self._options.continuous_usage:
-            self._tally.open(index, len(delta.prompt_token_ids or ()))
+            self._tally.set_prompt(index, len(delta.prompt_token_ids or ()))
             usage = self._tally.so_far(index)
         return self._chunks.write(_ChunkChoice(index, _Delta("assistant", content=""), None, None), usage, ids)

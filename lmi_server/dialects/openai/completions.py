@@ -1,4 +1,4 @@
-"""OpenAI's completions: `n` choices for each prompt."""
+"""OpenAI's completions: parses requests of one or more prompts, and writes answers of `n` choices per prompt."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from lmi_server.dialects.openai.answer import (
     OpenAIExchange,
     Parsed,
     PromptLogprobs,
-    answer_of,
+    answer_object,
     finite,
     prompt_logprobs,
-    shown,
+    token_label,
 )
 from lmi_server.dialects.openai.request import (
     CHOICES,
@@ -33,10 +33,10 @@ from lmi_server.dialects.openai.request import (
     AnswerOptions,
     answer_options,
     envelope_of,
-    of_choice,
     priority_of,
     read,
     sampling_of,
+    sampling_of_choice,
 )
 
 _MAX_PROMPTS = 2048
@@ -73,12 +73,16 @@ COMPLETION_FIELDS: dict[str, Field] = {
 }
 
 
-class _Form(msgspec.Struct, frozen=True):
-    """What a completion asks of its answer beyond what chats ask."""
+class _CompletionOptions(msgspec.Struct, frozen=True):
+    """What a completion asks of the form of its answer, beyond what chats ask.
+
+    `prompt_only`: max_tokens is 0. The engine generates one token all the same, and the answer leaves it out.
+    `candidates`: sequences per prompt (`best_of`). If they are more than `n`, the answer has the `n` likeliest.
+    """
 
     echo: bool = False
-    prompt_only: bool = False  # max_tokens is 0: the one token that is generated all the same is not told
-    candidates: int = 1  # sequences per prompt; where they are more than n, the likeliest n are told
+    prompt_only: bool = False
+    candidates: int = 1
 
 
 def parse_completion(request: Input, body: dict[str, Any], served: ServedModel) -> Exchange:
@@ -90,7 +94,7 @@ def parse_completion(request: Input, body: dict[str, Any], served: ServedModel) 
     envelope = envelope_of("cmpl", values, served)
     stream = values.pop("stream", False)
     options = answer_options(values)
-    form = _form(values, options, stream)
+    form = _completion_options(values, options, stream)
     special, priority = values.pop("add_special_tokens", True), priority_of(request, values)
     adapter = values.pop("adapter")
     max_tokens = values.pop("max_tokens", 16)
@@ -103,7 +107,7 @@ def parse_completion(request: Input, body: dict[str, Any], served: ServedModel) 
         GenerationRequest(
             request_id=f"{envelope.id}-{place}-{index}",
             prompt=prompt,
-            sampling=of_choice(sampling, index),
+            sampling=sampling_of_choice(sampling, index),
             stream=stream,
             add_special_tokens=special,
             priority=priority,
@@ -117,7 +121,7 @@ def parse_completion(request: Input, body: dict[str, Any], served: ServedModel) 
     return CompletionStream(parsed, form) if stream else CompletionBody(parsed, form)
 
 
-def _form(values: dict[str, Any], options: AnswerOptions, stream: bool) -> _Form:
+def _completion_options(values: dict[str, Any], options: AnswerOptions, stream: bool) -> _CompletionOptions:
     echo, candidates = values.pop("echo", False), values.pop("best_of", options.n)
     if candidates < options.n:
         raise fields.not_allowed("best_of", candidates, f"send at least n, which is {options.n}")
@@ -125,7 +129,7 @@ def _form(values: dict[str, Any], options: AnswerOptions, stream: bool) -> _Form
         raise RequestError("best_of is not available in a stream; leave it out, or do not stream")
     if values.get("max_tokens") == 0 and not echo:
         raise fields.not_allowed("max_tokens", 0, "send an integer >= 1, or echo: true with it")
-    return _Form(echo, values.get("max_tokens") == 0, candidates)
+    return _CompletionOptions(echo, values.get("max_tokens") == 0, candidates)
 
 
 def _check_count(sequences: int) -> None:
@@ -155,8 +159,8 @@ class _Choice(msgspec.Struct):
 
 
 def _logprobs(tokens: Sequence[Token], options: AnswerOptions, offset: int) -> _Logprobs:
-    """`offset` is that of the first token, in characters of the tokens' texts from the choice's beginning."""
-    texts = [shown(token, options) for token in tokens]
+    """Return the log probabilities of `tokens`; the first token begins at character `offset` of the choice."""
+    texts = [token_label(token, options) for token in tokens]
     offsets = []
     for text in texts:
         offsets.append(offset)
@@ -170,28 +174,28 @@ def _logprobs(tokens: Sequence[Token], options: AnswerOptions, offset: int) -> _
 
 
 def _top_by_text(token: Token, options: AnswerOptions) -> dict[str, float] | None:
-    """Return the alternatives with the chosen token among them; None for a first prompt token, which was not chosen."""
+    """Return the alternatives and the chosen token; None for the first token of a prompt, which nothing precedes."""
     if token.logprob is None:
         return None
-    top = {shown(other, options): finite(other.logprob) for other in token.top[: options.alternatives]}
-    return {**top, shown(token, options): finite(token.logprob)}
+    top = {token_label(other, options): finite(other.logprob) for other in token.top[: options.alternatives]}
+    return {**top, token_label(token, options): finite(token.logprob)}
 
 
-# --- format ---
+# --- the answers ---
 
 
-class _Progress:
-    """How far one choice of a completion is."""
+class _ChoiceText:
+    """Text, tokens and offsets of one choice, delta by delta; it puts an echoed prompt in front."""
 
-    def __init__(self, request: GenerationRequest, options: AnswerOptions, form: _Form) -> None:
+    def __init__(self, request: GenerationRequest, options: AnswerOptions, form: _CompletionOptions) -> None:
         self._prompt = request.prompt
         self._options = options
         self._form = form
-        self._echo = form.echo  # until the prompt was taken
+        self._echo = form.echo  # until the first delta, which brings the prompt
         self._offset = 0
 
     def take(self, delta: Delta) -> tuple[str, tuple[Token, ...]]:
-        """Return the text and the tokens that `delta` adds; with echo the prompt's come before the first ones."""
+        """Return the text and the tokens that `delta` adds; with echo, those of the prompt come first."""
         text, tokens = ("", ()) if self._form.prompt_only else (delta.text, delta.tokens)
         if not self._echo:
             return text, tokens
@@ -209,22 +213,22 @@ class _Progress:
 
 
 class _Candidate:
-    """One sequence of an answer that is not streamed."""
+    """Collects the deltas of one sequence of an answer that is not streamed."""
 
-    def __init__(self, request: GenerationRequest, options: AnswerOptions, form: _Form) -> None:
+    def __init__(self, request: GenerationRequest, options: AnswerOptions, form: _CompletionOptions) -> None:
         self._options = options
-        self._progress = _Progress(request, options, form)
+        self._choice_text = _ChoiceText(request, options, form)
         self._keeps_tokens = options.token_ids or form.candidates > options.n
         self._texts: list[str] = []
-        self._scored: list[Token] = []  # those of log probabilities, an echoed prompt's included
+        self._scored: list[Token] = []  # the tokens of `logprobs`, an echoed prompt's included
         self._tokens: list[Token] = []
-        self._prompt: Delta | None = None  # the first delta, which tells of the prompt
+        self._first: Delta | None = None  # it describes the prompt
         self._last: Delta | None = None
 
     def take(self, delta: Delta) -> None:
-        if self._prompt is None:
-            self._prompt = delta
-        text, tokens = self._progress.take(delta)
+        if self._first is None:
+            self._first = delta
+        text, tokens = self._choice_text.take(delta)
         self._texts.append(text)
         if self._options.alternatives is not None:
             self._scored += tokens
@@ -235,26 +239,24 @@ class _Candidate:
 
     @property
     def likelihood(self) -> float:
-        """The log probability per token."""
+        """The mean log probability per token, by which OpenAI ranks candidates."""
         return sum(finite(token.logprob) for token in self._tokens) / max(len(self._tokens), 1)
 
     def choice(self, index: int) -> _Choice:
-        assert self._prompt is not None
+        assert self._first is not None
         assert self._last is not None
         assert self._last.finish_reason is not None
         choice = _Choice(
             index,
             "".join(self._texts),
-            self._progress.logprobs(self._scored),
+            self._choice_text.logprobs(self._scored),
             FINISH[self._last.finish_reason],
             self._last.stop_reason,
         )
         if self._options.prompt_alternatives is not None:
-            choice.prompt_logprobs = prompt_logprobs(
-                self._prompt.prompt_tokens or (), self._options.prompt_alternatives
-            )
+            choice.prompt_logprobs = prompt_logprobs(self._first.prompt_tokens or (), self._options.prompt_alternatives)
         if self._options.token_ids:
-            choice.prompt_token_ids = list(self._prompt.prompt_token_ids or ())
+            choice.prompt_token_ids = list(self._first.prompt_token_ids or ())
             choice.token_ids = [token.id for token in self._tokens]
         return choice
 
@@ -265,7 +267,7 @@ class CompletionBody(OpenAIExchange):
     stream = False
     content_type = "application/json"
 
-    def __init__(self, parsed: Parsed, form: _Form) -> None:
+    def __init__(self, parsed: Parsed, form: _CompletionOptions) -> None:
         super().__init__(parsed, form.candidates)
         self._form = form
         self._candidates = [_Candidate(request, parsed.options, form) for request in parsed.requests]
@@ -273,49 +275,49 @@ class CompletionBody(OpenAIExchange):
     def add(self, index: int, delta: Delta) -> bytes:
         self._candidates[index].take(delta)
         if delta.usage is not None:
-            self._tally.take(index, delta)
+            self._tally.add(index, delta)
         return b""
 
     def body(self) -> bytes:
         choices = [candidate.choice(index) for index, candidate in enumerate(self._best())]
-        answer = answer_of("text_completion", self._envelope, choices)
+        answer = answer_object("text_completion", self._envelope, choices)
         answer.usage = self._tally.total()
         return encode(answer)
 
     def _best(self) -> list[_Candidate]:
-        """Return the candidates that are told: of each prompt the n with the highest log probability per token."""
-        per_prompt, told = self._form.candidates, self._options.n
-        if per_prompt == told:
+        """Return the candidates of the answer: for each prompt, the `n` likeliest."""
+        per_prompt, wanted = self._form.candidates, self._options.n
+        if per_prompt == wanted:
             return self._candidates
         prompts = range(0, len(self._candidates), per_prompt)
         groups = [self._candidates[first : first + per_prompt] for first in prompts]
-        return [best for group in groups for best in sorted(group, key=lambda one: -one.likelihood)[:told]]
+        return [best for group in groups for best in sorted(group, key=lambda one: -one.likelihood)[:wanted]]
 
 
 class CompletionStream(OpenAIExchange):
-    """The chunks of a completion; each choice's last one has its finish reason."""
+    """The chunks of a completion; the last one of each choice has the finish reason."""
 
     stream = True
     content_type = SSE.content_type
 
-    def __init__(self, parsed: Parsed, form: _Form) -> None:
+    def __init__(self, parsed: Parsed, form: _CompletionOptions) -> None:
         options = parsed.options
         super().__init__(parsed, form.candidates)
-        self._progress = [_Progress(request, options, form) for request in parsed.requests]
+        self._choice_text = [_ChoiceText(request, options, form) for request in parsed.requests]
         self._chunks = Chunks("text_completion", parsed.envelope, SSE, options.include_usage)
         self._around = [self._chunks.around_text(_Choice(i, "", None, None)) for i in range(len(parsed.requests))]
         self._text_only = options.text_only
 
     def add(self, index: int, delta: Delta) -> bytes:
-        text, tokens = self._progress[index].take(delta)
+        text, tokens = self._choice_text[index].take(delta)
         if delta.finish_reason is None and self._text_only:
             before, after = self._around[index]
             return before + encode_line(text) + after if text else b""
         if delta.finish_reason is None and not text and not tokens:
             return b""
-        self._tally.take(index, delta)
+        self._tally.add(index, delta)
         reason = None if delta.finish_reason is None else FINISH[delta.finish_reason]
-        choice = _Choice(index, text, self._progress[index].logprobs(tokens), reason)
+        choice = _Choice(index, text, self._choice_text[index].logprobs(tokens), reason)
         if reason is not None:
             choice.stop_reason = delta.stop_reason
         if self._options.token_ids:

@@ -1,6 +1,6 @@
-"""OpenAI's embeddings: pure functions between a request's body and texts, and between vectors and the answer.
+"""OpenAI's embeddings: parses the body into texts, and writes an answer from vectors.
 
-Any engine that embeds can use them: it gives each input's vector as float32 bytes.
+Any handler that embeds can use them. It passes the vector of each input as float32 bytes.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ EncodingFormat = Literal["float", "base64"]
 
 
 class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What to embed: texts, or lists of token ids that the model reads as they are.
+    """What to embed: texts, or lists of token ids.
 
-    `dimensions` of None keeps the vector whole. `truncate_tokens`: an input that is longer is cut to so many tokens;
-    -1 cuts to what the model takes, None refuses it. `warnings` tell what is ignored.
+    `dimensions` cuts each vector to its first elements; None keeps the whole vector. `truncate_tokens` cuts longer
+    inputs to so many tokens; -1 cuts to what the model can read, None refuses them. `warnings` name ignored fields.
     """
 
     inputs: tuple[str | tuple[int, ...], ...]
@@ -39,7 +39,7 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse(body: Mapping[str, Any]) -> EmbeddingRequest:
-    """Read the body of a request. Raises RequestError naming field, value and remedy."""
+    """Parse the body of a request. Raises RequestError."""
     values, unknown = fields.read_fields(body, _FIELDS)
     if "inputs" not in values:
         raise RequestError("input is missing; send a string, a list of strings, or token ids")
@@ -89,9 +89,9 @@ _FIELDS = {
 
 
 def body(model: str, vectors: Sequence[bytes], encoding_format: EncodingFormat, prompt_tokens: int) -> bytes:
-    """Return the answer for `vectors`, each the bytes of one float32 vector in this machine's byte order.
+    """Return the answer with `vectors`: for each input the bytes of a float32 vector in this machine's byte order.
 
-    `model` is the name to show; `prompt_tokens` counts those of all inputs.
+    `model` is the name that the answer shows; `prompt_tokens` is the sum over all inputs.
     """
     write = _base64 if encoding_format == "base64" else _floats
     data = [{"object": "embedding", "index": index, "embedding": write(vector)} for index, vector in enumerate(vectors)]
@@ -104,7 +104,7 @@ def _floats(vector: bytes) -> list[float]:
 
 
 def _base64(vector: bytes) -> str:
-    """Little-endian, as every client takes it."""
+    """Encode a vector in little-endian order, which clients expect: OpenAI's SDK decodes it with numpy's float32."""
     if sys.byteorder == "big":
         swapped = array("f", vector)
         swapped.byteswap()

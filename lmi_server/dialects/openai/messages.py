@@ -1,4 +1,4 @@
-"""The messages and the tools of a chat."""
+"""Reads the messages and the tools of a chat, and how its template renders them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from lmi_server.contract.generation import ChatOptions, NamedTool
 from lmi_server.dialects import fields
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
-_TEMPLATE_ONLY = ("chat_template", "tokenize", "messages", "conversation")  # what the renderer itself decides
+# Arguments of the renderer that this server sets itself; a client that could replace them would choose the template.
+_RESERVED_ARGUMENTS = ("chat_template", "tokenize", "messages", "conversation")
 
 
 def messages(name: str, value: Any) -> list[dict[str, Any]]:
-    """Reads the messages; a content is text, or a list of parts."""
+    """Read the messages; each content is a text or a list of parts. Raises RequestError."""
     if not isinstance(value, list) or not value:
         raise fields.not_allowed(name, value, 'send a list such as [{"role": "user", "content": "Hello"}]')
     return [_message(f"{name}[{index}]", message) for index, message in enumerate(value)]
@@ -28,7 +29,7 @@ def _message(name: str, value: Any) -> dict[str, Any]:
         raise fields.not_allowed(f"{name}.role", role, f"send one of {', '.join(sorted(_ROLES))}")
     if isinstance(content, str):
         return value
-    if content is None and role == "assistant":  # a turn that only called tools
+    if content is None and role == "assistant":  # a turn that called tools and said nothing
         return {**value, "content": ""}
     if not isinstance(content, list):
         raise fields.not_allowed(f"{name}.content", content, "send a string or a list of text parts")
@@ -45,9 +46,9 @@ def _check_part(name: str, value: Any) -> None:
 
 
 def as_text(checked: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages whose contents are strings, as the chat templates of text models expect them.
+    """Return the messages with strings as contents: the chat templates of text models expect them.
 
-    Parts are joined as LMI joins them. Raises RequestError where one is not text.
+    Parts are joined by line ends, as with LMI. Raises RequestError if a part is not text.
     """
     return [
         {**message, "content": _text_of(f"messages[{index}].content", message["content"])}
@@ -65,7 +66,7 @@ def _text_of(name: str, parts: Sequence[dict[str, Any]]) -> str:
 
 
 def tools(name: str, value: Any) -> list[dict[str, Any]]:
-    """Reads the functions that the model may call."""
+    """Read the functions that the model may call. Raises RequestError."""
     checked = fields.objects(name, value)
     for index, tool in enumerate(checked):
         where = f"{name}[{index}]"
@@ -85,6 +86,7 @@ def _function_name(name: str, value: Any) -> str:
 
 
 def tool_choice(name: str, value: Any) -> str | NamedTool:
+    """Read which tool the model must call, or whether it may. Raises RequestError."""
     if value in ("none", "auto", "required"):
         return str(value)
     if not isinstance(value, dict):
@@ -98,17 +100,18 @@ def tool_choice(name: str, value: Any) -> str | NamedTool:
 
 
 def template_arguments(name: str, value: Any) -> dict[str, Any]:
-    """Reads what the chat template is given beside messages and tools."""
+    """Read the arguments that the chat template gets beside messages and tools. Raises RequestError."""
     arguments = fields.mapping(name, value)
-    for key in _TEMPLATE_ONLY:
+    for key in _RESERVED_ARGUMENTS:
         if key in arguments:
             raise RequestError(f"{name}.{key} is not supported; leave it out")
     return arguments
 
 
 def chat_options(values: dict[str, Any]) -> ChatOptions:
-    """Take the fields of ChatOptions out of `values`; `tools` stay. Raises RequestError where two contradict."""
+    """Take the fields of ChatOptions out of `values`; `tools` stay. Raises RequestError if two fields contradict."""
     offered = values.get("tools") or ()
+    # OpenAI's defaults: with tools the model may call one, without tools there is nothing to call.
     choice = values.pop("tool_choice", "auto" if offered else "none")
     if not offered and choice != "auto" and choice != "none":
         raise RequestError("tool_choice is only allowed with tools; send tools, or leave it out")

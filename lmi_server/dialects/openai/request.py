@@ -1,4 +1,4 @@
-"""What completions and chats take alike: fields, the model's name, sampling parameters, the form of the answer."""
+"""What the requests of completions, chats and responses share: fields, model name, sampling, form of the answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MAX_CHOICES = 128  # OpenAI's own bound on n
 
 
 def _stream_options(name: str, value: Any) -> tuple[bool, bool]:
-    """Reads OpenAI's include_usage, and vLLM's continuous_usage_stats."""
+    """Read OpenAI's include_usage and vLLM's continuous_usage_stats."""
     if not isinstance(value, dict):
         raise fields.not_allowed(name, value, 'send an object such as {"include_usage": true}')
     usage, continuous = value.get("include_usage"), value.get("continuous_usage_stats")
@@ -35,6 +35,7 @@ def _stream_options(name: str, value: Any) -> tuple[bool, bool]:
 UNSUPPORTED = fields.off("leave it out")
 CHOICES = fields.integer(1, _MAX_CHOICES)
 
+# Accepted without a warning: they do not change what this server answers, and SDKs send them unasked.
 _IGNORED = (
     "user",
     "metadata",
@@ -53,7 +54,7 @@ _ENGINE_EXTRAS = ("vllm_xargs", "kv_transfer_params", "ec_transfer_params", "rep
 
 
 def _any(name: str, value: Any) -> Any:
-    """Reads what only the engine can judge."""
+    """Accept a value that only the engine can check."""
     return value
 
 
@@ -98,7 +99,7 @@ SHARED_FIELDS: dict[str, Field] = {
 
 
 class Envelope(msgspec.Struct, frozen=True):
-    """What every object of an answer repeats."""
+    """The fields that every object of an answer repeats. `created` is in seconds since 1970."""
 
     id: str
     created: int
@@ -106,10 +107,11 @@ class Envelope(msgspec.Struct, frozen=True):
 
 
 class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the request asked of the answer's form.
+    """What the request asks of the form of its answer.
 
-    `alternatives` are those of log probabilities per token, None for no log probabilities; `n` choices are told per
-    prompt. `token_ids` adds the ids of prompt and output, `tokens_as_ids` tells tokens of log probabilities by id.
+    `alternatives` is the number of alternatives per token in the log probabilities, None for no log probabilities;
+    `prompt_alternatives` is the same for the prompt. The answer has `n` choices per prompt. `token_ids` adds the ids of
+    prompt and output; `tokens_as_ids` writes "token_id:N" for a token's text in log probabilities.
     """
 
     alternatives: int | None = None
@@ -122,14 +124,17 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text_only(self) -> bool:
-        """Tell whether the chunks of a stream tell of nothing but text."""
+        """True if the chunks of a stream carry nothing but text."""
         return self.alternatives is None and not self.token_ids and not self.continuous_usage
 
 
 def read(
     request: Input, body: dict[str, Any], known: dict[str, Field], served: ServedModel
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the body's fields and the warnings; `adapter` is what the request asks for, or what `model` names."""
+    """Return the fields of the body and the warnings.
+
+    The value of `adapter` is the adapter that the request asks for; `model` may name it too. Raises RequestError.
+    """
     values, unknown = fields.read_fields(body, known, features=served.features)
     if "stream_options" in values and not values.get("stream"):
         raise RequestError("stream_options is only allowed with stream; send stream: true or leave it out")
@@ -137,6 +142,7 @@ def read(
         raise RequestError("prompt_logprobs is not available in a stream; leave it out, or do not stream")
     warnings = fields.unknown_warnings(unknown, known)
     model = values.get("model")
+    # OpenAI's API has no field for adapters; clients name one as the model, as with vLLM.
     if model in served.adapters:
         values.setdefault("adapter", model)
     values["adapter"] = chosen_adapter(request, values.get("adapter"), served)
@@ -147,7 +153,7 @@ def read(
 
 
 def model_warnings(request: Input, model: str | None, served: ServedModel) -> tuple[str, ...]:
-    """Return the warning on a model that is not served here; OpenAI's routes refuse it."""
+    """Return the warning about a model that is not served. OpenAI's routes raise ModelNotFoundError instead."""
     if model is None or model == served.name or model in served.served_names or model in served.adapters:
         return ()
     names = ", ".join(dict.fromkeys((*served.served_names, served.name, *sorted(served.adapters))))
@@ -156,30 +162,30 @@ def model_warnings(request: Input, model: str | None, served: ServedModel) -> tu
     return (f"model {fields.show(model)} is ignored; served here: {names}",)
 
 
-def name_told(request: Input, model: str | None, served: ServedModel) -> tuple[str, tuple[str, ...]]:
-    """Return the name that the answer gives the model, and the warning on one that is not served here.
+def shown_model_name(request: Input, model: str | None, served: ServedModel) -> tuple[str, tuple[str, ...]]:
+    """Return the model name that the answer shows, and the warning about a model that is not served here.
 
-    OpenAI's routes refuse that one.
+    Raises ModelNotFoundError on OpenAI's routes if it is not served.
     """
     warnings = model_warnings(request, model, served)
     return (served.name if model is None or warnings else model), warnings
 
 
 def envelope_of(prefix: str, values: dict[str, Any], served: ServedModel) -> Envelope:
-    """Take id and model of the answer out of `values`."""
+    """Take the id and the model of the answer out of `values`; `prefix` is that of OpenAI's ids."""
     default = served.served_names[0] if served.served_names else served.name
     name = values.pop("request_id", None) or uuid4().hex
     return Envelope(f"{prefix}-{name}", int(time.time()), values.pop("model", default))
 
 
 def priority_of(request: Input, values: dict[str, Any]) -> int:
-    """Return the priority that the body names, or else the header."""
+    """Take the priority out of `values`; without one, the header `x-priority` decides."""
     named: int | None = values.pop("priority", None)
     return fields.priority(request) if named is None else named
 
 
 def answer_options(values: dict[str, Any]) -> AnswerOptions:
-    """Take out of `values` what concerns the answer's form only."""
+    """Take out of `values` what concerns the form of the answer; the engine needs the log probabilities too."""
     include_usage, continuous = values.pop("stream_options", (False, False))
     return AnswerOptions(
         alternatives=values.get("logprobs"),
@@ -193,7 +199,7 @@ def answer_options(values: dict[str, Any]) -> AnswerOptions:
 
 
 def sampling_of(values: dict[str, Any], max_tokens: int | None, defaults: Mapping[str, Any]) -> SamplingParameters:
-    """Return what is left of `values` as sampling parameters, over the model's own defaults."""
+    """Return the sampling parameters: what is left of `values`, then the model's own `defaults`, then OpenAI's."""
     extra = {name: values.pop(name) for name in _ENGINE_EXTRAS if name in values}
     constraint = constraints.take(values)
     values = {"temperature": 1.0, **defaults, **values}
@@ -206,10 +212,11 @@ def sampling_of(values: dict[str, Any], max_tokens: int | None, defaults: Mappin
     )
 
 
-def of_choice(sampling: SamplingParameters, index: int) -> SamplingParameters:
-    """Return the parameters of one of several choices for a prompt: with a seed, each draws from a stream of its own.
+def sampling_of_choice(sampling: SamplingParameters, index: int) -> SamplingParameters:
+    """Return the sampling parameters of choice `index` of a prompt.
 
-    The first has the seed as it was sent; the others count on, as vLLM's do.
+    With the same seed every choice would be the same text. So the first has the request's seed and the others count up
+    from it, as with vLLM.
     """
     if not index or sampling.seed is None:
         return sampling

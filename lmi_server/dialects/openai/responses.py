@@ -1,4 +1,7 @@
-"""OpenAI's responses: a chat in another form. Nothing is stored: every request brings its whole conversation."""
+"""Parses OpenAI's responses: a chat in another form.
+
+The server stores nothing, so every request must bring its whole conversation.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from lmi_server.dialects.openai.request import (
     read,
     sampling_of,
 )
-from lmi_server.dialects.openai.responses_answer import Asked, ResponseBody, ResponseStream
+from lmi_server.dialects.openai.responses_answer import RequestEcho, ResponseBody, ResponseStream
 
 _STORED = fields.off("send the whole conversation as input: responses are not stored")
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text"})
@@ -61,7 +64,7 @@ _IGNORED = (
 
 
 def _conversation(name: str, value: Any) -> list[dict[str, Any]]:
-    """Reads the input: a text, or a list of messages, function calls, their outputs, and reasoning."""
+    """Read the input: a text, or a list of messages, function calls, their outputs, and reasoning."""
     if isinstance(value, str) and value:
         return [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:
@@ -93,7 +96,7 @@ def _add_item(found: list[dict[str, Any]], name: str, item: Any) -> None:
 
 
 def _turn_of_assistant(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the assistant's turn that reasoning and calls belong to."""
+    """Return the assistant's turn to which reasoning and calls belong; items of one turn follow each other."""
     if not found or found[-1]["role"] != "assistant":
         found.append({"role": "assistant", "content": ""})
     return found[-1]
@@ -106,7 +109,7 @@ def _call(name: str, item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _content(name: str, value: Any) -> Any:
-    """Return a content in the form of chat completions."""
+    """Return the content in the form that chat completions have."""
     if not isinstance(value, list):
         return value
     return [_part(f"{name}[{index}]", part) for index, part in enumerate(value)]
@@ -125,7 +128,7 @@ def _part(name: str, value: Any) -> dict[str, Any]:
 
 
 def _tools(name: str, value: Any) -> list[dict[str, Any]]:
-    """Reads functions, which stand without the wrapper that chats have."""
+    """Read the functions, which lack the wrapper that they have in chat completions."""
     for index, tool in enumerate(fields.objects(name, value)):
         if tool.get("type") != "function":
             raise fields.not_allowed(f"{name}[{index}].type", tool.get("type"), "send function, the only kind of tool")
@@ -200,7 +203,7 @@ def parse_response(request: Input, body: dict[str, Any], served: ServedModel) ->
     top, include = values.pop("top_logprobs", None), values.pop("include", ())
     if top is not None or _LOGPROBS in include:
         values["logprobs"] = top or 0
-    asked = Asked(
+    echo = RequestEcho(
         {name: body[name] for name in ("tools", "tool_choice", "metadata", "text", "reasoning") if body.get(name)},
         instructions,
         values.get("max_output_tokens"),
@@ -223,4 +226,4 @@ def parse_response(request: Input, body: dict[str, Any], served: ServedModel) ->
         adapter=adapter,
     )
     kind = ResponseStream if stream else ResponseBody
-    return kind(generation, envelope, warnings, asked)
+    return kind(generation, envelope, warnings, echo)

@@ -1,4 +1,8 @@
-"""The answers of OpenAI's responses: one object, or the events that tell how it comes to be."""
+"""Writes the answers of OpenAI's responses: one object, or the events of its creation.
+
+A response has a list of output items: reasoning, messages, function calls. A stream sends an event for each change of
+an item. Both kinds of answer build the same items; only the stream keeps the events.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +16,24 @@ from lmi_server.dialects.errors import error_event
 from lmi_server.dialects.framing import SSE, encode
 from lmi_server.dialects.openai.answer import finite
 from lmi_server.dialects.openai.request import Envelope
+from lmi_server.dialects.routes import RESPONSES
 
-_ROUTE = "responses"
 ItemT = TypeVar("ItemT", bound="_Item")
 Emit = Callable[[str, dict[str, Any]], None]
-"""Takes the type of an event and its fields."""
+"""Sends an event, given its type and its fields."""
 
 
-class Asked(NamedTuple):
-    """What an answer repeats of its request."""
+class RequestEcho(NamedTuple):
+    """The fields of the request that the answer repeats, and what decides its log probabilities."""
 
     body: dict[str, Any]
     instructions: str | None
     max_output_tokens: int | None
-    alternatives: int | None  # of log probabilities per token
+    alternatives: int | None  # per token, None for no log probabilities
 
 
 class _Item:
-    """One item of the output, while it is open. `value` is the item as it stands."""
+    """An open item of the output. `value` is its JSON object, up to date at any time."""
 
     def __init__(self, value: dict[str, Any], index: int, emit: Emit) -> None:
         self.value = value
@@ -43,12 +47,12 @@ class _Item:
 
 
 class _TextItem(_Item):
-    """A message, or reasoning: an item with one part of text."""
+    """A message or reasoning: an item with one part, a text. `kind` is the middle of its event types."""
 
     def __init__(self, value: dict[str, Any], part: dict[str, Any], kind: str, index: int, emit: Emit) -> None:
         super().__init__(value, index, emit)
         self._part = part
-        self._kind = kind  # of its events
+        self._kind = kind
         self._texts: list[str] = []
         self._where["content_index"] = 0
         emit("response.content_part.added", self._where | {"part": part})
@@ -63,10 +67,10 @@ class _TextItem(_Item):
 
     def close(self, status: str) -> None:
         self._part["text"] = "".join(self._texts)
-        told = {"text": self._part["text"]}
+        event = {"text": self._part["text"]}
         if "logprobs" in self._part:
-            told["logprobs"] = self._part["logprobs"]
-        self._emit(f"response.{self._kind}.done", self._where | told)
+            event["logprobs"] = self._part["logprobs"]
+        self._emit(f"response.{self._kind}.done", self._where | event)
         self._emit("response.content_part.done", self._where | {"part": self._part})
         self.value["content"] = [self._part]
         super().close(status)
@@ -80,27 +84,31 @@ class _CallItem(_Item):
         self._emit("response.function_call_arguments.delta", self._where | {"delta": arguments})
 
     def close(self, status: str) -> None:
-        told = {"arguments": self.value["arguments"], "name": self.value["name"]}
-        self._emit("response.function_call_arguments.done", self._where | told)
+        event = {"arguments": self.value["arguments"], "name": self.value["name"]}
+        self._emit("response.function_call_arguments.done", self._where | event)
         super().close(status)
 
 
 class _Output:
-    """The items that the deltas add up to; each change is told as an event."""
+    """Turns deltas into output items, and emits an event for each change.
 
-    def __init__(self, identity: str, asked: Asked, one_call: bool, emit: Emit) -> None:
+    At most one item is open. A delta of another kind closes it and opens the next.
+    """
+
+    def __init__(self, identity: str, echo: RequestEcho, one_call: bool, emit: Emit) -> None:
         self.items: list[dict[str, Any]] = []
         self._identity = identity
-        self._asked = asked
+        self._echo = echo
         self._one_call = one_call
         self._emit = emit
         self._open: _Item | None = None
         self._call_index = -1
 
-    def take(self, delta: Delta) -> None:
+    def add(self, delta: Delta) -> None:
         if delta.reasoning:
             self._text_item("reasoning").add(delta.reasoning, None)
-        if delta.text or (self._asked.alternatives is not None and delta.tokens and self._in_message()):
+        # A delta may have tokens but no text yet (half a character). Inside a message its log probabilities count.
+        if delta.text or (self._echo.alternatives is not None and delta.tokens and self._in_message()):
             self._text_item("message").add(delta.text, self._logprobs(delta.tokens))
         for call in delta.tool_calls:
             if not self._one_call or call.index == 0:
@@ -158,7 +166,7 @@ class _Output:
         return f"{prefix}_{self._identity}_{len(self.items)}"
 
     def _logprobs(self, tokens: tuple[Token, ...]) -> list[dict[str, Any]]:
-        if self._asked.alternatives is None:
+        if self._echo.alternatives is None:
             return []
         return [
             {
@@ -167,7 +175,7 @@ class _Output:
                 "bytes": list(token.text.encode()),
                 "top_logprobs": [
                     {"token": top.text, "logprob": finite(top.logprob), "bytes": list(top.text.encode())}
-                    for top in token.top[: self._asked.alternatives]
+                    for top in token.top[: self._echo.alternatives]
                 ],
             }
             for token in tokens
@@ -175,24 +183,26 @@ class _Output:
 
 
 class _Response(Exchange):
-    """What whole and streamed answers share."""
+    """What whole answers and streams share."""
 
-    def __init__(self, request: GenerationRequest, envelope: Envelope, warnings: tuple[str, ...], asked: Asked) -> None:
+    def __init__(
+        self, request: GenerationRequest, envelope: Envelope, warnings: tuple[str, ...], echo: RequestEcho
+    ) -> None:
         self.requests = (request,)
         self.warnings = warnings
         self._envelope = envelope
-        self._asked = asked
+        self._echo = echo
         self._events: list[bytes] = []
         self._count = 0
         one_call = not request.chat.parallel_tool_calls
-        self._output = _Output(envelope.id.removeprefix("resp-"), asked, one_call, self._emit)
+        self._output = _Output(envelope.id.removeprefix("resp-"), echo, one_call, self._emit)
         self._last: Delta | None = None
 
     def _emit(self, kind: str, event: dict[str, Any]) -> None:
-        """Take note of an event; a whole answer tells of none."""
+        """Send an event; a whole answer has none, so this does nothing."""
 
     def add(self, index: int, delta: Delta) -> bytes:
-        self._output.take(delta)
+        self._output.add(delta)
         if delta.finish_reason is not None:
             self._last = delta
         data = b"".join(self._events)
@@ -200,10 +210,10 @@ class _Response(Exchange):
         return data
 
     def error_chunk(self, error: LmiServerError) -> bytes:
-        return error_event(_ROUTE, self.content_type, error)
+        return error_event(RESPONSES, self.content_type, error)
 
     def _object(self) -> dict[str, Any]:
-        """Return the response as it stands."""
+        """Return the response object in its current state."""
         sampling, chat = self.requests[0].sampling, self.requests[0].chat
         cut = self._last is not None and self._last.finish_reason == "length"
         ended = "incomplete" if cut else "completed"
@@ -214,8 +224,8 @@ class _Response(Exchange):
             "status": "in_progress" if self._last is None else ended,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "instructions": self._asked.instructions,
-            "max_output_tokens": self._asked.max_output_tokens,
+            "instructions": self._echo.instructions,
+            "max_output_tokens": self._echo.max_output_tokens,
             "metadata": {},
             "model": self._envelope.model,
             "output": self._output.items,
@@ -230,7 +240,7 @@ class _Response(Exchange):
             "top_p": sampling.top_p,
             "truncation": "disabled",
             "usage": self._usage(),
-            **self._asked.body,
+            **self._echo.body,
         }
 
     def _usage(self) -> dict[str, Any] | None:
@@ -263,9 +273,9 @@ class ResponseStream(_Response):
     content_type = SSE.content_type
 
     def _emit(self, kind: str, event: dict[str, Any]) -> None:
-        told = {"type": kind, "sequence_number": self._count, **event}
+        numbered = {"type": kind, "sequence_number": self._count, **event}
         self._count += 1
-        self._events.append(b"event: " + kind.encode() + b"\n" + SSE.frame(told))
+        self._events.append(b"event: " + kind.encode() + b"\n" + SSE.frame(numbered))
 
     def first(self) -> bytes:
         for kind in ("response.created", "response.in_progress"):
