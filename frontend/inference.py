@@ -89,14 +89,14 @@ class Relay:
             model = model or self._named_in(body, version)
             content = [*query, ("data", body)]
             priority = parse_priority(properties.get("x-priority"))
-            job = model.submit(Input(route, properties, content), priority, connection.abort)
+            pool = model.loaded()
+            job = pool.submit(Input(route, properties, content), priority, connection.abort)
         except LmiServerError as error:
             await self._refuse(model, route, error, scope, response)
             return
         except ClientGoneError:
             self._metrics.of(model).refused(_CLIENT_GONE)
             return
-        pool = model.loaded()
         connection.watch(lambda: pool.cancel(job))
         try:
             status = await _relay(route, job, response)
@@ -314,6 +314,6 @@ def _last(entries: list[tuple[str, bytes]], key: str) -> str | None:
 def _times(job: Job, arrived: float) -> tuple[float, float, float]:
     """Return the seconds in the queue, to the first byte and to the end."""
     now = time.monotonic()
-    started = job.started_at or now
+    sent = job.sent_at or now
     first_byte = job.reply.first_byte_at or now
-    return started - job.queued_at, first_byte - arrived, now - arrived
+    return sent - job.queued_at, first_byte - arrived, now - arrived

@@ -246,7 +246,7 @@ def _replicas(replicas: ReplicaSet, pool: WorkerPool) -> dict[str, Any]:
                 "startTime": _timestamp(worker.ready_at),
                 "status": "UNLOADING" if pool.is_leaving(worker) else "READY",
                 "pid": worker.pid,
-                "requestsInFlight": len(worker.in_flight),
+                "requestsInFlight": len(worker.requests.in_flight),
             }
             for worker in replicas.workers
         ],

@@ -70,7 +70,7 @@ async def _run(source: ModelSource, request: Input, environment: Mapping[str, st
     models = ModelRegistry(environment, artifacts, resolve_model, drain_timeout_s=0.0, log_level="INFO")
     try:
         model = await models.register_and_load(source)
-        return await _print_answer(model.submit(request, DEFAULT_PRIORITY, on_overflow=lambda: None))
+        return await _print_answer(model.loaded().submit(request, DEFAULT_PRIORITY, on_overflow=lambda: None))
     except LmiServerError as error:
         print(error.message, file=sys.stderr)
         return 1

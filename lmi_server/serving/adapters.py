@@ -169,7 +169,7 @@ class Adapters:
     async def _do(self, worker: WorkerProcess, command: AddAdapter | RemoveAdapter) -> str:
         try:
             async with asyncio.timeout(self._timeout_s):
-                return (await worker.control(command)).decode()
+                return (await worker.controls.call(command)).decode()
         except TimeoutError:
             late = f"did not finish {command.operation} within {self._timeout_s:g} seconds"
             logger.error("[%s] %s; killing it", worker.name, late)

@@ -1,6 +1,7 @@
 """When jobs that wait go to a worker as one batch, and when a worker gives back what it got ahead.
 
-Batches are formed in the pool and not in the worker, because a job that waits there can go to whichever worker is free.
+Batches are formed in the front end's process and not in the worker, because a job that waits here can go to whichever
+worker is free first.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ _RECALL_PAUSE_S = 0.02
 
 
 class BatchForming:
-    """Looks after the batches of one queue. `dispatch` is called when a batch that waits for more has waited enough.
+    """Forms the batches of one queue. `dispatch` is called when an incomplete batch has waited for long enough.
 
-    `max_jobs` waiting jobs go at once whatever the batch size: the queue is full. `workers` returns those that serve.
+    `max_jobs` waiting jobs go at once whatever the batch size, because the queue is full then. `workers` returns the
+    workers that serve.
     """
 
     def __init__(
@@ -38,37 +40,41 @@ class BatchForming:
         self._max_delay_s = max_delay_s
         self._dispatch = dispatch
         self._workers = workers
-        self._due: asyncio.TimerHandle | None = None
-        self._recalling: asyncio.TimerHandle | None = None
+        self._delay_timer: asyncio.TimerHandle | None = None
+        self._recall_timer: asyncio.TimerHandle | None = None
 
     def is_due(self, size: int) -> bool:
-        """Tell whether what waits is to go as a batch of `size`; where it is too few yet, see that it will in time."""
+        """Return whether the waiting jobs should go now, as a batch of `size`; otherwise start the delay timer."""
         if len(self._queue) >= min(size, self._max_jobs):
             return True
         left_s = self._queue.peek().queued_at + self._max_delay_s - time.monotonic()
         if left_s <= 0:
             return True
-        if self._due is None:
-            self._due = asyncio.get_running_loop().call_later(left_s, self._end_delay)
+        if self._delay_timer is None:
+            self._delay_timer = asyncio.get_running_loop().call_later(left_s, self._end_delay)
         return False
 
     def _end_delay(self) -> None:
-        self._due = None
+        self._delay_timer = None
         self._dispatch()
 
     def watch_delayed(self) -> None:
-        """Have what a worker got ahead go back to the queue where the batch before it takes long."""
-        if self._recalling is None:
-            self._recalling = asyncio.get_running_loop().call_later(_RECALL_PAUSE_S, self._recall_delayed)
+        """Recall what a worker got ahead if the batch before it takes long.
+
+        A handler that was fast until now may meet a slow batch. The jobs behind it would wait although another worker
+        may be idle.
+        """
+        if self._recall_timer is None:
+            self._recall_timer = asyncio.get_running_loop().call_later(_RECALL_PAUSE_S, self._recall_delayed)
 
     def _recall_delayed(self) -> None:
-        self._recalling = None
+        self._recall_timer = None
         now = time.monotonic()
-        ahead = [worker for worker in self._workers() if worker.recall_delayed(now)]
+        ahead = [worker for worker in self._workers() if worker.requests.recall_delayed(now)]
         if ahead:
             self.watch_delayed()
 
     def stop(self) -> None:
-        for timer in (self._due, self._recalling):
+        for timer in (self._delay_timer, self._recall_timer):
             if timer is not None:
                 timer.cancel()

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from lmi_server.contract.errors import LmiServerError, PredictTimeoutError
+from lmi_server.contract.errors import PredictTimeoutError
 from lmi_server.supervisor.job import Job
 
 if TYPE_CHECKING:
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_WATCHES_PER_TIMEOUT = 4  # how finely the shortest timeout is watched
-_LONGEST_WATCH_S = 1.0
+_CHECKS_PER_TIMEOUT = 4  # how finely the shortest timeout is watched
+_LONGEST_PAUSE_S = 1.0
 
 
 class ProgressWatch:
-    """Looks around several times within `shortest_s`, from `start` to `stop`.
+    """Checks every request in flight several times within `shortest_s`, from `start` to `stop`.
 
-    A request without progress for `predict_timeout_s` is ended with `end`. `workers` returns those that serve; `retire`
-    is called with the time, for who may go because nothing is to do.
+    A request without progress for `predict_timeout_s` fails. `workers` returns the workers that serve. `retire` is
+    called with the time (time.monotonic()) at each check, to retire workers that are idle.
     """
 
     def __init__(
@@ -32,59 +32,50 @@ class ProgressWatch:
         predict_timeout_s: float,
         shortest_s: float,
         workers: Callable[[], Sequence[WorkerProcess]],
-        end: Callable[[Job, LmiServerError], None],
         retire: Callable[[float], None],
     ) -> None:
         self._timeout_s = predict_timeout_s
-        self._pause_s = min(_LONGEST_WATCH_S, shortest_s / _WATCHES_PER_TIMEOUT)
+        self._pause_s = min(_LONGEST_PAUSE_S, shortest_s / _CHECKS_PER_TIMEOUT)
         self._workers = workers
-        self._end = end
         self._retire = retire
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._pause_s, self._look_around)
+        self._timer = asyncio.get_running_loop().call_later(self._pause_s, self._check_all)
 
     def stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _look_around(self) -> None:
+    def _check_all(self) -> None:
         now = time.monotonic()
         for worker in self._workers():
-            self._check(worker, now)
+            overdue = [job for job in worker.requests.in_flight.values() if self._is_overdue(worker, job, now)]
+            if overdue:
+                self._give_up(worker, overdue, now)
         self._retire(now)
         self.start()
 
-    def _check(self, worker: WorkerProcess, now: float) -> None:
-        if worker.used or worker.in_flight:
-            worker.used = False
-            worker.idle_since = now
-        if worker.moved or not worker.in_flight:
-            worker.moved = False
-            worker.quiet_since = now
-        overdue = [job for job in worker.in_flight.values() if self._is_overdue(job, now)]
-        if overdue:
-            self._give_up(worker, overdue, now)
-
-    def _is_overdue(self, job: Job, now: float) -> bool:
-        waits = job.worker is not None and not job.worker.has_begun(job)
-        if job.reply.progressed or waits:
-            job.reply.progressed = False
-            job.quiet_since = now
-        return now - job.quiet_since >= self._timeout_s
+    def _is_overdue(self, worker: WorkerProcess, job: Job, now: float) -> bool:
+        if not worker.requests.has_begun(job):
+            job.reply.progressed_at = now  # it waits behind another batch; its own time has not begun
+        return now - job.reply.progressed_at >= self._timeout_s
 
     def _give_up(self, worker: WorkerProcess, overdue: Sequence[Job], now: float) -> None:
-        """Fail what is overdue. A worker that does nothing for the others either hangs, as one that keeps a place."""
-        hangs = now - worker.quiet_since >= self._timeout_s or any(job.cancelled for job in overdue)
+        """Fail `overdue`, and kill the worker if it hangs.
+
+        A worker that goes on with other requests is left alone. It hangs if it goes on with none, or if it does not
+        free the place of a request that was cancelled before: the place would be lost for ever.
+        """
+        hangs = now - worker.requests.progressed_at >= self._timeout_s or any(job.cancelled for job in overdue)
         error = PredictTimeoutError(f"The request made no progress within predict_timeout={self._timeout_s:g} seconds")
         for job in overdue:
             logger.error("request %s: no progress for %g seconds; it is given up", job.request_id, self._timeout_s)
-            self._end(job, error)
+            job.fail(error)
             job.cancelled = True
-            job.quiet_since = now
+            job.reply.progressed_at = now  # the worker has as much time again to free the place
             if not hangs:
-                worker.cancel(job)
+                worker.requests.cancel(job)
         if hangs:
             logger.error("[%s] makes no progress; killing it", worker.name)
             worker.kill()

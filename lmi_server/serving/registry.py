@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from lmi_server.contract.errors import (
     ModelNotFoundError,
     ModelNotReadyError,
 )
-from lmi_server.contract.protocol import Input, Load
+from lmi_server.contract.protocol import Load
 from lmi_server.machine.devices import installed_gpus, plan_devices, visible_gpus
 from lmi_server.machine.environment import process_environment
 from lmi_server.machine.inventory import this_machine, with_gpu_memory
@@ -40,7 +40,6 @@ from lmi_server.serving.fetch_model import FetchedModel, Resolve, fetch_model
 from lmi_server.serving.model_store import HUB_VARIABLES, ModelSource
 from lmi_server.serving.pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus, PoolSettings
-from lmi_server.supervisor.job import Job
 from lmi_server.supervisor.worker_process import MpiLauncher
 
 logger = logging.getLogger(__name__)
@@ -85,10 +84,6 @@ class Model:
     @property
     def adapter_names(self) -> list[str]:
         return [] if self.pool is None else self.pool.adapters.names
-
-    def submit(self, request: Input, priority: int, on_overflow: Callable[[], None]) -> Job:
-        """Accept one request, as `WorkerPool.submit` does."""
-        return self.loaded().submit(request, priority, on_overflow)
 
     def loaded(self) -> WorkerPool:
         """Return the pool. Raises ModelNotReadyError where there is none."""

@@ -7,49 +7,46 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.protocol import Chunk, End, Error, Head, Input, Item, Reply
 
 if TYPE_CHECKING:
-    from lmi_server.supervisor.worker_process import WorkerProcess
+    from lmi_server.supervisor.worker_requests import WorkerRequests
 
 
 class ReplySlot:
     """Where the answer to one request arrives. One reader: `await wait()`, then `take()`, until `terminal` is set.
 
-    Exactly one terminal item (Reply, End or Error) is kept; whatever follows it is dropped.
+    The slot keeps exactly one terminal item (Reply, End or Error) and drops everything that follows it. Once `head` is
+    set, the client may have seen a part of the answer. Times are those of time.monotonic(), 0.0 before the event.
     """
 
-    __slots__ = ("_chunks", "_waiter", "first_byte_at", "head", "progressed", "terminal", "unread")
+    __slots__ = ("_chunks", "_waiter", "first_byte_at", "head", "progressed_at", "terminal", "unread")
 
     def __init__(self) -> None:
         self.head: Head | None = None
         self.terminal: Reply | End | Error | None = None
-        self.first_byte_at = 0.0  # time.monotonic()
+        self.first_byte_at = 0.0
+        self.progressed_at = 0.0  # the last time at which the worker got the request or went on with it
         self.unread = 0  # bytes that `take` has not returned yet
-        self.progressed = False  # set by each item; whoever watches for progress clears it
         self._chunks: list[bytes] = []
         self._waiter: asyncio.Future[None] | None = None
 
-    @property
-    def started(self) -> bool:
-        """True once something may have been sent to the client."""
-        return self.head is not None
-
-    def put(self, item: Item) -> None:
-        """Add what the worker sent."""
+    def put(self, item: Item, now: float) -> None:
+        """Add an item that arrived at `now`."""
         if self.terminal is not None:
             return
-        self.progressed = True
+        self.progressed_at = now
         if isinstance(item, Chunk):
             self._chunks.append(item.data)
             self.unread += len(item.data)
         elif isinstance(item, Head):
             self.head = item
-            self.first_byte_at = time.monotonic()
+            self.first_byte_at = now
         else:
             self.terminal = item
             if self.head is None:
-                self.first_byte_at = time.monotonic()
+                self.first_byte_at = now
         waiter = self._waiter
         if waiter is not None:
             self._waiter = None
@@ -72,34 +69,48 @@ class ReplySlot:
         return data
 
 
-_WHERE = ("worker", "batch", "retried", "cancelled")
-_TIMES = ("queued_at", "started_at", "quiet_since")
-
-
 class Job:
-    """One accepted request. `priority`: lower runs sooner. Times are those of time.monotonic()."""
+    """One accepted request. `priority`: lower runs sooner. Times are those of time.monotonic(), 0.0 before the event.
 
-    __slots__ = ("id", "request", "priority", "reply", "on_overflow", *_WHERE, *_TIMES)
+    `on_overflow` is called if the answer is given up because its client reads too slowly.
+    """
+
+    __slots__ = (
+        "batch",
+        "cancelled",
+        "holder",
+        "id",
+        "on_overflow",
+        "priority",
+        "queued_at",
+        "reply",
+        "request",
+        "retried",
+        "sent_at",
+    )
 
     def __init__(self, job_id: int, request: Input, priority: int, on_overflow: Callable[[], None]) -> None:
         self.id = job_id
         self.request = request
         self.priority = priority
         self.reply = ReplySlot()
-        self.worker: WorkerProcess | None = None  # the one that holds it; None while it waits
-        self.batch = 0  # number of its batch in that worker
+        self.on_overflow = on_overflow
+        self.holder: WorkerRequests | None = None  # the requests of the worker that has it; None while it waits
+        self.batch = 0  # the number of its batch in that worker
         self.retried = False
         self.cancelled = False
-        self.on_overflow = on_overflow
         self.queued_at = time.monotonic()
-        self.started_at = 0.0  # when a worker got it
-        self.quiet_since = 0.0  # when it was last seen to make progress in that worker
+        self.sent_at = 0.0  # when a worker got it
 
-    def start(self, worker: WorkerProcess, batch: int) -> None:
-        """Note that `worker` gets the job now, in a batch of that number."""
-        self.worker = worker
+    def start(self, holder: WorkerRequests, batch: int, now: float) -> None:
+        """Record that a worker gets the job at `now`, in its batch of that number."""
+        self.holder = holder
         self.batch = batch
-        self.started_at = self.quiet_since = time.monotonic()
+        self.sent_at = self.reply.progressed_at = now
+
+    def fail(self, error: LmiServerError) -> None:
+        """End the answer with `error`, unless it has ended."""
+        self.reply.put(Error(self.id, error.kind, error.message), time.monotonic())
 
     @property
     def request_id(self) -> str:

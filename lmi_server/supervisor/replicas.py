@@ -167,7 +167,11 @@ class ReplicaSet:
             if self.size <= self.min_workers:
                 return
             worker = replica.worker
-            if worker is not None and not worker.in_flight and now - worker.idle_since >= max_idle_s:
+            if (
+                worker is not None
+                and not worker.requests.in_flight
+                and now - worker.requests.progressed_at >= max_idle_s
+            ):
                 logger.info("[%s] idle for %g seconds; ending it", worker.name, max_idle_s)
                 self._close(replica)
 
@@ -191,7 +195,7 @@ class ReplicaSet:
         """Return the replicas that stay, the dispensable first: what is not loaded, then what has least to do."""
         youngest_first = self._staying()[::-1]
         return sorted(
-            youngest_first, key=lambda replica: -1 if replica.worker is None else len(replica.worker.in_flight)
+            youngest_first, key=lambda replica: -1 if replica.worker is None else len(replica.worker.requests.in_flight)
         )
 
     def _add(self) -> None:

@@ -105,7 +105,7 @@ async def test_no_worker_holds_more_than_it_has_room_for(tmp_path: Path) -> None
         assert pool.in_flight == 2, "the place is free only once the worker says so"
         for job in waiting:
             assert await answer(job) == " a a a"
-        assert waiting[1].started_at < waiting[0].started_at < waiting[2].started_at
+        assert waiting[1].sent_at < waiting[0].sent_at < waiting[2].sent_at
         assert (pool.in_flight, pool.queued) == (1, 0)
 
 

@@ -1,0 +1,237 @@
+"""The requests of one model: those that wait in its queue and those that its workers hold.
+
+Every accepted job gets exactly one terminal item in its reply slot:
+
+    submit -> waiting in the queue -> in flight on one worker -> ended
+                    ^                        |
+                    +---- at the head: the worker died before its handler began the job, or the job was recalled;
+                          or once, if requests are served concurrently and nothing was sent to the client
+
+`max_in_flight` is never exceeded: a place is free again only when the worker's terminal item for it has arrived, or the
+worker is dead.
+
+If the handler takes batches, they are formed here (`BatchForming`). `batch_size` waiting jobs, or as many as there are
+once the first of them has waited for `max_batch_delay_s`, go to one worker that is idle (or soon will be, see
+`BatchProgress.ahead`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import sys
+import time
+from collections.abc import Callable
+
+from lmi_server.contract.errors import LmiServerError, WorkerDiedError
+from lmi_server.contract.protocol import CANCELLED, RECALLED, End, Error, Head, Input, Item, Reply
+from lmi_server.serving.batch_forming import BatchForming
+from lmi_server.serving.job_queue import JobQueue
+from lmi_server.serving.pool_settings import PoolSettings
+from lmi_server.serving.roster import WorkerRoster
+from lmi_server.serving.sticky_sessions import StickySessions
+from lmi_server.supervisor.job import Job
+from lmi_server.supervisor.worker_process import WorkerProcess
+from lmi_server.supervisor.worker_requests import WorkerRequests
+
+logger = logging.getLogger(__name__)
+
+_MAX_UNREAD = 16 << 20  # bytes of one answer that its client has not read yet
+
+
+class Dispatcher:
+    """Gives each waiting request to a worker with room, and what workers send to the request that it belongs to.
+
+    `on_no_room` is called when a request waits and no worker has room for it.
+    """
+
+    def __init__(self, settings: PoolSettings, roster: WorkerRoster, on_no_room: Callable[[], None]) -> None:
+        self._queue: JobQueue[Job] = JobQueue(settings.load.model_name, settings.job_queue_size)
+        self._max_in_flight = settings.max_in_flight
+        self._roster = roster
+        self._on_no_room = on_no_room
+        self._ids = itertools.count(1)
+        self._sessions = StickySessions()
+        self._idle = asyncio.Event()
+        self._draining = False
+        self._forming = BatchForming(
+            self._queue, settings.job_queue_size, settings.max_batch_delay_s, self.dispatch, lambda: roster.serving
+        )
+
+    @property
+    def queued(self) -> int:
+        return len(self._queue)
+
+    @property
+    def in_flight(self) -> int:
+        return sum(len(worker.requests.in_flight) for worker in self._roster.serving)
+
+    # --- requests ---
+
+    def submit(self, request: Input, priority: int, on_overflow: Callable[[], None]) -> Job:
+        """Accept one request. Raises QueueFullError; nothing was accepted then."""
+        job = Job(next(self._ids), request, priority, on_overflow)
+        self._queue.push(job)
+        self.dispatch()
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """Free what `job` holds, because its client went away. Nothing happens if the job has ended."""
+        if job.cancelled or job.reply.terminal is not None:
+            return
+        job.cancelled = True
+        # The client's side ends now, but the place in the worker is free only once the worker says so. Its time to do
+        # that begins here: `put` resets `progressed_at`, by which ProgressWatch finds workers that never free it.
+        job.reply.put(Error(job.id, CANCELLED, "the client went away"), time.monotonic())
+        if self._queue.remove(job):
+            self._check_idle()
+        elif job.holder is not None:
+            job.holder.cancel(job)
+
+    def dispatch(self) -> None:
+        """Send as many waiting jobs as the workers have room for."""
+        while self._queue:
+            worker = self._worker_for(self._queue.peek())
+            if worker is None:
+                self._on_no_room()
+                break
+            requests = worker.requests
+            size = requests.batch_size or 1
+            if not self._forming.is_due(size):
+                break
+            jobs = [self._queue.pop() for _ in range(min(size, len(self._queue)))]
+            for job in jobs:
+                self._sessions.sent(job.request, worker)
+            requests.submit(jobs)
+            if requests.batch_size is not None:
+                self._forming.watch_delayed()
+        self._check_idle()
+
+    def _worker_for(self, job: Job) -> WorkerProcess | None:
+        """Return the worker that `job` goes to: that of its session if it has room, otherwise the least loaded one."""
+        sticky = self._sessions.worker_of(job.request)
+        return sticky if sticky is not None and self._has_room(sticky.requests) else self._least_loaded()
+
+    def _least_loaded(self) -> WorkerProcess | None:
+        best: WorkerProcess | None = None
+        least = sys.maxsize
+        for worker in self._roster.ready:
+            held = len(worker.requests.in_flight)
+            if held < least and self._has_room(worker.requests):
+                best, least = worker, held
+        return best
+
+    def _has_room(self, requests: WorkerRequests) -> bool:
+        if requests.batch_size is None:
+            return len(requests.in_flight) < self._max_in_flight
+        return requests.takes_batch(time.monotonic())
+
+    # --- answers ---
+
+    def on_items(self, worker: WorkerProcess, items: list[Item]) -> None:
+        """Give each item to the request that it belongs to. This runs for every token of every request."""
+        requests = worker.requests
+        in_flight = requests.in_flight
+        now = time.monotonic()
+        recalled: list[Job] = []
+        freed = False
+        for item in items:
+            job = in_flight.get(item.id)
+            if job is None:
+                if not worker.controls.settle(item):
+                    logger.error("[%s] sent a %s for request %d, which it does not hold", worker.name, item, item.id)
+                continue
+            requests.progressed_at = now
+            kind = type(item)
+            if kind is Reply or kind is End or kind is Error:
+                requests.ended(job)
+                freed = True
+                if isinstance(item, Error) and item.kind == RECALLED:
+                    recalled.append(job)
+                    continue
+            if isinstance(item, Reply | Head):
+                self._sessions.answered(item.headers, worker)
+            reply = job.reply
+            reply.put(item, now)
+            if reply.unread > _MAX_UNREAD:
+                self._overflow(job)
+        for job in reversed(recalled):  # each goes to the head of the queue, so the oldest must be last
+            self._requeue(job)
+        if freed:
+            self.dispatch()
+
+    def _overflow(self, job: Job) -> None:
+        if job.cancelled:
+            return
+        logger.warning(
+            "request %s: its client has left %d bytes of the answer unread; cancelled, the connection is closed",
+            *(job.request_id, job.reply.unread),
+        )
+        self.cancel(job)
+        job.on_overflow()
+
+    # --- workers that go ---
+
+    def forget_sessions(self, worker: WorkerProcess) -> None:
+        """Let the sessions of a worker that takes no more requests go to any other worker."""
+        self._sessions.forget(worker)
+
+    def take_back(self, worker: WorkerProcess) -> None:
+        """Take the jobs of a dead worker: retry once those of which no client has seen a byte, and fail the rest."""
+        self._sessions.forget(worker)
+        jobs = worker.requests.take_all()
+        if jobs:
+            logger.error("[%s] the worker process ended with %d requests in flight", worker.name, len(jobs))
+        for job in reversed(jobs):  # each goes to the head of the queue, so the oldest must be last
+            self._retry_or_fail(worker.requests, job)
+        self.dispatch()
+
+    def _retry_or_fail(self, requests: WorkerRequests, job: Job) -> None:
+        """Put `job` back into the queue, or fail it.
+
+        A job that the handler had not begun cannot have killed the worker, so that it may be tried as often as needed.
+        One that was running may have: it gets one more try. A batch that was running gets none, because its requests
+        may have had effects that the pool knows nothing of.
+        """
+        if not requests.has_begun(job):
+            self._requeue(job)
+        elif job.retried or job.reply.head is not None or requests.batch_size is not None:
+            job.fail(WorkerDiedError("The worker process ended while it held the request"))
+        else:
+            job.retried = True
+            self._requeue(job)
+
+    def _requeue(self, job: Job) -> None:
+        if job.reply.terminal is None:
+            job.holder = None
+            self._queue.push_front(job)
+
+    # --- the end ---
+
+    async def drained(self) -> None:
+        """Wait until nothing waits and nothing is in flight. No request may be submitted from now on."""
+        self._draining = True
+        self._check_idle()
+        await self._idle.wait()
+
+    def refuse_queue(self, error: LmiServerError) -> None:
+        """Fail every request that waits."""
+        while self._queue:
+            self._queue.pop().fail(error)
+        self._check_idle()
+
+    def fail_all(self, error: LmiServerError) -> None:
+        """Fail every request that waits or is in flight."""
+        self.refuse_queue(error)
+        for worker in self._roster.serving:
+            for job in worker.requests.in_flight.values():
+                job.fail(error)
+                worker.requests.cancel(job)
+
+    def stop(self) -> None:
+        self._forming.stop()
+
+    def _check_idle(self) -> None:
+        if self._draining and not self._queue and not self.in_flight:
+            self._idle.set()

@@ -1,0 +1,91 @@
+"""The requests that one worker holds: what it was sent and has not ended yet, and how far it is with that."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from lmi_server.contract.link import WorkerLink
+from lmi_server.contract.protocol import Cancel, Recall, Submit
+from lmi_server.supervisor.job import Job
+from lmi_server.supervisor.launch import WorkerLaunch
+
+_RECALL_AFTER_S = 0.02  # a batch that runs for longer than this counts as slow
+
+
+class WorkerRequests:
+    """The requests of one worker.
+
+    `in_flight` has its jobs by id. `batch_size` is the number of requests that its handler takes at once, one such
+    batch after the other; None if it serves requests concurrently. `progressed_at` (time.monotonic()) is the last time
+    at which the worker went on with any request, or got one while it had none.
+    """
+
+    def __init__(self, link: WorkerLink, launch: WorkerLaunch) -> None:
+        self.in_flight: dict[int, Job] = {}
+        self.batch_size: int | None = None
+        self.progressed_at = time.monotonic()
+        self._link = link
+        self._launch = launch
+        self._batches: Counter[int] = Counter()  # the number of requests in flight of each batch, by its number
+        self._sent_batches = 0
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Send one batch."""
+        now = time.monotonic()
+        if not self.in_flight:
+            self.progressed_at = now  # the worker owed nothing until now
+        self._sent_batches += 1
+        self._batches[self._sent_batches] = len(jobs)
+        for job in jobs:
+            job.start(self, self._sent_batches, now)
+            self.in_flight[job.id] = job
+            self._link.send(Submit(job.id, job.request, more=job is not jobs[-1]))
+
+    def ended(self, job: Job) -> None:
+        """Remove `job`, which has ended."""
+        del self.in_flight[job.id]
+        self._batches[job.batch] -= 1
+        if not self._batches[job.batch]:
+            del self._batches[job.batch]
+
+    def cancel(self, job: Job) -> None:
+        """Ask the worker to free the place of `job`. The place is free once the terminal item of `job` arrives."""
+        self._link.send(Cancel(job.id))
+
+    def takes_batch(self, now: float) -> bool:
+        """Return whether the worker gets another batch: one at a time, more if its handler is fast."""
+        return len(self._batches) <= (self._launch.progress.ahead(now) if self._batches else 0)
+
+    def has_begun(self, job: Job) -> bool:
+        """Return whether the handler has seen `job`. The answer is right for a dead worker too."""
+        return self.batch_size is None or job.batch <= self._launch.progress.begun
+
+    def recall_delayed(self, now: float) -> bool:
+        """Recall what waits behind a batch that takes long. Return False if nothing waits behind another batch."""
+        if len(self._batches) <= 1:
+            return False
+        if self._launch.progress.running_s(now) > _RECALL_AFTER_S:
+            for job in self.in_flight.values():
+                if not self.has_begun(job):
+                    self._link.send(Recall(job.id))
+        return True
+
+    def note_progress(self, job_ids: Sequence[int]) -> None:
+        """Record that the handler has gone on with these requests since the worker's last report.
+
+        The front end sees nothing of an answer that is not streamed before its end, so that the worker reports it.
+        """
+        now = time.monotonic()
+        for job_id in job_ids:
+            job = self.in_flight.get(job_id)
+            if job is not None:
+                job.reply.progressed_at = self.progressed_at = now
+
+    def take_all(self) -> list[Job]:
+        """Remove and return every job, oldest first: the worker is dead."""
+        jobs = list(self.in_flight.values())
+        self.in_flight.clear()
+        self._batches.clear()
+        return jobs
