@@ -11,7 +11,7 @@ EMBEDDING_MODEL := models/all-minilm-l6-v2
 SETUP := $(VENV)/.setup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo-model embedding-model run lint check test bench
+.PHONY: help setup demo-model embedding-model run lint test-unit check test coverage bench
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,11 +30,21 @@ lint: $(SETUP) ## Run ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-check: lint ## Run ruff, mypy and the fast tests, the import direction among them
-	$(BIN)/python -m pytest -m "not slow"
+# Tests of one file share their servers, so a file stays in one process. Two processes: two engines fit into the memory.
+JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
-test: lint demo-model embedding-model ## Run ruff, mypy and every test
-	$(BIN)/python -m pytest
+test-unit: $(SETUP) ## Run the tests that start no server and load no model (one minute)
+	$(PYTEST) -m "not slow" tests/unit tests/configuration tests/dialects
+
+check: lint ## Run ruff, mypy and the tests that are not slow (two minutes)
+	$(PYTEST) -m "not slow"
+
+test: lint demo-model embedding-model ## Run ruff, mypy and every test (a quarter of an hour)
+	$(PYTEST)
+
+coverage: demo-model embedding-model ## Run every test and print which lines none of them runs
+	$(PYTEST) --cov --cov-report=term-missing:skip-covered
 
 bench: $(SETUP) demo-model embedding-model ## Run the benchmarks and print their tables
 	$(BIN)/python -m benchmarks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,6 +78,7 @@ def imported(tree: ast.AST, module: Path) -> Iterator[str]:
                 yield submodule if submodule in BY_NAME else node.module
 
 
+@functools.cache
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
@@ -143,7 +145,7 @@ def reached(start: Path) -> set[str]:
     found: set[str] = set()
     paths = [start]
     while paths:
-        new = set(at_import(paths.pop())) - found
+        new = at_import(paths.pop()) - found
         found |= new
         paths += [BY_NAME[name] for name in new & BY_NAME.keys()]
     return found
@@ -165,14 +167,14 @@ def test_one_module_reads_the_environment() -> None:
 
 
 def test_no_module_is_imported_in_a_circle() -> None:
-    graph = {name: set(at_import(path)) & BY_NAME.keys() - {name} for name, path in BY_NAME.items()}
+    graph = {name: at_import(path) & BY_NAME.keys() - {name} for name, path in BY_NAME.items()}
     while free := [name for name, needs in graph.items() if not needs]:
         graph = {name: needs - set(free) for name, needs in graph.items() if name not in free}
     assert not graph, f"import circle among {sorted(graph)}"
 
 
-def at_import(path: Path) -> Iterator[str]:
-    """Yield what the module imports when it is imported itself, not when a function of it runs."""
-    for node in parsed(path).body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield from imported(node, path)
+@functools.cache
+def at_import(path: Path) -> frozenset[str]:
+    """Return what the module imports when it is imported itself, not when a function of it runs."""
+    nodes = [node for node in parsed(path).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    return frozenset(name for node in nodes for name in imported(node, path))
