@@ -1,4 +1,4 @@
-"""Runs every benchmark, one after the other, each in a process of its own: `python -m benchmarks` (`make bench`)."""
+"""Runs every benchmark in turn, each in its own process: `python -m benchmarks` (`make bench`)."""
 
 from __future__ import annotations
 

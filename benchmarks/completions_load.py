@@ -1,4 +1,7 @@
-"""A load of OpenAI completions with as little client as possible: connections that always have a request open."""
+"""A load of OpenAI completions: connections that always have a request open.
+
+The client parses as little as it can, so that it takes little of the CPU that it shares with the server.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _LAST_CHUNK = b"\r\n0\r\n\r\n"
 
 @dataclass(slots=True)
 class Seen:
-    """What was seen of one answer: seconds to its first bytes, seconds between its pieces, tokens."""
+    """The measurements of one answer: seconds to its first bytes, seconds between its pieces, tokens."""
 
     first: float
     gaps: list[float] = field(default_factory=list)
@@ -23,14 +26,14 @@ class Seen:
 
 
 class Connection(asyncio.Protocol):
-    """One connection that sends a request and reads its answer to the end, as often as it is told."""
+    """One connection that sends requests one after the other and reads each answer to its end."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
         self._done: asyncio.Future[None] | None = None
         self._data = bytearray()
         self._times: list[tuple[float, int]] = []
-        self._end = 0  # bytes of the whole answer, once its head told
+        self._end = 0  # bytes of the whole answer, -1 for a chunked one; 0 until its head has arrived
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
@@ -46,7 +49,7 @@ class Connection(asyncio.Protocol):
             self._done.set_result(None)
 
     async def ask(self, request: bytes, tokens: int) -> Seen:
-        """Send `request` and return what came; AssertionError where it is not a whole answer of `tokens` tokens."""
+        """Send `request` and return the measurements. Raises AssertionError unless the answer has `tokens` tokens."""
         assert self._transport is not None
         self._data, self._times, self._end = bytearray(), [], 0
         self._done = asyncio.get_running_loop().create_future()
@@ -74,7 +77,7 @@ class Connection(asyncio.Protocol):
 
 
 def request_bytes(model: str, prompt: str | list[int], tokens: int, stream: bool) -> bytes:
-    """Return the request for exactly `tokens` tokens, greedy."""
+    """Return a greedy request for exactly `tokens` tokens."""
     body: dict[str, Any] = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
     body["ignore_eos"] = True
     if stream:
@@ -85,7 +88,7 @@ def request_bytes(model: str, prompt: str | list[int], tokens: int, stream: bool
 
 
 async def run_load(port: int, requests: Sequence[bytes], connections: int, tokens: int) -> tuple[float, list[Seen]]:
-    """Send all requests over so many connections; return the seconds it took and what was seen of each."""
+    """Send all requests over `connections` connections; return the seconds that this took and what was measured."""
     loop = asyncio.get_running_loop()
     waiting = iter(requests)
     seen: list[Seen] = []

@@ -1,10 +1,10 @@
-"""Measures embeddings with all-MiniLM-L6-v2: this server over HTTP beside what else makes the same vectors here.
+"""Measures embeddings with all-MiniLM-L6-v2: this server over HTTP, beside libraries that compute the same vectors.
 
     python -m benchmarks.embeddings
 
-The texts are of 3 to 120 words. sentence-transformers is called with each text as it comes, as a server without batches
-would, and with batches of 32 that are there already, which no server can have; the pipeline of transformers with each
-text. All run in one go, each in a process of its own, every contender with two runs; the better one counts.
+The texts have 3 to 120 words. sentence-transformers gets one text per call, as in a server without batches; and batches
+of 32 texts that are ready in advance, which no server can have. The pipeline of transformers gets one text per call.
+Each contender has its own process and two runs; the better one counts.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _WORDS = (
 
 
 def texts(count: int = TEXTS) -> list[str]:
-    """Return texts of which most are short, as those of searches and passages are."""
+    """Return texts like those of searches and passages: most of them are short."""
     numbers = random.Random(5)
     return [" ".join(numbers.choices(_WORDS, k=min(120, int(3 + numbers.expovariate(1 / 25))))) for _ in range(count)]
 

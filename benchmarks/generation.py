@@ -1,10 +1,10 @@
-"""Measures generation with the demo model: this server over HTTP, streaming, beside what else can serve it here.
+"""Measures generation with the demo model: this server over HTTP, streaming, beside others that can serve it here.
 
     python -m benchmarks.generation [ours] [generate] [continuous] [vllm] [compiled]
 
-Every contender generates 64 tokens for 1, 8, 32 and 64 prompts at once, end of sequence ignored, in bfloat16. All run
-in one go, one after the other, each in a process of its own; each figure is the median of three runs. Without names,
-all of them take part.
+Every contender generates 64 tokens for 1, 8, 32 and 64 prompts at once, in bfloat16, and ignores the end of sequence.
+The contenders run one after the other, each in its own process; each figure is the median of three runs. Without names,
+all contenders run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CORES = os.cpu_count() or 1
 
 
 def prompts(count: int) -> list[str]:
-    """Prompts of about 20 tokens that share no prefix."""
+    """Return prompts of about 20 tokens that share no prefix."""
     topics = ("rivers", "engines", "bread", "the moon", "chess", "whales", "paper", "steel")
     return [
         f"Number {index}: write what a child should know about {topics[index % 8]}, first of all"
@@ -100,7 +100,7 @@ async def stream_all(port: int, count: int) -> None:
 
 
 async def stream(port: int, prompt: str) -> None:
-    """Read one streamed answer to its end with as little client as possible; fail where tokens are missing."""
+    """Read one streamed answer to its end, parsing as little as possible; fail if tokens are missing."""
     parameters = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True, "details": True}
     body = json.dumps({"inputs": prompt, "parameters": parameters, "stream": True}).encode()
     head = "POST /invocations HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
@@ -144,7 +144,7 @@ def transformers_continuous_batching() -> dict[int, list[float]]:
 
     model, tokenizer = load_transformers(attn_implementation="sdpa")
     generation = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    # Without sizes of our own it takes nine tenths of the machine's memory.
+    # By default vLLM takes nine tenths of the machine's memory.
     sizes = ContinuousBatchingConfig(num_blocks=256, page_size=32, max_batch_tokens=512, auto_switch_to_flash=False)
 
     def run(count: int) -> None:
@@ -184,7 +184,7 @@ SHORT_NAMES = dict(zip(("ours", "generate", "continuous", "vllm", "compiled"), C
 
 
 def run_apart(name: str) -> dict[int, list[float]] | None:
-    """Run a contender in a process of its own; None where it cannot run here, with the reason on standard error."""
+    """Run a contender in its own process. Return None if it cannot run here; the reason is on standard error."""
     command = [sys.executable, "-m", "benchmarks.generation", "--contender", name]
     finished = subprocess.run(command, stdout=subprocess.PIPE, env=os.environ | {"HF_HUB_OFFLINE": "1"}, check=False)
     if finished.returncode:
@@ -195,7 +195,7 @@ def run_apart(name: str) -> dict[int, list[float]] | None:
 
 
 def table(results: dict[str, dict[int, list[float]] | None]) -> Table:
-    """Tokens per second, and beside every other contender the ratio of ours to it."""
+    """Return a table of tokens per second, with the ratio of ours to each other contender."""
     shown = Table(
         title=f"Output tokens/s of SmolLM2-135M (bf16, {NEW_TOKENS} tokens)", caption="In brackets: ours divided by it"
     )
@@ -218,7 +218,7 @@ def table(results: dict[str, dict[int, list[float]] | None]) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", choices=("all", *SHORT_NAMES), default="all", help="who takes part")
+    parser.add_argument("names", nargs="*", choices=("all", *SHORT_NAMES), default="all", help="the contenders")
     parser.add_argument("--contender", choices=CONTENDERS, help="run only this one and print its rates as JSON")
     arguments = parser.parse_args()
     if arguments.contender:

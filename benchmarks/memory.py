@@ -2,8 +2,8 @@
 
     python -m benchmarks.memory
 
-Prompts of 1 to 60 tokens and answers of 1 to 16, 32 at once; the first 400 requests touch every slot of the KV cache.
-Prints the resident memory of the worker every 400 requests.
+32 requests run at once, with prompts of 1 to 60 tokens and answers of 1 to 16. The first 400 requests touch every slot
+of the KV cache, so that memory should not grow after them. Prints the resident memory of the worker every 400 requests.
 """
 
 from __future__ import annotations

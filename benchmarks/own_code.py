@@ -1,9 +1,9 @@
-"""Measures code of one's own that only echoes: here, and in other servers, with the same load in the same run.
+"""Measures a model.py that only echoes: in this server and in others, under the same load in the same run.
 
     python -m benchmarks.own_code
 
-Prints a table. The other servers are those of benchmarks/peers; each is installed in an environment of its own the
-first time. Below the table stands why one that could not be installed or started has no figure.
+Prints a table. The other servers are those of benchmarks/peers; the first run installs each in its own environment. If
+one cannot be installed or started, the reason stands below the table.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.relay import Client, Load, Rates, Server, UnavailableError, meas
 
 CONNECTIONS = 64
 CHUNKS = 500
-WARM_S = 2  # a Java server compiles itself meanwhile
+WARM_S = 2  # a server in Java compiles its hot code meanwhile
 
 MODEL = f"""
 from djl_python import Input, Output
@@ -54,7 +54,7 @@ ROWS = (
 
 
 class Contender(Server):
-    """A server under test; `path` is where it takes requests."""
+    """A server under test; `path` is the path that it serves."""
 
     def __init__(self, path: str, *command: str, log: Path | None = None) -> None:
         self.path = path
@@ -83,7 +83,7 @@ def ours(directory: Path) -> Iterator[Contender]:
 
 @contextlib.contextmanager
 def theirs(peer: Peer, directory: Path, stream: bool) -> Iterator[Contender]:
-    """Start `peer`; UnavailableError tells the last line that it printed."""
+    """Start `peer`. Raises UnavailableError with the last line that it printed."""
     log = directory / "log"
     command = (str(peer.python()), str(peer.script), "{port}", str(directory), str(CHUNKS if stream else 0))
     server = Contender(peer.path, *command, log=log)
@@ -112,11 +112,11 @@ async def rates(server: Contender, stream: bool, seconds: float) -> Rates:
 
 
 async def figure(contender: contextlib.AbstractContextManager[Contender], row: Row, seconds: float) -> float:
-    """Return the rate that counts in `row`; UnavailableError where nothing came."""
+    """Return the rate for `row`. Raises UnavailableError if the server gave no answer."""
     with contender as server:
         try:
             measured = await rates(server, row.stream, seconds)
-        except OSError as error:  # its port or its processes have gone
+        except OSError as error:  # its port or its processes are gone
             raise UnavailableError(f"it failed under load: {error}") from error
         rate = measured.tokens if row.stream else measured.requests
         if not rate:
@@ -133,7 +133,7 @@ async def bench(seconds: float) -> None:
             mine = await figure(ours(Path(directory)), row, seconds)
         rates_of: dict[str, float] = {}
         for peer in PEERS:
-            # What a server left behind may still write while the directory goes.
+            # A process that a server left behind may still write while the directory is removed.
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
                 try:
                     rates_of[peer.name] = await figure(theirs(peer, Path(directory), row.stream), row, seconds)

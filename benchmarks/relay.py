@@ -1,8 +1,8 @@
-"""Measures the relay: front end, link and worker with the echo handler, beside a bare uvicorn app that echoes.
+"""Measures the relay (front end, link, and a worker with the echo handler) beside a bare uvicorn app that echoes.
 
     python -m benchmarks.relay
 
-Everything runs on this machine in one go, the load generator included. Prints a table.
+Servers and load generator run on the same machine, one comparison after the other. Prints a table.
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ def serve_relay(directory: Path, port: int) -> None:
 
 
 class UnavailableError(Exception):
-    """A server can't be had, or doesn't answer."""
+    """A server cannot be installed or started, or does not answer."""
 
 
 class Server:
-    """A server in a process of its own; "{port}" in its command is the port that it is to have.
+    """A server in its own process; "{port}" in its command stands for its port.
 
-    Where `log` is given, what it prints goes there.
+    Its output goes to `log`, if there is one.
     """
 
     def __init__(self, *command: str, log: Path | None = None) -> None:
@@ -96,7 +96,7 @@ class Server:
             self._process = subprocess.Popen(command, start_new_session=True, stdout=output, stderr=output)
 
     async def ready(self, request: bytes = b"") -> None:
-        """Wait until it answers `request`, one of this benchmark where none is given.
+        """Wait until it answers `request`; the default is a request of this benchmark.
 
         Raises:
             UnavailableError: it has exited, or does not answer within a minute.
@@ -139,7 +139,7 @@ class Server:
             self._process.wait(60)
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # what a server left behind
+                os.killpg(self._process.pid, signal.SIGKILL)  # whatever the server left behind
 
 
 @contextlib.contextmanager
@@ -207,7 +207,7 @@ class Client(asyncio.Protocol):
             self._next()
 
     def _whole(self, data: bytes) -> bool:
-        """Tell whether the answer is complete; all answers to one request have the same length."""
+        """Return whether the answer is complete; all answers to one request have the same length."""
         if not self._expected:
             self._head += data
             head, separator, _ = self._head.partition(b"\r\n\r\n")
@@ -227,7 +227,7 @@ class Client(asyncio.Protocol):
 
 
 class Load:
-    """Connections that all do the same."""
+    """Connections that all send the same request again and again."""
 
     def __init__(self, clients: list[Client]) -> None:
         self.clients = clients
@@ -253,11 +253,11 @@ class Load:
     async def close(self) -> None:
         for client in self.clients:
             client.close()
-        await asyncio.sleep(0.5)  # until both sides have seen it
+        await asyncio.sleep(0.5)  # until both sides have noticed
 
 
 class Rates:
-    """What a load reached while it was measured."""
+    """The rates of a load while it was measured."""
 
     def __init__(self, requests: float, tokens: float, chunks: float, cpu_s: float) -> None:
         self.requests, self.tokens, self.chunks = requests, tokens, chunks
@@ -344,10 +344,10 @@ async def memory(report: Report) -> None:
 
 
 async def waiting(report: Report, seconds: float) -> None:
-    """Compare running streams with 10,000 requests behind them and without, in turns.
+    """Compare running streams with and without 10,000 waiting requests, in turns.
 
-    The streams have the pace of an engine: with every core busy, the generator's own share would decide the figure.
-    What waiting costs shows in the CPU time per token.
+    The streams have the pace of an engine. At full speed every core would be busy, and the load generator's share of
+    them would decide the figure. The CPU time per token shows what waiting requests cost.
     """
     with echo_server(max_rolling_batch_size=32, echo_delay_ms=2) as relay:
         await relay.ready()

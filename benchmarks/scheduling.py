@@ -2,9 +2,13 @@
 
     python -m benchmarks.scheduling [shared] [mixed] [scarce]
 
-Each load on a server of its own: 8 requests that share a prefix of 1,024 tokens (shared); 64 requests of mixed lengths
-at once, beside static batches of such requests through a padded `model.generate` (mixed); and 32 requests with KV
-memory for a third of what they need at most, beside the same with enough of it (scarce). Without names, all of them.
+Each load has its own server:
+
+- shared: 8 requests that share a prefix of 1,024 tokens
+- mixed: 64 requests of mixed lengths at once, beside static batches of such requests with a padded `model.generate`
+- scarce: 32 requests with KV memory for a third of what they need at most, beside the same requests with enough of it
+
+Without names, all loads run.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ VOCABULARY = (1000, 40000)  # token ids of ordinary words
 
 @dataclass(frozen=True)
 class Load:
-    """One request: its prompt and how many tokens it generates, or at most where the model may end the answer."""
+    """One request: its prompt, and how many tokens it generates (at most, if the model may end the answer)."""
 
     prompt: list[int] | str
     new_tokens: int
@@ -49,7 +53,7 @@ class Load:
 
 @dataclass
 class Timing:
-    """When a request was sent and each of its tokens came, in seconds."""
+    """The times at which a request was sent and its tokens arrived, in seconds."""
 
     sent: float
     tokens: list[float] = field(default_factory=list)
@@ -75,7 +79,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 async def stream(port: int, load: Load) -> Timing:
-    """Read one streamed answer to its end; fail where tokens are missing."""
+    """Read one streamed answer to its end; fail if tokens are missing."""
     body = {
         "model": "smollm2_135m_instruct",
         "prompt": load.prompt,
@@ -119,7 +123,7 @@ def warm_up(port: int) -> None:
 
 
 def shared_prefix() -> dict[str, float]:
-    """The first request alone, then seven more at once; medians of several prefixes, one after the other."""
+    """Send the first request alone, then seven more at once; take medians over several prefixes."""
     chance = random.Random(1)
     firsts, latest = [], []
     with serving(MODEL, 8) as (_, port):
@@ -161,7 +165,7 @@ def mixed_lengths() -> dict[str, float]:
 
 
 def static_batch() -> dict[str, float]:
-    """The first of the static batches, which take minutes."""
+    """Run the first static batch only: all of them would take minutes."""
     model, _ = load_transformers()
     loads = mixed_loads()[: STATIC * STATIC_BATCHES]
     began = time.perf_counter()
@@ -182,19 +186,19 @@ def generate_static(model: Any, batch: list[Load]) -> None:
 
 
 def chats() -> list[Load]:
-    """Questions to the model, which ends a third of the answers long before the limit."""
+    """Return questions; the model ends a third of their answers long before the limit."""
     turn = "<|im_start|>user\n{}.<|im_end|>\n<|im_start|>assistant\n"
     return [Load(turn.format(prompt), 256, may_end=True) for prompt in prompts(SCARCE)]
 
 
 def full_lengths() -> list[Load]:
-    """Requests that generate all that they may."""
+    """Return requests that generate as many tokens as they may."""
     chance = random.Random(3)
     return [Load(words(chance.randint(16, 300), chance), chance.randint(64, 256)) for _ in range(SCARCE)]
 
 
 def scarce_memory(loads: list[Load], share: float) -> dict[str, Any]:
-    """Serve the loads at once, with memory for `share` of what they need at most."""
+    """Run the loads at once, with memory for `share` of what they need at most."""
     needed = sum((len(load.prompt) if isinstance(load.prompt, list) else 32) + load.new_tokens for load in loads)
     os.environ["OPTION_KV_CACHE_MEMORY_GB"] = str(share * needed * BYTES_PER_TOKEN / 2**30)
     os.environ["OPTION_MAX_MODEL_LEN"] = "1024"
@@ -203,7 +207,7 @@ def scarce_memory(loads: list[Load], share: float) -> dict[str, Any]:
         began = time.perf_counter()
         timings = asyncio.run(stream_all(port, loads))
         seconds = time.perf_counter() - began
-        time.sleep(1.5)  # the worker tells its gauges once a second
+        time.sleep(1.5)  # the worker sends its gauges once a second
         metrics = httpx.get(f"http://127.0.0.1:{port}/metrics").text
     retracted = next(line for line in metrics.splitlines() if "retracted_requests" in line and line[0] != "#")
     return {
@@ -272,7 +276,7 @@ LOADS = {"shared": shared_rows, "mixed": mixed_rows, "scarce": scarce_rows}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("loads", nargs="*", choices=("all", *LOADS), default="all", help="which loads")
     parser.add_argument("--part", choices=PARTS, help="run only this one and print its figures as JSON")
     arguments = parser.parse_args()

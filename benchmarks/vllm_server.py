@@ -1,14 +1,18 @@
-"""Compares this server with vLLM's own OpenAI server: the same model, the same client, the same machine, in one run.
+"""Compares this server with vLLM's own OpenAI server: same model, same client, same machine, in one run.
 
     python -m benchmarks.vllm_server [PART ...] [--concurrency N ...] [--runs N]
 
-Completions of 64 tokens, end of sequence ignored, at 1, 8, 32 and 64 connections that always have a request open; and
-300 requests of one token whose prompts of 512 tokens share the first 448. `defaults-*` run both servers as they start
-without settings, from when this one has compiled the model, which vLLM's server does before it is ready; `same-*` run
-both with the same settings of vLLM's engine. Both are up at the same time and take turns, vLLM's server held by a
-signal in between, because it computes while it idles; rates and CPU seconds are medians of the runs, latencies those of
-all requests of all runs. `cpu` takes off the CPU time of all processes of a server what the engine takes alone,
-measured without any server. Each part takes a few minutes; without PART all run.
+The loads are completions of 64 tokens (end of sequence ignored) at 1, 8, 32 and 64 connections that always have a
+request open; and 300 requests of one token whose prompts of 512 tokens share the first 448.
+
+- `defaults-*` run both servers without settings. vLLM's server compiles the model before it is ready and this one
+  afterwards, so that the measurement waits until this one has compiled it.
+- `same-*` run both with the same settings of vLLM's engine.
+- `cpu` subtracts the CPU time of the engine alone, measured without any server, from that of all processes of a server.
+
+Both servers run at the same time and take turns. Between its turns a signal holds vLLM's server, because it computes
+while it idles. Rates and CPU seconds are medians of the runs, latencies are those of all requests of all runs. Each
+part takes a few minutes; without PART all parts run.
 """
 
 from __future__ import annotations
@@ -47,7 +51,7 @@ RUNS = 3
 STARTS = 3
 _COMPILE_LIMIT_S = 900
 _COMPILER = "handlers.vllm.compilation"
-# The settings of the engine and of OpenMP that both get in the parts `same-*`.
+# The settings of the engine and of OpenMP that both servers get in the parts `same-*`.
 SAME = {"max_num_seqs": 64, "max_model_len": 2048, "kv_gib": 2}
 SAME_VARIABLES = {"GOMP_SPINCOUNT": "10000"}
 
@@ -56,9 +60,9 @@ SAME_VARIABLES = {"GOMP_SPINCOUNT": "10000"}
 
 
 class Server:
-    """A server in processes of its own, and the seconds from its start to its first 200.
+    """A server in its own processes, and the seconds from its start to its first status 200.
 
-    One that is `held` gets no CPU except within `turn`.
+    A server that is `held` gets CPU time only within `turn`.
     """
 
     def __init__(
@@ -83,12 +87,12 @@ class Server:
         self.ready_s = time.perf_counter() - began
 
     def cpu_s(self) -> float:
-        """CPU seconds of all its processes so far."""
+        """Return the CPU seconds of all its processes so far."""
         processes = [self._process, *self._process.children(recursive=True)]
         return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
 
     def wait_until_compiled(self) -> None:
-        """Wait for what this server compiles in the background, if anything."""
+        """Wait until the server has compiled the model in the background, if it does so."""
         deadline = time.monotonic() + _COMPILE_LIMIT_S
         while any(_COMPILER in command_line(child) for child in self._process.children(recursive=True)):
             if time.monotonic() > deadline:
@@ -100,7 +104,7 @@ class Server:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Let the server run; before and after it is held, where it is to be."""
+        """Let the server run inside the `with` block; if it is a held one, it is stopped before and after."""
         self._signal(signal.SIGCONT)
         try:
             yield
@@ -108,7 +112,7 @@ class Server:
             self._signal(signal.SIGSTOP)
 
     def hold(self) -> None:
-        """Hold the server from now on, where it is to be held at all."""
+        """Stop the server until its next turn, if it is a held one."""
         self._signal(signal.SIGSTOP)
 
     def _signal(self, number: signal.Signals) -> None:
@@ -138,7 +142,7 @@ class Server:
 
 
 def command_line(process: psutil.Process) -> list[str]:
-    """Return its arguments; none once it has ended."""
+    """Return the arguments of the process; none if it has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.cmdline()
     return []
@@ -152,7 +156,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def ours(settings: Mapping[str, Any] | None) -> Iterator[Server]:
-    """This server with `rolling_batch=vllm`, and for the rest its defaults or the engine settings given."""
+    """Run this server with `rolling_batch=vllm`, and otherwise its defaults or the given engine settings."""
     with tempfile.TemporaryDirectory() as parent:
         directory = Path(parent) / NAME
         directory.mkdir()
@@ -178,9 +182,9 @@ def ours(settings: Mapping[str, Any] | None) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def theirs(settings: Mapping[str, Any] | None) -> Iterator[Server]:
-    """vLLM's own server with its defaults or the engine settings given, its access log off.
+    """Run vLLM's own server with its defaults or the given engine settings, and without its access log.
 
-    The size of its KV cache is always given: its default, nine tenths of the memory, is not to be had beside others.
+    The size of its KV cache is always set: the default is nine tenths of the memory, which the other server needs too.
     """
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL.resolve())]
@@ -224,7 +228,7 @@ class Load:
 
 @dataclass(slots=True)
 class Figures:
-    """What one server did with one load: tokens/s and CPU seconds of each run, what was seen of all requests."""
+    """The measurements of one server under one load: tokens/s and CPU seconds per run, latencies of all requests."""
 
     rates: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
@@ -256,7 +260,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 async def measure(server: Server, load: Load, run: int, figures: Figures) -> None:
-    """Run the load once and add what was seen."""
+    """Run the load once and add the measurements to `figures`."""
     tokens = 1 if load.shares_prefix else NEW_TOKENS
     before = server.cpu_s()
     seconds, seen = await run_load(server.port, load.requests(run), load.connections, tokens)
@@ -266,7 +270,7 @@ async def measure(server: Server, load: Load, run: int, figures: Figures) -> Non
 
 
 async def compare(servers: Mapping[str, Server], load: Load, runs: int) -> dict[str, Figures]:
-    """Run the load on both in turns; who goes first changes with each run."""
+    """Run the load on both servers in turns; the one that goes first changes with each run."""
     figures = {name: Figures() for name in servers}
     for run in range(runs):
         for name in sorted(servers, reverse=bool(run % 2)):
@@ -276,14 +280,14 @@ async def compare(servers: Mapping[str, Server], load: Load, runs: int) -> dict[
 
 
 async def warm(server: Server) -> None:
-    """Have everything been done once, with as many requests at once as will come."""
+    """Run every code path once, with as many requests at once as will come later."""
     for stream in (True, False):
         await run_load(server.port, [request_bytes(NAME, text, 4, stream) for text in prompts(64)], 64, 4)
 
 
 @contextlib.contextmanager
 def both(settings: Mapping[str, Any] | None) -> Iterator[dict[str, Server]]:
-    """Start both servers, let each do everything once, and tell what each takes while it idles."""
+    """Start both servers, warm them up, and print the CPU time that each takes while it idles."""
     with contextlib.ExitStack() as stack:
         servers = {name: stack.enter_context(start(settings)) for name, start in SERVERS.items()}
         for server in servers.values():
@@ -300,7 +304,7 @@ def both(settings: Mapping[str, Any] | None) -> Iterator[dict[str, Server]]:
 
 
 def engine_runs(runs: int) -> dict[str, list[float]]:
-    """Return CPU seconds and tokens/s that vLLM's engine takes for the largest load without any server or texts."""
+    """Return CPU seconds and tokens/s of vLLM's engine for the largest load, without a server and without texts."""
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": str(SAME["kv_gib"]),
@@ -326,7 +330,7 @@ def engine_runs(runs: int) -> dict[str, list[float]]:
 
 
 def in_a_process(*arguments: str) -> Any:
-    """Return what this script prints as JSON when it is run with these arguments."""
+    """Run this script with `arguments` and return the JSON that it prints."""
     command = [sys.executable, "-m", "benchmarks.vllm_server", *arguments]
     finished = subprocess.run(command, stdout=subprocess.PIPE, check=True)
     return json.loads(finished.stdout.decode().strip().rpartition("\n")[2])
@@ -337,7 +341,7 @@ def in_a_process(*arguments: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One comparison: with the same settings or each with its defaults, and what is sent."""
+    """One comparison: with the same settings or with each server's defaults, and the kind of load."""
 
     same: bool
     kind: str  # streaming, whole, prefix, cpu
@@ -359,18 +363,18 @@ _AIMS |= {(f"{settings}-prefix", PREFIX_CONNECTIONS): 1.0 for settings in ("defa
 
 
 class Comparison:
-    """A table of what both did."""
+    """A table with the figures of both servers."""
 
     def __init__(self, title: str) -> None:
         self.table = Table("measured", OURS, THEIRS, "ratio", "aim", title=f"SmolLM2-135M on both servers, {title}")
 
     def add(self, what: str, own: float, their: float, aim: float | None = None, at_most: bool = False) -> None:
-        """Add a row; `aim` is what the ratio should be at least, or at most."""
-        ratio, told = own / their, ""
+        """Add a row; the ratio should be at least `aim`, or at most."""
+        ratio, verdict = own / their, ""
         if aim is not None:
             missed = ratio > aim if at_most else ratio < aim
-            told = f"{'<=' if at_most else '>='} {aim:g}{', missed' if missed else ''}"
-        self.table.add_row(what, f"{own:.1f}", f"{their:.1f}", f"{ratio:.2f}", told)
+            verdict = f"{'<=' if at_most else '>='} {aim:g}{', missed' if missed else ''}"
+        self.table.add_row(what, f"{own:.1f}", f"{their:.1f}", f"{ratio:.2f}", verdict)
 
     def add_figures(self, part: str, load: Load, figures: Mapping[str, Figures]) -> None:
         own, their = figures[OURS], figures[THEIRS]
@@ -413,7 +417,7 @@ def _add_cpu(comparison: Comparison, figures: Mapping[str, Figures], runs: int) 
 
 
 def ready() -> Table:
-    """Start both in turns, each with its defaults, and return the seconds to the first 200."""
+    """Start both servers in turns with their defaults; return a table of the seconds to the first status 200."""
     seconds: dict[str, list[float]] = {name: [] for name in SERVERS}
     for _ in range(STARTS):
         for name, start in SERVERS.items():
@@ -443,7 +447,9 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=RUNS, help="runs of each load on each server")
     parser.add_argument("--engine", action="store_true", help="run only the engine and print its figures as JSON")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the servers are in sessions of their own, and must end too
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(1)
+    )  # so that `finally` ends the servers: they have their own Unix sessions
     unknown = set(arguments.parts) - {READY, *PARTS}
     if unknown:
         parser.error(f"{', '.join(sorted(unknown))}: no such part; there are {', '.join([READY, *PARTS])}")

@@ -1,7 +1,7 @@
-"""Other servers that run the same code of one's own; the script of each starts it in an environment of its own.
+"""Other servers that run the same echo code. A script per server starts it in its own virtual environment.
 
-A script is called with the port, a directory of its own for what the server writes, and how many
-chunks to stream; 0 is to echo.
+The arguments of a script are the port, a directory for what the server writes, and the number of chunks to stream; 0
+means to echo.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A server to compare with; `path` is where it takes requests."""
+    """A server to compare with; `path` is the path that it serves."""
 
     name: str
     path: str
@@ -33,12 +33,12 @@ class Peer:
         return Path(__file__).with_name(f"{self.module}.py")
 
     def python(self) -> Path:
-        """Return an interpreter that has the peer, installing it the first time.
+        """Return an interpreter that has the peer installed; the first call installs it.
 
-        Its own versions of what this server uses too stay out of the server's environment.
+        The peer has its own environment, because it may need other versions of packages that this server uses.
 
         Raises:
-            UnavailableError: it can't be installed.
+            UnavailableError: it cannot be installed.
         """
         environment = ROOT / ".venv" / self.module
         python, installed = environment / "bin" / "python", environment / ".installed"

@@ -1,4 +1,4 @@
-"""An echo, or a stream, in Ray Serve with one replica; more than its 5 requests at once reach it, as elsewhere."""
+"""An echo, or a stream, in Ray Serve with one replica, which takes more than Ray's default of 5 requests at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An echo, or a stream, in TorchServe with one worker: the handler, and what archives it and starts the server."""
+"""An echo, or a stream, in TorchServe with one worker: the handler, and the code that archives it and starts it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ QUIET = """<Configuration><Appenders><Console name="console"/></Appenders>
 
 def handle(data: list[dict[str, Any]] | None, context: Any) -> list[Any] | None:
     """Answer a batch of one; the first call, which loads the model, has no data."""
-    from ts.handler_utils.utils import send_intermediate_predict_response  # only the worker has it
+    from ts.handler_utils.utils import send_intermediate_predict_response  # only TorchServe's worker has it
 
     if not data:
         return None
@@ -31,7 +31,7 @@ def handle(data: list[dict[str, Any]] | None, context: Any) -> list[Any] | None:
 
 
 def start(port: int, directory: Path) -> None:
-    """Become the server; it writes its logs where it is started."""
+    """Replace this process by the server; it writes its logs to the working directory."""
     binaries = Path(sys.executable).parent
     archiver = [binaries / "torch-model-archiver", "--model-name", "echo", "--version", "1", "--handler", __file__]
     subprocess.run([*archiver, "--export-path", directory], check=True)
