@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -25,8 +26,7 @@ from lmi_server.contract.errors import (
     RequestError,
     error_from_kind,
 )
-from lmi_server.contract.priority import parse_priority
-from lmi_server.contract.protocol import CANCELLED, End, Error, Head, Input, Reply
+from lmi_server.contract.protocol import CANCELLED, DEFAULT_PRIORITY, End, Error, Head, Input, Reply
 from lmi_server.dialects.errors import error_event, error_reply, is_openai
 from lmi_server.serving.registry import Model, ModelRegistry
 from lmi_server.supervisor.job import Job
@@ -45,6 +45,11 @@ _CACHE_HEADERS = [
     (b"cache-control", b"no-cache; no-store, must-revalidate, private"),
     (b"expires", b"Thu, 01 Jan 1970 00:00:00 UTC"),
 ]
+
+
+# Bounded in length, because int() takes quadratic time in the number of digits.
+_INTEGER = re.compile(r"-?[0-9]{1,10}")
+_PRIORITIES = range(-(2**31), 2**31)
 
 
 class _NamedModel(msgspec.Struct):
@@ -90,7 +95,7 @@ class Relay:
             content = [*query, ("data", body)]
             priority = parse_priority(properties.get("x-priority"))
             pool = model.loaded()
-            job = pool.submit(Input(route, properties, content), priority, connection.abort)
+            job = pool.submit(Input(route, properties, content, request_id, priority), connection.abort)
         except LmiServerError as error:
             await self._refuse(model, route, error, scope, response)
             return
@@ -293,6 +298,21 @@ def _properties(scope: Scope) -> dict[str, str]:
             if separator:
                 properties.setdefault(name.strip().lower(), value.strip())
     return properties
+
+
+def parse_priority(value: str | None) -> int:
+    """Return the value of an `x-priority` header: lower is served sooner, 3 if there is none.
+
+    Raises RequestError if it is not an integer of 32 bits.
+    """
+    if value is None:
+        return DEFAULT_PRIORITY
+    if _INTEGER.fullmatch(value) is None or int(value) not in _PRIORITIES:
+        raise RequestError(
+            f"Header x-priority is {value[:60]!r}; it takes an integer (lower is served sooner) "
+            f"from {_PRIORITIES.start} to {_PRIORITIES.stop - 1}"
+        )
+    return int(value)
 
 
 def _header(scope: Scope, name: bytes) -> bytes | None:

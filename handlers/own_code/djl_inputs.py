@@ -41,7 +41,7 @@ class InputBuilder:
         """Return one request. Raises RequestError."""
         content = self.content(request)
         own = request.properties
-        properties = {**self.common, **own, "requestId": own.get("x-request-id", "")}
+        properties = {**self.common, **own, "requestId": request.request_id}
         if not self._may_choose_handler:
             properties["handler"] = self._function_name
         return make_input(properties, content, properties["handler"])
@@ -53,7 +53,7 @@ class InputBuilder:
         for index, request in enumerate(requests):
             prefix = f"batch_{index:03d}."
             properties |= {prefix + name: value for name, value in request.properties.items()}
-            properties[prefix + "requestId"] = request.properties.get("x-request-id", "")
+            properties[prefix + "requestId"] = request.request_id
             content += [(prefix + key, value) for key, value in self.content(request)]
         properties["batch_size"] = str(len(requests))
         return make_input(properties, content, self._function_name)

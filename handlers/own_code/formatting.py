@@ -156,7 +156,7 @@ class OwnFormatting(Formatting):
     def _complete(self, text_input: RequestInput, exchange: Exchange, request: Request) -> None:
         """Fill in what the server knows of a request, as LMI does after the formatter."""
         text_input.request_id = exchange.requests[0].request_id
-        text_input.client_request_id = request.properties.get("x-request-id")
+        text_input.client_request_id = request.request_id or None
         text_input.server_parameters = text_input.server_parameters or dict(text_input.parameters)
         text_input.tgi_compat = self._options.tgi_compat
         if isinstance(text_input, TextInput) and text_input.tokenizer is None:

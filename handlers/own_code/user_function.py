@@ -52,8 +52,7 @@ class UserFunction:
         """Log an exception and return the answer to the request that it ended."""
         if isinstance(error, LmiServerError):
             return error
-        request_id = request.properties.get("x-request-id", "-")
-        logger.error("request %s: %s", request_id, format_user_error(error, self.model_dir), exc_info=error)
+        logger.error("request %s: %s", request.request_id, format_user_error(error, self.model_dir), exc_info=error)
         memory = is_out_of_memory(error)
         if request.route not in LMI_ROUTES:
             message = f"{type(error).__name__}: {error}"

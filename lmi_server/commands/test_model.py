@@ -12,7 +12,6 @@ import uvloop
 from lmi_server.artifacts.fetch import ArtifactSettings, artifact_settings
 from lmi_server.configuration.resolve import resolve_model
 from lmi_server.contract.errors import ConfigurationError, LmiServerError, error_from_kind
-from lmi_server.contract.priority import DEFAULT_PRIORITY
 from lmi_server.contract.protocol import End, Error, Input, Reply
 from lmi_server.dialects.errors import error_reply
 from lmi_server.dialects.routes import INVOCATIONS
@@ -70,7 +69,7 @@ async def _run(source: ModelSource, request: Input, environment: Mapping[str, st
     models = ModelRegistry(environment, artifacts, resolve_model, drain_timeout_s=0.0, log_level="INFO")
     try:
         model = await models.register_and_load(source)
-        return await _print_answer(model.loaded().submit(request, DEFAULT_PRIORITY, on_overflow=lambda: None))
+        return await _print_answer(model.loaded().submit(request, on_overflow=lambda: None))
     except LmiServerError as error:
         print(error.message, file=sys.stderr)
         return 1

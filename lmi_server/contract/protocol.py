@@ -19,18 +19,24 @@ from typing import Any
 
 import msgspec
 
+DEFAULT_PRIORITY = 3
+
 
 class Input(msgspec.Struct, array_like=True, frozen=True):
     """A request as the front end saw it; the front end has not looked into the body.
 
     `route` is one of "invocations", "predictions", "completions", "chat/completions", "embeddings". `properties` are
     the HTTP headers (lower-cased names), with `X-Amzn-SageMaker-Custom-Attributes` exploded into entries of its own.
-    `content` holds the query parameters, then the body under the key "data".
+    `content` holds the query parameters, then the body under the key "data". `request_id` is the client's or a new one;
+    logs name the request by it. `priority`: lower is served sooner. Both also remain in `properties` if the client sent
+    them as headers, because users' code reads them there.
     """
 
     route: str
     properties: dict[str, str]
     content: list[tuple[str, bytes]]
+    request_id: str = ""
+    priority: int = DEFAULT_PRIORITY
 
     def body(self) -> bytes:
         """Return the bytes under the last "data" (a query may hold another), or the first entry, or nothing."""

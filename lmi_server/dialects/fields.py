@@ -15,7 +15,6 @@ import msgspec
 
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import Feature
-from lmi_server.contract.priority import parse_priority
 from lmi_server.contract.protocol import Input
 
 Reader = Callable[[str, Any], Any]
@@ -102,11 +101,6 @@ def plain_text(request: Input) -> str:
         return request.body().decode()
     except UnicodeDecodeError as error:
         raise RequestError(f"the body is not valid UTF-8: {error}; send the prompt in UTF-8") from None
-
-
-def priority(request: Input) -> int:
-    """Return the `x-priority` header (lower runs sooner), or 3 if there is none. Raises RequestError."""
-    return parse_priority(request.properties.get("x-priority"))
 
 
 # --- fields ---

@@ -69,9 +69,9 @@ class Dispatcher:
 
     # --- requests ---
 
-    def submit(self, request: Input, priority: int, on_overflow: Callable[[], None]) -> Job:
+    def submit(self, request: Input, on_overflow: Callable[[], None]) -> Job:
         """Accept one request. Raises QueueFullError; nothing was accepted then."""
-        job = Job(next(self._ids), request, priority, on_overflow)
+        job = Job(next(self._ids), request, on_overflow)
         self._queue.push(job)
         self.dispatch()
         return job
@@ -166,7 +166,7 @@ class Dispatcher:
             return
         logger.warning(
             "request %s: its client has left %d bytes of the answer unread; cancelled, the connection is closed",
-            *(job.request_id, job.reply.unread),
+            *(job.request.request_id, job.reply.unread),
         )
         self.cancel(job)
         job.on_overflow()

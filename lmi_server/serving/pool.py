@@ -120,14 +120,14 @@ class WorkerPool:
 
     # --- requests ---
 
-    def submit(self, request: Input, priority: int, on_overflow: Callable[[], None]) -> Job:
+    def submit(self, request: Input, on_overflow: Callable[[], None]) -> Job:
         """Accept one request; its answer arrives in `job.reply`.
 
         `on_overflow` is called if the client reads so slowly that the answer is given up. Raises QueueFullError and
         ModelNotReadyError; nothing was accepted then.
         """
         self._check_open()
-        return self._dispatcher.submit(request, priority, on_overflow)
+        return self._dispatcher.submit(request, on_overflow)
 
     def cancel(self, job: Job) -> None:
         """Free what `job` holds, because its client went away. Nothing happens if the job has ended."""

@@ -70,7 +70,8 @@ class ProgressWatch:
         hangs = now - worker.requests.progressed_at >= self._timeout_s or any(job.cancelled for job in overdue)
         error = PredictTimeoutError(f"The request made no progress within predict_timeout={self._timeout_s:g} seconds")
         for job in overdue:
-            logger.error("request %s: no progress for %g seconds; it is given up", job.request_id, self._timeout_s)
+            request_id = job.request.request_id
+            logger.error("request %s: no progress for %g seconds; it is given up", request_id, self._timeout_s)
             job.fail(error)
             job.cancelled = True
             job.reply.progressed_at = now  # the worker has as much time again to free the place

@@ -89,10 +89,10 @@ class Job:
         "sent_at",
     )
 
-    def __init__(self, job_id: int, request: Input, priority: int, on_overflow: Callable[[], None]) -> None:
+    def __init__(self, job_id: int, request: Input, on_overflow: Callable[[], None]) -> None:
         self.id = job_id
         self.request = request
-        self.priority = priority
+        self.priority = request.priority
         self.reply = ReplySlot()
         self.on_overflow = on_overflow
         self.holder: WorkerRequests | None = None  # the requests of the worker that has it; None while it waits
@@ -111,7 +111,3 @@ class Job:
     def fail(self, error: LmiServerError) -> None:
         """End the answer with `error`, unless it has ended."""
         self.reply.put(Error(self.id, error.kind, error.message), time.monotonic())
-
-    @property
-    def request_id(self) -> str:
-        return self.request.properties.get("x-request-id", str(self.id))

@@ -54,7 +54,7 @@ async def serve(
     except LmiServerError as error:
         _fail(request, exchange, answer, error)
     except Exception as error:  # the border to handlers and engines, which raise anything; the request ends with it
-        logger.exception("request %s: the handler raised", _request_id(request))
+        logger.exception("request %s: the handler raised", request.request_id)
         _fail(request, exchange, answer, HandlerError(f"{type(error).__name__}: {error}"))
 
 
@@ -88,7 +88,7 @@ async def serve_response(request: Input, handler: AsyncRequestHandler, answer: A
     except LmiServerError as error:
         _fail_response(request, answer, error)
     except Exception as error:  # the border to handlers, which raise anything; the request ends with it
-        logger.exception("request %s: the handler raised", _request_id(request))
+        logger.exception("request %s: the handler raised", request.request_id)
         message = f"{type(error).__name__}: {error}"
         failure = ModelMemoryError(message) if is_out_of_memory(error) else HandlerError(message)
         _fail_response(request, answer, failure)
@@ -217,8 +217,4 @@ def _fail(request: Input, exchange: Exchange | None, answer: Answer, error: LmiS
 
 def _log_warnings(request: Input, warnings: Sequence[str]) -> None:
     for warning in warnings:
-        logger.warning("request %s: %s", _request_id(request), warning)
-
-
-def _request_id(request: Input) -> str:
-    return request.properties.get("x-request-id", "-")
+        logger.warning("request %s: %s", request.request_id, warning)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 from dialect_helpers import DELTAS, SERVED, TEXT, answer, generations, outcome, request, serving
 from hypothesis import given
@@ -247,10 +248,9 @@ def test_a_byte_order_mark_is_no_part_of_the_body() -> None:
     assert parse(request("invocations", b'\xef\xbb\xbf{"inputs": "a"}'), SERVED).requests
 
 
-def test_headers() -> None:
-    assert parse(request("invocations", {"inputs": "a"}, x_priority="1"), SERVED).requests[0].priority == 1
-    with pytest.raises(RequestError, match="x-priority"):
-        parse(request("invocations", {"inputs": "a"}, x_priority="soon"), SERVED)
+def test_the_priority_is_that_of_the_message() -> None:
+    received = msgspec.structs.replace(request("invocations", {"inputs": "a"}), priority=1)
+    assert parse(received, SERVED).requests[0].priority == 1
 
 
 def test_an_unknown_route() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from frontend.inference import model_named_in
+from frontend.inference import model_named_in, parse_priority
 from lmi_server.contract.errors import RequestError
 
 
@@ -19,3 +19,15 @@ def test_a_body_that_names_none(body: bytes) -> None:
 def test_a_body_that_is_nested_too_deeply() -> None:
     with pytest.raises(RequestError, match="nested too deeply"):
         model_named_in(b'{"x": ' + b"[" * 100_000)
+
+
+def test_the_priority_header() -> None:
+    assert parse_priority(None) == 3
+    assert parse_priority("-5") == -5
+    assert parse_priority("2147483647") == 2**31 - 1
+
+
+@pytest.mark.parametrize("value", ["soon", "", "1.0", "1_000", " 1", "+1", "\u0663", "2147483648", "9" * 5000])
+def test_a_priority_header_that_is_no_integer(value: str) -> None:
+    with pytest.raises(RequestError, match=r"x-priority is '.*'; it takes an integer"):
+        parse_priority(value)

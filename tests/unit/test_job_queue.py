@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmi_server.contract.errors import QueueFullError, RequestError
-from lmi_server.contract.priority import parse_priority
+from lmi_server.contract.errors import QueueFullError
 from lmi_server.serving.job_queue import JobQueue
 
 
@@ -84,15 +83,3 @@ def test_it_behaves_like_a_sorted_list(operations: list[tuple[str, int, int]]) -
             assert queue.remove(expected.pop(choice % len(expected)))
         assert len(queue) == len(expected)
     assert drained(queue) == [job.id for job in expected]
-
-
-def test_the_priority_header() -> None:
-    assert parse_priority(None) == 3
-    assert parse_priority("-5") == -5
-    assert parse_priority("2147483647") == 2**31 - 1
-
-
-@pytest.mark.parametrize("value", ["soon", "", "1.0", "1_000", " 1", "+1", "\u0663", "2147483648", "9" * 5000])
-def test_a_priority_header_that_is_no_integer(value: str) -> None:
-    with pytest.raises(RequestError, match=r"x-priority is '.*'; it takes an integer"):
-        parse_priority(value)

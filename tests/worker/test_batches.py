@@ -41,7 +41,7 @@ async def pool_of(
 
 
 def submit(pool: WorkerPool, body: str) -> Job:
-    return pool.submit(Input("invocations", {}, [("data", body.encode())]), 3, on_overflow=lambda: None)
+    return pool.submit(Input("invocations", {}, [("data", body.encode())]), on_overflow=lambda: None)
 
 
 class Answer:

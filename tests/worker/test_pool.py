@@ -47,8 +47,8 @@ async def pool_of(
 
 def submit(pool: WorkerPool, prompt: str, stream: bool = False, priority: int = 3, tokens: int = 3) -> Job:
     body = {"inputs": prompt, "parameters": {"max_new_tokens": tokens}, "stream": stream}
-    request = Input("invocations", {}, [("data", msgspec.json.encode(body))])
-    return pool.submit(request, priority, on_overflow=lambda: None)
+    request = Input("invocations", {}, [("data", msgspec.json.encode(body))], priority=priority)
+    return pool.submit(request, on_overflow=lambda: None)
 
 
 async def ended(job: Job) -> Reply | End | Error:
@@ -499,7 +499,7 @@ async def test_an_answer_that_nobody_reads_is_given_up(tmp_path: Path, caplog: p
     async with pool_of(tmp_path) as pool:
         overflowed = asyncio.Event()
         body = msgspec.json.encode({"inputs": "flood", "stream": True})
-        job = pool.submit(Input("invocations", {}, [("data", body)]), 3, overflowed.set)
+        job = pool.submit(Input("invocations", {}, [("data", body)]), overflowed.set)
         await overflowed.wait()
         assert job.reply.unread < 20 << 20
         await until(lambda: pool.in_flight == 0)

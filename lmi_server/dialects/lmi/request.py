@@ -113,7 +113,7 @@ def _exchange(request: Input, served: ServedModel, values: dict[str, Any], warni
         request_id=uuid4().hex,
         prompt=prompt,
         sampling=_sampling(parameters, options, framing is not None),
-        priority=fields.priority(request),
+        priority=request.priority,
         adapter=chosen_adapter(request, adapter_in_body, served),
     )
     warnings += formatter_warnings

@@ -181,7 +181,7 @@ def envelope_of(prefix: str, values: dict[str, Any], served: ServedModel) -> Env
 def priority_of(request: Input, values: dict[str, Any]) -> int:
     """Take the priority out of `values`; without one, the header `x-priority` decides."""
     named: int | None = values.pop("priority", None)
-    return fields.priority(request) if named is None else named
+    return request.priority if named is None else named
 
 
 def answer_options(values: dict[str, Any]) -> AnswerOptions:
