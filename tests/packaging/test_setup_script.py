@@ -1,0 +1,49 @@
+"""What scripts/setup_environment.py says of machines that it cannot set up, and which torch it chooses."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from pathlib import Path
+
+import pytest
+from fresh_environments import setup_script
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "sentence"),
+    [
+        ("system", "Darwin", "use a Linux container"),
+        ("machine", "aarch64", "x86-64 processors only"),
+        ("libc_ver", ("", ""), "glibc"),
+    ],
+)
+def test_a_machine_that_cannot_be_set_up_is_told_so(
+    name: str, found: object, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, name, lambda: found)
+    assert sentence in setup_script().missing_of_this_machine()
+
+
+def test_an_old_python_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 10, 4))
+    assert "needs Python 3.11" in setup_script().missing_of_this_machine()
+
+
+def test_this_machine_lacks_nothing() -> None:
+    assert setup_script().missing_of_this_machine() is None
+
+
+def test_torch_arguments_decide_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_ARGS", "--index-url http://127.0.0.1:1/simple")
+    arguments, reason = setup_script().choose_torch({}, "2.13.0")
+    assert arguments == ["--index-url", "http://127.0.0.1:1/simple", "torch==2.13.0"]
+    assert "TORCH_ARGS" in reason
+
+
+def test_links_of_pip_s_configuration_reach_uv(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    configuration = tmp_path / "pip.conf"
+    configuration.write_text("[global]\nfind-links = /one\n    /two\n")
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(configuration))
+    assert setup_script().uv_environment()["UV_FIND_LINKS"] == "/one /two"

@@ -1,0 +1,48 @@
+"""Virtual environments with a built wheel of this project and nothing that its metadata does not ask for."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from paths import ROOT
+
+
+def setup_script() -> ModuleType:
+    """Import scripts/setup_environment.py, which is in no package."""
+    spec = importlib.util.spec_from_file_location("setup_environment", ROOT / "scripts" / "setup_environment.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def uv(*arguments: str | Path, **variables: str) -> str:
+    """Run uv with the indexes that pip is configured with; return what it printed."""
+    command = [str(Path(sys.executable).with_name("uv")), *map(str, arguments)]
+    environment = {**setup_script().uv_environment(), **variables}
+    del environment["VIRTUAL_ENV"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def build(directory: Path) -> tuple[Path, Path]:
+    """Build the sdist, and the wheel from it; return both paths."""
+    uv("build", "--quiet", ROOT, "--out-dir", directory)
+    (sdist,), (wheel,) = directory.glob("*.tar.gz"), directory.glob("*.whl")
+    return sdist, wheel
+
+
+def make_environment(directory: Path, wheel: Path, *extras: str) -> Path:
+    """Install `wheel` with `extras` into a new virtual environment; return its directory of commands."""
+    uv("venv", "--quiet", "--python", sys.executable, directory)
+    wanted = f"{wheel}[{','.join(extras)}]" if extras else str(wheel)
+    script = setup_script()
+    pins = ("--constraint", script.CONSTRAINTS, "--overrides", script.OVERRIDES)
+    uv("pip", "install", "--quiet", "--python", directory / "bin" / "python", *pins, wanted)
+    return directory / "bin"
