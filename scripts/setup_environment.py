@@ -109,6 +109,7 @@ def make_virtual_environment():
 def uv_environment():
     """Return the variables that make uv use the indexes, links and certificates that pip is configured with."""
     environment = dict(os.environ, VIRTUAL_ENV=str(VENV), UV_SYSTEM_CERTS="true")
+    environment.setdefault("UV_INDEX_STRATEGY", "unsafe-best-match")  # all indexes count alike, as they do for pip
     listed = subprocess.run([str(PYTHON), "-m", "pip", "config", "list"], capture_output=True, text=True, check=False)
     for line in listed.stdout.splitlines():  # global.find-links='/a /b', :env:.find-links='/a'
         key, _, value = line.partition("=")

@@ -8,7 +8,7 @@ import time
 from queue import Empty, SimpleQueue
 from typing import IO
 
-_LIMIT_S = 180.0
+_LIMIT_S = 300.0
 
 
 class ProcessLog:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import httpx
 from process_log import ProcessLog
 
+COMMANDS = Path(sys.executable).parent
+
 
 class Server:
     """`lmi-server serve` in a process of its own, ready to answer."""
 
-    def __init__(self, directory: Path) -> None:
-        command = [str(Path(sys.executable).with_name("lmi-server")), "serve", str(directory), "--port", "0"]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    def __init__(self, directory: Path, commands: Path = COMMANDS, variables: Mapping[str, str] = os.environ) -> None:
+        command = [str(commands / "lmi-server"), "serve", str(directory), "--port", "0"]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=dict(variables))
         self._log = ProcessLog(self.process.stderr)
         self.lines = self._log.lines
         self.url = self.log_line(r"listening on (http://\S+)")[1]
