@@ -75,7 +75,7 @@ class DjlFunction(RequestHandler):
     def stop(self) -> None:
         save_sessions()
 
-    def side_by_side(self) -> AsyncRequestHandler | None:
+    def concurrent_handler(self) -> AsyncRequestHandler | None:
         return self._concurrent
 
     def handle(self, requests: Sequence[Request]) -> Sequence[Response | LmiServerError]:

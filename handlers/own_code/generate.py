@@ -65,5 +65,5 @@ class ConcurrentDelegate(RequestHandler):
     def handle(self, requests: Sequence[Input]) -> Sequence[Response | LmiServerError]:
         raise ModelLoadError("the requests are served side by side")
 
-    def side_by_side(self) -> AsyncRequestHandler | LLMHandler:
+    def concurrent_handler(self) -> AsyncRequestHandler | LLMHandler:
         return self._handler

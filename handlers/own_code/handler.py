@@ -39,8 +39,8 @@ class OwnCodeHandler(RequestHandler):
     def handle(self, requests: Sequence[Input]) -> Sequence[Response | LmiServerError]:
         return self._code.handle(requests)
 
-    def side_by_side(self) -> AsyncRequestHandler | LLMHandler | None:
-        return self._code.side_by_side()
+    def concurrent_handler(self) -> AsyncRequestHandler | LLMHandler | None:
+        return self._code.concurrent_handler()
 
     def add_adapter(self, adapter: Adapter) -> str:
         return self._code.add_adapter(adapter)

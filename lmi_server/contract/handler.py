@@ -141,11 +141,11 @@ class RequestHandler(ABC):
         Whatever is raised fails the whole batch.
         """
 
-    def side_by_side(self) -> AsyncRequestHandler | LLMHandler | None:
-        """Return what serves the requests in place of `handle`, side by side; None where `handle` does.
+    def concurrent_handler(self) -> AsyncRequestHandler | LLMHandler | None:
+        """Return a handler that takes the requests concurrently, in place of `handle`; None if `handle` takes them.
 
-        It is asked once, after `start`, and started itself then. It runs on an event loop of its own in the main
-        thread, so it may hold that loop up for a while without being taken for dead.
+        The worker asks once, after `start`, and then starts that handler. It runs on an event loop of its own in the
+        main thread, so it may block that loop for a while without being taken for dead.
         """
         return None
 

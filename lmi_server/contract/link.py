@@ -82,6 +82,11 @@ class Link(asyncio.Protocol, Generic[M]):
         if outgoing and self._transport is not None:
             self._transport.write(b"".join(outgoing))
 
+    def send_now(self, message: Message) -> None:
+        """Write `message` at once, after what `send` has collected."""
+        self._outgoing += frame(message)
+        self.flush()
+
     def close(self) -> None:
         """Write what was sent, then close this end."""
         self.flush()

@@ -11,7 +11,6 @@ import signal
 import socket
 import sys
 import threading
-from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -21,17 +20,19 @@ from lmi_server.contract.handler import RequestHandler
 from lmi_server.contract.link import FrontendLink, frontend_link, read_load
 from lmi_server.machine.environment import own_rank
 from lmi_server.machine.process_tree import end_with_parent
+from lmi_server.worker.concurrent_service import ConcurrentService
+from lmi_server.worker.frame_buffer import FrameBuffer
+from lmi_server.worker.generation_processor import GenerationProcessor
 from lmi_server.worker.group import follow, following, join_group, leave_group
 from lmi_server.worker.handler_loading import Loading, make_handler
-from lmi_server.worker.main_service import InMainThread
-from lmi_server.worker.main_thread import MainThread
-from lmi_server.worker.service import Service
-from lmi_server.worker.session import Session
-from lmi_server.worker.side_by_side import Generation, SideBySide
+from lmi_server.worker.handler_thread import HandlerThread
+from lmi_server.worker.service import WorkerService
+from lmi_server.worker.threaded_service import ThreadedService
+from lmi_server.worker.worker import Worker
 
 _SIGTERM_DEADLINE_S = 30.0
 _COMPAT = Path(__file__).parent.parent / "compat"  # where djl_python is
-_EXIT_S = 5.0  # for the main thread's end, once the link is closed
+_EXIT_S = 5.0  # for the end of the handler's thread, once the link is closed
 
 logger = logging.getLogger("lmi_server.worker")
 
@@ -61,11 +62,12 @@ def _lead(link: socket.socket, progress: BatchProgress | None) -> int:
         if own_rank().directory:
             following(handler)
     except Exception as error:  # noqa: BLE001 - the border to handlers, which raise anything; the load fails with it
-        return uvloop.run(_serve(link, Session(load, _Broken(error))))
+        return uvloop.run(_serve(link, Worker(load, _Broken(error))))
     if isinstance(handler, RequestHandler):
         return _serve_requests(link, handler, loading, progress)
-    session = Session(load, partial(SideBySide, Generation(handler, loading)))
-    return uvloop.run(_serve(link, session, signals=True))
+    processor = GenerationProcessor(handler, loading)
+    worker = Worker(load, lambda link: ConcurrentService(processor, FrameBuffer(link)))
+    return uvloop.run(_serve(link, worker, signals=True))
 
 
 def _arguments() -> argparse.Namespace:
@@ -94,7 +96,7 @@ class _Broken:
     def __init__(self, error: Exception) -> None:
         self._error = error
 
-    def __call__(self, link: FrontendLink) -> Service:
+    def __call__(self, link: FrontendLink) -> WorkerService:
         raise self._error
 
 
@@ -102,43 +104,43 @@ def _serve_requests(
     link: socket.socket, handler: RequestHandler, loading: Loading, progress: BatchProgress | None
 ) -> int:
     """Run the handler's code in this thread, the main one, and the link in another."""
-    main_thread = MainThread(handler, loading, progress or BatchProgress.create()[0])
-    session = Session(loading.load, lambda link: InMainThread(main_thread, link, session.end))
-    signal.signal(signal.SIGTERM, lambda *_: main_thread.call_link(session.shut_down, _SIGTERM_DEADLINE_S))
-    thread = threading.Thread(target=_run_link, args=(link, session, main_thread), name="link")
-    thread.start()
-    code = main_thread.run()
-    thread.join()
-    return code or session.exit_code
+    handler_thread = HandlerThread(handler, loading, progress or BatchProgress.create()[0])
+    worker = Worker(loading.load, lambda link: ThreadedService(handler_thread, link, worker.end))
+    signal.signal(signal.SIGTERM, lambda *_: handler_thread.call_link(worker.shut_down, _SIGTERM_DEADLINE_S))
+    link_thread = threading.Thread(target=_run_link, args=(link, worker, handler_thread), name="link")
+    link_thread.start()
+    code = handler_thread.run()
+    link_thread.join()
+    return code or worker.exit_code
 
 
-def _run_link(link: socket.socket, session: Session, main_thread: MainThread) -> None:
+def _run_link(link: socket.socket, worker: Worker, handler_thread: HandlerThread) -> None:
     code = 1
     try:
-        code = uvloop.run(_serve(link, session))
+        code = uvloop.run(_serve(link, worker))
     finally:
         try:
-            main_thread.stop().result(0 if main_thread.abandoned else _EXIT_S)
+            handler_thread.stop().result(0 if handler_thread.abandoned else _EXIT_S)
         except TimeoutError:
             os._exit(code)  # the handler's code does not come back
 
 
-async def _serve(inherited: socket.socket, session: Session, signals: bool = False) -> int:
+async def _serve(inherited: socket.socket, worker: Worker, signals: bool = False) -> int:
     closed = asyncio.Event()  # not before all that was sent is on its way
 
     def on_lost() -> None:
-        if not session.ending:
+        if not worker.ending:
             _die()
         closed.set()
 
-    link = frontend_link(session.on_message, on_lost)
+    link = frontend_link(worker.on_message, on_lost)
     loop = asyncio.get_running_loop()
     await loop.create_unix_connection(lambda: link, sock=inherited)
-    session.attach(link)
+    worker.attach(link)
     if signals:
-        loop.add_signal_handler(signal.SIGTERM, session.shut_down, _SIGTERM_DEADLINE_S)
+        loop.add_signal_handler(signal.SIGTERM, worker.shut_down, _SIGTERM_DEADLINE_S)
     await closed.wait()
-    return session.exit_code
+    return worker.exit_code
 
 
 def _die() -> None:

@@ -12,9 +12,11 @@ from lmi_server.configuration.handlers import load as load_by_name
 from lmi_server.contract.errors import ModelLoadError, RequestError
 from lmi_server.contract.protocol import Input
 from lmi_server.dialects.adapters import named_adapter
-from lmi_server.dialects.base import Formatting
+from lmi_server.dialects.base import Exchange, Formatting, ServedModel
 from lmi_server.worker.handler_loading import Loading
-from lmi_server.worker.serve import Parse
+
+Parse = Callable[[Input, ServedModel], Exchange]
+"""Reads a request: `dialects.parse`, or the code of a model or an adapter in its place."""
 
 
 class Formats:

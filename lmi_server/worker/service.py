@@ -1,4 +1,4 @@
-"""What serves the requests of one model in a worker: the side of it that the link's event loop sees."""
+"""What serves the requests of one model in a worker, as the link's event loop sees it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 from lmi_server.contract.errors import RequestError
-from lmi_server.contract.protocol import CANCELLED, RECALLED, Command, Error, Ready, Submit
+from lmi_server.contract.protocol import Command, Ready, Submit
+
+CANCELLED_MESSAGE = "cancelled by the front end"
 
 
-class Service(ABC):
+class WorkerService(ABC):
     """Serves the requests of one model. Every method runs on the link's event loop."""
 
     @abstractmethod
@@ -22,11 +24,11 @@ class Service(ABC):
 
     @abstractmethod
     def cancel(self, request_id: int) -> None:
-        """Drop a request where that is possible. Nothing happens where it has ended."""
+        """Drop a request as soon as possible. Does nothing if it has ended."""
 
     @abstractmethod
     def recall(self, request_id: int) -> None:
-        """Give a request back that has not begun. Nothing happens where it has."""
+        """Give a request back to the front end. Does nothing if the handler has begun it."""
 
     @abstractmethod
     async def finish(self, deadline_s: float) -> None:
@@ -40,28 +42,18 @@ class Service(ABC):
     def gauges(self) -> Mapping[str, float]:
         """Return the gauges of the handler."""
 
+    @abstractmethod
     async def control(self, command: Command) -> bytes:
         """Execute `command` and return the data of its Reply.
 
-        Raises RequestError where this model does not, or whatever the handler raises.
+        Raises RequestError if the handler does not support it, or whatever the handler raises.
         """
-        raise unsupported(command)
 
+    @abstractmethod
     def progressed(self) -> list[int]:
-        """Return the requests for which something happened since the last call that the front end has not seen."""
-        return []
+        """Return the requests that moved since the last call without the front end seeing it."""
 
 
 def unsupported(command: Command) -> RequestError:
     """Return the error for a command that the handler of this model does not support."""
     return RequestError(f"the handler of this model does not support the operation {command.operation}")
-
-
-def cancelled(request_id: int) -> Error:
-    """Return the ending of a request that the front end cancelled."""
-    return Error(request_id, CANCELLED, "cancelled by the front end")
-
-
-def recalled(request_id: int) -> Error:
-    """Return the ending, here, of a request that the front end gives to another worker."""
-    return Error(request_id, RECALLED, "recalled by the front end")

@@ -26,27 +26,27 @@ from lmi_server.contract.protocol import (
     ToWorker,
 )
 from lmi_server.worker.handler_loading import load_failure
-from lmi_server.worker.service import Service
+from lmi_server.worker.service import WorkerService
 
 logger = logging.getLogger(__name__)
 
 _STATS_INTERVAL_S = 1.0
 
 
-class Session:
+class Worker:
     """Does what the front end's messages say, on the link's event loop.
 
-    `make_service` gets the link and returns what serves the model. Once the session is `ending` it closes the link;
+    `make_service` gets the link and returns what serves the model. Once the worker is `ending` it closes the link;
     `exit_code` is that of the process.
     """
 
-    def __init__(self, load: Load, make_service: Callable[[FrontendLink], Service]) -> None:
+    def __init__(self, load: Load, make_service: Callable[[FrontendLink], WorkerService]) -> None:
         self.ending = False
         self.exit_code = 0
         self._model_name = load.model_name
         self._make_service = make_service
         self._link: FrontendLink | None = None
-        self._service: Service | None = None
+        self._service: WorkerService | None = None
         self._loading: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[None]] = set()
         self._stopping = False
@@ -124,7 +124,7 @@ class Session:
 
     # --- requests ---
 
-    def _loaded(self) -> Service:
+    def _loaded(self) -> WorkerService:
         assert self._service is not None, "the front end submits only once we are ready"
         return self._service
 
@@ -146,7 +146,7 @@ class Session:
         self._link.send(Frames([outcome]))
 
     def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start a task that the session keeps alive; the process ends with an error where it raises."""
+        """Start a task that the worker keeps alive; the process ends with an error where it raises."""
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._finished)

@@ -1,0 +1,247 @@
+"""Runs batches of requests in the handler's thread, one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import NamedTuple
+
+from lmi_server.contract.batch_progress import BatchProgress
+from lmi_server.contract.errors import (
+    HandlerError,
+    LmiServerError,
+    ModelMemoryError,
+    WorkerDiedError,
+    is_out_of_memory,
+)
+from lmi_server.contract.handler import RequestHandler, Response
+from lmi_server.contract.protocol import CANCELLED, RECALLED, AddAdapter, Command, Input, Ready, RemoveAdapter, Submit
+from lmi_server.worker.frame_buffer import FrameBuffer, ResponseWriter
+from lmi_server.worker.response_processor import call_after
+from lmi_server.worker.runner import Runner
+from lmi_server.worker.service import CANCELLED_MESSAGE, unsupported
+
+logger = logging.getLogger(__name__)
+
+EXITS = (SystemExit, KeyboardInterrupt)
+"""With these a handler ends its process."""
+
+_FAILURES = (Exception, asyncio.CancelledError)  # what a handler may raise and still get the next batch
+_FULL_PAUSE_S = 0.001
+
+
+class _Call:
+    """One request. `cancelled` is set by the link's thread, the rest by the handler's."""
+
+    __slots__ = ("cancelled", "request", "writer")
+
+    def __init__(self, request: Input, writer: ResponseWriter) -> None:
+        self.request = request
+        self.writer = writer
+        self.cancelled = False
+
+
+class _ControlCall(NamedTuple):
+    """A command that the handler executes between two batches, and where its answer goes."""
+
+    command: Command
+    answer: Future[str]
+
+
+class BatchRunner(Runner):
+    """Hands batches to a `RequestHandler`. A queue carries them over, one entry for each batch."""
+
+    def __init__(self, handler: RequestHandler, loaded: Ready, progress: BatchProgress, buffer: FrameBuffer) -> None:
+        """`loaded` describes the model, which the handler has loaded."""
+        self._handler = handler
+        self._ready = loaded
+        self._progress = progress
+        self._buffer = buffer
+        self._queue: SimpleQueue[Sequence[_Call] | _ControlCall | None] = SimpleQueue()
+        self._forming: list[_Call] = []
+        self._calls: dict[int, _Call] = {}
+        # Those that the handler has not begun. Both threads take calls out of it, and a pop is atomic: whoever gets
+        # the call answers it, the link's thread as cancelled or recalled, the handler's with what the handler returns.
+        self._waiting: dict[int, _Call] = {}
+        self._pid = os.getpid()
+
+    # --- the link's thread ---
+
+    def submit(self, submit: Submit) -> None:
+        call = _Call(submit.input, ResponseWriter(self._buffer, submit.id, submit.input.route))
+        self._calls[submit.id] = self._waiting[submit.id] = call
+        self._forming.append(call)
+        if not submit.more:
+            batch, self._forming = self._forming, []
+            self._queue.put(batch)
+
+    def cancel(self, request_id: int) -> None:
+        call = self._calls.get(request_id)
+        if call is None:
+            return
+        call.cancelled = True  # a stream looks at it before its next piece
+        if self._waiting.pop(request_id, None) is not None:
+            self._end(call, CANCELLED, CANCELLED_MESSAGE)
+
+    def recall(self, request_id: int) -> None:
+        call = self._waiting.pop(request_id, None)
+        if call is not None:
+            self._end(call, RECALLED, "recalled by the front end")
+
+    def _end(self, call: _Call, kind: str, message: str) -> None:
+        self._calls.pop(call.writer.id, None)
+        call.writer.error(kind, message)
+
+    async def control(self, command: Command) -> bytes:
+        call = _ControlCall(command, Future())
+        call.answer.set_running_or_notify_cancel()  # it is not to be cancelled with who waits for it
+        self._queue.put(call)
+        return (await asyncio.wrap_future(call.answer)).encode()
+
+    def stop(self) -> None:
+        self._waiting.clear()
+        self._queue.put(None)
+
+    def begun(self) -> Sequence[ResponseWriter]:
+        calls = list(self._calls.values())
+        return [call.writer for call in calls if call.writer.id not in self._waiting and not call.writer.ended]
+
+    # --- the handler's thread ---
+
+    def run(self, on_ready: Callable[[Ready], None]) -> None:
+        gc.collect()
+        gc.freeze()  # what is loaded stays; without it every full collection would walk it
+        on_ready(self._ready)
+        while (entry := self._queue.get()) is not None:
+            if isinstance(entry, _ControlCall):
+                self._execute(entry)
+            else:
+                self._run_batch(entry)
+
+    def _run_batch(self, batch: Sequence[_Call]) -> None:
+        begun = [call for call in batch if self._waiting.pop(call.writer.id, None) is not None]
+        self._progress.begin(time.monotonic())
+        try:
+            if begun:
+                self._answer(begun)
+        except EXITS as error:
+            self._end_fork()
+            for call in begun:
+                if not call.writer.ended:
+                    call.writer.fail(WorkerDiedError(exit_message(error)))
+            raise
+        finally:
+            for call in begun:
+                self._calls.pop(call.writer.id, None)
+        self._progress.end(time.monotonic())
+
+    def _execute(self, call: _ControlCall) -> None:
+        try:
+            answer = self._executed(call.command)
+        except _FAILURES as error:  # the border to handlers, which raise anything; the command fails with it
+            self._end_fork()
+            call.answer.set_exception(_failure(error))
+        else:
+            self._end_fork()
+            call.answer.set_result(answer)
+
+    def _executed(self, command: Command) -> str:
+        match command:
+            case AddAdapter(adapter):
+                return self._handler.add_adapter(adapter)
+            case RemoveAdapter(name):
+                return self._handler.remove_adapter(name)
+        raise unsupported(command)
+
+    def _answer(self, batch: Sequence[_Call]) -> None:
+        """Answer every call of `batch`, whatever the handler does."""
+        outcomes = self._outcomes(batch)
+        self._end_fork()
+        streams = []
+        for call, outcome in zip(batch, outcomes, strict=True):
+            if isinstance(outcome, LmiServerError):
+                call.writer.fail(outcome)
+            elif outcome.stream is not None:
+                assert isinstance(outcome.stream, Iterator), "an asynchronous stream is for an AsyncRequestHandler"
+                streams.append(_Stream(call, outcome, outcome.stream))
+            else:
+                call.writer.reply(outcome.status, outcome.headers, outcome.data)
+                call_after(outcome)
+        while streams:  # a piece of each in turn, so that all streams of the batch move
+            streams = [stream for stream in streams if stream.advance()]
+            self._end_fork()
+            while streams and self._buffer.is_full:
+                time.sleep(_FULL_PAUSE_S)
+
+    def _outcomes(self, batch: Sequence[_Call]) -> Sequence[Response | LmiServerError]:
+        try:
+            outcomes = self._handler.handle([call.request for call in batch])
+        except _FAILURES as error:  # the border to handlers, which raise anything; the requests end with it
+            return [_failure(error)] * len(batch)
+        if len(outcomes) != len(batch):
+            return [HandlerError(f"the handler answered {len(outcomes)} of {len(batch)} requests")] * len(batch)
+        return outcomes
+
+    def _end_fork(self) -> None:
+        """End this process if the handler forked it and then returned: its parent gives the answer."""
+        if os.getpid() != self._pid:
+            os._exit(0)
+
+
+class _Stream:
+    """An answer that leaves piece by piece. An error before the first of them has a status of its own."""
+
+    def __init__(self, call: _Call, response: Response, pieces: Iterator[bytes]) -> None:
+        self._call = call
+        self._writer = call.writer
+        self._response = response
+        self._pieces = pieces
+        self._writer.open(response.status, response.headers)
+
+    def advance(self) -> bool:
+        """Send the next piece; return False at the end."""
+        if self._call.cancelled:
+            self._close()
+            self._writer.error(CANCELLED, CANCELLED_MESSAGE)
+            return False
+        try:
+            piece = next(self._pieces)
+        except StopIteration:
+            self._writer.end()
+        except _FAILURES as error:  # the border to handlers, which raise anything; the stream ends with it
+            self._writer.fail(_failure(error))
+        else:
+            if piece:
+                self._writer.chunk(piece)
+                self._writer.buffer.count(len(piece))
+            return True
+        call_after(self._response)
+        return False
+
+    def _close(self) -> None:
+        close = getattr(self._pieces, "close", None)
+        try:
+            if close is not None:
+                close()
+        except Exception:  # the border to handlers: nobody waits for this stream any more
+            logger.exception("the stream of a client that is gone raised while it was closed")
+        call_after(self._response)
+
+
+def exit_message(error: BaseException) -> str:
+    """Return the message of the error with which a handler that ends its process fails its requests."""
+    return f"The handler ended its process: {type(error).__name__}({error})"
+
+
+def _failure(error: BaseException) -> LmiServerError:
+    if isinstance(error, LmiServerError):
+        return error
+    logger.error("the handler raised", exc_info=error)
+    message = f"{type(error).__name__}: {error}"
+    return ModelMemoryError(message) if is_out_of_memory(error) else HandlerError(message)

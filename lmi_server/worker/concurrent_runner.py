@@ -1,0 +1,68 @@
+"""Runs requests concurrently in the handler's thread, on an event loop of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+
+import uvloop
+
+from lmi_server.contract.protocol import Command, Ready, Submit
+from lmi_server.worker.concurrent_service import ConcurrentService
+from lmi_server.worker.frame_buffer import FrameBuffer, ResponseWriter
+from lmi_server.worker.request_processor import RequestProcessor
+from lmi_server.worker.runner import Runner
+
+
+class ConcurrentRunner(Runner):
+    """Carries calls from the link's thread over to a `ConcurrentService` in the handler's."""
+
+    def __init__(self, processor: RequestProcessor, buffer: FrameBuffer) -> None:
+        self._processor = processor
+        self._buffer = buffer
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._service: ConcurrentService
+        self._stopping: asyncio.Event
+        self._stop_requested = False
+
+    def run(self, on_ready: Callable[[Ready], None]) -> None:
+        uvloop.run(self._serve(on_ready))
+
+    async def _serve(self, on_ready: Callable[[Ready], None]) -> None:
+        self._stopping = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._service = ConcurrentService(self._processor, self._buffer)
+        on_ready(await self._service.load())
+        if not self._stop_requested:  # it may come while the model loads
+            await self._stopping.wait()
+        await self._service.release()
+
+    def submit(self, submit: Submit) -> None:
+        self._running_loop().call_soon_threadsafe(self._service.submit, submit)
+
+    def cancel(self, request_id: int) -> None:
+        self._running_loop().call_soon_threadsafe(self._service.cancel, request_id)
+
+    def recall(self, request_id: int) -> None:
+        """Do nothing: every request begins when it arrives."""
+
+    async def control(self, command: Command) -> bytes:
+        done = asyncio.run_coroutine_threadsafe(self._service.control(command), self._running_loop())
+        return await asyncio.wrap_future(done)
+
+    def stop(self) -> None:
+        self._stop_requested = True
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the handler has ended the loop
+                self._loop.call_soon_threadsafe(self._stopping.set)
+
+    def begun(self) -> Sequence[ResponseWriter]:
+        return list(self._service.writers.values())
+
+    def progressed(self) -> list[int]:
+        return self._service.progressed()
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        assert self._loop is not None, "requests come once the model is loaded"
+        return self._loop

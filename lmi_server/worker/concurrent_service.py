@@ -1,0 +1,91 @@
+"""Serves requests concurrently: each is a task of an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+from collections.abc import Mapping
+
+from lmi_server.contract.protocol import CANCELLED, Command, Ready, Submit
+from lmi_server.worker.frame_buffer import FrameBuffer, ResponseWriter
+from lmi_server.worker.request_processor import RequestProcessor
+from lmi_server.worker.service import CANCELLED_MESSAGE, WorkerService
+
+logger = logging.getLogger(__name__)
+
+
+class ConcurrentService(WorkerService):
+    """Serves as many requests at once as the front end sends; their answers share `buffer`."""
+
+    def __init__(self, processor: RequestProcessor, buffer: FrameBuffer) -> None:
+        self._processor = processor
+        self._buffer = buffer
+        self._requests: dict[int, asyncio.Task[None]] = {}
+        self.writers: dict[int, ResponseWriter] = {}
+        """Those of the requests that run, by id."""
+        self._loaded = False
+
+    async def load(self) -> Ready:
+        info = await self._processor.start()
+        self._loaded = True
+        gc.collect()
+        gc.freeze()  # what is loaded stays; without it every full collection would walk the engine's objects
+        return Ready(info.max_model_len, dict(info.details))
+
+    def submit(self, submit: Submit) -> None:
+        writer = ResponseWriter(self._buffer, submit.id, submit.input.route)
+        task = asyncio.create_task(self._processor.process(submit.input, writer))
+        self._requests[submit.id] = task
+        self.writers[submit.id] = writer
+        task.add_done_callback(lambda _: self._on_done(writer))
+
+    def _on_done(self, writer: ResponseWriter) -> None:
+        del self._requests[writer.id]
+        del self.writers[writer.id]
+        if not writer.ended:  # cancelled before its first step, so that `process` never ran
+            writer.error(CANCELLED, CANCELLED_MESSAGE)
+
+    def cancel(self, request_id: int) -> None:
+        task = self._requests.get(request_id)  # none if the Cancel and the end of the answer crossed on the link
+        if task is not None:
+            task.cancel()
+
+    async def control(self, command: Command) -> bytes:
+        return await self._processor.control(command)
+
+    def recall(self, request_id: int) -> None:
+        """Do nothing: every request begins when it arrives."""
+
+    async def finish(self, deadline_s: float) -> None:
+        if self._requests:
+            await asyncio.wait(self._requests.values(), timeout=deadline_s)
+
+    async def stop(self) -> None:
+        self._buffer.close()  # the front end sees the link end, and retries or fails the rest
+        await self.release()
+
+    async def release(self) -> None:
+        """Cancel what is left and release the model."""
+        for task in self._requests.values():
+            task.cancel()
+        if self._requests:
+            await asyncio.wait(self._requests.values())
+        if self._loaded:
+            await self._processor.stop()
+
+    def gauges(self) -> Mapping[str, float]:
+        if not self._loaded:
+            return {}
+        try:
+            return dict(self._processor.stats())
+        except Exception:  # the border to handlers: gauges that cannot be read must not end the model
+            logger.exception("the handler raised in stats()")
+            return {}
+
+    def progressed(self) -> list[int]:
+        # A copy: the handler's thread may add and remove requests while the link's thread looks at them.
+        moved = [writer for writer in list(self.writers.values()) if writer.progressed]
+        for writer in moved:
+            writer.progressed = False
+        return [writer.id for writer in moved]

@@ -1,0 +1,185 @@
+"""The way back from a worker to the front end: one buffer for the answers to all requests.
+
+A step of an engine produces a token for each running request. Sent one by one they would cost a system call and a
+wake-up of the front end each, so the buffer collects what one turn of the event loop produces and sends it as one
+`Frames`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Protocol
+
+from lmi_server.contract.errors import LmiServerError
+from lmi_server.contract.protocol import Chunk, End, Error, Frames, Head, Item, Reply
+from lmi_server.dialects.errors import error_reply
+
+_UNSENT_LIMIT = 1 << 20  # bytes of streams that a handler may be ahead of the link
+_POLL_S = 0.001
+
+
+class FrameSink(Protocol):
+    """Where a `FrameBuffer` sends to: the link to the front end, or what keeps an account of the link."""
+
+    @property
+    def congested(self) -> bool:
+        """True while the front end reads more slowly than the worker writes."""
+
+    async def writable(self) -> None:
+        """Wait until the front end has caught up."""
+
+    def send_now(self, message: Frames) -> None:
+        """Write `message` to the socket, after everything that was sent before."""
+
+
+class FrameBuffer:
+    """Collects what requests produce until the next turn of the sink's event loop.
+
+    Answers come from the loop of the sink, or from one other thread. `flush` and `close` belong to the sink's thread.
+    """
+
+    def __init__(self, sink: FrameSink, from_other_thread: bool = False) -> None:
+        """Create it in the running event loop, which must be that of `sink`."""
+        loop = asyncio.get_running_loop()
+        self._sink = sink
+        # Waking a loop from another thread takes a system call, which the loop's own thread can do without.
+        self._wake = loop.call_soon_threadsafe if from_other_thread else loop.call_soon
+        self._drained = _poll if from_other_thread else sink.writable  # an asyncio.Event belongs to one loop
+        self._entries: deque[ResponseWriter | Reply | End | Error] = deque()
+        self._scheduled = False
+        self._closed = False
+        # Bytes since the start. Each counter has one writing thread, so that the difference needs no lock.
+        self._ahead = 0
+        self._flushed = 0
+
+    def add(self, entry: ResponseWriter | Reply | End | Error) -> None:
+        """Send a terminal item, or what a writer holds, with the next flush."""
+        # Append first, then look at the flag; `flush` clears the flag first, then takes entries. In whatever order the
+        # threads run, either this flush takes the entry or another one is scheduled.
+        self._entries.append(entry)
+        if not self._scheduled:
+            self._scheduled = True
+            self._wake(self.flush)
+
+    def count(self, size: int) -> None:
+        """Count bytes of a producer that does not leave its thread to others: it may run far ahead of the flush."""
+        self._ahead += size
+
+    @property
+    def is_full(self) -> bool:
+        """True while streams produce faster than the front end reads."""
+        return self._ahead - self._flushed > _UNSENT_LIMIT or self._sink.congested
+
+    async def yield_and_drain(self) -> None:
+        """Give other tasks of the running loop their turn, then wait until the front end has caught up."""
+        await asyncio.sleep(0)
+        while self._sink.congested:
+            await self._drained()
+
+    def flush(self) -> None:
+        """Send everything now."""
+        self._scheduled = False
+        items: list[Item] = []
+        take = self._entries.popleft
+        while self._entries:
+            entry = take()
+            if isinstance(entry, ResponseWriter):
+                self._flushed += entry.move_to(items)
+            else:
+                items.append(entry)
+        if items and not self._closed:
+            self._sink.send_now(Frames(items))
+
+    def close(self) -> None:
+        """Send everything, and drop what comes later. Requests without a terminal item end with the link."""
+        self.flush()
+        self._closed = True
+
+
+async def _poll() -> None:
+    """Wait a little for another thread, which has no cheap way to wake this loop."""
+    await asyncio.sleep(_POLL_S)
+
+
+class ResponseWriter:
+    """Writes the answer to one request; it ends exactly once, with `reply`, `end`, `error` or `fail`.
+
+    The head of a stream leaves with its first bytes, so that an error before them has a status of its own. What a
+    stream produces between two flushes leaves as one chunk.
+    """
+
+    __slots__ = ("_head", "_pieces", "_prefix", "_queued", "_route", "buffer", "ended", "id", "progressed", "started")
+
+    def __init__(self, buffer: FrameBuffer, request_id: int, route: str) -> None:
+        """`route` is that of the Input; it decides the form of errors."""
+        self.id = request_id
+        self.started = False
+        self.ended = False
+        self.progressed = False  # set when the handler yields something; whoever reports it clears it
+        self.buffer = buffer
+        self._route = route
+        self._head: Head | None = None
+        self._prefix = b""
+        self._pieces: list[bytes] = []
+        self._queued = False  # in the buffer, for the next flush
+
+    def open(self, status: int, headers: list[tuple[str, str]], prefix: bytes = b"") -> None:
+        """Set how a stream begins: its head, and bytes that precede the first chunk."""
+        self._head = Head(self.id, status, headers)
+        self._prefix = prefix
+
+    def chunk(self, data: bytes) -> None:
+        """Add bytes (not empty) to the stream."""
+        # The same order as in `FrameBuffer.add`, for the same reason.
+        self._pieces.append(data)
+        if not self._queued:
+            self._queued = self.started = True
+            self.buffer.add(self)
+
+    def reply(self, status: int, headers: list[tuple[str, str]], data: bytes) -> None:
+        """End with a whole answer."""
+        self._finish(Reply(self.id, status, headers, data))
+
+    def end(self, status: int = 200) -> None:
+        """End the stream. `status` is that of the error that its last bytes report, if they do."""
+        if not self.started:
+            self.started = True
+            self.buffer.add(self)
+        self._finish(End(self.id, status))
+
+    def error(self, kind: str, message: str) -> None:
+        """End with an Error, which the front end formats."""
+        self._finish(Error(self.id, kind, message))
+
+    def fail(self, error: LmiServerError) -> None:
+        """End with an answer of the error's status, or with an Error if the stream has a status already."""
+        if self.started:
+            self.error(error.kind, error.message)
+        else:
+            self.reply(*error_reply(self._route, error))
+
+    def move_to(self, items: list[Item]) -> int:
+        """Move what the stream produced to `items`; return its bytes without the prefix. Called by the flush."""
+        self._queued = False
+        pieces = self._pieces
+        # `chunk` may append meanwhile, in another thread; what comes after the count stays for the next flush.
+        count = len(pieces)
+        if count == 1:
+            data = pieces.pop(0)
+        else:
+            data = b"".join(pieces[:count])
+            del pieces[:count]
+        moved = len(data)
+        if self._head is not None:
+            items.append(self._head)
+            self._head = None
+            data = self._prefix + data
+        if data:
+            items.append(Chunk(self.id, data))
+        return moved
+
+    def _finish(self, item: Reply | End | Error) -> None:
+        assert not self.ended, f"request {self.id} ends twice"
+        self.ended = True
+        self.buffer.add(item)

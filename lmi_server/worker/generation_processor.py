@@ -1,0 +1,202 @@
+"""Requests to a handler that generates text: a dialect reads the request and writes the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from lmi_server.configuration.options import ModelOptions
+from lmi_server.contract.errors import HandlerError, LmiServerError
+from lmi_server.contract.handler import LLMHandler, ModelInfo
+from lmi_server.contract.protocol import CANCELLED, AddAdapter, Command, GetMetrics, Input, RemoveAdapter
+from lmi_server.dialects import routes, tokens
+from lmi_server.dialects.base import Exchange, ServedModel
+from lmi_server.dialects.errors import error_reply
+from lmi_server.worker.formats import Formats
+from lmi_server.worker.frame_buffer import ResponseWriter
+from lmi_server.worker.handler_loading import Loading
+from lmi_server.worker.request_processor import BURST, RequestProcessor, is_cancelled
+from lmi_server.worker.service import CANCELLED_MESSAGE
+
+if TYPE_CHECKING:
+    from lmi_server.worker.session_requests import SessionRequests
+
+logger = logging.getLogger(__name__)
+
+
+class GenerationProcessor(RequestProcessor):
+    """Parses requests, has an `LLMHandler` generate, and formats its deltas."""
+
+    def __init__(self, handler: LLMHandler, loading: Loading) -> None:
+        self._handler = handler
+        self._loading = loading
+        self._max_sequences = loading.options.max_rolling_batch_size  # of one request at once
+        self._served: ServedModel  # once it is loaded
+        self._formats: Formats
+        self._sessions: SessionRequests | None = None
+
+    async def start(self) -> ModelInfo:
+        options = self._loading.options
+        self._formats = Formats(self._loading, self._handler.tokenizer)
+        if options.enable_stateful_sessions:
+            self._sessions = _session_requests(options)
+        info = await self._handler.start(self._loading.model_dir, options)
+        self._served = self._loading.served_model(info)
+        return info
+
+    async def stop(self) -> None:
+        if self._sessions is not None:
+            await asyncio.to_thread(self._sessions.save)
+        await self._handler.stop()
+
+    async def control(self, command: Command) -> bytes:
+        match command:
+            case AddAdapter(adapter):
+                formatting = self._formats.of_adapter(adapter.directory)  # the code before the weights
+                await self._handler.add_adapter(adapter)
+                self._formats.set_adapter(adapter.name, formatting)
+                self._set_adapters(self._served.adapters | {adapter.name})
+            case RemoveAdapter(name):
+                self._set_adapters(self._served.adapters - {name})
+                self._formats.set_adapter(name, None)
+                await self._handler.remove_adapter(name)
+            case GetMetrics():
+                return self._handler.metrics()
+        return b""
+
+    def _set_adapters(self, names: frozenset[str]) -> None:
+        self._served = msgspec.structs.replace(self._served, adapters=names)
+
+    def stats(self) -> Mapping[str, float]:
+        return self._handler.stats()
+
+    async def process(self, request: Input, writer: ResponseWriter) -> None:
+        exchange: Exchange | None = None
+        try:
+            if await self._is_about_session(request, writer):
+                return
+            if request.route in routes.TOKEN_ROUTES:
+                writer.reply(200, [("content-type", "application/json")], await self._tokens(request))
+                return
+            exchange = self._formats.of(request)(request, self._served)
+            _log_warnings(request, exchange.warnings)
+            if exchange.stream:
+                await self._stream(exchange, writer)
+            else:
+                await self._generate(exchange, writer, _ignore)
+                writer.reply(200, [("content-type", exchange.content_type)], exchange.body())
+        except asyncio.CancelledError:
+            writer.error(CANCELLED, CANCELLED_MESSAGE)
+        except LmiServerError as error:
+            _fail(request, exchange, writer, error)
+        except Exception as error:  # the border to handlers and engines, which raise anything; the request ends with it
+            logger.exception("request %s: the handler raised", request.request_id)
+            _fail(request, exchange, writer, HandlerError(f"{type(error).__name__}: {error}"))
+
+    async def _is_about_session(self, request: Input, writer: ResponseWriter) -> bool:
+        """Answer a request that opens or closes a stateful session; return whether it was one.
+
+        Raises LmiServerError if it names a session that does not exist.
+        """
+        sessions = self._sessions
+        if sessions is None or not sessions.concerns(request):
+            return False
+        response = await asyncio.to_thread(sessions.answer, request)
+        if response is not None:
+            writer.reply(response.status, response.headers, response.data)
+        return response is not None
+
+    async def _tokens(self, request: Input) -> bytes:
+        """Return the body of an answer that contains tokens or their text; nothing is generated."""
+        if request.route == routes.TOKENIZE:
+            generation, warnings = tokens.parse_tokenize(request, self._served)
+            _log_warnings(request, warnings)
+            return tokens.tokens_body(await self._handler.tokenize(generation), self._served)
+        ids, warnings = tokens.parse_detokenize(request, self._served)
+        _log_warnings(request, warnings)
+        return tokens.text_body(await self._handler.detokenize(ids))
+
+    async def _stream(self, exchange: Exchange, writer: ResponseWriter) -> None:
+        writer.open(200, [("content-type", exchange.content_type)], exchange.first())
+        await self._generate(exchange, writer, writer.chunk)
+        last = exchange.last()
+        if last:
+            writer.chunk(last)
+        writer.end()
+
+    async def _generate(self, exchange: Exchange, writer: ResponseWriter, emit: Callable[[bytes], None]) -> None:
+        requests = exchange.requests
+        if len(requests) == 1:
+            await self._generate_one(exchange, 0, writer, emit)
+            return
+        # A request with a large `n` must not take every place of the engine at once: others have their turn.
+        places = asyncio.Semaphore(self._max_sequences)
+
+        async def generate_in_turn(index: int) -> None:
+            async with places:
+                await self._generate_one(exchange, index, writer, emit)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index in range(len(requests)):
+                    group.create_task(generate_in_turn(index))
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+
+    async def _generate_one(
+        self, exchange: Exchange, index: int, writer: ResponseWriter, emit: Callable[[bytes], None]
+    ) -> None:
+        """Generate the sequence `index` of `exchange`; `emit` gets the bytes that a stream sends for its deltas."""
+        finished = False
+        burst = BURST
+        add = exchange.add
+        try:
+            async with aclosing(self._handler.generate(exchange.requests[index])) as deltas:
+                async for delta in deltas:
+                    writer.progressed = True
+                    data = add(index, delta)
+                    if data:
+                        emit(data)
+                    if delta.finish_reason is not None:
+                        finished = True
+                    burst -= 1
+                    if not burst:
+                        burst = BURST
+                        await writer.buffer.yield_and_drain()
+        except asyncio.CancelledError:
+            if is_cancelled():
+                raise
+            raise HandlerError("the handler cancelled the request") from None
+        if not finished:
+            raise HandlerError("the handler ended a sequence without a finish reason")
+
+
+def _session_requests(options: ModelOptions) -> SessionRequests:
+    from lmi_server.worker.session_requests import SessionRequests  # it needs djl_python, which only workers have
+
+    return SessionRequests(options)
+
+
+def _ignore(data: bytes) -> None:
+    """An answer that does not stream keeps its text in the exchange."""
+
+
+def _fail(request: Input, exchange: Exchange | None, writer: ResponseWriter, error: LmiServerError) -> None:
+    """End the answer with an error: a status of its own, or the last event of a stream that has begun."""
+    if exchange is None or not writer.started:
+        writer.fail(error)
+        return
+    data = exchange.error_chunk(error)
+    if data:
+        writer.chunk(data)
+    writer.end(error_reply(request.route, error)[0])
+
+
+def _log_warnings(request: Input, warnings: Sequence[str]) -> None:
+    for warning in warnings:
+        logger.warning("request %s: %s", request.request_id, warning)

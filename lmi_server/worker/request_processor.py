@@ -1,0 +1,48 @@
+"""How one request is answered, by the kind of handler."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+from lmi_server.contract.handler import ModelInfo
+from lmi_server.contract.protocol import Command, Input
+from lmi_server.worker.frame_buffer import ResponseWriter
+from lmi_server.worker.service import unsupported
+
+BURST = 8
+"""What a request that never waits may produce before the others have their turn."""
+
+
+class RequestProcessor(ABC):
+    """Answers requests one by one; every method runs on the event loop of the handler."""
+
+    @abstractmethod
+    async def start(self) -> ModelInfo:
+        """Load the model. Raises whatever the handler raises."""
+
+    @abstractmethod
+    async def process(self, request: Input, writer: ResponseWriter) -> None:
+        """Answer `request`; `writer` has ended exactly once when this returns, whatever the handler raises."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """Release the model."""
+
+    async def control(self, command: Command) -> bytes:
+        """Execute `command` and return the data of its Reply.
+
+        Raises RequestError if the handler does not support it, or whatever the handler raises.
+        """
+        raise unsupported(command)
+
+    def stats(self) -> Mapping[str, float]:
+        """Return the gauges of the handler."""
+        return {}
+
+
+def is_cancelled() -> bool:
+    """Return whether somebody cancelled the running task. A handler may raise a CancelledError of its own."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,0 +1,96 @@
+"""Requests to a handler that reads the request and writes the answer itself."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+
+from lmi_server.contract.errors import HandlerError, LmiServerError, ModelMemoryError, is_out_of_memory
+from lmi_server.contract.handler import AsyncRequestHandler, ModelInfo, Response
+from lmi_server.contract.protocol import CANCELLED, AddAdapter, Command, Input, RemoveAdapter
+from lmi_server.worker.frame_buffer import ResponseWriter
+from lmi_server.worker.request_processor import BURST, RequestProcessor, is_cancelled
+from lmi_server.worker.service import CANCELLED_MESSAGE, unsupported
+
+logger = logging.getLogger(__name__)
+
+
+class ResponseProcessor(RequestProcessor):
+    """Sends what an `AsyncRequestHandler` returns."""
+
+    def __init__(self, handler: AsyncRequestHandler, info: ModelInfo) -> None:
+        self._handler = handler
+        self._info = info
+
+    async def start(self) -> ModelInfo:
+        await self._handler.start()
+        return self._info
+
+    async def process(self, request: Input, writer: ResponseWriter) -> None:
+        response: Response | None = None
+        try:
+            response = await self._handler.handle(request)
+            await _send(response, writer)
+        except asyncio.CancelledError:
+            if is_cancelled():
+                writer.error(CANCELLED, CANCELLED_MESSAGE)
+            else:
+                writer.fail(HandlerError("the handler cancelled the request"))
+        except LmiServerError as error:
+            writer.fail(error)
+        except Exception as error:  # the border to handlers, which raise anything; the request ends with it
+            logger.exception("request %s: the handler raised", request.request_id)
+            message = f"{type(error).__name__}: {error}"
+            writer.fail(ModelMemoryError(message) if is_out_of_memory(error) else HandlerError(message))
+        finally:
+            if response is not None:
+                call_after(response)
+
+    async def control(self, command: Command) -> bytes:
+        match command:
+            case AddAdapter(adapter):
+                return (await self._handler.add_adapter(adapter)).encode()
+            case RemoveAdapter(name):
+                return (await self._handler.remove_adapter(name)).encode()
+        raise unsupported(command)
+
+    async def stop(self) -> None:
+        await self._handler.stop()
+
+
+async def _send(response: Response, writer: ResponseWriter) -> None:
+    if response.stream is None:
+        writer.reply(response.status, response.headers, response.data)
+        return
+    writer.open(response.status, response.headers)
+    await _relay_pieces(response, writer)
+    writer.end()
+
+
+async def _relay_pieces(response: Response, writer: ResponseWriter) -> None:
+    burst = BURST
+    pieces = response.stream
+    assert isinstance(pieces, AsyncIterator), "an AsyncRequestHandler streams with an asynchronous iterator"
+    try:
+        async for piece in pieces:
+            writer.progressed = True
+            if piece:
+                writer.chunk(piece)
+            burst -= 1
+            if not burst:
+                burst = BURST
+                await writer.buffer.yield_and_drain()
+    finally:
+        if isinstance(pieces, AsyncGenerator):
+            await pieces.aclose()
+
+
+def call_after(response: Response) -> None:
+    """Call what the handler wants to do once its answer is on its way."""
+    if response.after is None:
+        return
+    try:
+        response.after()
+    except Exception:  # the border to handlers: the answer is on its way
+        logger.exception("the handler raised in Response.after")
