@@ -79,21 +79,21 @@ def message_seconds() -> float:
 def send_messages() -> None:
     from mpi4py import MPI
 
-    from handlers.rolling_batch.peers import Peers
+    from handlers.rolling_batch.communicator import Communicator
     from handlers.rolling_batch.step_messages import Pass, encode
     from lmi_server.contract.ranks import Rank
 
     rank = MPI.COMM_WORLD.rank
-    peers = Peers(Rank(rank, 2, ""))
+    communicator = Communicator(Rank(rank, 2, ""))
     rows = list(range(ROWS))
     spent = []
     for _ in range(_MESSAGES):
         MPI.COMM_WORLD.Barrier()
         if rank:
-            peers.hear()
+            communicator.receive()
             continue
         began = time.perf_counter()
-        peers.tell(encode(Pass([40_000] * ROWS, [1000] * ROWS, rows, [], rows, [], [])))
+        communicator.broadcast(encode(Pass([40_000] * ROWS, [1000] * ROWS, rows, [], rows, [], [])))
         spent.append(time.perf_counter() - began)
     if not rank:
         print(json.dumps(statistics.median(spent)))

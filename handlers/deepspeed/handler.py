@@ -17,8 +17,8 @@ from lmi_server.contract.handler import Response
 from lmi_server.contract.protocol import Input
 
 if TYPE_CHECKING:
+    from handlers.rolling_batch.communicator import Communicator
     from handlers.rolling_batch.engine_loading import LoadedModel
-    from handlers.rolling_batch.peers import Peers
     from handlers.tasks.task import Task
 
 
@@ -40,36 +40,36 @@ class DeepSpeedTaskHandler(TaskHandler):
 
     def __init__(self) -> None:
         super().__init__()
-        self._peers: Peers | None = None
+        self._communicator: Communicator | None = None
 
     def load_task(self, task: str, model_dir: str, options: DeepSpeedOptions) -> Task:
         from handlers.deepspeed.tasks import load_task
 
-        loaded, self._peers = load_task(task, options.model_id or model_dir, options.within(model_dir))
+        loaded, self._communicator = load_task(task, options.model_id or model_dir, options.within(model_dir))
         return loaded
 
     def handle(self, requests: Sequence[Input]) -> Sequence[Response | LmiServerError]:
-        if self._peers is None:
+        if self._communicator is None:
             return super().handle(requests)
         from handlers.deepspeed.batch_messages import Batch, encode
 
         batch = Batch(secrets.randbits(63), list(requests))
-        self._peers.tell(encode(batch))
+        self._communicator.broadcast(encode(batch))
         return self._together(batch)
 
     def follow(self, model_dir: str, options: DeepSpeedOptions) -> None:
         self.start(model_dir, options)
         from handlers.deepspeed.batch_messages import Batch, decode
 
-        assert self._peers is not None
-        while isinstance(message := decode(self._peers.hear()), Batch):
+        assert self._communicator is not None
+        while isinstance(message := decode(self._communicator.receive()), Batch):
             self._together(message)
 
     def stop(self) -> None:
-        if self._peers is not None:
+        if self._communicator is not None:
             from handlers.deepspeed.batch_messages import Stop, encode
 
-            self._peers.tell(encode(Stop()))
+            self._communicator.broadcast(encode(Stop()))
 
     def _together(self, batch: Any) -> Sequence[Response | LmiServerError]:
         """Answer a batch as all ranks do, with the same random numbers.

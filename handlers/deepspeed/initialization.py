@@ -1,8 +1,8 @@
 """`deepspeed.init_inference` over a model that transformers has loaded: its configuration, and what it leaves behind.
 
 AutoTP splits the linear layers of each block in place. They are then replaced by plain ones over this rank's part, so
-that the rolling batch can fuse them, and what they sum goes over `Peers`: DeepSpeed's own sums over shared memory are
-compiled on the user's machine for a minute, and leave their buffers behind.
+that the rolling batch can fuse them, and what they sum goes over `Communicator`: DeepSpeed's own sums over shared
+memory are compiled on the user's machine for a minute, and leave their buffers behind.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from torch import nn
 
 from handlers.deepspeed.int8 import check_device
 from handlers.deepspeed.options import DeepSpeedOptions
-from handlers.rolling_batch.peers import Peers
-from handlers.rolling_batch.sharding import SummedLinear, join_process_group, plain_linear
+from handlers.rolling_batch.communicator import Communicator
+from handlers.rolling_batch.sharding import RowParallelLinear, join_process_group, plain_linear
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.ranks import Rank
 
 _DEGREE = "option.tensor_parallel_degree"
 
 
-def initialize(model: nn.Module, options: DeepSpeedOptions, rank: Rank, inject: bool = False) -> Peers | None:
+def initialize(model: nn.Module, options: DeepSpeedOptions, rank: Rank, inject: bool = False) -> Communicator | None:
     """Let DeepSpeed work on `model` in place; return the ranks that it is split over, None where it is whole.
 
     `inject` has DeepSpeed put its kernels into the model. Raises ModelLoadError with what DeepSpeed says.
     """
     config = inference_config(options, model.dtype, rank.size, inject)
     deepspeed = import_deepspeed()
-    peers = _join(rank) if rank.size > 1 else None
+    communicator = _join(rank) if rank.size > 1 else None
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
     try:
         deepspeed.init_inference(model, config=config)
@@ -40,9 +40,9 @@ def initialize(model: nn.Module, options: DeepSpeedOptions, rank: Rank, inject: 
     except (AssertionError, AttributeError, ImportError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ModelLoadError(f"DeepSpeed cannot serve {type(model).__name__}: {error}") from error
     _put_back(model, buffers)
-    if peers is not None:
-        _make_local(model, peers)
-    return peers
+    if communicator is not None:
+        _make_local(model, communicator)
+    return communicator
 
 
 def import_deepspeed() -> Any:
@@ -113,10 +113,10 @@ def choose_device(rank: Rank) -> None:
         torch.cuda.set_device(rank.rank)
 
 
-def _join(rank: Rank) -> Peers:
-    peers = Peers(rank)
+def _join(rank: Rank) -> Communicator:
+    communicator = Communicator(rank)
     join_process_group(rank)
-    return peers
+    return communicator
 
 
 def _put_back(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
@@ -129,7 +129,7 @@ def _put_back(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
             setattr(module, attribute, buffer.to(current.device))
 
 
-def _make_local(model: nn.Module, peers: Peers) -> None:
+def _make_local(model: nn.Module, communicator: Communicator) -> None:
     """Replace what AutoTP put into the model; a layer of a kind that is not known here keeps DeepSpeed's own sums."""
     from deepspeed.module_inject import layers
 
@@ -140,26 +140,26 @@ def _make_local(model: nn.Module, peers: Peers) -> None:
                 setattr(module, name, plain_linear(child.weight.detach(), _bias(child)))
             elif type(child) is layers.LinearAllreduce:
                 local = plain_linear(child.weight.detach(), None)
-                setattr(module, name, SummedLinear(local, _bias(child), peers))
+                setattr(module, name, RowParallelLinear(local, _bias(child), communicator))
             elif type(child) is layers.LmHeadLinearAllreduce:
-                setattr(module, name, _split_head(child, peers))
+                setattr(module, name, _split_head(child, communicator))
 
 
 def _bias(layer: Any) -> torch.Tensor | None:
     return None if layer.bias is None else layer.bias.detach()
 
 
-def _split_head(head: Any, peers: Peers) -> SlicedLinear:
+def _split_head(head: Any, communicator: Communicator) -> SlicedLinear:
     sizes = head._partition_sizes  # DeepSpeed's own forward reads them too; there is no other place
-    first = sum(sizes[: peers.rank])
+    first = sum(sizes[: communicator.rank])
     local = plain_linear(head.weight.detach(), None)
-    return SlicedLinear(SummedLinear(local, _bias(head), peers), first, first + sizes[peers.rank])
+    return SlicedLinear(RowParallelLinear(local, _bias(head), communicator), first, first + sizes[communicator.rank])
 
 
 class SlicedLinear(nn.Module):  # type: ignore[misc]
     """A linear layer whose input all ranks have in full, and of whose weight each has the columns `first:last`."""
 
-    def __init__(self, linear: SummedLinear, first: int, last: int) -> None:
+    def __init__(self, linear: RowParallelLinear, first: int, last: int) -> None:
         super().__init__()
         self.summed = linear
         self._columns = slice(first, last)

@@ -31,7 +31,7 @@ def load(path: str, options: DeepSpeedOptions) -> LoadedModel:
     tokenizer = load_tokenizer(path, reading)
     # Weights that are quantised or split already have no whole model to be compared with.
     check = None if shards or options.quantize else LoadCheck(model)
-    peers = initialize(model, options, rank)
+    communicator = initialize(model, options, rank)
     if shards is not None:
         shards.fill(model)
     details = quantize(model, tokenizer, options)
@@ -41,7 +41,7 @@ def load(path: str, options: DeepSpeedOptions) -> LoadedModel:
         save_shards(model, options, rank, details.get("quantization"))
     details = {"engine": "deepspeed", **details}
     max_len, weights = _max_len(model, options), model_bytes(model)
-    return LoadedModel(model, tokenizer, max_len, weights, peers, check, details=details)
+    return LoadedModel(model, tokenizer, max_len, weights, communicator, check, details=details)
 
 
 def _model(path: str, config: Any, options: DeepSpeedOptions, shards: Shards | None, ranks: int) -> Any:

@@ -11,7 +11,7 @@ from handlers.checkpoints.transformers_loading import load_config, set_threads
 from handlers.deepspeed.initialization import check_before_loading, choose_device, initialize
 from handlers.deepspeed.int8 import quantize
 from handlers.deepspeed.options import DeepSpeedOptions
-from handlers.rolling_batch.peers import Peers
+from handlers.rolling_batch.communicator import Communicator
 from handlers.tasks import task_loading
 from handlers.tasks.task import Task
 from lmi_server.contract.errors import ModelLoadError
@@ -26,7 +26,7 @@ _LIMITS = {torch.float32: 1e-3}
 _LIMIT = 0.25  # of other data types
 
 
-def load_task(task: str, path: str, options: DeepSpeedOptions) -> tuple[Task, Peers | None]:
+def load_task(task: str, path: str, options: DeepSpeedOptions) -> tuple[Task, Communicator | None]:
     """Load the model in directory `path` for a task; return the ranks that it is split over too.
 
     On a GPU DeepSpeed's kernels are used where the model gives the same with them. Raises ModelLoadError.
@@ -47,9 +47,9 @@ def load_task(task: str, path: str, options: DeepSpeedOptions) -> tuple[Task, Pe
     return loaded, _initialize(loaded, options, inject=False)
 
 
-def _initialize(task: Task, options: DeepSpeedOptions, inject: bool) -> Peers | None:
+def _initialize(task: Task, options: DeepSpeedOptions, inject: bool) -> Communicator | None:
     before = _sample(task)
-    peers = initialize(task.model, options, own_rank(), inject)
+    communicator = initialize(task.model, options, own_rank(), inject)
     spread = before - before.mean(dim=-1, keepdim=True)
     error = float((_sample(task) - before).norm() / spread.norm())
     if not error <= _LIMITS.get(task.model.dtype, _LIMIT):  # NaN is an error too
@@ -58,7 +58,7 @@ def _initialize(task: Task, options: DeepSpeedOptions, inject: bool) -> Peers | 
             " spread of what it gave before; set option.tensor_parallel_degree=1, or use djl_python.huggingface"
         )
     quantize(task.model, task.tokenizer, options)
-    return peers
+    return communicator
 
 
 @torch.inference_mode()  # type: ignore[untyped-decorator]

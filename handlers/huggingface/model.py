@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM
 from handlers.checkpoints.quantization import quantization_details
 from handlers.checkpoints.transformers_loading import load_config, load_model, load_tokenizer, set_threads
 from handlers.huggingface.options import HuggingFaceOptions
+from handlers.rolling_batch.communicator import Communicator
 from handlers.rolling_batch.engine_loading import LoadedModel, set_kernel_threads
 from handlers.rolling_batch.model_runner import LoadCheck
-from handlers.rolling_batch.peers import Peers
 from handlers.rolling_batch.sharding import (
     check_degree,
     join_process_group,
@@ -52,9 +52,9 @@ def _load_part(path: str, options: HuggingFaceOptions, rank: Rank) -> LoadedMode
     join_process_group(rank)
     model = load_model(AutoModelForCausalLM, path, options, **loading_arguments(rank.size))
     weights, max_len = local_bytes(model), _max_len(model, options)
-    peers, check = Peers(rank), LoadCheck(model)
-    is_local = make_local(model, peers)
-    return LoadedModel(model, load_tokenizer(path, options), max_len, weights, peers, check, is_local)
+    communicator, check = Communicator(rank), LoadCheck(model)
+    is_local = make_local(model, communicator)
+    return LoadedModel(model, load_tokenizer(path, options), max_len, weights, communicator, check, is_local)
 
 
 def _refuse_spreading(model: Any, options: HuggingFaceOptions) -> None:

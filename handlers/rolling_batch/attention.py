@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional
 from transformers import AttentionInterface
 
+from handlers.rolling_batch.cpu_kernels.arguments import AttentionSettings, SeenColumns, SlotSpan
 from handlers.rolling_batch.kv_cache import KVCache, LayerShape
 
 
@@ -43,37 +44,6 @@ class StepRows:
     chunks: list[ChunkRows]
 
 
-@dataclass(frozen=True)
-class SeenColumns:
-    """What the rows of a chunk, or of several that go on from the same tokens, may see of the keys beside them.
-
-    The first columns are tokens `begin` to `start` - 1, for every row. Row r sees columns `first_own[r]` to
-    `last_own[r]`, not included, as well: token `start` of its sequence and those after it up to its own.
-    """
-
-    start: int
-    begin: int
-    first_own: np.ndarray
-    last_own: np.ndarray
-
-    @classmethod
-    def of(cls, lengths: list[int], start: int, window: int) -> SeenColumns:
-        """Of sequences that have `lengths` rows each and share `start` tokens, of which a window may leave some out."""
-        begin = max(0, start + 1 - window) if window else 0
-        ends = np.cumsum(lengths)
-        firsts = np.repeat(ends - lengths, lengths)
-        return cls(start, begin, firsts + (start - begin), np.arange(1, ends[-1] + 1) + (start - begin))
-
-
-@dataclass(frozen=True)
-class Places:
-    """Places `first:last` of a slot, which are the columns that a chunk attends to: of the KV cache, or of a copy."""
-
-    slot: int
-    first: int
-    last: int
-
-
 class UnsupportedAttentionError(Exception):
     """The model's attention needs an input that the slotted KV cache does not provide; the message names it."""
 
@@ -87,6 +57,7 @@ class SlotAttention:
     def __init__(self, cache: KVCache, name: str) -> None:
         self._cache = cache
         self._operators = _operators(cache)
+        self._threads = torch.get_num_threads()
         self._rows = StepRows(np.empty(0, np.int64), np.empty(0, np.int64), [])
         self._groups: list[_ChunkGroup] = []
         AttentionInterface.register(name, self)
@@ -124,7 +95,7 @@ class SlotAttention:
     ) -> tuple[torch.Tensor, None]:
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         out = query.new_zeros((query.shape[2], query.shape[1], value.shape[3]))  # padding rows stay zero
-        settings = _Settings(scaling, sliding_window or 0, softcap or 0.0)
+        settings = AttentionSettings(float(scaling), int(sliding_window or 0), float(softcap or 0.0), self._threads)
         layer: int = module.layer_idx
         if len(self._rows.slots):
             self._operators.attend_single(layer, query[0], key[0], value[0], self._rows, out, settings)
@@ -140,20 +111,20 @@ class SlotAttention:
         key: torch.Tensor,
         value: torch.Tensor,
         out: torch.Tensor,
-        settings: _Settings,
+        settings: AttentionSettings,
     ) -> None:
         """Attend for chunks that go on from the same tokens."""
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         self._operators.write(layer, key[:, group.rows], value[:, group.rows], group)
         first, rows, columns = group.chunks[0], group.rows, group.columns(settings.window)
-        places = Places(first.slot, columns.begin, first.end)
+        span = SlotSpan(first.slot, columns.begin, first.end)
         if first.source != first.slot:
             before = (slice(first.source, first.source + 1), slice(None), slice(columns.begin, first.start))
             keys, values = (
                 torch.cat((kept[before], own[None, :, rows]), 2) for kept, own in ((keys, key), (values, value))
             )
-            places = Places(0, 0, keys.shape[2])
-        self._operators.attend_chunk(query[:, rows], keys, values, places, out[rows], columns, settings)
+            span = SlotSpan(0, 0, keys.shape[2])
+        self._operators.attend_chunk(query[:, rows], keys, values, span, out[rows], columns, settings)
 
 
 class _ChunkGroup:
@@ -184,13 +155,6 @@ def _groups(chunks: list[ChunkRows]) -> list[_ChunkGroup]:
     return [_ChunkGroup(list(group)) for _, group in itertools.groupby(chunks, goes_on_from)]
 
 
-@dataclass(frozen=True)
-class _Settings:
-    scaling: float
-    window: int  # tokens seen; 0 for all
-    softcap: float  # 0 for none
-
-
 def _operators(cache: KVCache) -> _KernelAttention | _TorchAttention:
     keys = cache.keys[0]
     if keys.device.type == "cpu" and keys.dtype in (torch.bfloat16, torch.float32):
@@ -206,7 +170,6 @@ class _KernelAttention:
     def __init__(self, cache: KVCache) -> None:
         from handlers.rolling_batch.cpu_kernels import kernels
 
-        self._threads = torch.get_num_threads()
         self._kernel = kernels.slot_attention
         self._write = kernels.write_rows
         self._chunk_kernel = kernels.chunk_attention(as_numpy(cache.keys[0]).dtype)
@@ -230,51 +193,26 @@ class _KernelAttention:
         value: torch.Tensor,
         rows: StepRows,
         out: torch.Tensor,
-        settings: _Settings,
+        settings: AttentionSettings,
     ) -> None:
         """Write the first rows of the pass to their slots and let each attend to its own."""
-        self._kernel(
-            as_numpy(query),
-            as_numpy(key),
-            as_numpy(value),
-            self._keys[layer],
-            self._values[layer],
-            rows.slots,
-            rows.positions,
-            as_numpy(out),
-            np.float32(settings.scaling),
-            settings.window,
-            np.float32(settings.softcap),
-            self._threads,
-        )
+        rows_of_layer = (as_numpy(query), as_numpy(key), as_numpy(value))
+        kept = self._keys[layer], self._values[layer]
+        self._kernel(*rows_of_layer, *kept, rows.slots, rows.positions, as_numpy(out), settings)
 
     def attend_chunk(
         self,
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        places: Places,
+        span: SlotSpan,
         out: torch.Tensor,
         columns: SeenColumns,
-        settings: _Settings,
+        settings: AttentionSettings,
     ) -> None:
-        """(heads, rows, dim) over places of (slots, kv_heads, max_len, dim) -> out, as rows."""
-        self._chunk_kernel(
-            as_numpy(query),
-            as_numpy(keys),
-            as_numpy(values),
-            places.slot,
-            places.first,
-            columns.first_own,
-            columns.last_own,
-            columns.start,
-            columns.begin,
-            as_numpy(out),
-            np.float32(settings.scaling),
-            settings.window,
-            np.float32(settings.softcap),
-            self._threads,
-        )
+        """(heads, rows, dim) over span of (slots, kv_heads, max_len, dim) -> out, as rows."""
+        kept = as_numpy(keys), as_numpy(values)
+        self._chunk_kernel(as_numpy(query), *kept, span, columns, as_numpy(out), settings)
 
 
 class _TorchAttention:
@@ -301,7 +239,7 @@ class _TorchAttention:
         value: torch.Tensor,
         rows: StepRows,
         out: torch.Tensor,
-        settings: _Settings,
+        settings: AttentionSettings,
     ) -> None:
         """Write the first rows of the pass to their slots and let each attend to its own."""
         keys, values = self._cache.keys[layer], self._cache.values[layer]
@@ -325,13 +263,13 @@ class _TorchAttention:
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        places: Places,
+        span: SlotSpan,
         out: torch.Tensor,
         columns: SeenColumns,
-        settings: _Settings,
+        settings: AttentionSettings,
     ) -> None:
-        """(heads, rows, dim) over places of (slots, kv_heads, max_len, dim) -> out, as rows."""
-        keys, values = (kept[places.slot, :, places.first : places.last] for kept in (keys, values))
+        """(heads, rows, dim) over span of (slots, kv_heads, max_len, dim) -> out, as rows."""
+        keys, values = (kept[span.slot, :, span.first : span.last] for kept in (keys, values))
         first, last = (
             torch.as_tensor(own, device=keys.device)[:, None] for own in (columns.first_own, columns.last_own)
         )
@@ -348,7 +286,7 @@ class _TorchAttention:
 
 
 def _attention(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, settings: _Settings
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, settings: AttentionSettings
 ) -> torch.Tensor:
     if not settings.softcap:
         return functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=settings.scaling)

@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from handlers.rolling_batch.attention import SlotAttention, StepRows, as_numpy
+from handlers.rolling_batch.cpu_kernels.arguments import DecodeRows, LayerArrays, LayerSettings
 from handlers.rolling_batch.decoder_layers import FusedDecoderLayer
 from handlers.rolling_batch.fusion import close
 from handlers.rolling_batch.linears import TiledLinear
-from handlers.rolling_batch.rank_memory import ONE_RANK, RankMemory
-from handlers.rolling_batch.sharding import SummedLinear
+from handlers.rolling_batch.sharding import RowParallelLinear
+from handlers.rolling_batch.shm_allreduce import ONE_RANK, ShmAllReduce
 
 
 class DecoderModel:
@@ -32,10 +33,11 @@ class DecoderModel:
         arrays = [_arrays(layer, attention) for layer in layers]
         addresses = np.array([[array.ctypes.data for array in row] for row in arrays], np.uintp)
         windows = np.array([layer.settings["sliding_window"] or 0 for layer in layers], np.int64)
-        self._arguments = (torch.get_num_threads(), addresses, windows, *_numbers(layers[0]), *arrays[0])
-        self._kept = arrays  # the kernel has their addresses only
+        self._arrays = arrays  # keeps them alive: the kernel gets addresses, except for the first layer's
+        self._layers = (addresses, windows, arrays[0], _settings(layers[0]))
         self._hooks = [module._forward_hooks for layer in layers for module in _linears(layer)]
-        self._memory = _memory(layers[0])
+        shm = _shm(layers[0])
+        self._shared = ONE_RANK if shm is None else shm.shared(torch.bfloat16)
         self._attention = attention
         self._kernel = decoder_layers
 
@@ -48,7 +50,7 @@ class DecoderModel:
         if not all(type(layer) is FusedDecoderLayer and layer.mlp.is_silu and _is_tiled(layer) for layer in layers):
             return None
         kinds = {
-            (*_numbers(layer), _memory(layer), *((array.shape, array.dtype) for array in _arrays(layer, attention)))
+            (*_settings(layer), _shm(layer), *((array.shape, array.dtype) for array in _arrays(layer, attention)))
             for layer in layers
         }
         if len(kinds) > 1 or [layer.index for layer in layers] != list(range(len(layers))):
@@ -77,11 +79,9 @@ class DecoderModel:
         if rows is None or any(self._hooks):
             return None
         hidden = self._embed(ids)
-        activations = (as_numpy(tensor[0]) for tensor in (hidden, *self._rotary(hidden, positions)))
-        shared = ONE_RANK if self._memory is None else self._memory.arguments(torch.bfloat16)
-        count = self._kernel(*activations, *rows, *self._arguments, *shared)
-        if self._memory is not None:
-            self._memory.count = count
+        cosines, sines = self._rotary(hidden, positions)
+        activations = DecodeRows(as_numpy(hidden[0]), as_numpy(cosines[0]), as_numpy(sines[0]), *rows)
+        self._kernel(activations, *self._layers, self._shared)
         return self._head(self._norm(hidden[:, kept]))
 
 
@@ -97,14 +97,14 @@ def _is_llama(model: Any) -> bool:
 def _linears(layer: FusedDecoderLayer) -> list[nn.Module]:
     """Return the modules that compute linear layers, and those that they are parts of."""
     summed = (layer.o_proj, layer.mlp.down_proj)
-    parts = [module.linear for module in summed if isinstance(module, SummedLinear)]
+    parts = [module.linear for module in summed if isinstance(module, RowParallelLinear)]
     return [layer.qkv_proj, layer.mlp.gate_up_proj, *summed, *parts]
 
 
 def _is_tiled(layer: FusedDecoderLayer) -> bool:
     """Whether all linear layers are laid out in tiles, and sums over the ranks, if there are any, need nothing more."""
-    summed = [module for module in _linears(layer) if isinstance(module, SummedLinear)]
-    computed = [module for module in _linears(layer) if not isinstance(module, SummedLinear)]
+    summed = [module for module in _linears(layer) if isinstance(module, RowParallelLinear)]
+    computed = [module for module in _linears(layer) if not isinstance(module, RowParallelLinear)]
     return (
         len(summed) in (0, 2)
         and all(module.bias is None for module in summed)
@@ -112,26 +112,24 @@ def _is_tiled(layer: FusedDecoderLayer) -> bool:
     )
 
 
-def _memory(layer: FusedDecoderLayer) -> RankMemory | None:
-    return layer.o_proj.peers.memory if isinstance(layer.o_proj, SummedLinear) else None
+def _shm(layer: FusedDecoderLayer) -> ShmAllReduce | None:
+    return layer.o_proj.communicator.shm if isinstance(layer.o_proj, RowParallelLinear) else None
 
 
-def _numbers(layer: FusedDecoderLayer) -> tuple[np.float32 | float, ...]:
-    """Return scaling, soft cap and the epsilons of both norms, as `decoder_layers` takes them."""
+def _settings(layer: FusedDecoderLayer) -> LayerSettings:
     scaling, softcap = layer.settings["scaling"] or layer.dim**-0.5, layer.settings["softcap"] or 0.0
-    norms = (layer.input_layernorm, layer.post_attention_layernorm)
-    return (np.float32(scaling), np.float32(softcap), *(norm.arguments[1] for norm in norms))
+    epsilons = (norm.arguments[1] for norm in (layer.input_layernorm, layer.post_attention_layernorm))
+    return LayerSettings(float(scaling), float(softcap), torch.get_num_threads(), *epsilons)
 
 
-def _arrays(layer: FusedDecoderLayer, attention: SlotAttention) -> list[np.ndarray]:
-    """Return what `decoder_layers` takes of a layer, in its order."""
+def _arrays(layer: FusedDecoderLayer, attention: SlotAttention) -> LayerArrays:
 
     def laid(module: Any) -> tuple[np.ndarray, np.ndarray]:
-        linear = module.linear if isinstance(module, SummedLinear) else module
+        linear = module.linear if isinstance(module, RowParallelLinear) else module
         return linear.laid, linear.added
 
     kept = attention.kept(layer.index)
     assert kept is not None  # of() has asked
-    before, after = (norm.arguments[0] for norm in (layer.input_layernorm, layer.post_attention_layernorm))
-    attention_parts = (*kept, before, *laid(layer.qkv_proj), *laid(layer.o_proj))
-    return [*attention_parts, after, *laid(layer.mlp.gate_up_proj), *laid(layer.mlp.down_proj)]
+    norm, post_norm = (norm.arguments[0] for norm in (layer.input_layernorm, layer.post_attention_layernorm))
+    projections = (*laid(layer.qkv_proj), *laid(layer.o_proj))
+    return LayerArrays(*kept, norm, *projections, post_norm, *laid(layer.mlp.gate_up_proj), *laid(layer.mlp.down_proj))

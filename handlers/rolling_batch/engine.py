@@ -101,7 +101,8 @@ class RollingBatchEngine:
         """Queue a request that `check` accepts; `emit` gets its deltas from `step`."""
         wanted = self.check(prompt, parameters)
         sequence = Sequence(request_id, list(prompt), len(prompt), wanted, priority, adapter)
-        sequence.reuses = parameters.prompt_logprobs is None  # scoring a prompt takes the logits of all its tokens
+        # Scoring a prompt takes the logits of all its tokens, so that none of them may come from another sequence.
+        sequence.may_reuse_prefix = parameters.prompt_logprobs is None
         self._requests[request_id] = _Request(
             sequence,
             parameters,
@@ -206,7 +207,7 @@ class RollingBatchEngine:
             text += rest
             reason = "stop_sequence" if stopped else reason
         first, request.started = not request.started, True
-        sequence.reuses = True
+        sequence.may_reuse_prefix = True
         delta = Delta(
             text,
             (self._token(sampled, piece),),

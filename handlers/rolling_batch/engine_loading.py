@@ -12,11 +12,11 @@ import torch
 
 from handlers.checkpoints.transformers_loading import eos_token_ids
 from handlers.rolling_batch.attention import UnsupportedAttentionError
+from handlers.rolling_batch.communicator import Communicator
 from handlers.rolling_batch.engine import RollingBatchEngine
 from handlers.rolling_batch.kv_cache import bytes_per_token
 from handlers.rolling_batch.model_runner import LoadCheck, ModelRunner
 from handlers.rolling_batch.options import RollingBatchOptions
-from handlers.rolling_batch.peers import Peers
 from handlers.rolling_batch.prompts import PromptEncoder
 from handlers.rolling_batch.scheduler import Scheduler, SchedulerLimits
 from lmi_server.contract.errors import ModelLoadError
@@ -66,7 +66,7 @@ class LoadedEngine:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model for the rolling batch; of one that is split over `peers`, the part of this rank.
+    """A model for the rolling batch; of one that is split over `communicator`, the part of this rank.
 
     `max_len` is in tokens of prompt and output together, `weights` in bytes of this rank. `check` is made of the model
     before anything of it was replaced; without it, it is made of the model as it is. `is_local`: no module of the model
@@ -77,14 +77,14 @@ class LoadedModel:
     tokenizer: Any
     max_len: int
     weights: int
-    peers: Peers | None = None
+    communicator: Communicator | None = None
     check: LoadCheck | None = None
     is_local: bool = True
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def runner(self) -> ModelRunner:
         """Return what computes steps of the model. Raises UnsupportedAttentionError."""
-        return ModelRunner(self.model, self.peers, self.check, self.is_local)
+        return ModelRunner(self.model, self.communicator, self.check, self.is_local)
 
 
 def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -> LoadedEngine:

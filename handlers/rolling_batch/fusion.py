@@ -14,7 +14,7 @@ from torch import nn
 
 from handlers.rolling_batch.attention import as_numpy
 from handlers.rolling_batch.linears import is_plain, lay_out_linears
-from handlers.rolling_batch.sharding import SummedLinear
+from handlers.rolling_batch.sharding import RowParallelLinear
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
@@ -94,7 +94,7 @@ def _is_gated_mlp(module: nn.Module) -> bool:
     children = dict(module.named_children())
     linears = all(is_plain(children.get(name)) for name in ("gate_proj", "up_proj"))
     down = children.get("down_proj")
-    sums = isinstance(down, SummedLinear) or is_plain(down)
+    sums = isinstance(down, RowParallelLinear) or is_plain(down)
     return linears and sums and set(children) == {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 

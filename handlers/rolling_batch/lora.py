@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from handlers.rolling_batch.linear_places import LinearPlace, linear_places
+from handlers.rolling_batch.lora_targets import LoraTarget, lora_targets
 from lmi_server.contract.errors import RequestError
 
 _Adder = Callable[[nn.Module, tuple[torch.Tensor], torch.Tensor], None]
@@ -77,7 +77,7 @@ class LoraLayers:
     """
 
     def __init__(self, model: Any, scored_rows_only: bool, pad: Callable[[list[int]], list[int]]) -> None:
-        self._places = linear_places(model)
+        self._places = lora_targets(model)
         self._head: nn.Module | None = model.get_output_embeddings() if scored_rows_only else None
         self._device: torch.device = model.device
         self._dtype: torch.dtype = model.dtype
@@ -103,13 +103,13 @@ class LoraLayers:
 
     def load(self, adapter: Mapping[str, LoraPair]) -> LoraWeights:
         """Lay an adapter that `check` accepts out for this model."""
-        pairs: dict[nn.Module, list[tuple[LinearPlace, LoraPair]]] = {}
+        pairs: dict[nn.Module, list[tuple[LoraTarget, LoraPair]]] = {}
         for layer, pair in adapter.items():
             place = self._places[layer]
             pairs.setdefault(place.module, []).append((place, pair))
         return LoraWeights({module: self._lay_out(parts) for module, parts in pairs.items()})
 
-    def _lay_out(self, parts: list[tuple[LinearPlace, LoraPair]]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _lay_out(self, parts: list[tuple[LoraTarget, LoraPair]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Join what an adapter adds to the layers that one module computes."""
         down = torch.cat([pair.down for _, pair in parts])
         up = torch.zeros((down.shape[0], parts[0][0].out_features))

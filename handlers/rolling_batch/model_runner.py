@@ -17,12 +17,12 @@ from handlers.rolling_batch.attention import (
     UnsupportedAttentionError,
     probe_layers,
 )
+from handlers.rolling_batch.communicator import Communicator, GroupBrokenError
 from handlers.rolling_batch.decoder_layers import fuse_decoder_layers
 from handlers.rolling_batch.decoder_model import DecoderModel
 from handlers.rolling_batch.fusion import fuse
 from handlers.rolling_batch.kv_cache import KVCache, LayerShape
 from handlers.rolling_batch.lora import LoraLayers
-from handlers.rolling_batch.peers import GroupBrokenError, Peers
 from handlers.rolling_batch.scheduler import Chunk, Sequence, StepPlan
 from handlers.rolling_batch.slots import Copy
 from handlers.rolling_batch.step_messages import Pass, Prepare, Stop, decode, encode
@@ -50,11 +50,15 @@ class StepLogits:
 class ModelRunner:
     """A model and its KV cache. `prepare` decides the cache's size; `run` computes steps.
 
-    Where the model is split over `peers`, rank 0 does that and the others `follow`.
+    Where the model is split over `communicator`, rank 0 does that and the others `follow`.
     """
 
     def __init__(
-        self, model: Any, peers: Peers | None = None, check: LoadCheck | None = None, is_local: bool = True
+        self,
+        model: Any,
+        communicator: Communicator | None = None,
+        check: LoadCheck | None = None,
+        is_local: bool = True,
     ) -> None:
         self._model = model.eval()
         self._device: torch.device = model.device
@@ -63,7 +67,7 @@ class ModelRunner:
         self.vocabulary = _vocabulary(model)
         self._check = check or LoadCheck(model)
         self._attention_layers = probe_layers(model, f"{self._attention_name}_probe")
-        self._peers = peers
+        self._communicator = communicator
         on_cpu = self._device.type == "cpu" and self._dtype in (torch.bfloat16, torch.float32)
         self.fused: dict[str, int] = fuse(model) if on_cpu and is_local else {}
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -91,7 +95,7 @@ class ModelRunner:
 
         Raises UnsupportedAttentionError where the model's logits over that cache are not its own.
         """
-        self._tell(Prepare(slots, max_len))
+        self._broadcast(Prepare(slots, max_len))
         self._allocate(slots, max_len)
         self._check.compare(self)
 
@@ -107,7 +111,7 @@ class ModelRunner:
     @property
     def lora(self) -> LoraLayers:
         """The adapters of the model; of use once it is prepared."""
-        if self._peers is not None:
+        if self._communicator is not None:
             raise RequestError("a model that is split over ranks takes no LoRA adapters; use one rank")
         if self._lora is None:
             pad = _padded if self._device.type == "cpu" else list
@@ -124,19 +128,19 @@ class ModelRunner:
         step = self._lay_out(plan, keep)
         if self._lora is not None:
             self._lora.begin(_adapters(plan), keep)
-        self._tell(step)
+        self._broadcast(step)
         try:
             return StepLogits(self._compute(step)[: len(keep)], sampled, prompt_rows)
         except Exception as error:
-            if self._peers is not None:
+            if self._communicator is not None:
                 raise GroupBrokenError(f"a step failed on rank 0: {type(error).__name__}: {error}") from error
             raise
 
     def follow(self) -> None:
         """Do what rank 0 says, until it says stop."""
-        assert self._peers is not None
+        assert self._communicator is not None
         while True:
-            match decode(self._peers.hear()):
+            match decode(self._communicator.receive()):
                 case Prepare(slots, max_len):
                     self._allocate(slots, max_len)
                 case Pass() as step:
@@ -146,11 +150,11 @@ class ModelRunner:
 
     def stop(self) -> None:
         """Let the other ranks go."""
-        self._tell(Stop())
+        self._broadcast(Stop())
 
-    def _tell(self, message: Pass | Prepare | Stop) -> None:
-        if self._peers is not None:
-            self._peers.tell(encode(message))
+    def _broadcast(self, message: Pass | Prepare | Stop) -> None:
+        if self._communicator is not None:
+            self._communicator.broadcast(encode(message))
 
     def _compute(self, step: Pass) -> torch.Tensor:
         """Return the logits of the rows to keep, padding last; on other ranks than 0 nobody needs them."""

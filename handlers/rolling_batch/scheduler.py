@@ -36,8 +36,8 @@ class Sequence:
     max_new_tokens: int
     priority: int = 3
     adapter: Any = None  # what the model runner adds for its rows; keys and values depend on it
-    reuses: bool = True  # whether it may go on from keys and values that others computed
-    leaves: bool = True  # whether others may go on from its keys and values
+    may_reuse_prefix: bool = True  # whether it may continue from keys and values that other sequences computed
+    shares_prefix: bool = True  # whether other sequences may continue from its keys and values
     computed: int = 0  # tokens whose keys and values are in the KV cache
     slot: int = -1
     cached: int = -1  # prompt tokens that were not computed for it; -1 before it first ran
@@ -45,7 +45,7 @@ class Sequence:
     overtaken: int = 0  # later ones that were admitted before it
 
     @property
-    def most(self) -> int:
+    def max_kv_tokens(self) -> int:
         """Tokens that the sequence may occupy in the KV cache: the last output token is never written to it."""
         return self.prompt_len + self.max_new_tokens - 1
 
@@ -135,8 +135,8 @@ class Scheduler:
 
         Raises ValueError where it could never be admitted.
         """
-        if sequence.most > self.limits.kv_tokens:
-            raise ValueError(f"needs {sequence.most} tokens of KV cache of {self.limits.kv_tokens} in all")
+        if sequence.max_kv_tokens > self.limits.kv_tokens:
+            raise ValueError(f"needs {sequence.max_kv_tokens} tokens of KV cache of {self.limits.kv_tokens} in all")
         sequence.arrival = self._arrivals
         self._arrivals += 1
         self._wait(sequence)
@@ -157,7 +157,7 @@ class Scheduler:
         self.slots.forget(adapter)
         for sequence in (*self.running, *self.waiting):
             if sequence.adapter is adapter:
-                sequence.leaves = False
+                sequence.shares_prefix = False
 
     def plan(self) -> StepPlan:
         """Admit what fits and return the next step. It is empty exactly where nothing runs."""
@@ -224,7 +224,7 @@ class Scheduler:
         return sequence.overtaken >= 2 * self.limits.max_running
 
     def _match(self, sequence: Sequence) -> Match:
-        if not sequence.reuses:
+        if not sequence.may_reuse_prefix:
             return Match(-1, 0, 0)
         return self.slots.find(sequence.adapter, sequence.tokens)
 
@@ -285,7 +285,7 @@ class Scheduler:
         return Retraction(retracted, before, self.new_token_ratio)
 
     def _vacate(self, sequence: Sequence, sound: bool) -> None:
-        if sound and sequence.leaves:
+        if sound and sequence.shares_prefix:
             self.slots.release(sequence.slot, sequence.adapter, sequence.tokens)
         else:
             self.slots.discard(sequence.slot)

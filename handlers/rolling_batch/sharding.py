@@ -2,7 +2,7 @@
 
 transformers loads it: its tensor-parallel plan tells which weights are split by columns and which by rows, and each
 rank reads its own part only. Its modules are then replaced by plain ones over the local part, so that everything that
-is done for speed on one rank is done here too, and the sums go over `Peers`.
+is done for speed on one rank is done here too, and the sums go over `Communicator`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from handlers.rolling_batch.peers import Peers
+from handlers.rolling_batch.communicator import Communicator
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.ranks import Rank
 
@@ -59,12 +59,12 @@ def local_bytes(model: nn.Module) -> int:
     return sum(tensor.nelement() * tensor.element_size() for tensor in tensors)
 
 
-def make_local(model: nn.Module, peers: Peers) -> bool:
+def make_local(model: nn.Module, communicator: Communicator) -> bool:
     """Replace linear layers that transformers split; tell whether nothing of the model is split in another way."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear and isinstance(child.weight, DTensor):
-                setattr(module, name, _local_linear(child, peers, gathers=child is _head(model)))
+                setattr(module, name, _local_linear(child, communicator, gathers=child is _head(model)))
     return not any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
@@ -73,14 +73,14 @@ def _head(model: Any) -> nn.Module | None:
     return head
 
 
-def _local_linear(linear: nn.Linear, peers: Peers, gathers: bool) -> nn.Module:
+def _local_linear(linear: nn.Linear, communicator: Communicator, gathers: bool) -> nn.Module:
     assert isinstance(linear.weight, DTensor)
     by_rows = linear.weight.placements[0] == Shard(1)
     bias = None if linear.bias is None else _local(linear.bias)
     local = plain_linear(_local(linear.weight), None if by_rows else bias)
     if by_rows:
-        return SummedLinear(local, bias, peers)
-    return JoinedLinear(local, peers) if gathers else local
+        return RowParallelLinear(local, bias, communicator)
+    return ColumnParallelLinear(local, communicator) if gathers else local
 
 
 def plain_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
@@ -96,19 +96,19 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.detach().to_local() if isinstance(parameter, DTensor) else parameter.detach()
 
 
-class SummedLinear(nn.Module):
+class RowParallelLinear(nn.Module):
     """A linear layer of which each rank has some inputs: the ranks add up what they have."""
 
-    def __init__(self, linear: nn.Linear, bias: torch.Tensor | None, peers: Peers) -> None:
+    def __init__(self, linear: nn.Linear, bias: torch.Tensor | None, communicator: Communicator) -> None:
         super().__init__()
         self.linear = linear
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        self._peers = peers
+        self._communicator = communicator
 
     @property
-    def peers(self) -> Peers:
+    def communicator(self) -> Communicator:
         """Who adds up."""
-        return self._peers
+        return self._communicator
 
     @property
     def weight(self) -> torch.Tensor:
@@ -117,18 +117,18 @@ class SummedLinear(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """(..., inputs of this rank) -> (..., out_features), the same on all ranks."""
-        total = self._peers.add_up(self.linear(hidden))
+        total = self._communicator.all_reduce(self.linear(hidden))
         return total if self.bias is None else total + self.bias
 
 
-class JoinedLinear(nn.Module):
+class ColumnParallelLinear(nn.Module):
     """A linear layer of which each rank has some outputs: rank 0 gets those of all."""
 
-    def __init__(self, linear: nn.Linear, peers: Peers) -> None:
+    def __init__(self, linear: nn.Linear, communicator: Communicator) -> None:
         super().__init__()
         self.linear = linear
-        self._peers = peers
+        self._communicator = communicator
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """(..., in_features) -> (..., out_features) on rank 0, (..., outputs of this rank) elsewhere."""
-        return self._peers.join_columns(self.linear(hidden))
+        return self._communicator.gather_columns(self.linear(hidden))

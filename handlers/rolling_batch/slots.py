@@ -61,21 +61,12 @@ class SlotTable:
         self._running: dict[int, int] = {}  # tokens computed
         self._resident = [0] * slots  # tokens whose memory may be in use
         self._needed = [0] * slots  # tokens whose memory must stay
-        self._resident_tokens = 0
-
-    @property
-    def running_slots(self) -> int:
-        return len(self._running)
+        self._resident_tokens = 0  # never more than `kv_tokens` once a step is planned
 
     @property
     def cached_tokens(self) -> int:
         """Tokens kept of sequences that have left."""
         return sum(self._cached.values())
-
-    @property
-    def resident_tokens(self) -> int:
-        """Tokens whose memory may be in use; never more than `kv_tokens` once a step is planned."""
-        return self._resident_tokens
 
     def find(self, adapter: Hashable, tokens: list[int]) -> Match:
         """Return the slot that begins with most of `tokens`; the last one has to be computed in any case."""

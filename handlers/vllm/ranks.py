@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from handlers.rolling_batch.peers import Peers
+from handlers.rolling_batch.communicator import Communicator
 from handlers.vllm import library
 from lmi_server.machine.environment import own_rank
 
@@ -41,9 +41,9 @@ class LeadingCore:
     What rank 0 itself refuses is told to nobody. What another rank fails in alone ends the group.
     """
 
-    def __init__(self, core: Any, peers: Peers) -> None:
+    def __init__(self, core: Any, communicator: Communicator) -> None:
         self._core = core
-        self._peers = peers
+        self._communicator = communicator
         self._encoder = library.MsgpackEncoder()
 
     def get_supported_tasks(self) -> Any:
@@ -82,21 +82,21 @@ class LeadingCore:
         return result
 
     def _tell(self, call: _Call) -> None:
-        self._peers.tell(_encode(call))
+        self._communicator.broadcast(_encode(call))
 
 
 def lead(engine: library.LLMEngine) -> None:
     """Let the other ranks of this process' group follow `engine`, whose core has been loaded on all of them."""
-    engine.engine_core = LeadingCore(engine.engine_core, Peers(own_rank()))
+    engine.engine_core = LeadingCore(engine.engine_core, Communicator(own_rank()))
 
 
 def follow(core: Any) -> None:
     """Do with this rank's engine core what rank 0's does, until that one is shut down."""
-    peers = Peers(own_rank())
+    communicator = Communicator(own_rank())
     decoders: dict[str, Callable[[list[bytes]], Any]] = {
         method: library.MsgpackDecoder(kind).decode for method, kind in _ARGUMENTS.items()
     }
-    while (call := _decode(peers.hear())).method != _END:
+    while (call := _decode(communicator.receive())).method != _END:
         if call.method == _STEP:
             core.get_output()
         else:

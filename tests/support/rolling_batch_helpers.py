@@ -22,8 +22,8 @@ EOS = 258
 
 
 @dataclass
-class Answer:
-    """What one request was given."""
+class Received:
+    """What one request received: its deltas, or the error that ended it."""
 
     deltas: list[Delta] = field(default_factory=list)
     error: LmiServerError | None = None
@@ -65,8 +65,8 @@ class Engine:
         self.engine = RollingBatchEngine(runner, self.scheduler, self.tokenizer, frozenset({EOS}), CONTEXT)
         self._count = 0
 
-    def add(self, prompt: list[int], adapter: LoraWeights | None = None, **parameters: Any) -> tuple[str, Answer]:
-        answer = Answer()
+    def add(self, prompt: list[int], adapter: LoraWeights | None = None, **parameters: Any) -> tuple[str, Received]:
+        answer = Received()
         self._count += 1
         request_id = str(self._count)
         self.engine.add(request_id, prompt, SamplingParameters(**parameters), "", 3, answer.take, adapter)
@@ -77,7 +77,7 @@ class Engine:
             self.engine.step()
             after_step()
 
-    def generate(self, prompt: list[int], **parameters: Any) -> Answer:
+    def generate(self, prompt: list[int], **parameters: Any) -> Received:
         _, answer = self.add(prompt, **parameters)
         self.run()
         return answer

@@ -90,7 +90,7 @@ def power_of_two(context, exponent):
 
 
 @intrinsic
-def told(context, address):
+def load_acquire(context, address):
     """The int64 at an address in shared memory; nothing that follows is read before it."""
 
     def build(ctx, builder, sig, args):
@@ -101,7 +101,7 @@ def told(context, address):
 
 
 @intrinsic
-def tell(context, address, number):
+def store_release(context, address, number):
     """Write an int64 to an address in shared memory, after all that was written before."""
 
     def build(ctx, builder, sig, args):
@@ -113,7 +113,7 @@ def tell(context, address, number):
 
 
 @intrinsic
-def at(context, address, like):
+def array_at(context, address, like):
     """The array at an address, of the shape, strides and type of `like`; whoever gives the address keeps it alive."""
 
     def build(ctx, builder, sig, args):

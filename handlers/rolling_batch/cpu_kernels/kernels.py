@@ -15,27 +15,32 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numba
 import numpy as np
 from numba import njit, prange, types
 from numba.np.numpy_support import from_dtype
 
+from handlers.rolling_batch.cpu_kernels.arguments import (
+    CACHE_LINE,
+    AttentionSettings,
+    LayerArrays,
+    SeenColumns,
+    SlotSpan,
+)
+from handlers.rolling_batch.cpu_kernels.compilation import kernel
 from handlers.rolling_batch.cpu_kernels.intrinsics import (
     TILE_COLUMNS,
     TILE_ROWS,
     add_product,
-    at,
+    array_at,
     larger,
     load,
+    load_acquire,
     power_of_two,
     store,
-    tell,
-    told,
+    store_release,
     word,
 )
-
-# SHA-256 of intrinsics.py, its first digits. numba finds what it compiled before by the date and the size of this file
-# alone, and it must not find what was compiled with another intrinsics.py.
-INTRINSICS = "8a91bb8499057f4f"
 
 _MOST_WORDS = 512  # of a tile's rows and columns, between which a product goes on to the next rows: they stay in L2
 _MOST_TILES = 64  # of rows, whose sums are kept for that
@@ -78,7 +83,7 @@ def _of_rows(element):
     return types.void(rows, rows, cache, cache, places, places)
 
 
-@njit([_of_rows(types.uint16), _of_rows(types.float32)], parallel=True, nogil=True, cache=True)
+@kernel([_of_rows(types.uint16), _of_rows(types.float32)], parallel=True)
 def write_rows(key, value, keys, values, slots, positions):
     """Write each row's key and value into its slot; arrays as for `slot_attention`.
 
@@ -94,15 +99,16 @@ def write_rows(key, value, keys, values, slots, positions):
                 slot_value[d] = value[kv_head, row, d]
 
 
-@njit(parallel=True, fastmath=True, nogil=True, cache=True)
-def slot_attention(query, key, value, keys, values, slots, positions, out, scaling, window, softcap, threads):
+@kernel(parallel=True, fastmath=True)
+def slot_attention(query, key, value, keys, values, slots, positions, out, settings):
     """Write each row's key and value into its slot, then let it attend to the slot's tokens up to its own position.
 
     query (heads, rows, dim), key and value (kv_heads, rows, dim): any strides, of which the first `len(slots)` rows
     are read. keys, values: (slots, kv_heads, max_len, dim), contiguous. slots, positions: (n,) int64, several rows may
-    be of one slot. out: (rows, heads, value_dim), contiguous. window: tokens seen, 0 for all. softcap: 0 for none.
-    threads: how many share the work.
+    be of one slot. out: (rows, heads, value_dim), contiguous. settings: AttentionSettings.
     """
+    scaling, softcap = np.float32(settings.scaling), np.float32(settings.softcap)
+    window, threads = settings.window, settings.threads
     dim, value_dim, kv_heads = query.shape[2], value.shape[2], key.shape[0]
     group = query.shape[0] // kv_heads
     write_rows(key, value, keys, values, slots, positions)
@@ -190,7 +196,7 @@ def _softmax(score, weight, low, shared, own, last, scaling, softcap):
             weighed[t] = store(scored[t] * share, weight[0])
 
 
-@njit(parallel=True, nogil=True, cache=True)
+@kernel(parallel=True)
 def _laid_out(keys, values, slot, offset, columns):
     """Lay out keys and values of a slot, `columns` of them from `offset` on, for `add_product`.
 
@@ -230,32 +236,32 @@ def chunk_attention(dtype: np.dtype[Any]) -> Callable[..., None]:
     It is compiled for queries of any strides: otherwise numba would compile it once more for those of a kind that it
     has not met, for seconds in the middle of a request.
     """
-    numba_type, rows, number = from_dtype(dtype), types.Array(types.int64, 1, "C"), types.int64
-    query, cache, out = (types.Array(numba_type, *shape) for shape in ((3, "A"), (4, "C"), (3, "C")))
-    settings = (types.float32, number, types.float32, number)
-    signature = types.void(query, cache, cache, number, number, rows, rows, number, number, out, *settings)
-    compiled = njit(signature, parallel=True, fastmath=True, nogil=True, cache=True)
-    kernel: Callable[..., None] = compiled(_chunk_attention)
-    return kernel
+    element = from_dtype(dtype)
+    query, cache, out = (types.Array(element, *shape) for shape in ((3, "A"), (4, "C"), (3, "C")))
+    no_rows = np.empty(0, np.int64)
+    groups = (SlotSpan(0, 0, 0), SeenColumns(0, 0, no_rows, no_rows), AttentionSettings(1.0, 0, 0.0, 1))
+    span, columns, settings = map(numba.typeof, groups)
+    signature = types.void(query, cache, cache, span, columns, out, settings)
+    return kernel(signature, parallel=True, fastmath=True)(_chunk_attention)
 
 
-def _chunk_attention(
-    query, keys, values, slot, offset, first_own, last_own, start, begin, out, scaling, window, softcap, threads
-):
+def _chunk_attention(query, keys, values, span, columns, out, settings):
     """Let each row of a chunk attend to the tokens that it may see.
 
     query (heads, rows, dim), any strides; keys (slots, kv_heads, max_len, dim) and values (slots, kv_heads, max_len,
-    value_dim), of which columns are the places of `slot` from `offset` on -> out (rows, heads, value_dim). The first
-    columns are tokens `begin` to `start` - 1, which all rows may see; beside them row r sees columns `first_own[r]` to
-    `last_own[r]`, not included: token `start` and those after it up to its own. scaling: above 0. window: tokens seen,
-    0 for all. softcap: 0 for none. threads: how many share the work.
+    value_dim), of which the SlotSpan `span` holds the columns -> out (rows, heads, value_dim). columns: SeenColumns.
+    settings: AttentionSettings.
 
     A tile of rows, which are a token's heads of the same keys and then the next token's, is taken to its end while its
     scores are in the processor's cache.
     """
-    kv_heads, dim, value_dim, columns = keys.shape[1], keys.shape[3], values.shape[3], last_own.max()
+    slot, offset = span.slot, span.first
+    start, begin, first_own, last_own = columns.start, columns.begin, columns.first_own, columns.last_own
+    scaling, softcap = np.float32(settings.scaling), np.float32(settings.softcap)
+    window, threads = settings.window, settings.threads
+    kv_heads, dim, value_dim, seen = keys.shape[1], keys.shape[3], values.shape[3], last_own.max()
     group, like = query.shape[0] // kv_heads, query[0, 0, 0]
-    laid_keys, laid_values = _laid_out(keys, values, slot, offset, columns)
+    laid_keys, laid_values = _laid_out(keys, values, slot, offset, seen)
     tiles, key_words, value_words = laid_keys.shape[1], laid_keys.shape[2], laid_values.shape[1]
     rows, shared, of_word = len(first_own) * group, start - begin, 4 // keys.itemsize
     units, shared_words = -(-rows // TILE_ROWS), -(-shared // of_word)
@@ -266,7 +272,7 @@ def _chunk_attention(
             continue
         head, first = piece // units, piece % units * TILE_ROWS
         queries = np.zeros((TILE_ROWS, key_words * of_word), query.dtype)
-        lowest, nearest, farthest = columns, columns, 0
+        lowest, nearest, farthest = seen, seen, 0
         for r in range(TILE_ROWS):  # the last tile may hold a row several times
             row = min(first + r, rows - 1)
             for d in range(dim):
@@ -295,7 +301,7 @@ def _chunk_attention(
                 out[row // group, head * group + row % group, d] = store(mixed[r, d], like)
 
 
-@njit(parallel=True, fastmath=True, nogil=True, cache=True)
+@kernel(parallel=True, fastmath=True)
 def rms_norm(rows, weight, eps, out):
     """`rows / rms(rows)`, rounded to the element type, times `weight`: (n, width) -> (n, width), as Llama's norm."""
     width = rows.shape[1]
@@ -310,7 +316,7 @@ def rms_norm(rows, weight, eps, out):
             out[n, d] = store(normed * load(weight[d]), rows[n, d])
 
 
-@njit(parallel=True, nogil=True, cache=True)
+@kernel(parallel=True)
 def linear(rows, weight, bias, out, threads):
     """`rows @ weight.T + bias` -> out (n, out_features), for elements of bfloat16.
 
@@ -350,7 +356,7 @@ def linear(rows, weight, bias, out, threads):
                             target[c] = store(total[c], like)
 
 
-@njit(parallel=True, fastmath=True, nogil=True, cache=True)
+@kernel(parallel=True, fastmath=True)
 def argmax_rows(logits, best):
     """Index of the greatest logit of each row, the first of equals: (n, vocabulary) -> best (n,) int64."""
     width = logits.shape[1]
@@ -370,7 +376,7 @@ def argmax_rows(logits, best):
                 break
 
 
-@njit(parallel=True, fastmath=True, nogil=True, cache=True)
+@kernel(parallel=True, fastmath=True)
 def log_sum_exp_rows(logits, result):
     """log(sum(exp(row))) of each row: (n, vocabulary) -> result (n,) float32."""
     for n in prange(logits.shape[0]):
@@ -383,7 +389,7 @@ def log_sum_exp_rows(logits, result):
         result[n] = highest + math.log(total)
 
 
-@njit(parallel=True, fastmath=True, nogil=True, cache=True)
+@kernel(parallel=True, fastmath=True)
 def silu_and_mul(gate_up, out):
     """`silu(gate) * up` of a fused projection: (n, 2 * width) -> (n, width)."""
     width = out.shape[1]
@@ -394,7 +400,7 @@ def silu_and_mul(gate_up, out):
             out[n, d] = store(activated * load(gate_up[n, width + d]), gate_up[n, d])
 
 
-@njit(parallel=True, fastmath=True, nogil=True, cache=True)
+@kernel(parallel=True, fastmath=True)
 def rotate(rows, cosines, sines, heads):
     """Apply rotary position embeddings in place to the first `heads` heads of each row (Su et al., RoFormer, 2021).
 
@@ -413,56 +419,67 @@ def rotate(rows, cosines, sines, heads):
                 rows[n, first + half + d] = store(turned_high, rows[n, first])
 
 
-@njit(nogil=True, cache=True)
-def _wait_for_all(counts, line, ranks, count):
-    """Wait until every rank has put as many pieces as `count` into the shared memory."""
-    for other in range(ranks):
+@kernel()
+def _publish(shared, count):
+    """Let the other ranks read what this rank has written so far: its blocks up to number `count`."""
+    store_release(shared.counters + np.uintp(shared.rank * CACHE_LINE), count)
+
+
+@kernel()
+def _wait_for_all(shared, count):
+    """Wait until every rank has published its block number `count`."""
+    for other in range(len(shared.blocks)):
         looks = 0
-        while told(counts + np.uintp(other * line)) < count:
+        while load_acquire(shared.counters + np.uintp(other * CACHE_LINE)) < count:
             looks += 1
-            if looks % 256 == 0:  # whoever else wants the core: what is waited for may be what it computes
+            if looks % 256 == 0:  # let another process have the core: it may be the rank that this one waits for
                 _yield_core()
 
 
-@njit(nogil=True, fastmath=True, cache=True)
-def sum_of_ranks(part, out, parts, counts, line, rank, count, total):
-    """Sum `part` (n,) of every rank, in the order of the ranks, to `out` (n,); return `count` and the pieces added.
+@kernel()
+def _published(shared):
+    """Return how many blocks this rank has published."""
+    return load_acquire(shared.counters + np.uintp(shared.rank * CACHE_LINE))
 
-    Shared are parts (ranks, 2, piece) and, at the address `counts`, each `line` bytes, how many pieces a rank has put
-    there; `count` are those of this rank so far. total (piece,) float32 is for the kernel's own use. A rank that puts
-    a piece into one of its two places has seen all others begin with the piece before: nobody reads what was there.
+
+@kernel(fastmath=True)
+def all_reduce(part, out, shared):
+    """Sum `part` (n,) of every rank, in the order of the ranks, to `out` (n,). shared: SharedBlocks.
+
+    Block n overwrites block n - 2, which no rank still reads: this rank has waited for block n - 1 of all ranks, and a
+    rank publishes that one after it has read every block n - 2. So two blocks a rank suffice, without a barrier.
     """
-    ranks, _, piece = parts.shape
-    for begin in range(0, len(part), piece):
-        size = min(piece, len(part) - begin)
+    blocks, total, count = shared.blocks, shared.scratch, _published(shared)
+    ranks, _, block_size = blocks.shape
+    for begin in range(0, len(part), block_size):
+        size = min(block_size, len(part) - begin)
         place = count & 1
-        own = parts[rank, place]
+        own = blocks[shared.rank, place]
         for i in range(size):
             own[i] = part[begin + i]
         count += 1
-        tell(counts + np.uintp(rank * line), count)
+        _publish(shared, count)
         total[:size] = 0
-        _wait_for_all(counts, line, ranks, count)
+        _wait_for_all(shared, count)
         for other in range(ranks):
-            theirs = parts[other, place]
+            theirs = blocks[other, place]
             for i in range(size):
                 total[i] += load(theirs[i])
         for i in range(size):
             out[begin + i] = store(total[i], out[0])
-    return count
 
 
-@njit(nogil=True, cache=True)
-def join_ranks(part, out, parts, counts, line, rank, count, total):
+@kernel()
+def gather_columns(part, out, shared):
     """Put the columns of every rank, `part` (n, width), beside each other in `out` (n, ranks * width) of rank 0.
 
-    Arguments and what is returned are as for `sum_of_ranks`, but `total` is not used; `out` of the other ranks is left
-    as it is.
+    `out` of the other ranks is left as it is. shared: SharedBlocks, used as in `all_reduce`.
     """
-    ranks, _, piece = parts.shape
+    blocks, rank, count = shared.blocks, shared.rank, _published(shared)
+    ranks, _, block_size = blocks.shape
     width = part.shape[1]
-    most = min(width, piece)
-    rows = max(1, piece // width)  # of a piece, which holds some rows or some columns of one
+    most = min(width, block_size)
+    rows = max(1, block_size // width)  # of a block, which holds some rows or some columns of one
     for first in range(0, len(part), rows):
         last = min(first + rows, len(part))
         for begin in range(0, width, most):
@@ -470,80 +487,77 @@ def join_ranks(part, out, parts, counts, line, rank, count, total):
             place, size = count & 1, end - begin
             if rank:
                 for row in range(first, last):
-                    parts[rank, place, (row - first) * size : (row - first + 1) * size] = part[row, begin:end]
+                    blocks[rank, place, (row - first) * size : (row - first + 1) * size] = part[row, begin:end]
             else:
                 out[first:last, begin:end] = part[first:last, begin:end]
             count += 1
-            tell(counts + np.uintp(rank * line), count)
-            _wait_for_all(counts, line, ranks, count)
+            _publish(shared, count)
+            _wait_for_all(shared, count)
             if rank == 0:
                 for other in range(1, ranks):
                     for row in range(first, last):
-                        theirs = parts[other, place, (row - first) * size : (row - first + 1) * size]
+                        theirs = blocks[other, place, (row - first) * size : (row - first + 1) * size]
                         out[row, other * width + begin : other * width + end] = theirs
-    return count
 
 
-@njit(nogil=True, cache=True)
-def decoder_layers(
-    hidden, cosines, sines, slots, positions, threads, layers, windows, scaling, softcap, eps, post_eps,
-    keys, values, norm, qkv, qkv_bias, o, o_bias, post_norm, gate_up, gate_up_bias, down, down_bias,
-    parts, counts, line, rank, count, total,
-):  # fmt: skip
+@kernel()
+def decoder_layers(rows, addresses, windows, first, settings, shared):
     """Compute decoder layers of Llama's structure in place, for rows that all attend one by one.
 
-    hidden (n, width) uint16; cosines, sines (n, dim); slots, positions and settings as for `slot_attention`, windows
-    (layers,) int64. The arrays from `keys` to `down_bias` are those of the first layer: a cache as for
-    `slot_attention`, weights and biases as for `linear`, and norms (width,). layers (layers, 12) uint64 has the address
-    of each of them in each layer. The last six are for `sum_of_ranks`: parts has one rank where the model is not split.
-    Returns `count`.
+    rows: DecodeRows. addresses (layers, 12) uint64: of each array in LayerArrays, for each layer. windows (layers,)
+    int64: tokens that a layer sees, 0 for all. first: LayerArrays of the first layer, whose shapes and types are those
+    of all. settings: LayerSettings. shared: SharedBlocks, of one rank if the model is not split.
     """
-    for layer in range(len(layers)):
-        place = layers[layer]
-        count = _decoder_layer(
-            hidden, cosines, sines, slots, positions, threads, windows[layer], scaling, softcap, eps, post_eps,
-            at(place[0], keys), at(place[1], values), at(place[2], norm), at(place[3], qkv), at(place[4], qkv_bias),
-            at(place[5], o), at(place[6], o_bias), at(place[7], post_norm), at(place[8], gate_up),
-            at(place[9], gate_up_bias), at(place[10], down), at(place[11], down_bias),
-            parts, counts, line, rank, count, total,
-        )  # fmt: skip
-    return count
+    for layer in range(len(addresses)):
+        place = addresses[layer]
+        arrays = LayerArrays(
+            array_at(place[0], first.keys),
+            array_at(place[1], first.values),
+            array_at(place[2], first.norm),
+            array_at(place[3], first.qkv),
+            array_at(place[4], first.qkv_bias),
+            array_at(place[5], first.o),
+            array_at(place[6], first.o_bias),
+            array_at(place[7], first.post_norm),
+            array_at(place[8], first.gate_up),
+            array_at(place[9], first.gate_up_bias),
+            array_at(place[10], first.down),
+            array_at(place[11], first.down_bias),
+        )
+        _decoder_layer(rows, arrays, windows[layer], settings, shared)
 
 
-@njit(nogil=True, cache=True)
-def _decoder_layer(
-    hidden, cosines, sines, slots, positions, threads, window, scaling, softcap, eps, post_eps,
-    keys, values, norm, qkv, qkv_bias, o, o_bias, post_norm, gate_up, gate_up_bias, down, down_bias,
-    parts, counts, line, rank, count, total,
-):  # fmt: skip
-    rows, width = hidden.shape
-    dim, kv_heads, inner = keys.shape[3], keys.shape[1], down.shape[1] * 2
-    heads = o.shape[1] * 2 // dim
-    normed, added = np.empty((rows, width), np.uint16), np.empty((rows, width), np.uint16)
-    rms_norm(hidden, norm, eps, normed)
-    projected = np.empty((rows, (heads + 2 * kv_heads) * dim), np.uint16)
-    linear(normed, qkv, qkv_bias, projected, threads)
-    rotate(projected, cosines, sines, heads + kv_heads)
-    by_head = projected.reshape((rows, heads + 2 * kv_heads, dim)).transpose((1, 0, 2))
+@kernel()
+def _decoder_layer(rows, layer, window, settings, shared):
+    hidden, threads = rows.hidden, settings.threads
+    count, width = hidden.shape
+    dim, kv_heads, inner = layer.keys.shape[3], layer.keys.shape[1], layer.down.shape[1] * 2
+    heads = layer.o.shape[1] * 2 // dim
+    normed, added = np.empty((count, width), np.uint16), np.empty((count, width), np.uint16)
+    rms_norm(hidden, layer.norm, settings.epsilon, normed)
+    projected = np.empty((count, (heads + 2 * kv_heads) * dim), np.uint16)
+    linear(normed, layer.qkv, layer.qkv_bias, projected, threads)
+    rotate(projected, rows.cosines, rows.sines, heads + kv_heads)
+    by_head = projected.reshape((count, heads + 2 * kv_heads, dim)).transpose((1, 0, 2))
     query, key, value = by_head[:heads], by_head[heads : heads + kv_heads], by_head[heads + kv_heads :]
-    attended = np.zeros((rows, heads, dim), np.uint16)
-    slot_attention(query, key, value, keys, values, slots, positions, attended, scaling, window, softcap, threads)
-    linear(attended.reshape((rows, heads * dim)), o, o_bias, added, threads)
-    count = _add_rows(hidden, added, parts, counts, line, rank, count, total)
-    rms_norm(hidden, post_norm, post_eps, normed)
-    gate_and_up, activated = np.empty((rows, 2 * inner), np.uint16), np.empty((rows, inner), np.uint16)
-    linear(normed, gate_up, gate_up_bias, gate_and_up, threads)
+    attended = np.zeros((count, heads, dim), np.uint16)
+    attention = AttentionSettings(settings.scaling, window, settings.softcap, threads)
+    slot_attention(query, key, value, layer.keys, layer.values, rows.slots, rows.positions, attended, attention)
+    linear(attended.reshape((count, heads * dim)), layer.o, layer.o_bias, added, threads)
+    _add_rows(hidden, added, shared)
+    rms_norm(hidden, layer.post_norm, settings.post_epsilon, normed)
+    gate_and_up, activated = np.empty((count, 2 * inner), np.uint16), np.empty((count, inner), np.uint16)
+    linear(normed, layer.gate_up, layer.gate_up_bias, gate_and_up, threads)
     silu_and_mul(gate_and_up, activated)
-    linear(activated, down, down_bias, added, threads)
-    return _add_rows(hidden, added, parts, counts, line, rank, count, total)
+    linear(activated, layer.down, layer.down_bias, added, threads)
+    _add_rows(hidden, added, shared)
 
 
-@njit(nogil=True, fastmath=True, cache=True)
-def _add_rows(rows, added, parts, counts, line, rank, count, total):
-    """Add `added`, where the model is split the sum of all ranks', to `rows`: (n, width) uint16 both."""
-    if len(parts) > 1:
-        count = sum_of_ranks(added.reshape(-1), added.reshape(-1), parts, counts, line, rank, count, total)
+@kernel(fastmath=True)
+def _add_rows(rows, added, shared):
+    """Add `added`, or the sum of all ranks' if the model is split, to `rows`: (n, width) uint16 both."""
+    if len(shared.blocks) > 1:
+        all_reduce(added.reshape(-1), added.reshape(-1), shared)
     for n in range(rows.shape[0]):
         for d in range(rows.shape[1]):
             rows[n, d] = store(load(rows[n, d]) + load(added[n, d]), rows[n, d])
-    return count

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from fake_hub import fake_hub
-from rolling_batch_helpers import Answer, generated
+from rolling_batch_helpers import Received, generated
 from server_helpers import make_model, running
 from tiny_models import byte_tokenizer, tiny_model
 
@@ -49,8 +49,8 @@ def load(weights: Path, **options: Any) -> LoadedEngine:
     return load_engine(lambda: transformers_model.load(str(weights), chosen), chosen)
 
 
-def add(loaded: LoadedEngine, name: str, prompt: list[int], count: int) -> Answer:
-    answer = Answer()
+def add(loaded: LoadedEngine, name: str, prompt: list[int], count: int) -> Received:
+    answer = Received()
     parameters = SamplingParameters(max_new_tokens=count, ignore_eos=True)
     loaded.engine.add(name, prompt, parameters, "", 3, answer.take)
     return answer

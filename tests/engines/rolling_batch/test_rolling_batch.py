@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from rolling_batch_helpers import EOS, Answer, Engine, prompts
+from rolling_batch_helpers import EOS, Engine, Received, prompts
 from tiny_models import CONTEXT, FAMILIES, convolutional_hybrid, tiny_model
 
 from handlers.rolling_batch.attention import UnsupportedAttentionError
@@ -28,7 +28,7 @@ def test_every_request_gets_what_generate_gives_it_alone(family: Engine) -> None
     """More requests than slots, of mixed lengths, arriving while others run, some of them cancelled."""
     chance = random.Random(3)
     pending = [(prompt, chance.choice([1, 2, 9, 25])) for prompt in prompts(20)]
-    running: list[tuple[list[int], int, str, Answer]] = []
+    running: list[tuple[list[int], int, str, Received]] = []
     cancelled: set[str] = set()
 
     def arrive_and_cancel() -> None:
@@ -51,7 +51,7 @@ def test_every_request_gets_what_generate_gives_it_alone(family: Engine) -> None
         else:
             assert answer.tokens == expected
     assert any(request_id in cancelled for _, _, request_id, _ in running)
-    assert family.scheduler.slots.running_slots == 0
+    assert not family.scheduler.slots._running
 
 
 @pytest.mark.parametrize("penalty", [1.3, 0.8])
@@ -167,7 +167,7 @@ def test_requests_wait_where_the_kv_cache_is_full_and_all_are_answered() -> None
 
     def watch() -> None:
         nonlocal most_resident
-        most_resident = max(most_resident, engine.scheduler.slots.resident_tokens)
+        most_resident = max(most_resident, engine.scheduler.slots._resident_tokens)
 
     engine.run(watch)
     for prompt, answer in answers:
@@ -184,7 +184,7 @@ def test_a_failing_step_ends_what_runs_and_the_next_request_is_served() -> None:
     assert "out of luck" in str(answers[0].error)
     engine.run()
     assert answers[2].tokens == engine.expected([1, 2, 3], 5)
-    assert engine.scheduler.slots.running_slots == 0
+    assert not engine.scheduler.slots._running
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_a_request_whose_text_cannot_be_made_ends_alone() -> None:
     engine.run()
     assert "no such piece" in str(broken.error)
     assert sound.tokens == engine.expected([1, 2, 3], 4)
-    assert engine.scheduler.slots.running_slots == 0
+    assert not engine.scheduler.slots._running
 
 
 def test_extreme_parameters_end_nobody_elses_request(llama: Engine) -> None:

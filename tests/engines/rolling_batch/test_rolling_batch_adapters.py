@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from adapter_helpers import ALL_LINEAR, save_adapter, with_adapter
-from rolling_batch_helpers import EOS, Answer, Engine, generated, prompts
+from rolling_batch_helpers import EOS, Engine, Received, generated, prompts
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 
@@ -51,13 +51,13 @@ class Adapted:
             for name, directory in self.directories.items()
         }
 
-    def add(self, name: str, prompt: list[int], length: int) -> tuple[str, Answer]:
+    def add(self, name: str, prompt: list[int], length: int) -> tuple[str, Received]:
         return self.batch.add(prompt, adapter=self.weights[name] if name else None, max_new_tokens=length, logprobs=0)
 
     def reference(self, name: str) -> Any:
         return self._references[name] if name else self.batch.reference
 
-    def compare(self, name: str, prompt: list[int], length: int, answer: Answer) -> None:
+    def compare(self, name: str, prompt: list[int], length: int, answer: Received) -> None:
         """Compare an answer with what peft generates: its tokens, and their log probabilities."""
         reference = self.reference(name)
         assert answer.tokens == generated(reference, prompt, length), name
@@ -71,7 +71,7 @@ class Adapted:
         """Requests arrive while others run; each is compared with peft's own generation."""
         chance = random.Random(3)
         pending = [(names[index % len(names)], prompt) for index, prompt in enumerate(prompts(count))]
-        running: list[tuple[str, list[int], int, Answer]] = []
+        running: list[tuple[str, list[int], int, Received]] = []
 
         def arrive() -> None:
             for _ in range(chance.choice([0, 1, 3])):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from rolling_batch_helpers import Answer, Engine
+from rolling_batch_helpers import Engine, Received
 from tiny_models import FAMILIES, tiny_model
 
 SMALL = {"kv_tokens": 180, "slots": 6, "conservativeness": 0.1}
@@ -24,12 +24,12 @@ def related_prompts(count: int, seed: int) -> list[list[int]]:
     ]
 
 
-def serve_all(engine: Engine, requests: list[tuple[list[int], dict[str, Any]]], seed: int) -> list[Answer]:
+def serve_all(engine: Engine, requests: list[tuple[list[int], dict[str, Any]]], seed: int) -> list[Received]:
     """Let the requests arrive while others run, cancel some, and return what those that end were given."""
     chance = random.Random(seed)
     pending = list(requests)
-    answers: list[Answer] = []
-    cancelled: list[Answer] = []
+    answers: list[Received] = []
+    cancelled: list[Received] = []
 
     def arrive_and_cancel() -> None:
         for _ in range(chance.choice([0, 1, 6])):
@@ -59,7 +59,7 @@ def test_reuse_and_retraction_change_no_token(family: str) -> None:
         assert answer.tokens == engine.expected(prompt, parameters["max_new_tokens"])
     assert engine.engine.stats.retracted_requests > 0
     assert engine.engine.stats.cached_prompt_tokens > 100
-    assert engine.scheduler.slots.running_slots == 0
+    assert not engine.scheduler.slots._running
 
 
 def test_sampling_penalties_and_stops_go_on_after_a_retraction_as_before() -> None:

@@ -127,7 +127,7 @@ def test_places_bound_the_batch_and_are_given_back() -> None:
     assert batch.running == ["b", "c"]
     batch.scheduler.remove(waiting[1])
     batch.scheduler.remove(waiting[2])
-    assert (batch.running, batch.scheduler.waiting, batch.scheduler.slots.running_slots) == ([], [], 0)
+    assert (batch.running, batch.scheduler.waiting, batch.scheduler.slots._running) == ([], [], {})
 
 
 def test_the_first_in_line_is_not_overtaken_by_a_smaller_one() -> None:
@@ -243,7 +243,7 @@ def test_a_sequence_that_must_be_computed_in_full_reuses_nothing_and_gives_to_ot
     batch = Batch()
     batch.add(sequence("a", list(range(20))))
     batch.run()
-    scored = sequence("b", [*range(20), 5, 5, 5, 5, 5, 5], reuses=False)
+    scored = sequence("b", [*range(20), 5, 5, 5, 5, 5, 5], may_reuse_prefix=False)
     batch.add(scored)
     batch.run()
     last = sequence("c", [*scored.tokens])
@@ -399,7 +399,8 @@ def test_everything_ends_rightly_within_the_memory(
     arrivals: list[tuple[int, Sequence, int | None]] = []
     for index, (prefix, shared, own, new, adapter, priority, after, aborted) in enumerate(requests):
         tokens = prefixes[prefix][:shared] + [chance.randrange(3) for _ in range(own)]
-        entry = Sequence(str(index), tokens, len(tokens), new, priority, adapter, reuses=chance.random() < 0.9)
+        entry = Sequence(str(index), tokens, len(tokens), new, priority, adapter)
+        entry.may_reuse_prefix = chance.random() < 0.9
         arrivals.append((after, entry, None if aborted is None else after + aborted))
     prompts = {entry.request_id: list(entry.tokens) for _, entry, _ in arrivals}
     aborted_ones = set()
@@ -415,7 +416,7 @@ def test_everything_ends_rightly_within_the_memory(
             break
         decoding, chunks = batch.step()
         assert len(batch.running) <= max_running
-        assert batch.resident <= batch.scheduler.slots.resident_tokens <= kv_tokens
+        assert batch.resident <= batch.scheduler.slots._resident_tokens <= kv_tokens
         assert sum(end - start for _, start, end in chunks) <= chunk
         assert len(set(decoding) | {name for name, _, _ in chunks}) == len(decoding) + len(chunks)
     else:
@@ -426,4 +427,4 @@ def test_everything_ends_rightly_within_the_memory(
             while len(expected) < entry.prompt_len + entry.max_new_tokens:
                 expected.append(next_token(expected))
             assert entry.tokens == expected
-    assert batch.scheduler.slots.running_slots == 0
+    assert not batch.scheduler.slots._running

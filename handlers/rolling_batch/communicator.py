@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from handlers.rolling_batch.rank_memory import SHARED_TYPES, RankMemory
+from handlers.rolling_batch.shm_allreduce import SHARED_TYPES, ShmAllReduce
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.ranks import Rank
 
@@ -25,7 +25,7 @@ class GroupBrokenError(BaseException):
     """A step failed on this rank only: the ranks are not at the same place any more, and the worker has to end."""
 
 
-class Peers:
+class Communicator:
     """The group of `rank`. Every method is called by one thread at a time; the sums by all ranks in the same order."""
 
     def __init__(self, rank: Rank) -> None:
@@ -43,13 +43,13 @@ class Peers:
                 f"mpi4py sees {self._world.size} ranks of {rank.size}: it belongs to another MPI than mpirun"
             )
 
-    def tell(self, message: bytes) -> None:
-        """Send a message to all other ranks."""
+    def broadcast(self, message: bytes) -> None:
+        """Send a message from rank 0 to all other ranks."""
         requests = [self._world.Isend([message, self._mpi.BYTE], other) for other in range(1, self.size)]
         self._mpi.Request.Waitall(requests)
 
-    def hear(self) -> bytes:
-        """Wait for the next message of rank 0."""
+    def receive(self) -> bytes:
+        """Wait for the next message from rank 0 and return it."""
         status = self._mpi.Status()
         began = time.monotonic()
         while not self._world.Iprobe(source=0, status=status):
@@ -61,21 +61,21 @@ class Peers:
         self._world.Recv([message, self._mpi.BYTE], source=0)
         return bytes(message)
 
-    def add_up(self, partial: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks, in the order of the ranks on each, so that the bits are the same on all."""
         if partial.is_cuda:
             torch.distributed.all_reduce(partial)
             return partial
         if partial.dtype not in SHARED_TYPES:
             return torch.sum(self._gathered(partial), dim=0)
-        return self.memory.add_up(partial)
+        return self.shm.all_reduce(partial)
 
     @functools.cached_property
-    def memory(self) -> RankMemory:
+    def shm(self) -> ShmAllReduce:
         """What the ranks share tensors on the CPU by, those of SHARED_TYPES."""
-        return RankMemory(self._own)
+        return ShmAllReduce(self._own)
 
-    def join_columns(self, columns: torch.Tensor) -> torch.Tensor:
+    def gather_columns(self, columns: torch.Tensor) -> torch.Tensor:
         """Return on rank 0 what each rank has of the last dimension, one rank's beside the other's.
 
         The other ranks get their own back.
@@ -84,7 +84,7 @@ class Peers:
         if columns.is_cuda:
             return torch.cat(tuple(self._gathered(columns)), dim=-1)
         if columns.dtype in SHARED_TYPES:
-            return self.memory.join_columns(columns)
+            return self.shm.gather_columns(columns)
         if self.rank:
             self._world.Gather(self._buffer(columns), None)
             return columns

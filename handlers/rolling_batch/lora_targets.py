@@ -15,7 +15,7 @@ from handlers.rolling_batch.linears import PackedLinear, TiledLinear
 
 
 @dataclass(frozen=True)
-class LinearPlace:
+class LoraTarget:
     """Where a linear layer of the model as it was loaded is computed: columns `first:last` of what `module` returns."""
 
     module: nn.Module
@@ -31,26 +31,26 @@ class LinearPlace:
         return _widths(self.module)[1]
 
 
-def linear_places(model: nn.Module) -> dict[str, LinearPlace]:
+def lora_targets(model: nn.Module) -> dict[str, LoraTarget]:
     """Return the place of each linear layer by the name that it had before anything was fused."""
-    places: dict[str, LinearPlace] = {}
+    places: dict[str, LoraTarget] = {}
     shared: set[nn.Module] = set()  # modules that have a name of ours only
     for name, module in model.named_modules():
-        found = dict(_fused_places(name, module))
+        found = dict(_fused_targets(name, module))
         shared.update(place.module for place in found.values() if (place.first, place.last) != (0, place.out_features))
         if not found and module not in shared and _is_linear(module):
-            found = {name: LinearPlace(module, 0, _widths(module)[1])}
+            found = {name: LoraTarget(module, 0, _widths(module)[1])}
         places = {**found, **places}
     return places
 
 
-def _fused_places(name: str, module: nn.Module) -> Iterator[tuple[str, LinearPlace]]:
+def _fused_targets(name: str, module: nn.Module) -> Iterator[tuple[str, LoraTarget]]:
     """Yield what a fused module computes, by the names of before; nothing for any other module."""
     prefix = f"{name}." if name else ""
     if isinstance(module, FusedDecoderLayer):
         attention = f"{prefix}self_attn."
         yield from _columns(module.qkv_proj, [attention + name for name in PROJECTIONS], module.qkv_widths)
-        yield f"{attention}o_proj", LinearPlace(module.o_proj, 0, module.o_proj.out_features)
+        yield f"{attention}o_proj", LoraTarget(module.o_proj, 0, module.o_proj.out_features)
     elif isinstance(module, FusedGatedMLP):
         width = module.gate_up_proj.out_features // 2
         yield from _columns(module.gate_up_proj, [f"{prefix}gate_proj", f"{prefix}up_proj"], (width, width))
@@ -59,10 +59,10 @@ def _fused_places(name: str, module: nn.Module) -> Iterator[tuple[str, LinearPla
         yield from _columns(module.shared.linear, [parent + name for name in PROJECTIONS], module.shared.widths)
 
 
-def _columns(module: nn.Module, names: list[str], widths: Iterable[int]) -> Iterator[tuple[str, LinearPlace]]:
+def _columns(module: nn.Module, names: list[str], widths: Iterable[int]) -> Iterator[tuple[str, LoraTarget]]:
     first = 0
     for name, width in zip(names, widths, strict=True):
-        yield name, LinearPlace(module, first, first + width)
+        yield name, LoraTarget(module, first, first + width)
         first += width
 
 

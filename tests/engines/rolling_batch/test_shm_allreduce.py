@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from handlers.rolling_batch.rank_memory import RankMemory
+from handlers.rolling_batch.shm_allreduce import ShmAllReduce
 from lmi_server.contract.ranks import Rank
 
 # Small ones, one that fills a piece, one of several pieces; small ones again, so that no piece is read too late.
@@ -26,16 +26,16 @@ def parts(rank: int) -> list[torch.Tensor]:
     return tensors(SHAPES, rank)
 
 
-def add_up(rank: Rank) -> list[torch.Tensor]:
+def all_reduce(rank: Rank) -> list[torch.Tensor]:
     torch.set_num_threads(1)
-    sums = RankMemory(rank)
-    return [sums.add_up(part) for part in parts(rank.rank)]
+    sums = ShmAllReduce(rank)
+    return [sums.all_reduce(part) for part in parts(rank.rank)]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_rank_gets_the_sum_of_all(ranks: int, tmp_path: Path) -> None:
     with multiprocessing.get_context("spawn").Pool(ranks) as pool:
-        totals = pool.map(add_up, [Rank(rank, ranks, str(tmp_path)) for rank in range(ranks)], chunksize=1)
+        totals = pool.map(all_reduce, [Rank(rank, ranks, str(tmp_path)) for rank in range(ranks)], chunksize=1)
     for index, summands in enumerate(zip(*map(parts, range(ranks)), strict=True)):
         expected = torch.stack([summand.float() for summand in summands]).sum(0).to(summands[0].dtype)
         for total in totals:
@@ -53,11 +53,11 @@ def columns(rank: int) -> list[torch.Tensor]:
 def join(rank: Rank) -> list[torch.Tensor]:
     """Join columns, with a sum between each two."""
     torch.set_num_threads(1)
-    sums = RankMemory(rank)
+    sums = ShmAllReduce(rank)
     joined = []
     for part in columns(rank.rank):
-        joined.append(sums.join_columns(part))
-        assert sums.add_up(torch.ones(3)).tolist() == [rank.size] * 3
+        joined.append(sums.gather_columns(part))
+        assert sums.all_reduce(torch.ones(3)).tolist() == [rank.size] * 3
     return joined
 
 
@@ -71,4 +71,4 @@ def test_rank_0_gets_the_columns_of_all_beside_each_other(ranks: int, tmp_path: 
 
 def test_parts_that_are_not_contiguous(tmp_path: Path) -> None:
     part = torch.arange(12.0).view(3, 4).T
-    assert torch.equal(RankMemory(Rank(0, 1, str(tmp_path))).add_up(part), part)
+    assert torch.equal(ShmAllReduce(Rank(0, 1, str(tmp_path))).all_reduce(part), part)

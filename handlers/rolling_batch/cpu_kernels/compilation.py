@@ -1,0 +1,38 @@
+"""The decorator of every kernel: numba's `njit`, whose compiled code is valid until a source file here changes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from numba import njit
+
+
+def sources_digest(folder: Path) -> str:
+    """Return a digest of all Python files in `folder`."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+SOURCES = sources_digest(Path(__file__).parent)
+
+
+def kernel(signatures: Any = None, **options: Any) -> Callable[[Callable[..., None]], Callable[..., Any]]:
+    """Compile a function with numba when it is first called, or now for the `signatures` given; run it without the GIL.
+
+    numba looks compiled code up by the function's qualified name, and uses it as long as date and size of the
+    function's own file are the same. A kernel also contains the functions that it calls: after a change of
+    intrinsics.py, numba alone would run kernels with the intrinsics of before. So the name carries a digest of every
+    source file of this folder.
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., Any]:
+        function.__qualname__ += f"_{SOURCES}"
+        compiled: Callable[..., Any] = njit(signatures, nogil=True, cache=True, **options)(function)
+        return compiled
+
+    return decorate
