@@ -21,9 +21,9 @@ from frontend.http_protocol import RelayProtocol
 from frontend.inference import Relay
 from frontend.metrics import Metrics
 from lmi_server.artifacts.fetch import artifact_settings
-from lmi_server.configuration.resolve import resolve_model
+from lmi_server.configuration.resolve import inspect_model
 from lmi_server.configuration.server import ServerSettings
-from lmi_server.serving.fetch_model import Resolve
+from lmi_server.serving.fetch_model import Inspect
 from lmi_server.serving.model_store import ModelSource
 from lmi_server.serving.registry import ModelRegistry
 
@@ -39,7 +39,7 @@ def run(
     sources: Sequence[ModelSource],
     settings: ServerSettings,
     environment: Mapping[str, str],
-    resolve: Resolve = resolve_model,
+    inspect: Inspect = inspect_model,
 ) -> int:
     """Serve the models of `sources` until SIGTERM or SIGINT; return the exit code.
 
@@ -60,7 +60,7 @@ def run(
             logger.error("cannot listen on %s port %d: %s", host, port, error.strerror)
             return 1
     _allow_many_connections()
-    return uvloop.run(_Server(sources, settings, listeners, environment, resolve).serve())
+    return uvloop.run(_Server(sources, settings, listeners, environment, inspect).serve())
 
 
 class _Server:
@@ -72,7 +72,7 @@ class _Server:
         settings: ServerSettings,
         listeners: Sequence[socket.socket],
         environment: Mapping[str, str],
-        resolve: Resolve,
+        inspect: Inspect,
     ) -> None:
         self._sources = sources
         self._settings = settings
@@ -81,7 +81,7 @@ class _Server:
         self._ending = asyncio.Event()
         artifacts = artifact_settings(settings.download_dir, environment)
         self._models = ModelRegistry(
-            environment, artifacts, resolve, settings.drain_timeout, settings.log_level.upper()
+            environment, artifacts, inspect, settings.drain_timeout, settings.log_level.upper()
         )
 
     async def serve(self) -> int:

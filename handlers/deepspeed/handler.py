@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 class DeepSpeedHandler(RollingBatchHandler):
     """Serves a causal language model that DeepSpeed has split, under this project's own rolling batch."""
 
-    options_type = DeepSpeedOptions
-
     def load_model(self, model_dir: str, options: DeepSpeedOptions) -> LoadedModel:
         from handlers.deepspeed.model import load
 
@@ -35,8 +33,6 @@ class DeepSpeedHandler(RollingBatchHandler):
 
 class DeepSpeedTaskHandler(TaskHandler):
     """Serves one task of one model. The ranks of a group read and run the same batches; rank 0 answers them."""
-
-    options_type = DeepSpeedOptions
 
     def __init__(self) -> None:
         super().__init__()

@@ -17,8 +17,6 @@ _MAX_MODEL_LEN = 1 << 20
 class EchoHandler(LLMHandler):
     """Emits the words of the prompt as tokens, over and over until there are `max_new_tokens` of them."""
 
-    options_type = EchoOptions
-
     def __init__(self) -> None:
         self._delay_s: float | None = None
         self._running = 0

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 class HuggingFaceHandler(RollingBatchHandler):
     """Serves a directory that `AutoModelForCausalLM` and `AutoTokenizer` can load."""
 
-    options_type = HuggingFaceOptions
-
     def load_model(self, model_dir: str, options: HuggingFaceOptions) -> LoadedModel:
         from handlers.huggingface.model import load
 

@@ -24,8 +24,6 @@ _FORMATTERS = ("input_formatter", "output_formatter")
 class OwnCodeHandler(RequestHandler):
     """Imports the entry point and hands everything to what it defines."""
 
-    options_type = OwnCodeOptions
-
     def __init__(self) -> None:
         self._code: RequestHandler
 

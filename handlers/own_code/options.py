@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, PrivateAttr
+from pydantic import BeforeValidator, Field
 
 from lmi_server.configuration.declaration import Allowed, Key
 from lmi_server.configuration.options import ModelOptions, lower
@@ -30,7 +30,7 @@ class OwnCodeOptions(ModelOptions):
         "disable", description="Anything but disable: the function is called once per step with all live requests."
     )
     max_rolling_batch_size: Annotated[int, Field(ge=1), Allowed("an integer of 1 or more")] = Field(
-        32, description="InputBuilder that a worker holds at once, where it does not take batches one after the other."
+        32, description="Requests that a worker holds at once, where it does not take batches one after the other."
     )
     async_mode: bool = Field(
         False, description="Call the function for each request as it comes; an async function is called so in any case."
@@ -38,15 +38,7 @@ class OwnCodeOptions(ModelOptions):
     output_formatter: str | None = Field(None, description="For the code to read.")
     input_formatter: str | None = Field(None, description="For the code to read.")
 
-    _given: Mapping[str, str] = PrivateAttr(default_factory=dict)
-
     @property
     def given(self) -> Mapping[str, str]:
         """Return what somebody decided, by key without "option."; keys of the model server are among them."""
-        return self._given
-
-    @classmethod
-    def from_raw(cls, raw: Mapping[str, str]) -> Self:
-        options = super().from_raw(raw)
-        options._given = dict(raw)
-        return options
+        return self.passed_through

@@ -14,7 +14,6 @@ from lmi_server.contract.errors import ModelLoadError
 class SklearnHandler(TabularHandler):
     """Serves whatever has a `predict`."""
 
-    options_type = SklearnOptions
     formats = MappingProxyType(
         {"skops": (".skops",), "joblib": (".joblib",), "pickle": (".pkl", ".pickle"), "cloudpickle": (".cloudpkl",)}
     )

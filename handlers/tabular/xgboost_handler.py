@@ -14,7 +14,6 @@ from lmi_server.contract.errors import ModelLoadError
 class XgboostHandler(TabularHandler):
     """Serves a Booster, whatever it was saved from; a pickle may hold a model of its scikit-learn interface."""
 
-    options_type = XgboostOptions
     formats = MappingProxyType(
         {"json": (".json",), "ubj": (".ubj",), "xgb": (".xgb", ".bst"), "pickle": (".pkl", ".pickle")}
     )

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 class PipelineHandler(TaskHandler):
     """Serves one task of one model."""
 
-    options_type = PipelineOptions
-
     def load_task(self, task: str, model_dir: str, options: PipelineOptions) -> Task:
         from handlers.checkpoints.transformers_loading import set_threads
         from handlers.tasks.task_loading import load_task

@@ -14,7 +14,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from handlers.vllm.options import VllmEngineOptions, VllmOptions
+from handlers.vllm.options import VllmEngineOptions
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.generation import Delta, GenerationRequest
 from lmi_server.contract.handler import LLMHandler, ModelInfo
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 class VllmHandler(LLMHandler):
     """Serves a model directory or name that vLLM can load."""
-
-    options_type: type[VllmEngineOptions] = VllmOptions
 
     def __init__(self) -> None:
         self._loaded: LoadedEngine

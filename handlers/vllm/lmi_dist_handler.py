@@ -9,7 +9,5 @@ from handlers.vllm.lmi_dist_options import LmiDistOptions
 class LmiDistHandler(VllmHandler):
     """Serves a model directory or name that vLLM can load, split over the ranks of an MPI group."""
 
-    options_type = LmiDistOptions
-
     def follow(self, model_dir: str, options: LmiDistOptions) -> None:
         import_engine("engine_loading").follow(model_dir, options)

@@ -46,8 +46,6 @@ class _Call:
 class VllmPoolingHandler(RequestHandler):
     """Serves a model directory or name that vLLM can load as a model that pools."""
 
-    options_type = VllmPoolingOptions
-
     def __init__(self) -> None:
         self._model: PoolingModel
         self._served: ServedModel

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from lmi_server.artifacts.location import archive_stem
+from lmi_server.configuration.handlers import HANDLERS
 from lmi_server.configuration.resolve import inspect_model
 from lmi_server.configuration.server import ServerSettings, find_config_file, model_defaults, resolve_server
 from lmi_server.contract.errors import ConfigurationError, LmiServerError
@@ -127,7 +128,7 @@ def check(
 def _explain(directory: Path) -> Explanation:
     environment = process_environment()
     with _plain_configuration_errors():
-        machine = with_gpu_memory(this_machine(environment))
+        machine = with_gpu_memory(this_machine(environment, HANDLERS.engines()))
         return explain_model(inspect_model(directory, environment, machine=machine))
 
 

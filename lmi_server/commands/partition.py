@@ -15,8 +15,9 @@ from pathlib import Path
 import uvloop
 
 from lmi_server.artifacts.fetch import ArtifactSettings, artifact_settings
+from lmi_server.configuration.model_layers import SERVING_PROPERTIES
 from lmi_server.configuration.properties import decode_properties, edited_properties
-from lmi_server.configuration.resolve import SERVING_PROPERTIES, ResolvedModel, inspect_model, resolve_model
+from lmi_server.configuration.resolve import ResolvedModel, inspect_model
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.inventory import this_machine
 from lmi_server.serving.model_store import ModelSource
@@ -65,7 +66,7 @@ def _changes(directory: Path, environment: Mapping[str, str]) -> Mapping[str, st
 
 
 async def _load(source: ModelSource, environment: Mapping[str, str], artifacts: ArtifactSettings) -> ResolvedModel:
-    models = ModelRegistry(environment, artifacts, resolve_model, drain_timeout_s=0.0, log_level="INFO")
+    models = ModelRegistry(environment, artifacts, inspect_model, drain_timeout_s=0.0, log_level="INFO")
     try:
         model = await models.register_and_load(source)
         assert model.resolved is not None, "it is loaded"

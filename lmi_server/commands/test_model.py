@@ -10,7 +10,7 @@ from pathlib import Path
 import uvloop
 
 from lmi_server.artifacts.fetch import ArtifactSettings, artifact_settings
-from lmi_server.configuration.resolve import resolve_model
+from lmi_server.configuration.resolve import inspect_model
 from lmi_server.contract.errors import ConfigurationError, LmiServerError, error_from_kind
 from lmi_server.contract.protocol import End, Error, Input, Reply
 from lmi_server.dialects.errors import error_reply
@@ -66,7 +66,7 @@ def _data(value: str) -> tuple[bytes, str | None]:
 
 
 async def _run(source: ModelSource, request: Input, environment: Mapping[str, str], artifacts: ArtifactSettings) -> int:
-    models = ModelRegistry(environment, artifacts, resolve_model, drain_timeout_s=0.0, log_level="INFO")
+    models = ModelRegistry(environment, artifacts, inspect_model, drain_timeout_s=0.0, log_level="INFO")
     try:
         model = await models.register_and_load(source)
         return await _print_answer(model.loaded().submit(request, on_overflow=lambda: None))

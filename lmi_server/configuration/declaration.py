@@ -9,9 +9,9 @@ in `Annotated`. Reading, checking and documentation work on these declarations; 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
@@ -141,15 +141,6 @@ class Options(BaseModel):
     def declared(cls) -> tuple[Option, ...]:
         """Return the options of this class and of its bases, in the order of their declaration."""
         return tuple(_option(cls.prefix, name, info) for name, info in cls.model_fields.items())
-
-    @classmethod
-    def from_raw(cls, raw: Mapping[str, str]) -> Self:
-        """Build from raw values by key without prefix; keys that this class does not declare are left out.
-
-        Raises pydantic.ValidationError.
-        """
-        fields = {option.key.removeprefix(cls.prefix): option.field for option in cls.declared()}
-        return cls.model_validate({fields[key]: value.strip() for key, value in raw.items() if key in fields})
 
 
 def _option(prefix: str, field: str, info: FieldInfo) -> Option:

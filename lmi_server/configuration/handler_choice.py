@@ -53,13 +53,12 @@ class Choice:
         return f"{place} is not available in this version; missing: {self.spec.title}; served are {served}"
 
 
-def engine_alias(given: Given) -> Given:
-    """Return what the engine stands for, engine=MPI for example."""
-    source = given.get("engine")
-    if source is None:
+def engine_alias(engine: Source | None) -> Given:
+    """Return the values that an engine stands for, engine=MPI for example."""
+    if engine is None:
         return {}
-    visible = replace(source, layer="engine alias", spelling="engine", written=source.raw)
-    return {key: replace(visible, raw=raw) for key, raw in _ALIASES.get(source.raw, {}).items()}
+    visible = replace(engine, layer="engine alias", spelling="engine", written=engine.raw)
+    return {key: replace(visible, raw=raw) for key, raw in _ALIASES.get(engine.raw, {}).items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,6 +135,10 @@ class HandlerTable:
         """Return the handler whose class is `handler`, "module:Class"."""
         return next((spec for spec in self if spec.handler == handler), None)
 
+    def engines(self) -> frozenset[str]:
+        """Return every Python package that a handler needs."""
+        return frozenset(name for spec in self for name in spec.engines)
+
     def entry_points(self) -> tuple[str, ...]:
         """Return every name that option.entryPoint may have."""
         return tuple(name for spec in self.specs for name in spec.entry_points)
@@ -309,17 +313,6 @@ HANDLERS = HandlerTable(
 def load_options_type(spec: HandlerSpec) -> type[ModelOptions]:
     """Import the options class of `spec`."""
     return cast("type[ModelOptions]", load(spec.options))
-
-
-def options_type_of(handler: str) -> type[ModelOptions]:
-    """Return the options class of the handler class "module:Class".
-
-    A handler that is not in the table is imported; its attribute `options_type` is used, or else `ModelOptions`.
-    """
-    spec = HANDLERS.by_handler(handler)
-    if spec is not None:
-        return load_options_type(spec)
-    return cast("type[ModelOptions]", getattr(load(handler), "options_type", ModelOptions))
 
 
 def load(path: str) -> object:

@@ -57,8 +57,8 @@ Given = Mapping[str, Source]
 
 
 @dataclass(frozen=True, slots=True)
-class Sorted:
-    """One layer under the declared spellings: values of `known` options, keys that nobody declared, and warnings."""
+class SortedKeys:
+    """One layer, or several merged, under the declared spellings: values of `known` options and `unknown` keys."""
 
     known: Given
     unknown: Given
@@ -93,7 +93,7 @@ def merge(layers: Sequence[Given]) -> Given:
     return merged
 
 
-def sort_keys(layer: Given, declared: Sequence[Option]) -> Sorted:
+def sort_keys(layer: Given, declared: Sequence[Option]) -> SortedKeys:
     """Tell declared from unknown keys, and put other spellings under the option's own key."""
     known: dict[str, Source] = {}
     warnings: list[str] = []
@@ -113,7 +113,7 @@ def sort_keys(layer: Given, declared: Sequence[Option]) -> Sorted:
     unknown = {key: source for key, source in layer.items() if key not in spelled}
     empty = [key for key, source in known.items() if not source.raw]
     warnings += [f"{known[key].where}: {known[key].spelling or key} has no value and is ignored" for key in empty]
-    return Sorted({key: known[key] for key in known if key not in empty}, unknown, tuple(warnings), tuple(problems))
+    return SortedKeys({key: known[key] for key in known if key not in empty}, unknown, tuple(warnings), tuple(problems))
 
 
 def unknown_key_warning(key: str, source: Source, known: Sequence[str], fate: str = "it is ignored") -> str:

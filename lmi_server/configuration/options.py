@@ -327,27 +327,31 @@ class ModelOptions(Options):
 
     _passed_through: Mapping[str, str] = PrivateAttr(default_factory=lambda: MappingProxyType({}))
 
-    @classmethod
-    def from_raw(cls, raw: Mapping[str, str]) -> Self:
-        """Build from raw values by key without prefix; those that this class does not declare are `passed_through`.
+    def dump(self) -> dict[str, Any]:
+        """Return the values that are not defaults, by field name and in types that JSON knows, for `restore`."""
+        return self.model_dump(mode="json", exclude_unset=True)
 
-        Raises pydantic.ValidationError.
+    @classmethod
+    def restore(cls, values: Mapping[str, Any], passed_through: Mapping[str, str]) -> Self:
+        """Build the options again in a worker, from `dump` and `passed_through` of those in the front end.
+
+        Raises pydantic.ValidationError if `values` were dumped from another class.
         """
-        declared = {option.key.removeprefix(cls.prefix) for option in cls.declared()}
-        return super().from_raw(raw).passing_through({key: raw[key] for key in raw if key not in declared})
+        return cls.model_validate(values).passing_through(passed_through)
 
     @property
     def passed_through(self) -> Mapping[str, str]:
-        """Return the values of undeclared keys (without "option.", which may be missing too) as they were written.
+        """Return values as they were written, by key without "option.".
 
-        They are for the engine and for a model.py of one's own; `engine_names` tells which of them the engine knows.
+        These are the values of undeclared keys, some of which the engine may know (`engine_names`). If the handler is
+        the user's own code, every value that somebody decided is among them.
         """
         return self._passed_through
 
-    def passing_through(self, undeclared: Mapping[str, str]) -> Self:
-        """Return these options with `undeclared` as `passed_through`."""
+    def passing_through(self, written: Mapping[str, str]) -> Self:
+        """Return these options with `written` as `passed_through`."""
         options = self.model_copy()
-        options._passed_through = MappingProxyType(dict(undeclared))
+        options._passed_through = MappingProxyType(dict(written))
         return options
 
     @classmethod

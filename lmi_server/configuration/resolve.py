@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,30 +20,22 @@ from lmi_server.configuration.check import (
     undefined_formatters,
 )
 from lmi_server.configuration.checkpoint import architectures, is_causal_lm, locate_model, read_config
-from lmi_server.configuration.declaration import Deprecated, Option, written
-from lmi_server.configuration.handler_choice import Choice, Model, choose_handler, engine_alias
-from lmi_server.configuration.handlers import HANDLERS, HandlerSpec, HandlerTable, load_options_type, options_type_of
+from lmi_server.configuration.declaration import Option, written
+from lmi_server.configuration.handler_choice import Choice, Model, choose_handler
+from lmi_server.configuration.handlers import HANDLERS, HandlerSpec, HandlerTable, load_options_type
 from lmi_server.configuration.layers import (
     Given,
+    SortedKeys,
     Source,
-    from_file,
-    from_values,
-    from_variables,
-    merge,
     nearest_key,
-    sort_keys,
     spellings,
     unknown_key_warning,
 )
+from lmi_server.configuration.model_layers import SERVING_PROPERTIES, merge_layers, read_layers
 from lmi_server.configuration.options import ModelOptions, ServingOptions
-from lmi_server.configuration.properties import read_properties
-from lmi_server.configuration.recommender import is_true, recommend, with_max_resolved
 from lmi_server.configuration.tasks import infer_task
 from lmi_server.contract.errors import ConfigurationError
-from lmi_server.machine import environment as env
 from lmi_server.machine.inventory import Machine, this_machine
-
-SERVING_PROPERTIES = "serving.properties"
 
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
@@ -75,26 +67,6 @@ class ResolvedModel:
     def served_names(self) -> tuple[str, ...]:
         """Return every name under which requests may ask for the model, its own first."""
         return tuple(dict.fromkeys((self.name, *self.options.served_model_name)))
-
-    def raw_options(self) -> dict[str, str]:
-        """Return what was decided, keys without "option.", for `rebuild_options` in a worker.
-
-        Code of one's own reads the keys of the model server too, as with LMI.
-        """
-        declared = self.options.declared()
-        if self.spec.runs_user_code:
-            declared = (*self.serving.declared(), *declared)
-        decided = {
-            option.key.removeprefix("option."): self.sources[option.key].raw
-            for option in declared
-            if self.sources[option.key].layer != "default"
-        }
-        return {**self.options.passed_through, **decided, "model_id": str(self.options.model_id)}
-
-
-def rebuild_options(handler: str, raw: Mapping[str, str]) -> ModelOptions:
-    """Return the typed options of handler "module:Class" from `ResolvedModel.raw_options`."""
-    return options_type_of(handler).from_raw(raw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +136,9 @@ def inspect_model(
     Raises ConfigurationError only where a file cannot be read at all.
     """
     model_dir = _checked_directory(directory)
-    machine = machine or this_machine(environment)
-    layers = _read_layers(model_dir, environment, registration)
-    given = layers.merged()
+    machine = machine or this_machine(environment, handlers.engines())
+    layers = read_layers(model_dir, environment, registration)
+    given = layers.as_written()
     location, misplaced = _locate(given, model_dir)
     config = read_config(location)
     names = architectures(config)
@@ -175,25 +147,25 @@ def inspect_model(
     spec = choice.spec or handlers.default
     options_type = load_options_type(spec)
     declared = (*ServingOptions.declared(), *options_type.declared())
-    stack = _stack(layers, spec, declared, inferred, machine)
-    serving, bad_serving = build(ServingOptions, stack.known)
-    options, bad_options = build(options_type, stack.known)
-    bad = dict(sorted({**bad_serving, **bad_options}.items(), key=lambda item: stack.known[item[0]].line or 0))
-    wrong = [*stack.problems, *bad.values(), *misplaced, *contradictions(serving, options, stack.known, bad)]
+    merged = merge_layers(layers, spec, declared, inferred, machine)
+    serving, bad_serving = build(ServingOptions, merged.known)
+    options, bad_options = build(options_type, merged.known)
+    bad = dict(sorted({**bad_serving, **bad_options}.items(), key=lambda item: merged.known[item[0]].line or 0))
+    wrong = [*merged.problems, *bad.values(), *misplaced, *contradictions(serving, options, merged.known, bad)]
     if choice.problem is not None:
         wrong.append(choice.problem)
     elif not misplaced:
         wrong += _no_checkpoint(spec, location, model_dir)
     if spec.formats_text:
-        wrong += undefined_formatters(options, stack.known, model_dir)
+        wrong += undefined_formatters(options, merged.known, model_dir)
     return Inspection(
         name=model_name(model_dir),
         model_dir=str(model_dir),
         spec=spec,
-        options=_complete(options, location, stack.unknown),
+        options=_complete(options, spec, location, merged),
         serving=serving,
-        sources=MappingProxyType({**_default_sources(declared), **stack.known}),
-        unknown=MappingProxyType(stack.unknown),
+        sources=MappingProxyType({**_default_sources(declared), **merged.known}),
+        unknown=MappingProxyType(merged.unknown),
         location=location,
         config=config,
         machine=machine,
@@ -201,19 +173,27 @@ def inspect_model(
             {name: environment.get(name, value) for name, value in options.worker_environment().items()}
         ),
         warnings=(
-            *(*layers.warnings, *stack.warnings, *_unknown(stack.unknown, spec, declared, handlers)),
-            *(*doubts(serving, stack.known), *doubts(options, stack.known), *combined_doubts(options, stack.known)),
+            *(*layers.warnings, *merged.warnings, *_unknown(merged.unknown, spec, declared, handlers)),
+            *(*doubts(serving, merged.known), *doubts(options, merged.known), *combined_doubts(options, merged.known)),
         ),
         problems=tuple(wrong),
-        unavailable=tuple(_unavailable(choice, model_dir, serving, options, stack.known, config, handlers)),
+        unavailable=tuple(_unavailable(choice, model_dir, serving, options, merged.known, config, handlers)),
     )
 
 
-def _complete(options: ModelOptions, location: str, unknown: Given) -> ModelOptions:
-    """Return the options with where the model is, and with the keys that nobody declares."""
-    bare = {key: source.raw for key, source in unknown.items() if not key.startswith("option.")}
-    prefixed = {key.removeprefix("option."): unknown[key].raw for key in unknown if key not in bare}
-    return options.model_copy(update={"model_id": location}).passing_through({**bare, **prefixed})
+def _complete(options: ModelOptions, spec: HandlerSpec, location: str, merged: SortedKeys) -> ModelOptions:
+    """Return the options with where the model is, and with the texts that the engine or the user's code reads.
+
+    User code reads the keys of the model server too, as with LMI.
+    """
+    # A key with "option." is stronger than the same one without it, and a declared one is stronger than both.
+    bare = {key: source.raw for key, source in merged.unknown.items() if not key.startswith("option.")}
+    prefixed = {key.removeprefix("option."): merged.unknown[key].raw for key in merged.unknown if key not in bare}
+    written = {**bare, **prefixed}
+    if spec.runs_user_code:
+        decided = {key.removeprefix("option."): source.raw for key, source in merged.known.items()}
+        written |= {**decided, "model_id": location}
+    return options.model_copy(update={"model_id": location}).passing_through(written)
 
 
 def model_name(model_dir: Path) -> str:
@@ -230,116 +210,10 @@ def _checked_directory(directory: Path) -> Path:
     return model_dir
 
 
-@dataclass(frozen=True, slots=True)
-class _Layers:
-    """The layers above the recommender (highest first) and the one below it, before the declared keys are known."""
-
-    upper: tuple[Given, ...]
-    lower: Given
-    warnings: tuple[str, ...]
-
-    def merged(self) -> Given:
-        """Return every value, what the engine stands for included; LMI's other spelling of the engine too."""
-        given = merge([*self.upper, self.lower])
-        if "option.engine" in given:
-            given = {"engine": given["option.engine"], **given}
-        given = {key: source for key, source in given.items() if source.raw}
-        return merge([*({k: s for k, s in layer.items() if s.raw} for layer in self.upper), engine_alias(given), given])
-
-
-@dataclass(frozen=True, slots=True)
-class _Stack:
-    """The layers on top of each other: declared keys that somebody decided, keys that nobody declared, findings."""
-
-    known: Given
-    unknown: Given
-    warnings: tuple[str, ...]
-    problems: tuple[str, ...]
-
-
-def _read_layers(model_dir: Path, environment: Mapping[str, str], registration: Mapping[str, str]) -> _Layers:
-    from_disk, warnings = _read_file(model_dir / SERVING_PROPERTIES)
-    hugging_face = env.hugging_face_variables(environment)
-    if hugging_face and (model_dir / "config.json").is_file():
-        warnings.append(f"variable HF_MODEL_ID is ignored, because {model_dir} holds a model (config.json) itself")
-        hugging_face = []
-    variables = [*env.model_variables(environment), *hugging_face]
-    upper = (
-        from_variables("sagemaker", env.sagemaker_overrides(environment)),
-        from_values("registration", registration),
-        from_disk,
-        from_variables("environment", variables),
-        from_variables("environment", env.text_generation_inference_variables(environment)),
-    )
-    return _Layers(upper, from_variables("environment default", env.default_variables(environment)), tuple(warnings))
-
-
-def _read_file(path: Path) -> tuple[Given, list[str]]:
-    if not path.exists():
-        return {}, []
-    properties = read_properties(path)
-    return from_file(properties, str(path)), list(properties.warnings)
-
-
 def _task(given: Given) -> str | None:
     """Return the task that somebody asked for."""
     source = given.get("option.task")
     return None if source is None or source.raw.lower() == "auto" else source.raw
-
-
-def _stack(
-    layers: _Layers, spec: HandlerSpec, declared: Sequence[Option], inferred: str | None, machine: Machine
-) -> _Stack:
-    given = layers.merged()
-    alias = engine_alias(given)
-    ordered = [*layers.upper, alias, layers.lower]
-    sorted_layers = [sort_keys(layer, declared) for layer in ordered]
-    above = _instead_of_deprecated(merge([layer.known for layer in sorted_layers[:-1]]), declared)
-    above = _for_this_device(above, machine)
-    below = sorted_layers[-1].known
-    recommended = from_values("recommender", recommend(spec, merge([above, below]), inferred, machine))
-    left_open = {key for key in recommended if key in above and above[key].raw.lower() == "auto"}
-    decided = {key: source for key, source in above.items() if key not in left_open}
-    guests = len(layers.upper) - 1  # the variables of text-generation-inference
-    unknown = merge([layer.unknown for index, layer in enumerate(sorted_layers) if index != guests])
-    warnings = [text for layer in sorted_layers for text in layer.warnings]
-    warnings += _idle_variables(sorted_layers[guests].known, sorted_layers[guests].unknown)
-    known = with_max_resolved(merge([decided, recommended, below]), machine)
-    problems = [text for layer in sorted_layers for text in layer.problems]
-    return _Stack(known, unknown, tuple(warnings), tuple(problems))
-
-
-def _instead_of_deprecated(given: Given, declared: Sequence[Option]) -> Given:
-    """Add what deprecated keys stand for, where that key itself is not given."""
-    result = dict(given)
-    for option in declared:
-        for mark in option.marks:
-            if isinstance(mark, Deprecated) and mark.becomes is not None and option.key in given:
-                key, value = mark.becomes
-                if is_true(given[option.key].raw):
-                    source = replace(given[option.key], layer="deprecated key", raw=value)
-                    spelling, written = source.spelling or option.key, given[option.key].raw
-                    result.setdefault(key, replace(source, spelling=spelling, written=written))
-    return result
-
-
-def _for_this_device(given: Given, machine: Machine) -> Given:
-    """Let gpu.minWorkers and its like decide on machines of their kind; only a call or SageMaker has more to say."""
-    result = dict(given)
-    for key in ("minWorkers", "maxWorkers"):
-        special = given.get(f"{machine.device_kind}.{key}")
-        overruled = key in given and given[key].layer in ("sagemaker", "registration")
-        if special is not None and special.raw.isdecimal() and not overruled:
-            result[key] = special
-    return result
-
-
-def _idle_variables(known: Given, unknown: Given) -> Iterator[str]:
-    """Yield a warning for each variable none of whose keys this handler knows."""
-    used = {source.variable for source in known.values()}
-    for name in dict.fromkeys(source.variable for source in unknown.values()):
-        if name not in used:
-            yield f"variable {name} is ignored, because the handler has no such option"
 
 
 def _unknown(unknown: Given, spec: HandlerSpec, declared: Sequence[Option], handlers: HandlerTable) -> Iterator[str]:

@@ -67,20 +67,23 @@ class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 
 class Load(Message, frozen=True):
-    """Load a model: `handler` is "module:Class", `options` the resolved raw values, keys without "option.".
+    """Load a model: `handler` is "module:Class", `options_type` that of its options.
 
-    `batch_size` is the number of requests that a RequestHandler gets at once, at most, `memory_limit_mb` the MiB that
-    its process may have (0: any).
+    `options` holds the validated values by field name, `passed_through` texts by key without "option.". `batch_size` is
+    the number of requests that a RequestHandler gets at once, at most, `memory_limit_mb` the MiB that its process may
+    have (0: any).
     """
 
     model_name: str
     model_dir: str
     handler: str
-    options: dict[str, str]
+    options: dict[str, Any]
     served_names: list[str]
     log_level: str = "INFO"
     batch_size: int = 1
     memory_limit_mb: int = 0
+    options_type: str = "lmi_server.configuration.options:ModelOptions"
+    passed_through: dict[str, str] = {}
 
 
 class Submit(Message, frozen=True):

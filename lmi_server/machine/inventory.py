@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,16 +14,6 @@ from pathlib import Path
 from lmi_server.machine.devices import installed_gpus, visible_gpus
 from lmi_server.machine.mpi import MpiRun, find_mpirun
 
-_ENGINES = (
-    "deepspeed",
-    "diffusers",
-    "optimum.neuron",
-    "tensorrt_llm",
-    "torch",
-    "transformers",
-    "transformers_neuronx",
-    "vllm",
-)
 _MEMORY = Path("/proc/meminfo")
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _CONTAINER_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of CPU time (or "max") in a period, and the period
@@ -62,8 +52,11 @@ class Machine:
         return "nc" if self.neuron_devices else "cpu"
 
 
-def this_machine(environment: Mapping[str, str]) -> Machine:
-    """Look at this machine, as the variables show it to the process; the memory of GPUs is left out."""
+def this_machine(environment: Mapping[str, str], engines: Iterable[str] = ()) -> Machine:
+    """Look at this machine, as the variables show it to the process; the memory of GPUs is left out.
+
+    `engines` are the Python packages to look for.
+    """
     total, available = _main_memory()
     return Machine(
         total_bytes=total,
@@ -71,7 +64,7 @@ def this_machine(environment: Mapping[str, str]) -> Machine:
         cores=_cores(environment),
         gpus=tuple(Gpu(name) for name in visible_gpus(environment, installed_gpus())),
         neuron_devices=len(list(Path("/dev").glob("neuron[0-9]*"))),
-        engines=frozenset(name for name in _ENGINES if _is_installed(name)),
+        engines=frozenset(name for name in engines if _is_installed(name)),
         mpirun=find_mpirun(environment),
     )
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from lmi_server.artifacts.fetch import ArtifactSettings, fetch_artifacts
 from lmi_server.artifacts.progress import OnProgress
-from lmi_server.configuration.resolve import ResolvedModel, inspect_model, resolve_model
+from lmi_server.configuration.resolve import Inspection, ResolvedModel, inspect_model
 from lmi_server.contract.errors import ConfigurationError
 
-Resolve = Callable[[Path, Mapping[str, str], Mapping[str, str]], ResolvedModel]
+Inspect = Callable[[Path, Mapping[str, str], Mapping[str, str]], Inspection]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ async def fetch_model(
     registration: Mapping[str, str],
     settings: ArtifactSettings,
     *,
-    resolve: Resolve = resolve_model,
+    inspect: Inspect = inspect_model,
     on_progress: OnProgress = lambda progress: None,
 ) -> FetchedModel:
     """Resolve the model in `model_dir`, fetching its weights and installing its requirements on the way.
@@ -37,7 +37,7 @@ async def fetch_model(
     The configuration is read twice: before, so that what is wrong or cannot be served is told before anything is
     downloaded, and after, when the model's config.json is here. Raises ConfigurationError and ArtifactError.
     """
-    found = await asyncio.to_thread(inspect_model, model_dir, environment, registration)
+    found = await asyncio.to_thread(inspect, model_dir, environment, registration)
     if found.problems or found.unavailable:
         raise ConfigurationError("\n".join((*found.problems, *found.unavailable)))
     artifacts = await fetch_artifacts(
@@ -50,5 +50,5 @@ async def fetch_model(
     )
     if artifacts.model_id != found.location:
         registration = {**registration, "option.model_id": artifacts.model_id}
-    resolved = await asyncio.to_thread(resolve, model_dir, environment, registration)
-    return FetchedModel(resolved, artifacts.python_path)
+        found = await asyncio.to_thread(inspect, model_dir, environment, registration)
+    return FetchedModel(found.resolved(), artifacts.python_path)

@@ -36,7 +36,7 @@ from lmi_server.machine.environment import process_environment
 from lmi_server.machine.inventory import this_machine, with_gpu_memory
 from lmi_server.machine.mpi import NO_MPIRUN, find_mpirun
 from lmi_server.serving.adapters import RegisteredAdapter, adapters_in
-from lmi_server.serving.fetch_model import FetchedModel, Resolve, fetch_model
+from lmi_server.serving.fetch_model import FetchedModel, Inspect, fetch_model
 from lmi_server.serving.model_store import HUB_VARIABLES, ModelSource
 from lmi_server.serving.pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus, PoolSettings
@@ -121,7 +121,7 @@ class Endpoint:
 class ModelRegistry:
     """Every model of a server.
 
-    `environment` is that of the models; `resolve` reads the configuration of one; `drain_timeout_s` is what the
+    `environment` is that of the models; `inspect` reads the configuration of one; `drain_timeout_s` is what the
     requests of an unregistered model get to finish.
     """
 
@@ -129,7 +129,7 @@ class ModelRegistry:
         self,
         environment: Mapping[str, str],
         artifacts: ArtifactSettings,
-        resolve: Resolve,
+        inspect: Inspect,
         drain_timeout_s: float,
         log_level: str = "INFO",
     ) -> None:
@@ -137,7 +137,7 @@ class ModelRegistry:
         self.default: Endpoint | None = None
         self._environment = {name: value for name, value in environment.items() if name not in HUB_VARIABLES}
         self.artifacts = artifacts
-        self._resolve = resolve
+        self._inspect = inspect
         self._drain_timeout_s = drain_timeout_s
         self._log_level = log_level
         self._endpoints: dict[str, Endpoint] = {}
@@ -299,7 +299,7 @@ class ModelRegistry:
             else:
                 directory = await fetch_model_directory(source.url, self.artifacts, on_progress=on_progress)
             return await fetch_model(
-                directory, environment, settings, self.artifacts, resolve=self._resolve, on_progress=on_progress
+                directory, environment, settings, self.artifacts, inspect=self._inspect, on_progress=on_progress
             )
 
     def _claim_names(self, model: Model, resolved: ResolvedModel) -> None:
@@ -320,7 +320,9 @@ class ModelRegistry:
                 model_name=resolved.name,
                 model_dir=resolved.model_dir,
                 handler=resolved.handler,
-                options=resolved.raw_options(),
+                options=resolved.options.dump(),
+                options_type=resolved.spec.options,
+                passed_through=dict(resolved.options.passed_through),
                 served_names=list(resolved.served_names),
                 log_level=self._log_level,
                 batch_size=serving.batch_size,

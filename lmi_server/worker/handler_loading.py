@@ -7,7 +7,6 @@ from typing import cast
 
 from lmi_server.configuration.handlers import load as load_class
 from lmi_server.configuration.options import ModelOptions
-from lmi_server.configuration.resolve import rebuild_options
 from lmi_server.contract.errors import LmiServerError, ModelLoadError, ModelMemoryError, is_out_of_memory
 from lmi_server.contract.handler import LLMHandler, ModelInfo, RequestHandler
 from lmi_server.contract.protocol import Load
@@ -41,8 +40,9 @@ class Loading:
 
 
 def make_handler(load: Load) -> tuple[LLMHandler | RequestHandler, Loading]:
-    """Import the handler and rebuild its options; it is not started. Raises whatever its module raises."""
-    options = rebuild_options(load.handler, load.options)
+    """Import the handler and restore its options; it is not started. Raises whatever its module raises."""
+    options_type = cast("type[ModelOptions]", load_class(load.options_type))
+    options = options_type.restore(load.options, load.passed_through)
     handler = cast("type[LLMHandler | RequestHandler]", load_class(load.handler))()
     if isinstance(handler, RequestHandler):
         handler.served_names = tuple(load.served_names)

@@ -15,7 +15,7 @@ from handlers.huggingface.options import HuggingFaceOptions
 from handlers.vllm.lmi_dist_options import LmiDistOptions
 from handlers.vllm.options import VllmOptions
 from lmi_server.configuration.declaration import Options
-from lmi_server.configuration.handlers import HANDLERS, load_options_type, options_type_of
+from lmi_server.configuration.handlers import HANDLERS, load_options_type
 from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.configuration.server import ServerSettings
 
@@ -23,8 +23,7 @@ CLASSES = [ServingOptions, ModelOptions, HuggingFaceOptions, ServerSettings]
 
 
 def one(options_type: type[Options], field: str, raw: str) -> Any:
-    key = next(option.key for option in options_type.declared() if option.field == field)
-    return getattr(options_type.from_raw({key.removeprefix(options_type.prefix): raw}), field)
+    return getattr(options_type.model_validate({field: raw}), field)
 
 
 @pytest.mark.parametrize("options_type", CLASSES)
@@ -165,9 +164,10 @@ def test_options_are_frozen() -> None:
         ModelOptions().dtype = "fp16"  # type: ignore[misc]
 
 
-def test_raw_values_that_nobody_declares_are_passed_through() -> None:
-    options = ModelOptions.from_raw({"dtype": "fp16", "entryPoint": "echo", "threads": "2"})
-    assert options == ModelOptions(dtype="fp16", entry_point="echo").passing_through({"threads": "2"})
+def test_undeclared_values_are_passed_through() -> None:
+    options = ModelOptions(dtype="fp16", served_model_name=("a", "b")).passing_through({"threads": "2"})
+    assert options.dump() == {"dtype": "fp16", "served_model_name": ["a", "b"]}
+    assert ModelOptions.restore(options.dump(), options.passed_through) == options
     assert options.passed_through == {"threads": "2"}
     assert options.passed_to_engine() == {}
     assert ModelOptions().passed_through == {}
@@ -179,8 +179,8 @@ def test_arguments_of_vllm_beside_the_declared_ones_reach_the_engine() -> None:
         def engine_names(cls) -> frozenset[str]:
             return frozenset({"seed", "max_num_seqs"})
 
-    raw = {"model_id": "m", "seed": "7", "favourite": "blue", "speculative_config": '{"method": "ngram"}'}
-    given = OfAnEngine.from_raw(raw).engine_arguments()
+    values = {"model_id": "m", "speculative_config": '{"method": "ngram"}'}
+    given = OfAnEngine.restore(values, {"seed": "7", "favourite": "blue"}).engine_arguments()
     assert (given["seed"], given["max_num_seqs"], given["speculative_config"]) == ("7", 32, {"method": "ngram"})
     assert "favourite" not in given
 
@@ -196,7 +196,7 @@ def test_what_lmi_dist_was_told_is_told_to_vllm() -> None:
         "tensor_parallel_degree": "2",
         "kv_cache_memory_gb": "1",
     }
-    given = LmiDistOptions.from_raw(raw).engine_arguments()
+    given = LmiDistOptions.model_validate(raw).engine_arguments()
     expected = {
         "distributed_executor_backend": "external_launcher",
         "quantization": "bitsandbytes",
@@ -212,18 +212,9 @@ def test_what_lmi_dist_was_told_is_told_to_vllm() -> None:
 def test_every_handler_is_found_by_each_of_its_names() -> None:
     for spec in HANDLERS:
         assert issubclass(load_options_type(spec), ModelOptions)
-        assert spec.handler is None or options_type_of(spec.handler) is load_options_type(spec)
         assert all(HANDLERS.by_entry_point(name) is spec for name in spec.entry_points)
         assert spec.variant is None or HANDLERS.by_title(spec.variant.title) in HANDLERS.specs
     assert HANDLERS.by_entry_point("vllm2") is None
-
-
-def test_a_handler_outside_the_table_names_its_options_itself() -> None:
-    assert options_type_of(f"{__name__}:OwnHandler") is HuggingFaceOptions
-
-
-class OwnHandler:
-    options_type = HuggingFaceOptions
 
 
 def test_options_are_read_without_importing_an_engine() -> None:

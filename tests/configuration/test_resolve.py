@@ -7,13 +7,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from handlers.huggingface.options import HuggingFaceOptions
-from lmi_server.configuration.handlers import HANDLERS
-from lmi_server.configuration.resolve import ResolvedModel, inspect_model, model_name, rebuild_options, resolve_model
+from lmi_server.configuration.handlers import HANDLERS, load_options_type
+from lmi_server.configuration.options import ModelOptions
+from lmi_server.configuration.resolve import ResolvedModel, inspect_model, model_name, resolve_model
 from lmi_server.configuration.server import resolve_server
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.inventory import Gpu, Machine
@@ -44,6 +46,12 @@ def hugging_face(model: ResolvedModel) -> HuggingFaceOptions:
     return model.options
 
 
+def restored(model: ResolvedModel) -> ModelOptions:
+    """Return the options of `model` as a worker has them: its values have gone over the link."""
+    values = msgspec.msgpack.decode(msgspec.msgpack.encode(model.options.dump()))
+    return load_options_type(model.spec).restore(values, model.options.passed_through)
+
+
 def refusal(directory: Path, environment: Mapping[str, str] = {}) -> list[str]:
     with pytest.raises(ConfigurationError) as raised:
         resolve_model(directory, environment)
@@ -53,7 +61,7 @@ def refusal(directory: Path, environment: Mapping[str, str] = {}) -> list[str]:
 def test_undeclared_options_reach_the_worker(write: Write) -> None:
     model = resolve_model(write("option.favourite=Colour: blue\nnot_an_option=1"), {"OPTION_OTHER": "2"})
     assert model.options.passed_through == {"favourite": "Colour: blue", "other": "2", "not_an_option": "1"}
-    assert rebuild_options(model.handler, model.raw_options()) == model.options
+    assert restored(model) == model.options
 
 
 def test_a_directory_with_a_config_json_is_enough(write: Write) -> None:
@@ -115,7 +123,7 @@ def test_names_of_option_variables(write: Write) -> None:
     assert model.options.revision is None
     assert model.serving.job_queue_size == 4
     assert model.sources["engine"].variable == "OPTION_ENGINE"
-    assert model.raw_options()["modelName"] == "x"
+    assert model.options.model_file_name == "x"
 
 
 @pytest.mark.parametrize("entry_point", ["djl_python.huggingface", "huggingface"])
@@ -255,7 +263,11 @@ def test_every_spelling_of_ones_own_handler_is_known(write: Write, entry_point: 
     )
     resolved = resolve_model(directory, {})
     assert resolved.handler == HANDLERS.user_code.handler
-    assert resolved.raw_options()["mine"] == "1"
+    assert resolved.options.passed_through == {
+        "entryPoint": entry_point.format(directory=directory),
+        "mine": "1",
+        "model_id": str(directory),
+    }
     assert resolved.warnings == ()
 
 
@@ -472,7 +484,7 @@ def test_a_worker_rebuilds_the_same_options(
     directory = tmp_path_factory.mktemp("model")
     (directory / "config.json").write_text(json.dumps(LLAMA))
     model = resolve_model(directory, environment)
-    assert rebuild_options(model.handler, model.raw_options()) == model.options
+    assert restored(model) == model.options
 
 
 def test_server_settings_come_from_the_command_line_then_variables_then_defaults() -> None:

@@ -13,19 +13,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from frontend.server import run
-from lmi_server.configuration.resolve import ResolvedModel, resolve_model
+from lmi_server.configuration.resolve import Inspection, inspect_model
 from lmi_server.configuration.server import resolve_server
 from lmi_server.serving.model_store import Startup, startup_sources
 
 
-def resolve(directory: Path, environment: Mapping[str, str], registration: Mapping[str, str]) -> ResolvedModel:
-    model = resolve_model(directory, environment, registration)
-    chosen = model.sources.get("option.test_handler")
-    return (
-        model
-        if chosen is None
-        else dataclasses.replace(model, spec=dataclasses.replace(model.spec, handler=chosen.raw))
-    )
+def inspect(directory: Path, environment: Mapping[str, str], registration: Mapping[str, str]) -> Inspection:
+    found = inspect_model(directory, environment, registration)
+    chosen = found.unknown.get("option.test_handler")
+    if chosen is None:
+        return found
+    return dataclasses.replace(found, spec=dataclasses.replace(found.spec, handler=chosen.raw))
 
 
 if __name__ == "__main__":
@@ -35,4 +33,4 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     settings, _ = resolve_server(os.environ, {"port": 0})
     sources, _ = startup_sources(Startup(arguments.directories, model_store=arguments.model_store), {})
-    sys.exit(run(sources, settings, {}, resolve))
+    sys.exit(run(sources, settings, {}, inspect))

@@ -7,16 +7,17 @@ import os
 import sys
 
 from handlers.vllm.handler import VllmHandler
-from lmi_server.configuration.resolve import rebuild_options
+from handlers.vllm.options import VllmOptions
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.machine.environment import process_environment
 from lmi_server.machine.inventory import this_machine
 
 if __name__ == "__main__":
     given = dict(argument.split("=", 1) for argument in sys.argv[2:])
-    recommended = VllmHandler.options_type.recommended(this_machine(process_environment()))
+    recommended = VllmOptions.recommended(this_machine(process_environment()))
     raw = {key.removeprefix("option."): value for key, value in recommended.items()} | given
-    options = rebuild_options("handlers.vllm.handler:VllmHandler", raw)
+    passed_through = {name: raw.pop(name) for name in raw.keys() - VllmOptions.model_fields.keys()}
+    options = VllmOptions.restore(raw, passed_through)
     os.environ.update(options.worker_environment())
     try:
         asyncio.run(VllmHandler().start(sys.argv[1], options))

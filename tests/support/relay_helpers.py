@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import uvloop
 from paths import MODEL_CODE
 
+from lmi_server.contract.protocol import Load
+
 HANDLERS = str(MODEL_CODE)
 """To be put on PYTHONPATH of a worker: where `fault_handlers` is."""
 
 FAULTS = "fault_handlers:FaultHandler"
+
+
+def load_of(directory: Path, handler: str = FAULTS, options: Mapping[str, Any] = {}) -> Load:
+    """Return a Load of one of the handlers in `fault_handlers`, whose options are those of the echo handler."""
+    own = {"options_type": "handlers.echo.options:EchoOptions"}
+    return Load("model", str(directory), handler, {"model_id": str(directory), **options}, ["model"], **own)
 
 
 def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:

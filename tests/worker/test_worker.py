@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from relay_helpers import FAULTS, HANDLERS, on_loop
+from relay_helpers import FAULTS, HANDLERS, load_of, on_loop
 
 from lmi_server.contract.link import WorkerLink, worker_link
 from lmi_server.contract.protocol import (
@@ -30,7 +30,6 @@ from lmi_server.contract.protocol import (
     Head,
     Input,
     Item,
-    Load,
     Ready,
     Reply,
     Shutdown,
@@ -91,7 +90,7 @@ async def worker_of(directory: Path, handler: str = FAULTS, **options: str) -> A
             pass_fds=(theirs.fileno(),),
             env=os.environ | {"PYTHONPATH": HANDLERS},
         )
-    worker.link.send(Load("model", str(directory), handler, options, ["model"]))
+    worker.link.send(load_of(directory, handler, options))
     try:
         await worker.until(lambda: worker.of(Ready) or worker.of(Failed))
         yield worker

@@ -1,0 +1,138 @@
+"""The layers of one model's configuration: reads them, and merges them once its handler is known."""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lmi_server.configuration.declaration import Deprecated, Option
+from lmi_server.configuration.handler_choice import engine_alias
+from lmi_server.configuration.handlers import HandlerSpec
+from lmi_server.configuration.layers import (
+    Given,
+    SortedKeys,
+    from_file,
+    from_values,
+    from_variables,
+    merge,
+    sort_keys,
+)
+from lmi_server.configuration.properties import read_properties
+from lmi_server.configuration.recommender import is_true, recommend, with_max_resolved
+from lmi_server.machine import environment as env
+from lmi_server.machine.inventory import Machine
+
+SERVING_PROPERTIES = "serving.properties"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLayers:
+    """The layers above the recommender (highest first) and the one below it, keys as they were written.
+
+    The last of the `upper` layers holds the variables of text-generation-inference.
+    """
+
+    upper: tuple[Given, ...]
+    lower: Given
+    warnings: tuple[str, ...]
+
+    def as_written(self) -> Given:
+        """Return a view of all values, for choosing the handler: only its options class says which keys are the same.
+
+        What the engine stands for is included, and LMI's other spelling of the engine.
+        """
+        *upper, lower = ({key: layer[key] for key in layer if layer[key].raw} for layer in (*self.upper, self.lower))
+        engine = next((layer[key] for layer in upper for key in ("engine", "option.engine") if key in layer), None)
+        if engine is None:
+            return ChainMap(*upper, lower)
+        return ChainMap({"engine": engine}, *upper, dict(engine_alias(engine)), lower)
+
+
+def read_layers(model_dir: Path, environment: Mapping[str, str], registration: Mapping[str, str]) -> ModelLayers:
+    """Read the layers of the model in `model_dir`. Raises ConfigurationError if serving.properties cannot be read."""
+    from_disk, warnings = _read_file(model_dir / SERVING_PROPERTIES)
+    hugging_face = env.hugging_face_variables(environment)
+    if hugging_face and (model_dir / "config.json").is_file():
+        warnings.append(f"variable HF_MODEL_ID is ignored, because {model_dir} holds a model (config.json) itself")
+        hugging_face = []
+    variables = [*env.model_variables(environment), *hugging_face]
+    upper = (
+        from_variables("sagemaker", env.sagemaker_overrides(environment)),
+        from_values("registration", registration),
+        from_disk,
+        from_variables("environment", variables),
+        from_variables("environment", env.text_generation_inference_variables(environment)),
+    )
+    lower = from_variables("environment default", env.default_variables(environment))
+    return ModelLayers(upper, lower, tuple(warnings))
+
+
+def _read_file(path: Path) -> tuple[Given, list[str]]:
+    if not path.exists():
+        return {}, []
+    properties = read_properties(path)
+    return from_file(properties, str(path)), list(properties.warnings)
+
+
+def merge_layers(
+    layers: ModelLayers, spec: HandlerSpec, declared: Sequence[Option], inferred_task: str | None, machine: Machine
+) -> SortedKeys:
+    """Merge the layers, and what the recommender adds to them, under the spellings of the `declared` options."""
+    upper = [sort_keys(layer, declared) for layer in layers.upper]
+    lower = sort_keys(layers.lower, declared)
+    written = merge([layer.known for layer in upper])
+    alias = sort_keys(engine_alias(written.get("engine")), declared)
+    above = _with_replacements_of_deprecated(merge([written, alias.known]), declared)
+    above = _with_workers_of_device_kind(above, machine)
+    given = merge([above, lower.known])
+    recommended = from_values("recommender", recommend(spec, given, inferred_task, machine))
+    left_open = {key for key in recommended if key in above and above[key].raw.lower() == "auto"}
+    decided = {key: source for key, source in above.items() if key not in left_open}
+    # A variable of text-generation-inference stands for keys of several handlers: that this one does not know all of
+    # them is not worth a warning, as long as it knows one.
+    *own, guests = upper
+    ordered = [*upper, alias, lower]
+    return SortedKeys(
+        known=with_max_resolved(merge([decided, recommended, lower.known]), machine),
+        unknown=merge([layer.unknown for layer in (*own, alias, lower)]),
+        warnings=(*(text for layer in ordered for text in layer.warnings), *_idle_variables(guests)),
+        problems=tuple(text for layer in ordered for text in layer.problems),
+    )
+
+
+def _with_replacements_of_deprecated(given: Given, declared: Sequence[Option]) -> Given:
+    """Add what deprecated keys stand for, unless that key itself is given."""
+    result = dict(given)
+    for option in declared:
+        for mark in option.marks:
+            if isinstance(mark, Deprecated) and mark.becomes is not None and option.key in given:
+                key, value = mark.becomes
+                if is_true(given[option.key].raw):
+                    source = replace(given[option.key], layer="deprecated key", raw=value)
+                    spelling, written = source.spelling or option.key, given[option.key].raw
+                    result.setdefault(key, replace(source, spelling=spelling, written=written))
+    return result
+
+
+def _with_workers_of_device_kind(given: Given, machine: Machine) -> Given:
+    """Let gpu.minWorkers and its like replace minWorkers on machines of their kind.
+
+    A value from the registration call or from SageMaker stays: both speak of this machine.
+    """
+    result = dict(given)
+    for key in ("minWorkers", "maxWorkers"):
+        special = given.get(f"{machine.device_kind}.{key}")
+        overruled = key in given and given[key].layer in ("sagemaker", "registration")
+        if special is not None and special.raw.isdecimal() and not overruled:
+            result[key] = special
+    return result
+
+
+def _idle_variables(guests: SortedKeys) -> Iterator[str]:
+    """Yield a warning for each variable none of whose keys this handler knows."""
+    used = {source.variable for source in guests.known.values()}
+    for name in dict.fromkeys(source.variable for source in guests.unknown.values()):
+        if name not in used:
+            yield f"variable {name} is ignored, because the handler has no such option"
