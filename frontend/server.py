@@ -22,7 +22,7 @@ from frontend.inference import Relay
 from frontend.metrics import Metrics
 from lmi_server.artifacts.fetch import artifact_settings
 from lmi_server.configuration.resolve import inspect_model
-from lmi_server.configuration.server import ServerSettings
+from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.serving.fetch_model import Inspect
 from lmi_server.serving.model_store import ModelSource
 from lmi_server.serving.registry import ModelRegistry

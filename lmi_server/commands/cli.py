@@ -17,10 +17,10 @@ from rich.console import Console
 from lmi_server.artifacts.location import archive_stem
 from lmi_server.configuration.handlers import HANDLERS
 from lmi_server.configuration.resolve import inspect_model
-from lmi_server.configuration.server import ServerSettings, find_config_file, model_defaults, resolve_server
+from lmi_server.configuration.server_settings import ServerSettings, find_config_file, model_defaults, resolve_server
 from lmi_server.contract.errors import ConfigurationError, LmiServerError
-from lmi_server.explain.explain import Explanation
-from lmi_server.explain.explain import explain as explain_model
+from lmi_server.explain.explanation import Explanation
+from lmi_server.explain.explanation import explain as explain_model
 from lmi_server.machine.environment import process_environment
 from lmi_server.machine.inventory import this_machine, with_gpu_memory
 from lmi_server.serving.model_store import ModelSource, Startup, startup_sources

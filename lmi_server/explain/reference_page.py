@@ -17,7 +17,7 @@ from lmi_server.configuration.declaration import (
 )
 from lmi_server.configuration.handlers import HANDLERS, HandlerSpec, load_options_type
 from lmi_server.configuration.options import ModelOptions, ServingOptions
-from lmi_server.configuration.server import ServerSettings
+from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.machine.environment import VARIABLES
 
 _INTRODUCTION = """\

@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lmi_server.configuration.declaration import written
-from lmi_server.configuration.estimate import gib
-from lmi_server.explain.explain import Explained, Explanation
+from lmi_server.configuration.memory_estimate import gib
+from lmi_server.explain.explanation import Explained, Explanation
 
 
 def print_explanation(explanation: Explanation, console: Console) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from lmi_server.artifacts.fetch import ArtifactSettings, empty_directory, fetch_model_directory
 from lmi_server.artifacts.location import HubModel, parse_location
 from lmi_server.artifacts.progress import shown_progress
-from lmi_server.configuration.estimate import shortages
+from lmi_server.configuration.memory_estimate import shortages
 from lmi_server.configuration.options import ServingOptions
 from lmi_server.configuration.resolve import ResolvedModel
 from lmi_server.contract.errors import (

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lmi_server.configuration.resolve import inspect_model
-from lmi_server.explain.explain import Explanation, explain
+from lmi_server.explain.explanation import Explanation, explain
 from lmi_server.machine.inventory import Gpu, Machine
 
 GIB = 2**30

@@ -16,7 +16,7 @@ from lmi_server.artifacts.fetch import artifact_settings
 from lmi_server.configuration.handlers import HANDLERS, HandlerSpec, HandlerTable, Variant
 from lmi_server.configuration.resolve import inspect_model
 from lmi_server.contract.protocol import Input, Reply
-from lmi_server.explain.explain import explain
+from lmi_server.explain.explanation import explain
 from lmi_server.machine.inventory import Machine
 from lmi_server.serving.model_store import ModelSource
 from lmi_server.serving.registry import ModelRegistry

@@ -17,7 +17,7 @@ from handlers.vllm.options import VllmOptions
 from lmi_server.configuration.declaration import Options
 from lmi_server.configuration.handlers import HANDLERS, load_options_type
 from lmi_server.configuration.options import ModelOptions, ServingOptions
-from lmi_server.configuration.server import ServerSettings
+from lmi_server.configuration.server_settings import ServerSettings
 
 CLASSES = [ServingOptions, ModelOptions, HuggingFaceOptions, ServerSettings]
 

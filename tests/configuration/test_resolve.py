@@ -16,7 +16,7 @@ from handlers.huggingface.options import HuggingFaceOptions
 from lmi_server.configuration.handlers import HANDLERS, load_options_type
 from lmi_server.configuration.options import ModelOptions
 from lmi_server.configuration.resolve import ResolvedModel, inspect_model, model_name, resolve_model
-from lmi_server.configuration.server import resolve_server
+from lmi_server.configuration.server_settings import resolve_server
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.inventory import Gpu, Machine
 
@@ -62,6 +62,13 @@ def test_undeclared_options_reach_the_worker(write: Write) -> None:
     model = resolve_model(write("option.favourite=Colour: blue\nnot_an_option=1"), {"OPTION_OTHER": "2"})
     assert model.options.passed_through == {"favourite": "Colour: blue", "other": "2", "not_an_option": "1"}
     assert restored(model) == model.options
+
+
+def test_blanks_around_a_value_are_no_part_of_it(write: Write) -> None:
+    directory = write("option.revision=main \nmaxWorkers=\\u00202")
+    found = inspect_model(directory, {"OPTION_DTYPE": " fp16 "}, {"option.served_model_name": " a "})
+    assert (found.options.revision, found.serving.max_workers) == ("main", 2)
+    assert (found.options.dtype, found.options.served_model_name) == ("fp16", ("a",))
 
 
 def test_a_directory_with_a_config_json_is_enough(write: Write) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lmi_server.configuration.server import find_config_file, model_defaults, resolve_server
+from lmi_server.configuration.server_settings import find_config_file, model_defaults, resolve_server
 from lmi_server.contract.errors import ConfigurationError
 
 

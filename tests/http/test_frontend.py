@@ -544,7 +544,7 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         source = (
-            "from frontend.server import run; from lmi_server.configuration.server import ServerSettings\n"
+            "from frontend.server import run; from lmi_server.configuration.server_settings import ServerSettings\n"
             f"raise SystemExit(run([], ServerSettings(port={port}), {{}}))"
         )
         ended = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=30)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from frontend.server import run
 from lmi_server.configuration.resolve import Inspection, inspect_model
-from lmi_server.configuration.server import resolve_server
+from lmi_server.configuration.server_settings import resolve_server
 from lmi_server.serving.model_store import Startup, startup_sources
 
 

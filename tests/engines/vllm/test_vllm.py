@@ -28,7 +28,7 @@ from tiny_models import byte_tokenizer
 from vllm_helpers import make_tiny_model, tiny_llama, vllm_server
 
 from lmi_server.configuration.resolve import inspect_model
-from lmi_server.explain.explain import explain
+from lmi_server.explain.explanation import explain
 from lmi_server.machine.environment import process_environment
 
 pytestmark = pytest.mark.slow

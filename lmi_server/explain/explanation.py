@@ -8,9 +8,9 @@ from typing import Any
 
 from lmi_server.configuration.check import told
 from lmi_server.configuration.declaration import Deprecated, DeprecatedValue, NoEffect, Option
-from lmi_server.configuration.estimate import Estimate, estimate, shortages
 from lmi_server.configuration.handlers import load_options_type
 from lmi_server.configuration.layers import Source
+from lmi_server.configuration.memory_estimate import Estimate, estimate, shortages
 from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.configuration.resolve import Inspection
 from lmi_server.contract.errors import ConfigurationError
