@@ -53,8 +53,8 @@ def parse_tokenize(request: Input, served: ServedModel) -> tuple[GenerationReque
         raise RequestError('send either "prompt", a string, or "messages", those of a chat')
     prompt: str | None = values.get("prompt")
     messages = values.get("messages")
-    if messages is not None and "media" not in served.features:
-        messages = chats.as_text(messages)
+    if messages is not None:
+        messages = chats.for_model(messages, served)
     to_tokenize = GenerationRequest(
         request_id=uuid4().hex,
         prompt=prompt,

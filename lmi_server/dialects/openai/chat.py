@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import GenerationRequest
 from lmi_server.contract.protocol import Input
@@ -19,12 +21,12 @@ from lmi_server.dialects.openai.chat_answer import ChatBody, ChatStream
 from lmi_server.dialects.openai.request import (
     SHARED_FIELDS,
     UNSUPPORTED,
+    Envelope,
     answer_options,
+    choices_of,
     envelope_of,
-    priority_of,
+    generation_request,
     read,
-    sampling_of,
-    sampling_of_choice,
 )
 
 
@@ -73,34 +75,40 @@ def parse_chat(request: Input, body: dict[str, Any], served: ServedModel) -> Exc
     messages = values.pop("messages", None)
     if messages is None:
         raise RequestError('messages is missing; send a list such as [{"role": "user", "content": "Hello"}]')
-    if "media" not in served.features:
-        messages = chats.as_text(messages)
+    messages = chats.for_model(messages, served)
     envelope = envelope_of("chatcmpl", values, served)
-    framing, ignored_formatter = _chat_framing(request, served, values.pop("stream", False))
-    warnings += ignored_formatter
+    framing, formatter_warning = _chat_framing(request, served, values.pop("stream", False))
     _set_alternatives(values)
-    options, chat = answer_options(values), chats.chat_options(values)
-    tools, special = values.pop("tools", None), values.pop("add_special_tokens", False)
-    priority, adapter = priority_of(request, values), values.pop("adapter")
-    max_tokens = values.pop("max_tokens", None)
-    sampling = sampling_of(values, values.pop("max_completion_tokens", max_tokens), served.sampling_defaults)
-    requests = tuple(
-        GenerationRequest(
-            request_id=f"{envelope.id}-{index}",
-            prompt=None,
-            messages=messages,
-            tools=tools,
-            chat=chat,
-            sampling=sampling_of_choice(sampling, index),
-            stream=framing is not None,
-            add_special_tokens=special,
-            priority=priority,
-            adapter=adapter,
-        )
-        for index in range(options.n)
+    options = answer_options(values)
+    parsed = Parsed(
+        choices_of(_generation(request, envelope, messages, values, served, framing is not None), options.n),
+        envelope,
+        warnings + formatter_warning,
+        options,
     )
-    parsed = Parsed(requests, envelope, warnings, options)
     return ChatBody(parsed) if framing is None else ChatStream(parsed, framing)
+
+
+def _generation(
+    request: Input,
+    envelope: Envelope,
+    messages: list[dict[str, Any]],
+    values: dict[str, Any],
+    served: ServedModel,
+    stream: bool,
+) -> GenerationRequest:
+    chat = chats.chat_options(values)
+    tools, special = values.pop("tools", None), values.pop("add_special_tokens", False)
+    max_tokens = values.pop("max_tokens", None)  # the older name of max_completion_tokens
+    max_tokens = values.pop("max_completion_tokens", max_tokens)
+    return msgspec.structs.replace(
+        generation_request(request, envelope, values, max_tokens, served),
+        messages=messages,
+        tools=tools,
+        chat=chat,
+        stream=stream,
+        add_special_tokens=special,
+    )
 
 
 def _chat_framing(request: Input, served: ServedModel, stream: bool) -> tuple[Framing | None, tuple[str, ...]]:

@@ -31,12 +31,12 @@ from lmi_server.dialects.openai.request import (
     SHARED_FIELDS,
     UNSUPPORTED,
     AnswerOptions,
+    Envelope,
     answer_options,
+    choices_of,
     envelope_of,
-    priority_of,
+    generation_request,
     read,
-    sampling_of,
-    sampling_of_choice,
 )
 
 _MAX_PROMPTS = 2048
@@ -95,30 +95,35 @@ def parse_completion(request: Input, body: dict[str, Any], served: ServedModel) 
     stream = values.pop("stream", False)
     options = answer_options(values)
     form = _completion_options(values, options, stream)
-    special, priority = values.pop("add_special_tokens", True), priority_of(request, values)
-    adapter = values.pop("adapter")
-    max_tokens = values.pop("max_tokens", 16)
+    _check_count(len(prompts) * form.candidates)
+    generation = msgspec.structs.replace(_generation(request, envelope, values, served, options, form), stream=stream)
+    requests = [
+        choice
+        for place, prompt in enumerate(prompts)
+        for choice in choices_of(
+            msgspec.structs.replace(generation, request_id=f"{envelope.id}-{place}", prompt=prompt), form.candidates
+        )
+    ]
+    parsed = Parsed(tuple(requests), envelope, warnings, options)
+    return CompletionStream(parsed, form) if stream else CompletionBody(parsed, form)
+
+
+def _generation(
+    request: Input,
+    envelope: Envelope,
+    values: dict[str, Any],
+    served: ServedModel,
+    options: AnswerOptions,
+    form: _CompletionOptions,
+) -> GenerationRequest:
+    special, max_tokens = values.pop("add_special_tokens", True), values.pop("max_tokens", 16)
     if form.echo and options.alternatives is not None:
         values["prompt_logprobs"] = max(options.alternatives, options.prompt_alternatives or 0)
-    if form.candidates > options.n:
+    if form.candidates > options.n:  # they are ranked by their log probabilities
         values.setdefault("logprobs", 0)
-    sampling = sampling_of(values, max_tokens or 1, served.sampling_defaults)
-    requests = tuple(
-        GenerationRequest(
-            request_id=f"{envelope.id}-{place}-{index}",
-            prompt=prompt,
-            sampling=sampling_of_choice(sampling, index),
-            stream=stream,
-            add_special_tokens=special,
-            priority=priority,
-            adapter=adapter,
-        )
-        for place, prompt in enumerate(prompts)
-        for index in range(form.candidates)
-    )
-    _check_count(len(requests))
-    parsed = Parsed(requests, envelope, warnings, options)
-    return CompletionStream(parsed, form) if stream else CompletionBody(parsed, form)
+    # Engines generate at least one token; see `_CompletionOptions.prompt_only`.
+    generation = generation_request(request, envelope, values, max_tokens or 1, served)
+    return msgspec.structs.replace(generation, add_special_tokens=special)
 
 
 def _completion_options(values: dict[str, Any], options: AnswerOptions, stream: bool) -> _CompletionOptions:

@@ -8,6 +8,7 @@ from typing import Any
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import ChatOptions, NamedTool
 from lmi_server.dialects import fields
+from lmi_server.dialects.base import ServedModel
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 # Arguments of the renderer that this server sets itself; a client that could replace them would choose the template.
@@ -45,7 +46,12 @@ def _check_part(name: str, value: Any) -> None:
         fields.string(f"{name}.text", value.get("text"))
 
 
-def as_text(checked: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def for_model(checked: list[dict[str, Any]], served: ServedModel) -> list[dict[str, Any]]:
+    """Return the messages as the model's handler takes them. Raises RequestError if it takes text and a part is not."""
+    return checked if "media" in served.features else _as_text(checked)
+
+
+def _as_text(checked: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages with strings as contents: the chat templates of text models expect them.
 
     Parts are joined by line ends, as with LMI. Raises RequestError if a part is not text.

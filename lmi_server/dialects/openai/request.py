@@ -10,7 +10,7 @@ from uuid import uuid4
 import msgspec
 
 from lmi_server.contract.errors import ModelNotFoundError, RequestError
-from lmi_server.contract.generation import SamplingParameters
+from lmi_server.contract.generation import GenerationRequest, SamplingParameters
 from lmi_server.contract.protocol import Input
 from lmi_server.dialects import constraints, fields
 from lmi_server.dialects.adapters import adapter_name, chosen_adapter
@@ -178,7 +178,7 @@ def envelope_of(prefix: str, values: dict[str, Any], served: ServedModel) -> Env
     return Envelope(f"{prefix}-{name}", int(time.time()), values.pop("model", default))
 
 
-def priority_of(request: Input, values: dict[str, Any]) -> int:
+def _priority(request: Input, values: dict[str, Any]) -> int:
     """Take the priority out of `values`; without one, the header `x-priority` decides."""
     named: int | None = values.pop("priority", None)
     return request.priority if named is None else named
@@ -198,7 +198,46 @@ def answer_options(values: dict[str, Any]) -> AnswerOptions:
     )
 
 
-def sampling_of(values: dict[str, Any], max_tokens: int | None, defaults: Mapping[str, Any]) -> SamplingParameters:
+def generation_request(
+    request: Input, envelope: Envelope, values: dict[str, Any], max_tokens: int | None, served: ServedModel
+) -> GenerationRequest:
+    """Return a request without prompt and messages; the caller adds these. It uses everything that is left in `values`.
+
+    So the caller takes what concerns the prompt and the answer out of `values` before.
+    """
+    priority, adapter = _priority(request, values), values.pop("adapter")
+    return GenerationRequest(
+        request_id=envelope.id,
+        prompt=None,
+        sampling=_sampling(values, max_tokens, served.sampling_defaults),
+        priority=priority,
+        adapter=adapter,
+    )
+
+
+def choices_of(generation: GenerationRequest, count: int) -> tuple[GenerationRequest, ...]:
+    """Return the requests for `count` choices of one prompt.
+
+    With the same seed every choice would be the same text. So the first has the request's seed and the others count up
+    from it, as with vLLM.
+    """
+    return tuple(
+        msgspec.structs.replace(
+            generation,
+            request_id=f"{generation.request_id}-{index}",
+            sampling=_with_seed_of_choice(generation.sampling, index),
+        )
+        for index in range(count)
+    )
+
+
+def _with_seed_of_choice(sampling: SamplingParameters, index: int) -> SamplingParameters:
+    if not index or sampling.seed is None:
+        return sampling
+    return msgspec.structs.replace(sampling, seed=sampling.seed + index)
+
+
+def _sampling(values: dict[str, Any], max_tokens: int | None, defaults: Mapping[str, Any]) -> SamplingParameters:
     """Return the sampling parameters: what is left of `values`, then the model's own `defaults`, then OpenAI's."""
     extra = {name: values.pop(name) for name in _ENGINE_EXTRAS if name in values}
     constraint = constraints.take(values)
@@ -210,14 +249,3 @@ def sampling_of(values: dict[str, Any], max_tokens: int | None, defaults: Mappin
         extra=extra,
         **values,
     )
-
-
-def sampling_of_choice(sampling: SamplingParameters, index: int) -> SamplingParameters:
-    """Return the sampling parameters of choice `index` of a prompt.
-
-    With the same seed every choice would be the same text. So the first has the request's seed and the others count up
-    from it, as with vLLM.
-    """
-    if not index or sampling.seed is None:
-        return sampling
-    return msgspec.structs.replace(sampling, seed=sampling.seed + index)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from lmi_server.contract.errors import RequestError
-from lmi_server.contract.generation import GenerationRequest, NamedTool, StructuredOutputs
+from lmi_server.contract.generation import NamedTool, StructuredOutputs
 from lmi_server.contract.protocol import Input
 from lmi_server.dialects import constraints, fields
 from lmi_server.dialects.base import Exchange, ServedModel
@@ -18,9 +20,8 @@ from lmi_server.dialects.openai.request import (
     SHARED_FIELDS,
     UNSUPPORTED,
     envelope_of,
-    priority_of,
+    generation_request,
     read,
-    sampling_of,
 )
 from lmi_server.dialects.openai.responses_answer import RequestEcho, ResponseBody, ResponseStream
 
@@ -182,48 +183,54 @@ RESPONSE_FIELDS: dict[str, Field] = {
     **{name: Field(None, fields.ignored) for name in _IGNORED},
 }
 _LOGPROBS = "message.output_text.logprobs"
+_ECHOED = ("tools", "tool_choice", "metadata", "text", "reasoning")  # the answer repeats them as the client sent them
 
 
 def parse_response(request: Input, body: dict[str, Any], served: ServedModel) -> Exchange:
     """Parse a body of /v1/responses. Raises RequestError."""
     values, warnings = read(request, body, RESPONSE_FIELDS, served)
-    messages = values.pop("messages", None)
-    if messages is None:
-        raise RequestError("input is missing; send a string, or a list of messages")
     instructions = values.pop("instructions", None)
-    if instructions is not None:
-        messages = [{"role": "system", "content": instructions}, *messages]
-    if "media" not in served.features:
-        messages = chats.as_text(messages)
+    messages = _messages(values, instructions, served)
     envelope = envelope_of("resp", values, served)
     stream = values.pop("stream", False)
-    truncation = values.pop("truncation", "disabled")
-    if truncation != "disabled":
-        raise fields.not_allowed("truncation", truncation, "send disabled: what does not fit is refused")
-    top, include = values.pop("top_logprobs", None), values.pop("include", ())
-    if top is not None or _LOGPROBS in include:
-        values["logprobs"] = top or 0
+    _check_truncation(values.pop("truncation", "disabled"))
+    _set_alternatives(values)
     echo = RequestEcho(
-        {name: body[name] for name in ("tools", "tool_choice", "metadata", "text", "reasoning") if body.get(name)},
+        {name: body[name] for name in _ECHOED if body.get(name)},
         instructions,
         values.get("max_output_tokens"),
         values.get("logprobs"),
     )
     values.pop("metadata", None)
-    chat = chats.chat_options(values)
-    tools, priority, adapter = values.pop("tools", None), priority_of(request, values), values.pop("adapter")
-    sampling = sampling_of(values, values.pop("max_output_tokens", None), served.sampling_defaults)
-    generation = GenerationRequest(
-        request_id=envelope.id,
-        prompt=None,
+    chat, tools = chats.chat_options(values), values.pop("tools", None)
+    generation = msgspec.structs.replace(
+        generation_request(request, envelope, values, values.pop("max_output_tokens", None), served),
         messages=messages,
         tools=tools,
         chat=chat,
-        sampling=sampling,
         stream=stream,
         add_special_tokens=False,
-        priority=priority,
-        adapter=adapter,
     )
     kind = ResponseStream if stream else ResponseBody
     return kind(generation, envelope, warnings, echo)
+
+
+def _messages(values: dict[str, Any], instructions: str | None, served: ServedModel) -> list[dict[str, Any]]:
+    messages = values.pop("messages", None)
+    if messages is None:
+        raise RequestError("input is missing; send a string, or a list of messages")
+    if instructions is not None:
+        messages = [{"role": "system", "content": instructions}, *messages]
+    return chats.for_model(messages, served)
+
+
+def _check_truncation(truncation: str) -> None:
+    if truncation != "disabled":
+        raise fields.not_allowed("truncation", truncation, "send disabled: a prompt that does not fit is refused")
+
+
+def _set_alternatives(values: dict[str, Any]) -> None:
+    """Turn `top_logprobs` and `include` into the number of alternatives; either of them asks for log probabilities."""
+    top, include = values.pop("top_logprobs", None), values.pop("include", ())
+    if top is not None or _LOGPROBS in include:
+        values["logprobs"] = top or 0
