@@ -25,10 +25,20 @@ from lmi_server.machine.environment import process_environment
 from lmi_server.machine.inventory import this_machine, with_gpu_memory
 from lmi_server.serving.model_store import ModelSource, Startup, startup_sources
 
-app = typer.Typer(name="lmi-server", help="Serves the model of a directory over HTTP.", no_args_is_help=True)
+app = typer.Typer(name="lmi-server", no_args_is_help=True)
 
 _log = logging.getLogger(__name__)
 _HELP = {option.field: f"{option.description} (default: {option.default})" for option in ServerSettings.declared()}
+
+
+@app.callback()
+def _refuse_other_systems() -> None:
+    """Serves the models of directories that hold a serving.properties, over HTTP."""
+    if sys.platform != "linux":
+        typer.echo(
+            f"lmi-server runs on Linux, and this is {sys.platform}: use a Linux container or virtual machine.", err=True
+        )
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -151,3 +151,13 @@ def test_serve_refuses_a_missing_handler_in_one_line(model_dir: Path) -> None:
     assert result.returncode == 1
     (line,) = result.stderr.splitlines()
     assert "is not available in this version; missing: tensorrt_llm" in line
+
+
+def test_another_system_is_told_so() -> None:
+    """The platform is set in a process of its own, as a Mac would have it."""
+    code = "import sys; from lmi_server.commands.cli import app; sys.platform = 'darwin'; app(['version'])"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=False
+    )
+    assert result.returncode == 1
+    assert result.stderr == "lmi-server runs on Linux, and this is darwin: use a Linux container or virtual machine.\n"
