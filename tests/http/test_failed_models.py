@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from server_helpers import Server, make_model, request, running
+from waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -87,8 +88,7 @@ def grow(weights: Path) -> None:
 def server(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     downloads = str(tmp_path_factory.mktemp("downloads"))
     with running("--model-store", store, variables={"SERVING_DOWNLOAD_DIR": downloads}) as server:
-        while "PENDING" in server.http.get("/models").text:
-            pass
+        wait_until(lambda: "PENDING" not in server.http.get("/models").text, "every model is loaded or has failed")
         yield server
 
 

@@ -7,12 +7,12 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import httpx
 from process_log import ProcessLog
+from waiting import wait_until
 
 COMMANDS = Path(sys.executable).parent
 
@@ -41,9 +41,7 @@ class Server:
         return None if found is None else float(found[1])
 
     def wait_for(self, name: str, value: float) -> None:
-        deadline = time.monotonic() + 60
-        while self.gauge(name) != value:
-            assert time.monotonic() < deadline, f"{name} is {self.gauge(name)}, not {value}"
+        wait_until(lambda: self.gauge(name) == value, f"{name} is {value}")
 
     def worker_pid(self) -> int:
         return int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()[0])

@@ -26,12 +26,12 @@ def load_of(directory: Path, handler: str = FAULTS, options: Mapping[str, Any] =
 
 
 def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """Run a test on uvloop, for at most a minute."""
+    """Run a test on uvloop, for at most two minutes."""
 
     @functools.wraps(test)
     def run(**fixtures: Any) -> None:
         async def limited() -> None:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(120):
                 await test(**fixtures)
 
         uvloop.run(limited())

@@ -17,6 +17,7 @@ import httpx
 from paths import TESTS
 from process_log import ProcessLog
 from relay_helpers import FAULTS, HANDLERS
+from waiting import wait_until
 
 SERVING_KEYS = {
     "job_queue_size",
@@ -60,14 +61,12 @@ class Server:
         return None if found is None else float(found[1])
 
     def until(self, name: str, value: float, model: str = "model") -> None:
-        """Ask for a metric until it has this value; the suite's own limit ends it where it never has."""
-        while self.metric(name, model) != value:
-            pass
+        """Ask for a metric until it has this value."""
+        wait_until(lambda: self.metric(name, model) == value, f"{name} is {value}")
 
     def until_positive(self, name: str, model: str = "model") -> None:
         """Ask for a counter until it is more than 0."""
-        while not self.metric(name, model):
-            pass
+        wait_until(lambda: self.metric(name, model), f"{name} is more than 0")
 
     def invoke(self, prompt: str, tokens: int = 3, stream: bool = False, **more: Any) -> httpx.Response:
         return self.http.post("/invocations", json=request(prompt, tokens, stream), **more)

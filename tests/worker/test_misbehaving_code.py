@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import httpx
 import pytest
 from own_code_helpers import make_own
 from server_helpers import Server, running
+from waiting import wait_until
 
 CODE = """
 import os, signal, sys, time
@@ -117,9 +117,7 @@ def test_the_memory_that_it_shared_goes_with_its_process(server: Server) -> None
     answer = server.http.post("/predictions/bad", headers={"x-case": "share memory", "x-name": memory.name})
     assert answer.status_code == 503
     server.log_line(r"leaked shared_memory objects")  # Python's resource tracker tells, and then removes it
-    deadline = time.monotonic() + 10
-    while memory.exists():
-        assert time.monotonic() < deadline
+    wait_until(lambda: not memory.exists(), "the shared memory is removed", limit_s=10)
 
 
 def test_it_hangs(server: Server) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from mpi_helpers import clean, group_members, is_running, litter
 from server_helpers import Server, make_model, serving
+from waiting import wait_until
 
 from lmi_server.machine.mpi import rank_of_line
 
@@ -88,8 +89,8 @@ def test_a_server_killed_leaves_no_rank_and_no_file(tmp_path: Path) -> None:
         members = group_members(server.process.pid)
         server.process.kill()
         server.ended()
-        while any(map(is_running, members)) or litter(server.process.pid):
-            pass
+        wait_until(lambda: not any(map(is_running, members)), "no rank is left")
+        wait_until(lambda: not litter(server.process.pid), "no file is left")
 
 
 def test_a_handler_that_cannot_follow_says_so(tmp_path: Path) -> None:

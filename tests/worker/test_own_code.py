@@ -16,6 +16,7 @@ import pytest
 from own_code_helpers import serving_own
 from PIL import Image
 from server_helpers import Server
+from waiting import wait_until
 
 CONTRACT = Path("contract")
 
@@ -228,8 +229,7 @@ def test_an_exception_ends_the_stream_with_an_error(server: Server) -> None:
 def test_finalize_runs(server: Server, tmp_path: Path, case: str) -> None:
     for number in range(8):  # the worker that ran it answers again once it has
         ask(server, case, "a finalize", x_file=str(tmp_path / str(number)))
-    while not all((tmp_path / str(number)).exists() for number in range(8)):
-        pass
+    wait_until(lambda: len(list(tmp_path.iterdir())) == 8, "finalize has run for each request")
 
 
 def together(server: Server, *cases: tuple[str, str]) -> list[httpx.Response]:

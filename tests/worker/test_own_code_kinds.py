@@ -11,6 +11,7 @@ import httpx
 import pytest
 from own_code_helpers import make_own, serving_own
 from server_helpers import Server, running
+from waiting import wait_until
 
 
 def ask(server: Server, case: str = "", body: str = "", **headers: str) -> httpx.Response:
@@ -51,8 +52,7 @@ class TestAsynchronous:
 
     def test_finalize_runs(self, server: Server, tmp_path: Path) -> None:
         assert ask(server, "finalize", x_file=str(tmp_path / "done")).text == "a"
-        while not (tmp_path / "done").exists():
-            pass
+        wait_until((tmp_path / "done").exists, "finalize has run")
 
     def test_a_stream(self, server: Server) -> None:
         answer = ask(server, "stream", "a b plain c")

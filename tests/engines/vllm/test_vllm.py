@@ -10,7 +10,6 @@ import signal
 import string
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +25,7 @@ from relay_helpers import on_loop
 from rolling_batch_helpers import generated
 from tiny_models import byte_tokenizer
 from vllm_helpers import make_tiny_model, tiny_llama, vllm_server
+from waiting import wait_until
 
 from lmi_server.configuration.resolve import inspect_model
 from lmi_server.explain.explanation import explain
@@ -211,9 +211,9 @@ def test_the_compiler_ends_with_its_server(
 ) -> None:
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "compiled"))
     with serving(tmp_path, tiny_model, **SETTINGS) as server:
-        worker, deadline = psutil.Process(server.worker_pid()), time.monotonic() + 10
-        while not (compilers := worker.children()):
-            assert time.monotonic() < deadline
+        worker = psutil.Process(server.worker_pid())
+        wait_until(worker.children, "the compiler runs")
+        compilers = worker.children()
         server.process.send_signal(number)
         server.process.wait(60)
         server.stop()  # closes what it has open
