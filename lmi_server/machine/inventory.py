@@ -12,10 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from lmi_server.machine.devices import installed_gpus, visible_gpus
+from lmi_server.machine.memory import free_and_total
 from lmi_server.machine.mpi import MpiRun, find_mpirun
 
-_MEMORY = Path("/proc/meminfo")
-_CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _CONTAINER_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of CPU time (or "max") in a period, and the period
 _MIB = 2**20
 
@@ -57,7 +56,7 @@ def this_machine(environment: Mapping[str, str], engines: Iterable[str] = ()) ->
 
     `engines` are the Python packages to look for.
     """
-    total, available = _main_memory()
+    available, total = free_and_total()
     return Machine(
         total_bytes=total,
         available_bytes=available,
@@ -97,17 +96,6 @@ def _cores(environment: Mapping[str, str]) -> int:
     if quota.isdecimal() and period.isdecimal():
         limits.append(math.ceil(int(quota) / int(period)))
     return max(1, min(limits))
-
-
-def _main_memory() -> tuple[int, int]:
-    """Return total and available bytes; a container's limit counts."""
-    if not _MEMORY.is_file():
-        return 0, 0
-    fields = dict(line.split(":", 1) for line in _MEMORY.read_text().splitlines())
-    total, available = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-    limit = _CONTAINER_LIMIT.read_text().strip() if _CONTAINER_LIMIT.is_file() else "max"
-    most = int(limit) if limit.isdecimal() else total
-    return min(total, most), min(available, most)
 
 
 def _is_installed(package: str) -> bool:

@@ -1,4 +1,4 @@
-"""What the pool of a model is told, and the words for its state."""
+"""What the pool of a model is started with, and the words for its state."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ class ModelStatus(Enum):
 class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What the pool needs to know of a model. Times are in seconds; numbers of workers are those of each device set.
 
-    `version` tells the versions of one model apart. `environment` is added to that of each worker; with an
-    `mpi` launcher each worker is a group of ranks.
+    `version` distinguishes the versions of one model. `environment` is added to that of each worker; with an `mpi`
+    launcher each worker is a group of ranks. What a user may configure has no default here: the defaults are those of
+    `ServingOptions` and `ModelOptions`.
     """
 
     load: Load
@@ -35,15 +36,15 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     environment: Mapping[str, str] = {}
     mpi: MpiLauncher | None = None
     adapters: tuple[RegisteredAdapter, ...] = ()
-    min_workers: int = 1
-    max_workers: int = 1
-    max_in_flight: int = 32
-    max_batch_delay_s: float = 0.1
-    job_queue_size: int = 1000
-    model_loading_timeout_s: float = 240.0
-    predict_timeout_s: float = 120.0
-    max_idle_s: float = 60.0
+    min_workers: int
+    max_workers: int
+    max_in_flight: int
+    max_batch_delay_s: float
+    job_queue_size: int
+    model_loading_timeout_s: float
+    predict_timeout_s: float
+    max_idle_s: float
+    parallel_loading: bool
+    retry_threshold: int
     heartbeat_timeout_s: float = 30.0
-    parallel_loading: bool = False
-    retry_threshold: int = 10
     death_window_s: float = 600.0

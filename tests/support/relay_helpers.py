@@ -12,6 +12,7 @@ import uvloop
 from paths import MODEL_CODE
 
 from lmi_server.contract.protocol import Load
+from lmi_server.serving.pool_settings import PoolSettings
 
 HANDLERS = str(MODEL_CODE)
 """To be put on PYTHONPATH of a worker: where `fault_handlers` is."""
@@ -23,6 +24,23 @@ def load_of(directory: Path, handler: str = FAULTS, options: Mapping[str, Any] =
     """Return a Load of one of the handlers in `fault_handlers`, whose options are those of the echo handler."""
     own = {"options_type": "handlers.echo.options:EchoOptions"}
     return Load("model", str(directory), handler, {"model_id": str(directory), **options}, ["model"], **own)
+
+
+def pool_settings(load: Load, **changes: Any) -> PoolSettings:
+    """Return the settings of a pool with one worker."""
+    settings: dict[str, Any] = {
+        "min_workers": 1,
+        "max_workers": 1,
+        "max_in_flight": 32,
+        "max_batch_delay_s": 0.1,
+        "job_queue_size": 1000,
+        "model_loading_timeout_s": 60.0,
+        "predict_timeout_s": 120.0,
+        "max_idle_s": 60.0,
+        "parallel_loading": False,
+        "retry_threshold": 10,
+    }
+    return PoolSettings(load=load, **{**settings, **changes})
 
 
 def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from relay_helpers import HANDLERS, on_loop
+from relay_helpers import HANDLERS, on_loop, pool_settings
 
 from lmi_server.contract.protocol import End, Error, Input, Load, Reply
 from lmi_server.serving.pool import WorkerPool
-from lmi_server.serving.pool_settings import ModelStatus, PoolSettings
+from lmi_server.serving.pool_settings import ModelStatus
 from lmi_server.supervisor.job import Job
 
 FAULTS = "request_handlers:RequestFaults"
@@ -30,7 +30,7 @@ async def pool_of(
     directory: Path, handler: str = FAULTS, batch_size: int = 1, workers: int = 1, **settings: Any
 ) -> AsyncIterator[WorkerPool]:
     load = Load("model", str(directory), handler, {"model_id": str(directory)}, ["model"], batch_size=batch_size)
-    pool = WorkerPool(PoolSettings(load=load, min_workers=workers, max_workers=workers, **settings))
+    pool = WorkerPool(pool_settings(load, min_workers=workers, max_workers=workers, **settings))
     pool.start()
     try:
         while pool.ready_workers < workers and pool.failure is None:  # noqa: ASYNC110 - each is told of in the log only

@@ -13,13 +13,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from relay_helpers import FAULTS, HANDLERS, load_of, on_loop
+from relay_helpers import FAULTS, HANDLERS, load_of, on_loop, pool_settings
 
 from lmi_server.contract.errors import BadParameterError, ModelMemoryError, ModelNotReadyError, QueueFullError
 from lmi_server.contract.protocol import End, Error, Input, Reply
 from lmi_server.machine.devices import plan_devices
 from lmi_server.serving.pool import WorkerPool
-from lmi_server.serving.pool_settings import ModelStatus, PoolSettings
+from lmi_server.serving.pool_settings import ModelStatus
 from lmi_server.supervisor.job import Job
 from lmi_server.supervisor.replicas import Backoff, CrashLoopDetector
 
@@ -34,7 +34,7 @@ def _fault_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
 async def pool_of(
     directory: Path, handler: str = FAULTS, options: dict[str, str] | None = None, **changes: Any
 ) -> AsyncIterator[WorkerPool]:
-    pool = WorkerPool(PoolSettings(load=load_of(directory, handler, options or {}), **changes))
+    pool = WorkerPool(pool_settings(load_of(directory, handler, options or {}), **changes))
     pool.start()
     try:
         await pool.settled()
@@ -218,7 +218,7 @@ async def test_a_load_that_takes_too_long_fails(tmp_path: Path) -> None:
 async def test_a_worker_that_cannot_be_started_is_a_failed_load(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     load = load_of(tmp_path)
-    pool = WorkerPool(PoolSettings(load=load))
+    pool = WorkerPool(pool_settings(load))
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), hard))
     try:
         pool.start()
@@ -251,7 +251,7 @@ async def test_a_worker_that_cannot_be_started_again_fails_what_waits(tmp_path: 
 @on_loop
 async def test_a_fault_of_the_pool_itself_fails_the_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     unsendable: Any = {"model_id": object()}
-    pool = WorkerPool(PoolSettings(load=load_of(tmp_path, options=unsendable)))
+    pool = WorkerPool(pool_settings(load_of(tmp_path, options=unsendable)))
     pool.start()
     assert await pool.settled() is ModelStatus.FAILED
     assert "not looked after" in caplog.text
@@ -270,7 +270,7 @@ async def test_a_long_temporary_directory_is_no_obstacle(tmp_path: Path, monkeyp
 
 @on_loop
 async def test_a_stop_while_the_model_loads_leaves_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    pool = WorkerPool(PoolSettings(load=load_of(tmp_path, "fault_handlers:GatedHandler")))
+    pool = WorkerPool(pool_settings(load_of(tmp_path, "fault_handlers:GatedHandler")))
     pool.start()
     await until(lambda: bool(children()))
     await pool.stop()
@@ -283,7 +283,7 @@ async def test_a_stop_while_the_model_loads_leaves_nothing(tmp_path: Path, caplo
 @pytest.mark.parametrize("ticks", range(1, 9))
 @on_loop
 async def test_a_stop_while_the_process_starts_leaves_nothing(tmp_path: Path, ticks: int) -> None:
-    pool = WorkerPool(PoolSettings(load=load_of(tmp_path)))
+    pool = WorkerPool(pool_settings(load_of(tmp_path)))
     pool.start()
     for _ in range(ticks):
         await asyncio.sleep(0)
@@ -294,7 +294,7 @@ async def test_a_stop_while_the_process_starts_leaves_nothing(tmp_path: Path, ti
 @on_loop
 async def test_nothing_is_accepted_while_the_model_loads(tmp_path: Path) -> None:
     load = load_of(tmp_path, "fault_handlers:GatedHandler")
-    pool = WorkerPool(PoolSettings(load=load))
+    pool = WorkerPool(pool_settings(load))
     pool.start()
     assert pool.status is ModelStatus.PENDING
     with pytest.raises(ModelNotReadyError, match="it is loading"):

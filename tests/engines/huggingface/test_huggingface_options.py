@@ -20,6 +20,7 @@ from handlers.huggingface.options import HuggingFaceOptions
 from handlers.rolling_batch.engine_loading import LoadedEngine, load_engine
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.generation import SamplingParameters
+from lmi_server.machine.memory import free_and_total
 
 HUGGING_FACE = "handlers.huggingface.handler:HuggingFaceHandler"
 KEYS = {"entryPoint": "djl_python.huggingface", "rolling_batch": "scheduler", "dtype": "fp32"}
@@ -83,21 +84,13 @@ def test_no_more_run_together_than_max_running_requests(weights: Path, options: 
 def test_memory_is_what_mem_fraction_static_leaves_beside_the_weights(weights: Path) -> None:
     """A share of the whole machine: twice the share is more than twice the cache, by what the weights take."""
     many = {"max_rolling_batch_size": 2000, "kv_cache_memory_gb": None}
-    share = 64 * 2**20 / machine_bytes()
+    share = 64 * 2**20 / free_and_total()[1]
     small, large = (load(weights, mem_fraction_static=share * factor, **many) for factor in (1, 2))
     per_token = 2 * 2 * 2 * 16 * 4  # layers, keys and values, heads, width, bytes
     assert (large.kv_tokens - small.kv_tokens) * per_token == pytest.approx(64 * 2**20, rel=0.01)
     assert small.kv_tokens * per_token < 64 * 2**20
     with pytest.raises(ModelLoadError, match="no memory for a KV cache"):
         load(weights, mem_fraction_static=share / 1000, **many)
-
-
-def machine_bytes() -> int:
-    """Memory of the machine, or of the container, as the handler sees it."""
-    limit = Path("/sys/fs/cgroup/memory.max")
-    told = limit.read_text().strip() if limit.exists() else "max"
-    total = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
-    return total if told == "max" else min(total, int(told))
 
 
 def test_schedule_conservativeness_decides_between_waiting_and_retraction(weights: Path) -> None:
