@@ -481,3 +481,23 @@ def test_any_json_is_answered_or_refused(body: Any) -> None:
 def test_any_bytes_are_answered_or_refused(body: bytes, route: str) -> None:
     for kind in ("", "application/json", "text/plain", "text/csv"):
         assert outcome(Input(route, {"content-type": kind}, [("data", body)]))
+
+
+# --- text alone ---
+
+
+def test_text_alone() -> None:
+    assert answer(lmi(served=formatted("none")), DELTAS).decode() == TEXT
+    assert answer(lmi(served=formatted("none"), return_full_text=True), DELTAS).decode() == "Hello" + TEXT
+
+
+def test_text_alone_as_a_stream() -> None:
+    exchange = lmi(stream=True, served=formatted("none"), return_full_text=True)
+    assert (exchange.stream, exchange.content_type) == (True, "text/plain; charset=utf-8")
+    assert answer(exchange, DELTAS).decode() == "Hello" + TEXT
+
+
+def test_an_error_in_a_stream_of_text_stands_on_a_line_of_its_own() -> None:
+    text, _, error = lmi(stream=True, served=formatted("none")).error_chunk(HandlerError("broken")).partition(b"\n")
+    assert text == b""
+    assert json.loads(error)["message"] == "broken"

@@ -33,7 +33,7 @@ def _parameters(name: str, value: Any) -> dict[str, Any]:
 
 
 _ONE_SEQUENCE = "send 1 or leave it out: one sequence is generated per request"
-_UNCONSTRAINED = "leave it out: the output is not constrained by a grammar or schema"
+_UNCONSTRAINED = "leave it out: this path cannot constrain the output to a grammar or a schema"
 
 PARAMETERS: dict[str, Field] = {
     "max_new_tokens": Field("max_new_tokens", fields.MAX_TOKENS),
