@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from handlers.checkpoints.options import TransformersOptions
 from handlers.rolling_batch.options import RollingBatchOptions
 from handlers.tasks.options import PipelineOptions, generates
-from lmi_server.configuration.declaration import Allowed, Documented, Finding, Key, NoEffect, Unavailable
+from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key, NoEffect, Unavailable
 from lmi_server.configuration.options import (
     DTYPE_NOTE,
     MPI_MODE_DESCRIPTION,
@@ -175,31 +175,31 @@ class DeepSpeedOptions(RollingBatchOptions):
         kept = {"option.checkpoint": SHARDS_MANIFEST, "option.tensor_parallel_degree": str(degree)}
         return {**{f"option.{name}": None for name in removed}, **kept}
 
-    def unavailable(self) -> Iterator[Finding]:
+    def unavailable(self) -> Iterator[Conflict]:
         degree = self.tensor_parallel_degree
         if not self.mpi_mode and degree not in (1, -1, "max"):
-            yield Finding(("option.tensor_parallel_degree",), "use engine=MPI, or 1")
+            yield Conflict(("option.tensor_parallel_degree",), "use engine=MPI, or 1")
         whole_tasks = self.rolling_batch == "disable"
         if whole_tasks and self.streams and self.mpi_mode and degree not in (1, -1):
-            yield Finding(
+            yield Conflict(
                 ("option.enable_streaming",),
                 "several ranks answer a static batch whole; use option.rolling_batch=deepspeed, or one rank",
             )
         for key in ("option.checkpoint", "option.save_mp_checkpoint_path"):
             if whole_tasks and getattr(self, key.removeprefix("option.")) is not None:
-                yield Finding((key,), "use option.rolling_batch=deepspeed")
+                yield Conflict((key,), "use option.rolling_batch=deepspeed")
 
-    def contradictions(self, given: Collection[str]) -> Iterator[Finding]:
+    def conflicts(self, given: Collection[str]) -> Iterator[Conflict]:
         if self.quantize == "smoothquant" and self.dtype == "bf16":
-            yield Finding(("option.quantize", "option.dtype"), "smoothquant only with option.dtype=fp16 or fp32")
+            yield Conflict(("option.quantize", "option.dtype"), "smoothquant only with option.dtype=fp16 or fp32")
         if self.checkpoint is not None and self.dtype == "auto":
-            yield Finding(
+            yield Conflict(
                 ("option.checkpoint", "option.dtype"), "a checkpoint only with option.dtype=fp32, fp16, bf16 or int8"
             )
         if self.checkpoint is not None and self.quantize is not None:
-            yield Finding(("option.checkpoint",), "a checkpoint only without option.quantize")
+            yield Conflict(("option.checkpoint",), "a checkpoint only without option.quantize")
 
-    def doubts(self, given: Collection[str]) -> Iterator[Finding]:
+    def warnings(self, given: Collection[str]) -> Iterator[Conflict]:
         if self.quantize != "smoothquant":
             yield from without_effect(given, "option.quantize=smoothquant", ["option.smoothquant_alpha"])
         if self.rolling_batch != "disable":

@@ -22,13 +22,13 @@ from transformers.initialization import no_init_weights
 from handlers.deepspeed.initialization import read_json
 from handlers.deepspeed.int8 import make_places
 from handlers.deepspeed.options import SHARDS_MANIFEST, DeepSpeedOptions
+from lmi_server.configuration.options import LONG_DTYPES
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.ranks import Rank
 
 _log = logging.getLogger(__name__)
 
 _KIND = "lmi-server ranks"
-_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 _TENSORS_PER_FILE = 64
 
 
@@ -78,7 +78,7 @@ def find_shards(path: str, options: DeepSpeedOptions, rank: Rank) -> Shards | No
             f"option.checkpoint: {manifest} was split for option.tensor_parallel_degree={content['tp_size']}, and here"
             f" it is {rank.size}; split the model again, or set the degree to {content['tp_size']}"
         )
-    if _DTYPES.get(options.dtype) != content["dtype"]:
+    if LONG_DTYPES.get(options.dtype) != content["dtype"]:
         raise ModelLoadError(
             f"option.checkpoint: {manifest} is in {content['dtype']}, and option.dtype={options.dtype}; set the data"
             " type of the checkpoint"

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from handlers.checkpoints.options import TransformersOptions
 from handlers.rolling_batch.options import RollingBatchOptions
-from lmi_server.configuration.declaration import Deprecated, Finding, NoEffect, Unavailable
+from lmi_server.configuration.declaration import Conflict, Deprecated, NoEffect, Unavailable
 from lmi_server.configuration.options import MPI_MODE_DESCRIPTION, Fraction, ParallelDegree, PositiveInt
 from lmi_server.configuration.tasks import TEXT_GENERATION, Workload
 
@@ -53,11 +53,11 @@ class HuggingFaceOptions(TransformersOptions, RollingBatchOptions):
     def context_length(self) -> int | None:
         return self.max_model_len
 
-    def unavailable(self) -> Iterator[Finding]:
+    def unavailable(self) -> Iterator[Conflict]:
         if not self.mpi_mode and self.tensor_parallel_degree not in (1, -1, "max"):
-            yield Finding(("option.tensor_parallel_degree",), "use engine=MPI, or 1")
+            yield Conflict(("option.tensor_parallel_degree",), "use engine=MPI, or 1")
         if self.mpi_mode and self.save_mp_checkpoint_path is not None:
-            yield Finding(("option.save_mp_checkpoint_path",), "each rank reads its part of the weights as they are")
+            yield Conflict(("option.save_mp_checkpoint_path",), "each rank reads its part of the weights as they are")
 
 
 def runs_as_pipeline(workload: Workload) -> bool:

@@ -7,14 +7,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from lmi_server.configuration.declaration import Allowed, Documented, Finding, Key
-from lmi_server.configuration.options import ModelOptions, ParallelDegree, PositiveInt, lower
+from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key
+from lmi_server.configuration.options import ModelOptions, ParallelDegree, PositiveInt, lower, short_dtype
 
 NeuronDtype = Annotated[
     Literal["fp32", "fp16", "bf16"],
-    BeforeValidator(
-        lambda value: {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}.get(lower(value), lower(value))
-    ),
+    BeforeValidator(short_dtype),
     Allowed("fp32 (float32), fp16 (float16), bf16 (bfloat16)"),
 ]
 Lengths = Annotated[
@@ -136,12 +134,12 @@ class NeuronxOptions(ModelOptions):
     def context_length(self) -> int | None:
         return self.n_positions
 
-    def contradictions(self, given: Collection[str]) -> Iterator[Finding]:
+    def conflicts(self, given: Collection[str]) -> Iterator[Conflict]:
         key = ("option.partition_schema",)
         if self._loader(given) == "tnx" and self.partition_schema == "optimum":
-            yield Finding(key, "optimum only with option.model_loader=optimum")
+            yield Conflict(key, "optimum only with option.model_loader=optimum")
         if self.model_loader == "optimum" and self.partition_schema not in (None, "optimum"):
-            yield Finding(key, "optimum with option.model_loader=optimum")
+            yield Conflict(key, "optimum with option.model_loader=optimum")
 
     def _loader(self, given: Collection[str]) -> str | None:
         needs_tnx = any(f"option.{name}" in given for name in _LOADER_OF_TNX)

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from lmi_server.configuration.declaration import Allowed, Finding, Key
-from lmi_server.configuration.options import ModelOptions, ParallelDegree, lower
+from lmi_server.configuration.declaration import Allowed, Conflict, Key
+from lmi_server.configuration.options import ModelOptions, ParallelDegree, lower, short_dtype
 
 
 class StableDiffusionOptions(ModelOptions):
@@ -21,7 +21,7 @@ class StableDiffusionOptions(ModelOptions):
     dtype: Annotated[
         Literal["fp16"],
         Key(also=("option.data_type",)),
-        BeforeValidator(lambda value: {"float16": "fp16"}.get(lower(value), lower(value))),
+        BeforeValidator(short_dtype),
         Allowed("fp16 (float16)"),
     ] = Field("fp16", description="Data type of the weights.")
     enable_cuda_graph: bool = Field(False, description="Capture the forward pass as a CUDA graph.")
@@ -38,6 +38,6 @@ class StableDiffusionOptions(ModelOptions):
             "replace_with_kernel_inject": True,
         }
 
-    def contradictions(self, given: Collection[str]) -> Iterator[Finding]:
+    def conflicts(self, given: Collection[str]) -> Iterator[Conflict]:
         if self.enable_cuda_graph and self.tensor_parallel_degree != 1:
-            yield Finding(("option.enable_cuda_graph",), "true only with option.tensor_parallel_degree=1")
+            yield Conflict(("option.enable_cuda_graph",), "true only with option.tensor_parallel_degree=1")

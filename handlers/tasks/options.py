@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from handlers.checkpoints.options import TransformersOptions
-from lmi_server.configuration.declaration import Allowed, Finding, Unavailable
+from lmi_server.configuration.declaration import Allowed, Conflict, Unavailable
 from lmi_server.configuration.options import PositiveInt, RollingBatch, lower, without_effect
 from lmi_server.configuration.tasks import canonical_task
 
@@ -82,7 +82,7 @@ class PipelineOptions(TransformersOptions):
     def context_length(self) -> int | None:
         return self.max_model_len
 
-    def doubts(self, given: Collection[str]) -> Iterator[Finding]:
+    def warnings(self, given: Collection[str]) -> Iterator[Conflict]:
         formats = ("option.output_formatter", "option.input_formatter", "option.tgi_compat")
         rolling_only = ("option.max_rolling_batch_size", *formats)
         yield from without_effect(given, "a rolling batch", rolling_only)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from lmi_server.configuration.declaration import Allowed, Documented, Finding, Key
+from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key
 from lmi_server.configuration.options import (
     DTYPE_NOTE,
     FloatDtype,
@@ -191,14 +191,14 @@ class TensorRtLlmOptions(_ModelOptions):
     def context_length(self) -> int | None:
         return self.max_seq_len or self.max_input_len + self.max_output_len
 
-    def contradictions(self, given: Collection[str]) -> Iterator[Finding]:
+    def conflicts(self, given: Collection[str]) -> Iterator[Conflict]:
         pair = ("option.rotary_scaling_type", "option.rotary_scaling_factor")
         if (self.rotary_scaling_type is None) != (self.rotary_scaling_factor is None):
-            yield Finding(pair, "rotary_scaling_type and rotary_scaling_factor only together")
+            yield Conflict(pair, "rotary_scaling_type and rotary_scaling_factor only together")
         if self.rolling_batch != "disable" and not self.mpi_mode:
-            yield Finding(("option.mpi_mode", "option.rolling_batch"), "trtllm only with engine=MPI")
+            yield Conflict(("option.mpi_mode", "option.rolling_batch"), "trtllm only with engine=MPI")
 
-    def doubts(self, given: Collection[str]) -> Iterator[Finding]:
+    def warnings(self, given: Collection[str]) -> Iterator[Conflict]:
         if self.quantize != "smoothquant":
             keys = [f"option.{name}" for name in _SMOOTHQUANT]
             yield from without_effect(given, "option.quantize=smoothquant", keys)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from handlers.vllm.options import InWorkerOptions
-from lmi_server.configuration.declaration import Allowed, Deprecated, DeprecatedValue, Documented, Finding, NoEffect
+from lmi_server.configuration.declaration import Allowed, Conflict, Deprecated, DeprecatedValue, Documented, NoEffect
 from lmi_server.configuration.options import MPI_MODE_DESCRIPTION, JsonObject, PositiveInt, lower
 from lmi_server.machine.inventory import Machine
 
@@ -77,17 +77,17 @@ class LmiDistOptions(InWorkerOptions):
             }
         return arguments
 
-    def contradictions(self, given: Collection[str]) -> Iterator[Finding]:
+    def conflicts(self, given: Collection[str]) -> Iterator[Conflict]:
         if not self.mpi_mode:
-            yield Finding(("option.mpi_mode", "option.rolling_batch"), "lmi-dist only with engine=MPI")
+            yield Conflict(("option.mpi_mode", "option.rolling_batch"), "lmi-dist only with engine=MPI")
         if self.enable_lora and self.speculative_draft_model is not None:
-            yield Finding(
+            yield Conflict(
                 ("option.enable_lora", "option.speculative_draft_model"),
                 "true only without option.speculative_draft_model",
             )
         if self.speculative_config is not None and self.speculative_draft_model is not None:
-            yield Finding(
+            yield Conflict(
                 ("option.speculative_draft_model", "option.speculative_config"),
                 "only without option.speculative_config, which says the same",
             )
-        yield from self.parser_contradictions()
+        yield from self.parser_conflicts()

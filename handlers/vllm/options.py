@@ -13,9 +13,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from lmi_server.configuration.declaration import Allowed, Finding, Key, NoEffect
+from lmi_server.configuration.declaration import Allowed, Conflict, Key, NoEffect
 from lmi_server.configuration.options import (
     DTYPE_NOTE,
+    LONG_DTYPES,
     FloatDtype,
     JsonObject,
     ModelOptions,
@@ -39,7 +40,6 @@ _VARIABLES = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would have the worker's socket, and locks that its threads held
     "TOKENIZERS_PARALLELISM": "false",
 }
-_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
 class VllmEngineOptions(ModelOptions):
@@ -155,7 +155,7 @@ class VllmEngineOptions(ModelOptions):
             "model": self.model_id,
             "revision": self.revision,
             "trust_remote_code": self.trust_remote_code,
-            "dtype": _DTYPES.get(self.dtype, self.dtype),
+            "dtype": LONG_DTYPES.get(self.dtype, self.dtype),
             "tensor_parallel_size": self.tensor_parallel_degree,
             "pipeline_parallel_size": self.pipeline_parallel_degree,
             "max_num_seqs": self.max_rolling_batch_size,
@@ -250,24 +250,24 @@ class VllmEngineOptions(ModelOptions):
     def context_length(self) -> int | None:
         return self.max_model_len
 
-    def contradictions(self, given: Collection[str]) -> Iterator[Finding]:
+    def conflicts(self, given: Collection[str]) -> Iterator[Conflict]:
         if self.mpi_mode:
-            yield Finding(("option.mpi_mode",), "engine=Python without option.mpi_mode; vLLM starts its own processes")
-        yield from self.parser_contradictions()
+            yield Conflict(("option.mpi_mode",), "engine=Python without option.mpi_mode; vLLM starts its own processes")
+        yield from self.parser_conflicts()
         if self.pipeline_parallel_degree != 1 and "option.rolling_batch" in given and self.rolling_batch == "vllm":
-            yield Finding(("option.pipeline_parallel_degree",), "1 with option.rolling_batch=vllm")
+            yield Conflict(("option.pipeline_parallel_degree",), "1 with option.rolling_batch=vllm")
 
-    def parser_contradictions(self) -> Iterator[Finding]:
+    def parser_conflicts(self) -> Iterator[Conflict]:
         """Yield what asks for a parser of the model's answers and names none."""
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
-            yield Finding(("option.enable_auto_tool_choice",), "true only with option.tool_call_parser")
+            yield Conflict(("option.enable_auto_tool_choice",), "true only with option.tool_call_parser")
         if self.enable_reasoning and self.reasoning_parser is None:
-            yield Finding(("option.enable_reasoning",), "true only with option.reasoning_parser")
+            yield Conflict(("option.enable_reasoning",), "true only with option.reasoning_parser")
 
     def gpus_per_worker(self, available: int) -> int | None:
         return self.devices_per_worker if available else None  # without any, vLLM's processes share the CPU
 
-    def doubts(self, given: Collection[str]) -> Iterator[Finding]:
+    def warnings(self, given: Collection[str]) -> Iterator[Conflict]:
         if not self.enable_lora:
             lora = ("max_loras", "max_lora_rank", "max_cpu_loras", "lora_extra_vocab_size", "fully_sharded_loras")
             yield from without_effect(given, "option.enable_lora=true", [f"option.{name}" for name in lora])

@@ -1,4 +1,4 @@
-"""Checks resolved values against their declarations; every finding is one line that names place, key and value."""
+"""Checks merged values against their declarations. Each message is one line that names place, key, value and remedy."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from lmi_server.configuration.declaration import (
+    Conflict,
     Deprecated,
     DeprecatedValue,
-    Finding,
     NoEffect,
     Option,
     Options,
@@ -25,9 +25,9 @@ _AnyOptions = TypeVar("_AnyOptions", bound=Options)
 
 
 def build(options_type: type[_AnyOptions], sources: Given) -> tuple[_AnyOptions, dict[str, str]]:
-    """Return the typed options and the problems with them, by key.
+    """Return the typed options, and a problem for each key with a wrong value.
 
-    A bad value has its default in the result, so that the checks that follow can report the others.
+    A wrong value has its default in the result, so that later checks can report further problems in the same run.
     """
     declared = {option.field: option for option in options_type.declared() if option.key in sources}
     values = {field: sources[option.key].raw for field, option in declared.items()}
@@ -46,11 +46,11 @@ def _wrong_fields(options_type: type[Options], values: Mapping[str, str]) -> lis
 
 
 def _bad_value(option: Option, sources: Given) -> str:
-    return f"{told(sources[option.key], option.key)} is not allowed; allowed: {option.allowed}"
+    return f"{describe_source(sources[option.key], option.key)} is not allowed; allowed: {option.allowed}"
 
 
-def told(source: Source, key: str) -> str:
-    """Return place, key and value as every message begins; key and value as they were written."""
+def describe_source(source: Source, key: str) -> str:
+    """Return place, key and value, with which every message begins; key and value as the user wrote them."""
     written = source.raw if source.written is None else source.written
     return f'{source.where}: {source.spelling or key} = "{written}"'
 
@@ -60,41 +60,43 @@ def unavailable(options: Options, sources: Given) -> Iterator[str]:
     for option, source, value in _decided(options, sources):
         for mark in option.marks:
             if isinstance(mark, Unavailable) and mark.applies(value):
-                yield f"{told(source, option.key)} is not available in this version; {mark.instead}"
-    for finding in options.unavailable():
-        key = finding.keys[0]
-        yield f"{told(sources[key], key)} is not available in this version; {finding.text}"
+                yield f"{describe_source(source, option.key)} is not available in this version; {mark.instead}"
+    for conflict in options.unavailable():
+        key = conflict.keys[0]
+        yield f"{describe_source(sources[key], key)} is not available in this version; {conflict.text}"
 
 
-def contradictions(
-    serving: ServingOptions, options: ModelOptions, sources: Given, wrong: Collection[str]
-) -> Iterator[str]:
-    """Yield a problem where two values do not go together; of the keys in `wrong` there is no value to judge by."""
+def conflicts(serving: ServingOptions, options: ModelOptions, sources: Given, wrong: Collection[str]) -> Iterator[str]:
+    """Yield a problem for each combination of values that is not allowed.
+
+    The keys in `wrong` have no valid value, so a combination with one of them cannot be judged and is skipped.
+    """
     given = _given(sources)
-    for finding in (*_contradictions(serving, options, given), *options.contradictions(given)):
-        if not set(finding.keys).isdisjoint(wrong):
+    for conflict in (*_serving_conflicts(serving, options, given), *options.conflicts(given)):
+        if not set(conflict.keys).isdisjoint(wrong):
             continue
-        key = next((key for key in finding.keys if key in sources), finding.keys[0])
-        place = told(sources[key], key) if key in sources else key
-        yield f"{place} is not allowed; allowed: {finding.text}"
+        key = next((key for key in conflict.keys if key in sources), conflict.keys[0])
+        place = describe_source(sources[key], key) if key in sources else key
+        yield f"{place} is not allowed; allowed: {conflict.text}"
 
 
-def _contradictions(serving: ServingOptions, options: ModelOptions, given: Collection[str]) -> Iterator[Finding]:
+def _serving_conflicts(serving: ServingOptions, options: ModelOptions, given: Collection[str]) -> Iterator[Conflict]:
     if serving.min_workers > serving.max_workers:
         keys = ("maxWorkers", "minWorkers")
         here = f"maxWorkers (here {serving.max_workers}) not below minWorkers (here {serving.min_workers})"
-        yield Finding(keys, here)
+        yield Conflict(keys, here)
     if options.one_worker_only is not None and serving.max_workers > 1:
-        yield Finding(("maxWorkers", options.one_worker_only), f"1 with {options.one_worker_only}=true")
+        yield Conflict(("maxWorkers", options.one_worker_only), f"1 with {options.one_worker_only}=true")
     rolling = options.rolling_batch
     if serving.batch_size > 1 and "option.rolling_batch" in given and rolling not in ("disable", "auto"):
-        yield Finding(("batch_size",), f"1 with option.rolling_batch={rolling}; a rolling batch needs no dynamic batch")
+        allowed = f"1 with option.rolling_batch={rolling}; a rolling batch needs no dynamic batch"
+        yield Conflict(("batch_size",), allowed)
     if serving.batch_size > 1 and options.enable_streaming != "false" and rolling == "disable":
-        yield Finding(("batch_size",), f"1 with option.enable_streaming={options.enable_streaming}")
+        yield Conflict(("batch_size",), f"1 with option.enable_streaming={options.enable_streaming}")
 
 
 def undefined_formatters(options: ModelOptions, sources: Given, model_dir: Path) -> Iterator[str]:
-    """Yield a problem for each formatter that is to be a function of model.py, which does not define it."""
+    """Yield a problem for each formatter that names a function which model.py does not define."""
     output = None if options.output_formatter in FORMATTERS else options.output_formatter
     path = model_dir / MODEL_CODE
     for key, name in (("option.input_formatter", options.input_formatter), ("option.output_formatter", output)):
@@ -102,26 +104,26 @@ def undefined_formatters(options: ModelOptions, sources: Given, model_dir: Path)
             continue
         missing = f"{path} does not define it" if path.is_file() else f"there is no {path} that defines it"
         allowed = next(option.allowed for option in options.declared() if option.key == key)
-        yield f"{told(sources[key], key)} is not allowed; {missing}; allowed: {allowed}"
+        yield f"{describe_source(sources[key], key)} is not allowed; {missing}; allowed: {allowed}"
 
 
-def doubts(options: Options, sources: Given) -> Iterator[str]:
-    """Yield a warning for each key that is deprecated or changes nothing."""
+def value_warnings(options: Options, sources: Given) -> Iterator[str]:
+    """Yield a warning for each key that is deprecated or has no effect."""
     for option, source, _ in _decided(options, sources):
         for mark in option.marks:
             if isinstance(mark, Deprecated):
                 yield f"{source.where}: {option.key} is deprecated: {mark.advice}"
             elif isinstance(mark, DeprecatedValue) and source.raw == mark.value:
-                yield f"{told(source, option.key)} is deprecated: {mark.advice}"
+                yield f"{describe_source(source, option.key)} is deprecated: {mark.advice}"
             elif isinstance(mark, NoEffect):
                 yield f"{source.where}: {option.key} has no effect here: {mark.reason}"
 
 
-def combined_doubts(options: ModelOptions, sources: Given) -> Iterator[str]:
-    """Yield a warning for each key that changes nothing because of another one."""
-    for finding in options.doubts(_given(sources)):
-        key = finding.keys[0]
-        yield f"{sources[key].where}: {key} {finding.text}"
+def combination_warnings(options: ModelOptions, sources: Given) -> Iterator[str]:
+    """Yield a warning for each key that has no effect because of the value of another key."""
+    for conflict in options.warnings(_given(sources)):
+        key = conflict.keys[0]
+        yield f"{sources[key].where}: {key} {conflict.text}"
 
 
 def _given(sources: Given) -> Collection[str]:
@@ -129,7 +131,7 @@ def _given(sources: Given) -> Collection[str]:
 
 
 def _decided(options: Options, sources: Given) -> Sequence[tuple[Option, Source, object]]:
-    """Return the options that somebody wrote a value of; what followed from something else is not theirs to mend."""
+    """Return the options that a user gave a value; derived values are skipped, because the user cannot fix them."""
     return [
         (option, sources[option.key], getattr(options, option.field))
         for option in options.declared()

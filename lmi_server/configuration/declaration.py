@@ -119,7 +119,7 @@ def written(value: object) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Conflict:
     """Options that do not go together: `keys` in full, the one to name first; `text` says what is allowed or why."""
 
     keys: tuple[str, ...]
@@ -133,7 +133,7 @@ class Options(BaseModel):
 
     prefix: ClassVar[str] = ""
 
-    def unavailable(self) -> Iterator[Finding]:
+    def unavailable(self) -> Iterator[Conflict]:
         """Yield what is right and what this version cannot serve, where one value alone does not tell."""
         yield from ()
 

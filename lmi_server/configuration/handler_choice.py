@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from lmi_server.artifacts.location import refuse_remote_entry_point
-from lmi_server.configuration.check import told
+from lmi_server.configuration.check import describe_source
 from lmi_server.configuration.handlers import HandlerSpec, HandlerTable
 from lmi_server.configuration.layers import Given, Source
 from lmi_server.configuration.model_code import MODEL_CODE, takes_requests
@@ -48,7 +48,7 @@ class Choice:
             return None
         place = f"{model_dir / 'model.py'}:"
         if self.source is not None and self.key is not None:
-            place = told(self.source, self.key)
+            place = describe_source(self.source, self.key)
         served = " or ".join(handlers.served_entry_points())
         return f"{place} is not available in this version; missing: {self.spec.title}; served are {served}"
 
@@ -80,7 +80,7 @@ def choose_handler(given: Given, model: Model, machine: Machine, handlers: Handl
     chosen = (
         _by_files(given, model.directory, handlers)
         if entry_point is None
-        else _by_entry_point(given, entry_point, model.directory, handlers)
+        else _by_entry_point(entry_point, model.directory, handlers)
     )
     workload = _workload(given, model.task)
     chosen = _variant(chosen, workload, handlers)
@@ -123,22 +123,23 @@ def _is_handler_file(model_dir: Path, given: Given, handlers: HandlerTable) -> b
     return HANDLER in given or not has_model or takes_requests(path)
 
 
-def _by_entry_point(given: Given, source: Source, model_dir: Path, handlers: HandlerTable) -> Choice:
-    key, name = ENTRY_POINT, source.raw
+def _by_entry_point(source: Source, model_dir: Path, handlers: HandlerTable) -> Choice:
+    name = source.raw
+    place = describe_source(source, ENTRY_POINT)
     try:
         refuse_remote_entry_point(name)
     except ValueError as error:
-        return Choice(None, key, source, f"{told(source, key)} {error}")
+        return Choice(None, ENTRY_POINT, source, f"{place} {error}")
     spec = handlers.by_entry_point(name) or (handlers.user_code if _is_own_code(name, model_dir) else None)
     if spec is not None:
-        return Choice(spec, key, source)
+        return Choice(spec, ENTRY_POINT, source)
     if name.endswith(".py"):
-        return Choice(None, key, source, f"{told(source, key)} is not allowed; there is no file {model_dir / name}")
+        return Choice(None, ENTRY_POINT, source, f"{place} is not allowed; there is no file {model_dir / name}")
     names = handlers.entry_points()
     nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
     advice = f"; did you mean {nearest[0]}?" if nearest else ""
     allowed = f"{', '.join(names)}, a Python file of the model directory, an absolute path, a dotted module"
-    return Choice(None, key, source, f"{told(source, key)} is not allowed; allowed: {allowed}{advice}")
+    return Choice(None, ENTRY_POINT, source, f"{place} is not allowed; allowed: {allowed}{advice}")
 
 
 def _is_own_code(name: str, model_dir: Path) -> bool:

@@ -14,10 +14,10 @@ from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr
 
 from lmi_server.configuration.declaration import (
     Allowed,
+    Conflict,
     Deprecated,
     DeprecatedValue,
     Documented,
-    Finding,
     Key,
     NoEffect,
     Options,
@@ -25,10 +25,15 @@ from lmi_server.configuration.declaration import (
 )
 from lmi_server.machine.inventory import Machine
 
+LONG_DTYPES: Mapping[str, str] = MappingProxyType({"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"})
+"""What torch and the engines call the data types of option.dtype."""
+_SHORT_DTYPES = {long: short for short, long in LONG_DTYPES.items()}
 
-def _short_dtype(value: Any) -> Any:
-    name = value.lower() if isinstance(value, str) else value
-    return {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}.get(name, name)
+
+def short_dtype(value: Any) -> Any:
+    """Return LMI's name of a data type in either spelling, in any case; anything else as it is."""
+    name = lower(value)
+    return _SHORT_DTYPES.get(name, name)
 
 
 def lower(value: Any) -> Any:
@@ -65,12 +70,12 @@ JsonObject = Annotated[str, AfterValidator(_json_object), Allowed("a JSON object
 EnvironmentPairs = Annotated[str, AfterValidator(_environment_pairs), Allowed("NAME=VALUE pairs separated by commas")]
 Dtype = Annotated[
     Literal["auto", "fp32", "fp16", "bf16", "int8"],
-    BeforeValidator(_short_dtype),
+    BeforeValidator(short_dtype),
     Allowed("auto, fp32 (float32), fp16 (float16), bf16 (bfloat16), int8"),
 ]
 FloatDtype = Annotated[
     Literal["auto", "fp32", "fp16", "bf16"],
-    BeforeValidator(_short_dtype),
+    BeforeValidator(short_dtype),
     Allowed("auto, fp32 (float32), fp16 (float16), bf16 (bfloat16)"),
 ]
 RollingBatch = Annotated[
@@ -416,17 +421,17 @@ class ModelOptions(Options):
         """
         return "the handler does neither; serve the model as it is"
 
-    def contradictions(self, given: Collection[str]) -> Iterator[Finding]:
+    def conflicts(self, given: Collection[str]) -> Iterator[Conflict]:
         """Yield options that must not be combined; `given` holds the keys in full that somebody decided."""
         yield from ()
 
-    def doubts(self, given: Collection[str]) -> Iterator[Finding]:
+    def warnings(self, given: Collection[str]) -> Iterator[Conflict]:
         """Yield combinations that are accepted and in which a key changes nothing."""
         yield from ()
 
 
-def without_effect(given: Collection[str], unless: str, keys: Collection[str]) -> Iterator[Finding]:
+def without_effect(given: Collection[str], unless: str, keys: Collection[str]) -> Iterator[Conflict]:
     """Yield a finding for each of `keys` that is given where only `unless` would make it mean anything."""
     for key in keys:
         if key in given:
-            yield Finding((key,), f"has no effect without {unless}")
+            yield Conflict((key,), f"has no effect without {unless}")

@@ -12,12 +12,12 @@ from typing import Any
 
 from lmi_server.configuration.check import (
     build,
-    combined_doubts,
-    contradictions,
-    doubts,
-    told,
+    combination_warnings,
+    conflicts,
+    describe_source,
     unavailable,
     undefined_formatters,
+    value_warnings,
 )
 from lmi_server.configuration.checkpoint import architectures, is_causal_lm, locate_model, read_config
 from lmi_server.configuration.declaration import Option, written
@@ -151,7 +151,7 @@ def inspect_model(
     serving, bad_serving = build(ServingOptions, merged.known)
     options, bad_options = build(options_type, merged.known)
     bad = dict(sorted({**bad_serving, **bad_options}.items(), key=lambda item: merged.known[item[0]].line or 0))
-    wrong = [*merged.problems, *bad.values(), *misplaced, *contradictions(serving, options, merged.known, bad)]
+    wrong = [*merged.problems, *bad.values(), *misplaced, *conflicts(serving, options, merged.known, bad)]
     if choice.problem is not None:
         wrong.append(choice.problem)
     elif not misplaced:
@@ -174,7 +174,11 @@ def inspect_model(
         ),
         warnings=(
             *(*layers.warnings, *merged.warnings, *_unknown(merged.unknown, spec, declared, handlers)),
-            *(*doubts(serving, merged.known), *doubts(options, merged.known), *combined_doubts(options, merged.known)),
+            *(
+                *value_warnings(serving, merged.known),
+                *value_warnings(options, merged.known),
+                *combination_warnings(options, merged.known),
+            ),
         ),
         problems=tuple(wrong),
         unavailable=tuple(_unavailable(choice, model_dir, serving, options, merged.known, config, handlers)),
@@ -243,7 +247,7 @@ def _locate(given: Given, model_dir: Path) -> tuple[str, list[str]]:
         return locate_model(source.raw if source else None, model_dir), []
     except ValueError as error:
         assert source is not None, "without a model_id the model is its directory"
-        return str(model_dir), [f"{told(source, 'option.model_id')} {error}"]
+        return str(model_dir), [f"{describe_source(source, 'option.model_id')} {error}"]
 
 
 def _no_checkpoint(spec: HandlerSpec, location: str, model_dir: Path) -> Iterator[str]:
@@ -271,7 +275,7 @@ def _unavailable(
     yield from unavailable(serving, sources)
     if serving.batch_size > 1 and choice.spec is not None and not choice.spec.takes_batches:
         yield (
-            f"{told(sources['batch_size'], 'batch_size')} is not available in this version; "
+            f"{describe_source(sources['batch_size'], 'batch_size')} is not available in this version; "
             "requests are decoded together by the rolling batch; remove the key"
         )
     yield from unavailable(options, sources)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lmi_server.configuration.check import told
+from lmi_server.configuration.check import describe_source
 from lmi_server.configuration.declaration import Deprecated, DeprecatedValue, NoEffect, Option
 from lmi_server.configuration.handlers import load_options_type
 from lmi_server.configuration.layers import Source
@@ -184,7 +184,7 @@ def _machine(machine: Machine) -> Mapping[str, Any]:
 def _reserved(found: Inspection) -> Sequence[str]:
     """Return a warning where the machine has less than the configuration says that the model needs."""
     missing = shortages(found.serving, found.machine)
-    return [f"{told(found.sources[key], key)}: {text}" for key, text in missing.items()]
+    return [f"{describe_source(found.sources[key], key)}: {text}" for key, text in missing.items()]
 
 
 def _absent(found: Inspection) -> Sequence[str]:
