@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Generic, Protocol, TypeVar
 
 from lmi_server.contract.errors import HandlerError, LmiServerError, ModelNotReadyError
@@ -18,6 +18,9 @@ from lmi_server.contract.generation import Delta
 _log = logging.getLogger(__name__)
 
 Output = Delta | LmiServerError
+
+AddRequest = Callable[[Callable[[Output], None]], None]
+"""Gives a request to an engine, in the engine's thread; its argument gets the outputs."""
 
 
 class SteppedEngine(Protocol):
@@ -82,14 +85,16 @@ class StepLoop(Generic[E]):
         await asyncio.to_thread(self._thread.join)
 
     async def generate(
-        self, request_id: str, add: Callable[[Callable[[Output], None]], None]
+        self, request_id: str, prepare: Callable[[], Awaitable[AddRequest]]
     ) -> AsyncGenerator[Delta, None]:
-        """Yield the deltas of one request; `add(emit)` gives it to the engine, in the engine's thread.
+        """Yield the deltas of one request. `prepare` runs on the event loop first, to tokenize the prompt for example.
 
-        Closing the generator aborts the request before the next step.
+        Closing the generator aborts the request before the next step. Raises what `prepare` raises, or the error with
+        which the engine ends the request.
         """
         if self._stopping:
             raise ModelNotReadyError("the model is shutting down")
+        add = await prepare()
         inbox = _Inbox()
         self._command(lambda: self._add(inbox, add))
         try:
@@ -121,7 +126,7 @@ class StepLoop(Generic[E]):
         self._command(run)
         return await done
 
-    def _add(self, inbox: _Inbox, add: Callable[[Callable[[Output], None]], None]) -> None:
+    def _add(self, inbox: _Inbox, add: AddRequest) -> None:
         def emit(output: Output) -> None:
             self._outbox.append((inbox, output))
 

@@ -62,11 +62,8 @@ class RollingBatchEngine:
     def has_work(self) -> bool:
         return bool(self._requests)
 
-    def check(self, prompt: list[int], parameters: SamplingParameters) -> int:
-        """Return how many tokens the request may generate.
-
-        Raises ContextLengthError or RequestError where it cannot be served at all.
-        """
+    def _checked_length(self, prompt: list[int], parameters: SamplingParameters) -> int:
+        """Return how many tokens the request may generate. Raises what `add` raises."""
         if not prompt:
             raise RequestError("the prompt has no tokens; send at least one character")
         room = min(self._max_len, self._scheduler.limits.kv_tokens) - len(prompt)
@@ -98,8 +95,11 @@ class RollingBatchEngine:
         emit: Callable[[Output], None],
         adapter: LoraWeights | None = None,
     ) -> None:
-        """Queue a request that `check` accepts; `emit` gets its deltas from `step`."""
-        wanted = self.check(prompt, parameters)
+        """Queue a request; `emit` gets its deltas from `step`.
+
+        Raises ContextLengthError or RequestError if the request cannot be served at all.
+        """
+        wanted = self._checked_length(prompt, parameters)
         sequence = Sequence(request_id, list(prompt), len(prompt), wanted, priority, adapter)
         # Scoring a prompt takes the logits of all its tokens, so that none of them may come from another sequence.
         sequence.may_reuse_prefix = parameters.prompt_logprobs is None

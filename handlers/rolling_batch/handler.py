@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from handlers.rolling_batch.adapters import LoadedAdapters
-from handlers.step_loop import StepLoop
+from handlers.step_loop import AddRequest, StepLoop
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.generation import Delta, GenerationRequest
 from lmi_server.contract.handler import LLMHandler, ModelInfo
@@ -56,23 +56,17 @@ class RollingBatchHandler(LLMHandler):
 
         follow(self.load_model(model_dir, options))
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """Yield the deltas of one request."""
-        engine = self._loop.engine
+        return self._loop.generate(request.request_id, lambda: self._prepare(request))
+
+    async def _prepare(self, request: GenerationRequest) -> AddRequest:
         weights = None if request.adapter is None else await self._adapters.weights(request.adapter)
         prompt, text = await self._loaded.prompts.encode(request)
-        engine.check(prompt, request.sampling)
-        deltas = self._loop.generate(
-            request.request_id,
-            lambda emit: engine.add(
-                request.request_id, prompt, request.sampling, text, request.priority, emit, weights
-            ),
+        engine = self._loop.engine
+        return lambda emit: engine.add(
+            request.request_id, prompt, request.sampling, text, request.priority, emit, weights
         )
-        try:
-            async for delta in deltas:
-                yield delta
-        finally:
-            await deltas.aclose()
 
     async def tokenize(self, request: GenerationRequest) -> list[int]:
         return (await self._loaded.prompts.encode(request))[0]

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
-from handlers.step_loop import Output, StepLoop
+from handlers.step_loop import AddRequest, Output, StepLoop
 from handlers.vllm import library
 from handlers.vllm.compilation import BackgroundCompilation
 from handlers.vllm.outputs import Answer
@@ -60,18 +60,15 @@ class InProcessDriver:
         self._loop = loop
         self._background = background
 
-    async def generate(
+    def generate(
         self, request_id: str, prompt: Any, answer: Answer, priority: int, adapter: library.LoRARequest | None
     ) -> AsyncGenerator[Delta, None]:
         engine = self._loop.engine
-        deltas = self._loop.generate(
-            request_id, lambda emit: engine.add(request_id, prompt, answer, priority, adapter, emit)
-        )
-        try:
-            async for delta in deltas:
-                yield delta
-        finally:
-            await deltas.aclose()
+
+        async def prepare() -> AddRequest:
+            return lambda emit: engine.add(request_id, prompt, answer, priority, adapter, emit)
+
+        return self._loop.generate(request_id, prepare)
 
     async def add_lora(self, adapter: library.LoRARequest) -> None:
         await self._loop.call(lambda: self._loop.engine.engine.add_lora(adapter))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import pytest
 from relay_helpers import on_loop
 
-from handlers.step_loop import StepLoop
+from handlers.step_loop import AddRequest, StepLoop
 from lmi_server.contract.errors import HandlerError, ModelLoadError, ModelNotReadyError
 from lmi_server.contract.generation import Delta
 
@@ -60,9 +60,15 @@ async def started() -> tuple[StepLoop[CountingEngine], CountingEngine]:
     return loop, await loop.start()
 
 
+def generate(loop: StepLoop[CountingEngine], name: str, length: int) -> AsyncGenerator[Delta, None]:
+    async def prepare() -> AddRequest:
+        return lambda emit: loop.engine.add(name, length, emit)
+
+    return loop.generate(name, prepare)
+
+
 async def collect(loop: StepLoop[CountingEngine], name: str, length: int) -> str:
-    engine = loop.engine
-    deltas = [delta async for delta in loop.generate(name, lambda emit: engine.add(name, length, emit))]
+    deltas = [delta async for delta in generate(loop, name, length)]
     return "".join(delta.text for delta in deltas)
 
 
@@ -110,7 +116,7 @@ async def test_what_building_raises_is_raised_where_it_is_awaited() -> None:
 @on_loop
 async def test_closing_the_generator_aborts_the_request() -> None:
     loop, engine = await started()
-    deltas = loop.generate("a", lambda emit: engine.add("a", 10**9, emit))
+    deltas = generate(loop, "a", 10**9)
     assert (await anext(deltas)).text == "0"
     await deltas.aclose()
     assert await collect(loop, "b", 1) == "0", "commands are applied in order, so the abort is done"
