@@ -16,22 +16,23 @@ from frontend.management import Management
 from frontend.metrics import Metrics
 from frontend.responses import error_response, json_response, on_http_error, on_lmi_error
 from lmi_server.contract.errors import LmiServerError, ModelNotFoundError
+from lmi_server.dialects import routes
 from lmi_server.serving.pool_settings import ModelStatus
 from lmi_server.serving.registry import Model, ModelRegistry
 
 _EXACT = {
-    "/invocations": "invocations",
-    "/v1/completions": "completions",
-    "/v1/chat/completions": "chat/completions",
-    "/v1/responses": "responses",
-    "/v1/embeddings": "embeddings",
-    "/score": "score",
-    "/v1/score": "score",
-    "/rerank": "rerank",
-    "/v1/rerank": "rerank",
-    "/v2/rerank": "rerank",
-    "/tokenize": "tokenize",
-    "/detokenize": "detokenize",
+    "/invocations": routes.INVOCATIONS,
+    "/v1/completions": routes.COMPLETIONS,
+    "/v1/chat/completions": routes.CHAT_COMPLETIONS,
+    "/v1/responses": routes.RESPONSES,
+    "/v1/embeddings": routes.EMBEDDINGS,
+    "/score": routes.SCORE,
+    "/v1/score": routes.SCORE,
+    "/rerank": routes.RERANK,
+    "/v1/rerank": routes.RERANK,
+    "/v2/rerank": routes.RERANK,
+    "/tokenize": routes.TOKENIZE,
+    "/detokenize": routes.DETOKENIZE,
 }
 _WITH_MODEL = ("/predictions/{model}", "/predictions/{model}/{version}", "/models/{model}/invoke")
 
@@ -146,7 +147,7 @@ def _ping(status: StatusEndpoints) -> list[Route]:
 
 
 def _serving_routes(status: StatusEndpoints, models: ModelRegistry, relay: Relay) -> list[Route]:
-    paths = [*_EXACT.items(), *((path, "predictions") for path in _WITH_MODEL)]
+    paths = [*_EXACT.items(), *((path, routes.PREDICTIONS) for path in _WITH_MODEL)]
     return [
         Route("/v1/models", status.models),
         Route("/v1/models/{model:path}", status.model),

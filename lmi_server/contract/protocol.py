@@ -25,7 +25,7 @@ DEFAULT_PRIORITY = 3
 class Input(msgspec.Struct, array_like=True, frozen=True):
     """A request as the front end saw it; the front end has not looked into the body.
 
-    `route` is one of "invocations", "predictions", "completions", "chat/completions", "embeddings". `properties` are
+    `route` is one of those in `lmi_server/dialects/routes.py`: "invocations", "chat/completions", ... `properties` are
     the HTTP headers (lower-cased names), with `X-Amzn-SageMaker-Custom-Attributes` exploded into entries of its own.
     `content` holds the query parameters, then the body under the key "data". `request_id` is the client's or a new one;
     logs name the request by it. `priority`: lower is served sooner. Both also remain in `properties` if the client sent

@@ -1,4 +1,4 @@
-"""The routes of requests: `Input.route` is one of them, or what the front end could not match (see `parse`)."""
+"""The routes of requests. The front end maps a path to one of them and sends it as `Input.route`."""
 
 from __future__ import annotations
 
