@@ -1,7 +1,8 @@
-"""Chats whose answers hold tool calls or reasoning: rendered and read by vLLM's own renderer and parsers.
+"""Renders chats with vLLM's own renderer, and parses tool calls and reasoning out of the answers.
 
-Taken from vLLM: its chat request (what its parsers are handed, and may change), `OnlineRenderer`, which checks tools
-and renders the messages, and the parsers that `option.tool_call_parser` and `option.reasoning_parser` name.
+Only chats of a model with a configured parser (`option.tool_call_parser`, `option.reasoning_parser`) come here. Three
+parts are vLLM's own: its chat request, which parsers receive and may change; `OnlineRenderer`, which validates tools
+and renders the messages; and the parsers.
 """
 
 from __future__ import annotations
@@ -23,31 +24,30 @@ from lmi_server.contract.generation import (
     ToolCallDelta,
 )
 
-_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-_MANNERS = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties")
+_CONSTRAINT_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+_CONSTRAINT_SETTINGS = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties")
 
 
 @dataclass(frozen=True)
-class Rendered:
-    """A request as the engine takes it.
+class RenderedRequest:
+    """A request in the form that the engine takes.
 
-    `prompt` is vLLM's engine input: a mapping with `prompt_token_ids` and, where there is one, the text `prompt`.
-    `sampling` is what the request asks for, as the parsers of its answer want it; `reading` is None where nothing is
-    read out of the answer.
+    `prompt` is vLLM's engine input: a mapping with `prompt_token_ids` and, if there is one, the text `prompt`.
+    `sampling` is what the client asks for, as changed by a parser. `parser` is None if the answer is plain text.
     """
 
     prompt: Any
     sampling: SamplingParameters
-    reading: Reading | None = None
+    parser: AnswerParser | None = None
 
 
-class ParsedChats:
-    """Renders chats and reads their answers where a parser is configured."""
+class ChatRenderer:
+    """Renders the chats of a model, and makes the parsers of their answers."""
 
     def __init__(
         self, config: Any, renderer: library.BaseRenderer, chat_template: str | None, options: VllmEngineOptions
     ) -> None:
-        """Raise what vLLM raises where it knows no such parser."""
+        """`config` is vLLM's configuration of the engine. Raises vLLM's own error if vLLM lacks a named parser."""
         self._options = options
         self._config = config.model_config
         self._renderer = library.OnlineRenderer(
@@ -62,12 +62,12 @@ class ParsedChats:
         )
 
     @property
-    def parses(self) -> bool:
+    def has_parser(self) -> bool:
         """Whether any parser is configured."""
         return self._renderer.parser is not None
 
     def check(self, request: GenerationRequest) -> None:
-        """Raise RequestError where the tools of `request` need an option that is not set."""
+        """Raise RequestError if `request` needs a parser that is not configured."""
         choice = request.chat.tool_choice
         if request.chat.thinking_token_budget is not None and self._options.reasoning_parser is None:
             raise RequestError(
@@ -80,71 +80,79 @@ class ParsedChats:
         if choice == "auto" and not self._options.enable_auto_tool_choice:
             raise RequestError('tool_choice "auto" needs option.enable_auto_tool_choice=true')
 
-    async def render(self, request: GenerationRequest) -> Rendered:
-        """Return what the engine is to be given for `request`.
+    async def render(self, request: GenerationRequest) -> RenderedRequest:
+        """Return `request` in the engine's form, with a parser of its answer.
 
-        Raises RequestError or vLLM's own error where the request cannot be served.
+        Raises RequestError or vLLM's own error if vLLM refuses the request.
         """
-        asked = library.ChatCompletionRequest.model_validate(_chat_request(request))
-        rendered = await self._renderer.render_chat(asked)
+        chat = library.ChatCompletionRequest.model_validate(_chat_request(request))
+        rendered = await self._renderer.render_chat(chat)
         if isinstance(rendered, library.ErrorResponse):
             raise RequestError(rendered.error.message)
         (prompt,) = rendered[1]
         parser_class = self._renderer.parser
-        assert parser_class is not None, "asked for only where one is configured"
+        assert parser_class is not None, "callers check has_parser"
         parser = parser_class(
             self._renderer.renderer.get_tokenizer(),
-            asked.tools,
-            chat_template_kwargs=self._renderer.effective_chat_template_kwargs(asked),
+            chat.tools,
+            chat_template_kwargs=self._renderer.effective_chat_template_kwargs(chat),
             model_config=self._config,
         )
-        reading = Reading(parser, asked, self._options, request.stream)
-        return Rendered(prompt, _adjusted(request, asked), reading)
+        answer_parser = AnswerParser(parser, chat, self._options, request.stream)
+        # Read the sampling parameters last: rendering lets the parser change `chat`, for example add a constraint.
+        return RenderedRequest(prompt, _adjusted_sampling(request, chat), answer_parser)
 
 
-class Reading:
-    """Reads reasoning, content and tool calls out of the deltas of one sequence."""
+class AnswerParser:
+    """Separates the deltas of one sequence into reasoning, content and tool calls. It is stateful: one per sequence.
 
-    def __init__(self, parser: Any, asked: Any, options: VllmEngineOptions, stream: bool) -> None:
+    vLLM's parsers have two entry points, one for the pieces of a stream and one for a whole output, and the two may
+    differ in details such as whitespace. This class chooses as vLLM's own server does, by whether the client asked for
+    a stream, so that both servers give the same answer.
+    """
+
+    def __init__(self, parser: Any, chat: Any, options: VllmEngineOptions, stream: bool) -> None:
+        """`parser` is an instance of vLLM's parser, `chat` the ChatCompletionRequest that it was made for."""
         self._parser = parser
-        self._asked = asked
-        self._auto = options.enable_auto_tool_choice
+        self._chat = chat
+        self._enable_auto_tools = options.enable_auto_tool_choice
         self._counts_reasoning = options.reasoning_parser is not None
         self._stream = stream
         self._prompt_ids: list[int] = []
         self._ids: list[int] = []
         self._texts: list[str] = []
 
-    def read(self, delta: Delta) -> Delta:
-        """Return `delta` with its text told apart. A parser that sees the whole output at once tells it at the end."""
+    def parse(self, delta: Delta) -> Delta:
+        """Return `delta` with its text separated. Without streaming only the last delta has any text."""
         ids = [token.id for token in delta.tokens]
         self._ids += ids
         if delta.prompt_token_ids is not None:
             self._prompt_ids = list(delta.prompt_token_ids)
-        ends = delta.finish_reason is not None
+        is_last = delta.finish_reason is not None
         if self._stream:
-            read = self._read_piece(delta.text, ids, ends)
+            parsed = self._parse_piece(delta.text, ids, is_last)
         else:
             self._texts.append(delta.text)
-            read = self._read_whole() if ends else _Read()
+            parsed = self._parse_whole() if is_last else _ParsedText()
         usage = delta.usage
         if usage is not None and self._counts_reasoning:
             usage = msgspec.structs.replace(usage, reasoning_tokens=self._parser.count_reasoning_tokens(self._ids))
-        shows_tokens = self._asked.include_reasoning  # else their log probabilities would tell what is hidden
+        # A client that asks to leave out the reasoning must not get it through the log probabilities of its tokens.
+        shows_tokens = self._chat.include_reasoning
         return msgspec.structs.replace(
             delta,
-            text=read.content,
-            reasoning=read.reasoning,
-            tool_calls=read.calls,
+            text=parsed.content,
+            reasoning=parsed.reasoning,
+            tool_calls=parsed.tool_calls,
             tokens=delta.tokens if shows_tokens else (),
             usage=usage,
         )
 
-    def _read_piece(self, text: str, ids: list[int], ends: bool) -> _Read:
-        message = self._parser.parse_delta(text, ids, self._asked, prompt_token_ids=self._prompt_ids, finished=ends)
+    def _parse_piece(self, text: str, ids: list[int], is_last: bool) -> _ParsedText:
+        message = self._parser.parse_delta(text, ids, self._chat, prompt_token_ids=self._prompt_ids, finished=is_last)
         if message is None:
-            return _Read()
-        calls = tuple(
+            return _ParsedText()
+        tool_call_deltas = tuple(
             ToolCallDelta(
                 call.index,
                 call.id,
@@ -153,29 +161,32 @@ class Reading:
             )
             for call in message.tool_calls or ()
         )
-        return _Read(message.content or "", message.reasoning or "", calls)
+        return _ParsedText(message.content or "", message.reasoning or "", tool_call_deltas)
 
-    def _read_whole(self) -> _Read:
+    def _parse_whole(self) -> _ParsedText:
         self._parser.set_prompt_token_ids(self._prompt_ids)
         reasoning, content, calls = self._parser.parse(
-            "".join(self._texts), self._asked, enable_auto_tools=self._auto, model_output_token_ids=self._ids
+            "".join(self._texts),
+            self._chat,
+            enable_auto_tools=self._enable_auto_tools,
+            model_output_token_ids=self._ids,
         )
-        told = tuple(
+        tool_call_deltas = tuple(
             ToolCallDelta(index, call.id or library.make_tool_call_id(), call.name, call.arguments)
             for index, call in enumerate(calls or ())
         )
-        return _Read(content or "", (reasoning or "") if self._asked.include_reasoning else "", told)
+        return _ParsedText(content or "", (reasoning or "") if self._chat.include_reasoning else "", tool_call_deltas)
 
 
 @dataclass(frozen=True)
-class _Read:
+class _ParsedText:
     content: str = ""
     reasoning: str = ""
-    calls: tuple[ToolCallDelta, ...] = ()
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 def _chat_request(request: GenerationRequest) -> dict[str, Any]:
-    """Return what of `request` vLLM's renderer and parsers look at, as the body of a chat request."""
+    """Return the body of a chat request with the fields that vLLM's renderer and parsers read."""
     chat, sampling = request.chat, request.sampling
     choice = chat.tool_choice
     body = {
@@ -202,20 +213,25 @@ def _chat_request(request: GenerationRequest) -> dict[str, Any]:
     return {name: value for name, value in body.items() if value is not None}
 
 
-def _adjusted(request: GenerationRequest, asked: Any) -> SamplingParameters:
-    """Return the sampling with what a parser has changed in it: the constraint, and how tokens are decoded."""
-    constraint, budget = asked.extract_structured_outputs(), request.chat.thinking_token_budget
+def _adjusted_sampling(request: GenerationRequest, chat: Any) -> SamplingParameters:
+    """Return the sampling parameters of `request` with what the renderer and the parser changed in `chat`.
+
+    They change two things: the constraint on the output (the schema of a required tool), and whether special tokens
+    stay in the text, where some parsers look for them.
+    """
+    constraint, budget = chat.extract_structured_outputs(), request.chat.thinking_token_budget
     thinking = {} if budget is None else {"thinking_token_budget": budget}
     return msgspec.structs.replace(
         request.sampling,
         extra={**request.sampling.extra, **thinking},
-        skip_special_tokens=asked.skip_special_tokens,
-        spaces_between_special_tokens=asked.spaces_between_special_tokens,
+        skip_special_tokens=chat.skip_special_tokens,
+        spaces_between_special_tokens=chat.spaces_between_special_tokens,
         structured_outputs=None if constraint is None else _constraint(constraint),
     )
 
 
-def _constraint(found: Any) -> StructuredOutputs:
-    kind: Any = next(kind for kind in _KINDS if getattr(found, kind) is not None)
-    manners: dict[str, Any] = {name: getattr(found, name) for name in _MANNERS}
-    return StructuredOutputs(kind=kind, value=getattr(found, kind), **manners)
+def _constraint(parameters: Any) -> StructuredOutputs:
+    """Return vLLM's StructuredOutputsParams in this project's form."""
+    kind: Any = next(kind for kind in _CONSTRAINT_KINDS if getattr(parameters, kind) is not None)
+    settings: dict[str, Any] = {name: getattr(parameters, name) for name in _CONSTRAINT_SETTINGS}
+    return StructuredOutputs(kind=kind, value=getattr(parameters, kind), **settings)

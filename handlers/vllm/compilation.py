@@ -1,7 +1,12 @@
-"""Compiles a model on the CPU while it already serves, in a process of its own, and then computes with that code.
+"""Compiles a model on the CPU while it already serves, in a process of its own.
 
-On the CPU compiled code decodes 1.2 to 1.8 times as fast as the model's own, and takes a minute or more to make. vLLM
-keeps it below VLLM_CACHE_ROOT, where a later start finds it.
+On the CPU compiled code decodes 1.2 to 1.8 times as fast as uncompiled code, but takes a minute or more to make. So the
+model serves uncompiled at once. A child of the worker loads the same model with the same configuration, compiles it and
+stores the code, with the lowest priority. The worker then changes over to the stored code (`compiled_code.py`), and
+later starts find it stored.
+
+A process, not a thread: torch's compiler holds the GIL for seconds at a time, and a crash or a lack of memory must not
+end the requests.
 """
 
 from __future__ import annotations
@@ -19,30 +24,31 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from handlers.vllm import library
+from handlers.vllm import compiled_code
+from handlers.vllm.compiled_code import UncompiledModel
 from lmi_server.machine.memory import free_and_total
 from lmi_server.machine.process_tree import end_with_parent
 
 _log = logging.getLogger(__name__)
 
 _GIB = 2**30
-_SPARE_BYTES = 2 * _GIB  # that the compiler takes beside the weights
-_OUT_OF_MEMORY_SCORE = Path("/proc/self/oom_score_adj")
+_COMPILER_BYTES = 2 * _GIB  # what the compiling process needs beside the weights and the KV cache
+_OOM_SCORE_ADJ = Path("/proc/self/oom_score_adj")
 
 
 class BackgroundCompilation:
-    """Makes code for the models that an engine of this process has loaded without, and lets them run it.
+    """Compiles the models that an engine of this process runs uncompiled, and then lets them run the code.
 
-    `arguments` are the engine's, `kv_bytes` what it needs of a KV cache at least; `models` are those that
-    `library.serve_before_compiled` finds. `environment` is that of this process before it made the engine's
-    configuration.
+    `arguments` are the engine's, and `kv_bytes` is the smallest KV cache that it accepts. `models` is the list that
+    `serve_before_compiled` returned, filled by the time of `start`. `environment` is that of this process before it
+    made the engine's configuration.
     """
 
     def __init__(
         self,
         arguments: Mapping[str, Any],
         kv_bytes: int,
-        models: list[library.UncompiledModel],
+        models: list[UncompiledModel],
         environment: Mapping[str, str],
     ) -> None:
         self._models = models
@@ -53,15 +59,15 @@ class BackgroundCompilation:
         self._stopped = False
 
     def start(self) -> None:
-        """Begin, where some model has no code yet."""
+        """Start to compile, if a model has no stored code and there is memory for a second copy of the weights."""
         if not self._models:
             return
-        wanted = sum(model.weight_bytes for model in self._models) + self._kv_bytes + _SPARE_BYTES
+        needed = sum(model.weight_bytes for model in self._models) + self._kv_bytes + _COMPILER_BYTES
         free, _ = free_and_total()
-        if free < wanted:
+        if free < needed:
             _log.warning(
                 "the model goes on uncompiled: to compile it %.1f GiB of memory would be needed and %.1f are free",
-                wanted / _GIB,
+                needed / _GIB,
                 free / _GIB,
             )
             return
@@ -69,7 +75,7 @@ class BackgroundCompilation:
         Thread(target=self._run, name="compilation", daemon=True).start()
 
     def stop(self) -> None:
-        """End what goes on in the background."""
+        """End the compiling process."""
         self._stopped = True
         if self._process is not None:
             self._process.kill()
@@ -77,12 +83,12 @@ class BackgroundCompilation:
     def _run(self) -> None:
         began = time.monotonic()
         try:
-            code, printed = self._compile()
+            code, errors = self._compile()
         except (OSError, pickle.PicklingError) as error:
-            code, printed = 1, str(error)
+            code, errors = 1, str(error)
         if self._stopped:
             return
-        reason = printed.strip().rpartition("\n")[2] or (f"it was ended by signal {-code}" if code < 0 else "")
+        reason = errors.strip().rpartition("\n")[2] or (f"it was ended by signal {-code}" if code < 0 else "")
         not_usable = [] if code else [str(model.path) for model in self._models if not model.use_compiled()]
         if code:
             _log.warning("the model goes on uncompiled, vLLM could not compile it (exit code %d): %s", code, reason)
@@ -92,7 +98,7 @@ class BackgroundCompilation:
             _log.info("compiled in %.0f s; the compiled code runs from now on", time.monotonic() - began)
 
     def _compile(self) -> tuple[int, str]:
-        """Return the exit code of the compiling process, and what it printed of errors."""
+        """Run the compiling process to its end; return its exit code and its standard error."""
         command = [sys.executable, "-m", "handlers.vllm.compilation"]
         command += [str(self._models[0].path.parent), str(os.getpid())]
         with subprocess.Popen(
@@ -102,35 +108,38 @@ class BackgroundCompilation:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
         ) as self._process:
-            if self._stopped:
+            if self._stopped:  # `stop` was called while the process was being started, and saw none to kill
                 self._process.kill()
-            printed = self._process.communicate(pickle.dumps(self._arguments))[1]
-        return self._process.returncode, printed.decode(errors="replace")
+            errors = self._process.communicate(pickle.dumps(self._arguments))[1]
+        return self._process.returncode, errors.decode(errors="replace")
 
 
 def compile_models(arguments: Mapping[str, Any], directory: Path) -> None:
-    """Have vLLM compile the models of an engine, unless their code is stored; one process of a machine at a time.
+    """Let vLLM compile the models of an engine and store their code, unless it is stored already.
 
-    `arguments` are the engine's; `directory` is where the code will be.
+    `arguments` are the engine's; `directory` is where the code will be. A lock there lets one process of a machine
+    compile at a time: workers that start together would all compile the same model, and the first one's code serves
+    all of them.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        library.compile_models(arguments)
+        compiled_code.compile_models(arguments)
 
 
 def main() -> None:
-    """Compile what standard input says, in the way of nobody."""
+    """Compile the job read from stdin at the lowest priority. Arguments: directory of the code, worker's process id."""
     directory, worker = Path(sys.argv[1]), int(sys.argv[2])
     end_with_parent()
-    if os.getppid() != worker:  # it ended while this process imported vLLM
+    if os.getppid() != worker:  # it ended while this process imported vLLM, before end_with_parent could see it
         return
-    os.nice(19)  # the cores belong to the requests
+    os.nice(19)  # requests have the first claim on the cores
     with contextlib.suppress(OSError):
-        _OUT_OF_MEMORY_SCORE.write_text("1000")  # and so does the memory
+        _OOM_SCORE_ADJ.write_text("1000")  # and on the memory: the kernel kills this process before the worker
     try:
+        # Pickle, because the arguments may hold objects of vLLM; they come from the parent process alone.
         compile_models(pickle.load(sys.stdin.buffer), directory)
-    # The border to vLLM and its compilers: whatever they raise is told in one line, and the worker goes on.
+    # The border to vLLM and its compilers: the last line on stderr reports whatever they raise, and the worker goes on.
     except Exception as error:  # noqa: BLE001
         sys.exit(f"{type(error).__name__}: {' '.join(str(error).split())}")
 

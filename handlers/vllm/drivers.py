@@ -1,4 +1,18 @@
-"""The two ways to drive vLLM's engine: stepped in the worker's process, or in processes of its own."""
+"""The two ways to drive vLLM's engine: stepped in the worker's own process, or in processes of its own.
+
+`option.engine_process` decides. vLLM's engine has two halves: the input and output side (tokenizer, detokenizer) and
+the engine core (scheduler, model, KV cache).
+
+- `worker`: both halves live in the worker's process, and the thread of a step loop calls `step`. A delta reaches the
+  event loop without leaving the process, and the model loads in a third of the time because vLLM is imported once.
+  The thread holds the GIL while it schedules and detokenizes, which the event loop waits for. On a machine without a
+  GPU that costs less than a second process, which would take its time from the same cores.
+- `own`: the engine core is a process of its own, and vLLM's asynchronous engine talks to it. Beside a GPU this is the
+  default: the GPU never waits for the worker's Python code, such as parsing requests and formatting answers.
+
+Both end the worker if the engine dies. The front end then retries or fails the worker's requests and starts another
+worker, which is the only safe way on: vLLM's core guarantees nothing after an exception.
+"""
 
 from __future__ import annotations
 
@@ -12,40 +26,43 @@ from typing import Any, Protocol
 from handlers.step_loop import AddRequest, Output, StepLoop
 from handlers.vllm import library
 from handlers.vllm.compilation import BackgroundCompilation
-from handlers.vllm.outputs import Answer
+from handlers.vllm.outputs import DeltaBuilder
 from handlers.vllm.requests import CLIENT_ERRORS, as_request_error
 from lmi_server.contract.errors import HandlerError, LmiServerError
 from lmi_server.contract.generation import Delta
 
 _log = logging.getLogger(__name__)
 
-_LOOK_INTERVAL_S = 0.2  # between two looks at an idle engine
+_LIVENESS_INTERVAL_S = 0.2
 
 
 class Driver(Protocol):
-    """Runs requests on an engine that is loaded."""
+    """Runs requests on a loaded engine."""
 
     def generate(
-        self, request_id: str, prompt: Any, answer: Answer, priority: int, adapter: library.LoRARequest | None
+        self, request_id: str, prompt: Any, deltas: DeltaBuilder, priority: int, adapter: library.LoRARequest | None
     ) -> AsyncGenerator[Delta, None]:
-        """Yield the deltas of a request, under an id that nobody else uses; closing the generator aborts it."""
+        """Yield the deltas of a request. `request_id` must be unique; closing the generator aborts the request.
+
+        Raises RequestError if vLLM refuses the request, HandlerError if it fails in it.
+        """
         ...
 
     async def add_lora(self, adapter: library.LoRARequest) -> None:
-        """Load an adapter's weights. Raises whatever vLLM does."""
+        """Load the weights of an adapter. Raises whatever vLLM raises."""
         ...
 
     async def pin_lora(self, number: int) -> None:
-        """Keep the weights of a loaded adapter."""
+        """Keep the weights of a loaded adapter in memory for good."""
         ...
 
     async def remove_lora(self, number: int) -> None:
-        """Forget the weights of an adapter; requests that name it load them again."""
+        """Drop the weights of an adapter. A request that still names it loads them again."""
         ...
 
     @property
     def unfinished(self) -> int:
-        """How many requests the engine holds."""
+        """The number of requests that the engine holds, waiting or running."""
         ...
 
     async def stop(self) -> None:
@@ -54,48 +71,53 @@ class Driver(Protocol):
 
 
 class InProcessDriver:
-    """The engine core lives in this process; the thread that built it steps it."""
+    """Drives an engine whose core lives in this process; the thread that built the engine steps it."""
 
-    def __init__(self, loop: StepLoop[InProcessEngine], background: BackgroundCompilation | None) -> None:
+    def __init__(self, loop: StepLoop[InProcessEngine]) -> None:
         self._loop = loop
-        self._background = background
+        self._engine = loop.engine.engine
 
     def generate(
-        self, request_id: str, prompt: Any, answer: Answer, priority: int, adapter: library.LoRARequest | None
+        self, request_id: str, prompt: Any, deltas: DeltaBuilder, priority: int, adapter: library.LoRARequest | None
     ) -> AsyncGenerator[Delta, None]:
         engine = self._loop.engine
 
         async def prepare() -> AddRequest:
-            return lambda emit: engine.add(request_id, prompt, answer, priority, adapter, emit)
+            return lambda emit: engine.add(request_id, prompt, deltas, priority, adapter, emit)
 
         return self._loop.generate(request_id, prepare)
 
     async def add_lora(self, adapter: library.LoRARequest) -> None:
-        await self._loop.call(lambda: self._loop.engine.engine.add_lora(adapter))
+        await self._loop.call(lambda: self._engine.add_lora(adapter))
 
     async def pin_lora(self, number: int) -> None:
-        await self._loop.call(lambda: self._loop.engine.engine.pin_lora(number))
+        await self._loop.call(lambda: self._engine.pin_lora(number))
 
     async def remove_lora(self, number: int) -> None:
-        await self._loop.call(lambda: self._loop.engine.engine.remove_lora(number))
+        await self._loop.call(lambda: self._engine.remove_lora(number))
 
     @property
     def unfinished(self) -> int:
-        return int(self._loop.engine.engine.get_num_unfinished_requests())
+        return int(self._engine.get_num_unfinished_requests())
 
     async def stop(self) -> None:
-        if self._background is not None:
-            self._background.stop()
+        if self._loop.engine.compilation is not None:
+            self._loop.engine.compilation.stop()
         await self._loop.stop()
-        await asyncio.to_thread(self._loop.engine.engine.engine_core.shutdown)
+        await asyncio.to_thread(self._engine.engine_core.shutdown)
 
 
 class InProcessEngine:
-    """What the step loop steps. Not thread-safe: it is called from the loop's thread."""
+    """What the step loop steps: vLLM's engine and the requests in it.
 
-    def __init__(self, engine: library.LLMEngine) -> None:
+    Not thread-safe: only the loop's thread calls it. `compilation` compiles the model in the background, if anything
+    does.
+    """
+
+    def __init__(self, engine: library.LLMEngine, compilation: BackgroundCompilation | None) -> None:
         self.engine = engine
-        self._requests: dict[str, tuple[Answer, Callable[[Output], None]]] = {}
+        self.compilation = compilation
+        self._requests: dict[str, tuple[DeltaBuilder, Callable[[Output], None]]] = {}
 
     @property
     def has_work(self) -> bool:
@@ -105,49 +127,53 @@ class InProcessEngine:
         self,
         request_id: str,
         prompt: Any,
-        answer: Answer,
+        deltas: DeltaBuilder,
         priority: int,
         adapter: library.LoRARequest | None,
         emit: Callable[[Output], None],
     ) -> None:
-        """Give the engine a request; `emit` gets its deltas from `step`. Raises RequestError where vLLM refuses it."""
+        """Add a request to the engine; `step` hands its deltas to `emit`. Raises RequestError if vLLM refuses it."""
         try:
-            self.engine.add_request(request_id, prompt, answer.parameters, lora_request=adapter, priority=priority)
+            self.engine.add_request(request_id, prompt, deltas.parameters, lora_request=adapter, priority=priority)
         except CLIENT_ERRORS as error:
             raise as_request_error(error) from error
-        self._requests[request_id] = (answer, emit)
+        self._requests[request_id] = (deltas, emit)
 
     def abort(self, request_id: str) -> None:
-        """Free the request's place; one that has ended is none of ours any more."""
+        """Remove a request from the engine. Finished requests are ignored."""
         if self._requests.pop(request_id, None):
             self.engine.abort_request([request_id])
 
     def step(self) -> None:
         for output in self.engine.step():
-            answer, emit = self._requests[output.request_id]
+            deltas, emit = self._requests[output.request_id]
             if output.finished:
                 del self._requests[output.request_id]
-            emit(answer.take(output))
+            emit(deltas.build(output))
 
     def fail_running(self, error: Exception) -> None:
-        """End the process: after an exception vLLM's core is in no known state, and another worker takes over."""
+        """End the process by raising `error` in the loop's thread: vLLM's core guarantees nothing after an exception.
+
+        Failing only the requests of the step would leave their KV cache blocks allocated and the scheduler in an
+        unknown state. Another worker takes over.
+        """
         raise error
 
 
 class OwnProcessDriver:
-    """The engine core and its workers are processes of their own; vLLM's asynchronous engine talks to them."""
+    """Drives an engine whose core and workers are processes of their own, through vLLM's asynchronous engine."""
 
     def __init__(self, engine: library.AsyncLLM) -> None:
         self._engine = engine
-        self._watch = asyncio.create_task(self._die_with_engine())
+        self._watch = asyncio.create_task(self._end_with_engine())
 
     async def generate(
-        self, request_id: str, prompt: Any, answer: Answer, priority: int, adapter: library.LoRARequest | None
+        self, request_id: str, prompt: Any, deltas: DeltaBuilder, priority: int, adapter: library.LoRARequest | None
     ) -> AsyncGenerator[Delta, None]:
-        outputs = self._engine.generate(prompt, answer.parameters, request_id, lora_request=adapter, priority=priority)
+        outputs = self._engine.generate(prompt, deltas.parameters, request_id, lora_request=adapter, priority=priority)
         try:
             async for output in outputs:
-                delta = answer.take(output)
+                delta = deltas.build(output)
                 if isinstance(delta, LmiServerError):
                     raise delta
                 yield delta
@@ -179,14 +205,18 @@ class OwnProcessDriver:
             await self._watch
         await asyncio.to_thread(self._engine.shutdown)
 
-    async def _die_with_engine(self) -> None:
+    async def _end_with_engine(self) -> None:
+        """End this process soon after the engine's, even if no request runs that would notice."""
         while not library.is_dead(self._engine):  # noqa: ASYNC110 - vLLM offers nothing to wait for
-            await asyncio.sleep(_LOOK_INTERVAL_S)
+            await asyncio.sleep(_LIVENESS_INTERVAL_S)
         end_process()
 
 
 def end_process() -> None:
-    """End this process at once: its end tells the front end, which retries or fails what it held."""
-    _log.critical("vLLM's engine died")
+    """End this process at once. The front end sees its link close, and retries or fails the requests that it had.
+
+    `sys.exit` would not do: any thread may call this, and vLLM's exit handlers may wait for the engine that died.
+    """
+    _log.critical("vLLM's engine died; this worker ends, and another one takes over")
     logging.shutdown()
     os._exit(1)

@@ -1,7 +1,7 @@
-"""The vllm handler: a model under vLLM's own scheduler, in the worker's process or in processes of its own.
+"""The vllm handler: generates text under vLLM's own scheduler, in the worker's process or in processes of its own.
 
-vLLM is imported when the model loads, never with this module. `handlers/` must never be on sys.path itself: there
-`import vllm` would find this file.
+vLLM is imported when the model loads, never with this module. The directory `handlers/` itself must never be on
+sys.path: `import vllm` would find this folder instead of the library.
 """
 
 from __future__ import annotations
@@ -21,34 +21,35 @@ from lmi_server.contract.handler import LLMHandler, ModelInfo
 from lmi_server.contract.protocol import Adapter
 
 if TYPE_CHECKING:
-    from handlers.vllm.engine_loading import LoadedEngine
+    from handlers.vllm.engine import LoadedEngine
 
 
 class VllmHandler(LLMHandler):
-    """Serves a model directory or name that vLLM can load."""
+    """Serves a model directory, or a Hugging Face id, that vLLM can load."""
 
     def __init__(self) -> None:
         self._loaded: LoadedEngine
-        self._numbers = itertools.count()
+        self._request_numbers = itertools.count()
 
     async def start(self, model_dir: str, options: VllmEngineOptions) -> ModelInfo:
-        """Load the model; the worker's heartbeat goes on meanwhile."""
-        loading = await asyncio.to_thread(import_engine, "engine_loading")
-        self._loaded = await loading.load(model_dir, options)
-        return self._loaded.info
+        """Load the model in other threads, because importing vLLM alone would stop the worker's heartbeats for seconds."""
+        engine = await asyncio.to_thread(import_engine, "engine")
+        loaded: LoadedEngine = await engine.load(model_dir, options)
+        self._loaded = loaded
+        return loaded.info
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """Yield the deltas of one request."""
         loaded = self._loaded
         with loaded.adapters.using(request.adapter) as adapter:
             rendered = await loaded.prompts.render(request)
-            answer, reading = loaded.answer(request, rendered), rendered.reading
-            # The engine's ids are our own: nobody says that two requests do not come with the same one.
-            request_id = f"{next(self._numbers)}-{request.request_id}"
-            deltas = loaded.driver.generate(request_id, rendered.prompt, answer, request.priority, adapter)
+            builder, parser = loaded.delta_builder(request, rendered), rendered.parser
+            # Clients choose their request ids, so two requests may have the same one. The engine's must be unique.
+            engine_id = f"{next(self._request_numbers)}-{request.request_id}"
+            deltas = loaded.driver.generate(engine_id, rendered.prompt, builder, request.priority, adapter)
             async with aclosing(deltas):
                 async for delta in deltas:
-                    yield delta if reading is None else reading.read(delta)
+                    yield delta if parser is None else parser.parse(delta)
 
     async def tokenize(self, request: GenerationRequest) -> list[int]:
         return list((await self._loaded.prompts.render(request)).prompt["prompt_token_ids"])

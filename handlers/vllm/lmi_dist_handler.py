@@ -1,4 +1,7 @@
-"""The lmi-dist handler: LMI-Dist is no more, and vLLM serves its models, on ranks that mpirun starts."""
+"""The lmi-dist handler: serves models configured for LMI-Dist with vLLM, on ranks that mpirun starts.
+
+LMI-Dist, LMI's own engine under MPI, is no longer developed. Its configurations keep working.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from handlers.vllm.lmi_dist_options import LmiDistOptions
 
 
 class LmiDistHandler(VllmHandler):
-    """Serves a model directory or name that vLLM can load, split over the ranks of an MPI group."""
+    """Serves a model directory, or a Hugging Face id, that vLLM can load, split over the ranks of an MPI group."""
 
     def follow(self, model_dir: str, options: LmiDistOptions) -> None:
-        import_engine("engine_loading").follow(model_dir, options)
+        import_engine("engine").follow(model_dir, options)

@@ -1,4 +1,4 @@
-"""From vLLM's outputs to deltas."""
+"""Turns vLLM's outputs into deltas."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lmi_server.contract.generation import Delta, FinishReason, SamplingParamete
 
 
 class Vocabulary:
-    """The text of single tokens, decoded once each."""
+    """The texts of single tokens. Each is decoded on first use and then kept."""
 
     def __init__(self, decode: Callable[[list[int]], str], special_ids: Sequence[int]) -> None:
         self.decode = decode
@@ -18,36 +18,46 @@ class Vocabulary:
         self._texts: dict[int, str] = {}
 
     def token(self, token_id: int) -> Token:
+        """Return the token without a log probability."""
         return Token(token_id, self.text(token_id), None, token_id in self._special)
 
     def scored(self, token_id: int, logprobs: Mapping[int, Any], alternatives: int) -> Token:
-        """Return a token with its log probability and the `alternatives` most likely ones, as vLLM tells them."""
+        """Return the token with its log probability and the `alternatives` most likely tokens at its position.
+
+        `logprobs` are vLLM's `Logprob`s by token id. It always holds the chosen token, which may be none of the most
+        likely ones.
+        """
         chosen = logprobs[token_id]
         ranked = sorted(logprobs.items(), key=lambda item: item[1].rank)[:alternatives]
         top = tuple(TopToken(other, entry.decoded_token or "", entry.logprob) for other, entry in ranked)
         return Token(token_id, chosen.decoded_token or "", chosen.logprob, token_id in self._special, top, chosen.rank)
 
     def text(self, token_id: int) -> str:
+        """Return the text of one token, decoded alone."""
         text = self._texts.get(token_id)
         if text is None:
             text = self._texts[token_id] = self.decode([token_id])
         return text
 
 
-class Answer:
-    """Turns the outputs of one request into its deltas."""
+class DeltaBuilder:
+    """Builds the deltas of one request from vLLM's outputs."""
 
     def __init__(
         self, sampling: SamplingParameters, parameters: Any, prompt_text: Callable[[], str], vocabulary: Vocabulary
     ) -> None:
-        self.parameters = parameters  # the sampling in vLLM's form
+        """`parameters` is `sampling` in vLLM's form; `prompt_text` is called once, for the first delta."""
+        self.parameters = parameters
         self._sampling = sampling
         self._prompt_text: Callable[[], str] | None = prompt_text
         self._vocabulary = vocabulary
         self._completion_tokens = 0
 
-    def take(self, output: Any) -> Delta | LmiServerError:
-        """Return the delta of one of vLLM's `RequestOutput`s, or the error that ends the request."""
+    def build(self, output: Any) -> Delta | LmiServerError:
+        """Return the delta of one `RequestOutput` of vLLM, or the error that ends the request.
+
+        The first delta also has what concerns the prompt; the last one has the finish reason and the usage.
+        """
         completion = output.outputs[0]
         ids = completion.token_ids
         self._completion_tokens += len(ids)
@@ -87,6 +97,7 @@ class Answer:
         alternatives = self._sampling.prompt_logprobs
         if alternatives is None:
             return None
+        # The first token of a prompt has no log probability: nothing comes before it. vLLM has None there.
         scores = output.prompt_logprobs or [None] * len(output.prompt_token_ids)
         return tuple(
             self._vocabulary.token(token) if entry is None else self._vocabulary.scored(token, entry, alternatives)
@@ -103,4 +114,4 @@ class Answer:
             case "repetition":
                 return "stop_sequence"
             case reason:
-                return HandlerError(f"vLLM ended the request: {reason}")
+                return HandlerError(f"vLLM ended the request with finish reason {reason}")

@@ -1,4 +1,4 @@
-"""From a generation request to what vLLM takes: a rendered prompt and sampling parameters."""
+"""Turns a generation request into what vLLM takes: a rendered prompt and sampling parameters."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ from jinja2 import TemplateError
 from pydantic import ValidationError
 
 from handlers.vllm import library
-from handlers.vllm.chats import ParsedChats, Rendered
+from handlers.vllm.chats import ChatRenderer, RenderedRequest
 from lmi_server.contract.errors import ContextLengthError, RequestError
 from lmi_server.contract.generation import GenerationRequest, SamplingParameters
 
-_CACHE_SALT = "cache_salt"  # belongs to the prompt, not to the sampling
-_LONG_TEXT = 20_000  # characters from which tokenizing would hold up the event loop for milliseconds
-# Tokens in an output of a request whose answer does not stream: each output costs a pass through here, and without any
-# a long answer would seem to make no progress.
+_CACHE_SALT = "cache_salt"  # part of vLLM's prompt, not of its sampling parameters
+# From this many characters on a prompt is tokenized in another thread: it would block the event loop for milliseconds.
+# For shorter prompts the change of threads takes longer than the tokenizer.
+_LONG_TEXT_CHARS = 20_000
+# Tokens per output of a request whose answer does not stream. Each output costs a pass through the handler and the
+# link, so there should be few. There must be some, because the queue gives up a request that shows no progress.
 _UNSTREAMED_INTERVAL = 32
+# What vLLM raises for a request that it cannot serve: the client is told, and the engine goes on.
 CLIENT_ERRORS = (library.VLLMClientError, ValueError, TypeError, NotImplementedError, TemplateError)
 
 
 class PromptRenderer:
-    """Renders prompts with vLLM's own renderer: tokenizer, chat template, parts that are no text."""
+    """Renders prompts with vLLM's own renderer: tokenizer, chat template, images and other media."""
 
     def __init__(
         self,
@@ -30,7 +33,7 @@ class PromptRenderer:
         max_model_len: int,
         chat_template: str | None,
         content_format: str,
-        chats: ParsedChats,
+        chats: ChatRenderer,
     ) -> None:
         self._renderer = renderer
         self._max_model_len = max_model_len
@@ -40,13 +43,13 @@ class PromptRenderer:
 
     @property
     def tokenizer(self) -> Any:
-        """Return the tokenizer itself, as vLLM loaded it."""
+        """The tokenizer, as vLLM loaded it."""
         return self._renderer.get_tokenizer()
 
-    async def render(self, request: GenerationRequest) -> Rendered:
-        """Return what the engine is given.
+    async def render(self, request: GenerationRequest) -> RenderedRequest:
+        """Return `request` in the engine's form.
 
-        Raises ContextLengthError or RequestError where the request cannot be rendered.
+        Raises ContextLengthError or RequestError if vLLM cannot render it.
         """
         try:
             rendered = await self._render(request)
@@ -57,33 +60,33 @@ class PromptRenderer:
             rendered.prompt[_CACHE_SALT] = salt
         return rendered
 
-    async def _render(self, request: GenerationRequest) -> Rendered:
+    async def _render(self, request: GenerationRequest) -> RenderedRequest:
         if request.messages is None:
-            return Rendered(await self._text(request), request.sampling)
+            return RenderedRequest(await self._render_text(request), request.sampling)
         self._chats.check(request)
-        if self._chats.parses:
+        if self._chats.has_parser:
             return await self._chats.render(request)
-        return Rendered(await self._chat(request), request.sampling)
+        return RenderedRequest(await self._render_chat(request), request.sampling)
 
     def detokenize(self, ids: list[int]) -> str:
-        """Return the text of token ids, special ones too. Raises RequestError where one is not in the vocabulary."""
+        """Return the text of token ids, with special tokens. Raises RequestError if the vocabulary lacks one."""
         try:
             self._renderer.validate_token_ids(ids)
         except library.VLLMClientError as error:
             raise as_request_error(error) from error
         return str(self.tokenizer.decode(ids))
 
-    async def _text(self, request: GenerationRequest) -> Any:
+    async def _render_text(self, request: GenerationRequest) -> Any:
         if isinstance(request.prompt, str):
             prompt: dict[str, Any] = {"prompt": request.prompt}
         else:
             prompt = {"prompt_token_ids": list(request.prompt or ())}
-        parameters = self._tokenizing(request, request.add_special_tokens)
-        if len(request.prompt or ()) > _LONG_TEXT:
+        parameters = self._tokenize_params(request, request.add_special_tokens)
+        if len(request.prompt or ()) > _LONG_TEXT_CHARS:
             return (await self._renderer.render_cmpl_async([prompt], parameters))[0]
         return self._renderer.render_cmpl([prompt], parameters)[0]
 
-    async def _chat(self, request: GenerationRequest) -> Any:
+    async def _render_chat(self, request: GenerationRequest) -> Any:
         options = request.chat
         arguments = {
             "add_generation_prompt": options.add_generation_prompt,
@@ -101,12 +104,13 @@ class PromptRenderer:
             },
         )
         messages = [dict(message) for message in request.messages or ()]
+        # No special tokens: the chat template writes its own.
         rendered = await self._renderer.render_chat_async(
-            [messages], chat, self._tokenizing(request, add_special_tokens=False)
+            [messages], chat, self._tokenize_params(request, add_special_tokens=False)
         )
         return rendered[1][0]
 
-    def _tokenizing(self, request: GenerationRequest, add_special_tokens: bool) -> library.TokenizeParams:
+    def _tokenize_params(self, request: GenerationRequest, add_special_tokens: bool) -> library.TokenizeParams:
         return library.TokenizeParams(
             max_total_tokens=self._max_model_len,
             truncate_prompt_tokens=request.sampling.truncate,
@@ -119,17 +123,18 @@ class PromptRenderer:
 def sampling_params(
     sampling: SamplingParameters, stream: bool, prompt_len: int, max_model_len: int
 ) -> library.SamplingParams:
-    """Return `sampling` in vLLM's form; without `stream` many tokens come in one output.
+    """Return `sampling` in vLLM's form; unless `stream`, vLLM then collects several tokens in an output.
 
-    Raises ContextLengthError where prompt and new tokens do not fit, RequestError where vLLM refuses a value.
+    `prompt_len` and `max_model_len` are in tokens. Raises ContextLengthError if the prompt and the new tokens do not
+    fit into the context, RequestError if vLLM refuses a value.
     """
     if sampling.typical_p != 1.0:
         raise RequestError("typical_p is not supported by vLLM; leave it out or send 1.0")
     room = max_model_len - prompt_len
-    wanted = sampling.max_new_tokens if sampling.max_new_tokens is not None else max(room, 1)
-    if wanted > room:
+    max_tokens = sampling.max_new_tokens if sampling.max_new_tokens is not None else max(room, 1)
+    if max_tokens > room:
         raise ContextLengthError(
-            f"the prompt has {prompt_len} tokens and max_new_tokens is {wanted}, but the model's context holds"
+            f"the prompt has {prompt_len} tokens and max_new_tokens is {max_tokens}, but the model's context holds"
             f" {max_model_len}; shorten the prompt or lower max_new_tokens to {max(room, 0)} at most"
         )
     try:
@@ -152,22 +157,25 @@ def sampling_params(
             ignore_eos=sampling.ignore_eos,
             skip_special_tokens=sampling.skip_special_tokens,
             spaces_between_special_tokens=sampling.spaces_between_special_tokens,
-            max_tokens=wanted,
+            max_tokens=max_tokens,
             min_tokens=sampling.min_tokens,
             logprobs=sampling.logprobs,
             prompt_logprobs=sampling.prompt_logprobs,
             output_kind=library.RequestOutputKind.DELTA,
             stream_interval=None if stream else _UNSTREAMED_INTERVAL,
-            skip_clone=True,
+            skip_clone=True,  # the object is made for this request alone
             **_extra(sampling.extra),
         )
     except CLIENT_ERRORS as error:
         raise as_request_error(error) from error
 
 
-def _extra(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return parameters that are vLLM's alone, where SamplingParams has them."""
-    extra = {name: value for name, value in given.items() if name != _CACHE_SALT}
+def _extra(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters that only vLLM knows, as arguments of SamplingParams.
+
+    A request to vLLM's server has some of them at its top level that SamplingParams takes in `extra_args`.
+    """
+    extra = {name: value for name, value in parameters.items() if name != _CACHE_SALT}
     arguments = dict(extra.pop("vllm_xargs", {}))
     arguments |= {name: extra.pop(name) for name in ("kv_transfer_params", "ec_transfer_params") if name in extra}
     if arguments:
@@ -178,15 +186,16 @@ def _extra(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_request_error(error: Exception) -> RequestError:
-    """Return what the client is told of an error that vLLM raised for its request."""
-    message = str(error.args[0]) if isinstance(error, library.VLLMClientError) and error.args else plain(error)
+    """Return the error for the client, of what vLLM raised for its request."""
+    # The text of a VLLMClientError also repeats the parameter and its value; its first argument is the message alone.
+    message = str(error.args[0]) if isinstance(error, library.VLLMClientError) and error.args else error_message(error)
     if getattr(error, "parameter", None) in ("input_tokens", "input_text"):
         return ContextLengthError(message)
     return RequestError(message)
 
 
-def plain(error: BaseException) -> str:
-    """Return the message without pydantic's frame and links."""
+def error_message(error: BaseException) -> str:
+    """Return the message of an error, without the header and the links that pydantic adds."""
     if isinstance(error, ValidationError):
         return "; ".join(str(detail["msg"]).removeprefix("Value error, ") for detail in error.errors())
     return str(error) or type(error).__name__

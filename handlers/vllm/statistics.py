@@ -1,4 +1,4 @@
-"""What the engine tells of itself: gauges, and a line in the log while it decodes."""
+"""The engine's statistics: gauges for /metrics, and a line in the log while it decodes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from handlers.vllm import library
 _log = logging.getLogger("handlers.vllm.handler")
 
 _LINE_INTERVAL_S = 5.0
-_IDLE_S = 1.0  # without a step; a step with a long prompt takes less
+_IDLE_S = 1.0  # without a step for so long the engine was idle; the longest steps, of long prompts, take less
 
 
 class Statistics:
-    """Gauges as of the engine's last step; vLLM hands its own statistics to what `logger_factory` returns."""
+    """Gauges as of the engine's last step. vLLM records its own statistics into what `logger_factory` returns."""
 
     def __init__(self) -> None:
         self._kv_tokens = 0
@@ -30,14 +30,19 @@ class Statistics:
         self._rate = 0.0
 
     def logger_factory(self, config: Any, index: int = 0) -> library.StatLoggerBase:
-        """Return what vLLM hands its statistics to, as it asks for it."""
+        """Return the statistics logger for one engine; vLLM calls this with its own arguments."""
         return _Recorder(self)
 
     def set_capacity(self, kv_tokens: int) -> None:
+        """Set the number of tokens that the KV cache holds."""
         self._kv_tokens = kv_tokens
 
     def gauges(self, unfinished: int) -> Mapping[str, float]:
-        """Return the gauges by name; without `unfinished` requests the engine idles, of which vLLM tells nothing."""
+        """Return the gauges by name.
+
+        vLLM records nothing while it is idle, so what it recorded last would stay: without `unfinished` requests the
+        gauges of the present state are zero.
+        """
         busy = unfinished > 0
         return {
             "running_requests": self._running * busy,
@@ -54,6 +59,7 @@ class Statistics:
         return library.own_metrics()
 
     def record(self, scheduler: Any | None, iteration: Any | None) -> None:
+        """Take vLLM's statistics of one step: of its scheduler, and of its outputs."""
         if scheduler is not None:
             self._running = scheduler.num_running_reqs
             self._waiting = scheduler.num_waiting_reqs + scheduler.num_skipped_waiting_reqs
@@ -62,7 +68,7 @@ class Statistics:
             self._generated += iteration.num_generation_tokens
             self._prompt_tokens += iteration.num_prompt_tokens
         now = time.monotonic()
-        if now - self._recorded_at > _IDLE_S:  # the rate is that of the time in which there was work
+        if now - self._recorded_at > _IDLE_S:  # idle time does not count for the throughput
             self._line_at, self._generated_at_line = now, self._generated
         self._recorded_at = now
         if now - self._line_at >= _LINE_INTERVAL_S:

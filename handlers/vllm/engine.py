@@ -1,0 +1,218 @@
+"""Loads a model that generates text with vLLM, in the worker's process or in processes of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from handlers.step_loop import StepLoop
+from handlers.vllm import compiled_code, library, ranks
+from handlers.vllm.adapters import Adapters
+from handlers.vllm.chats import ChatRenderer, RenderedRequest
+from handlers.vllm.compilation import BackgroundCompilation
+from handlers.vllm.drivers import Driver, InProcessDriver, InProcessEngine, OwnProcessDriver, end_process
+from handlers.vllm.engine_config import create_engine_config, engine_arguments, load_errors
+from handlers.vllm.options import VllmEngineOptions
+from handlers.vllm.outputs import DeltaBuilder, Vocabulary
+from handlers.vllm.requests import PromptRenderer, sampling_params
+from handlers.vllm.statistics import Statistics
+from lmi_server.contract.errors import ModelLoadError
+from lmi_server.contract.generation import Feature, GenerationRequest
+from lmi_server.contract.handler import ModelInfo
+from lmi_server.machine.environment import own_rank, process_environment
+
+_log = logging.getLogger(__name__)
+
+CANNOT_LOAD = "vLLM cannot load the model"
+_GIB = 2**30
+_FEATURES: frozenset[Feature] = frozenset(
+    {"structured_outputs", "tools", "reasoning", "min_tokens", "bad_words", "allowed_token_ids", "engine_extras"}
+)
+
+
+@dataclass(frozen=True)
+class LoadedEngine:
+    """A running engine, and what its requests need."""
+
+    driver: Driver
+    adapters: Adapters
+    prompts: PromptRenderer
+    vocabulary: Vocabulary
+    statistics: Statistics
+    info: ModelInfo
+
+    def delta_builder(self, request: GenerationRequest, rendered: RenderedRequest) -> DeltaBuilder:
+        """Return what builds the deltas of `request` from the engine's outputs.
+
+        Raises ContextLengthError if prompt and new tokens do not fit, RequestError if vLLM refuses a parameter.
+        """
+        prompt, sampling = rendered.prompt, rendered.sampling
+        ids = prompt["prompt_token_ids"]
+        parameters = sampling_params(sampling, request.stream, len(ids), self.info.max_model_len)
+
+        def prompt_text() -> str:
+            return prompt.get("prompt") or self.vocabulary.decode(ids)
+
+        return DeltaBuilder(sampling, parameters, prompt_text, self.vocabulary)
+
+
+async def load(model_dir: str, options: VllmEngineOptions) -> LoadedEngine:
+    """Load a model. Raises ModelLoadError if vLLM refuses the configuration or cannot load the model."""
+    began = time.perf_counter()
+    statistics = Statistics()
+    _prepare_adapters(options)
+    template = None if options.chat_template is None else _chat_template(options.chat_template, Path(model_dir))
+    library.silence_default_statistics()
+    load_engine = _load_in_worker if options.engine_process == "worker" else _load_in_own_process
+    driver, engine = await load_engine(model_dir, options, statistics)
+    config, renderer = engine.vllm_config, engine.renderer
+    statistics.set_capacity(library.kv_cache_tokens(config))
+    tokenizer = renderer.get_tokenizer()
+    max_model_len = config.model_config.max_model_len
+    info = ModelInfo(
+        max_model_len=max_model_len,
+        features=_FEATURES | {"media"} if config.model_config.is_multimodal_model else _FEATURES,
+        sampling_defaults=library.default_sampling(config),
+        details=engine_details(config, options, began),
+    )
+    chats = _chat_renderer(config, renderer, template, options)
+    prompts = PromptRenderer(renderer, max_model_len, template, options.chat_template_content_format, chats)
+    vocabulary = Vocabulary(tokenizer.decode, tokenizer.all_special_ids)
+    return LoadedEngine(driver, Adapters(driver), prompts, vocabulary, statistics, info)
+
+
+def follow(model_dir: str, options: VllmEngineOptions) -> None:
+    """Load this rank's part of the model and repeat rank 0's calls, until rank 0 (which runs `load`) stops.
+
+    Raises ModelLoadError if vLLM refuses the configuration or cannot load the model.
+    """
+    _prepare_adapters(options)
+    set_threads(options)
+    config = create_engine_config(model_dir, options)
+    with load_errors(CANNOT_LOAD):
+        core = ranks.following_core(config)
+    ranks.follow(core)
+
+
+def set_threads(options: VllmEngineOptions) -> None:
+    """Set the number of threads of an operation on the CPU, for an engine in this process."""
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+
+
+def engine_details(config: Any, options: VllmEngineOptions, began: float) -> dict[str, Any]:
+    """Return what was decided for the loaded engine, for the log and for `explain`."""
+    cache, scheduler = config.cache_config, config.scheduler_config
+    return {
+        "engine": f"vLLM {library.version()}",
+        "engine_process": options.engine_process,
+        "model": ", ".join(config.model_config.architectures),
+        "dtype": str(config.model_config.dtype).removeprefix("torch."),
+        "device": config.device_config.device_type,
+        "threads": torch.get_num_threads(),
+        "enforce_eager": config.model_config.enforce_eager,
+        "max_model_len": config.model_config.max_model_len,
+        "max_rolling_batch_size": scheduler.max_num_seqs,
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "kv_cache_tokens": library.kv_cache_tokens(config),
+        "kv_cache_gib": round((cache.kv_cache_memory_bytes or 0) / _GIB, 3),
+        "enable_prefix_caching": bool(cache.enable_prefix_caching),
+        "load_seconds": round(time.perf_counter() - began, 1),
+    }
+
+
+def _prepare_adapters(options: VllmEngineOptions) -> None:
+    if not (options.enable_lora and library.is_on_cpu()):
+        return
+    if options.engine_process == "own":
+        # The fix of vLLM's kernels holds for this process only.
+        raise ModelLoadError(
+            "option.engine_process=own with option.enable_lora=true would mix adapters up on the CPU; use worker"
+        )
+    library.keep_adapters_apart()
+
+
+def _chat_renderer(
+    config: Any, renderer: library.BaseRenderer, template: str | None, options: VllmEngineOptions
+) -> ChatRenderer:
+    parsers = (
+        f"option.tool_call_parser={options.tool_call_parser} or option.reasoning_parser={options.reasoning_parser}"
+    )
+    # KeyError: vLLM knows no such parser, or the tokenizer lacks a token that it needs.
+    with load_errors(f"{parsers} cannot be used with this model", KeyError):
+        return ChatRenderer(config, renderer, template, options)
+
+
+def _chat_template(value: str, model_dir: Path) -> str:
+    """Return the chat template that `value` is, or that the file of that name holds."""
+    if "{" in value:
+        return value
+    file = model_dir / value  # an absolute path replaces model_dir
+    if not file.is_file():
+        raise ModelLoadError(
+            f"option.chat_template={value} is neither a file nor a template; name a file, relative to the model"
+            f" directory {model_dir}"
+        )
+    return file.read_text(encoding="utf-8")
+
+
+async def _load_in_worker(
+    model_dir: str, options: VllmEngineOptions, statistics: Statistics
+) -> tuple[Driver, library.LLMEngine]:
+    loop = StepLoop(lambda: _build_in_worker(model_dir, options, statistics))
+    stepped = await loop.start()
+    if stepped.compilation is not None:
+        stepped.compilation.start()
+    return InProcessDriver(loop), stepped.engine
+
+
+def _build_in_worker(model_dir: str, options: VllmEngineOptions, statistics: Statistics) -> InProcessEngine:
+    set_threads(options)
+    environment = process_environment()  # before vLLM writes into it; see compiled_code.compile_models
+    if library.is_on_cpu() and options.compiles_in_background and not compiled_code.can_store_code():
+        compiled_code.disable_compilation()
+        options = options.model_copy(update={"enforce_eager": True})
+    config = create_engine_config(model_dir, options)
+    is_group = bool(own_rank().directory)
+    compilation = None if is_group else _prepare_compiled_code(model_dir, config, options, environment)
+    make_engine = ranks.leading_engine if is_group else library.in_process_engine
+    with load_errors(CANNOT_LOAD):
+        engine = make_engine(config, [statistics.logger_factory])
+    library.on_lost_worker(engine, end_process)
+    return InProcessEngine(engine, compilation)
+
+
+def _prepare_compiled_code(
+    model_dir: str, config: Any, options: VllmEngineOptions, environment: Mapping[str, str]
+) -> BackgroundCompilation | None:
+    """Let the models of `config` use stored code on the CPU; return what compiles them in the background, if anything.
+
+    This comes before they load, because vLLM decides at their first forward pass.
+    """
+    if not library.is_on_cpu() or options.runs_uncompiled:
+        return None
+    if not options.compiles_in_background:
+        compiled_code.use_stored_code(config)
+        return None
+    models = compiled_code.serve_before_compiled(config)
+    arguments = engine_arguments(model_dir, options)
+    return BackgroundCompilation(arguments, library.least_kv_bytes(config), models, environment)
+
+
+async def _load_in_own_process(
+    model_dir: str, options: VllmEngineOptions, statistics: Statistics
+) -> tuple[Driver, library.AsyncLLM]:
+    def build(config: Any) -> library.AsyncLLM:
+        with load_errors(CANNOT_LOAD):
+            return library.own_process_engine(config, [statistics.logger_factory])
+
+    config = await asyncio.to_thread(create_engine_config, model_dir, options)
+    engine = await asyncio.to_thread(build, config)
+    return OwnProcessDriver(engine), engine
