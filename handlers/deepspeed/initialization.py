@@ -156,7 +156,7 @@ def _split_head(head: Any, communicator: Communicator) -> SlicedLinear:
     return SlicedLinear(RowParallelLinear(local, _bias(head), communicator), first, first + sizes[communicator.rank])
 
 
-class SlicedLinear(nn.Module):  # type: ignore[misc]
+class SlicedLinear(nn.Module):
     """A linear layer whose input all ranks have in full, and of whose weight each has the columns `first:last`."""
 
     def __init__(self, linear: RowParallelLinear, first: int, last: int) -> None:

@@ -74,7 +74,7 @@ def model_bytes(model: nn.Module) -> int:
     return sum(tensor.nelement() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
 
 
-class DynamicInt8Linear(nn.Module):  # type: ignore[misc]
+class DynamicInt8Linear(nn.Module):
     """A linear layer whose weights are 8-bit numbers, and whose rows are made such when they come.
 
     weight (out, in) int8, scales (out,) float32, smoothing (in,) float32 or None: the row is divided by it.

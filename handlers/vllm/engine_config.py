@@ -93,7 +93,7 @@ def _command_line(action: argparse.Action, name: str, text: str) -> list[str]:
     return [option for option in action.option_strings if option.startswith("--no-") is not switch][:1]
 
 
-class _Parser(library.FlexibleArgumentParser):  # type: ignore[misc]
+class _Parser(library.FlexibleArgumentParser):
     """vLLM's command-line parser, with an exception in the place of the end of the process."""
 
     def error(self, message: str) -> Any:

@@ -32,7 +32,7 @@ class VllmHandler(LLMHandler):
         self._request_numbers = itertools.count()
 
     async def start(self, model_dir: str, options: VllmEngineOptions) -> ModelInfo:
-        """Load the model in other threads, because importing vLLM alone would stop the worker's heartbeats for seconds."""
+        """Load the model in other threads: importing vLLM alone would hold up the worker's heartbeats for seconds."""
         engine = await asyncio.to_thread(import_engine, "engine")
         loaded: LoadedEngine = await engine.load(model_dir, options)
         self._loaded = loaded

@@ -1,4 +1,4 @@
-"""The options of the lmi-dist handler: those of vLLM, which serves it, by LMI-Dist's names and defaults."""
+"""The options of the lmi-dist handler: vLLM's options, with LMI-Dist's names and defaults."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lmi_server.configuration.declaration import Allowed, Conflict, Deprecated, 
 from lmi_server.configuration.options import MPI_MODE_DESCRIPTION, JsonObject, PositiveInt, lower
 from lmi_server.machine.inventory import Machine
 
-_QUANTIZATIONS = {"bitsandbytes8": "bitsandbytes"}  # vLLM's names, where they are others
+_QUANTIZATIONS = {"bitsandbytes8": "bitsandbytes"}  # LMI-Dist's name -> vLLM's name, if they differ
 Quantize = Annotated[
     Literal["bitsandbytes8", "gptq", "awq", "squeezellm"],
     BeforeValidator(lambda method: "bitsandbytes8" if method == "bitsandbytes" else method),
@@ -21,7 +21,7 @@ Quantize = Annotated[
 
 
 def _as_json(value: object) -> object:
-    """Return LMI-Dist's image=2,video=1 as a JSON object; anything else is left to the type."""
+    """Return LMI-Dist's form image=2,video=1 as JSON. Any other value stays as it is, for the type to check."""
     if not isinstance(value, str) or value.lstrip().startswith("{"):
         return value
     pairs = [pair.partition("=") for pair in value.split(",")]
@@ -31,41 +31,42 @@ def _as_json(value: object) -> object:
 
 
 class LmiDistOptions(InWorkerOptions):
-    """Keys of serving.properties for a model of LMI-Dist: vLLM's engine on ranks under the MPI engine."""
+    """Keys of serving.properties for a model configured for LMI-Dist: vLLM's engine on the ranks of the MPI engine."""
 
     mpi_mode: bool = Field(False, description=MPI_MODE_DESCRIPTION)
     rolling_batch: Annotated[Literal["auto", "lmi-dist"], BeforeValidator(lower)] = Field(
-        "auto", description="vLLM batches by itself, whatever this says."
+        "auto", description="vLLM batches by itself with any of these values."
     )
     quantize: Annotated[Quantize | None, DeprecatedValue("bitsandbytes", "use bitsandbytes8")] = Field(
-        None, description="Quantisation of the weights; all but bitsandbytes8 need a checkpoint made with it."
+        None,
+        description="Quantisation of the weights; all methods but bitsandbytes8 need a checkpoint quantised with them.",
     )
     max_rolling_batch_prefill_tokens: Annotated[
         PositiveInt | None,
         Deprecated("the best value is computed from the machine"),
         Documented("1088", "deprecated since 0.25.0, when LMI began to compute it"),
     ] = Field(None, description="Prompt tokens that one step computes at most.")
-    enable_prefix_caching: bool = Field(False, description="Keep the KV cache of shared beginnings of prompts.")
+    enable_prefix_caching: bool = Field(False, description="Reuse the KV cache of prompt prefixes that requests share.")
     limit_mm_per_prompt: Annotated[
         JsonObject | None, BeforeValidator(_as_json), Allowed("image=2,video=1 or a JSON object")
     ] = Field(None, description="Images, videos and such per prompt, by kind.")
     speculative_draft_model: str | None = Field(None, description="Model that drafts tokens for speculative decoding.")
     speculative_length: PositiveInt = Field(5, description="Tokens that the draft model proposes.")
     draft_model_tp_size: PositiveInt = Field(1, description="GPUs that the draft model is split over.")
-    speculative_telemetry: Annotated[bool, NoEffect("vLLM's metrics tell it in /metrics")] = Field(
+    speculative_telemetry: Annotated[bool, NoEffect("vLLM reports it in /metrics")] = Field(
         True, description="Log how many drafted tokens were accepted."
     )
-    record_acceptance_rate: Annotated[bool, NoEffect("vLLM's metrics tell it in /metrics")] = Field(
+    record_acceptance_rate: Annotated[bool, NoEffect("vLLM reports it in /metrics")] = Field(
         False, description="Log the rate at which drafted tokens are accepted."
     )
 
     @classmethod
     def recommended(cls, machine: Machine) -> Mapping[str, str]:
-        """As for vLLM, but that each rank computes on its share of the cores, which OMP_NUM_THREADS tells it."""
+        """Return what vLLM recommends, without threads: OMP_NUM_THREADS gives each rank its share of the cores."""
         return {key: raw for key, raw in super().recommended(machine).items() if key != "option.threads"}
 
     def engine_arguments(self) -> Mapping[str, Any]:
-        """Return the arguments of vLLM's EngineArgs that this configuration decides; passed through ones are text."""
+        """Return the arguments of vLLM's EngineArgs; those that serving.properties gives by vLLM's names are text."""
         arguments = {**super().engine_arguments(), "distributed_executor_backend": "external_launcher"}
         if self.quantize is not None:
             arguments["quantization"] = _QUANTIZATIONS.get(self.quantize, self.quantize)
@@ -88,6 +89,6 @@ class LmiDistOptions(InWorkerOptions):
         if self.speculative_config is not None and self.speculative_draft_model is not None:
             yield Conflict(
                 ("option.speculative_draft_model", "option.speculative_config"),
-                "only without option.speculative_config, which says the same",
+                "only without option.speculative_config, which sets the same",
             )
         yield from self.parser_conflicts()

@@ -35,9 +35,9 @@ from lmi_server.machine.threads import THREAD_VARIABLES
 _PARTITION = NoEffect("only LMI's offline command `partition` reads it")
 _NUMA_NODES = Path("/sys/devices/system/node")
 _VARIABLES = {
-    "VLLM_CONFIGURE_LOGGING": "0",  # the worker's log takes its lines
+    "VLLM_CONFIGURE_LOGGING": "0",  # the worker has configured logging, and vLLM's lines go there
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would have the worker's socket, and locks that its threads held
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork inherits the worker's link, and locks that its threads hold
     "TOKENIZERS_PARALLELISM": "false",
 }
 
@@ -48,28 +48,35 @@ class VllmEngineOptions(ModelOptions):
     one_worker_keys: ClassVar[tuple[str, ...]] = ("option.lmcache_auto_config",)
 
     max_rolling_batch_size: Annotated[PositiveInt, Key(also=("option.max_num_seqs",), must_agree=True)] = Field(
-        32, description="Requests that the engine decodes together."
+        32, description="Maximum number of requests that the engine decodes together."
     )
-    load_format: str = Field("auto", description="Format of the checkpoint; auto takes safetensors, then bin files.")
+    load_format: str = Field("auto", description="Format of the checkpoint; auto prefers safetensors to bin files.")
     max_model_len: PositiveInt | None = Field(
-        None, description="Tokens of prompt and output together; without it what config.json allows."
+        None, description="Maximum number of tokens of prompt and output together; without it the limit in config.json."
     )
-    enforce_eager: bool = Field(False, description="Run without CUDA graphs: slower, some GB of GPU memory less.")
+    enforce_eager: bool = Field(
+        False, description="Run the model uncompiled and without CUDA graphs: slower, but saves some GB of GPU memory."
+    )
     gpu_memory_utilization: Share = Field(
         0.9, description="Share of GPU memory for weights, activations and KV cache together."
     )
-    max_loras: PositiveInt = Field(4, description="LoRA adapters in one batch.")
-    max_lora_rank: PositiveInt = Field(16, description="Highest rank of a LoRA adapter.")
-    lora_extra_vocab_size: PositiveInt = Field(256, description="Tokens that a LoRA adapter may add.")
-    max_cpu_loras: PositiveInt | None = Field(None, description="LoRA adapters that are kept in main memory.")
+    max_loras: PositiveInt = Field(4, description="Maximum number of LoRA adapters in one batch.")
+    max_lora_rank: PositiveInt = Field(16, description="Maximum rank of a LoRA adapter.")
+    lora_extra_vocab_size: PositiveInt = Field(
+        256, description="Maximum number of tokens that a LoRA adapter adds to the vocabulary."
+    )
+    max_cpu_loras: PositiveInt | None = Field(
+        None, description="Maximum number of LoRA adapters that stay in main memory."
+    )
     tensor_parallel_degree: Annotated[ParallelDegree, Key(also=("option.tensor_parallel_size",), must_agree=True)] = (
-        Field(1, description="GPUs that one model is split over; max is all of the machine's.")
+        Field(1, description="GPUs that one model is split over; max is all GPUs of the machine.")
     )
     pipeline_parallel_degree: Annotated[PositiveInt, Key(also=("option.pipeline_parallel_size",), must_agree=True)] = (
-        Field(1, description="Stages that the layers of one model are split into, each on devices of its own.")
+        Field(1, description="Stages that the layers of one model are split into, each on its own devices.")
     )
     dtype: Annotated[FloatDtype, Key(also=("option.data_type",)), DTYPE_NOTE] = Field(
-        "auto", description="Data type of weights and KV cache; auto is the checkpoint's own, fp16 for one in fp32."
+        "auto",
+        description="Data type of weights and KV cache; auto is that of the checkpoint, or fp16 if that is fp32.",
     )
     task: str | None = Field(None, description="Task of the model: text-generation, text-embedding, classify, ...")
     quantize: Annotated[str | None, Key(also=("option.quantization",), must_agree=True)] = Field(
@@ -77,48 +84,68 @@ class VllmEngineOptions(ModelOptions):
     )
     max_rolling_batch_prefill_tokens: Annotated[
         PositiveInt | None, Key(also=("option.max_num_batched_tokens",), must_agree=True)
-    ] = Field(None, description="Tokens that one step computes at most; without it vLLM chooses.")
+    ] = Field(None, description="Maximum number of tokens that one step computes; without it vLLM chooses.")
     cpu_offload_gb_per_gpu: Annotated[NonNegativeFloat, Key(also=("option.cpu_offload_gb",), must_agree=True)] = Field(
         0.0, description="GiB of weights per GPU that stay in main memory."
     )
-    enable_chunked_prefill: bool | None = Field(None, description="Compute long prompts in chunks beside decoding.")
-    enable_prefix_caching: bool | None = Field(None, description="Keep the KV cache of shared beginnings of prompts.")
-    disable_sliding_window: bool = Field(False, description="Attend to the whole context.")
-    enable_expert_parallel: bool = Field(False, description="Split a mixture of experts by expert.")
+    enable_chunked_prefill: bool | None = Field(
+        None, description="Compute long prompts in chunks, in the same steps as decoding."
+    )
+    enable_prefix_caching: bool | None = Field(
+        None, description="Reuse the KV cache of prompt prefixes that requests share."
+    )
+    disable_sliding_window: bool = Field(
+        False, description="Attend to the whole context even if the model has a sliding window."
+    )
+    enable_expert_parallel: bool = Field(
+        False, description="Split a mixture of experts by expert instead of splitting each expert."
+    )
     tokenizer_mode: str = Field("auto", description="Kind of tokenizer: auto, slow, mistral, ...")
-    limit_mm_per_prompt: JsonObject | None = Field(None, description="Images, videos and such per prompt, by kind.")
-    kv_transfer_config: JsonObject | None = Field(None, description="Transfer of the KV cache between engines.")
-    speculative_config: JsonObject | None = Field(None, description="Speculative decoding, as vLLM takes it.")
+    limit_mm_per_prompt: JsonObject | None = Field(
+        None, description="Maximum number of images, videos and other media per prompt, by kind."
+    )
+    kv_transfer_config: JsonObject | None = Field(
+        None, description="Transfer of the KV cache between engines, as vLLM's JSON object."
+    )
+    speculative_config: JsonObject | None = Field(None, description="Speculative decoding, as vLLM's JSON object.")
     speculative_draft_model: Annotated[str | None, NoEffect("vLLM takes it in option.speculative_config")] = Field(
         None, description="Model that drafts tokens for speculative decoding."
     )
-    fully_sharded_loras: bool = Field(False, description="Shard LoRA computations fully.")
+    fully_sharded_loras: bool = Field(False, description="Split all LoRA computations over the GPUs.")
     long_lora_scaling_factors: Annotated[str | None, NoEffect("vLLM has no such argument any more")] = Field(
         None, description="Scaling factors of long-context LoRA adapters."
     )
     lora_dtype: str = Field("auto", description="Data type of LoRA weights.")
-    max_logprobs: PositiveInt = Field(20, description="Log probabilities per token that a request may ask for.")
-    chat_template: str | None = Field(None, description="File of the chat template, where the model's is not meant.")
-    chat_template_content_format: Literal["auto", "string", "openai"] = Field(
-        "auto", description="Shape of message contents that the chat template takes."
+    max_logprobs: PositiveInt = Field(
+        20, description="Maximum number of log probabilities per token that a request may ask for."
     )
-    enable_auto_tool_choice: bool = Field(False, description="Let the model choose tools; needs tool_call_parser.")
-    tool_call_parser: str | None = Field(None, description="vLLM's parser of tool calls for the model.")
-    enable_reasoning: bool = Field(False, description="Answer reasoning apart; needs reasoning_parser.")
-    reasoning_parser: str | None = Field(None, description="vLLM's parser of reasoning for the model.")
+    chat_template: str | None = Field(
+        None,
+        description="Chat template to use instead of the model's: a file, relative to the model directory, or the"
+        " template itself.",
+    )
+    chat_template_content_format: Literal["auto", "string", "openai"] = Field(
+        "auto", description="Form of message contents that the chat template expects."
+    )
+    enable_auto_tool_choice: bool = Field(False, description="Let the model choose tools; requires tool_call_parser.")
+    tool_call_parser: str | None = Field(None, description="Name of vLLM's parser for the model's tool calls.")
+    enable_reasoning: bool = Field(
+        False, description="Answer with the reasoning apart from the content; requires reasoning_parser."
+    )
+    reasoning_parser: str | None = Field(None, description="Name of vLLM's parser for the model's reasoning.")
     normalize: Annotated[bool, NoEffect("only embeddings are normalised")] = Field(
         True, description="Normalise embeddings."
     )
-    lmcache_auto_config: bool = Field(False, description="Configure LMCache by the machine; one worker only.")
+    lmcache_auto_config: bool = Field(False, description="Configure LMCache for the machine; allows one worker only.")
     lmcache_config_file: str | None = Field(None, description="Configuration file of LMCache.")
     device: Annotated[str, NoEffect("vLLM runs on what it was built for")] = Field(
         "auto", description="Kind of device that vLLM runs on."
     )
     compilation: Annotated[Literal["background", "start"], BeforeValidator(lower)] = Field(
         "start",
-        description="When vLLM compiles the model, without enforce_eager: at its start, or (the default without GPUs)"
-        " in the background while requests already run; where the engine is not in the worker's process alone, or has"
-        " LoRA, background means never, and with enforce_eager=false at its start.",
+        description="When vLLM compiles the model, unless enforce_eager is true: at its start, or (the default without"
+        " GPUs) in the background while requests already run. The background needs an engine in the worker's process"
+        " alone and without LoRA; otherwise background means never, or at the start if enforce_eager=false is set.",
     )
     engine_process: Annotated[Literal["own", "worker"], BeforeValidator(lower)] = Field(
         "own",
@@ -126,22 +153,22 @@ class VllmEngineOptions(ModelOptions):
     )
     threads: PositiveInt | None = Field(
         None,
-        description="Threads of an operation on the CPU, where the engine is in the worker's process; without GPUs the"
-        " default is one per core.",
+        description="Threads of an operation on the CPU, if the engine is in the worker's process; the default without"
+        " GPUs is one per core.",
     )
     kv_cache_memory_gb: PositiveFloat | None = Field(
         None,
-        description="Memory of the KV cache in GiB; without it and gpu_memory_utilization a quarter of what is free"
-        " at most, where there is no GPU.",
+        description="Memory of the KV cache in GiB. Without it and without gpu_memory_utilization, a machine without"
+        " GPUs gives the KV cache a quarter of its free memory at most.",
     )
     save_mp_checkpoint_path: Annotated[str | None, _PARTITION] = Field(None, description="Where to write the result.")
     awq_zero_point: Annotated[bool, _PARTITION] = Field(True, description="AWQ with zero points.")
     awq_block_size: Annotated[PositiveInt, _PARTITION] = Field(128, description="Group size of AWQ.")
     awq_weight_bit_width: Annotated[PositiveInt, _PARTITION] = Field(4, description="Bits per weight of AWQ.")
-    awq_mm_version: Annotated[str, _PARTITION] = Field("GEMM", description="Kernel that AWQ quantises for.")
-    awq_ignore_layers: Annotated[str | None, _PARTITION] = Field(None, description="Layers that AWQ leaves alone.")
+    awq_mm_version: Annotated[str, _PARTITION] = Field("GEMM", description="Kernel that the AWQ checkpoint is for.")
+    awq_ignore_layers: Annotated[str | None, _PARTITION] = Field(None, description="Layers that AWQ does not quantise.")
     fp8_scheme: Annotated[str, _PARTITION] = Field("FP8", description="Scheme of fp8 quantisation.")
-    fp8_ignore: Annotated[str, _PARTITION] = Field("lm_head", description="Layers that fp8 leaves alone.")
+    fp8_ignore: Annotated[str, _PARTITION] = Field("lm_head", description="Layers that fp8 does not quantise.")
     calib_size: Annotated[PositiveInt, _PARTITION] = Field(512, description="Samples for calibration.")
 
     @classmethod
@@ -149,7 +176,7 @@ class VllmEngineOptions(ModelOptions):
         return _names_of_engine_args()
 
     def engine_arguments(self) -> Mapping[str, Any]:
-        """Return the arguments of vLLM's EngineArgs that this configuration decides; passed through ones are text."""
+        """Return the arguments of vLLM's EngineArgs; those that serving.properties gives by vLLM's names are text."""
         arguments = {
             **self.passed_to_engine(),
             "model": self.model_id,
@@ -164,8 +191,8 @@ class VllmEngineOptions(ModelOptions):
             "cpu_offload_gb": self.cpu_offload_gb_per_gpu,
             "gpu_memory_utilization": self.gpu_memory_utilization,
             "kv_cache_memory_bytes": self._kv_cache_bytes_of_a_device(),
-            **{name: getattr(self, name) for name in _SAME_NAME},
-            **{name: json.loads(text) for name in _JSON if (text := getattr(self, name)) is not None},
+            **{name: getattr(self, name) for name in _SAME_NAMES},
+            **{name: json.loads(text) for name in _JSON_TEXTS if (text := getattr(self, name)) is not None},
             **self._lora_arguments(),
             "enforce_eager": self.runs_uncompiled,
         }
@@ -175,17 +202,18 @@ class VllmEngineOptions(ModelOptions):
         if self.engine_process == "own":
             return {**_VARIABLES, **self._cores_of_shares()}
         variables = {**_VARIABLES, **THREAD_VARIABLES, **self._cores_of_shares(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        if self.devices_per_worker == 1:  # bound, a thread would wait for its core while the front end has it
+        if self.devices_per_worker == 1:
+            # A bound thread waits for its core while the front end runs there, and its operation with it.
             variables["OMP_PROC_BIND"] = "false"
-        # Small functions of vLLM's sampler are compiled on first use whatever enforce_eager says: seconds of a C++
-        # compiler in the middle of a request.
+        # vLLM compiles small functions of its sampler on first use even with enforce_eager: a C++ compiler then runs
+        # for seconds in the middle of a request.
         return variables | {"TORCH_COMPILE_DISABLE": "1"} if self.runs_uncompiled else variables
 
     @property
     def runs_uncompiled(self) -> bool:
-        """Whether nothing compiles the model at any time.
+        """Whether the model is never compiled.
 
-        Where that cannot be done in the background, an option.enforce_eager=false has vLLM do it at its start.
+        If it cannot be compiled in the background, an explicit option.enforce_eager=false makes vLLM compile at start.
         """
         cannot = self.compilation == "background" and not self.compiles_in_background
         return self.enforce_eager or (cannot and "enforce_eager" not in self.model_fields_set)
@@ -194,17 +222,19 @@ class VllmEngineOptions(ModelOptions):
     def compiles_in_background(self) -> bool:
         """Whether the model is compiled while it already serves.
 
-        The compiled code then replaces the model's own in one process, which must be the worker's. With LoRA vLLM
-        compiles nothing on the CPU, and a connector of KV caches would meet a second one in the compiling process.
+        That replaces code inside the engine's process, so the engine must be in the worker's process, and only there.
+        With LoRA vLLM compiles nothing on the CPU. With a KV connector the compiling process would start a second
+        connector, which could meet the first one.
         """
         if self.compilation != "background" or self.enforce_eager or self.enable_lora or self.kv_transfer_config:
             return False
         return self.engine_process == "worker" and self.devices_per_worker == 1
 
     def reserved_kv_bytes(self, wanted: int, least: int, available: int) -> int | None:
-        """Enough for every place at full length, at most a quarter of the free memory.
+        """Return bytes of KV cache for a machine without a GPU; None lets vLLM decide.
 
-        The rest is for weights, activations and whatever else the machine does.
+        `wanted` is enough for all requests of a full batch at full length, `least` for one request; `available` is the
+        free memory. At most a quarter of that is taken, and the rest stays for weights, activations and other programs.
         """
         if self.kv_cache_memory_gb is not None:
             return int(self.kv_cache_memory_gb * 2**30)
@@ -214,17 +244,21 @@ class VllmEngineOptions(ModelOptions):
 
     @classmethod
     def recommended(cls, machine: Machine) -> Mapping[str, str]:
-        """As many places as LMI gives vLLM; without a GPU the engine steps in the worker, on all cores, at once."""
-        places = {"option.max_rolling_batch_size": "256"}
+        """Return LMI's batch size for vLLM; without a GPU also an engine in the worker's process, on all cores.
+
+        There the model serves at once, uncompiled, and changes over when its code has been compiled.
+        """
+        batch_size = {"option.max_rolling_batch_size": "256"}
         if machine.gpus:
-            return places
+            return batch_size
         on_cpu = {"engine_process": "worker", "compilation": "background", "threads": str(machine.cores)}
-        return places | {f"option.{name}": value for name, value in on_cpu.items()}
+        return batch_size | {f"option.{name}": value for name, value in on_cpu.items()}
 
     def _cores_of_shares(self) -> Mapping[str, str]:
-        """Return which cores each process computes on, where several share a machine without GPU.
+        """Return the variable that gives each of several processes its own cores, on a machine without GPUs.
 
-        vLLM itself gives each a NUMA node, and fails where there are too few of them.
+        By itself vLLM gives each process a NUMA node, and fails if there are fewer nodes than processes. This divides
+        the cores evenly then. If there are fewer cores than processes, none is bound.
         """
         shares = self.devices_per_worker or 1
         cores = sorted(os.sched_getaffinity(0))
@@ -236,7 +270,7 @@ class VllmEngineOptions(ModelOptions):
         return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, part)) for part in parts)}
 
     def _kv_cache_bytes_of_a_device(self) -> int | None:
-        """Return what vLLM takes: bytes of each device, or of each share of the CPU."""
+        """Return the bytes of KV cache in vLLM's unit: per GPU, or per process that computes on the CPU."""
         if self.kv_cache_memory_gb is None:
             return None
         return int(self.kv_cache_memory_gb * 2**30) // (self.devices_per_worker or 1)
@@ -258,14 +292,14 @@ class VllmEngineOptions(ModelOptions):
             yield Conflict(("option.pipeline_parallel_degree",), "1 with option.rolling_batch=vllm")
 
     def parser_conflicts(self) -> Iterator[Conflict]:
-        """Yield what asks for a parser of the model's answers and names none."""
+        """Yield the options that require a parser, if none is named."""
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             yield Conflict(("option.enable_auto_tool_choice",), "true only with option.tool_call_parser")
         if self.enable_reasoning and self.reasoning_parser is None:
             yield Conflict(("option.enable_reasoning",), "true only with option.reasoning_parser")
 
     def gpus_per_worker(self, available: int) -> int | None:
-        return self.devices_per_worker if available else None  # without any, vLLM's processes share the CPU
+        return self.devices_per_worker if available else None  # without GPUs, vLLM's processes share the CPU
 
     def warnings(self, given: Collection[str]) -> Iterator[Conflict]:
         if not self.enable_lora:
@@ -282,23 +316,23 @@ class VllmOptions(VllmEngineOptions):
     """Keys of serving.properties for a model that vLLM runs to generate text."""
 
     rolling_batch: Annotated[Literal["auto", "vllm", "disable"], BeforeValidator(lower)] = Field(
-        "auto", description="vLLM batches by itself, whatever this says."
+        "auto", description="vLLM batches by itself with any of these values."
     )
 
 
 class InWorkerOptions(VllmEngineOptions):
-    """Keys of serving.properties for vLLM's engine where it always is in the worker's own process."""
+    """Keys of serving.properties for a model whose vLLM engine is always in the worker's own process."""
 
     engine_process: Annotated[Literal["worker"], BeforeValidator(lower)] = Field(
         "worker", description="Process of vLLM's engine."
     )
     compilation: Annotated[Literal["start"], BeforeValidator(lower)] = Field(
-        "start", description="When vLLM compiles the model, without enforce_eager."
+        "start", description="When vLLM compiles the model, unless enforce_eager is true."
     )
 
     @classmethod
     def recommended(cls, machine: Machine) -> Mapping[str, str]:
-        """What serves best; uncompiled without a GPU, where each start would compile for a minute."""
+        """Return vLLM's recommendation; without a GPU uncompiled, because every start would compile for a minute."""
         found = dict(super().recommended(machine))
         if found.pop("option.engine_process", None):
             found["option.enforce_eager"] = "true"
@@ -313,8 +347,8 @@ class VllmPoolingOptions(InWorkerOptions):
         Literal["disable"],
         BeforeValidator(lambda name: "disable" if lower(name) in ("auto", "vllm") else lower(name)),
         Allowed("auto, vllm or disable"),
-    ] = Field("disable", description="Requests run together as one dynamic batch (batch_size), whatever this says.")
-    normalize: bool = Field(True, description="Give embeddings the length 1.")
+    ] = Field("disable", description="Requests run together as a dynamic batch (batch_size) with any of these values.")
+    normalize: bool = Field(True, description="Scale embeddings to length 1.")
 
     def engine_arguments(self) -> Mapping[str, Any]:
         return {**super().engine_arguments(), "runner": "pooling"}
@@ -325,7 +359,7 @@ def runs_pooling(workload: Workload) -> bool:
     return workload.task in POOLING
 
 
-_SAME_NAME = (
+_SAME_NAMES = (
     "max_model_len",
     "load_format",
     "enable_chunked_prefill",
@@ -336,13 +370,17 @@ _SAME_NAME = (
     "tokenizer_mode",
     "reasoning_parser",
 )
-_JSON = ("limit_mm_per_prompt", "kv_transfer_config", "speculative_config")
-_DECIDED_HERE = ("model", "served_model_name")
+_JSON_TEXTS = ("limit_mm_per_prompt", "kv_transfer_config", "speculative_config")
+_NOT_PASSED_ON = ("model", "served_model_name")  # this server decides them
 
 
 @cache
 def _names_of_engine_args() -> frozenset[str]:
-    """Read the fields of vLLM's EngineArgs from its source, because importing vLLM takes seconds and starts CUDA."""
+    """Return the names of all fields of vLLM's EngineArgs; nothing if vLLM is not installed.
+
+    They are read from vLLM's source, because `explain` and the front end need them too, and importing vLLM takes
+    seconds and starts CUDA.
+    """
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:
         return frozenset()
@@ -351,4 +389,4 @@ def _names_of_engine_args() -> frozenset[str]:
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name.endswith("EngineArgs")]
     fields = [node.target for found in classes for node in found.body if isinstance(node, ast.AnnAssign)]
     names = {target.id for target in fields if isinstance(target, ast.Name) and not target.id.startswith("_")}
-    return frozenset(names.difference(_DECIDED_HERE))
+    return frozenset(names.difference(_NOT_PASSED_ON))

@@ -1,4 +1,4 @@
-"""The vllm pooling handler: embeddings, scores of pairs and classes of texts by vLLM, a batch of requests at a time."""
+"""The vllm pooling handler: embeddings, scores of pairs and classes of texts by vLLM, in dynamic batches."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ _PARAMETERS: Mapping[str, Mapping[str, fields.Field]] = {
     },
     "classify": {"truncate": fields.Field("truncate", fields.boolean)},
 }
-_WHOLE = -1  # cut to what the model takes
+_TO_MODEL_LENGTH = -1  # vLLM's value: truncate to the length that the model accepts
 
 
 @dataclass(frozen=True)
-class _Call:
-    """One request: its prompts, and what writes its answer from what became of them."""
+class _ParsedRequest:
+    """The prompts of one request, and the function that makes its response from their results."""
 
     prompts: Sequence[Prompt]
-    write: Callable[[Sequence[Pooled]], Response]
+    respond: Callable[[Sequence[Pooled]], Response]
 
 
 class VllmPoolingHandler(RequestHandler):
-    """Serves a model directory or name that vLLM can load as a model that pools."""
+    """Serves a model directory, or a Hugging Face id, that vLLM can load as a pooling model."""
 
     def __init__(self) -> None:
         self._model: PoolingModel
@@ -56,24 +56,25 @@ class VllmPoolingHandler(RequestHandler):
         return ModelInfo(max_model_len=self._model.max_length, details=self._model.details)
 
     def handle(self, requests: Sequence[Input]) -> Sequence[Response | LmiServerError]:
-        calls = [self._read(request) for request in requests]
-        prompts = [prompt for call in calls if isinstance(call, _Call) for prompt in call.prompts]
+        parsed = [self._parse(request) for request in requests]
+        # One run for the prompts of all requests: vLLM batches them by itself.
+        prompts = [prompt for one in parsed if isinstance(one, _ParsedRequest) for prompt in one.prompts]
         results = iter(self._model.run(prompts))
         return [
-            call if isinstance(call, LmiServerError) else _answer(call, [next(results) for _ in call.prompts])
-            for call in calls
+            one if isinstance(one, LmiServerError) else _outcome(one, [next(results) for _ in one.prompts])
+            for one in parsed
         ]
 
     def stop(self) -> None:
         self._model.stop()
 
-    def _read(self, request: Input) -> _Call | LmiServerError:
+    def _parse(self, request: Input) -> _ParsedRequest | LmiServerError:
         try:
-            return self._call(request)
+            return self._parse_route(request)
         except LmiServerError as error:
             return error
 
-    def _call(self, request: Input) -> _Call:
+    def _parse_route(self, request: Input) -> _ParsedRequest:
         match request.route:
             case routes.EMBEDDINGS:
                 return self._embeddings(request, fields.json_object(request))
@@ -85,11 +86,11 @@ class VllmPoolingHandler(RequestHandler):
                 return self._invocation(request)
             case route:
                 raise RequestError(
-                    f"the model serves {self._model.task}, which /v1/{route} is not for; send inputs to /invocations"
+                    f"/v1/{route} does not serve a model for {self._model.task}; send inputs to /invocations"
                 )
 
-    def _invocation(self, request: Input) -> _Call:
-        """Read what LMI's path takes: LMI's inputs, or a body of one of the other paths."""
+    def _invocation(self, request: Input) -> _ParsedRequest:
+        """Parse a request to LMI's path: LMI's inputs, or a body that one of the other paths takes."""
         body = content.parse_body(request)
         if "inputs" in body:
             return self._inputs(request, body)
@@ -101,65 +102,70 @@ class VllmPoolingHandler(RequestHandler):
             return self._score(request, body)
         raise RequestError('inputs is missing; send {"inputs": ["a text"], "parameters": {...}}')
 
-    def _inputs(self, request: Input, body: Mapping[str, Any]) -> _Call:
+    def _inputs(self, request: Input, body: Mapping[str, Any]) -> _ParsedRequest:
         model, kind = self._model, content.accepted_type(request, content.JSON)
-        given = read_parameters(body.get("parameters"), _PARAMETERS[model.task])
+        parameters = read_parameters(body.get("parameters"), _PARAMETERS[model.task])
         texts = openai_embeddings.inputs("inputs", body["inputs"])
-        cut = _WHOLE if given.get("truncate") else None
+        truncate = _TO_MODEL_LENGTH if parameters.get("truncate") else None
 
-        def write(results: Sequence[Pooled]) -> Response:
-            shown = [model.label(one) if model.task == "classify" else one.values for one in results]
-            return content.encode_response(shown, kind)
+        def respond(results: Sequence[Pooled]) -> Response:
+            values = [model.label(one) if model.task == "classify" else one.values for one in results]
+            return content.encode_response(values, kind)
 
         if model.task == "classify":
-            return _Call(model.classifications(texts, cut), write)
-        asked = EmbeddingRequest(inputs=texts, dimensions=given.get("dimensions"), truncate_tokens=cut)
-        return _Call(model.embeddings(asked, given.get("normalize")), write)
+            return _ParsedRequest(model.classifications(texts, truncate), respond)
+        embedding_request = EmbeddingRequest(
+            inputs=texts, dimensions=parameters.get("dimensions"), truncate_tokens=truncate
+        )
+        return _ParsedRequest(model.embeddings(embedding_request, parameters.get("normalize")), respond)
 
-    def _embeddings(self, request: Input, body: Mapping[str, Any]) -> _Call:
-        asked = openai_embeddings.parse(body)
-        for warning in asked.warnings:
+    def _embeddings(self, request: Input, body: Mapping[str, Any]) -> _ParsedRequest:
+        embedding_request = openai_embeddings.parse(body)
+        for warning in embedding_request.warnings:
             logger.warning("%s", warning)
-        name = self._shown_model_name(request, asked.model)
+        name = self._shown_model_name(request, embedding_request.model)
 
-        def write(results: Sequence[Pooled]) -> Response:
+        def respond(results: Sequence[Pooled]) -> Response:
             vectors = [result.values.tobytes() for result in results]
-            return _json(openai_embeddings.body(name, vectors, asked.encoding_format, _tokens(results)))
+            return _json(openai_embeddings.body(name, vectors, embedding_request.encoding_format, _tokens(results)))
 
-        return _Call(self._model.embeddings(asked), write)
+        return _ParsedRequest(self._model.embeddings(embedding_request), respond)
 
-    def _score(self, request: Input, body: Mapping[str, Any]) -> _Call:
-        asked, comparison = self._model.score(body)
-        name = self._shown_model_name(request, asked.model)
+    def _score(self, request: Input, body: Mapping[str, Any]) -> _ParsedRequest:
+        score_request, comparison = self._model.score(body)
+        name = self._shown_model_name(request, score_request.model)
 
-        def write(results: Sequence[Pooled]) -> Response:
+        def respond(results: Sequence[Pooled]) -> Response:
             return _json(scores.score_body(name, comparison.scores(results), _tokens(results)))
 
-        return _Call(comparison.prompts, write)
+        return _ParsedRequest(comparison.prompts, respond)
 
-    def _rerank(self, request: Input, body: Mapping[str, Any]) -> _Call:
-        asked, comparison = self._model.rerank(body)
-        name = self._shown_model_name(request, asked.model)
+    def _rerank(self, request: Input, body: Mapping[str, Any]) -> _ParsedRequest:
+        rerank_request, comparison = self._model.rerank(body)
+        name = self._shown_model_name(request, rerank_request.model)
 
-        def write(results: Sequence[Pooled]) -> Response:
-            told = comparison.scores(results)
-            return _json(scores.rerank_body(name, asked.documents, told, asked.top_n, _tokens(results)))
+        def respond(results: Sequence[Pooled]) -> Response:
+            relevances = comparison.scores(results)
+            return _json(
+                scores.rerank_body(name, rerank_request.documents, relevances, rerank_request.top_n, _tokens(results))
+            )
 
-        return _Call(comparison.prompts, write)
+        return _ParsedRequest(comparison.prompts, respond)
 
     def _shown_model_name(self, request: Input, model: str | None) -> str:
+        """Return the name of the model for the response. Logs a warning if the client asks for a model not served."""
         name, warnings = openai.shown_model_name(request, model, self._served)
         for warning in warnings:
             logger.warning("%s", warning)
         return name
 
 
-def _answer(call: _Call, results: Sequence[Pooled | LmiServerError]) -> Response | LmiServerError:
+def _outcome(parsed: _ParsedRequest, results: Sequence[Pooled | LmiServerError]) -> Response | LmiServerError:
     for result in results:
         if isinstance(result, LmiServerError):
             return result
     try:
-        return call.write([result for result in results if not isinstance(result, LmiServerError)])
+        return parsed.respond([result for result in results if not isinstance(result, LmiServerError)])
     except LmiServerError as error:
         return error
 

@@ -56,7 +56,7 @@ _ARGUMENT_TYPES: dict[str, Any] = {
 }
 
 
-class RankExecutor(ExecutorWithExternalLauncher):  # type: ignore[misc]
+class RankExecutor(ExecutorWithExternalLauncher):
     """Computes the part of the model that one rank of an MPI group has."""
 
     def _distributed_args(self) -> tuple[str, int, int]:

@@ -88,7 +88,7 @@ class Statistics:
         )
 
 
-class _Recorder(library.StatLoggerBase):  # type: ignore[misc]
+class _Recorder(library.StatLoggerBase):
     def __init__(self, statistics: Statistics) -> None:
         self._statistics = statistics
 
