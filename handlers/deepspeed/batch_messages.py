@@ -1,4 +1,4 @@
-"""What rank 0 of a group that serves whole tasks says to the others: plain data as msgpack, one message per batch."""
+"""The messages from rank 0 of a group that serves whole tasks to the other ranks: msgpack, one message per batch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from lmi_server.contract.protocol import Input
 
 
 class Batch(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """Answer these requests; `seed` is for what is drawn at random without a seed of its own."""
+    """Run these requests. `seed` seeds torch for whatever a task draws without a seed of the request."""
 
     seed: int
     requests: list[Input]
 
 
 class Stop(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """The worker ends."""
+    """End the loop of the other ranks."""
 
 
 encode = msgspec.msgpack.Encoder().encode

@@ -1,4 +1,4 @@
-"""The deepspeed handlers: causal language models under the rolling batch, and whole tasks, through DeepSpeed.
+"""The deepspeed handlers: models that DeepSpeed splits, under this project's rolling batch or for whole tasks.
 
 Torch, transformers and DeepSpeed are imported when the model loads, never with this module.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class DeepSpeedHandler(RollingBatchHandler):
-    """Serves a causal language model that DeepSpeed has split, under this project's own rolling batch."""
+    """Serves a causal language model under this project's own rolling batch."""
 
     def load_model(self, model_dir: str, options: DeepSpeedOptions) -> LoadedModel:
         from handlers.deepspeed.model import load
@@ -32,7 +32,11 @@ class DeepSpeedHandler(RollingBatchHandler):
 
 
 class DeepSpeedTaskHandler(TaskHandler):
-    """Serves one task of one model. The ranks of a group read and run the same batches; rank 0 answers them."""
+    """Serves one task of a model.
+
+    On several ranks, rank 0 sends each batch of requests to the others as it came. All ranks parse and run it, because
+    the task's own code (generation, pooling) calls the model, whose layers need every rank. Rank 0 alone answers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +55,7 @@ class DeepSpeedTaskHandler(TaskHandler):
 
         batch = Batch(secrets.randbits(63), list(requests))
         self._communicator.broadcast(encode(batch))
-        return self._together(batch)
+        return self._handle_on_all_ranks(batch)
 
     def follow(self, model_dir: str, options: DeepSpeedOptions) -> None:
         self.start(model_dir, options)
@@ -59,7 +63,7 @@ class DeepSpeedTaskHandler(TaskHandler):
 
         assert self._communicator is not None
         while isinstance(message := decode(self._communicator.receive()), Batch):
-            self._together(message)
+            self._handle_on_all_ranks(message)
 
     def stop(self) -> None:
         if self._communicator is not None:
@@ -67,10 +71,11 @@ class DeepSpeedTaskHandler(TaskHandler):
 
             self._communicator.broadcast(encode(Stop()))
 
-    def _together(self, batch: Any) -> Sequence[Response | LmiServerError]:
-        """Answer a batch as all ranks do, with the same random numbers.
+    def _handle_on_all_ranks(self, batch: Any) -> Sequence[Response | LmiServerError]:
+        """Run a batch, as all ranks do at the same time and with the same random numbers. Returns the outcomes.
 
-        One that fails here may run on elsewhere: the ranks are not at the same place any more, and the process ends.
+        A failure of the model ends the process, and with it the group: other ranks may not have failed, and then wait
+        for this one inside a layer. Errors of the requests themselves are the same on all ranks and end nothing.
         """
         import torch
 

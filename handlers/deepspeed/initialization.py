@@ -1,8 +1,15 @@
-"""`deepspeed.init_inference` over a model that transformers has loaded: its configuration, and what it leaves behind.
+"""Splits a model with `deepspeed.init_inference`, and replaces the layers that DeepSpeed puts into it.
 
-AutoTP splits the linear layers of each block in place. They are then replaced by plain ones over this rank's part, so
-that the rolling batch can fuse them, and what they sum goes over `Communicator`: DeepSpeed's own sums over shared
-memory are compiled on the user's machine for a minute, and leave their buffers behind.
+transformers has loaded the whole model. DeepSpeed's AutoTP then splits the linear layers of each block in place:
+
+- By output (query, key, value, gate, up): every rank has all inputs and computes some outputs. No communication.
+- By input (the output projection of attention, the down projection): every rank has some inputs, and the ranks' partial
+  outputs must be summed. DeepSpeed's class for it is LinearAllreduce.
+
+AutoTP's classes are then replaced by plain linear layers over this rank's part, for two reasons. The rolling batch
+fuses layers that it recognises as plain ones. And DeepSpeed's own sum on the CPU is a C++ extension: it is compiled on
+the user's machine for a minute at the first start, crashes if the variable LOCAL_SIZE is not set, and leaves its shared
+memory behind in /dev/shm when a process is killed. The replacement sums through this project's own communication.
 """
 
 from __future__ import annotations
@@ -26,9 +33,10 @@ _DEGREE = "option.tensor_parallel_degree"
 
 
 def initialize(model: nn.Module, options: DeepSpeedOptions, rank: Rank, inject: bool = False) -> Communicator | None:
-    """Let DeepSpeed work on `model` in place; return the ranks that it is split over, None where it is whole.
+    """Split `model` in place with DeepSpeed; return the connection of its ranks, None on a single rank.
 
-    `inject` has DeepSpeed put its kernels into the model. Raises ModelLoadError with what DeepSpeed says.
+    `inject` replaces layers by DeepSpeed's kernels, which exist for GPUs only. Raises ModelLoadError with DeepSpeed's
+    message if DeepSpeed cannot serve the model.
     """
     config = inference_config(options, model.dtype, rank.size, inject)
     deepspeed = import_deepspeed()
@@ -36,17 +44,17 @@ def initialize(model: nn.Module, options: DeepSpeedOptions, rank: Rank, inject: 
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
     try:
         deepspeed.init_inference(model, config=config)
-    # What DeepSpeed raises for a model, a device or a configuration that it cannot serve.
+    # DeepSpeed has no error type of its own; it raises these for models, devices and configurations.
     except (AssertionError, AttributeError, ImportError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ModelLoadError(f"DeepSpeed cannot serve {type(model).__name__}: {error}") from error
-    _put_back(model, buffers)
+    _restore_buffers(model, buffers)
     if communicator is not None:
-        _make_local(model, communicator)
+        _replace_split_layers(model, communicator)
     return communicator
 
 
 def import_deepspeed() -> Any:
-    """Import DeepSpeed; on the CPU without what it would compile. Raises ModelLoadError."""
+    """Import DeepSpeed. Raises ModelLoadError if it is not installed."""
     try:
         import deepspeed
     except ImportError as error:
@@ -54,15 +62,20 @@ def import_deepspeed() -> Any:
             f"the deepspeed handler needs the extra 'deepspeed' ({error}); install lmi-server[deepspeed]"
         ) from error
     if not torch.cuda.is_available():
-        deepspeed.ops.__compatible_ops__ = {}  # it asks there what it may compile; asking runs compilers
+        # The extensions that DeepSpeed may compile. Reading an entry runs compilers to find out if it can, for seconds,
+        # and nothing on the CPU needs any.
+        deepspeed.ops.__compatible_ops__ = {}
     return deepspeed
 
 
 def inference_config(options: DeepSpeedOptions, dtype: torch.dtype, ranks: int, inject: bool) -> dict[str, Any]:
-    """Return what `init_inference` is given. Raises ModelLoadError where a file of one's own says what cannot be."""
+    """Return the configuration for `init_inference`, from the file of option.deepspeed_config_path or from the options.
+
+    Raises ModelLoadError if the file cannot be read or contradicts the number of ranks.
+    """
     if options.deepspeed_config_path is None:
-        made = {**options.engine_arguments(), "tensor_parallel": {"tp_size": ranks}}
-        return {**made, "dtype": dtype, "replace_with_kernel_inject": inject}
+        from_options = {**options.engine_arguments(), "tensor_parallel": {"tp_size": ranks}}
+        return {**from_options, "dtype": dtype, "replace_with_kernel_inject": inject}
     config = dict(read_json(options.deepspeed_config_path, "option.deepspeed_config_path"))
     parallel = config.get("tensor_parallel", config.get("tp", {}))
     degree = parallel.get("tp_size", 1) if isinstance(parallel, Mapping) else 1
@@ -75,20 +88,20 @@ def inference_config(options: DeepSpeedOptions, dtype: torch.dtype, ranks: int, 
 
 
 def read_json(path: str, key: str) -> Mapping[str, Any]:
-    """Return the JSON object in a file. Raises ModelLoadError naming the option that names it."""
+    """Return the JSON object in the file at `path`. Raises ModelLoadError, which names the option `key` of the path."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"{key}: {path} cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise ModelLoadError(f"{key}: {path} holds no JSON object")
+        raise ModelLoadError(f"{key}: {path} does not hold a JSON object")
     return content
 
 
 def check_before_loading(config: Any, options: DeepSpeedOptions, degree: int) -> None:
-    """Raise ModelLoadError for what can be told from the configuration of a model that `degree` ranks are to split.
+    """Raise ModelLoadError if the options or the model's `config` rule out that `degree` ranks serve the model.
 
-    DeepSpeed shares out heads of any number to as many ranks at most.
+    DeepSpeed divides attention heads unevenly if it must, but each rank needs one.
     """
     has_gpu = torch.cuda.is_available()
     if options.dtype == "fp16" and not has_gpu:
@@ -97,7 +110,7 @@ def check_before_loading(config: Any, options: DeepSpeedOptions, degree: int) ->
         check_device(torch.device("cuda" if has_gpu else "cpu"))
     if getattr(config, "quantization_config", None):
         raise ModelLoadError(
-            "the checkpoint is quantised already, and DeepSpeed takes none that is; use"
+            "the checkpoint is quantised already, and DeepSpeed cannot split such a checkpoint; use"
             " option.entryPoint=djl_python.huggingface"
         )
     text_config = config.get_text_config()
@@ -108,7 +121,7 @@ def check_before_loading(config: Any, options: DeepSpeedOptions, degree: int) ->
 
 
 def choose_device(rank: Rank) -> None:
-    """Let "cuda" mean the GPU of this rank, where there are any."""
+    """Make the GPU of this rank the current one, if there are GPUs."""
     if torch.cuda.is_available():
         torch.cuda.set_device(rank.rank)
 
@@ -119,8 +132,11 @@ def _join(rank: Rank) -> Communicator:
     return communicator
 
 
-def _put_back(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Undo what init_inference did to buffers: it casts rotary frequencies to bfloat16, which loses positions."""
+def _restore_buffers(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Restore the floating-point buffers that init_inference has cast to the model's data type.
+
+    Among them are the rotary frequencies: in bfloat16 (8 bits of precision) distant positions become equal.
+    """
     for name, buffer in buffers.items():
         owner, _, attribute = name.rpartition(".")
         module = model.get_submodule(owner)
@@ -129,14 +145,14 @@ def _put_back(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
             setattr(module, attribute, buffer.to(current.device))
 
 
-def _make_local(model: nn.Module, communicator: Communicator) -> None:
-    """Replace what AutoTP put into the model; a layer of a kind that is not known here keeps DeepSpeed's own sums."""
+def _replace_split_layers(model: nn.Module, communicator: Communicator) -> None:
+    """Replace AutoTP's layers by plain ones over this rank's part; layers of an unknown kind stay as they are."""
     from deepspeed.module_inject import layers
 
-    columns = {layers.LinearLayer, layers.fused_LinearLayer, layers.GateUpPack_LinearLayer}
+    split_by_output = {layers.LinearLayer, layers.fused_LinearLayer, layers.GateUpPack_LinearLayer}
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if type(child) in columns:
+            if type(child) in split_by_output:
                 setattr(module, name, plain_linear(child.weight.detach(), _bias(child)))
             elif type(child) is layers.LinearAllreduce:
                 local = plain_linear(child.weight.detach(), None)
@@ -150,14 +166,17 @@ def _bias(layer: Any) -> torch.Tensor | None:
 
 
 def _split_head(head: Any, communicator: Communicator) -> SlicedLinear:
-    sizes = head._partition_sizes  # DeepSpeed's own forward reads them too; there is no other place
+    sizes = head._partition_sizes  # private, but the only place; DeepSpeed's own forward reads it, too
     first = sum(sizes[: communicator.rank])
     local = plain_linear(head.weight.detach(), None)
     return SlicedLinear(RowParallelLinear(local, _bias(head), communicator), first, first + sizes[communicator.rank])
 
 
 class SlicedLinear(nn.Module):
-    """A linear layer whose input all ranks have in full, and of whose weight each has the columns `first:last`."""
+    """A linear layer split by input, whose input every rank has whole: this rank reads its columns `first:last` of it.
+
+    AutoTP splits the last layer (the logits) this way.
+    """
 
     def __init__(self, linear: RowParallelLinear, first: int, last: int) -> None:
         super().__init__()
@@ -165,5 +184,5 @@ class SlicedLinear(nn.Module):
         self._columns = slice(first, last)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(..., in_features) -> (..., out_features), the same on all ranks."""
+        """(..., in_features) -> (..., out_features), equal on all ranks."""
         return self.summed(hidden[..., self._columns])

@@ -1,9 +1,24 @@
-"""`option.quantize=dynamic_int8` and `smoothquant`: linear layers with weights and activations in 8 bits, on the CPU.
+"""Linear layers with 8-bit weights and activations (W8A8) on the CPU: `option.quantize=dynamic_int8` or `smoothquant`.
 
-LMI had both from a fork of DeepSpeed that was never published. Here both are W8A8 with a scale per output of the
-weights and one per row of the activations, taken when the row comes: what a request computes is its own affair, whoever
-shares its batch. SmoothQuant (Xiao et al., 2023) first moves part of the outliers of the activations into the weights,
-by a factor per input; it is measured on a few sentences, and applied to the row where it is quantised.
+LMI has both methods from a fork of DeepSpeed that was never published; DeepSpeed itself has 8 bits only in its kernels
+for GPUs. This is an implementation of its own, on torch's integer matrix product:
+
+    weight (out, in) float    ->  int8 values, one scale per output  (at load)
+    row (in,) float           ->  int8 values, one scale per row     (at each forward pass: "dynamic")
+    output                     =  (int8 row @ int8 weight, in int32) * scale of the row * scale of the output
+
+A scale is the largest magnitude divided by 127. The scale of a row depends on that row alone, never on its batch, so
+that a request's tokens do not depend on the requests that run beside it.
+
+An outlier in a row makes its scale coarse for all other values. In language models outliers always occur in the same
+few inputs of a layer. SmoothQuant (Xiao et al., 2023, https://arxiv.org/abs/2211.10438) therefore divides each input by
+a factor and multiplies the matching column of the weights by it, which leaves the product unchanged: with
+
+    factor[j] = max |activation[j]| ** alpha / max |weight[:, j]| ** (1 - alpha)
+
+part of the range moves from the activations, which are hard to quantise, to the weights, which are easy. The maxima of
+the activations are measured on a few sentences while the model loads. The paper folds the factors into the layer
+before; here `forward` divides the row by them, because that layer need not be a linear one.
 """
 
 from __future__ import annotations
@@ -17,9 +32,9 @@ from torch import nn
 from handlers.deepspeed.options import DeepSpeedOptions
 from lmi_server.contract.errors import ModelLoadError
 
-_ALPHA = 0.5  # SmoothQuant's own choice
-_LEAST = 1e-5
-# Texts of several kinds, to see which inputs of a layer have outliers: they are always the same few.
+_ALPHA = 0.5  # the paper's default
+_MIN_SCALE = 1e-5  # a row of zeros has no magnitude to divide by
+# Texts of several kinds (prose, code, questions, numbers, JSON, languages), to find the inputs that have outliers.
 _SENTENCES = (
     "The committee will publish its report on the harbour's new cranes before the end of March.",
     "def area(radius):\n    return 3.14159 * radius ** 2\n\nprint(area(2.5))",
@@ -33,9 +48,10 @@ _SENTENCES = (
 
 
 def quantize(model: Any, tokenizer: Any, options: DeepSpeedOptions) -> dict[str, Any]:
-    """Quantise the linear layers of `model` in place; return what the log says of it, nothing where none was asked for.
+    """Quantise the linear layers of `model` in place as option.quantize says; return details for the log.
 
-    All ranks of a group call it. Raises ModelLoadError where the device or the model cannot be.
+    The result is empty if the option is not set. On several ranks every rank must call it, because SmoothQuant runs the
+    model. Raises ModelLoadError if the model is not on the CPU, or if SmoothQuant has no tokenizer for its sentences.
     """
     if options.quantize is None:
         return {}
@@ -44,7 +60,7 @@ def quantize(model: Any, tokenizer: Any, options: DeepSpeedOptions) -> dict[str,
     check_device(model.device)
     if options.quantize == "smoothquant":
         alpha = _ALPHA if options.smoothquant_alpha is None else options.smoothquant_alpha
-        smoothing = _smoothing(model, _largest_inputs(model, tokenizer), alpha)
+        smoothing = _smoothing_factors(model, _largest_inputs(model, tokenizer), alpha)
     for name, linear in list(_linears(model)):
         _replace(model, name, DynamicInt8Linear.quantized(linear, smoothing.get(name)))
     return {
@@ -54,14 +70,17 @@ def quantize(model: Any, tokenizer: Any, options: DeepSpeedOptions) -> dict[str,
     }
 
 
-def make_places(model: nn.Module, smoothed: Collection[str]) -> None:
-    """Put empty 8-bit layers into `model`, for weights that were quantised before, those of `smoothed` with factors."""
+def insert_empty_layers(model: nn.Module, smoothed: Collection[str]) -> None:
+    """Replace linear layers of `model` by empty 8-bit ones, to be filled with weights that were quantised before.
+
+    `smoothed` are the names of the layers that have SmoothQuant's factors.
+    """
     for name, linear in list(_linears(model)):
         _replace(model, name, DynamicInt8Linear.empty(linear, name in smoothed))
 
 
 def check_device(device: torch.device) -> None:
-    """Raise ModelLoadError where there are no 8-bit products."""
+    """Raise ModelLoadError if there is no 8-bit product for `device`."""
     if device.type != "cpu":
         raise ModelLoadError(
             f"option.quantize=dynamic_int8 and smoothquant run on the CPU, not on {device.type}; for 8-bit weights"
@@ -70,14 +89,15 @@ def check_device(device: torch.device) -> None:
 
 
 def model_bytes(model: nn.Module) -> int:
-    """Return the bytes of weights and buffers."""
+    """Return the size of weights and buffers in bytes."""
     return sum(tensor.nelement() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
 
 
 class DynamicInt8Linear(nn.Module):
-    """A linear layer whose weights are 8-bit numbers, and whose rows are made such when they come.
+    """A linear layer with 8-bit weights, which quantises its input row by row in `forward`.
 
-    weight (out, in) int8, scales (out,) float32, smoothing (in,) float32 or None: the row is divided by it.
+    `weight` is (out, in) int8, `scales` (out,) float32. `smoothing` is (in,) float32, by which `forward` divides each
+    row, or None. Buffers, not parameters: int8 has no gradients, and buffers are saved and loaded, too.
     """
 
     def __init__(
@@ -96,7 +116,7 @@ class DynamicInt8Linear(nn.Module):
 
     @classmethod
     def quantized(cls, linear: nn.Linear, smoothing: torch.Tensor | None) -> DynamicInt8Linear:
-        """Return the 8-bit layer in the place of `linear`."""
+        """Return the 8-bit form of `linear`, with SmoothQuant's factors (in,) if there are any."""
         weight = linear.weight.detach().float()
         if smoothing is not None:
             weight = weight * smoothing
@@ -105,7 +125,7 @@ class DynamicInt8Linear(nn.Module):
 
     @classmethod
     def empty(cls, linear: nn.Linear, smooth: bool) -> DynamicInt8Linear:
-        """Return an 8-bit layer of the shape of `linear`, whose weights are still to come."""
+        """Return an 8-bit layer of the shape of `linear`, whose weights are loaded later."""
         rows, columns = linear.weight.shape
         smoothing = torch.empty(columns) if smooth else None
         return cls(torch.empty((rows, columns), dtype=torch.int8), torch.empty(rows), smoothing, linear.bias)
@@ -116,6 +136,7 @@ class DynamicInt8Linear(nn.Module):
         if self.smoothing is not None:
             rows = rows / self.smoothing
         scales = _scales(rows)
+        # (rows, in) int8 @ (in, out) int8 -> (rows, out) int32: exact for up to 133,000 inputs, 2 ** 31 / 127 ** 2.
         products = torch._int_mm(_rounded(rows, scales), self.weight.t())
         out = products.float().mul_(scales).mul_(self.scales).to(hidden.dtype)
         if self.bias is not None:
@@ -124,10 +145,10 @@ class DynamicInt8Linear(nn.Module):
 
 
 def _scales(rows: torch.Tensor) -> torch.Tensor:
-    """(rows, width) -> (rows, 1): what a unit of each row's 8-bit numbers stands for."""
+    """(rows, width) -> (rows, 1): the value that 1 stands for in each row's 8-bit numbers."""
     if not rows.shape[1]:  # a rank's part of a layer may be empty
         return rows.new_ones((rows.shape[0], 1))
-    return rows.abs().amax(dim=1, keepdim=True).clamp_(min=_LEAST).div_(127)
+    return rows.abs().amax(dim=1, keepdim=True).clamp_(min=_MIN_SCALE).div_(127)
 
 
 def _rounded(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -135,7 +156,10 @@ def _rounded(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def _linears(model: Any) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield the layers to quantise by name: not the last one, whose errors are those of the logits themselves."""
+    """Yield the names and the layers to quantise: all linear layers but the last.
+
+    An error of the last layer is an error of the logits, and no later layer evens it out.
+    """
     last = model.get_output_embeddings()
     kept = set() if last is None else set(last.modules())
     for name, module in model.named_modules():
@@ -149,10 +173,11 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _largest_inputs(model: Any, tokenizer: Any) -> dict[str, torch.Tensor]:
-    """Return the largest magnitude that each input of each layer takes over the sentences."""
+    """Return the largest magnitude of each input over the sentences: for each layer's name a tensor (in,)."""
     if tokenizer is None:
         raise ModelLoadError(
-            "option.quantize=smoothquant measures a model on sentences, and this one reads none; use dynamic_int8"
+            "option.quantize=smoothquant measures the model on sentences, but it has no tokenizer; set"
+            " option.quantize=dynamic_int8"
         )
     largest: dict[str, torch.Tensor] = {}
 
@@ -179,11 +204,13 @@ def _run(model: Any, ids: torch.Tensor) -> None:
     model(input_ids=ids, **more)
 
 
-def _smoothing(model: Any, largest: Mapping[str, torch.Tensor], alpha: float) -> dict[str, torch.Tensor]:
-    """Return the factor per input of each layer: activations ** alpha over weights ** (1 - alpha), as published."""
+def _smoothing_factors(model: Any, largest: Mapping[str, torch.Tensor], alpha: float) -> dict[str, torch.Tensor]:
+    """Return SmoothQuant's factors (in,) by name of the layer; see the formula above."""
     factors = {}
     for name, linear in _linears(model):
-        if name in largest and linear.weight.shape[0]:  # the others saw no sentence
-            weights = linear.weight.detach().float().abs().amax(dim=0).clamp_(min=_LEAST)
-            factors[name] = (largest[name].clamp(min=_LEAST) ** alpha / weights ** (1 - alpha)).clamp_(min=_LEAST)
+        if name in largest and linear.weight.shape[0]:  # the others did not run, or are empty
+            weights = linear.weight.detach().float().abs().amax(dim=0).clamp_(min=_MIN_SCALE)
+            factors[name] = (largest[name].clamp(min=_MIN_SCALE) ** alpha / weights ** (1 - alpha)).clamp_(
+                min=_MIN_SCALE
+            )
     return factors

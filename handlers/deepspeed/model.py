@@ -1,4 +1,4 @@
-"""Loads a causal language model for the rolling batch through DeepSpeed: whole, or split over the ranks of a group."""
+"""Loads a causal language model through DeepSpeed for the rolling batch: whole, or this rank's part of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from lmi_server.machine.environment import own_rank
 
 
 def load(path: str, options: DeepSpeedOptions) -> LoadedModel:
-    """Load the model in directory `path`, or of a group of ranks the part of this one. Raises ModelLoadError."""
+    """Load the model in directory `path`: whole, or in a group of ranks the part of this one.
+
+    Raises ModelLoadError if the model or the options do not allow it.
+    """
     set_threads(options.threads)
     set_kernel_threads()
     rank = own_rank()
@@ -29,7 +32,8 @@ def load(path: str, options: DeepSpeedOptions) -> LoadedModel:
     shards = find_shards(path, options, rank)
     model = _model(path, config, options, shards, rank.size)
     tokenizer = load_tokenizer(path, reading)
-    # Weights that are quantised or split already have no whole model to be compared with.
+    # LoadCheck keeps the logits of the whole model, to compare them with those after DeepSpeed. Shards come without a
+    # whole model, and quantised weights change the logits on purpose.
     check = None if shards or options.quantize else LoadCheck(model)
     communicator = initialize(model, options, rank)
     if shards is not None:
@@ -47,9 +51,9 @@ def load(path: str, options: DeepSpeedOptions) -> LoadedModel:
 def _model(path: str, config: Any, options: DeepSpeedOptions, shards: Shards | None, ranks: int) -> Any:
     if shards is not None:
         return shards.empty_model(AutoModelForCausalLM, config, options.trust_remote_code)
-    # A GPU of several gets its own part only.
-    place = {"device_map": "cpu"} if ranks > 1 and torch.cuda.is_available() else {}
-    return load_model(AutoModelForCausalLM, path, options.reading(), **place)
+    # With several GPUs the whole model may not fit on one; DeepSpeed moves this rank's part there.
+    device_map = {"device_map": "cpu"} if ranks > 1 and torch.cuda.is_available() else {}
+    return load_model(AutoModelForCausalLM, path, options.reading(), **device_map)
 
 
 def _max_len(model: Any, options: DeepSpeedOptions) -> int:

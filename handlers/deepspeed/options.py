@@ -25,7 +25,7 @@ from lmi_server.configuration.tasks import TEXT_GENERATION, Workload, canonical_
 from lmi_server.machine.threads import THREAD_VARIABLES
 
 SHARDS_MANIFEST = "ds_inference_config.json"
-"""The file that says which weights belong to which rank, beside the weights."""
+"""The manifest beside the weights, which names the files of each rank; DeepSpeed uses the same name."""
 
 TASKS = (
     "feature-extraction",
@@ -53,7 +53,8 @@ class DeepSpeedOptions(RollingBatchOptions):
 
     mpi_mode: bool = Field(False, description=MPI_MODE_DESCRIPTION)
     tensor_parallel_degree: ParallelDegree = Field(
-        1, description="Ranks that one model is split over, under the MPI engine; at most the model's KV heads."
+        1,
+        description="Ranks that one model is split over under the MPI engine; at most the number of KV heads.",
     )
     dtype: Annotated[
         Dtype,
@@ -61,65 +62,71 @@ class DeepSpeedOptions(RollingBatchOptions):
         DTYPE_NOTE,
         Unavailable.values("int8", instead="use option.quantize=dynamic_int8"),
     ] = Field(
-        "auto", description="Data type of weights and KV cache; auto is the checkpoint's own. No fp16 on the CPU."
+        "auto", description="Data type of weights and KV cache; auto is that of the checkpoint. The CPU has no fp16."
     )
     rolling_batch: Annotated[Literal["auto", "deepspeed", "disable"], BeforeValidator(lower)] = Field(
         "disable",
-        description="Iteration-level batching over the model that DeepSpeed has split; auto is deepspeed for causal"
-        " language models, and otherwise disable.",
+        description="Iteration-level batching of the model that DeepSpeed splits; auto is deepspeed for a causal"
+        " language model and disable for any other.",
     )
-    max_rolling_batch_size: PositiveInt = Field(4, description="Requests that one worker decodes together.")
+    max_rolling_batch_size: PositiveInt = Field(
+        4, description="Maximum number of requests that one worker decodes together."
+    )
     task: Annotated[
         str | None,
         BeforeValidator(canonical_task),
         AfterValidator(lambda task: task if task is None else _known_task(task)),
         Allowed(", ".join(TASKS)),
-        Documented(TEXT_GENERATION, "the architecture in config.json tells the task"),
-    ] = Field(None, description="Task of the model as Hugging Face names it; inferred where not given.")
+        Documented(TEXT_GENERATION, "the architecture in config.json determines the task"),
+    ] = Field(
+        None, description="Task of the model by its Hugging Face name; without it the model's files determine the task."
+    )
     enable_streaming: Annotated[Literal["true", "false", "huggingface"], BeforeValidator(lower)] = Field(
         "false",
-        description="Without a rolling batch, answer tasks that generate text as JSON lines, one per step; with one the"
-        " request's `stream` decides.",
+        description="Without a rolling batch: answer tasks that generate text as JSON lines, one per step. With a"
+        " rolling batch `stream` in the request decides.",
     )
     quantize: Literal["dynamic_int8", "smoothquant"] | None = Field(
         None,
-        description="Weights and activations of linear layers in 8 bits, on the CPU only; smoothquant first moves"
-        " outliers of the activations into the weights, as a few sentences show them.",
+        description="Compute linear layers with weights and activations in 8 bits, on the CPU only. smoothquant first"
+        " moves outliers of the activations, which it measures on a few sentences, into the weights.",
     )
     smoothquant_alpha: Annotated[float, Field(ge=0, le=1), Allowed("a number from 0 to 1")] | None = Field(
-        None, description="How much of the outliers smoothquant moves into the weights; 0.5 if not set."
+        None, description="Share of the outliers that smoothquant moves into the weights; the default is 0.5."
     )
     max_tokens: PositiveInt = Field(
-        1024, description="Tokens of prompt and output together, as far as the model's own context goes."
+        1024, description="Maximum number of tokens of prompt and output together, within the model's own context."
     )
-    low_cpu_mem_usage: Annotated[bool, NoEffect("transformers always loads this way")] = Field(
-        True, description="Load weights one by one instead of twice the model's memory."
+    low_cpu_mem_usage: Annotated[bool, NoEffect("transformers always does so")] = Field(
+        True, description="Load weights one by one instead of taking twice the model's memory."
     )
     enable_cuda_graph: bool = Field(
-        False, description="Capture the forward pass of DeepSpeed's kernels as a CUDA graph, on one GPU."
+        False, description="Capture the forward pass of DeepSpeed's kernels as a CUDA graph; on one GPU only."
     )
-    triangular_masking: bool = Field(True, description="DeepSpeed's kernels mask attention to later tokens.")
-    return_tuple: bool = Field(True, description="Layers of DeepSpeed's kernels return a tuple instead of a tensor.")
+    triangular_masking: bool = Field(True, description="Mask attention to later tokens in DeepSpeed's kernels.")
+    return_tuple: bool = Field(
+        True, description="Return a tuple instead of a tensor from the layers of DeepSpeed's kernels."
+    )
     training_mp_size: PositiveInt = Field(
         1, description="Tensor parallel degree that the model was trained with, for DeepSpeed's kernels."
     )
     checkpoint: str | None = Field(
         None,
-        description="Manifest inside the model of weights that were split or quantised ahead of time, by `lmi-server"
-        " partition`; for the rolling batch.",
+        description="Manifest, in the model directory, of weights that `lmi-server partition` has split or quantised;"
+        " for the rolling batch.",
     )
     save_mp_checkpoint_path: str | None = Field(
-        None, description="Directory to write the weights to as each rank holds them, while the model loads."
+        None, description="Directory to which each rank writes its weights while the model loads."
     )
     deepspeed_config_path: str | None = Field(
         None,
-        description="JSON file of DeepSpeed's configuration, which replaces the whole one made from these keys;"
-        " relative to the model directory.",
+        description="JSON file with DeepSpeed's configuration, relative to the model directory. It replaces the whole"
+        " configuration that these keys make.",
     )
-    device: Annotated[int, Field(ge=0), Allowed("an integer of 0 or more"), NoEffect("each process has its own")] = (
-        Field(0, description="GPU of the process.")
-    )
-    threads: PositiveInt | None = Field(None, description="Threads of one rank inside an operation on the CPU.")
+    device: Annotated[
+        int, Field(ge=0), Allowed("an integer of 0 or more"), NoEffect("each process uses the GPU of its rank")
+    ] = Field(0, description="GPU of the process.")
+    threads: PositiveInt | None = Field(None, description="Threads of an operation on the CPU, per rank.")
 
     @property
     def streams(self) -> bool:
@@ -129,7 +136,7 @@ class DeepSpeedOptions(RollingBatchOptions):
         return THREAD_VARIABLES
 
     def engine_arguments(self) -> Mapping[str, Any]:
-        """Return the configuration that `deepspeed.init_inference` is given, beside the data type."""
+        """Return the configuration for `deepspeed.init_inference`, without the data type."""
         if self.deepspeed_config_path is not None:
             return {"config": self.deepspeed_config_path}
         return {
@@ -142,19 +149,19 @@ class DeepSpeedOptions(RollingBatchOptions):
         }
 
     def within(self, model_dir: str) -> DeepSpeedOptions:
-        """Return these options with paths that are relative to the model directory in full."""
+        """Return a copy of these options whose relative paths are resolved against the model directory."""
         if self.deepspeed_config_path is None:
             return self
         return self.model_copy(update={"deepspeed_config_path": str(Path(model_dir) / self.deepspeed_config_path)})
 
     def reading(self) -> TransformersOptions:
-        """Return how transformers reads the checkpoint before DeepSpeed is given the model."""
+        """Return the options with which transformers loads the checkpoint, before DeepSpeed splits the model."""
         return TransformersOptions(**self._shared())
 
     def pipeline(self, task: str) -> PipelineOptions:
-        """Return how a task reads the checkpoint and runs."""
-        longest, streaming = self.max_tokens if generates(task) else None, self.enable_streaming
-        return PipelineOptions(**self._shared(), task=task, enable_streaming=streaming, max_model_len=longest)
+        """Return the options with which a task loads the checkpoint and runs."""
+        max_model_len, streaming = self.max_tokens if generates(task) else None, self.enable_streaming
+        return PipelineOptions(**self._shared(), task=task, enable_streaming=streaming, max_model_len=max_model_len)
 
     def _shared(self) -> dict[str, Any]:
         names = ("model_id", "revision", "trust_remote_code", "dtype", "threads")
@@ -168,7 +175,7 @@ class DeepSpeedOptions(RollingBatchOptions):
         if self.rolling_batch == "disable":
             return "set option.rolling_batch=deepspeed"
         if self.dtype == "auto":
-            return "set option.dtype=fp32, fp16 or bf16, which the weights are written in"
+            return "set option.dtype=fp32, fp16 or bf16, the data type of the written weights"
         if self.quantize is None and degree == 1:
             return "set option.tensor_parallel_degree above 1, or option.quantize"
         removed = ("model_id", "revision", "quantize", "smoothquant_alpha", "save_mp_checkpoint_path")

@@ -1,8 +1,9 @@
-"""Weights as each rank holds them, written ahead of time (`option.save_mp_checkpoint_path`, `lmi-server partition`).
+"""Writes and loads weights that were split or quantised ahead of time, in the form in which each rank holds them.
 
-A directory with the model's own small files, a manifest, and the tensors of each rank as safetensors. The manifest is
-named as DeepSpeed names its own. DeepSpeed's is for its kernels: of a model split by AutoTP it keeps the last layer of
-rank 0 only.
+`lmi-server partition` writes them (through `option.save_mp_checkpoint_path`), and `option.checkpoint` loads them. The
+directory has the model's own small files, a manifest, and the tensors of each rank as safetensors. The manifest has the
+name of DeepSpeed's own, because users' configurations name it, but a format of its own: what DeepSpeed writes serves
+only its kernels, and of a model that AutoTP has split it holds the last layer of rank 0 alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import nn
 from transformers.initialization import no_init_weights
 
 from handlers.deepspeed.initialization import read_json
-from handlers.deepspeed.int8 import make_places
+from handlers.deepspeed.int8 import insert_empty_layers
 from handlers.deepspeed.options import SHARDS_MANIFEST, DeepSpeedOptions
 from lmi_server.configuration.options import LONG_DTYPES
 from lmi_server.contract.errors import ModelLoadError
@@ -28,34 +29,37 @@ from lmi_server.contract.ranks import Rank
 
 _log = logging.getLogger(__name__)
 
-_KIND = "lmi-server ranks"
+_MANIFEST_TYPE = "lmi-server ranks"  # tells our manifest from DeepSpeed's, which has another type under the same key
 _TENSORS_PER_FILE = 64
 
 
 @dataclass(frozen=True)
 class Shards:
-    """The weights that one rank loads, from `files`; `quantization` is how they are quantised."""
+    """The weights of one rank, in `files`; `quantization` is the value of option.quantize that made them, or None."""
 
     files: tuple[Path, ...]
     dtype: torch.dtype
     quantization: str | None
 
     def empty_model(self, auto_class: Any, config: Any, trust_remote_code: bool) -> Any:
-        """Return the model without weights; memory that nobody has written is none."""
+        """Return the model with uninitialised weights: the system gives memory to pages only when they are written."""
         with no_init_weights():
             model = auto_class.from_config(config, dtype=self.dtype, trust_remote_code=trust_remote_code)
         model.requires_grad_(False)
         return model.eval()
 
     def fill(self, model: nn.Module) -> None:
-        """Load the weights into `model`, which is split already. Raises ModelLoadError where they are not its own."""
+        """Load the weights into `model`, which DeepSpeed has split already.
+
+        Raises ModelLoadError if names or shapes of the weights do not match the model.
+        """
         tensors: dict[str, torch.Tensor] = {}
         for number, file in enumerate(self.files, start=1):
             tensors |= load_file(file)
             _log.info("weights of this rank: %d of %d files read", number, len(self.files))
         if self.quantization is not None:
             smoothed = {name.removesuffix(".smoothing") for name in tensors if name.endswith(".smoothing")}
-            make_places(model, smoothed)
+            insert_empty_layers(model, smoothed)
         try:
             model.load_state_dict(tensors, strict=True)
         except RuntimeError as error:
@@ -63,24 +67,27 @@ class Shards:
 
 
 def find_shards(path: str, options: DeepSpeedOptions, rank: Rank) -> Shards | None:
-    """Return what option.checkpoint names for `rank`; None without the key. Raises ModelLoadError."""
+    """Return the weights that option.checkpoint names for `rank`, or None without the option.
+
+    Raises ModelLoadError if the manifest cannot be read, or was made for another number of ranks or another data type.
+    """
     if options.checkpoint is None:
         return None
     manifest = Path(path) / options.checkpoint
     content = read_json(str(manifest), "option.checkpoint")
-    if content.get("type") != _KIND:
+    if content.get("type") != _MANIFEST_TYPE:
         raise ModelLoadError(
-            f"option.checkpoint: {manifest} is for DeepSpeed's kernels, which lay weights out in a way of their own;"
-            " remove the key and name the model's own weights, or split these with `lmi-server partition`"
+            f"option.checkpoint: {manifest} is for DeepSpeed's kernels, which have a weight layout of their own;"
+            " remove the key to load the model's original weights, or split those with `lmi-server partition`"
         )
     if content["tp_size"] != rank.size:
         raise ModelLoadError(
-            f"option.checkpoint: {manifest} was split for option.tensor_parallel_degree={content['tp_size']}, and here"
-            f" it is {rank.size}; split the model again, or set the degree to {content['tp_size']}"
+            f"option.checkpoint: {manifest} was split for option.tensor_parallel_degree={content['tp_size']}, but the"
+            f" degree is {rank.size}; split the model again, or set the degree to {content['tp_size']}"
         )
     if LONG_DTYPES.get(options.dtype) != content["dtype"]:
         raise ModelLoadError(
-            f"option.checkpoint: {manifest} is in {content['dtype']}, and option.dtype={options.dtype}; set the data"
+            f"option.checkpoint: {manifest} is in {content['dtype']}, but option.dtype={options.dtype}; set the data"
             " type of the checkpoint"
         )
     files = tuple(manifest.parent / name for name in content["checkpoints"]["tp"][rank.rank])
@@ -88,9 +95,9 @@ def find_shards(path: str, options: DeepSpeedOptions, rank: Rank) -> Shards | No
 
 
 def save_shards(model: nn.Module, options: DeepSpeedOptions, rank: Rank, quantization: str | None) -> None:
-    """Write the weights of this rank into the directory of option.save_mp_checkpoint_path, rank 0 the manifest too.
+    """Write the weights of this rank into the directory of option.save_mp_checkpoint_path; rank 0 adds the manifest.
 
-    Raises ModelLoadError where that cannot be written.
+    Raises ModelLoadError if the directory cannot be written.
     """
     assert options.save_mp_checkpoint_path is not None
     directory = Path(options.save_mp_checkpoint_path)
@@ -102,7 +109,7 @@ def save_shards(model: nn.Module, options: DeepSpeedOptions, rank: Rank, quantiz
         _save_tensors(directory, tensors, rank.rank)
         if rank.rank == 0:
             content = {
-                "type": _KIND,
+                "type": _MANIFEST_TYPE,
                 "version": 1.0,
                 "parallelization": "tp",
                 "tp_size": rank.size,
@@ -123,14 +130,14 @@ def _save_tensors(directory: Path, tensors: Mapping[str, torch.Tensor], rank: in
     total = sum(map(_size, tensors.values()))
     done = 0
     for number, names in enumerate(_groups(tensors)):
-        # Tensors of one memory, as tied weights are, must be apart in a file.
+        # Copies, because safetensors refuses tensors that share memory, as tied weights do.
         save_file({name: tensors[name].clone() for name in names}, directory / _file_name(rank, number))
         done += sum(_size(tensors[name]) for name in names)
         _log.info("weights of rank %d: %.1f of %.1f MiB written", rank, done / 2**20, total / 2**20)
 
 
 def _groups(names: Iterable[str]) -> Iterator[Sequence[str]]:
-    """Yield the names of the tensors of each file; all ranks have the same names."""
+    """Yield the names of the tensors of each file. All ranks have the same names, and so the same files."""
     ordered = list(names)
     for first in range(0, len(ordered), _TENSORS_PER_FILE):
         yield ordered[first : first + _TENSORS_PER_FILE]

@@ -1,4 +1,4 @@
-"""Tasks that are answered whole, of a model that DeepSpeed has split or put its kernels into."""
+"""Loads a model for a whole task and splits it with DeepSpeed, or replaces its layers by DeepSpeed's kernels."""
 
 from __future__ import annotations
 
@@ -20,24 +20,27 @@ from lmi_server.machine.environment import own_rank
 _log = logging.getLogger(__name__)
 
 _INJECTED = ("bert", "bloom", "gpt2", "gpt_neo", "gpt_neox", "gptj", "llama", "opt", "roberta", "xlm-roberta")
-"""Model types that DeepSpeed has kernels for, as far as LMI asked for them."""
+"""The model types for which LMI asks DeepSpeed for its kernels."""
 
-_LIMITS = {torch.float32: 1e-3}
-_LIMIT = 0.25  # of other data types
+# The largest accepted change of a model's output, relative to the spread of the output: float32 differs only in the
+# order of sums; shorter data types round at other places. A wrong split changes nearly all of it.
+_MAX_ERRORS = {torch.float32: 1e-3}
+_MAX_ERROR = 0.25
 
 
 def load_task(task: str, path: str, options: DeepSpeedOptions) -> tuple[Task, Communicator | None]:
-    """Load the model in directory `path` for a task; return the ranks that it is split over too.
+    """Load the model in directory `path` for a task; return the task and the connection of its ranks, None on one.
 
-    On a GPU DeepSpeed's kernels are used where the model gives the same with them. Raises ModelLoadError.
+    On a GPU DeepSpeed's kernels are tried for the model types that have them, and used if they do not change the
+    model's output. Raises ModelLoadError if DeepSpeed cannot serve the model.
     """
     set_threads(options.threads)
     choose_device(own_rank())
     config = load_config(path, options.reading())
     check_before_loading(config, options, own_rank().size)
-    wanted = torch.cuda.is_available() and config.model_type in _INJECTED and options.deepspeed_config_path is None
+    inject = torch.cuda.is_available() and config.model_type in _INJECTED and options.deepspeed_config_path is None
     loaded = task_loading.load_task(task, path, options.pipeline(task))
-    if wanted:
+    if inject:
         try:
             return loaded, _initialize(loaded, options, inject=True)
         except ModelLoadError as error:
@@ -48,22 +51,22 @@ def load_task(task: str, path: str, options: DeepSpeedOptions) -> tuple[Task, Co
 
 
 def _initialize(task: Task, options: DeepSpeedOptions, inject: bool) -> Communicator | None:
-    before = _sample(task)
+    before = _sample_output(task)
     communicator = initialize(task.model, options, own_rank(), inject)
     spread = before - before.mean(dim=-1, keepdim=True)
-    error = float((_sample(task) - before).norm() / spread.norm())
-    if not error <= _LIMITS.get(task.model.dtype, _LIMIT):  # NaN is an error too
+    error = float((_sample_output(task) - before).norm() / spread.norm())
+    if not error <= _MAX_ERRORS.get(task.model.dtype, _MAX_ERROR):  # NaN is an error too
         raise ModelLoadError(
-            f"{type(task.model).__name__} gives something else after deepspeed.init_inference, by {error:.2g} of the"
-            " spread of what it gave before; set option.tensor_parallel_degree=1, or use djl_python.huggingface"
+            f"deepspeed.init_inference changes the output of {type(task.model).__name__} by {error:.2g} of its spread;"
+            " set option.tensor_parallel_degree=1, or use djl_python.huggingface"
         )
     quantize(task.model, task.tokenizer, options)
     return communicator
 
 
 @torch.inference_mode()  # type: ignore[untyped-decorator]
-def _sample(task: Task) -> torch.Tensor:
-    """Return what the model gives for a text, to be compared."""
+def _sample_output(task: Task) -> torch.Tensor:
+    """Return the model's output for a fixed text, to compare it before and after DeepSpeed has changed the model."""
     ids = task.tokenizer("The harbour's new cranes, 12 in all", return_tensors="pt")["input_ids"].to(task.model.device)
     more: dict[str, Any] = {"decoder_input_ids": ids} if task.model.config.is_encoder_decoder else {}
     found: torch.Tensor = task.model(input_ids=ids, **more)[0]

@@ -1,1 +1,1 @@
-"""The smallest handler: it answers with the words of the prompt. Tests and benchmarks of the relay use it."""
+"""The smallest handler: it echoes the words of the prompt. Tests and benchmarks of the relay use it."""

@@ -1,4 +1,4 @@
-"""The echo handler: answers with the words of the prompt. It needs no engine, so it measures and tests the relay."""
+"""The echo handler: answers with the words of the prompt. Without an engine, it measures and tests the relay alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_MODEL_LEN = 1 << 20
 
 
 class EchoHandler(LLMHandler):
-    """Emits the words of the prompt as tokens, over and over until there are `max_new_tokens` of them."""
+    """Emits the words of the prompt as tokens, repeatedly, until there are `max_new_tokens` of them."""
 
     def __init__(self) -> None:
         self._delay_s: float | None = None
@@ -23,7 +23,7 @@ class EchoHandler(LLMHandler):
 
     async def start(self, model_dir: str, options: EchoOptions) -> ModelInfo:
         if options.echo_step or options.echo_delay_ms:
-            self._delay_s = options.echo_delay_ms / 1000
+            self._delay_s = options.echo_delay_ms / 1000  # a delay of 0 still gives other requests a turn
         return ModelInfo(max_model_len=_MAX_MODEL_LEN, details={"echo_delay_ms": options.echo_delay_ms})
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
@@ -43,7 +43,7 @@ class EchoHandler(LLMHandler):
             self._running -= 1
 
     async def add_adapter(self, adapter: Adapter) -> None:
-        """Take anything; answers begin with the name of their adapter."""
+        """Accept any adapter; an answer begins with the name of its adapter."""
         return
 
     async def remove_adapter(self, name: str) -> None:
@@ -58,6 +58,7 @@ class EchoHandler(LLMHandler):
 
 def _deltas(tokens: list[Token], count: int, prompt_text: str) -> Iterator[Delta]:
     usage = Usage(prompt_tokens=len(tokens), completion_tokens=count)
+    # The deltas between the first and the last are shared, because a benchmark of the relay emits millions of them.
     deltas = [Delta(token.text, (token,)) for token in tokens]
     for index, delta in enumerate(islice(cycle(deltas), count)):
         first, last = index == 0, index == count - 1

@@ -1,1 +1,1 @@
-"""Engines of DJL that run in Java: their options, so that such a configuration is refused by name."""
+"""DJL's engines that run in Java: options only, so that the error for such a configuration names the engine."""

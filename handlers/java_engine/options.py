@@ -1,4 +1,4 @@
-"""The options of LMI's engines that are written in Java: PyTorch, OnnxRuntime, TensorFlow, XGBoost, Triton, Rust."""
+"""The options of DJL's engines that run in Java: PyTorch, OnnxRuntime, TensorFlow, XGBoost, Triton, Rust."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from lmi_server.configuration.options import ModelOptions, NonNegativeInt
 
 
 class JavaEngineOptions(ModelOptions):
-    """Keys of serving.properties for a model that is no Python code."""
+    """Keys of serving.properties for a model that one of DJL's Java engines runs."""
 
-    rolling_batch: Literal["disable", "auto"] = Field("disable", description="There are no tokens to batch by.")
+    rolling_batch: Literal["disable", "auto"] = Field(
+        "disable", description="Iteration-level batching does not apply to these engines."
+    )
     map_location: Annotated[bool, Key("mapLocation")] = Field(
-        False, description="Load weights onto the device at once."
+        False, description="Load weights directly onto the device."
     )
     extra_files: Annotated[str | None, Key("extraFiles")] = Field(None, description="Further files of the model.")
     inter_op_threads: Annotated[NonNegativeInt, Key("interOpNumThreads")] = Field(
-        0, description="Threads that run operations side by side; 0 is the engine's choice."
+        0, description="Threads that run operations concurrently; 0 lets the engine choose."
     )
     intra_op_threads: Annotated[NonNegativeInt, Key("intraOpNumThreads")] = Field(
-        0, description="Threads inside one operation; 0 is the engine's choice."
+        0, description="Threads inside one operation; 0 lets the engine choose."
     )
     execution_mode: Annotated[Literal["SEQUENTIAL", "PARALLEL"], Key("executionMode")] = Field(
         "SEQUENTIAL", description="How ONNX Runtime runs operations."
@@ -31,13 +33,15 @@ class JavaEngineOptions(ModelOptions):
         "ALL_OPT", description="How far ONNX Runtime optimises the graph."
     )
     memory_pattern_optimization: Annotated[bool, Key("memoryPatternOptimization")] = Field(
-        True, description="Plan memory by the pattern of the first run."
+        True, description="Reuse the memory plan of the first run."
     )
-    cpu_arena_allocator: Annotated[bool, Key("cpuArenaAllocator")] = Field(True, description="Keep memory for reuse.")
+    cpu_arena_allocator: Annotated[bool, Key("cpuArenaAllocator")] = Field(
+        True, description="Keep freed memory for reuse."
+    )
     disable_per_session_threads: Annotated[bool, Key("disablePerSessionThreads")] = Field(
         False, description="Share threads between models."
     )
     custom_op_library: Annotated[str | None, Key("customOpLibrary")] = Field(
-        None, description="Library of operations of one's own."
+        None, description="Library of custom operations."
     )
     ort_device: Annotated[str | None, Key("ortDevice")] = Field(None, description="Execution provider of ONNX Runtime.")

@@ -1,1 +1,1 @@
-"""transformers-neuronx: its options; the handler is not part of this version."""
+"""transformers-neuronx: options only, for `explain` and `check` to validate. There is no handler yet."""

@@ -38,36 +38,44 @@ class NeuronxOptions(ModelOptions):
 
     tensor_parallel_degree: ParallelDegree = Field(1, description="Neuron cores that one model is split over.")
     rolling_batch: Annotated[Literal["auto", "disable"], BeforeValidator(lower)] = Field(
-        "disable", description="Iteration-level batching over as many slots as max_rolling_batch_size."
+        "disable", description="Iteration-level batching with max_rolling_batch_size slots."
     )
     dtype: Annotated[NeuronDtype, Key(also=("option.data_type",))] = Field(
         "fp16", description="Data type of weights and KV cache."
     )
-    task: str | None = Field(None, description="Task of the model as Hugging Face names it; inferred where not given.")
-    n_positions: PositiveInt = Field(128, description="Tokens of prompt and output together.")
+    task: str | None = Field(
+        None, description="Task of the model by its Hugging Face name; without it the model's files determine the task."
+    )
+    n_positions: PositiveInt = Field(128, description="Maximum number of tokens of prompt and output together.")
     load_in_8bit: bool = Field(False, description="Quantise the weights to 8 bits.")
     unroll: str | None = Field(
-        None, description="Layers that are compiled into one graph; not set, the compiler's choice."
+        None, description="Number of layers per compiled graph; without it the compiler chooses."
     )
     neuron_optimize_level: Annotated[
-        Literal["1", "2", "3"] | None, Documented("2", "not set, which the compiler takes as 2")
-    ] = Field(None, description="Effort of the compiler; a higher one compiles longer and runs faster.")
-    context_length_estimate: Lengths | None = Field(None, description="Prompt lengths that graphs are compiled for.")
-    low_cpu_mem_usage: bool = Field(False, description="Load weights one by one instead of twice the model's memory.")
-    load_split_model: bool = Field(False, description="The checkpoint was split for Neuron beforehand.")
+        Literal["1", "2", "3"] | None, Documented("2", "none; the compiler then uses 2")
+    ] = Field(None, description="Optimisation level of the compiler; a higher one compiles longer and runs faster.")
+    context_length_estimate: Lengths | None = Field(None, description="Prompt lengths for which graphs are compiled.")
+    low_cpu_mem_usage: bool = Field(
+        False, description="Load weights one by one instead of taking twice the model's memory."
+    )
+    load_split_model: bool = Field(False, description="The checkpoint has been split for Neuron.")
     compiled_graph_path: str | None = Field(None, description="Directory or s3:// address of the compiled graph.")
     group_query_attention: (
         Literal["shard-over-heads", "shard-over-batch", "replicated-heads", "all-gather-heads"] | None
-    ) = Field(None, description="How the KV cache of grouped-query attention is split.")
+    ) = Field(None, description="How to split the KV cache of grouped-query attention.")
     enable_mixed_precision_accumulation: Annotated[
-        bool, Documented(None, "not set and false are the same; LMI's code takes even false for true")
+        bool, Documented(None, "without the key it is false; LMI's code treats even false as true")
     ] = Field(False, description="Accumulate in fp32.")
-    enable_saturate_infinity: bool = Field(False, description="Replace infinities by the largest number.")
-    quantize: Literal["static_int8"] | None = Field(None, description="Quantisation of the weights; as load_in_8bit.")
-    save_mp_checkpoint_path: str | None = Field(None, description="Where to write the model split by core.")
+    enable_saturate_infinity: bool = Field(False, description="Replace infinities by the largest finite number.")
+    quantize: Literal["static_int8"] | None = Field(
+        None, description="Quantisation of the weights; same as load_in_8bit."
+    )
+    save_mp_checkpoint_path: str | None = Field(
+        None, description="Directory to which the model is written, split by core."
+    )
     model_loader: Literal["tnx", "optimum"] | None = Field(None, description="Library that loads the model.")
     rolling_batch_strategy: Literal["continuous_batching", "naive_rolling_batch"] | None = Field(
-        None, description="How a new request joins; without it continuous_batching for Llama and Mistral."
+        None, description="How a new request joins the batch; without it continuous_batching for Llama and Mistral."
     )
     fuse_qkv: bool = Field(False, description="Compute queries, keys and values in one operation.")
     on_device_embedding: bool = Field(False, description="Look embeddings up on the device.")
@@ -75,11 +83,11 @@ class NeuronxOptions(ModelOptions):
         None, description="Layout of collective operations."
     )
     partition_schema: Literal["legacy", "optimum", "safetensors", "compile_only"] | None = Field(
-        None, description="What a compiled model is saved as."
+        None, description="Format in which a compiled model is saved."
     )
     draft_model_compiled_path: str | None = Field(None, description="Compiled graph of the draft model.")
     speculative_draft_model: str | None = Field(None, description="Model that drafts tokens for speculative decoding.")
-    speculative_length: PositiveInt = Field(5, description="Tokens that the draft model proposes.")
+    speculative_length: PositiveInt = Field(5, description="Number of tokens that the draft model proposes.")
     draft_model_tp_size: PositiveInt | None = Field(None, description="Neuron cores of the draft model.")
     fuse_mlp: bool = Field(False, description="Fuse the MLP.")
     fused_rmsnorm_qkv: bool = Field(False, description="Fuse the norm with queries, keys and values.")
@@ -95,23 +103,23 @@ class NeuronxOptions(ModelOptions):
         None, description="Data type of logits."
     )
     sequence_parallel_norm_threshold: PositiveInt | None = Field(
-        None, description="Tokens from which norms are computed in sequence parallel."
+        None, description="Number of tokens from which norms use sequence parallelism."
     )
     on_device_generation: bool = Field(False, description="Sample on the device.")
     shard_over_sequence: bool = Field(False, description="Split the KV cache along the sequence.")
-    compilation_worker_count: PositiveInt | None = Field(None, description="Processes that compile.")
-    sequence_parallel: bool = Field(False, description="Compute in sequence parallel.")
+    compilation_worker_count: PositiveInt | None = Field(None, description="Number of processes that compile.")
+    sequence_parallel: bool = Field(False, description="Use sequence parallelism.")
     multi_node: bool = Field(False, description="Spread the model over several machines.")
     neuron_cc_pipeline_factor: PositiveInt | None = Field(None, description="Pipeline factor of the compiler.")
-    neuron_quant: bool = Field(False, description="Quantise by optimum-neuron.")
+    neuron_quant: bool = Field(False, description="Quantise with optimum-neuron.")
     use_stable_diffusion: bool = Field(False, description="The model is a stable-diffusion pipeline.")
     height: PositiveInt = Field(512, description="Height of images in pixels.")
     width: PositiveInt = Field(512, description="Width of images in pixels.")
-    num_images_per_prompt: PositiveInt = Field(1, description="Images for each prompt.")
+    num_images_per_prompt: PositiveInt = Field(1, description="Number of images for each prompt.")
     use_auth_token: str | None = Field(None, description="Token for gated models of Hugging Face.")
 
     def engine_arguments(self) -> Mapping[str, Any]:
-        """Return what `NeuronAutoModelForCausalLM.from_pretrained` is given."""
+        """Return the arguments of `NeuronAutoModelForCausalLM.from_pretrained`."""
         arguments = {
             "pretrained_model_name_or_path": self.model_id,
             "revision": self.revision,

@@ -1,1 +1,1 @@
-"""Stable Diffusion: its options; the handler is not part of this version."""
+"""Stable Diffusion: options only, for `explain` and `check` to validate. There is no handler yet."""

@@ -1,1 +1,1 @@
-"""TensorRT-LLM: its options; the handler is not part of this version."""
+"""TensorRT-LLM: options only, for `explain` and `check` to validate. There is no handler yet."""

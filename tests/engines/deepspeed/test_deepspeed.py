@@ -231,7 +231,7 @@ def test_a_configuration_of_ones_own_takes_the_place_of_all(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(None, "No such file"), ("{", "cannot be read"), ("[]", "holds no JSON object")],
+    [(None, "No such file"), ("{", "cannot be read"), ("[]", "does not hold a JSON object")],
 )
 def test_a_configuration_that_cannot_be_read_is_named(text: str | None, message: str, tmp_path: Path) -> None:
     if text is not None:
@@ -272,7 +272,7 @@ def test_a_checkpoint_of_deepspeeds_kernels_is_refused(weights: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tp_size": 2}, r"was split for option\.tensor_parallel_degree=2, and here it is 1; split the model again"),
+        ({"tp_size": 2}, r"was split for option\.tensor_parallel_degree=2, but the degree is 1; split the model again"),
         ({"dtype": "bfloat16"}, r"is in bfloat16, and option\.dtype=fp32"),
     ],
 )

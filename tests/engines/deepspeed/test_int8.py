@@ -85,7 +85,7 @@ def test_a_gpu_is_refused_with_the_remedy() -> None:
 
 
 def test_a_model_that_reads_no_texts_is_not_measured_with_texts() -> None:
-    with pytest.raises(ModelLoadError, match="measures a model on sentences, and this one reads none"):
+    with pytest.raises(ModelLoadError, match="measures the model on sentences, but it has no tokenizer"):
         quantize(llama_of_whole_blocks(), None, DeepSpeedOptions(quantize="smoothquant"))
 
 
