@@ -86,7 +86,7 @@ class VllmPoolingHandler(RequestHandler):
                 return self._invocation(request)
             case route:
                 raise RequestError(
-                    f"/v1/{route} does not serve a model for {self._model.task}; send inputs to /invocations"
+                    f"the model serves {self._model.task} and not /v1/{route}; send inputs to /invocations"
                 )
 
     def _invocation(self, request: Input) -> _ParsedRequest:

@@ -1,4 +1,4 @@
-"""A tiny model that vLLM's kernels take, and vLLM's own server to compare with."""
+"""A tiny model that fits vLLM's kernels, and vLLM's own server to compare with."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CHAT_TEMPLATE = (
 
 
 def tiny_llama() -> PreTrainedModel:
-    """Return a random Llama in float32 with heads of 32, which the CPU kernels need."""
+    """Return a random Llama in float32 with a head size of 32, which vLLM's CPU kernels support."""
     return random_model(
         LlamaConfig(
             vocab_size=VOCABULARY, max_position_embeddings=CONTEXT, bos_token_id=257, eos_token_id=258,
@@ -32,7 +32,7 @@ def tiny_llama() -> PreTrainedModel:
 
 
 def make_tiny_model(directory: Path, chat_template: str | None = _CHAT_TEMPLATE) -> Path:
-    """Save `tiny_llama` with a byte tokenizer and a chat template."""
+    """Save `tiny_llama` with a byte tokenizer and a chat template; return the directory."""
     tiny_llama().save_pretrained(directory)
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = chat_template

@@ -1,4 +1,4 @@
-"""DeepSpeed over real ranks and HTTP: the same answers as the model alone, whatever else happens in the batch."""
+"""DeepSpeed on real ranks, over HTTP: the same answers as the model on one rank."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ALONE = Rank(0, 1, "")
 
 
 def write(directory: Path, **options: Any) -> Path:
-    """Make a model directory that DeepSpeed serves."""
+    """Make a model directory for the DeepSpeed engine, and return it."""
     directory.mkdir(parents=True)
     keys = {"engine": "DeepSpeed", **{f"option.{name}": value for name, value in options.items()}}
     (directory / "serving.properties").write_text("\n".join(f"{key}={value}" for key, value in keys.items()))
@@ -48,7 +48,7 @@ def write(directory: Path, **options: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama whose 3 KV heads, 9 heads, 259 tokens and 100 wide layers no two ranks have the same share of."""
+    """A Llama that two ranks cannot share evenly: 3 KV heads, 9 heads, 259 tokens."""
     directory = tmp_path_factory.mktemp("weights")
     config = LlamaConfig(
         vocab_size=259,
@@ -127,7 +127,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def tasks(small: dict[str, Path], weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Two tasks and static batches of text generation, each over two ranks, and a model that cannot be split."""
+    """Serve two tasks and static batches of text generation, each on two ranks, beside a model that cannot be split."""
     directory = tmp_path_factory.mktemp("tasks")
     gpt2 = make_task_model("text-generation", directory / "gpt2")
     tiny_model("gpt2").save_pretrained(gpt2)
@@ -145,7 +145,7 @@ def tasks(small: dict[str, Path], weights: Path, tmp_path_factory: pytest.TempPa
 
 
 def alone(directory: Path, asked: Any, tmp_path: Path) -> Any:
-    """Return the answer of the model on one rank."""
+    """Return the answer of the same model on one rank."""
     model = write(tmp_path / "alone", model_id=directory, dtype="fp32")
     return ask(started(model), asked)
 
@@ -178,7 +178,7 @@ def test_what_cannot_be_served_changes_nothing_for_the_ranks(tasks: Server) -> N
 
 
 def rounded(value: Any) -> Any:
-    """Return `value` with numbers to three digits."""
+    """Return `value` with its numbers rounded to three digits."""
     if isinstance(value, dict):
         return {name: rounded(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -187,7 +187,7 @@ def rounded(value: Any) -> Any:
 
 
 def test_a_sampled_text_is_the_same_on_all_ranks(tasks: Server, reference: Any) -> None:
-    """Each rank draws the tokens of a static batch itself; two that differ would compute nonsense from there on."""
+    """Each rank samples the tokens of a static batch by itself; if two differed, all later tokens would be wrong."""
     asked = {"inputs": "abc", "parameters": {"max_new_tokens": 20, "do_sample": True, "return_full_text": False}}
     texts = {tasks.http.post("/predictions/static", json=asked).json()[0]["generated_text"] for _ in range(3)}
     asked["parameters"] = {"max_new_tokens": 20, "return_full_text": False}

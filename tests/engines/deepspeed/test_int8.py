@@ -71,7 +71,7 @@ def test_alpha_moves_more_or_less_into_the_weights() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_is_saved_is_told(method: str, tmp_path: Path) -> None:
+def test_the_details_report_the_saved_memory(method: str, tmp_path: Path) -> None:
     llama_of_whole_blocks().save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     details = load(str(tmp_path), DeepSpeedOptions(quantize=method, dtype="fp32")).details

@@ -1,4 +1,4 @@
-"""Models of LMI-Dist: vLLM on two ranks that mpirun starts, over real HTTP; the same tokens as on one."""
+"""The lmi-dist handler over HTTP: vLLM on two ranks that mpirun starts gives the same tokens as one process."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def ranks(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def shared_names(server: Server) -> set[str]:
-    """Return the names in /dev/shm of memory that the ranks have mapped, beside the files in the group's directory.
+    """Return the names in /dev/shm of memory that the ranks map, without the files in the group's directory.
 
-    What has no name any more goes with the processes, however they end.
+    A name outlives a killed process, so there must be none. Memory without a name is freed with its processes.
     """
     maps = [Path(f"/proc/{pid}/maps").read_text() for pid in group_members(server.process.pid)]
     names = {line.split(maxsplit=5)[-1] for text in maps for line in text.splitlines() if " /dev/shm/" in line}
@@ -75,39 +75,39 @@ def expected(model: PreTrainedModel, prompt: str, count: int) -> list[int]:
 
 
 def answer(server: Server, prompt: str, count: int, **more: Any) -> list[int]:
-    told = server.http.post("/v1/completions", json=body(prompt, count, return_token_ids=True, **more))
-    assert told.status_code == 200, told.text
-    return list(told.json()["choices"][0]["token_ids"])
+    response = server.http.post("/v1/completions", json=body(prompt, count, return_token_ids=True, **more))
+    assert response.status_code == 200, response.text
+    return list(response.json()["choices"][0]["token_ids"])
 
 
 async def answers_among_leavers(server: Server, prompts: list[str], counts: list[int]) -> list[list[int]]:
-    """Return the tokens of requests that run beside some whose clients leave after a token."""
+    """Return the tokens of requests that run beside others whose clients leave after one token."""
 
     async def leave(client: httpx.AsyncClient, prompt: str) -> None:
         async with client.stream("POST", "/v1/completions", json=body(prompt, 150, stream=True)) as reply:
             await anext(reply.aiter_lines())
 
     async def tokens(client: httpx.AsyncClient, prompt: str, count: int) -> list[int]:
-        told = await client.post("/v1/completions", json=body(prompt, count, return_token_ids=True))
-        return list(told.json()["choices"][0]["token_ids"])
+        response = await client.post("/v1/completions", json=body(prompt, count, return_token_ids=True))
+        return list(response.json()["choices"][0]["token_ids"])
 
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
         leaving = [asyncio.create_task(leave(client, f"leaves {index}")) for index in range(6)]
-        told = await asyncio.gather(*(tokens(client, *asked) for asked in zip(prompts, counts, strict=True)))
+        response = await asyncio.gather(*(tokens(client, *asked) for asked in zip(prompts, counts, strict=True)))
         await asyncio.gather(*leaving)
-        return list(told)
+        return list(response)
 
 
 def test_requests_that_come_and_go_get_the_tokens_of_one_rank(ranks: Server, reference: PreTrainedModel) -> None:
     chance = random.Random(1)
     prompts = [f"{index} " + "text " * chance.randint(1, 20) for index in range(12)]
     counts = [chance.randint(1, 60) for _ in prompts]
-    told = asyncio.run(answers_among_leavers(ranks, prompts, counts))
-    assert told == [expected(reference, *asked) for asked in zip(prompts, counts, strict=True)]
+    response = asyncio.run(answers_among_leavers(ranks, prompts, counts))
+    assert response == [expected(reference, *asked) for asked in zip(prompts, counts, strict=True)]
 
 
 def test_all_ranks_sample_the_same_tokens(ranks: Server) -> None:
-    """A rank that drew other tokens would have another KV cache, and with it the next tokens other probabilities."""
+    """If a rank sampled other tokens, its KV cache would differ, and so would the probabilities of the next tokens."""
     drawn = ranks.http.post(
         "/v1/completions", json=body("draw", 60, temperature=1.0, logprobs=0, return_token_ids=True)
     )
@@ -118,16 +118,16 @@ def test_all_ranks_sample_the_same_tokens(ranks: Server) -> None:
         json={**body("", 1, prompt_logprobs=0), "prompt": [*prompt, *choice["token_ids"]]},
     )
     scores = scored.json()["choices"][0]["prompt_logprobs"][len(prompt) :]
-    told = [score[str(token)]["logprob"] for score, token in zip(scores, choice["token_ids"], strict=True)]
-    assert choice["logprobs"]["token_logprobs"] == pytest.approx(told, abs=1e-4)
+    scored_again = [score[str(token)]["logprob"] for score, token in zip(scores, choice["token_ids"], strict=True)]
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(scored_again, abs=1e-4)
 
 
 def test_a_seed_gives_one_text_and_a_schema_holds(ranks: Server) -> None:
     drawn = [answer(ranks, "seed", 20, temperature=0.9, seed=5) for _ in range(3)]
     assert drawn[0] == drawn[1] == drawn[2]
     wanted = {"structured_outputs": {"json": {"enum": ["x", "y"]}}, "ignore_eos": False}
-    told = ranks.http.post("/v1/completions", json=body("schema", 10, **wanted)).json()
-    assert json.loads(told["choices"][0]["text"]) in ("x", "y")
+    response = ranks.http.post("/v1/completions", json=body("schema", 10, **wanted)).json()
+    assert json.loads(response["choices"][0]["text"]) in ("x", "y")
 
 
 def test_a_request_that_is_refused_leaves_the_ranks_in_step(ranks: Server, reference: PreTrainedModel) -> None:

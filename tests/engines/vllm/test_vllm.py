@@ -1,4 +1,4 @@
-"""The vllm handler with the real engine, over HTTP, beside vLLM's own server on the same model."""
+"""The vllm handler with the real engine over HTTP, compared with vLLM's own server on the same model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Where all servers of this module keep compiled code."""
+    """Let all servers of this module store compiled code in one directory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("compiled")))
         yield
@@ -51,7 +51,7 @@ def compiled_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def ours(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Serve the model, which is compiled by then; vLLM's own server runs it uncompiled."""
+    """Serve the model and wait until compiled code runs; vLLM's own server runs uncompiled code."""
     with serving(tmp_path_factory.mktemp("ours"), tiny_model, **SETTINGS) as server:
         server.log_line("the compiled code runs from now on|goes on uncompiled")
         assert "goes on" not in server.lines[-1], server.lines[-1]
@@ -74,7 +74,7 @@ def text(chance: random.Random, longest: int) -> str:
 
 
 def varied_request(index: int) -> tuple[str, dict[str, Any]]:
-    """Return the path and the body of one of many different greedy requests."""
+    """Return the path and the body of a greedy request; each index gives another combination of fields."""
     chance = random.Random(index)
     body: dict[str, Any] = {"model": "model", "temperature": 0, "max_tokens": chance.randint(1, 24)}
     optional: dict[str, Any] = {
@@ -108,7 +108,7 @@ def varied_request(index: int) -> tuple[str, dict[str, Any]]:
 
 
 def answered(client: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Return text, finish reason, usage and log probabilities of an answer, streamed or whole."""
+    """Return text, finish reason, usage and log probabilities of an answer, whether it streams or not."""
     reply = client.post(path, json=body)
     assert reply.status_code == 200, reply.text
     if not body.get("stream"):
@@ -137,7 +137,7 @@ def counts(usage: dict[str, Any]) -> dict[str, int]:
 
 
 def scores(logprobs: dict[str, Any] | None) -> list[tuple[str, float | None, list[float]]]:
-    """Return per token its text, its log probability and those of the alternatives, whatever the form."""
+    """Return for each token its text, its log probability and those of the alternatives, of chats and completions."""
     if logprobs is None:
         return []
     if "content" in logprobs:
@@ -146,7 +146,8 @@ def scores(logprobs: dict[str, Any] | None) -> list[tuple[str, float | None, lis
             for entry in logprobs["content"]
         ]
     tops = logprobs["top_logprobs"] or [None] * len(logprobs["tokens"])
-    # Tokens that end inside a character all have the same text, under which only one of them is left.
+    # Alternatives are keyed by their text. Tokens that end inside a character all have the same text, so all but one
+    # of them are missing; the caller compares the values of the others.
     return [
         (token, logprob, sorted((value for name, value in (top or {}).items() if name), reverse=True))
         for token, logprob, top in zip(logprobs["tokens"], logprobs["token_logprobs"], tops, strict=True)
@@ -190,12 +191,12 @@ def test_a_model_that_cannot_be_compiled_goes_on_uncompiled(
     monkeypatch.setenv("CXX", "/bin/false")
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "compiled"))
     with serving(tmp_path, tiny_model, **SETTINGS) as server:
-        told = server.log_line("the model goes on uncompiled, vLLM could not compile it .*")
+        warning = server.log_line("the model goes on uncompiled, vLLM could not compile it .*")
         same_as(server, ours)
-    assert "/bin/false" in told[0]
+    assert "/bin/false" in warning[0]
 
 
-def test_compiled_code_that_cannot_be_kept_is_not_made(
+def test_nothing_is_compiled_that_cannot_be_stored(
     ours: Server, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
@@ -229,17 +230,17 @@ def complete(server: Server, **body: Any) -> httpx.Response:
     return server.http.post("/v1/completions", json=asked)
 
 
-def test_the_worker_runs_as_explain_tells(ours: Server, tiny_model: Path, tmp_path: Path) -> None:
+def test_the_worker_runs_as_explain_says(ours: Server, tiny_model: Path, tmp_path: Path) -> None:
     lines = [f"option.model_id={tiny_model}", *(f"option.{name}={value}" for name, value in SETTINGS.items())]
     (tmp_path / "serving.properties").write_text("\n".join(lines))
-    told = explain(inspect_model(tmp_path, process_environment()))
+    explained = explain(inspect_model(tmp_path, process_environment()))
     worker = psutil.Process(ours.worker_pid())
-    assert told.worker_environment.items() <= worker.environ().items()
+    assert explained.worker_environment.items() <= worker.environ().items()
     assert not worker.children()  # the engine is in it
     ready = next(line for line in ours.lines if "ready: process" in line)
-    values = {option.key: option.value for option in told.options}
+    values = {option.key: option.value for option in explained.options}
     assert f"threads={values['option.threads']} " in ready
-    assert f"kv_cache_gib={told.memory['kv_reserved_bytes'] / 2**30} " in ready
+    assert f"kv_cache_gib={explained.memory['kv_reserved_bytes'] / 2**30} " in ready
 
 
 def test_constraints_hold(ours: Server) -> None:
@@ -247,8 +248,8 @@ def test_constraints_hold(ours: Server) -> None:
     assert re.fullmatch("[0-9]{4}", digits["choices"][0]["text"])
     wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": ["x", "y"]}}}
     chat = {"model": "model", "messages": [{"role": "user", "content": "Hi"}], "temperature": 0, "max_tokens": 10}
-    told = ours.http.post("/v1/chat/completions", json={**chat, "response_format": wanted}).json()
-    assert told["choices"][0]["message"]["content"] in ('"x"', '"y"')
+    response = ours.http.post("/v1/chat/completions", json={**chat, "response_format": wanted}).json()
+    assert response["choices"][0]["message"]["content"] in ('"x"', '"y"')
     chosen = complete(ours, max_tokens=12, structured_outputs={"choice": ["yes", "no"]}).json()
     assert chosen["choices"][0]["text"] in ("yes", "no")
 
@@ -266,7 +267,7 @@ def streaming(tokens: int) -> dict[str, Any]:
     return {"model": "model", "prompt": "Count", "max_tokens": tokens, "ignore_eos": True, "stream": True}
 
 
-def test_what_vllm_refuses_is_told_in_its_words(ours: Server) -> None:
+def test_a_refusal_has_vllms_own_message(ours: Server) -> None:
     too_long = complete(ours, max_tokens=300)
     assert (too_long.status_code, "256" in too_long.json()["error"]["message"]) == (400, True)
     outside = complete(ours, prompt=[5000])
@@ -276,8 +277,8 @@ def test_what_vllm_refuses_is_told_in_its_words(ours: Server) -> None:
 def test_text_and_tokens_become_each_other(ours: Server) -> None:
     tokens = ours.http.post("/tokenize", json={"model": "model", "prompt": "Once"}).json()["tokens"]
     assert tokens == byte_tokenizer().encode("Once")
-    told = ours.http.post("/detokenize", json={"model": "model", "tokens": tokens}).json()
-    assert told["prompt"] == "Once"
+    response = ours.http.post("/detokenize", json={"model": "model", "tokens": tokens}).json()
+    assert response["prompt"] == "Once"
     assert ours.http.post("/detokenize", json={"model": "model", "tokens": [5000]}).status_code == 400
 
 
@@ -298,7 +299,7 @@ def test_vllms_own_metrics_stand_beside_ours_once(ours: Server) -> None:
 
 @on_loop
 async def keep_decoding(server: Server, until: str) -> None:
-    """Send requests until a line of the log has come."""
+    """Send requests until the log has a line that matches `until`."""
     found = asyncio.get_running_loop().run_in_executor(None, server.log_line, until)
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
         while not found.done():
@@ -306,7 +307,7 @@ async def keep_decoding(server: Server, until: str) -> None:
     await found
 
 
-def test_the_log_tells_how_decoding_goes(ours: Server) -> None:
+def test_the_log_reports_throughput(ours: Server) -> None:
     keep_decoding(
         server=ours,
         until=r"Decode batch\. #running-req: 1, #token: \d+, token usage: \d\.\d\d,"
@@ -330,8 +331,8 @@ def test_adapters_share_a_batch_and_are_replaced(tmp_path: Path) -> None:
             return server.http.post("/models/model/adapters", params={"name": name, "src": source}).status_code
 
         def answer(name: str) -> list[int]:
-            told = complete(server, model=name or "model", max_tokens=12, return_token_ids=True).json()
-            return list(told["choices"][0]["token_ids"])
+            response = complete(server, model=name or "model", max_tokens=12, return_token_ids=True).json()
+            return list(response["choices"][0]["token_ids"])
 
         def expected(name: str) -> list[int]:
             adapted = with_adapter(model, tmp_path / name) if name else model
@@ -378,9 +379,9 @@ def write(output: TextGenerationOutput) -> str:
 
 def test_formatters_get_vllms_tokenizer(tiny_model: Path, tmp_path: Path) -> None:
     with serving(tmp_path, tiny_model, _COUNTING, **SETTINGS) as server:
-        told = server.http.post("/invocations", json={"ask": "Hi"})
+        response = server.http.post("/invocations", json={"ask": "Hi"})
     prompt = "user: Hi\n"
-    assert (told.status_code, told.text) == (200, f"{prompt!r} {len(prompt)} {len(prompt)}")
+    assert (response.status_code, response.text) == (200, f"{prompt!r} {len(prompt)} {len(prompt)}")
 
 
 # --- life ---
@@ -403,8 +404,8 @@ def test_a_model_split_over_two_processes_gives_the_tokens_of_one(tiny_model: Pa
     with serving(tmp_path, tiny_model, **SETTINGS, tensor_parallel_degree="2") as server:
 
         def answer(prompt: str) -> list[int]:
-            told = complete(server, prompt=prompt, max_tokens=24, ignore_eos=True, return_token_ids=True).json()
-            return list(told["choices"][0]["token_ids"])
+            response = complete(server, prompt=prompt, max_tokens=24, ignore_eos=True, return_token_ids=True).json()
+            return list(response["choices"][0]["token_ids"])
 
         def expected(prompt: str) -> list[int]:
             return list(generated(model, byte_tokenizer().encode(prompt), 24))
@@ -430,7 +431,7 @@ def test_a_sample_runs(name: str, tiny_model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"seed": "many"}, "--seed"),
         ({"kv_cache_dtype": "int2"}, "kv-cache-dtype"),
@@ -445,9 +446,9 @@ def test_a_sample_runs(name: str, tiny_model: Path, tmp_path: Path) -> None:
         ({"enable_lora": "true", "engine_process": "own"}, "use worker"),
     ],
 )
-def test_what_cannot_be_loaded_is_told(options: dict[str, str], told: str, tiny_model: Path, tmp_path: Path) -> None:
+def test_a_failed_load_says_why(options: dict[str, str], message: str, tiny_model: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(MODEL_CODE / "vllm_loader.py"), str(tiny_model)]
     arguments = [f"{name}={value}" for name, value in {**SETTINGS, **options}.items()]
     loaded = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120, check=False)
     assert loaded.stdout.startswith("ModelLoadError: "), loaded.stderr
-    assert told in loaded.stdout
+    assert message in loaded.stdout

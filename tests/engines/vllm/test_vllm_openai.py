@@ -1,4 +1,4 @@
-"""OpenAI's API with vLLM's engine: tools, constraints, and the shapes of vLLM's own server."""
+"""OpenAI's API with vLLM's engine: tools and constraints, with the same answers as vLLM's own server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WEATHER = {
     },
 }
 NAMED = {"type": "function", "function": {"name": "weather"}}
-# A random model calls no tool by itself: the output is made one, as Hermes' models write them.
+# A random model calls no tool by itself, so a constraint forces a call in the form that Hermes models write.
 CALL = '<tool_call>\n\\{"name": "weather", "arguments": \\{"city": "[A-Z][a-z]{3,8}"\\}\\}\n</tool_call>'
 
 
@@ -96,12 +96,15 @@ COMPLETIONS: list[dict[str, Any]] = [
     {"stop_token_ids": [30]},
 ]
 WHOLE_ONLY: list[dict[str, Any]] = [{"prompt_logprobs": 1}]
-PLAIN = 4  # fields of a request that asks for nothing beyond them
+PLAIN = 4  # the number of fields of a request without optional ones
 CONTINUOUS = {"include_usage": True, "continuous_usage_stats": True}
 
 
 def shape(value: Any, path: str = "") -> set[str]:
-    """Return the paths of all that is not null; lists and the names that a client or a model chose are one path."""
+    """Return the paths of all values that are not null.
+
+    All items of a list have one path, and so do keys that are tokens.
+    """
     if isinstance(value, dict):
         opened = path.endswith(("top_logprobs", "prompt_logprobs"))
         found = [shape(inner, f"{path}.{'*' if opened else key}") for key, inner in value.items()]
@@ -112,7 +115,7 @@ def shape(value: Any, path: str = "") -> set[str]:
     return set().union(*found)
 
 
-# What only one of the two tells: the tokens that the prefix cache gave; which build of vLLM runs with what settings.
+# Fields of only one server: the tokens from the prefix cache; a hash of vLLM's build and settings.
 OURS = {".usage.prompt_tokens_details.cached_tokens"}
 THEIRS = {".system_fingerprint"}
 
@@ -131,25 +134,25 @@ def chunks_of(client: httpx.Client, path: str, body: dict[str, Any], options: di
     return [json.loads(line) for line in lines]
 
 
-def said(chunks: list[Any]) -> list[dict[str, Any]]:
-    """Return what the choices of a stream add up to."""
+def choices_of_stream(chunks: list[Any]) -> list[dict[str, Any]]:
+    """Return the choices of a stream, each with all its deltas added up."""
     choices: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
         for piece in chunk["choices"]:
-            told = choices.setdefault(piece["index"], {"text": "", "calls": {}, "reason": None, "stop": None})
+            choice = choices.setdefault(piece["index"], {"text": "", "calls": {}, "reason": None, "stop": None})
             delta = piece.get("delta") or {"content": piece.get("text")}
-            told["text"] += delta.get("content") or ""
+            choice["text"] += delta.get("content") or ""
             for call in delta.get("tool_calls") or []:
-                function = told["calls"].setdefault(call["index"], {"name": "", "arguments": ""})
+                function = choice["calls"].setdefault(call["index"], {"name": "", "arguments": ""})
                 for name, value in (call.get("function") or {}).items():
                     function[name] += value or ""
-            told["reason"] = told["reason"] or piece["finish_reason"]
-            told["stop"] = told["stop"] or piece.get("stop_reason")
+            choice["reason"] = choice["reason"] or piece["finish_reason"]
+            choice["stop"] = choice["stop"] or piece.get("stop_reason")
     return [choices[index] for index in sorted(choices)]
 
 
-def told(answer: Any) -> list[dict[str, Any]]:
-    """Return the choices of a whole answer in the form of `said`."""
+def choices_of_answer(answer: Any) -> list[dict[str, Any]]:
+    """Return the choices of a whole answer in the same form."""
     found = []
     for choice in answer["choices"]:
         message = choice.get("message") or {"content": choice.get("text")}
@@ -162,13 +165,13 @@ def told(answer: Any) -> list[dict[str, Any]]:
 
 
 def asked_for(path: str, body: dict[str, Any]) -> bool:
-    """Tell whether a request asked for what is at `path`; with an echo vLLM tells of the prompt in every form."""
+    """Return whether a request asked for the value at `path`: with an echo vLLM adds the prompt in every form."""
     return not (body.get("echo") and path.startswith((".choices.prompt_logprobs", ".choices.prompt_token_ids")))
 
 
 def compare(ours: Server, theirs: httpx.Client, path: str, body: dict[str, Any]) -> None:
     mine, other = whole_of(ours.http, path, body), whole_of(theirs, path, body)
-    assert told(mine) == told(other), body
+    assert choices_of_answer(mine) == choices_of_answer(other), body
     expected = shape(other) - THEIRS
     if "prompt_logprobs" in body:
         assert shape(mine) - OURS == expected, body
@@ -176,7 +179,7 @@ def compare(ours: Server, theirs: httpx.Client, path: str, body: dict[str, Any])
     assert shape(mine) - OURS == {path for path in expected if asked_for(path, body)}, body
     for options in (CONTINUOUS,) if len(body) > PLAIN else ({"include_usage": True}, CONTINUOUS):
         mine, other = chunks_of(ours.http, path, body, options), chunks_of(theirs, path, body, options)
-        assert said(mine) == said(other), body
+        assert choices_of_stream(mine) == choices_of_stream(other), body
         assert shape(mine) - OURS == {path for path in shape(other) - THEIRS if asked_for(path, body)}, body
         assert mine[-1]["usage"]["total_tokens"] == other[-1]["usage"]["total_tokens"]
 
@@ -201,7 +204,7 @@ def test_completions_have_the_shapes_of_vllms_server(ours: Server, theirs: httpx
         ("/detokenize", {"model": "model", "tokens": [72, 105]}),
     ],
 )
-def test_tokens_are_told_as_vllms_server_does(
+def test_tokenize_answers_as_vllms_server_does(
     ours: Server, theirs: httpx.Client, path: str, body: dict[str, Any]
 ) -> None:
     mine, other = whole_of(ours.http, path, body), whole_of(theirs, path, body)
@@ -228,7 +231,7 @@ def test_both_refuse_the_same_requests(ours: Server, theirs: httpx.Client) -> No
 # --- OpenAI's SDK ---
 
 
-# A random model would fill its answer with the white space that JSON may have.
+# A bias against white space: JSON allows any amount of it, and a random model would fill its answer with it.
 COMPACT = {"9": -100, "10": -100, "32": -100}
 
 

@@ -1,4 +1,4 @@
-"""Models that pool under vLLM, over HTTP: embeddings, scores of pairs, ranks of documents, classes of texts."""
+"""Pooling models under vLLM, over HTTP: embeddings, scores of pairs, reranked documents, classes of texts."""
 
 from __future__ import annotations
 
@@ -67,28 +67,28 @@ def cross_encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def embedded(server: Server, **body: Any) -> dict[str, Any]:
-    told = server.http.post("/v1/embeddings", json=body)
-    assert told.status_code == 200, told.text
-    return dict(told.json())
+    response = server.http.post("/v1/embeddings", json=body)
+    assert response.status_code == 200, response.text
+    return dict(response.json())
 
 
-def refusal(told: httpx.Response) -> str:
-    assert told.status_code == 400, told.text
-    return str(told.json()["error"]["message"])
+def refusal(response: httpx.Response) -> str:
+    assert response.status_code == 400, response.text
+    return str(response.json()["error"]["message"])
 
 
 def test_embeddings_are_those_of_sentence_transformers(embedding: Server, reference: np.ndarray) -> None:
-    told = embedded(embedding, model="model", input=TEXTS)
-    vectors = np.array([entry["embedding"] for entry in told["data"]])
+    response = embedded(embedding, model="model", input=TEXTS)
+    vectors = np.array([entry["embedding"] for entry in response["data"]])
     np.testing.assert_allclose(vectors, reference, atol=2e-5)
-    assert [entry["index"] for entry in told["data"]] == [0, 1, 2, 3]
-    assert told["usage"]["prompt_tokens"] == told["usage"]["total_tokens"] > 100
+    assert [entry["index"] for entry in response["data"]] == [0, 1, 2, 3]
+    assert response["usage"]["prompt_tokens"] == response["usage"]["total_tokens"] > 100
     coded = embedded(embedding, model="model", input=TEXTS[0], encoding_format="base64")["data"][0]["embedding"]
     np.testing.assert_allclose(np.frombuffer(base64.b64decode(coded), "<f4"), reference[0], atol=2e-5)
 
 
 def test_requests_of_one_batch_get_their_own_answers(embedding: Server, reference: np.ndarray) -> None:
-    """One that cannot be served fails alone."""
+    """A request that cannot be served fails alone."""
     texts: list[Any] = [*TEXTS[:3], [10**6], "word " * 600] * 4
 
     def ask(text: Any) -> httpx.Response:
@@ -120,16 +120,16 @@ def test_lmis_path_takes_all_forms(embedding: Server, reference: np.ndarray) -> 
 
 def test_an_embedding_model_scores_by_the_angle(embedding: Server, reference: np.ndarray) -> None:
     body = {"model": "model", "text_1": TEXTS[0], "text_2": TEXTS[1:3]}
-    told = embedding.http.post("/v1/score", json=body).json()
+    response = embedding.http.post("/v1/score", json=body).json()
     angles = reference[1:3] @ reference[0]
-    assert [entry["score"] for entry in told["data"]] == pytest.approx(list(angles), abs=1e-4)
+    assert [entry["score"] for entry in response["data"]] == pytest.approx(list(angles), abs=1e-4)
     ranked = embedding.http.post("/rerank", json={"query": TEXTS[0], "documents": TEXTS[1:3][::-1], "top_n": 1}).json()
     (best,) = ranked["results"]
     assert (best["index"], best["document"]["text"]) == (1, TEXTS[1])
     assert best["relevance_score"] == pytest.approx(angles[0], abs=1e-4)
 
 
-def test_what_an_embedding_model_does_not_do_is_told(embedding: Server) -> None:
+def test_an_embedding_model_refuses_what_it_does_not_do(embedding: Server) -> None:
     chat = {"model": "model", "messages": [{"role": "user", "content": "Hi"}]}
     unknown = embedding.http.post("/v1/embeddings", json={"model": "another", "input": "a"})
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
@@ -141,25 +141,27 @@ def test_what_an_embedding_model_does_not_do_is_told(embedding: Server) -> None:
 
 
 def test_a_cross_encoder_scores_pairs(cross_encoder: Server) -> None:
-    told = cross_encoder.http.post("/score", json={"text_1": "one", "text_2": ["two", "three"]}).json()
+    response = cross_encoder.http.post("/score", json={"text_1": "one", "text_2": ["two", "three"]}).json()
     model, tokenizer = classifier(1), byte_tokenizer()
     with torch.inference_mode():
         expected = [
             torch.sigmoid(model(**tokenizer("one", other, return_tensors="pt")).logits).item()
             for other in ("two", "three")
         ]
-    assert [entry["score"] for entry in told["data"]] == pytest.approx(expected, abs=1e-4)
+    assert [entry["score"] for entry in response["data"]] == pytest.approx(expected, abs=1e-4)
     assert "makes no embeddings" in refusal(cross_encoder.http.post("/v1/embeddings", json={"input": "a"}))
 
 
-def test_a_classifier_tells_the_likeliest_label(tmp_path: Path) -> None:
+def test_a_classifier_returns_the_most_likely_label(tmp_path: Path) -> None:
     model, tokenizer = classifier(3), byte_tokenizer()
     with serving(tmp_path, save(model, tmp_path / "weights"), **SETTINGS) as server:
-        told = server.http.post("/invocations", json={"inputs": ["one", "another"]}).json()
+        response = server.http.post("/invocations", json={"inputs": ["one", "another"]}).json()
         with torch.inference_mode():
             scores = [
                 torch.softmax(model(**tokenizer(text, return_tensors="pt")).logits[0], 0) for text in ("one", "another")
             ]
-        assert [entry["label"] for entry in told] == [f"LABEL_{int(score.argmax())}" for score in scores]
-        assert [entry["score"] for entry in told] == pytest.approx([float(score.max()) for score in scores], abs=1e-4)
+        assert [entry["label"] for entry in response] == [f"LABEL_{int(score.argmax())}" for score in scores]
+        assert [entry["score"] for entry in response] == pytest.approx(
+            [float(score.max()) for score in scores], abs=1e-4
+        )
         assert "a classifier with one label" in refusal(server.http.post("/score", json={"text_1": "a", "text_2": "b"}))
