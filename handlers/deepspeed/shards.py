@@ -29,7 +29,7 @@ from lmi_server.contract.ranks import Rank
 
 _log = logging.getLogger(__name__)
 
-_MANIFEST_TYPE = "lmi-server ranks"  # tells our manifest from DeepSpeed's, which has another type under the same key
+_MANIFEST_TYPE = "lmi-server ranks"  # DeepSpeed's own manifest has another value of this key
 _TENSORS_PER_FILE = 64
 
 

@@ -24,8 +24,8 @@ class Vocabulary:
     def scored(self, token_id: int, logprobs: Mapping[int, Any], alternatives: int) -> Token:
         """Return the token with its log probability and the `alternatives` most likely tokens at its position.
 
-        `logprobs` are vLLM's `Logprob`s by token id. It always holds the chosen token, which may be none of the most
-        likely ones.
+        `logprobs` are vLLM's `Logprob`s by token id. They always include the chosen token, which need not be
+        among the most likely ones.
         """
         chosen = logprobs[token_id]
         ranked = sorted(logprobs.items(), key=lambda item: item[1].rank)[:alternatives]
