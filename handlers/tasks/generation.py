@@ -64,7 +64,7 @@ class Prompt(NamedTuple):
     ids: list[int]
 
 
-class _Stopped(StoppingCriteria):  # type: ignore[misc]  # transformers has no types for mypy
+class _Stopped(StoppingCriteria):
     """Ends a batch whose reader has gone."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class _Stopped(StoppingCriteria):  # type: ignore[misc]  # transformers has no t
         return torch.full((input_ids.shape[0],), self.now, dtype=torch.bool, device=input_ids.device)
 
 
-class _Steps(BaseStreamer):  # type: ignore[misc]
+class _Steps(BaseStreamer):
     """Puts the tokens of each step into a queue, a list with one per sequence; None ends it."""
 
     def __init__(self, tokens: queue.SimpleQueue[list[int] | None]) -> None:
