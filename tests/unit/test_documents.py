@@ -1,0 +1,49 @@
+"""The documents name files and folders that are there, and their links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+FOLDERS = ("lmi_server", "handlers", "frontend", "tests", "docs", "benchmarks", "serving.properties.d")
+OF_USERS = {"model.py"}  # a file of model directories, not of this project
+
+_FILE = re.compile(r"`([\w./-]+\.py)`")
+_FOLDER = re.compile(rf"`((?:{'|'.join(map(re.escape, FOLDERS))})/[\w/]*)`")
+_LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+
+
+def _modules() -> dict[str, set[str]]:
+    """Return the paths of all Python files of the project by their names."""
+    found: dict[str, set[str]] = {}
+    for folder in FOLDERS:
+        for path in (ROOT / folder).rglob("*.py"):
+            found.setdefault(path.name, set()).add(path.relative_to(ROOT).as_posix())
+    return found
+
+
+MODULES = _modules()
+
+
+def is_module(name: str) -> bool:
+    """Return whether `name` is a module, by its path from the root or by the last parts of it."""
+    paths = MODULES.get(Path(name).name, set())
+    return any(path == name or path.endswith(f"/{name}") for path in paths)
+
+
+def missing(document: Path) -> Iterator[str]:
+    for number, line in enumerate(document.read_text(encoding="utf-8").splitlines(), start=1):
+        place = f"{document.name}:{number}"
+        yield from (f"{place}: {name}" for name in _FILE.findall(line) if name not in OF_USERS and not is_module(name))
+        yield from (f"{place}: {name}" for name in _FOLDER.findall(line) if not (ROOT / name).is_dir())
+        yield from (f"{place}: {link}" for link in _LINK.findall(line) if not (document.parent / link).exists())
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_a_document_names_what_is_there(document: Path) -> None:
+    assert list(missing(document)) == []
