@@ -52,7 +52,7 @@ def _bad_value(option: Option, sources: Given) -> str:
 def describe_source(source: Source, key: str) -> str:
     """Return place, key and value, with which every message begins; key and value as the user wrote them."""
     written = source.raw if source.written is None else source.written
-    return f'{source.where}: {source.spelling or key} = "{written}"'
+    return f'{source.place}: {source.spelling or key} = "{written}"'
 
 
 def unavailable(options: Options, sources: Given) -> Iterator[str]:
@@ -112,18 +112,18 @@ def value_warnings(options: Options, sources: Given) -> Iterator[str]:
     for option, source, _ in _decided(options, sources):
         for mark in option.marks:
             if isinstance(mark, Deprecated):
-                yield f"{source.where}: {option.key} is deprecated: {mark.advice}"
+                yield f"{source.place}: {option.key} is deprecated: {mark.advice}"
             elif isinstance(mark, DeprecatedValue) and source.raw == mark.value:
                 yield f"{describe_source(source, option.key)} is deprecated: {mark.advice}"
             elif isinstance(mark, NoEffect):
-                yield f"{source.where}: {option.key} has no effect here: {mark.reason}"
+                yield f"{source.place}: {option.key} has no effect here: {mark.reason}"
 
 
 def combination_warnings(options: ModelOptions, sources: Given) -> Iterator[str]:
     """Yield a warning for each key that has no effect because of the value of another key."""
     for conflict in options.warnings(_given(sources)):
         key = conflict.keys[0]
-        yield f"{sources[key].where}: {key} {conflict.text}"
+        yield f"{sources[key].place}: {key} {conflict.text}"
 
 
 def _given(sources: Given) -> Collection[str]:

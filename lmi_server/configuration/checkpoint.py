@@ -1,4 +1,4 @@
-"""What the files of a model directory say about the model, as far as the configuration needs to know."""
+"""Reads from the files of a model what the configuration needs: its location and its config.json."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def locate_model(model_id: str | None, model_dir: Path) -> str:
     """Return the absolute path of the model (a directory or an archive), its Hugging Face id, or its s3:// address.
 
     A relative path is relative to `model_dir`; without a `model_id` the model is `model_dir` itself. Raises ValueError
-    with what is wrong.
+    if `model_id` names nothing; its text follows "model_id = ..." in a message.
     """
     if model_id is None:
         return str(model_dir)
@@ -31,9 +31,9 @@ def locate_model(model_id: str | None, model_dir: Path) -> str:
 
 
 def read_config(location: str) -> Mapping[str, Any]:
-    """Return config.json in directory `location`; empty where it is not on this machine.
+    """Return config.json in directory `location`; empty if it is not on this machine.
 
-    Raises ConfigurationError where it is not a JSON object.
+    Raises ConfigurationError if it is not a JSON object.
     """
     path = Path(location) / "config.json"
     if not path.is_absolute() or not path.is_file():
@@ -48,10 +48,10 @@ def read_config(location: str) -> Mapping[str, Any]:
 
 
 def architectures(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the architectures that `config` names; none where it does not say."""
+    """Return the architectures that `config` names; empty if it names none."""
     return tuple(str(name) for name in (*(config.get("architectures") or ()), *(config.get("auto_map") or ())))
 
 
 def is_causal_lm(names: tuple[str, ...]) -> bool:
-    """Tell whether one of the architectures generates text token by token from a prompt of the same sequence."""
+    """Return True if one of the architectures is a causal language model, such as LlamaForCausalLM."""
     return any(name.endswith(_CAUSAL_LM) for name in names)

@@ -1,7 +1,7 @@
-"""What a declared option is made of: `Options`, the base of every options class, and the marks that fields carry.
+"""Declarations of options: `Options`, the base of every options class, and the marks that its fields carry.
 
-An option is a pydantic field with a default and a one-line description, and, where its type does not say it all, marks
-in `Annotated`. Reading, checking and documentation work on these declarations; adding a key is only that.
+An option is a pydantic field with a default and a one-line description. Marks in `Annotated` say what the type cannot
+say. Reading, checking and the reference page all work on these declarations, so that a new key is one new field.
 
     dtype: Annotated[Dtype, Key(also=("option.data_type",))] = Field("auto", description="...")
 """
@@ -19,10 +19,10 @@ from pydantic.fields import FieldInfo
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """How the option is written, where that is not the field's name: `name` without prefix, `also` in full.
+    """The spellings of the option, if they are not the field's name: `name` without prefix, `also` in full.
 
-    Of several spellings in one place the first is used, `name` before `also`; where they `must_agree`, giving them
-    different values is an error.
+    If one layer has several spellings, the first wins, `name` before `also`. If they `must_agree`, different values are
+    an error.
     """
 
     name: str | None = None
@@ -32,16 +32,16 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What may be given, in words: "true or false"."""
+    """The allowed values in words: "true or false"."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Deprecated:
-    """The option still works; `advice` says what to write today.
+    """The option still works; `advice` names what replaces it.
 
-    Where `becomes` names a key in full and a value, giving "true" is the same as writing that.
+    If `becomes` names a key in full and a value, the option with the value true means the same.
     """
 
     advice: str
@@ -50,7 +50,7 @@ class Deprecated:
 
 @dataclass(frozen=True, slots=True)
 class DeprecatedValue:
-    """One value of the option still works; `advice` says what to write today."""
+    """One value of the option still works; `advice` names what replaces it."""
 
     value: str
     advice: str
@@ -58,7 +58,7 @@ class DeprecatedValue:
 
 @dataclass(frozen=True, slots=True)
 class Documented:
-    """LMI's documentation names another default (or none at all: None); `reason` says why it is not the one here."""
+    """LMI's documentation has another default (None: none at all); `reason` says why this project differs."""
 
     default: str | None
     reason: str
@@ -66,14 +66,14 @@ class Documented:
 
 @dataclass(frozen=True, slots=True)
 class NoEffect:
-    """The option is documented and accepted, but changes nothing here; `reason` says why."""
+    """LMI documents the option, and it is accepted, but it changes nothing; `reason` says why."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Unavailable:
-    """Documented values (those for which `applies`) that this version cannot serve; `instead` says what it can."""
+    """This version cannot serve the documented values for which `applies` is true; `instead` names the remedy."""
 
     applies: Callable[[Any], bool]
     instead: str
@@ -90,7 +90,7 @@ Mark = Deprecated | DeprecatedValue | Documented | NoEffect | Unavailable
 class Option:
     """One declared option: `key` in full ("option.dtype"), its other spellings, and what the reference page needs.
 
-    `choices` are its values where they can be listed.
+    `choices` lists its values if they can be listed.
     """
 
     field: str
@@ -105,12 +105,12 @@ class Option:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Return every spelling; where several are given, the first of them wins."""
+        """Return every spelling; if a layer has several of them, the first wins."""
         return (self.key, *self.aliases)
 
 
 def written(value: object) -> str:
-    """Return `value` as it would be written in serving.properties; nothing for None."""
+    """Return `value` as serving.properties would have it; an empty text for None."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -120,21 +120,21 @@ def written(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """Options that do not go together: `keys` in full, the one to name first; `text` says what is allowed or why."""
+    """Options that do not go together: `keys` in full, the one to blame first; `text` says what is allowed or why."""
 
     keys: tuple[str, ...]
     text: str
 
 
 class Options(BaseModel):
-    """Base of the options classes: frozen, and built from strings as they stand in files and variables."""
+    """Base of the options classes: frozen, and built from texts as files and variables hold them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     prefix: ClassVar[str] = ""
 
     def unavailable(self) -> Iterator[Conflict]:
-        """Yield what is right and what this version cannot serve, where one value alone does not tell."""
+        """Yield combinations of valid values that this version cannot serve; marks are for single values."""
         yield from ()
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Which handler a configuration means: engine aliases, entryPoint in all its spellings, option.rolling_batch."""
+"""Chooses the handler of a model by engine, entry point, files, task and option.rolling_batch."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The handler, and what decided it: `key` and `source`, or no key if only the defaults did.
+    """The handler, and the `key` and `source` that decided it; no key if nobody named a handler.
 
-    `problem` is a line if the entry point names nothing.
+    If the entry point names no handler, `spec` is None and `problem` says why.
     """
 
     spec: HandlerSpec | None
@@ -63,7 +63,7 @@ def engine_alias(engine: Source | None) -> Given:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What the files of a model say: `architectures` is empty, `task` None if they do not tell."""
+    """What is known of the model itself; `architectures` is empty and `task` is None if they are unknown."""
 
     directory: Path
     architectures: tuple[str, ...]
@@ -71,7 +71,10 @@ class Model:
 
 
 def choose_handler(given: Given, model: Model, machine: Machine, handlers: HandlerTable) -> Choice:
-    """Choose the handler of `model` from the table `handlers`; what is given decides before what its files say."""
+    """Choose the handler of `model` from the table `handlers`.
+
+    Values in `given` decide before the files of the model do.
+    """
     engine = given.get("engine")
     served_elsewhere = None if engine is None else handlers.by_engine(engine.raw)
     if served_elsewhere is not None:
@@ -111,9 +114,9 @@ def _by_files(given: Given, model_dir: Path, handlers: HandlerTable) -> Choice:
 
 
 def _is_handler_file(model_dir: Path, given: Given, handlers: HandlerTable) -> bool:
-    """Return whether model.py is the handler; it may also only bring formatters for a built-in one.
+    """Return True if model.py is the handler itself, not just formatters for a built-in handler.
 
-    The latter holds if there is a model for a built-in handler and no function in model.py takes requests.
+    It brings just formatters if a built-in handler finds a model, and model.py defines nothing that takes requests.
     """
     path = model_dir / MODEL_CODE
     if not path.is_file():
@@ -153,7 +156,7 @@ def _is_own_code(name: str, model_dir: Path) -> bool:
 
 
 def _by_rolling_batch(chosen: Choice, given: Given, model: Model, machine: Machine, handlers: HandlerTable) -> Choice:
-    """Return the handler that an entry point which stands for several (LMI's huggingface) means here."""
+    """Choose among the handlers that one entry point stands for (LMI's huggingface), by option.rolling_batch."""
     rolling, mpi = given.get(ROLLING_BATCH), given.get(MPI_MODE)
     if rolling is not None and rolling.raw.lower() != "auto":
         spec = handlers.by_rolling_batch(rolling.raw.lower())

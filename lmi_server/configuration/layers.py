@@ -1,4 +1,4 @@
-"""Where values come from: the layers of the configuration, and how they lie on top of each other."""
+"""The layers of the configuration: where values come from, and which of them wins."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ Layer = Literal[
     "registration",  # the call that registered the model
     "serving.properties",
     "environment",  # OPTION_* and ARGS_*, HF_MODEL_ID, variables of text-generation-inference
-    "engine alias",  # what engine=MPI and engine=DeepSpeed stand for
-    "deprecated key",  # what a deprecated key stands for
-    "recommender",  # derived from the model and the machine
-    "environment default",  # TENSOR_PARALLEL_DEGREE and its like, SERVING_*
+    "engine alias",  # values that engine=MPI and engine=DeepSpeed stand for
+    "deprecated key",  # values that a deprecated key stands for
+    "recommender",  # values derived from the model and the machine
+    "environment default",  # TENSOR_PARALLEL_DEGREE and similar variables, SERVING_*
     "default",
 ]
 
 DERIVED: tuple[Layer, ...] = ("engine alias", "deprecated key", "recommender", "default")
-"""Layers of values that nobody wrote."""
+"""Layers of values that no user wrote."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a value comes from: its layer, its text, and file and line or the variable's name.
+    """A value as text (`raw`) with its origin: the layer, and file and line or the name of the variable.
 
-    `spelling` and `written` are key and value as somebody wrote them, where that is not the option's own key or what
-    follows from it: engine=MPI gives option.mpi_mode.
+    `spelling` and `written` are key and value as the user wrote them, if they differ from the option's own key and from
+    `raw`. For example, engine=MPI gives option.mpi_mode the value true.
     """
 
     layer: Layer
@@ -45,15 +45,15 @@ class Source:
     written: str | None = None
 
     @property
-    def where(self) -> str:
-        """Return the place in the words of a message."""
+    def place(self) -> str:
+        """Return file and line, the variable, or the layer, as messages name it."""
         if self.variable is not None:
             return f"variable {self.variable}"
         return f"{self.file}:{self.line}" if self.file is not None else self.layer
 
 
 Given = Mapping[str, Source]
-"""What one layer (or several, merged) says, by key in full."""
+"""The values of one layer, or of several merged ones, by key in full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def from_file(properties: Properties, file: str) -> Given:
 
 
 def from_variables(layer: Layer, variables: Iterable[Variable]) -> Given:
-    """Return the layer; of several variables for one key, the first is used."""
+    """Return the layer; if several variables give one key, the first wins."""
     given: dict[str, Source] = {}
     for variable in variables:
         given.setdefault(variable.key, Source(layer, variable.value, variable=variable.name))
@@ -86,7 +86,7 @@ def from_values(layer: Layer, values: Mapping[str, str]) -> Given:
 
 
 def merge(layers: Sequence[Given]) -> Given:
-    """Put the layers on top of each other, the highest first."""
+    """Merge the layers, given highest first."""
     merged: dict[str, Source] = {}
     for layer in layers:
         merged = {**layer, **merged}
@@ -94,7 +94,7 @@ def merge(layers: Sequence[Given]) -> Given:
 
 
 def sort_keys(layer: Given, declared: Sequence[Option]) -> SortedKeys:
-    """Tell declared from unknown keys, and put other spellings under the option's own key."""
+    """Separate declared from unknown keys, and put other spellings under the option's own key."""
     known: dict[str, Source] = {}
     warnings: list[str] = []
     problems: list[str] = []
@@ -105,22 +105,22 @@ def sort_keys(layer: Given, declared: Sequence[Option]) -> SortedKeys:
         for spare in given[1:]:
             source, used = layer[spare], layer[given[0]]
             if not option.must_agree:
-                warnings.append(f"{source.where}: {spare} is ignored, because {given[0]} is given too")
+                warnings.append(f"{source.place}: {spare} is ignored, because {given[0]} is given too")
             elif source.raw != used.raw:
-                text = f'{source.where}: {spare} = "{source.raw}" is not allowed'
+                text = f'{source.place}: {spare} = "{source.raw}" is not allowed'
                 problems.append(f'{text}; allowed: "{used.raw}", since {given[0]} is the same option')
     spelled = {key for option in declared for key in option.keys}
     unknown = {key: source for key, source in layer.items() if key not in spelled}
     empty = [key for key, source in known.items() if not source.raw]
-    warnings += [f"{known[key].where}: {known[key].spelling or key} has no value and is ignored" for key in empty]
+    warnings += [f"{known[key].place}: {known[key].spelling or key} has no value and is ignored" for key in empty]
     return SortedKeys({key: known[key] for key in known if key not in empty}, unknown, tuple(warnings), tuple(problems))
 
 
 def unknown_key_warning(key: str, source: Source, known: Sequence[str], fate: str = "it is ignored") -> str:
-    """Return the warning on a key that nobody declared, naming the nearest `known` one."""
+    """Return the warning on an undeclared key, which names the `known` key that is most like it."""
     nearest = nearest_key(key, known)
     advice = f"; did you mean {nearest}?" if nearest else ""
-    return f"{source.where}: unknown key {key}, {fate}{advice}"
+    return f"{source.place}: unknown key {key}, {fate}{advice}"
 
 
 def spellings(declared: Sequence[Option]) -> list[str]:
@@ -129,7 +129,7 @@ def spellings(declared: Sequence[Option]) -> list[str]:
 
 
 def nearest_key(key: str, known: Sequence[str]) -> str | None:
-    """Return the known key most like `key`, whatever its prefix, capitals and underscores."""
+    """Return the known key that is most like `key`, ignoring prefix, case and underscores; None if none is."""
     by_core: dict[str, str] = {}
     for name in known:
         by_core.setdefault(_core(name), name)

@@ -1,4 +1,4 @@
-"""How much memory a model will take: weights and KV cache, from config.json and the sizes of the files."""
+"""Estimates the memory of a model, weights and KV cache, from config.json and the sizes of its files."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.machine.inventory import Machine
 
 _BYTES = {"fp32": 4, "float32": 4, "fp16": 2, "float16": 2, "bf16": 2, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1}
-# Bytes per weight of methods that quantise while loading; the others need a checkpoint that is quantised already. The
-# embeddings and the output layer stay as they are.
+# Bytes per weight for methods that quantise while loading. They leave embeddings and output layer as they are. Other
+# methods need a quantised checkpoint, whose files tell the size.
 _QUANTISED = {
     "bitsandbytes": 1,
     "bitsandbytes4": 0.5,
@@ -27,11 +27,12 @@ _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Bytes that one worker takes on each of its `devices`, and the bytes there; None where nothing tells.
+    """Bytes that one worker takes on each of its `devices`, and bytes that are free there; None if unknown.
 
-    `kv_tokens` is what the running requests can fill: max_rolling_batch_size times the context. `unquantized_bytes` is
-    what the weights would take if they were not quantised; None where they are not. `kv_reserved_bytes` is what the
-    worker takes for its KV cache when it loads; None where it takes it as it needs it, or the engine decides.
+    - `kv_tokens`: tokens that the running requests can fill: max_rolling_batch_size times the context.
+    - `unquantized_bytes`: size of the weights if they were not quantised; None if they are not.
+    - `kv_reserved_bytes`: KV cache that the worker allocates when it loads; None if it allocates on demand, or if the
+      engine decides.
     """
 
     devices: int
@@ -55,7 +56,7 @@ class Estimate:
         return room if self.kv_tokens is None else min(room, self.kv_tokens)
 
     def warnings(self) -> tuple[str, ...]:
-        """Return what will not fit."""
+        """Return a warning if the weights or one full context do not fit into the free memory."""
         if self.weights_bytes is None or self.available_bytes is None:
             return ()
         place = "main memory" if self.device_kind == "cpu" else "the memory of each device"
@@ -72,7 +73,7 @@ class Estimate:
 def estimate(
     options: ModelOptions, location: str, config: Mapping[str, Any], devices: int, machine: Machine
 ) -> Estimate:
-    """Estimate for the model at `location` with `config` (its config.json, or nothing), split over `devices`."""
+    """Estimate the memory of the model at `location`, split over `devices`; `config` is its config.json or empty."""
     text = config.get("text_config") or config
     parameters = _parameters_of_files(location, text, config) or _parameters_of_shape(text)
     per_token = _kv_bytes_per_token(text, _dtype_bytes(options.dtype, text, config))
@@ -95,7 +96,10 @@ def estimate(
 
 
 def shortages(serving: ServingOptions, machine: Machine) -> Mapping[str, str]:
-    """Return by key in full what `serving` requires and `machine` does not have; GPUs of unknown memory pass."""
+    """Return a text for each key in full with which `serving` requires more memory than `machine` has free.
+
+    A GPU whose memory is unknown passes.
+    """
     free = [gpu.free_bytes for gpu in machine.gpus if gpu.free_bytes is not None]
     wanted = {
         "required_memory_mb": (serving.required_memory_mb, serving.reserved_memory_mb, machine.available_bytes),
@@ -113,7 +117,7 @@ def shortages(serving: ServingOptions, machine: Machine) -> Mapping[str, str]:
 
 
 def gib(size: int | None) -> str:
-    """Return `size` bytes in words; "unknown" for None."""
+    """Return `size`, in bytes, as "1.00 GiB"; "unknown" for None."""
     return "unknown" if size is None else _gib(size)
 
 
@@ -168,16 +172,19 @@ def _parameters_of_files(location: str, text: Mapping[str, Any], config: Mapping
 
 
 def _size_of_files(location: str) -> int:
-    """Return the bytes of the weights in a directory; files of one format only, since some hold each in two."""
-    if not Path(location).is_absolute():  # the id of a Hugging Face model, or an address
+    """Return the bytes of the weights in a directory.
+
+    Only the files of one format count, because some checkpoints hold the same weights in two formats.
+    """
+    if not Path(location).is_absolute():  # a Hugging Face id or an address
         return 0
     sizes = (sum(path.stat().st_size for path in Path(location).glob(pattern)) for pattern in _WEIGHT_FILES)
     return next((size for size in sizes if size), 0)
 
 
 def _dtype_bytes(dtype: str, text: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-    """Return the bytes of a number; without a word in config.json a checkpoint is fp32."""
-    stored = next((where[key] for where in (text, config) for key in ("dtype", "torch_dtype") if where.get(key)), None)
+    """Return the bytes of one weight; transformers takes a checkpoint as fp32 if config.json has no dtype."""
+    stored = next((part[key] for part in (text, config) for key in ("dtype", "torch_dtype") if part.get(key)), None)
     return _BYTES.get(str(stored if dtype == "auto" else dtype), 4)
 
 
@@ -191,7 +198,7 @@ def _kv_bytes_per_token(text: Mapping[str, Any], width: int) -> int | None:
 
 
 def _parameters_of_shape(text: Mapping[str, Any]) -> int | None:
-    """Count the parameters of a decoder by its shape; biases and norms are left out."""
+    """Count the parameters of a decoder by its shape, without biases and norms, which are less than 1 %."""
     layers, hidden, vocabulary = (
         _int(text, "num_hidden_layers", "n_layer"),
         _int(text, "hidden_size", "n_embd"),
@@ -210,7 +217,8 @@ def _parameters_of_shape(text: Mapping[str, Any]) -> int | None:
 
 
 def _embedding_parameters(text: Mapping[str, Any]) -> int:
-    """Count the parameters of the embeddings and, where it has some of its own, of the output layer."""
+    """Count the parameters of the embeddings, and of the output layer if it has its own."""
+    # A guess if config.json does not say: GPT-2 and its relatives, which have no intermediate_size, share one matrix.
     hidden, vocabulary = _int(text, "hidden_size", "n_embd") or 0, _int(text, "vocab_size") or 0
     tied = text.get("tie_word_embeddings", _int(text, "intermediate_size") is None)
     return vocabulary * hidden * (1 if tied else 2)

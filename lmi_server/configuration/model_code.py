@@ -1,4 +1,4 @@
-"""What a model.py defines. It is read, never run: nothing of a model is executed in the server."""
+"""Finds out what a model.py defines by parsing it. The server process never runs code of a model."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 MODEL_CODE = "model.py"
 
 _HANDLER_CLASSES = frozenset({"LLMHandler", "RequestHandler", "AsyncRequestHandler"})
-_EVERY_NAME = "*"  # of a module whose names are imported into this one
+_EVERY_NAME = "*"  # `from x import *` may define any name
 
 
 def takes_requests(path: Path) -> bool:
-    """Tell whether a file defines what takes requests.
+    """Return True if a file defines a function or class that takes requests.
 
-    What is no Python does too, so that loading it tells what is wrong.
+    A file with a syntax error counts too: the worker then loads it, and reports the error with its line.
     """
     tree = _parsed(path)
     if tree is None:
@@ -25,7 +25,7 @@ def takes_requests(path: Path) -> bool:
 
 
 def defines(path: Path, name: str) -> bool:
-    """Tell whether a file defines `name`, as far as reading it can tell; what is no Python does."""
+    """Return True if a file defines `name`, as far as parsing shows; a file with a syntax error counts."""
     tree = _parsed(path)
     return tree is None or not {name, _EVERY_NAME}.isdisjoint(_bound(tree.body))
 
@@ -38,7 +38,7 @@ def _parsed(path: Path) -> ast.Module | None:
 
 
 def _bound(statements: Sequence[ast.AST]) -> Iterator[str]:
-    """Yield the names that statements of a module bind, those inside its conditions and loops too."""
+    """Yield the names that statements of a module bind, also inside of conditions and loops."""
     for node in statements:
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
@@ -52,7 +52,7 @@ def _bound(statements: Sequence[ast.AST]) -> Iterator[str]:
 
 
 def _is_handler(node: ast.stmt) -> bool:
-    """Tell whether a class is derived from a handler of lmi_server, by the name of its base."""
+    """Return True if the statement derives a class from a handler of lmi_server, judged by the name of its base."""
     if not isinstance(node, ast.ClassDef):
         return False
     return any(ast.unparse(base).rpartition(".")[2] in _HANDLER_CLASSES for base in node.bases)

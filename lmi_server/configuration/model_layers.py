@@ -39,9 +39,10 @@ class ModelLayers:
     warnings: tuple[str, ...]
 
     def as_written(self) -> Given:
-        """Return a view of all values, for choosing the handler: only its options class says which keys are the same.
+        """Return a view of all values, for the choice of the handler.
 
-        What the engine stands for is included, and LMI's other spelling of the engine.
+        Only the handler's options class says which keys are spellings of one option, so that the layers cannot be
+        merged yet. The values that the engine stands for are in the view.
         """
         *upper, lower = ({key: layer[key] for key in layer if layer[key].raw} for layer in (*self.upper, self.lower))
         engine = next((layer[key] for layer in upper for key in ("engine", "option.engine") if key in layer), None)
@@ -90,8 +91,8 @@ def merge_layers(
     recommended = from_values("recommender", recommend(spec, given, inferred_task, machine))
     left_open = {key for key in recommended if key in above and above[key].raw.lower() == "auto"}
     decided = {key: source for key, source in above.items() if key not in left_open}
-    # A variable of text-generation-inference stands for keys of several handlers: that this one does not know all of
-    # them is not worth a warning, as long as it knows one.
+    # A variable of text-generation-inference stands for keys of several handlers. This handler need not know all of
+    # them; only a variable without any known key is worth a warning.
     *own, guests = upper
     ordered = [*upper, alias, lower]
     return SortedKeys(
@@ -103,7 +104,7 @@ def merge_layers(
 
 
 def _with_replacements_of_deprecated(given: Given, declared: Sequence[Option]) -> Given:
-    """Add what deprecated keys stand for, unless that key itself is given."""
+    """Add the values that deprecated keys stand for, unless their keys are given themselves."""
     result = dict(given)
     for option in declared:
         for mark in option.marks:
@@ -117,9 +118,9 @@ def _with_replacements_of_deprecated(given: Given, declared: Sequence[Option]) -
 
 
 def _with_workers_of_device_kind(given: Given, machine: Machine) -> Given:
-    """Let gpu.minWorkers and its like replace minWorkers on machines of their kind.
+    """Let gpu.minWorkers replace minWorkers on a machine with GPUs, and so on.
 
-    A value from the registration call or from SageMaker stays: both speak of this machine.
+    A value of minWorkers from the registration call or from SageMaker stays, because both are made for this machine.
     """
     result = dict(given)
     for key in ("minWorkers", "maxWorkers"):

@@ -37,7 +37,7 @@ def short_dtype(value: Any) -> Any:
 
 
 def lower(value: Any) -> Any:
-    """Return a text in lower case, anything else as it is; for values that may be written in either case."""
+    """Return a text in lower case, anything else as it is; for values that users write in either case."""
     return value.lower() if isinstance(value, str) else value
 
 
@@ -100,14 +100,14 @@ Devices = Annotated[
     Field(pattern=r"^(\*|(cpu|-1|(gpu|nc)?\d+)(\+(gpu|nc)?\d+)*( *; *(cpu|-1|(gpu|nc)?\d+)(\+(gpu|nc)?\d+)*)*)$"),
     Allowed("*, or cpu, gpu0, nc0, gpu0+gpu1 and such, separated by semicolons"),
 ]
-DTYPE_NOTE = Documented("fp16", "a model that is stored as bf16 or fp32 would lose accuracy unasked")
+DTYPE_NOTE = Documented("fp16", "fp16 would lose accuracy of a model in bf16 or fp32")
 
 MPI_MODE_DESCRIPTION = (
-    "Start tensor_parallel_degree processes with mpirun, one per device or, without, per share of the CPU."
+    "Start tensor_parallel_degree processes with mpirun, one per device; without devices they share the CPU."
 )
 
-_JAVA_ONLY = NoEffect("only engines of LMI that are written in Java read it")
-_NOT_YET = "remove the key"
+_JAVA_ONLY = NoEffect("only LMI's engines in Java read it")
+_REMOVE_IT = "remove the key"
 
 
 class ServingOptions(Options):
@@ -131,13 +131,13 @@ class ServingOptions(Options):
         Unavailable(lambda engine: engine not in ("Python", "MPI", "DeepSpeed"), "use engine=Python"),
     ] = Field("Python", description="Runtime of the model's code; MPI starts one process per device.")
     job_queue_size: PositiveInt = Field(
-        1000, description="Requests that may wait for a worker; a request beyond them is refused with 503."
+        1000, description="Requests that may wait for a worker; the server refuses further ones with 503."
     )
     min_workers: Annotated[PositiveInt, Key("minWorkers")] = Field(
-        1, description="Worker processes that are kept running; each holds the whole model."
+        1, description="Worker processes that always run; each holds the whole model."
     )
     max_workers: Annotated[PositiveInt, Key("maxWorkers")] = Field(
-        1, description="Worker processes at most. Given only minWorkers, it is the same number."
+        1, description="Most worker processes that may run; minWorkers if only that is given."
     )
     cpu_min_workers: Annotated[PositiveInt | None, Key("cpu.minWorkers")] = Field(
         None, description="minWorkers on a machine without accelerator."
@@ -158,32 +158,33 @@ class ServingOptions(Options):
         None, description="maxWorkers on a machine with Neuron cores."
     )
     batch_size: Annotated[PositiveInt, Key(also=("max_dynamic_batch_size", "option.batch_size"))] = Field(
-        1, description="Requests that a dynamic batch collects before it runs; not for text generation."
+        1, description="Most requests in one dynamic batch; not for text generation."
     )
     max_batch_delay: Annotated[NonNegativeInt, Key(also=("option.max_batch_delay",))] = Field(
-        100, description="Milliseconds that the first request of a dynamic batch waits for more."
+        100, description="Milliseconds that the first request of a dynamic batch waits for others."
     )
     max_idle_time: Annotated[PositiveInt, Key(also=("option.max_idle_time",))] = Field(
         60, description="Seconds without work after which a worker beyond minWorkers is stopped."
     )
     max_worker_memory_mb: NonNegativeInt = Field(
-        0, description="MiB that a worker may grow to before it is restarted, 0 for any; not for text generation."
+        0, description="MiB of memory above which a worker is restarted, 0 for no limit; not for text generation."
     )
     load_on_devices: Devices = Field(
         "*", description="Devices to load the model on, separated by semicolons; * is all of them."
     )
-    # LMI had 10 and went to 0, where a single crash fails the model for good; a supervised restart wants the former.
+    # LMI went from 10 to 0, with which a single crash fails the model for good. Here the supervisor restarts a worker
+    # at once, so that 10 makes sense again.
     retry_threshold: NonNegativeInt = Field(
-        10, description="Times that a worker may die within ten minutes before the model counts as failed."
+        10, description="Times that a worker may die within ten minutes before the model fails."
     )
     required_memory_mb: NonNegativeInt = Field(
-        0, description="MiB of memory that loading the model needs; with less the model fails with 507. 0: no check."
+        0, description="MiB of memory that loading the model needs; with less, the model fails with 507. 0: no check."
     )
     reserved_memory_mb: NonNegativeInt = Field(
         500, description="MiB of memory that must stay free beside required_memory_mb."
     )
     gpu_required_memory_mb: Annotated[NonNegativeInt, Key("gpu.required_memory_mb")] = Field(
-        0, description="MiB that loading the model needs on each GPU; with less the model fails with 507. 0: no check."
+        0, description="MiB that loading the model needs on each GPU; with less, the model fails with 507. 0: no check."
     )
     gpu_reserved_memory_mb: Annotated[NonNegativeInt, Key("gpu.reserved_memory_mb")] = Field(
         0, description="MiB that must stay free on each GPU beside gpu.required_memory_mb."
@@ -194,8 +195,8 @@ class ServingOptions(Options):
     metrics_aggregation: Annotated[
         PositiveInt, Key(also=("option.metrics_aggregation",)), NoEffect("metrics are served at /metrics, not logged")
     ] = Field(1000, description="Requests between two log lines of metrics.")
-    metric_dimension: Annotated[str | None, NoEffect("metrics carry the model's name as their label")] = Field(
-        None, description="Dimension that is added to metrics in the log."
+    metric_dimension: Annotated[str | None, NoEffect("metrics have the model's name as a label")] = Field(
+        None, description="Dimension added to metrics in the log."
     )
     application: Annotated[str | None, _JAVA_ONLY] = Field(None, description="Kind of task, nlp/text_generation.")
     translator: Annotated[str | None, _JAVA_ONLY] = Field(None, description="Class that turns requests into tensors.")
@@ -205,7 +206,7 @@ class ServingOptions(Options):
     block_factory: Annotated[str | None, Key("blockFactory"), _JAVA_ONLY] = Field(
         None, description="Class that makes the network."
     )
-    batchifier: Annotated[str | None, _JAVA_ONLY] = Field(None, description="How tensors are put into one batch.")
+    batchifier: Annotated[str | None, _JAVA_ONLY] = Field(None, description="How tensors become one batch.")
 
 
 class ModelOptions(Options):
@@ -215,16 +216,16 @@ class ModelOptions(Options):
     one_worker_keys: ClassVar[tuple[str, ...]] = ()  # keys in full that forbid a second worker if they are true
 
     model_id: str | None = Field(
-        None, description="Local directory or Hugging Face id of the model; without it the model directory itself."
+        None, description="Local directory or Hugging Face id of the model; the model directory itself if not set."
     )
     revision: str | None = Field(None, description="Branch, tag or commit of a Hugging Face model.")
-    trust_remote_code: bool = Field(False, description="Run code that a Hugging Face model brings along.")
+    trust_remote_code: bool = Field(False, description="Run the Python code in the repository of a Hugging Face model.")
     entry_point: Annotated[str | None, Key("entryPoint")] = Field(
-        None, description="Handler of the model, djl_python.huggingface for example."
+        None, description="Handler of the model, for example djl_python.huggingface."
     )
     task: Annotated[
         str | None, Unavailable(lambda task: task not in ("text-generation", "auto"), "use text-generation")
-    ] = Field(None, description="Task of the model as Hugging Face names it; inferred where not given.")
+    ] = Field(None, description="Task of the model as Hugging Face names it; inferred if not set.")
     dtype: Annotated[
         Dtype,
         Key(also=("option.data_type",)),
@@ -232,7 +233,7 @@ class ModelOptions(Options):
         Unavailable.values("int8", instead="use auto, fp32, fp16 or bf16"),
     ] = Field("auto", description="Data type of weights and KV cache; auto is the checkpoint's own.")
     tensor_parallel_degree: ParallelDegree = Field(
-        1, description="Devices that one model is split over; max is all of the machine's."
+        1, description="Devices that one model is split over; max is all devices of the machine."
     )
     mpi_mode: Annotated[bool, Unavailable.values(True, instead="use engine=Python")] = Field(
         False, description=MPI_MODE_DESCRIPTION
@@ -240,29 +241,32 @@ class ModelOptions(Options):
     rolling_batch: Annotated[
         RollingBatch,
         Unavailable(lambda name: name not in ("auto", "scheduler"), "use scheduler or auto"),
-    ] = Field("auto", description="Implementation of iteration-level batching; auto chooses it for the model.")
+    ] = Field("auto", description="Implementation of iteration-level batching; auto chooses one for the model.")
     max_rolling_batch_size: PositiveInt = Field(
         32, description="Requests that one worker decodes together; others wait in the job queue."
     )
     output_formatter: Annotated[
         OutputFormatter | None,
         Unavailable.values("3p", "3p_stream", instead="use json, jsonlines or sse"),
-        Documented("json", "the request's `stream` decides, as it does in LMI where the key is not set"),
-    ] = Field(None, description="Shape of an LMI answer; without it json, or jsonlines where the request streams.")
-    tgi_compat: bool = Field(False, description="Answer in the shapes of Hugging Face's text-generation-inference.")
+        Documented("json", "the request's `stream` decides, as it does in LMI if the key is not set"),
+    ] = Field(
+        None,
+        description="Format of answers in LMI's dialect; if not set, json, or jsonlines if streamed.",
+    )
+    tgi_compat: bool = Field(False, description="Answer in the format of Hugging Face's text-generation-inference.")
     enable_streaming: Annotated[
         Literal["true", "false", "huggingface"],
         BeforeValidator(lower),
-        Deprecated("a rolling batch streams whatever it says; the request's `stream` decides"),
+        Deprecated("with a rolling batch, the `stream` of each request decides"),
     ] = Field("false", description="Streaming of a static batch.")
-    served_model_name: Names = Field((), description="Further names under which requests may ask for the model.")
-    parallel_loading: bool = Field(False, description="Load the workers of a model at the same time.")
+    served_model_name: Names = Field((), description="Further names of the model that requests may use.")
+    parallel_loading: bool = Field(False, description="Load all workers of the model at once, not in turn.")
     model_loading_timeout: PositiveInt = Field(1800, description="Seconds that loading the model may take.")
-    predict_timeout: PositiveInt = Field(120, description="Seconds that a request may go without progress in a worker.")
+    predict_timeout: PositiveInt = Field(120, description="Seconds that a request may make no progress in a worker.")
     waiting_steps: Annotated[
-        NonNegativeInt | None, NoEffect("a waiting prompt is computed in chunks beside the running requests")
+        NonNegativeInt | None, NoEffect("prompts are computed in chunks beside the running requests")
     ] = Field(None, description="Decode steps that new requests are held back for.")
-    handler: Annotated[str, Unavailable(lambda name: name != "handle", _NOT_YET)] = Field(
+    handler: Annotated[str, Unavailable(lambda name: name != "handle", _REMOVE_IT)] = Field(
         "handle", description="Function of the entry point that takes the requests."
     )
     python_executable: Annotated[
@@ -270,7 +274,7 @@ class ModelOptions(Options):
     ] = Field("python3", description="Python interpreter of the workers.")
     env: Annotated[
         EnvironmentPairs | None,
-        Unavailable(lambda pairs: pairs is not None, "set the variables for the server, workers inherit them"),
+        Unavailable(lambda pairs: pairs is not None, "set the variables for the server; workers inherit them"),
     ] = Field(None, description="Environment variables of the workers, A=1,B=2.")
     enable_venv: Annotated[
         bool, Unavailable.values(True, instead="install the packages into the server's environment")
@@ -281,35 +285,33 @@ class ModelOptions(Options):
     cluster_size: Annotated[PositiveInt, Unavailable(lambda size: size > 1, "use one machine")] = Field(
         1, description="Machines that one model is spread over."
     )
-    async_mode: Annotated[bool, NoEffect("requests are always handled side by side")] = Field(
-        False, description="Handle requests side by side in the worker instead of one batch at a time."
+    async_mode: Annotated[bool, NoEffect("requests are always handled concurrently")] = Field(
+        False, description="Handle requests concurrently in the worker instead of one batch at a time."
     )
     input_formatter: Annotated[FunctionName | None, Allowed("the name of a function in model.py")] = Field(
-        None, description="Function of model.py that parses requests; without it the one marked @input_formatter."
+        None, description="Function of model.py that parses requests; if not set, the one marked @input_formatter."
     )
-    bedrock_compat: Annotated[bool, Unavailable.values(True, instead=_NOT_YET)] = Field(
-        False, description="Answer in the shapes that Amazon Bedrock expects."
+    bedrock_compat: Annotated[bool, Unavailable.values(True, instead=_REMOVE_IT)] = Field(
+        False, description="Answer in the format that Amazon Bedrock expects."
     )
     enable_lora: bool = Field(
         False,
-        description="Serve LoRA adapters of the model: those that lie beside it, and those that are registered.",
+        description="Serve LoRA adapters of the model: those in its directory, and those that a call registers.",
     )
     adapters: str = Field(
-        "adapters", description="Directory inside the model directory; each directory in it is a LoRA adapter."
+        "adapters", description="Directory in the model directory; each of its subdirectories is a LoRA adapter."
     )
     is_peft_model: Annotated[bool, Unavailable.values(True, instead="merge the adapter into the model")] = Field(
-        False, description="The checkpoint is a PEFT adapter; found out by LMI itself."
+        False, description="The checkpoint is a PEFT adapter; LMI detects it."
     )
     enable_stateful_sessions: bool = Field(
-        False, description="Open and close sessions with requests; a request that names an unknown one is refused."
+        False, description="Let requests open and close sessions; a request with an unknown session is refused."
     )
-    sessions_path: str | None = Field(
-        None, description="Directory that sessions are kept in; without it /dev/shm/djl_sessions."
-    )
+    sessions_path: str | None = Field(None, description="Directory for sessions; /dev/shm/djl_sessions if not set.")
     sessions_expiration: PositiveInt = Field(1200, description="Seconds after which a session ends.")
     sessions_s3url: Annotated[S3Prefix | None, Allowed("s3://bucket/prefix")] = Field(
         None,
-        description="Place in S3 that sessions are saved to when a worker ends, and fetched from by others.",
+        description="S3 prefix to which a worker saves its sessions when it ends, and from which others fetch them.",
     )
     draft_model_id: Annotated[str | None, NoEffect("LMI declares it and never reads it")] = Field(
         None, description="Model that drafts tokens for speculative decoding."
@@ -324,9 +326,9 @@ class ModelOptions(Options):
         str | None,
         Key("modelName", also=("option.modeName",)),
         NoEffect("the files of a model are found without it"),
-    ] = Field(None, description="Name that the files of the model begin with.")
+    ] = Field(None, description="Name with which the files of the model begin.")
     optimization: Annotated[str | None, _JAVA_ONLY] = Field(None, description="Conversion of the model before loading.")
-    use_passive_workers: Annotated[bool, NoEffect("only the first process of an MPI group ever gets requests")] = Field(
+    use_passive_workers: Annotated[bool, NoEffect("only the first process of an MPI group gets requests")] = Field(
         True, description="Send requests to the first process of an MPI group only."
     )
 
@@ -361,48 +363,49 @@ class ModelOptions(Options):
 
     @classmethod
     def engine_names(cls) -> frozenset[str]:
-        """Return names without "option." that the engine takes beside the declared ones; they are passed on to it."""
+        """Return the undeclared names (without "option.") that the engine takes; their values are passed on to it."""
         return frozenset()
 
     @classmethod
     def recommended(cls, machine: Machine) -> Mapping[str, str]:
-        """Return raw values by key in full that serve best on `machine`, for where nobody decides."""
+        """Return the recommended raw values for `machine`, by key in full; they apply to keys that no layer sets."""
         return {}
 
     def engine_arguments(self) -> Mapping[str, Any]:
-        """Return what the engine will be given, by the engine's own names."""
+        """Return the arguments of the engine, by the engine's own names."""
         return {}
 
     def reserved_kv_bytes(self, wanted: int, least: int, available: int) -> int | None:
-        """Return the bytes of KV cache that a worker without GPU reserves; None where it takes them as it needs them.
+        """Return the bytes of KV cache that a worker without GPU reserves; None if it allocates them on demand.
 
-        `wanted` suffices for every place at full length, `least` for one; `available` is the free memory.
+        All arguments are in bytes: `wanted` holds max_rolling_batch_size sequences of full length, `least` holds one,
+        and `available` is the free memory.
         """
         return None
 
     def worker_environment(self) -> Mapping[str, str]:
-        """Return variables that the worker starts with, where whoever started the server left them open."""
+        """Return environment variables for the worker; the environment of the server overrides them."""
         return {}
 
     def passed_to_engine(self) -> Mapping[str, str]:
-        """Return what of `passed_through` the engine knows; it is text, the engine's own types are the handler's."""
+        """Return the part of `passed_through` that the engine knows, as text; the handler converts it."""
         known = self.engine_names()
         return {name: raw for name, raw in self.passed_through.items() if name in known}
 
     @property
     def devices_per_worker(self) -> int | None:
-        """Return how many devices one worker takes; None for all that there are, 1 where that is left open."""
+        """Return how many devices one worker takes; None for all of the machine, 1 if the degree is -1."""
         if self.tensor_parallel_degree == "max":
             return None
         return max(1, self.tensor_parallel_degree) * self.pipeline_parallel_degree
 
     @property
     def ranks(self) -> int | None:
-        """Return the processes of one worker under the MPI engine; None where it is one process without mpirun."""
+        """Return the number of processes of a worker under the MPI engine; None without mpirun."""
         return self.devices_per_worker or 1 if self.mpi_mode else None
 
     def gpus_per_worker(self, available: int) -> int | None:
-        """Return how many of `available` GPUs one worker takes, None for all; without any, ranks share the CPU."""
+        """Return how many of the `available` GPUs one worker takes, None for all; without GPUs, ranks share the CPU."""
         return self.devices_per_worker if available or self.ranks is None else None
 
     @property
@@ -411,27 +414,27 @@ class ModelOptions(Options):
         return next((key for key in self.one_worker_keys if getattr(self, key.removeprefix(self.prefix))), None)
 
     def context_length(self) -> int | None:
-        """Return the tokens of prompt and output together that are configured; None where config.json decides."""
+        """Return the configured limit of prompt and output together, in tokens; None if config.json decides."""
         return None
 
     def partitioned(self) -> Mapping[str, str | None] | str:
-        """Return what `lmi-server partition` changes in serving.properties, by key in full; None removes the key.
+        """Return the changes of `lmi-server partition` to serving.properties, by key in full; None removes a key.
 
-        Or say why there is nothing that could be split or quantised ahead of time.
+        Returns a text with the reason if nothing can be split or quantised ahead of time.
         """
         return "the handler does neither; serve the model as it is"
 
     def conflicts(self, given: Collection[str]) -> Iterator[Conflict]:
-        """Yield options that must not be combined; `given` holds the keys in full that somebody decided."""
+        """Yield combinations that are not allowed; `given` holds the keys in full that the user set."""
         yield from ()
 
     def warnings(self, given: Collection[str]) -> Iterator[Conflict]:
-        """Yield combinations that are accepted and in which a key changes nothing."""
+        """Yield combinations that are allowed, but in which a key has no effect."""
         yield from ()
 
 
 def without_effect(given: Collection[str], unless: str, keys: Collection[str]) -> Iterator[Conflict]:
-    """Yield a finding for each of `keys` that is given where only `unless` would make it mean anything."""
+    """Yield a warning for each of `keys` that is given; it has an effect only with `unless`."""
     for key in keys:
         if key in given:
             yield Conflict((key,), f"has no effect without {unless}")

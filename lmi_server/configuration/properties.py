@@ -1,7 +1,7 @@
 """Reads the Java `.properties` grammar, as `java.util.Properties.load` does.
 
-Two things are more forgiving than in Java: the file is UTF-8 (ISO-8859-1 where it is not valid UTF-8), and a byte order
-mark is ignored.
+It is more forgiving than Java in two ways: the file is read as UTF-8 (as ISO-8859-1 if it is not valid UTF-8), and a
+byte order mark is ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CONTROL = {"t": "\t", "n": "\n", "r": "\r", "f": "\f"}
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One key and its value, escapes resolved. `line` is where the entry begins, counted from 1."""
+    """One key and its value, escapes resolved. `line` is the number of its first line, counted from 1."""
 
     key: str
     value: str
@@ -31,14 +31,14 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Properties:
-    """The entries of one file by key, in the order of the file, and what is doubtful about it."""
+    """The entries of one file by key, in the order of the file, and warnings about the file."""
 
     entries: Mapping[str, Entry]
     warnings: tuple[str, ...]
 
 
 def read_properties(path: Path) -> Properties:
-    """Read the file at `path`. Raises ConfigurationError where it cannot be read or holds a malformed escape."""
+    """Read the file at `path`. Raises ConfigurationError if it cannot be read or holds a malformed escape."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -49,7 +49,10 @@ def read_properties(path: Path) -> Properties:
 
 
 def parse_properties(text: str, file: str) -> Properties:
-    """Parse `text`; `file` is its name in messages. The last of several entries of one key wins, with a warning."""
+    """Parse `text`; `file` is its name in messages. If a key occurs twice, the last entry wins, with a warning.
+
+    Raises ConfigurationError if an escape is malformed.
+    """
     entries: dict[str, Entry] = {}
     warnings: list[str] = []
     for line, content in _logical_lines(text):
@@ -62,7 +65,7 @@ def parse_properties(text: str, file: str) -> Properties:
 
 
 def edited_properties(text: str, changes: Mapping[str, str | None]) -> str:
-    """Return `text` with other values for the keys of `changes`, None for none; everything else as it is written."""
+    """Return `text` with new values for the keys of `changes`; None removes a key. All other lines stay as they are."""
     missing = {key: value for key, value in changes.items() if value is not None}
     lines: list[str] = []
     for content, natural in _spans(text):
@@ -76,7 +79,7 @@ def edited_properties(text: str, changes: Mapping[str, str | None]) -> str:
 
 
 def _spans(text: str) -> Iterator[tuple[str | None, list[str]]]:
-    """Yield every natural line: those of an entry together with its content, others with None."""
+    """Yield all lines of the file: those of an entry together, with its content, other lines with None."""
     lines = _LINE_END.split(text)
     starts = dict(_logical_lines(text))
     number = 0
@@ -91,18 +94,18 @@ def _spans(text: str) -> Iterator[tuple[str | None, list[str]]]:
 
 
 def decode_properties(data: bytes, file: str) -> tuple[str, tuple[str, ...]]:
-    """Return the text of a file and what is doubtful about it. Raises ConfigurationError."""
+    """Return the text of a file, and warnings. Raises ConfigurationError if the file is UTF-16."""
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise ConfigurationError(f"{file}: is UTF-16; save it as UTF-8")
     try:
         return data.decode("utf-8-sig"), ()
     except UnicodeDecodeError:
-        # Java's own encoding of these files, so an old one may well be written in it.
+        # java.util.Properties reads a stream as ISO-8859-1, so an old file may be in that encoding.
         return data.decode("iso-8859-1"), (f"{file}: is not valid UTF-8 and was read as ISO-8859-1",)
 
 
 def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yield (first line number, content): comments and blank lines left out, continued lines joined."""
+    """Yield (number of the first line, content) of each entry: comments left out, continued lines joined."""
     parts: list[str] = []
     first = 0
     continued = False
@@ -116,7 +119,7 @@ def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
         parts.append(line[:-1] if continued else line)
         if not continued and any(parts):
             yield first, "".join(parts)
-    if continued:  # the file ends in a backslash; for Java that is an entry even where nothing is before it
+    if continued:  # the file ends with a backslash; Java makes an entry of it, even an empty one
         yield first, "".join(parts)
 
 
@@ -150,7 +153,7 @@ def _unescape(text: str, line: int, file: str) -> str:
 
 
 def _join_surrogates(text: str, line: int, file: str) -> str:
-    r"""Make one character of each pair of surrogates: in Java, \ud83d\ude00 is how one is written."""
+    r"""Join each pair of surrogates to one character: Java writes those beyond U+FFFF as \ud83d\ude00."""
     try:
         return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""What follows from the model, the machine and other settings where nobody decided: a layer above the defaults."""
+"""Derives values from the model, the machine and other settings: a layer just above the defaults."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from lmi_server.machine.inventory import Machine
 
 _BATCH_SIZES = next(option.keys for option in ServingOptions.declared() if option.field == "batch_size")
 _DEGREE = "option.tensor_parallel_degree"
+# LMI runs a model with adapters or sessions in one worker on the first GPU.
+_ONE_WORKER_OF_ONE_GPU = ("option.enable_lora", "option.enable_stateful_sessions")
 _TRUE = ("true", "1", "yes", "on", "t", "y")
 
 
 def is_true(raw: str) -> bool:
-    """Tell whether `raw` is a spelling of true."""
+    """Return True if `raw` is a spelling of true."""
     return raw.lower() in _TRUE
 
 
 def recommend_rolling_batch(names: tuple[str, ...], under_mpi: bool, machine: Machine, handlers: HandlerTable) -> str:
-    """Return the value of option.rolling_batch for a model with architectures `names` (none: unknown)."""
+    """Return the value of option.rolling_batch for a model with these architectures (empty: unknown)."""
     suits = _suits_under_mpi if under_mpi else _schedules_itself
     best = next((spec for spec in handlers.specs if suits(spec, names, machine)), handlers.default)
     return best.rolling_batches[0]
@@ -35,7 +37,7 @@ def _suits_under_mpi(spec: HandlerSpec, names: tuple[str, ...], machine: Machine
 
 
 def _schedules_itself(spec: HandlerSpec, names: tuple[str, ...], machine: Machine) -> bool:
-    """Return whether an engine with a scheduler of its own can serve here, which is best on a GPU."""
+    """Return True if the engine brings its own scheduler and can run here; on a GPU such an engine is fastest."""
     own_scheduler = spec.batches_by_default and not spec.needs_mpi and not spec.rolling_batch_decides
     return (
         own_scheduler and spec.handler is not None and bool(machine.gpus) and machine.engines.issuperset(spec.engines)
@@ -43,9 +45,9 @@ def _schedules_itself(spec: HandlerSpec, names: tuple[str, ...], machine: Machin
 
 
 def recommend(spec: HandlerSpec, given: Given, task: str | None, machine: Machine) -> Mapping[str, str]:
-    """Return values by key; they are used where no higher layer has one, or where that says "auto".
+    """Return values by key. Each is used if no higher layer has a value, or if that value is "auto".
 
-    `task` is the one that the model's files tell of, None where they do not.
+    `task` follows from the model's files; None if they do not say.
     """
     options_type = load_options_type(spec)
     recommended = {**_for_task(spec, given, task), **options_type.recommended(machine)}
@@ -59,11 +61,11 @@ def recommend(spec: HandlerSpec, given: Given, task: str | None, machine: Machin
     return recommended
 
 
-_ONE_WORKER_OF_ONE_GPU = ("option.enable_lora", "option.enable_stateful_sessions")
-
-
 def with_max_resolved(known: Given, machine: Machine) -> Given:
-    """Put the number of devices in place of tensor_parallel_degree=max, which is for this machine to tell."""
+    """Replace tensor_parallel_degree=max by the number of devices of a worker on this machine.
+
+    On Neuron devices "max" stays, because the number of their cores is not known here.
+    """
     source = known.get(_DEGREE)
     if source is None or source.raw.lower() != "max" or machine.device_kind == "nc":
         return known
@@ -75,7 +77,7 @@ def _devices_of_a_worker(known: Given, machine: Machine) -> int:
     devices = known["load_on_devices"].raw if "load_on_devices" in known else ALL_DEVICES
     try:
         return len(plan_devices(devices, None, [gpu.name for gpu in machine.gpus])[0].gpus)
-    except ConfigurationError:  # told with the plan itself
+    except ConfigurationError:  # the plan that is made for the workers reports it
         return len(machine.gpus)
 
 
@@ -86,8 +88,8 @@ def _for_task(spec: HandlerSpec, given: Given, inferred: str | None) -> Mapping[
     asked = given["option.task"].raw if "option.task" in given else "auto"
     task = inferred if asked.lower() == "auto" else asked
     if task in spec.batched_tasks and "batch_size" not in given:
-        # Texts of any number cost little more together than the longest of them alone, and what has come in while the
-        # last batch ran is a batch already.
+        # A batch of texts costs little more than its longest text alone. There is no delay: the requests that arrived
+        # while the last batch ran already make a batch.
         recommended |= {"batch_size": "32", "max_batch_delay": "0"}
     return recommended
 
@@ -108,7 +110,7 @@ def _for_handler(spec: HandlerSpec, given: Given, machine: Machine) -> Mapping[s
 
 
 def batches_statically(given: Given) -> bool:
-    """Tell whether requests are to be collected to batches that run together from start to end."""
+    """Return True if requests are to be collected to batches that run together from start to end."""
     return any(key in given and given[key].raw not in ("", "1") for key in _BATCH_SIZES)
 
 

@@ -1,4 +1,7 @@
-"""From a model directory to a `ResolvedModel`: reads, layers, checks, and remembers where each value came from."""
+"""Turns a model directory into a `ResolvedModel`: reads the layers, merges them, checks the values.
+
+Every value keeps its source, so that messages and `lmi-server explain` can name it.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +47,8 @@ _NOTHING: Mapping[str, str] = MappingProxyType({})
 class ResolvedModel:
     """One model, ready to be served.
 
-    `model_dir` is absolute, `spec` names the handler. `sources` tells for each key in full ("option.dtype") where
-    its value came from, unknown keys included. `worker_environment` are the variables that its options set in workers.
+    `model_dir` is absolute. `sources` maps each key in full ("option.dtype"), unknown keys included, to the source of
+    its value. `worker_environment` holds the variables that the options set in workers.
     """
 
     name: str
@@ -71,12 +74,14 @@ class ResolvedModel:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """Everything that can be said about a model directory, whether its model can be served or not.
+    """Everything that is known about a model directory, whether this version can serve its model or not.
 
-    A value in `problems` (wrong, one line each) has its default in `options` and `serving`; `unavailable` are lines on
-    what is right and cannot be served by this version. `sources` has every declared key in full, `unknown` the others;
-    `location` is where the model is, `config` its config.json, empty where that is not here. `worker_environment` are
-    the variables that the options set in workers, with the values that they will have there.
+    - `problems`: a line for each wrong value. `options` and `serving` hold the default in its place.
+    - `unavailable`: a line for each valid value that this version cannot serve.
+    - `sources`: the source of each declared key, by key in full; `unknown`: the same for undeclared keys.
+    - `location`: a directory, a Hugging Face id or an s3:// address.
+    - `config`: the model's config.json, empty if it is not on this machine.
+    - `worker_environment`: the variables that the options set in workers, with their final values.
     """
 
     name: str
@@ -95,7 +100,7 @@ class Inspection:
     unavailable: tuple[str, ...]
 
     def resolved(self) -> ResolvedModel:
-        """Return the model, ready to be served. Raises ConfigurationError with every problem, one a line."""
+        """Return the model, ready to be served. Raises ConfigurationError with all problems, one per line."""
         if self.problems or self.unavailable or self.spec.handler is None:
             raise ConfigurationError("\n".join((*self.problems, *self.unavailable)))
         return ResolvedModel(
@@ -118,8 +123,8 @@ def resolve_model(
 ) -> ResolvedModel:
     """Resolve the model in `directory`.
 
-    `registration` holds what the registering call says, by key in full. Raises ConfigurationError with every problem,
-    one a line.
+    `registration` holds the values of the registration call, by key in full. Raises ConfigurationError with all
+    problems, one per line.
     """
     return inspect_model(directory, environment, registration, handlers=handlers).resolved()
 
@@ -131,9 +136,10 @@ def inspect_model(
     machine: Machine | None = None,
     handlers: HandlerTable = HANDLERS,
 ) -> Inspection:
-    """Find out everything about the model in `directory` on `machine` (None: this one).
+    """Read and check the configuration of the model in `directory` for `machine` (None: this one).
 
-    Raises ConfigurationError only where a file cannot be read at all.
+    `registration` holds the values of the registration call, by key in full. Raises ConfigurationError only if a file
+    cannot be read.
     """
     model_dir = _checked_directory(directory)
     machine = machine or this_machine(environment, handlers.engines())
@@ -150,6 +156,7 @@ def inspect_model(
     merged = merge_layers(layers, spec, declared, inferred, machine)
     serving, bad_serving = build(ServingOptions, merged.known)
     options, bad_options = build(options_type, merged.known)
+    # In the order of the file: the user mends it from top to bottom.
     bad = dict(sorted({**bad_serving, **bad_options}.items(), key=lambda item: merged.known[item[0]].line or 0))
     wrong = [*merged.problems, *bad.values(), *misplaced, *conflicts(serving, options, merged.known, bad)]
     if choice.problem is not None:
@@ -173,7 +180,7 @@ def inspect_model(
             {name: environment.get(name, value) for name, value in options.worker_environment().items()}
         ),
         warnings=(
-            *(*layers.warnings, *merged.warnings, *_unknown(merged.unknown, spec, declared, handlers)),
+            *(*layers.warnings, *merged.warnings, *_unknown_key_warnings(merged.unknown, spec, declared, handlers)),
             *(
                 *value_warnings(serving, merged.known),
                 *value_warnings(options, merged.known),
@@ -186,11 +193,11 @@ def inspect_model(
 
 
 def _complete(options: ModelOptions, spec: HandlerSpec, location: str, merged: SortedKeys) -> ModelOptions:
-    """Return the options with where the model is, and with the texts that the engine or the user's code reads.
+    """Return the options with the model's location, and with the texts that the engine or the user's code reads.
 
-    User code reads the keys of the model server too, as with LMI.
+    The user's code also reads the keys of the model server, as it does under LMI.
     """
-    # A key with "option." is stronger than the same one without it, and a declared one is stronger than both.
+    # If a key is given with and without "option.", the former wins; a declared key wins over both.
     bare = {key: source.raw for key, source in merged.unknown.items() if not key.startswith("option.")}
     prefixed = {key.removeprefix("option."): merged.unknown[key].raw for key in merged.unknown if key not in bare}
     written = {**bare, **prefixed}
@@ -201,7 +208,7 @@ def _complete(options: ModelOptions, spec: HandlerSpec, location: str, merged: S
 
 
 def model_name(model_dir: Path) -> str:
-    """Return the name that LMI gives a directory: its own, everything but ASCII letters, digits and _ replaced."""
+    """Return the name that LMI gives a directory: its own, with _ for all but ASCII letters, digits and _."""
     return re.sub(r"\W", "_", model_dir.name, flags=re.ASCII) or "model"
 
 
@@ -215,12 +222,14 @@ def _checked_directory(directory: Path) -> Path:
 
 
 def _task(given: Given) -> str | None:
-    """Return the task that somebody asked for."""
+    """Return the task that a layer names; None if no layer does, or if it says auto."""
     source = given.get("option.task")
     return None if source is None or source.raw.lower() == "auto" else source.raw
 
 
-def _unknown(unknown: Given, spec: HandlerSpec, declared: Sequence[Option], handlers: HandlerTable) -> Iterator[str]:
+def _unknown_key_warnings(
+    unknown: Given, spec: HandlerSpec, declared: Sequence[Option], handlers: HandlerTable
+) -> Iterator[str]:
     of_engine = load_options_type(spec).engine_names()
     known = [*spellings(declared), *(f"option.{name}" for name in sorted(of_engine))]
     for key, source in unknown.items():
@@ -228,10 +237,10 @@ def _unknown(unknown: Given, spec: HandlerSpec, declared: Sequence[Option], hand
             continue
         others = _handlers_that_know(key, handlers)
         if spec.runs_user_code:
-            if nearest_key(key, known) is not None:  # else its author knows
+            if nearest_key(key, known) is not None:  # otherwise it is a key of the user's code, not a misspelling
                 yield unknown_key_warning(key, source, known, "it is passed on to the handler")
         elif others:
-            yield f"{source.where}: {key} has no effect on {spec.title}; it is an option of {', '.join(others)}"
+            yield f"{source.place}: {key} has no effect on {spec.title}; it is an option of {', '.join(others)}"
         else:
             yield unknown_key_warning(key, source, known)
 
@@ -241,7 +250,7 @@ def _handlers_that_know(key: str, handlers: HandlerTable) -> list[str]:
 
 
 def _locate(given: Given, model_dir: Path) -> tuple[str, list[str]]:
-    """Return where the model is, and the problems with that."""
+    """Return the location of the model, and a problem if option.model_id does not name one."""
     source = given.get("option.model_id")
     try:
         return locate_model(source.raw if source else None, model_dir), []
@@ -267,7 +276,7 @@ def _unavailable(
     config: Mapping[str, Any],
     handlers: HandlerTable,
 ) -> Iterator[str]:
-    """Yield what this version cannot serve; where the whole handler is missing, that alone."""
+    """Yield a problem for each value that this version cannot serve; if it lacks the handler, only for that."""
     missing = choice.missing(model_dir, handlers)
     if missing is not None:
         yield missing

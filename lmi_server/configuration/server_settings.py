@@ -1,4 +1,4 @@
-"""Settings of the server itself, not of a model: command line, `SERVING_*`, config.properties, defaults."""
+"""Settings of the server itself, not of a model, from command line, `SERVING_*`, config.properties and defaults."""
 
 from __future__ import annotations
 
@@ -35,73 +35,72 @@ LogLevel = Annotated[
 
 
 class ServerSettings(Options):
-    """Settings of the front end. Where LMI has a global key for one, it has that name."""
+    """Settings of the front end, with LMI's names if LMI has such a key."""
 
-    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 is every interface.")
+    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for all interfaces.")
     port: Annotated[int, Field(ge=0, le=65535), Allowed("an integer from 0 to 65535")] = Field(
         8080, description="Port to listen on; 0 lets the system choose one."
     )
     management_host: str | None = Field(
-        None, description="Address for models to be managed at, where that is not the one for requests."
+        None, description="Address of the management API, if it differs from that for requests."
     )
     management_port: Annotated[int | None, Field(ge=0, le=65535), Allowed("an integer from 0 to 65535")] = Field(
-        None, description="Port for models to be managed at; without it, that for requests serves both."
+        None, description="Port of the management API; if not set, the port for requests serves both."
     )
-    max_request_size: PositiveInt = Field(67108864, description="Longest request body in bytes.")
+    max_request_size: PositiveInt = Field(67108864, description="Largest request body in bytes.")
     drain_timeout: Annotated[float, Field(ge=0, allow_inf_nan=False), Allowed("a number of seconds, 0 or more")] = (
-        Field(30.0, description="Seconds that running requests get to finish after SIGTERM.")
+        Field(30.0, description="Seconds that running requests have to finish after SIGTERM.")
     )
     request_id_header: Annotated[str, Field(min_length=1), Key("request_id_header_key")] = Field(
-        "x-request-id", description="Header that carries the id of a request."
+        "x-request-id", description="Header with the id of a request."
     )
-    model_store: str | None = Field(None, description="Directory that holds models, each a directory or an archive.")
+    model_store: str | None = Field(None, description="Directory with models, each a directory or an archive.")
     load_models: Annotated[str, Field(min_length=1)] = Field(
         "ALL",
         description="Models to load at the start: ALL of the model store, NONE, or name:version:engine:devices=url.",
     )
     download_dir: str | None = Field(
-        None, description="Directory for what is downloaded, extracted or installed; without it ~/.cache/lmi-server."
+        None, description="Directory for downloaded models and installed packages; ~/.cache/lmi-server if not set."
     )
     allow_multi_status: bool = Field(
-        False, description="Answer /ping with 207 while some models can serve and others cannot, not with 200."
+        False, description="Answer /ping with 207 instead of 200 while some models can serve and others cannot."
     )
-    fail_fast: bool = Field(
-        False, description="Drain and end the server, with exit code 1, as soon as a model has failed."
-    )
-    log_level: LogLevel = Field("info", description="Least important messages that are logged.")
+    fail_fast: bool = Field(False, description="Drain and stop the server, with exit code 1, as soon as a model fails.")
+    log_level: LogLevel = Field("info", description="Lowest level of messages that are logged.")
 
 
-# Keys of config.properties that are defaults of every model's keys.
+# Keys of config.properties that set defaults for all models.
 _MODEL_DEFAULTS = ("job_queue_size", "batch_size", "max_batch_delay", "max_idle_time", "load_on_devices")
-# LMI's other keys, and what to know where one is given.
+# LMI's other keys, and what a user should know who sets one.
 _WITHOUT_EFFECT = {
     "wait_model_loading": "the server listens at once, and /ping answers 503 until a model can serve",
-    "model_url_pattern": "no model is registered by a request; POST it to /models",
+    "model_url_pattern": "no request registers a model implicitly; POST it to /models",
     "reserved_memory_mb": "set it in the serving.properties of the models",
-    "features": "the installed engines are found without it",
-    "prometheus": "/metrics is always there",
-    "health_check_override": "/ping tells of every model, and answers 500 where all failed",
+    "features": "installed engines are detected",
+    "prometheus": "/metrics is always on",
+    "health_check_override": "/ping reports every model, and answers 500 if all have failed",
     "chunked_read_timeout": "option.predict_timeout limits how long a request may make no progress",
-    **dict.fromkeys(("number_of_netty_threads", "use_native_io", "io_ratio"), "there is one event loop"),
-    **dict.fromkeys(("cluster_address", "plugin_folder", "WEB_ROOT"), "there is nothing like it"),
+    **dict.fromkeys(("number_of_netty_threads", "use_native_io", "io_ratio"), "the server has one event loop"),
+    **dict.fromkeys(("cluster_address", "plugin_folder", "WEB_ROOT"), "the server has no such feature"),
     **dict.fromkeys(
         ("keystore", "keystore_pass", "keystore_type", "private_key_file", "certificate_file"),
-        "TLS is for a proxy in front",
+        "let a proxy in front do TLS",
     ),
     **dict.fromkeys(
-        ("cors_allowed_origin", "cors_allowed_methods", "cors_allowed_headers"), "CORS is for a proxy in front"
+        ("cors_allowed_origin", "cors_allowed_methods", "cors_allowed_headers"),
+        "let a proxy in front do CORS",
     ),
     **dict.fromkeys(
         tuple(
             f"{kind}_http_code" for kind in ("bad_request", "wlm_error", "throttle_error", "timeout", "server_error")
         ),
-        "the codes of errors cannot be chosen",
+        "the status codes of errors are fixed",
     ),
     **dict.fromkeys(
         tuple(f"error_rate_{kind}" for kind in ("wlm", "server", "model", "any")),
         "watch lmi_requests_total at /metrics",
     ),
-    **dict.fromkeys(("grpc_address", "grpc_port"), "there is no gRPC"),
+    **dict.fromkeys(("grpc_address", "grpc_port"), "the server does not speak gRPC"),
 }
 _CONFIG = "config.properties"
 _ADDRESSES = ("inference_address", "management_address")
@@ -111,10 +110,10 @@ _ADDRESS = re.compile(r"http://([\w.-]+)(?::(\d{1,5}))?/?", re.ASCII)
 def resolve_server(
     environment: Mapping[str, str], command_line: Mapping[str, Any], config_file: Path | None = None
 ) -> tuple[ServerSettings, tuple[str, ...]]:
-    """Return the settings and warnings: command line over `SERVING_*` over `config_file` over defaults.
+    """Return settings and warnings: the command line wins over `SERVING_*`, `config_file` and defaults, in this order.
 
-    `command_line` holds values by field name, None where none was given. Raises ConfigurationError with every problem,
-    one a line.
+    `command_line` holds values by field name, None for those that are not given. Raises ConfigurationError with all
+    problems, one per line.
     """
     declared = ServerSettings.declared()
     problems: list[str] = []
@@ -138,13 +137,13 @@ def resolve_server(
 
 
 def find_config_file(environment: Mapping[str, str], directory: Path) -> Path | None:
-    """Return the config.properties that counts where none was named: LMI's places, below `directory` without a home."""
+    """Return the config.properties in LMI's places: below MODEL_SERVER_HOME, or else below `directory`."""
     home = Path(environment.get("MODEL_SERVER_HOME") or directory)
     return next((path for path in (home / "conf" / _CONFIG, home / _CONFIG) if path.is_file()), None)
 
 
 def model_defaults(config_file: Path) -> dict[str, str]:
-    """Return what config.properties says for every model, as the `SERVING_*` variables that say the same."""
+    """Return the defaults for all models in config.properties, as the `SERVING_*` variables that mean the same."""
     given = _from_config_file(config_file)
     return {f"SERVING_{key.upper()}": given[key].raw for key in _MODEL_DEFAULTS if key in given}
 
@@ -153,7 +152,7 @@ def _from_config_file(path: Path | None) -> Given:
     if path is None:
         return {}
     if not path.is_file():
-        raise ConfigurationError(f"{path}: there is no such file")
+        raise ConfigurationError(f"{path}: no such file")
     return from_file(read_properties(path), str(path))
 
 
@@ -170,13 +169,13 @@ def _with_address(layer: Given, problems: list[str]) -> Given:
 def _address(key: str, source: Source, problems: list[str]) -> dict[str, Source]:
     match = _ADDRESS.fullmatch(source.raw)
     if match is None:
-        problems.append(f'{source.where}: {key} = "{source.raw}" is not allowed; allowed: http://host:port')
+        problems.append(f'{source.place}: {key} = "{source.raw}" is not allowed; allowed: http://host:port')
         return {}
     return {"host": replace(source, raw=match[1]), "port": replace(source, raw=match[2] or "80")}
 
 
 def _without_effect(key: str, source: Source) -> str:
-    return f"{source.where}: {key} has no effect in this version: {_WITHOUT_EFFECT[key]}"
+    return f"{source.place}: {key} has no effect in this version: {_WITHOUT_EFFECT[key]}"
 
 
 def _given(command_line: Mapping[str, Any], option: Option) -> bool:

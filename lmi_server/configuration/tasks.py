@@ -1,4 +1,4 @@
-"""Which task a model serves, as Hugging Face names it: what `option.task` says, or what its architecture says."""
+"""The task of a model, as Hugging Face names it: from `option.task`, or from the architecture of the model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ POOLING = (TEXT_EMBEDDING, TEXT_CLASSIFICATION)
 """Tasks of models that make one vector or score of a text."""
 
 _ALIASES = {"ner": "token-classification", "sentiment-analysis": TEXT_CLASSIFICATION}
-# The first that fits counts: some endings contain others.
+# The first match counts, because some endings contain others.
 _BY_BEGINNING = {
     "Tapas": "table-question-answering",
     "Whisper": "automatic-speech-recognition",
@@ -35,7 +35,7 @@ _BY_ENDING = {
     "MTModel": "text2text-generation",
     "EncoderDecoderModel": "text2text-generation",
 }
-# Others end like these too, models of images and text among them.
+# ...ForConditionalGeneration alone says little: models of images and text end like that, too.
 _TEXT_TO_TEXT = (
     *("Bart", "BigBirdPegasus", "Blenderbot", "FSMT", "LED", "LongT5", "M2M100", "MBart", "MT5", "Mvp", "NllbMoe"),
     *("PLBart", "Pegasus", "ProphetNet", "SeamlessM4T", "SwitchTransformers", "T5", "UMT5", "XLMProphetNet"),
@@ -57,14 +57,14 @@ class Workload:
 
 
 def canonical_task(name: Any) -> Any:
-    """Return the name that is used here for a task with several; anything else as it is."""
+    """Return the canonical name of a task that has several names; anything else as it is."""
     return _ALIASES.get(name, name)
 
 
 def infer_task(architectures: tuple[str, ...], location: str) -> str | None:
-    """Return the task of a model with these architectures in directory `location`; None where nothing tells.
+    """Return the task of a model with these architectures in directory `location`; None if it is unknown.
 
-    The files of sentence-transformers (modules.json) make an embedding model of anything but a classifier.
+    A model with the files of sentence-transformers (modules.json) embeds texts, unless it is a classifier.
     """
     tasks = [task for name in architectures if (task := _task_of(name)) is not None]
     found = tasks[0] if tasks else None

@@ -126,7 +126,7 @@ def _explained(found: Inspection) -> Sequence[Explained]:
 
 
 def _place(source: Source) -> str:
-    return source.where if source.where != source.layer else ""
+    return source.place if source.place != source.layer else ""
 
 
 def _note(option: Option, source: Source) -> str:

@@ -110,8 +110,8 @@ def test_a_source_tells_file_and_line_or_the_variable(write: Write) -> None:
     directory = write("# comment\n\noption.dtype = fp16 \n")
     sources = resolve_model(directory, {"OPTION_REVISION": "main"}).sources
     assert sources["option.dtype"].raw == "fp16"
-    assert sources["option.dtype"].where == f"{directory / 'serving.properties'}:3"
-    assert sources["option.revision"].where == "variable OPTION_REVISION"
+    assert sources["option.dtype"].place == f"{directory / 'serving.properties'}:3"
+    assert sources["option.revision"].place == "variable OPTION_REVISION"
 
 
 def test_names_of_option_variables(write: Write) -> None:
