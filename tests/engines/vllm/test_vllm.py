@@ -20,6 +20,7 @@ import psutil
 import pytest
 from adapter_helpers import save_adapter, with_adapter
 from paths import MODEL_CODE, SAMPLES
+from process_log import ProcessLog
 from product_helpers import Server, serving
 from relay_helpers import on_loop
 from rolling_batch_helpers import generated
@@ -27,6 +28,7 @@ from tiny_models import byte_tokenizer
 from vllm_helpers import make_tiny_model, tiny_llama, vllm_server
 from waiting import wait_until
 
+from lmi_server.configuration.properties import edited_properties
 from lmi_server.configuration.resolve import inspect_model
 from lmi_server.explain.explanation import explain
 from lmi_server.machine.environment import process_environment
@@ -165,15 +167,16 @@ def assert_same(mine: dict[str, Any], other: dict[str, Any], request: Any) -> No
 
 @pytest.mark.parametrize("block", range(10))
 def test_the_same_requests_get_the_same_answers_from_both(ours: Server, theirs: httpx.Client, block: int) -> None:
-    for index in range(20 * block, 20 * block + 20):
-        path, body = varied_request(index)
-        assert_same(answered(ours.http, path, body), answered(theirs, path, body), (index, body))
+    compare(ours.http, theirs, range(20 * block, 20 * block + 20))
 
 
-def same_as(server: Server, other: Server) -> None:
-    for index in range(20):
-        path, body = varied_request(index)
-        assert_same(answered(server.http, path, body), answered(other.http, path, body), (index, body))
+def compare(client: httpx.Client, other: httpx.Client, indices: range) -> None:
+    """Send the same requests to two servers, one after the other, to both at the same time."""
+    with ThreadPoolExecutor(1) as beside:
+        for index in indices:
+            path, body = varied_request(index)
+            expected = beside.submit(answered, other, path, body)
+            assert_same(answered(client, path, body), expected.result(), (index, body))
 
 
 # --- compiled code ---
@@ -181,7 +184,7 @@ def same_as(server: Server, other: Server) -> None:
 
 def test_compiled_code_is_found_again(ours: Server, tiny_model: Path, tmp_path: Path) -> None:
     with serving(tmp_path, tiny_model, **SETTINGS) as server:
-        same_as(server, ours)
+        compare(server.http, ours.http, range(20))
     assert not any("uncompiled" in line for line in server.lines)
 
 
@@ -192,7 +195,7 @@ def test_a_model_that_cannot_be_compiled_goes_on_uncompiled(
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "compiled"))
     with serving(tmp_path, tiny_model, **SETTINGS) as server:
         warning = server.log_line("the model goes on uncompiled, vLLM could not compile it .*")
-        same_as(server, ours)
+        compare(server.http, ours.http, range(20))
     assert "/bin/false" in warning[0]
 
 
@@ -202,7 +205,7 @@ def test_nothing_is_compiled_that_cannot_be_stored(
     (tmp_path / "file").touch()
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "file" / "compiled"))
     with serving(tmp_path, tiny_model, **SETTINGS) as server:
-        same_as(server, ours)
+        compare(server.http, ours.http, range(20))
     assert any("VLLM_CACHE_ROOT cannot be written" in line for line in server.lines)
 
 
@@ -378,7 +381,7 @@ def write(output: TextGenerationOutput) -> str:
 
 
 def test_formatters_get_vllms_tokenizer(tiny_model: Path, tmp_path: Path) -> None:
-    with serving(tmp_path, tiny_model, _COUNTING, **SETTINGS) as server:
+    with serving(tmp_path, tiny_model, _COUNTING, **SETTINGS, enforce_eager="true") as server:
         response = server.http.post("/invocations", json={"ask": "Hi"})
     prompt = "user: Hi\n"
     assert (response.status_code, response.text) == (200, f"{prompt!r} {len(prompt)} {len(prompt)}")
@@ -418,16 +421,47 @@ def test_a_model_split_over_two_processes_gives_the_tokens_of_one(tiny_model: Pa
         worker.wait(30)  # the worker does not outlive a part of its engine
 
 
+# --- loads without a server ---
+
+
+class Loader:
+    """vllm_loader.py, which loads a model for each line that it gets."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, str(MODEL_CODE / "vllm_loader.py")]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._log = ProcessLog(self._process.stdout)
+
+    def load(self, **asked: Any) -> int | str:
+        """Return the number of tokens of an answer, or why there is none."""
+        assert self._process.stdin is not None
+        print(json.dumps(asked), file=self._process.stdin, flush=True)
+        outcome: int | str = json.loads(self._log.wait_for(r'^(\d+|".*")$')[0])
+        return outcome
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._log.close()
+        assert self._process.wait(60) == 0
+
+
+@pytest.fixture(scope="module")
+def loader() -> Iterator[Loader]:
+    loader = Loader()
+    yield loader
+    loader.close()
+
+
 @pytest.mark.parametrize("name", ["vllm", "vllm-lora", "vllm-tools"])
-def test_a_sample_runs(name: str, tiny_model: Path, tmp_path: Path) -> None:
-    sample = SAMPLES / f"{name}.properties"
-    lines = [line.partition("=")[::2] for line in sample.read_text().splitlines() if line.startswith("option.")]
-    options = {key.removeprefix("option."): value for key, value in lines}
-    options |= {"model_id": str(tiny_model), "max_model_len": "128", "kv_cache_memory_gb": "1"}
-    if "tool_call_parser" in options:  # that of Llama 3 wants a token which the tiny model has not
-        options["tool_call_parser"] = "hermes"
-    with serving(tmp_path, tiny_model, **options) as server:
-        assert complete(server, max_tokens=4, ignore_eos=True).json()["usage"]["completion_tokens"] == 4
+def test_a_sample_runs(name: str, loader: Loader, tiny_model: Path, tmp_path: Path) -> None:
+    sample = (SAMPLES / f"{name}.properties").read_text()
+    keys = {"model_id": tiny_model, "max_model_len": 128, "kv_cache_memory_gb": 1, "enforce_eager": "true"}
+    if "tool_call_parser" in sample:  # that of Llama 3 wants a token which the tiny model has not
+        keys["tool_call_parser"] = "hermes"
+    instead = edited_properties(sample, {f"option.{key}": str(value) for key, value in keys.items()})
+    (tmp_path / "serving.properties").write_text(instead)
+    assert loader.load(directory=str(tmp_path)) == 4
 
 
 @pytest.mark.parametrize(
@@ -446,9 +480,7 @@ def test_a_sample_runs(name: str, tiny_model: Path, tmp_path: Path) -> None:
         ({"enable_lora": "true", "engine_process": "own"}, "use worker"),
     ],
 )
-def test_a_failed_load_says_why(options: dict[str, str], message: str, tiny_model: Path, tmp_path: Path) -> None:
-    command = [sys.executable, str(MODEL_CODE / "vllm_loader.py"), str(tiny_model)]
-    arguments = [f"{name}={value}" for name, value in {**SETTINGS, **options}.items()]
-    loaded = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120, check=False)
-    assert loaded.stdout.startswith("ModelLoadError: "), loaded.stderr
-    assert message in loaded.stdout
+def test_a_failed_load_says_why(options: dict[str, str], message: str, loader: Loader, tiny_model: Path) -> None:
+    outcome = str(loader.load(options={**SETTINGS, "model_id": str(tiny_model), **options}))
+    assert outcome.startswith("ModelLoadError: ")
+    assert message in outcome
