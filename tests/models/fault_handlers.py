@@ -77,6 +77,7 @@ class FaultHandler(EchoHandler):
             raise MemoryError("no room for it")
         if fault == "exit":
             os._exit(7)
+        await super().add_adapter(adapter)
 
     def _is_first(self, fault: str) -> bool:
         """Tell whether no worker of this model has seen the fault before."""
