@@ -20,7 +20,7 @@ _LONG_TEXT_CHARS = 20_000
 # Tokens per output of a request whose answer does not stream. Each output costs a pass through the handler and the
 # link, so there should be few. There must be some, because the queue gives up a request that shows no progress.
 _UNSTREAMED_INTERVAL = 32
-# What vLLM raises for a request that it cannot serve: the client is told, and the engine goes on.
+# What vLLM raises for a request that it cannot serve: the client gets the error, and the engine goes on.
 CLIENT_ERRORS = (library.VLLMClientError, ValueError, TypeError, NotImplementedError, TemplateError)
 
 
