@@ -61,6 +61,8 @@ class FaultHandler(EchoHandler):
             yield Delta("token ", prompt_text=str(request.prompt))
             await asyncio.sleep(0.05)
             await self._after_a_token(fault.removeprefix("token-then-"))
+        if fault == "print":
+            print("\n".join(["x" * 100] * 3000), flush=True)
         if fault == "flood":
             while True:
                 yield Delta("x" * 65536)
