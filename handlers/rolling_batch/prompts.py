@@ -11,7 +11,9 @@ from jinja2 import TemplateError
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import ChatOptions, GenerationRequest
 
-_LONG_TEXT = 20_000  # characters from which tokenizing would hold up the event loop for milliseconds
+# From this many characters on a prompt is tokenized in another thread: it would block the event loop for milliseconds.
+# For shorter prompts the change of threads takes longer than the tokenizer.
+LONG_TEXT_CHARS = 20_000
 
 
 class PromptEncoder:
@@ -43,7 +45,7 @@ class PromptEncoder:
             special = request.add_special_tokens and not chat  # a template writes its own
             ids = (
                 await asyncio.to_thread(self.tokenize, text, special)
-                if len(text) > _LONG_TEXT
+                if len(text) > LONG_TEXT_CHARS
                 else self.tokenize(text, special)
             )
         truncate = request.sampling.truncate
