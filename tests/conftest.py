@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import zipfile
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,6 +39,43 @@ def pytest_configure() -> None:
     for name in list(os.environ):
         if name in ours or name in _HUGGING_FACE or name.startswith(("OPTION_", "ARGS_", "SERVING_")):
             del os.environ[name]
+
+
+# Engines that `make setup` goes on without if they cannot be installed, by the folders and files whose tests need them.
+_NEEDED_PACKAGES = {
+    "commands/test_partition.py": ("bitsandbytes", "deepspeed", "mpi4py"),
+    "engines/deepspeed": ("deepspeed", "mpi4py"),
+    "engines/rolling_batch/test_quantization.py": ("bitsandbytes", "compressed_tensors"),
+    "engines/rolling_batch/test_shm_allreduce.py": ("mpi4py",),
+    "engines/rolling_batch/test_tensor_parallel.py": ("mpi4py",),
+    "engines/tabular": ("skops", "xgboost"),
+    "engines/tasks": ("pandas", "soundfile"),
+    "engines/vllm": ("vllm",),
+    "engines/vllm/test_lmi_dist.py": ("mpi4py",),
+    "http/test_clients.py": ("vllm",),
+    "worker/test_mpi_group.py": ("mpi4py",),
+}
+
+
+class ModuleWithoutItsPackages(pytest.Module):
+    """A test module that is skipped by name, since a package that its tests need is not installed."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        missing = ", ".join(_missing_packages(self.path))
+        pytest.skip(f"{self.path.relative_to(TESTS)} needs {missing}, not installed", allow_module_level=True)
+
+
+def _missing_packages(path: Path) -> list[str]:
+    name = path.relative_to(TESTS).as_posix()
+    needed = (package for start, packages in _NEEDED_PACKAGES.items() if name.startswith(start) for package in packages)
+    return [package for package in needed if find_spec(package) is None]
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    """Skip a module whose packages are missing before it is imported."""
+    if _missing_packages(module_path):
+        return ModuleWithoutItsPackages.from_parent(parent, path=module_path)
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)
