@@ -1,4 +1,10 @@
-"""Drives an engine that lives in the worker's process: a thread of its own steps it, the event loop gets the deltas."""
+"""Drives an engine that lives in the worker's process: a thread of its own steps it, the event loop gets the deltas.
+
+The two sides share two queues. Commands (add, abort, call) go to the engine's thread, which applies all of them between
+two steps: an engine never sees a change while it computes. Outputs collect in a list during a step and cross to the
+event loop with one call for all requests together, because each wake-up of the loop from another thread costs a system
+call and a switch of the interpreter lock.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +30,7 @@ AddRequest = Callable[[Callable[[Output], None]], None]
 
 
 class SteppedEngine(Protocol):
-    """What a step loop needs of an engine; every call comes from the loop's thread."""
+    """What a step loop needs of an engine; it calls all of these in its own thread."""
 
     @property
     def has_work(self) -> bool:
@@ -32,15 +38,15 @@ class SteppedEngine(Protocol):
         ...
 
     def step(self) -> None:
-        """Compute one step; hands deltas to the requests' `emit`."""
+        """Compute one step and pass the deltas to the `emit` of their requests."""
         ...
 
     def abort(self, request_id: str) -> None:
-        """Free the request's place; unknown ids are ignored."""
+        """Free the request's place; ignore unknown ids."""
         ...
 
     def fail_running(self, error: Exception) -> None:
-        """End what the failed step may have touched."""
+        """End, with an error, the requests that the failed step may have touched."""
         ...
 
 
@@ -51,14 +57,16 @@ T = TypeVar("T")
 class StepLoop(Generic[E]):
     """Runs an engine in a thread. Commands are applied between steps, deltas reach the event loop once per step.
 
-    The thread also builds the engine: OpenMP keeps a team of threads for every thread that ever ran an operation, and
-    with more of them than cores none spins for the next operation any more, which doubles the time of a small step.
+    The same thread builds the engine, because OpenMP keeps a team of threads for every thread that ever ran a parallel
+    operation. With more threads in all teams than cores, libgomp's threads stop spinning between operations and go to
+    sleep, which doubles the time of a small step.
     """
 
     def __init__(self, build: Callable[[], E], gather_s: float = 0.0) -> None:
-        """`gather_s`: an idle engine begins once no command has come for so long, or after three times that.
+        """`gather_s`: an idle engine begins once no command has come for so many seconds, or after three times that.
 
-        Requests that are sent together reach it one by one, and what misses a step waits for all of it.
+        Requests that are sent together arrive one by one. If the first of them started a step at once, the others
+        would wait until that step ends.
         """
         self.engine: E
         self._build = build
@@ -92,9 +100,9 @@ class StepLoop(Generic[E]):
         Closing the generator aborts the request before the next step. Raises what `prepare` raises, or the error with
         which the engine ends the request.
         """
-        if self._stopping:
-            raise ModelNotReadyError("the model is shutting down")
         add = await prepare()
+        if self._stopping:  # after `prepare`, during which the loop may have been stopped
+            raise ModelNotReadyError("the model is shutting down")
         inbox = _Inbox()
         self._command(lambda: self._add(inbox, add))
         try:
@@ -118,7 +126,7 @@ class StepLoop(Generic[E]):
         def run() -> None:
             try:
                 settle = functools.partial(_set_result, done, function())
-            # The border to the engine: its error is raised where the call is awaited.
+            # The border to the engine: `await call(...)` raises its error.
             except Exception as error:  # noqa: BLE001
                 settle = functools.partial(_set_exception, done, error)
             self._loop.call_soon_threadsafe(settle)
@@ -134,9 +142,9 @@ class StepLoop(Generic[E]):
             add(emit)
         except LmiServerError as error:
             emit(error)
-        # The border to the engine: what it cannot take ends this request, not the thread.
+        # The border to the engine: a request that it cannot take ends alone; the thread goes on.
         except Exception as error:  # noqa: BLE001
-            _log.exception("the engine did not take a request")
+            _log.exception("the engine cannot take a request")
             emit(HandlerError(f"{type(error).__name__}: {error}"))
 
     def _command(self, command: Callable[[], None]) -> None:
@@ -145,7 +153,7 @@ class StepLoop(Generic[E]):
             self._wake.notify()
 
     def _run(self) -> None:
-        # The border to whatever builds the engine: its error is raised where `start` is awaited.
+        # The border to the code that builds the engine: `start` raises its error.
         try:
             self.engine = self._build()
         except BaseException as error:  # noqa: BLE001
@@ -155,7 +163,8 @@ class StepLoop(Generic[E]):
         try:
             self._run_steps()
         except BaseException:  # noqa: BLE001
-            # Without its thread the engine is dead, and so is this process: its end tells the front end at once.
+            # Without its thread the engine is dead. The front end notices the end of the process at once, and starts
+            # another worker, while a process without its engine would keep requests waiting.
             _log.critical("the step loop failed", exc_info=True)
             logging.shutdown()
             os._exit(1)
@@ -193,14 +202,14 @@ class StepLoop(Generic[E]):
     def _step(self) -> None:
         try:
             self.engine.step()
-        # The border to the engine: whatever it raises ends the requests of this step, not the thread.
+        # The border to the engine: an error ends the requests of this step; the thread goes on.
         except Exception as error:  # noqa: BLE001
             _log.exception("a step failed")
             self.engine.fail_running(error)
 
 
 class _Inbox:
-    """Deltas of one request on their way to its generator; used on the event loop only."""
+    """Outputs of one request on their way to its generator. Only the event loop uses it."""
 
     def __init__(self) -> None:
         self._outputs: list[Output] = []
@@ -214,7 +223,7 @@ class _Inbox:
             self._waiter.set_result(None)
 
     async def take(self) -> list[Output]:
-        """Return all that arrived, at least one."""
+        """Return all outputs that have arrived; wait for the first one."""
         if not self._outputs:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter

@@ -1,4 +1,4 @@
-"""Reads Hugging Face checkpoints with transformers for every handler that needs it.
+"""Loads Hugging Face checkpoints with transformers, for every handler that needs one.
 
-Modules beside `options.py` import torch and are imported when a model loads.
+All modules except `options.py` import torch; handlers import them when a model loads.
 """

@@ -18,14 +18,14 @@ from lmi_server.configuration.declaration import (
 from lmi_server.configuration.options import ModelOptions, ParallelDegree, PositiveInt
 from lmi_server.machine.threads import THREAD_VARIABLES
 
-# By the name that a checkpoint gives its quantisation: our extra, and what of it is looked for.
+# By the quantisation method in config.json: the extra of lmi-server, and the packages in it that are needed.
 QUANTIZATION_PACKAGES = {
     "bitsandbytes": ("bitsandbytes", ("bitsandbytes", "accelerate")),
     "gptq": ("gptq", ("gptqmodel", "optimum")),
     "awq": ("gptq", ("gptqmodel", "accelerate")),
     "compressed-tensors": ("compressed-tensors", ("compressed_tensors",)),
 }
-# bitsandbytes' own default for 4 bits is fp4, which loses more: on the demo model half a nat of log probability per
+# nf4, because fp4, bitsandbytes' default for 4 bits, loses more: on the demo model half a nat of log probability per
 # token instead of a quarter.
 _QUANTIZATION: Mapping[str, Mapping[str, Any]] = {
     "bitsandbytes4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
@@ -80,7 +80,7 @@ class TransformersOptions(ModelOptions):
         return THREAD_VARIABLES
 
     def engine_arguments(self) -> Mapping[str, Any]:
-        """Return what `from_pretrained` of transformers is given beside the model, without what is its default."""
+        """Return the arguments of transformers' `from_pretrained` beside the model that differ from its defaults."""
         decided = {
             "dtype": self.dtype,
             "revision": self.revision,
@@ -97,7 +97,7 @@ class TransformersOptions(ModelOptions):
         return {f"option.{name}": None for name in removed}
 
     def quantization_config(self) -> Mapping[str, Any] | None:
-        """Return what bitsandbytes is to do while weights load; None where it has nothing to do.
+        """Return the settings with which bitsandbytes quantises while weights load; None if it does not.
 
         A checkpoint that is quantised already brings its own settings.
         """

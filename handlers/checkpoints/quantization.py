@@ -1,4 +1,4 @@
-"""Quantised weights: by bitsandbytes while a model loads, or by whoever made the checkpoint."""
+"""Quantised weights: bitsandbytes quantises them while a model loads, or the checkpoint is quantised already."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from handlers.checkpoints.options import QUANTIZATION_PACKAGES, TransformersOpti
 from lmi_server.contract.errors import ModelLoadError
 
 _MIB = 2**20
-# Up to so many rows torch's kernel for int8 weights is the faster way, in bfloat16; in float32 it never is.
+# Up to so many rows torch's kernel for int8 weights is faster than widening them, in bfloat16; in float32 it never is.
 _INT8_KERNEL_ROWS = 16
 
 
 def quantization_arguments(options: TransformersOptions, config: Any, dtype: torch.dtype | str) -> dict[str, Any]:
-    """Return what `from_pretrained` is given to quantise while it loads; nothing where the checkpoint is quantised.
+    """Return the arguments with which `from_pretrained` quantises while it loads; none if the checkpoint is quantised.
 
-    Raises ModelLoadError where the options and the checkpoint do not go together, or where a package is missing.
+    Raises ModelLoadError if the options contradict the checkpoint, or if a package is missing.
     """
     _check(options.quantize, config)
     wanted = options.quantization_config()
@@ -72,13 +72,13 @@ def _refuse_missing_packages(method: str | None) -> None:
     missing = [name.replace("_", "-") for name in packages if find_spec(name) is None]
     if missing:
         raise ModelLoadError(
-            f"weights quantised with {method} need {', '.join(missing)}, not installed here;"
+            f"weights quantised with {method} need {', '.join(missing)}, which is not installed;"
             f" install lmi-server[{extra}]"
         )
 
 
 def quantization_details(model: Any) -> dict[str, Any]:
-    """Return how the weights of `model` are quantised, and their MiB now and in full; nothing where they are not."""
+    """Return how the weights of `model` are quantised, and their MiB with and without; nothing if they are not."""
     method = _checkpoint_method(model.config)
     if method is None:
         return {}
@@ -93,7 +93,7 @@ def quantization_details(model: Any) -> dict[str, Any]:
 
 
 def keep_activations(model: Any) -> int:
-    """Replace the 8-bit layers of bitsandbytes on the CPU by ones that leave activations alone; return how many."""
+    """Replace bitsandbytes' 8-bit layers on the CPU by layers that do not round activations; return how many."""
     if find_spec("bitsandbytes") is None:
         return 0
     from bitsandbytes.nn.modules import Linear8bitLt
@@ -110,7 +110,8 @@ def keep_activations(model: Any) -> int:
 def refuse_odd_widths(model: nn.Module) -> None:
     """Refuse 4-bit layers that bitsandbytes cannot compute on the CPU. Raises ModelLoadError naming one and its width.
 
-    Its blocks of weights run over the ends of rows there, which nothing notices before the first product fails.
+    bitsandbytes quantises blocks of consecutive weights. If the width is no multiple of the block size, blocks span two
+    rows, and its CPU kernel fails at the first product rather than when the model loads.
     """
     for name, module in model.named_modules():
         state = getattr(getattr(module, "weight", None), "quant_state", None)
@@ -124,8 +125,9 @@ def refuse_odd_widths(model: nn.Module) -> None:
 class Int8Linear(nn.Module):
     """A linear layer with 8-bit weights and a scale per output; its activations are not rounded.
 
-    bitsandbytes rounds activations to 8 bits as well, except the columns in which any row of the pass has an outlier:
-    a request's tokens would depend on its company, and on the CPU those columns make a step ten times slower.
+    bitsandbytes rounds activations to 8 bits as well, except in the columns where any row of the batch has an outlier.
+    With that, the tokens of a request would depend on the other requests of the batch, and on the CPU those columns
+    make a step ten times slower.
     """
 
     def __init__(self, linear: Any, dtype: torch.dtype) -> None:

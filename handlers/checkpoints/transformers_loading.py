@@ -1,4 +1,4 @@
-"""Loads what a Hugging Face checkpoint holds, in the data type and on the device that the options say."""
+"""Loads the tokenizer, configuration and model of a Hugging Face checkpoint with transformers, as the options say."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from handlers.checkpoints.quantization import (
     quantization_details,
     refuse_odd_widths,
 )
+from lmi_server.configuration.options import LONG_DTYPES
 from lmi_server.contract.errors import ModelLoadError
 
 _log = logging.getLogger(__name__)
 
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
 
 def load_tokenizer(path: str, options: TransformersOptions) -> Any:
+    """Return the checkpoint's tokenizer. Raises ModelLoadError."""
     return from_pretrained(AutoTokenizer, path, **_origin(options))
 
 
 def load_config(path: str, options: TransformersOptions) -> Any:
-    """Return the configuration that the checkpoint brings. Raises ModelLoadError."""
+    """Return the checkpoint's configuration. Raises ModelLoadError."""
     return from_pretrained(AutoConfig, path, **_origin(options))
 
 
 def load_model(auto_class: Any, path: str, options: TransformersOptions, **more: Any) -> Any:
-    """Load a model for inference; `more` is for transformers. Raises ModelLoadError."""
+    """Load a model for inference; `more` are further arguments of `from_pretrained`. Raises ModelLoadError."""
     model = from_pretrained(auto_class, path, **{**model_arguments(path, options), **more})
     model.requires_grad_(False)
     refuse_odd_widths(model)
@@ -44,26 +44,26 @@ def load_model(auto_class: Any, path: str, options: TransformersOptions, **more:
     details = quantization_details(model)
     if details:
         _log.info(
-            "weights quantised with %s take %s MiB, in full they would take %s MiB",
+            "weights quantised with %s take %s MiB; unquantised they would take %s MiB",
             *(details[name] for name in ("quantization", "weights_mib", "unquantized_weights_mib")),
         )
     return model.eval()
 
 
 def save_weights(model: Any, options: TransformersOptions) -> None:
-    """Write the weights as they are now to where the options say, if they do. Raises ModelLoadError."""
+    """Write the weights to option.save_mp_checkpoint_path, if it is set. Raises ModelLoadError."""
     directory = options.save_mp_checkpoint_path
     if directory is None:
         return
     try:
         model.save_pretrained(directory)
     except OSError as error:
-        raise ModelLoadError(f"option.save_mp_checkpoint_path: {directory} cannot be written: {error}") from error
+        raise ModelLoadError(f"option.save_mp_checkpoint_path={directory} cannot be written: {error}") from error
     _log.info("weights of %.1f MiB written to %s", model.get_memory_footprint() / 2**20, directory)
 
 
 def model_arguments(path: str, options: TransformersOptions) -> dict[str, Any]:
-    """Return how transformers loads the model: on the worker's GPU where it has one and the options leave it open."""
+    """Return the arguments of `from_pretrained`; a worker with a GPU loads on it unless the options say otherwise."""
     has_gpu = torch.cuda.is_available()
     _refuse_absent_device(options)
     config = load_config(path, options)
@@ -83,19 +83,20 @@ def _refuse_absent_device(options: TransformersOptions) -> None:
 
 
 def set_threads(threads: int | None) -> None:
-    """Let torch use so many threads inside an operation, or as many as it likes."""
+    """Set the number of threads that torch uses inside an operation; None leaves it as it is."""
     if threads:
         torch.set_num_threads(threads)
 
 
 def eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that end a text."""
+    """Return the ids of the tokens that end a text."""
     configured = model.generation_config.eos_token_id
     ids = configured if isinstance(configured, list) else [configured]
     return frozenset(token for token in (*ids, tokenizer.eos_token_id) if token is not None)
 
 
 def from_pretrained(loader: Any, path: str, **arguments: Any) -> Any:
+    """Call `loader.from_pretrained`. Raises ModelLoadError with the cause, and the damaged file if there is one."""
     try:
         return loader.from_pretrained(path, **arguments)
     except SafetensorError as error:
@@ -107,7 +108,7 @@ def from_pretrained(loader: Any, path: str, **arguments: Any) -> Any:
 
 
 def _damaged_weights(directory: Path) -> Iterator[str]:
-    """Yield the weights whose header cannot be read: transformers does not say which of many shards it was."""
+    """Yield the weight files with an unreadable header: transformers does not say which shard it failed at."""
     for path in sorted(directory.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt"):
@@ -121,8 +122,9 @@ def _origin(options: TransformersOptions) -> dict[str, Any]:
 
 
 def _dtype(config: Any, options: TransformersOptions, on_cpu: bool) -> torch.dtype | str:
-    if options.dtype in _DTYPES:
-        return _DTYPES[options.dtype]
+    if options.dtype in LONG_DTYPES:
+        dtype: torch.dtype = getattr(torch, LONG_DTYPES[options.dtype])
+        return dtype
     if on_cpu and getattr(config, "dtype", None) == torch.float16:
         _log.warning("the checkpoint is fp16, which the CPU has no kernels for: loading as bf16; set option.dtype=fp32")
         return torch.bfloat16

@@ -1,1 +1,1 @@
-"""Any transformers causal language model under the rolling batch."""
+"""Any transformers causal language model under the rolling batch. Imports `rolling_batch/` and `checkpoints/`."""

@@ -1,4 +1,4 @@
-"""Loads a causal language model with transformers for the rolling batch: whole, or split over the ranks of a group."""
+"""Loads a causal language model for the rolling batch with transformers: whole, or split over the ranks of a group."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lmi_server.machine.environment import own_rank
 
 
 def load(path: str, options: HuggingFaceOptions) -> LoadedModel:
-    """Load the model in directory `path`, or of a group of ranks the part of this one. Raises ModelLoadError."""
+    """Load the model in directory `path`, or this rank's part of it. Raises ModelLoadError."""
     set_threads(options.threads)
     set_kernel_threads()
     rank = own_rank()

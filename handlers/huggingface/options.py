@@ -1,4 +1,4 @@
-"""The options of the huggingface handler; importable without its engine, so that the server can check them at start."""
+"""The options of the huggingface handler; importable without torch, so that the server can check them at start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The LoRA adapters of a model under the rolling batch: in memory from registration on, or from the first request."""
+"""The LoRA adapters of a model under the rolling batch: loaded at registration, or by their first request."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 class LoadedAdapters:
-    """Adapters by name. Their weights stay until they are removed, so that every one of them is pinned."""
+    """Adapters by name. Loaded weights stay in memory until the adapter is removed, so every adapter is pinned."""
 
     def __init__(self, loop: StepLoop[RollingBatchEngine]) -> None:
         self._loop = loop
-        self.registered: dict[str, Adapter] = {}
+        self._adapters: dict[str, Adapter] = {}
         self._weights: dict[str, LoraWeights] = {}
         self._loading = asyncio.Lock()
 
     async def add(self, adapter: Adapter) -> None:
-        """Take an adapter in the place of one of its name. Raises RequestError where it cannot be used."""
+        """Register an adapter; it replaces one of the same name. Raises RequestError if the model cannot use it."""
         engine = self._loop.engine
         pairs = await asyncio.to_thread(_read, adapter.directory)
         weights = None
@@ -33,14 +33,14 @@ class LoadedAdapters:
         else:
             await self._loop.call(lambda: engine.check_adapter(pairs))
         replaced = self._weights.pop(adapter.name, None)
-        self.registered[adapter.name] = adapter
+        self._adapters[adapter.name] = adapter
         if weights is not None:
             self._weights[adapter.name] = weights
         await self._forget(replaced)
 
     async def remove(self, name: str) -> None:
-        """Forget an adapter; nothing happens where there is none."""
-        self.registered.pop(name, None)
+        """Forget an adapter, if there is one of that name."""
+        self._adapters.pop(name, None)
         await self._forget(self._weights.pop(name, None))
 
     async def _forget(self, weights: LoraWeights | None) -> None:
@@ -48,20 +48,20 @@ class LoadedAdapters:
             await self._loop.call(lambda: self._loop.engine.forget_adapter(weights))
 
     async def weights(self, name: str) -> LoraWeights:
-        """Return the weights of an adapter, loaded where they are not yet. Raises RequestError where there is none."""
+        """Return the weights of an adapter; load them if necessary. Raises RequestError for an unknown name."""
         loaded = self._weights.get(name)
         if loaded is not None:
             return loaded
-        async with self._loading:
+        async with self._loading:  # several first requests load it once
             return self._weights.get(name) or await self._load(name)
 
     async def _load(self, name: str) -> LoraWeights:
-        adapter = self.registered.get(name)
+        adapter = self._adapters.get(name)
         if adapter is None:
             raise RequestError(f"The adapter {name} has not been registered")
         pairs = await asyncio.to_thread(_read, adapter.directory)
         weights = await self._loop.call(lambda: self._loop.engine.load_adapter(pairs))
-        if self.registered.get(name) is adapter:
+        if self._adapters.get(name) is adapter:  # else it was removed or replaced meanwhile: for this request only
             self._weights[name] = weights
         return weights
 

@@ -1,8 +1,9 @@
 """Attention of one flat forward pass over the slots of the KV cache, as an attention function of transformers.
 
-transformers calls the function registered under the model's `attn_implementation` in every layer with the layer's
-queries, keys and values (its documented AttentionInterface). The pass holds one token of each decoding sequence, then
-the prompt chunks; each part attends to its own slot only.
+transformers calls the function that is registered under the model's `attn_implementation` in every layer, with the
+layer's queries, keys and values (its documented AttentionInterface). The pass holds one token of each decoding
+sequence, then the prompt chunks. All of them share the projections and the MLP as rows of one matrix; only here do they
+part, and each attends to its own slot.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from handlers.rolling_batch.kv_cache import KVCache, LayerShape
 class ChunkRows:
     """Rows `first:last` of the pass are tokens `start:end` of the sequence in `slot`.
 
-    `source` is the slot that holds the tokens before them: `slot` itself, or one from which they are copied later.
+    `source` is the slot that holds the tokens before `start`: `slot` itself, or one from which they are copied after
+    this step.
     """
 
     slot: int
@@ -37,7 +39,7 @@ class ChunkRows:
 
 @dataclass(frozen=True)
 class StepRows:
-    """Where the rows of the pass belong: row i of the first ones is token `positions[i]` of `slots[i]`, then chunks."""
+    """What the rows of the pass are: row i is token `positions[i]` of `slots[i]`; the rows of `chunks` follow."""
 
     slots: np.ndarray
     positions: np.ndarray
@@ -45,11 +47,11 @@ class StepRows:
 
 
 class UnsupportedAttentionError(Exception):
-    """The model's attention needs an input that the slotted KV cache does not provide; the message names it."""
+    """The model's attention needs an input that the slotted KV cache does not provide. The message names it."""
 
 
 class SlotAttention:
-    """Callable as an attention function; `rows` says what the current pass holds.
+    """An attention function; `begin` sets what the next forward pass holds.
 
     Queries (1, heads, rows, dim), keys and values (1, kv_heads, rows, dim) -> ((1, rows, heads, value_dim), None).
     """
@@ -63,20 +65,20 @@ class SlotAttention:
         AttentionInterface.register(name, self)
 
     def row_by_row(self, start: int, end: int) -> bool:
-        """Whether a chunk of tokens `start:end` is attended to row by row, like decode rows, rather than at once."""
+        """Whether a chunk of tokens `start:end` attends row by row, like decode rows, rather than as one product."""
         return (end - start) * end <= self._operators.single_area
 
     def begin(self, rows: StepRows) -> None:
-        """Set what the next forward pass holds."""
+        """Set what the rows of the next forward pass are."""
         self._rows = rows
         self._groups = _groups(rows.chunks)
 
     def kept(self, layer: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return a layer's keys and values as the kernels see them; None where these are not for this cache."""
+        """Return a layer's keys and values as the kernels see them; None if the kernels do not support this cache."""
         return self._operators.kept(layer) if isinstance(self._operators, _KernelAttention) else None
 
     def single_rows(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return slots and positions of the rows; None where some rows do not attend one by one."""
+        """Return slots and positions of all rows; None if some rows belong to chunks."""
         if self._groups or not len(self._rows.slots):
             return None
         return self._rows.slots, self._rows.positions
@@ -113,7 +115,11 @@ class SlotAttention:
         out: torch.Tensor,
         settings: AttentionSettings,
     ) -> None:
-        """Attend for chunks that go on from the same tokens."""
+        """Attend for the chunks of a group: each row to the tokens that the group shares, and to its own sequence's.
+
+        If those tokens are still in another slot, keys and values are those of that slot with the group's own behind
+        them: the copy to the slots of the group can then wait until after this step, when nobody waits for it.
+        """
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         self._operators.write(layer, key[:, group.rows], value[:, group.rows], group)
         first, rows, columns = group.chunks[0], group.rows, group.columns(settings.window)
@@ -128,7 +134,7 @@ class SlotAttention:
 
 
 class _ChunkGroup:
-    """Chunks that follow each other in the pass and go on from the same tokens."""
+    """Chunks next to each other in the pass that continue from the same prefix, as one chunk for the kernels."""
 
     def __init__(self, chunks: list[ChunkRows]) -> None:
         self.chunks = chunks
@@ -136,23 +142,23 @@ class _ChunkGroup:
         self._lengths = [chunk.end - chunk.start for chunk in chunks]
         self.slots = np.repeat([chunk.slot for chunk in chunks], self._lengths)
         self.positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
-        self._columns: dict[int, SeenColumns] = {}  # by window: few layers have one of their own
+        self._columns: dict[int, SeenColumns] = {}  # by window: the layers of a model have one or two different ones
 
     def columns(self, window: int) -> SeenColumns:
-        """Return what the rows may see."""
+        """Return what each row sees under a window."""
         if window not in self._columns:
             self._columns[window] = SeenColumns.of(self._lengths, self.chunks[0].start, window)
         return self._columns[window]
 
 
 def _groups(chunks: list[ChunkRows]) -> list[_ChunkGroup]:
-    """Put chunks together that follow each other and go on from the same tokens of another slot."""
+    """Group neighbouring chunks that continue from the same tokens of another slot; every other chunk stands alone."""
 
-    def goes_on_from(chunk: ChunkRows) -> tuple[int, int, bool]:
+    def prefix_of(chunk: ChunkRows) -> tuple[int, int, bool]:
         own = chunk.source == chunk.slot
         return chunk.source, chunk.start, own
 
-    return [_ChunkGroup(list(group)) for _, group in itertools.groupby(chunks, goes_on_from)]
+    return [_ChunkGroup(list(group)) for _, group in itertools.groupby(chunks, prefix_of)]
 
 
 def _operators(cache: KVCache) -> _KernelAttention | _TorchAttention:
@@ -165,7 +171,9 @@ def _operators(cache: KVCache) -> _KernelAttention | _TorchAttention:
 class _KernelAttention:
     """Attention by the compiled CPU kernels."""
 
-    single_area = 2048  # rows times tokens seen: above it a chunk is faster as such than row by row
+    # Rows times tokens seen, up to which a chunk is faster row by row: a product of tiles first copies keys and values
+    # to another layout, which pays off only if enough rows share them.
+    single_area = 2048
 
     def __init__(self, cache: KVCache) -> None:
         from handlers.rolling_batch.cpu_kernels import kernels
@@ -195,7 +203,7 @@ class _KernelAttention:
         out: torch.Tensor,
         settings: AttentionSettings,
     ) -> None:
-        """Write the first rows of the pass to their slots and let each attend to its own."""
+        """Write keys and values of the first rows to their slots; each row attends to its slot up to itself."""
         rows_of_layer = (as_numpy(query), as_numpy(key), as_numpy(value))
         kept = self._keys[layer], self._values[layer]
         self._kernel(*rows_of_layer, *kept, rows.slots, rows.positions, as_numpy(out), settings)
@@ -210,13 +218,13 @@ class _KernelAttention:
         columns: SeenColumns,
         settings: AttentionSettings,
     ) -> None:
-        """(heads, rows, dim) over span of (slots, kv_heads, max_len, dim) -> out, as rows."""
+        """query (heads, rows, dim), `span` of keys and values (slots, kv_heads, max_len, dim) -> out, by rows."""
         kept = as_numpy(keys), as_numpy(values)
         self._chunk_kernel(as_numpy(query), *kept, span, columns, as_numpy(out), settings)
 
 
 class _TorchAttention:
-    """Attention by torch's own operators; decode rows as one padded batch over the slots in use."""
+    """Attention by torch's own operators; decode rows are one padded batch over the slots in use."""
 
     single_area = 0
 
@@ -241,7 +249,7 @@ class _TorchAttention:
         out: torch.Tensor,
         settings: AttentionSettings,
     ) -> None:
-        """Write the first rows of the pass to their slots and let each attend to its own."""
+        """Write keys and values of the first rows to their slots; each row attends to its slot up to itself."""
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         count = len(rows.slots)
         slots = torch.as_tensor(rows.slots, device=keys.device)
@@ -268,7 +276,7 @@ class _TorchAttention:
         columns: SeenColumns,
         settings: AttentionSettings,
     ) -> None:
-        """(heads, rows, dim) over span of (slots, kv_heads, max_len, dim) -> out, as rows."""
+        """query (heads, rows, dim), `span` of keys and values (slots, kv_heads, max_len, dim) -> out, by rows."""
         keys, values = (kept[span.slot, :, span.first : span.last] for kept in (keys, values))
         first, last = (
             torch.as_tensor(own, device=keys.device)[:, None] for own in (columns.first_own, columns.last_own)
@@ -297,7 +305,7 @@ def _attention(
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """View a CPU tensor as numpy sees it: bfloat16 as its bits (uint16)."""
+    """View a CPU tensor as a numpy array; bfloat16, which numpy lacks, as its bits (uint16)."""
     array: np.ndarray = tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
     return array
 
@@ -314,8 +322,9 @@ class AttentionLayer:
 def probe_layers(model: Any, name: str) -> list[AttentionLayer]:
     """Run one token through `model` and return its attention layers in order.
 
-    Raises UnsupportedAttentionError where a layer does not go through transformers' AttentionInterface, or needs more
-    than queries, keys, values, a window and a soft cap.
+    The attention function that records the calls shows, for any architecture, what its layers keep per token and what
+    else they ask for. Raises UnsupportedAttentionError if a layer does not call it, or needs more than queries, keys,
+    values, a window and a soft cap.
     """
     layers: dict[int, AttentionLayer] = {}
 

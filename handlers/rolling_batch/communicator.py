@@ -1,7 +1,8 @@
-"""What the ranks of a group say to each other: rank 0's messages to the others, and sums and rows of activations.
+"""Communication between the ranks of a group: messages of rank 0 to the others, all-reduce and gather of activations.
 
-On the CPU mpi4py carries the messages, and memory that the ranks share what they compute; on GPUs NCCL does. A waiting
-receive of MPI burns a core, so that a follower polls, and sleeps once nothing has come for a while.
+mpi4py carries the messages. Activations go through shared memory on the CPU and through NCCL on GPUs. A blocking
+receive of MPI spins, which takes a core away from whoever computes; so a follower polls, and sleeps if nothing has come
+for a while.
 """
 
 from __future__ import annotations
@@ -17,16 +18,22 @@ from handlers.rolling_batch.shm_allreduce import SHARED_TYPES, ShmAllReduce
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.ranks import Rank
 
-_BUSY_S = 0.02  # from the last message on a follower polls and does not sleep: the next step is to begin at once
+_BUSY_S = 0.02  # after a message a follower polls for so long without sleeping, so that the next step begins at once
 _PAUSE_S = 0.001
 
 
 class GroupBrokenError(BaseException):
-    """A step failed on this rank only: the ranks are not at the same place any more, and the worker has to end."""
+    """A step failed on this rank alone: the ranks are out of step, and the worker has to end.
+
+    It is a BaseException so that the handlers of a step's errors, which go on with the next step, do not catch it.
+    """
 
 
 class Communicator:
-    """The group of `rank`. Every method is called by one thread at a time; the sums by all ranks in the same order."""
+    """The group of `rank`, for one thread at a time. All ranks call all_reduce and gather_columns in the same order.
+
+    Raises ModelLoadError if mpi4py is missing or belongs to another MPI than the launcher.
+    """
 
     def __init__(self, rank: Rank) -> None:
         try:
@@ -40,7 +47,8 @@ class Communicator:
         self.size = rank.size
         if self._world.size != rank.size:
             raise ModelLoadError(
-                f"mpi4py sees {self._world.size} ranks of {rank.size}: it belongs to another MPI than mpirun"
+                f"mpi4py sees {self._world.size} of {rank.size} ranks: it was built for another MPI than this mpirun;"
+                " install mpi4py and mpirun from the same source"
             )
 
     def broadcast(self, message: bytes) -> None:
@@ -56,13 +64,13 @@ class Communicator:
             if time.monotonic() - began > _BUSY_S:
                 time.sleep(_PAUSE_S)
             else:
-                os.sched_yield()  # to the front end and its clients, while rank 0 samples
+                os.sched_yield()  # the front end and its clients need the core while rank 0 samples
         message = bytearray(status.Get_count(self._mpi.BYTE))
         self._world.Recv([message, self._mpi.BYTE], source=0)
         return bytes(message)
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        """Return the sum over all ranks, in the order of the ranks on each, so that the bits are the same on all."""
+        """Return the sum over all ranks; on the CPU in the order of the ranks, so that all have the same bits."""
         if partial.is_cuda:
             torch.distributed.all_reduce(partial)
             return partial
@@ -72,14 +80,11 @@ class Communicator:
 
     @functools.cached_property
     def shm(self) -> ShmAllReduce:
-        """What the ranks share tensors on the CPU by, those of SHARED_TYPES."""
+        """The shared memory for tensors on the CPU whose type is one of SHARED_TYPES."""
         return ShmAllReduce(self._own)
 
     def gather_columns(self, columns: torch.Tensor) -> torch.Tensor:
-        """Return on rank 0 what each rank has of the last dimension, one rank's beside the other's.
-
-        The other ranks get their own back.
-        """
+        """Return on rank 0 the columns (last dimension) of all ranks side by side, on the other ranks their own."""
         columns = columns.contiguous()
         if columns.is_cuda:
             return torch.cat(tuple(self._gathered(columns)), dim=-1)

@@ -1,4 +1,8 @@
-"""Decoder layers of Llama's structure, each in few passes over its activations."""
+"""Decoder layers of Llama's structure, each in few passes over its activations.
+
+A small model is bound by the calls between its operations rather than by arithmetic: transformers runs a decoder layer
+as dozens of operations, each of which reads and writes all activations. The fused layer makes eight.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +16,14 @@ from torch import nn
 from handlers.rolling_batch.attention import AttentionLayer, SlotAttention, StepRows, as_numpy
 from handlers.rolling_batch.fusion import PROJECTIONS, FusedGatedMLP, FusedRMSNorm, ProjectionPart, close
 
-# What a decoder layer gives to the attention of a Llama. One that takes more computes more: Ministral 3 scales queries
-# by their positions, far from the start.
+# What a decoder layer passes to the attention of a Llama. An attention that takes more also computes more: Ministral 3
+# scales queries by their positions, which makes no difference near position 0, so that comparing results alone would
+# not find it.
 _GIVEN = {"hidden_states", "position_embeddings", "attention_mask", "past_key_values"}
 
 
 def fuse_decoder_layers(model: nn.Module, layers: list[AttentionLayer], attention: SlotAttention) -> int:
-    """Replace decoder layers of Llama's structure, their modules fused already; return how many."""
+    """Replace the decoder layers of Llama's structure whose modules `fuse` has replaced; return how many."""
     owners = {id(layer.module): layer for layer in layers}
     rotary = _rotary_of(model)
     count = 0
@@ -55,7 +60,7 @@ def _named_parameters(function: Any) -> set[str]:
 
 
 def _rotary_of(model: nn.Module) -> nn.Module | None:
-    """Return the module that makes the model's rotary position embeddings."""
+    """Return the module that computes the model's rotary position embeddings."""
     found = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "rotary_emb"]
     return found[0] if found else None
 
@@ -63,7 +68,7 @@ def _rotary_of(model: nn.Module) -> nn.Module | None:
 def _same_layer(
     original: nn.Module, fused: FusedDecoderLayer, rotary: nn.Module | None, attention: SlotAttention
 ) -> bool:
-    """Compare what both add to random activations, at positions so far apart that rotation matters."""
+    """Compare what both add to random activations, at positions far enough apart for rotation to matter."""
     if rotary is None:
         return False
     norm = fused.input_layernorm.weight
@@ -119,7 +124,7 @@ class FusedDecoderLayer(nn.Module):
 
 
 class _LayerIndex(nn.Module):
-    """What an attention function asks of the module that calls it."""
+    """Stands for the attention module, of which an attention function reads the layer's index only."""
 
     def __init__(self, layer_idx: int) -> None:
         super().__init__()

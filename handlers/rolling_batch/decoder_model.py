@@ -1,7 +1,7 @@
-"""A model of Llama's structure whose decoder layers are one call of a kernel, where rows attend one by one.
+"""All decoder layers of a model of Llama's structure as one call of a kernel, for passes without prompt chunks.
 
-Decoding is such. Layer by layer, and through transformers' own forward, a pass spends milliseconds in Python between
-calls, which count where few requests run or the model is small.
+A pass that only decodes has few rows. Layer by layer, and through transformers' own forward, it spends milliseconds in
+Python between calls, which is most of its time if the model is small.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from handlers.rolling_batch.shm_allreduce import ONE_RANK, ShmAllReduce
 
 
 class DecoderModel:
-    """Embeddings, decoder layers, norm and head of a model, for the passes that the kernel computes."""
+    """Embeddings, decoder layers, norm and head of a model, for the passes that the kernel can compute."""
 
     def __init__(self, model: Any, attention: SlotAttention) -> None:
         from handlers.rolling_batch.cpu_kernels.kernels import decoder_layers
@@ -43,7 +43,7 @@ class DecoderModel:
 
     @classmethod
     def of(cls, model: Any, attention: SlotAttention) -> DecoderModel | None:
-        """Return it for a model whose modules are fused; None where the kernel is not for it."""
+        """Return it for a model whose modules are fused; None if the kernel would not compute what the model does."""
         if not _is_llama(model) or attention.kept(0) is None:
             return None
         layers = list(model.model.layers)
@@ -59,7 +59,7 @@ class DecoderModel:
         return found if found._computes_the_same_as(model) else None
 
     def _computes_the_same_as(self, model: Any) -> bool:
-        """Compare logits: a model may scale embeddings or logits, or do anything else beside its layers."""
+        """Compare logits: a model may scale embeddings or logits, or do anything else outside its layers."""
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(self._embed.weight.shape[0], (1, 7), generator=generator)
         positions = torch.arange(7)[None]
@@ -72,7 +72,7 @@ class DecoderModel:
     def logits(self, ids: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> torch.Tensor | None:
         """Token ids and positions, both (1, rows) -> logits of the rows `kept`, (1, kept, vocabulary).
 
-        None where the pass is not for the kernel: rows attend to more than their own slot, or a hook changes what a
+        None if the kernel cannot compute the pass: it has prompt chunks, or a hook (a LoRA adapter's) changes what a
         linear layer computes.
         """
         rows = self._attention.single_rows()
@@ -95,14 +95,14 @@ def _is_llama(model: Any) -> bool:
 
 
 def _linears(layer: FusedDecoderLayer) -> list[nn.Module]:
-    """Return the modules that compute linear layers, and those that they are parts of."""
+    """Return the modules that compute linear layers, and the row-parallel ones that contain them."""
     summed = (layer.o_proj, layer.mlp.down_proj)
     parts = [module.linear for module in summed if isinstance(module, RowParallelLinear)]
     return [layer.qkv_proj, layer.mlp.gate_up_proj, *summed, *parts]
 
 
 def _is_tiled(layer: FusedDecoderLayer) -> bool:
-    """Whether all linear layers are laid out in tiles, and sums over the ranks, if there are any, need nothing more."""
+    """Whether all linear layers are laid out in tiles, and none adds a bias after the sum over the ranks."""
     summed = [module for module in _linears(layer) if isinstance(module, RowParallelLinear)]
     computed = [module for module in _linears(layer) if not isinstance(module, RowParallelLinear)]
     return (
@@ -123,13 +123,12 @@ def _settings(layer: FusedDecoderLayer) -> LayerSettings:
 
 
 def _arrays(layer: FusedDecoderLayer, attention: SlotAttention) -> LayerArrays:
-
     def laid(module: Any) -> tuple[np.ndarray, np.ndarray]:
         linear = module.linear if isinstance(module, RowParallelLinear) else module
         return linear.laid, linear.added
 
     kept = attention.kept(layer.index)
-    assert kept is not None  # of() has asked
+    assert kept is not None  # `of` has checked it
     norm, post_norm = (norm.arguments[0] for norm in (layer.input_layernorm, layer.post_attention_layernorm))
     projections = (*laid(layer.qkv_proj), *laid(layer.o_proj))
     return LayerArrays(*kept, norm, *projections, post_norm, *laid(layer.mlp.gate_up_proj), *laid(layer.mlp.down_proj))

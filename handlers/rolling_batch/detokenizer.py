@@ -1,4 +1,4 @@
-"""Token ids to text, step by step: never half a character, never a part of a possible stop sequence."""
+"""Token ids to text, token by token: never an incomplete character, never a part of a possible stop sequence."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_CONTEXT = 8  # prompt tokens that the first output token is decoded after, for its leading space
-_LONGEST_CHARACTER = 16  # tokens after which what looks like half a character is none
+_CONTEXT = 8  # prompt tokens that the first output token is decoded with, so that it keeps its leading space
+_LONGEST_CHARACTER = 16  # tokens; if so many complete no character, the model wrote invalid UTF-8
 
 
 @dataclass(slots=True)
 class StopMatcher:
-    """Finds stop sequences in a growing text and holds back what may become one. `found` is the one that was found."""
+    """Finds stop sequences in a growing text and holds back what may become one. `found` is the sequence found."""
 
     stops: tuple[str, ...]
     include_stop: bool = False
@@ -34,13 +34,13 @@ class StopMatcher:
         return text[: len(text) - keep], False
 
     def flush(self) -> str:
-        """Return what was held back; the text is over."""
+        """Return what was held back, at the end of the text."""
         held, self.held = self.held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a proper beginning of `stop`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     for size in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:size]):
             return size
@@ -48,10 +48,11 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class IncrementalDetokenizer:
-    """Decodes the output of one request. `feed` returns the text that a token completes, maybe none.
+    """Decodes the output of one request. `feed` returns the text that a token completes, possibly none.
 
-    The new tokens are decoded after those that came before them, and the text of the latter is cut off: a decoder that
-    strips a leading space, or joins bytes to characters, then does what it does in the whole text.
+    A token has no text of its own: a decoder strips the leading space of the first token that it is given, and a
+    character may take several tokens of bytes. Decoding the whole output for every token would take quadratic time. So
+    new tokens are decoded together with the few before them, and the text of those is cut off.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], skip_special_tokens: bool) -> None:
@@ -73,7 +74,7 @@ class IncrementalDetokenizer:
         return self._emit(text)
 
     def flush(self) -> str:
-        """Return the text of tokens that never completed a character: with replacement characters, as decode has."""
+        """Return the text of tokens that never completed a character, with replacement characters as `decode` gives."""
         return self._emit(self._decode(self._before + self._pending)) if self._pending else ""
 
     def _emit(self, text: str) -> str:

@@ -1,4 +1,4 @@
-"""The rolling batch engine: one `step` runs one token of every sequence and a bounded piece of the waiting prompts."""
+"""The rolling batch engine: one `step` decodes a token of every sequence and computes a bounded chunk of prompts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LONGEST_STOP = 1000  # characters; every token's text is searched for every sto
 
 @dataclass(slots=True)
 class _Request:
-    """A sequence with what its answer needs. `emit` takes its deltas, or the error that ends it."""
+    """A sequence with what its output needs. `emit` takes its deltas, or the error that ends it."""
 
     sequence: Sequence
     parameters: SamplingParameters
@@ -40,7 +40,7 @@ class _Request:
 
 
 class RollingBatchEngine:
-    """Not thread-safe: a `StepLoop` calls it from its own thread."""
+    """The engine that a `StepLoop` steps. It is not thread-safe: every call comes from the loop's thread."""
 
     def __init__(
         self, runner: ModelRunner, scheduler: Scheduler, tokenizer: Any, eos_ids: frozenset[int], max_len: int
@@ -117,36 +117,36 @@ class RollingBatchEngine:
         self._scheduler.add(sequence)
 
     def load_adapter(self, adapter: Mapping[str, LoraPair]) -> LoraWeights:
-        """Lay out an adapter. Raises RequestError where it does not fit the model."""
+        """Lay out an adapter's weights for this model. Raises RequestError if they do not fit it."""
         self._runner.lora.check(adapter)
         return self._runner.lora.load(adapter)
 
     def check_adapter(self, adapter: Mapping[str, LoraPair]) -> None:
-        """Raise RequestError where an adapter does not fit the model."""
+        """Raise RequestError if an adapter does not fit the model."""
         self._runner.lora.check(adapter)
 
     def forget_adapter(self, weights: LoraWeights) -> None:
-        """Keep nothing of an adapter beyond the requests that run with it."""
+        """Drop what is kept of an adapter; requests that run with it finish."""
         self._runner.lora.forget(weights)
         self._scheduler.forget(weights)
 
     def reset_stats(self) -> None:
-        """Count anew."""
+        """Set all counters to zero."""
         self._recorder = StepRecorder(self._scheduler)
 
     def abort(self, request_id: str) -> None:
-        """Forget a request: its slot is free for the next step. One that has ended is none of ours any more."""
+        """Forget a request; its slot is free for the next step. Requests that have ended are ignored."""
         request = self._requests.pop(request_id, None)
         if request:
             self._scheduler.remove(request.sequence)
             self._recorder.observe()
 
     def stop(self) -> None:
-        """Compute nothing more; other ranks may end."""
+        """End the other ranks; nothing is computed any more."""
         self._runner.stop()
 
     def step(self) -> None:
-        """Run one forward pass and emit what it gave."""
+        """Run one forward pass and emit the deltas of its tokens."""
         self._recorder.begin()
         plan = self._scheduler.plan()
         logits = self._runner.run(plan, {chunk.sequence.request_id for chunk in plan.prefill if self._scores(chunk)})
@@ -161,7 +161,10 @@ class RollingBatchEngine:
         self._recorder.end(plan, count)
 
     def fail_running(self, error: Exception) -> None:
-        """End every request that a failed step may have touched; those that wait are untouched."""
+        """End every running request with an error after a step failed. Waiting requests stay in the queue.
+
+        The failed step may have written some of its keys and values, so that nothing of those slots is reused.
+        """
         for sequence in list(self._scheduler.running):
             request = self._requests.pop(sequence.request_id)
             self._scheduler.remove(sequence, sound=False)
@@ -169,7 +172,7 @@ class RollingBatchEngine:
         self._recorder.observe()
 
     def _scores(self, chunk: Chunk) -> bool:
-        """Whether the chunk's tokens are scored: not again after a retraction."""
+        """Whether the chunk's prompt tokens get log probabilities; after a retraction not a second time."""
         request = self._requests[chunk.sequence.request_id]
         wanted = request.parameters.prompt_logprobs is not None and not request.started
         return wanted and len(request.prompt_tokens) <= chunk.end
@@ -177,7 +180,7 @@ class RollingBatchEngine:
     def _score_prompts(self, logits: StepLogits) -> None:
         for sequence, first, rows in logits.prompt_rows:
             request = self._requests[sequence.request_id]
-            begin = len(request.prompt_tokens)  # more than `first` where the request was retracted meanwhile
+            begin = len(request.prompt_tokens)  # more than `first` if the request was retracted in between
             ids = sequence.tokens[begin : first + rows.stop - rows.start]
             if not ids:
                 continue
@@ -188,15 +191,15 @@ class RollingBatchEngine:
     def _accept_or_fail(self, request: _Request, sampled: Sampled) -> None:
         try:
             self._accept(request, sampled)
-        # The border to tokenizers, which raise anything: what one request's text does must not end the others.
+        # The border to tokenizers, which may raise anything: the text of one request must not end the others.
         except Exception as error:  # noqa: BLE001
-            _log.exception("request %s: its token %d could not be taken", request.sequence.request_id, sampled.token)
+            _log.exception("request %s ends: its token %d has no text", request.sequence.request_id, sampled.token)
             if self._requests.pop(request.sequence.request_id, None):
                 self._scheduler.remove(request.sequence)
             request.emit(HandlerError(f"{type(error).__name__}: {error}"))
 
     def _accept(self, request: _Request, sampled: Sampled) -> None:
-        """Append a token to its sequence and emit its delta; the last one ends the request."""
+        """Append a token to its sequence and emit its delta; end the request if it is the last one."""
         sequence, parameters = request.sequence, request.parameters
         sequence.tokens.append(sampled.token)
         piece = request.detokenizer.feed(sampled.token)
@@ -235,7 +238,7 @@ class RollingBatchEngine:
 
     @staticmethod
     def _rest(request: _Request) -> tuple[str, bool]:
-        """Text that was held back and now belongs to the answer, and whether a stop sequence cut it."""
+        """Return the text held back that now belongs to the output, and whether a stop sequence cut it."""
         tail, stopped = request.stop.feed(request.detokenizer.flush())
         return (tail, True) if stopped else (tail + request.stop.flush(), False)
 

@@ -1,4 +1,4 @@
-"""Makes a rolling batch of a model that a handler has loaded: decides its KV-cache memory and chunk sizes."""
+"""Makes a rolling batch engine of a loaded model: decides the size of its KV cache and of its prompt chunks."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ from lmi_server.machine.environment import own_rank
 from lmi_server.machine.memory import free_and_total
 
 _GIB = 2**30
-# A step of the CPU takes 30 to 45 ms to decode 32 sequences of a small model and 0.75 ms per prompt token beside them:
-# at 128 tokens an inter-token gap is three to four times as long while a long prompt arrives. More would save little.
+# Prompt tokens per step (while others decode, while none does). On the CPU a step takes 30 to 45 ms to decode 32
+# sequences of a small model, and 0.75 ms more per prompt token: with 128 of them the inter-token latency is three to
+# four times as long while a long prompt arrives. Larger chunks would save little time in all.
 _CHUNK_SIZES = {"cpu": (128, 512), "cuda": (2048, 8192)}
-# Slots beside those of running sequences, which keep what others may reuse: on the CPU they cost memory only where
-# tokens are kept.
+# Slots in addition to those of running sequences: they keep finished sequences whose prefix others may reuse. On the
+# CPU a slot takes memory only for the tokens in it.
 _FURTHER_SLOTS = {"cpu": 64}
 _FREE_MEMORY_SHARE = {"cpu": 0.5, "cuda": 0.9}
 
 
 @dataclass(frozen=True)
 class LoadedEngine:
-    """An engine that is ready to step, its prompt encoder, and what was decided for it."""
+    """An engine that is ready to step, its prompt encoder, and what was decided at load."""
 
     engine: RollingBatchEngine
     prompts: PromptEncoder
@@ -66,11 +67,11 @@ class LoadedEngine:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model for the rolling batch; of one that is split over `communicator`, the part of this rank.
+    """A model for the rolling batch, or this rank's part of a model that is split over `communicator`.
 
-    `max_len` is in tokens of prompt and output together, `weights` in bytes of this rank. `check` is made of the model
-    before anything of it was replaced; without it, it is made of the model as it is. `is_local`: no module of the model
-    is torch's own split one. `details` are for the log and `explain`.
+    `max_len` counts tokens of prompt and output together, `weights` the bytes on this rank. `check` has the logits of
+    the model before any module was replaced; if it is None, those of the model as it is are taken. `is_local`: no
+    parameter is a DTensor, so that modules can be fused. `details` are for the log and `explain`.
     """
 
     model: Any
@@ -83,14 +84,14 @@ class LoadedModel:
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def runner(self) -> ModelRunner:
-        """Return what computes steps of the model. Raises UnsupportedAttentionError."""
+        """Return the runner of the model's steps. Raises UnsupportedAttentionError."""
         return ModelRunner(self.model, self.communicator, self.check, self.is_local)
 
 
 def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -> LoadedEngine:
-    """Make the engine of the model that `load` loads, and its KV cache.
+    """Load a model with `load`, and make its engine and KV cache.
 
-    Raises ModelLoadError, naming the remedy, where the model cannot be served by the rolling batch.
+    Raises ModelLoadError, naming the remedy, if the rolling batch cannot serve the model.
     """
     began = time.perf_counter()
     loaded = load()
@@ -125,14 +126,16 @@ def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -
 
 
 def follow(loaded: LoadedModel) -> None:
-    """Be one of the other ranks: compute what rank 0 says with this rank's part of the model, until it says stop."""
+    """Run a rank other than 0: compute the passes that rank 0 sends with this rank's part of the model, until Stop."""
     loaded.runner().follow()
 
 
 def set_kernel_threads() -> None:
-    """Let torch and numba use the same number of threads: they share libgomp's team.
+    """Let torch and numba use the same number of threads.
 
-    numba sets the size of the team to all cores when it starts, here at the latest; so torch's number follows.
+    Both use libgomp, which keeps one team of threads for them, and grows or shrinks it if two operations want different
+    numbers. numba sets the number to all cores when it starts its threads, here at the latest, so torch's is set again
+    after that.
     """
     threads = torch.get_num_threads()
     numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
@@ -140,9 +143,10 @@ def set_kernel_threads() -> None:
 
 
 def _refuse_unsteady_rope(config: Any, max_len: int) -> None:
-    """Refuse rotary embeddings that change with the longest position of a pass: a request would depend on its company.
+    """Refuse rotary embeddings that change with the longest position of a pass.
 
-    Raises UnsupportedAttentionError naming the length up to which they do not.
+    With them the output of a request would depend on the other requests in the batch. Raises UnsupportedAttentionError
+    naming the length up to which they are constant.
     """
     text_config = config.get_text_config()
     rope = getattr(text_config, "rope_parameters", None) or {}
@@ -161,11 +165,12 @@ def _limits(runner: ModelRunner, loaded: LoadedModel, options: RollingBatchOptio
     slots = running + _FURTHER_SLOTS.get(kind, 0)
     max_len = loaded.max_len
     kv_tokens = min(slots * max_len, int(_kv_bytes(kind, loaded.weights, options) // per_token))
-    if kind != "cpu":  # slots are real memory there, all of one length
+    if kind != "cpu":  # slots are allocated in full there, all of one length
         max_len = min(max_len, kv_tokens // slots)
     if kv_tokens < 16:
         raise ModelLoadError(
-            f"no memory for a KV cache: a token takes {per_token} bytes; raise option.kv_cache_memory_gb or free memory"
+            f"no memory for a KV cache: there is room for {max(kv_tokens, 0)} tokens of {per_token} bytes each;"
+            " raise option.kv_cache_memory_gb, or free memory"
         )
     chunk, idle_chunk = _CHUNK_SIZES.get(kind, _CHUNK_SIZES["cuda"])
     if options.chunked_prefill_size:
@@ -180,7 +185,7 @@ def _kv_bytes(kind: str, weights: int, options: RollingBatchOptions) -> float:
     if options.kv_cache_memory_gb is not None:
         return options.kv_cache_memory_gb * _GIB / own_rank().size
     free, total = _memory(kind)
-    if kind == "cpu":  # the ranks of a group share it
+    if kind == "cpu":  # the ranks of a group share main memory
         free, total = free // own_rank().size, total // own_rank().size
     if options.mem_fraction_static is not None:
         return total * options.mem_fraction_static - weights
@@ -188,7 +193,7 @@ def _kv_bytes(kind: str, weights: int, options: RollingBatchOptions) -> float:
 
 
 def _memory(kind: str) -> tuple[int, int]:
-    """Free and total bytes of the device."""
+    """Return free and total bytes of the device."""
     if kind == "cuda":
         free, total = torch.cuda.mem_get_info()
         return int(free), int(total)
@@ -196,7 +201,7 @@ def _memory(kind: str) -> tuple[int, int]:
 
 
 def _warm_up(engine: RollingBatchEngine, prompts: PromptEncoder) -> None:
-    """Run a short request, so that kernels are compiled and buffers exist before the model is ready."""
+    """Run a short request, so that kernels are compiled and buffers allocated before the model is ready."""
     parameters = SamplingParameters(max_new_tokens=2, ignore_eos=True, logprobs=0)
     prompt = (prompts.tokenize("a b c") or [0])[:4]
     engine.add("warm-up", prompt, parameters, "", 0, lambda output: None)

@@ -1,7 +1,9 @@
-"""Faster modules in the place of a transformers model's own, on the CPU.
+"""Replaces modules of a transformers model by faster ones, on the CPU.
 
-A module is recognised by its structure and replaced only where the replacement gives the same result on a random
-input, so that a model family with a variant of its own keeps its own code.
+A module is recognised by its structure (the names and types of its children), not by its class: most families copy
+Llama's layers into classes of their own, and new families appear with every release of transformers. Structure alone
+does not prove that a module computes the same, so each replacement is compared with the original on random input. A
+variant that only looks alike (Gemma's norm adds one to its weight) keeps its own code, without a list of exceptions.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
 def fuse(model: nn.Module) -> dict[str, int]:
-    """Replace what can be replaced in `model` (on the CPU, float32 or bfloat16); return how many of each kind."""
+    """Replace modules of `model`, on the CPU in float32 or bfloat16; return how many of each kind."""
     counts = {"norms": 0, "attentions": 0, "mlps": 0, "linears": 0}
     for module in list(model.modules()):
         counts["attentions"] += _fuse_projections(module)
@@ -57,7 +59,7 @@ def _same_result(original: nn.Module, fused: nn.Module) -> bool:
 
 
 def close(expected: torch.Tensor, computed: torch.Tensor) -> bool:
-    """Whether two results differ by no more than rounding: bfloat16 rounds by up to 0.4 %, several times in a layer."""
+    """Whether two results differ by rounding alone: bfloat16 rounds by up to 0.4 %, several times in a layer."""
     error = float((expected.float() - computed.float()).norm() / expected.float().norm())
     return error < (1e-4 if expected.dtype == torch.float32 else 0.015)
 
@@ -80,7 +82,10 @@ class FusedRMSNorm(nn.Module):
 
         self.weight: nn.Parameter = norm.weight
         self._kernel = rms_norm
-        self.arguments = (as_numpy(self.weight.detach()), float(_epsilon(norm) or 0.0))  # of the kernel, but for rows
+        self.arguments = (
+            as_numpy(self.weight.detach()),
+            float(_epsilon(norm) or 0.0),
+        )  # of the kernel, behind the rows
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """(..., width) -> the same shape."""
@@ -99,7 +104,7 @@ def _is_gated_mlp(module: nn.Module) -> bool:
 
 
 class FusedGatedMLP(nn.Module):
-    """`down(act(gate(x)) * up(x))` with gate and up as one product."""
+    """`down(act(gate(x)) * up(x))` with gate and up as one product, which reads the activations once."""
 
     def __init__(self, mlp: Any) -> None:
         super().__init__()
@@ -143,7 +148,11 @@ def _fuse_projections(module: nn.Module) -> int:
 
 
 class SharedProjection(nn.Module):
-    """Several linear layers of one input as one product; the parts ask for it one after the other."""
+    """Several linear layers of the same input as one product.
+
+    The attention module stays as it is and calls its projections one after the other: the first call computes the
+    product of all of them, the others find it because they pass the same tensor.
+    """
 
     def __init__(self, projections: list[nn.Linear]) -> None:
         super().__init__()
@@ -153,7 +162,7 @@ class SharedProjection(nn.Module):
         self._outputs: tuple[torch.Tensor, ...] = ()
 
     def part(self, hidden: torch.Tensor, index: int) -> torch.Tensor:
-        """Return output `index` for `hidden`; the product is made when the first part asks."""
+        """Return output `index` for `hidden`; the call for the first output computes all of them."""
         if hidden is not self._input:
             self._input, self._outputs = hidden, self.linear(hidden).split(self.widths, dim=-1)
         output = self._outputs[index]

@@ -1,4 +1,4 @@
-"""What handlers have in common whose models run under this project's own rolling batch (`option.rolling_batch`).
+"""The base of handlers whose models run under this project's own rolling batch (`option.rolling_batch`).
 
 Torch and transformers are imported when the model loads, never with this module.
 """
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
     from handlers.rolling_batch.engine import RollingBatchEngine
     from handlers.rolling_batch.engine_loading import LoadedEngine, LoadedModel
 
-# Seven requests sent at once reach the engine within ten milliseconds, a step of prompts takes it thirty or more.
+# Seven requests sent at once reach the engine within ten milliseconds, but a step of prompts takes thirty or more: a
+# request that misses the first step by a millisecond waits for all of it.
 _GATHER_S = 0.002
 
 
 class RollingBatchHandler(LLMHandler):
-    """Serves what `load_model` loads; where that is split over ranks, rank 0 tells the others what to compute."""
+    """Serves what `load_model` loads. If the model is split over ranks, rank 0 sends every pass to the others."""
 
     def __init__(self) -> None:
         self._loop: StepLoop[RollingBatchEngine]
@@ -34,13 +35,10 @@ class RollingBatchHandler(LLMHandler):
 
     @abstractmethod
     def load_model(self, model_dir: str, options: Any) -> LoadedModel:
-        """Load the model, on each rank of a group its part; in the thread that will step it.
-
-        Raises ModelLoadError.
-        """
+        """Load the model, or this rank's part of it, in the thread that will step it. Raises ModelLoadError."""
 
     async def start(self, model_dir: str, options: Any) -> ModelInfo:
-        """Load the model in the thread that will step it; the worker's heartbeat goes on meanwhile."""
+        """Load the model in the thread that will step it, so that the worker's heartbeat goes on."""
 
         def build() -> RollingBatchEngine:
             self._loaded = self._load(model_dir, options)
@@ -73,10 +71,6 @@ class RollingBatchHandler(LLMHandler):
 
     def tokenizer(self) -> Any:
         return self._loaded.prompts.tokenizer
-
-    @property
-    def adapters(self) -> Mapping[str, Adapter]:
-        return self._adapters.registered
 
     async def add_adapter(self, adapter: Adapter) -> None:
         await self._adapters.add(adapter)

@@ -1,15 +1,15 @@
-"""The KV cache: slots, contiguous per head. What they hold, and how much, is decided in `slots.py`.
+"""The KV cache: slots, contiguous per head. `slots.py` decides what they hold, and how much.
 
-A slot is addressed as if it held `max_len` tokens, so that attention reads one contiguous stretch per head and needs no
-block table. On the CPU the slots are only reserved address space: a page becomes memory when it is first written, and
-goes back when the slot is trimmed. The operating system's page table is the block table, as in vAttention (Prabhu et
-al., ASPLOS 2025). On other devices the slots are plain tensors, so that `max_len` is chosen there such that all of them
-fit.
+A slot has addresses for `max_len` tokens, so that attention reads one contiguous stretch of memory per head and needs
+no block table. On the CPU these addresses are only reserved: the operating system provides a page when it is first
+written, and `trim` gives it back. So a slot for the whole context costs nothing until it is used, and the page table of
+the operating system does the work of a block table, as in vAttention (Prabhu et al., ASPLOS 2025). On other devices
+slots are plain tensors; there `max_len` is chosen such that all of them fit.
 
-A shared prefix is copied: 1,024 tokens of 23 KB each take 2 ms to memory that is there and 8 ms to new pages, where
-computing them takes a second. The step that comes to know of it reads the prefix where it is, and the copy follows the
-first token. Mapping the same pages twice takes 2 ms, and a mapping of its own per layer, head and slot, of which Linux
-allows 65,530 in a process.
+Slots do not share pages; a shared prefix is copied. Copying 1,024 tokens of 23 KB each takes 2 ms to memory that is
+present and 8 ms to new pages, and computing them a second. The first step of a sequence reads the prefix in the other
+slot, and the copy follows that step, so that nobody waits for it. Mapping the same pages twice takes 2 ms as well, but
+needs a mapping per layer, head and slot, and Linux allows a process 65,530 of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 _PAGE = mmap.PAGESIZE
-_MAP_NORESERVE = 0x4000  # Linux; the mmap module of Python 3.11 does not name it
+_MAP_NORESERVE = 0x4000  # Linux's MAP_NORESERVE, which the mmap module of Python 3.11 does not name
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,13 @@ class KVCache:
             area[target, :, :tokens] = area[source, :, :tokens]
 
     def trim(self, slot: int, keep: int) -> None:
-        """Give the memory behind all but the first `keep` tokens of a slot back to the system."""
-        for area, tensor in zip(self._maps, (*self.keys, *self.values), strict=False):  # no maps beside the CPU
+        """Give the memory behind all but the first `keep` tokens of a slot back to the system.
+
+        Only whole pages can go: the ones that also hold a token to keep, or a neighbouring head, stay.
+        """
+        for area, tensor in zip(
+            self._maps, (*self.keys, *self.values), strict=False
+        ):  # on other devices there are no maps
             token = tensor.stride(2) * tensor.itemsize
             stretch = self.max_len * token
             for head in range(slot * tensor.shape[1], (slot + 1) * tensor.shape[1]):
@@ -87,14 +92,14 @@ class KVCache:
             return torch.zeros(shape, dtype=dtype, device=device)
         size = math.prod(shape) * dtype.itemsize
         area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
-        # A huge page would make a whole stretch of a slot resident at its first token.
+        # A huge page (2 MiB) would provide memory for hundreds of tokens when the first one is written.
         area.madvise(mmap.MADV_NOHUGEPAGE)
         self._maps.append(area)
         return torch.frombuffer(area, dtype=dtype).view(shape)
 
 
 def _aligned_length(layers: list[LayerShape], max_len: int, dtype: torch.dtype) -> int:
-    """Round up so that every slot starts on a page of its own."""
+    """Round `max_len` up so that no page belongs to two slots, and all memory of a slot can be given back."""
     step = 1
     for layer in layers:
         for dim in (layer.head_dim, layer.value_dim):

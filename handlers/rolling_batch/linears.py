@@ -1,4 +1,9 @@
-"""Linear layers of bfloat16 whose weights are laid out for the CPU once, when the model loads."""
+"""Linear layers of bfloat16 whose weights are laid out for the CPU once, when the model loads.
+
+Decoding a few rows is bound by reading weights, so the layout has to let every core read its part in order, with no
+conversion on the way. oneDNN has such layouts, but torch converts a plain weight to them in every call, and looks up
+compiled code by the shapes of the operands, which for few rows takes as long as the product.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +15,14 @@ from torch import nn
 
 from handlers.rolling_batch.attention import as_numpy
 
-_DECODE_ROWS = 32  # the row count that oneDNN lays the weights out for
+_DECODE_ROWS = 32  # the number of rows that oneDNN lays weights out for; it computes others with the same layout
 
 
 def is_plain(module: Any) -> bool:
-    """Whether a module multiplies by its weight and adds its bias, and nothing else.
+    """Whether a module multiplies by its weight and adds its bias, and does nothing else.
 
-    A subclass computes its own way; compressed-tensors and accelerate put a `forward` of theirs on the instance.
+    A subclass may compute anything. compressed-tensors and accelerate set a `forward` of theirs on the instance, and
+    hooks may change the result.
     """
     if type(module) is not nn.Linear or "forward" in vars(module):
         return False
@@ -24,7 +30,7 @@ def is_plain(module: Any) -> bool:
 
 
 def lay_out_linears(model: nn.Module) -> int:
-    """Lay out the plain linear layers of `model`, in bfloat16, for what multiplies fastest here; return how many."""
+    """Replace the plain bfloat16 linear layers of `model` by the kind that is fastest on this CPU; return how many."""
     packs = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     count = 0
     for module in list(model.modules()):
@@ -48,9 +54,10 @@ def _suits_tiles(linear: nn.Linear) -> bool:
 
 
 class TiledLinear(nn.Module):
-    """A linear layer of bfloat16 by a kernel of ours, its weight laid out for it once.
+    """A linear layer of bfloat16 that the project's own kernel computes, with its weight in that kernel's layout.
 
-    With many rows it is as fast as oneDNN, with few twice as fast: oneDNN looks its code up anew in every call.
+    With many rows it is as fast as oneDNN, with few twice as fast, because no code is looked up. A row gets the same
+    bits whatever other rows are in the batch, which oneDNN does not promise.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -74,7 +81,8 @@ class TiledLinear(nn.Module):
 def _laid_weight(weight: torch.Tensor) -> np.ndarray:
     """(out_features, in_features) bfloat16 -> (panels, in_features / 2, TILE_COLUMNS) uint32.
 
-    A panel holds the weights of so many outputs, a word of it those of two inputs; zeros fill up the last one.
+    A panel has the weights of TILE_COLUMNS outputs. Each of its words has those of two neighbouring inputs, as the
+    bfloat16 instruction of AVX-512 takes them. Zeros fill up the last panel.
     """
     from handlers.rolling_batch.cpu_kernels.intrinsics import TILE_COLUMNS
 
@@ -88,7 +96,7 @@ def _laid_weight(weight: torch.Tensor) -> np.ndarray:
 class PackedLinear(nn.Module):
     """A linear layer whose bfloat16 weight is laid out for oneDNN once instead of in every call.
 
-    The operators are those that torch.compile's own freezing pass emits for a constant weight.
+    The operators are those that the freezing pass of torch.compile emits for a constant weight.
     """
 
     def __init__(self, linear: nn.Linear) -> None:

@@ -1,8 +1,9 @@
 """LoRA adapters in the rolling batch: each row of the flat pass gets the low-rank update of its own adapter.
 
-The updates of all adapters in the batch are stacked along their ranks (as in S-LoRA, Sheng et al., 2024), so that a
-linear layer takes two small products for all of them together; a mask keeps each row to the ranks of its own adapter.
-Rows without adapter are left out, and without adapters in the batch the model runs as if there were none.
+The matrices of all adapters in the batch are stacked along their ranks (as in S-LoRA, Sheng et al., 2024). A linear
+layer then needs two small products for all adapters together; between the two a mask sets to zero, for each row, the
+ranks of the other adapters. Rows without an adapter are left out of the products, and if no row has one, there are no
+hooks and the model runs as fast as without adapters.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from lmi_server.contract.errors import RequestError
 
 _Adder = Callable[[nn.Module, tuple[torch.Tensor], torch.Tensor], None]
 
-_MOST_IDLE_RANKS = 4  # a stack of so many times the ranks that the batch needs is built anew
+_MOST_IDLE_RANKS = 4  # a stack with more than so many times the ranks that the batch needs is built anew
 
 
 @dataclass(frozen=True)
 class LoraPair:
-    """What an adapter adds to one linear layer: `scaling * up @ down`, of shapes (out, rank) and (rank, in)."""
+    """What an adapter adds to a weight (out, in): `scaling * up @ down`, of shapes (out, rank) and (rank, in)."""
 
     down: torch.Tensor
     up: torch.Tensor
@@ -33,19 +34,19 @@ class LoraPair:
 
 @dataclass(frozen=True, eq=False)
 class LoraWeights:
-    """An adapter, laid out for the modules that compute: (ranks, in) and the scaled (ranks, out) of each."""
+    """An adapter in the layout of the fused modules: for each the matrices (ranks, in) and (ranks, out), scaled."""
 
     layers: Mapping[nn.Module, tuple[torch.Tensor, torch.Tensor]]
 
     @property
     def ranks(self) -> int:
-        """Return the rows of its largest matrix."""
+        """Return the rank of the largest matrix."""
         return max(int(down.shape[0]) for down, _ in self.layers.values())
 
 
 @dataclass(frozen=True, eq=False)
 class _Stack:
-    """The matrices of several adapters in one module; `owners` tells for each rank the place of its adapter."""
+    """The matrices of several adapters in one module; `owners` has, for each rank, the place of its adapter."""
 
     down: torch.Tensor  # (in, ranks)
     up: torch.Tensor  # (ranks, out)
@@ -54,14 +55,14 @@ class _Stack:
 
 @dataclass(eq=False)
 class _Rows:
-    """The rows of a pass that have an adapter, and the place of each one's adapter; what pads them has place -1."""
+    """The rows of a pass that have an adapter, and the place of each row's adapter, -1 for padding."""
 
     index: torch.Tensor
     owners: torch.Tensor  # (rows, 1)
     masks: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
 
     def mask(self, owners: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return (rows, ranks): one where the rank belongs to the row's adapter."""
+        """Return (rows, ranks): 1 if the rank belongs to the row's adapter, else 0."""
         mask = self.masks.get(owners)
         if mask is None:
             mask = (self.owners == torch.tensor(owners, device=self.owners.device)).to(dtype)
@@ -70,47 +71,49 @@ class _Rows:
 
 
 class LoraLayers:
-    """Adds adapters to what the linear layers of `model` compute.
+    """Adds the updates of adapters to the outputs of the linear layers of `model`, with a forward hook on each.
 
-    `scored_rows_only`: the model computes logits of some rows of the pass only, those that `begin` is told. `pad` adds
-    rows, so that few different counts of them occur.
+    `scored_rows_only`: the model computes logits for the rows that `begin` gets as `kept` only. `pad` adds rows, so
+    that few different numbers of rows occur.
     """
 
     def __init__(self, model: Any, scored_rows_only: bool, pad: Callable[[list[int]], list[int]]) -> None:
-        self._places = lora_targets(model)
+        self._targets = lora_targets(model)
         self._head: nn.Module | None = model.get_output_embeddings() if scored_rows_only else None
         self._device: torch.device = model.device
         self._dtype: torch.dtype = model.dtype
         self._pad = pad
-        self._stacked: dict[LoraWeights, int] = {}  # the adapters of the stacks, and their places
+        self._stacked: dict[LoraWeights, int] = {}  # adapters in the stacks, by place
         self._adders: dict[nn.Module, _Adder] = {}
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []  # none where no row of the pass has an adapter
-        self._rows: _Rows | None = None  # of the current pass; None where no row has an adapter
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []  # empty if no row of the pass has an adapter
+        self._rows: _Rows | None = None  # of the current pass; None if no row has an adapter
         self._head_rows: _Rows | None = None
 
     def check(self, adapter: Mapping[str, LoraPair]) -> None:
-        """Raise RequestError where the adapter does not fit the model, naming the layer."""
+        """Raise RequestError, naming the layer, if the adapter does not fit the model."""
         for layer, pair in adapter.items():
-            place = self._places.get(layer)
+            place = self._targets.get(layer)
             if place is None:
-                raise RequestError(f"the adapter changes {layer}, which is no linear layer of this model")
+                raise RequestError(
+                    f"the adapter changes {layer}, which is no linear layer of this model; use an adapter of this model"
+                )
             given = (pair.down.shape[1], pair.up.shape[0])
             if given != (place.in_features, place.last - place.first):
                 raise RequestError(
-                    f"the adapter takes {layer} for a layer of {given[0]} inputs and {given[1]} outputs;"
-                    f" this model's has {place.in_features} and {place.last - place.first}"
+                    f"the adapter expects {given[0]} inputs and {given[1]} outputs of {layer}, but the layer has"
+                    f" {place.in_features} and {place.last - place.first}; use an adapter of this model"
                 )
 
     def load(self, adapter: Mapping[str, LoraPair]) -> LoraWeights:
-        """Lay an adapter that `check` accepts out for this model."""
+        """Return an adapter that `check` accepts in the layout of this model's modules."""
         pairs: dict[nn.Module, list[tuple[LoraTarget, LoraPair]]] = {}
         for layer, pair in adapter.items():
-            place = self._places[layer]
+            place = self._targets[layer]
             pairs.setdefault(place.module, []).append((place, pair))
         return LoraWeights({module: self._lay_out(parts) for module, parts in pairs.items()})
 
     def _lay_out(self, parts: list[tuple[LoraTarget, LoraPair]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Join what an adapter adds to the layers that one module computes."""
+        """Join the matrices of all layers that one module computes, each on its own ranks and output columns."""
         down = torch.cat([pair.down for _, pair in parts])
         up = torch.zeros((down.shape[0], parts[0][0].out_features))
         rank = 0
@@ -120,12 +123,12 @@ class LoraLayers:
         return down.to(self._device, self._dtype), up.to(self._device, self._dtype)
 
     def forget(self, weights: LoraWeights) -> None:
-        """Let go of an adapter's stacks; sequences that still run with it have them built again."""
+        """Drop the stacks with an adapter; if sequences still run with it, the next pass builds them again."""
         if weights in self._stacked:
             self._unstack()
 
     def begin(self, adapters: Sequence[LoraWeights | None], kept: Sequence[int]) -> None:
-        """Tell the adapter of each row of the pass that comes, and which rows get logits."""
+        """Set the adapter of each row of the next pass, and which rows get logits."""
         needed = {adapter for adapter in adapters if adapter is not None}
         if not needed:
             self._rows = self._head_rows = None

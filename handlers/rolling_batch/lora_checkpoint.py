@@ -1,4 +1,4 @@
-"""Reads a LoRA adapter as peft writes it, and refuses by name what the rolling batch does not compute."""
+"""Reads a LoRA adapter as peft writes it, and refuses by name the features that the rolling batch does not compute."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from lmi_server.contract.errors import RequestError
 _PREFIX = "base_model.model."
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 _WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
-# What of a LoraConfig says how the adapter was trained, where its weights belong (their names tell it too), or how
-# they are scaled. Every other field must have its default: it changes what the model computes.
+# Fields of a LoraConfig that say how the adapter was trained, where its weights belong (their names say it, too), or
+# how they are scaled. Every other field must have its default, because it changes what the model computes.
 _UNDERSTOOD = frozenset(
     {
         "task_type",
@@ -53,12 +53,12 @@ _UNDERSTOOD = frozenset(
         "ensure_weight_tying",
     }
 )
-# How the weights began; any other way also changed the weights of the model, which other requests share.
+# How training began. Any other way also changes the weights of the model, which other requests share.
 _HARMLESS_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 
 
 def read_adapter(directory: str) -> dict[str, LoraPair]:
-    """Return what the adapter in `directory` adds, by the name of the linear layer.
+    """Return the matrices of the adapter in `directory`, by the name of the linear layer.
 
     Raises RequestError naming what is missing, broken or not supported.
     """
@@ -109,7 +109,7 @@ def _read_weights(directory: Path) -> Mapping[str, torch.Tensor]:
         raise RequestError(f"{directory} holds none of {', '.join(_WEIGHT_FILES)}")
     try:
         return load_peft_weights(str(directory), device="cpu")
-    # The border to files that anybody may have written: safetensors and torch raise errors of their own.
+    # The border to files that anybody may have written: safetensors and torch raise many kinds of errors.
     except Exception as error:
         raise RequestError(f"the weights in {directory} cannot be read: {type(error).__name__}: {error}") from error
 

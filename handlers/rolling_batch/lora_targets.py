@@ -1,4 +1,4 @@
-"""Where the linear layers of a model are computed once its modules have been fused."""
+"""Which module computes each linear layer of a model after fusion, for the adapters that change it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from handlers.rolling_batch.linears import PackedLinear, TiledLinear
 
 @dataclass(frozen=True)
 class LoraTarget:
-    """Where a linear layer of the model as it was loaded is computed: columns `first:last` of what `module` returns."""
+    """A linear layer of the model as it was loaded: columns `first:last` of what `module` returns now."""
 
     module: nn.Module
     first: int
@@ -32,20 +32,22 @@ class LoraTarget:
 
 
 def lora_targets(model: nn.Module) -> dict[str, LoraTarget]:
-    """Return the place of each linear layer by the name that it had before anything was fused."""
-    places: dict[str, LoraTarget] = {}
-    shared: set[nn.Module] = set()  # modules that have a name of ours only
+    """Return the target of each linear layer by the name that it had before fusion, which adapters use."""
+    targets: dict[str, LoraTarget] = {}
+    shared: set[nn.Module] = set()  # fused modules, whose names no adapter knows
     for name, module in model.named_modules():
         found = dict(_fused_targets(name, module))
-        shared.update(place.module for place in found.values() if (place.first, place.last) != (0, place.out_features))
+        shared.update(
+            target.module for target in found.values() if (target.first, target.last) != (0, target.out_features)
+        )
         if not found and module not in shared and _is_linear(module):
             found = {name: LoraTarget(module, 0, _widths(module)[1])}
-        places = {**found, **places}
-    return places
+        targets = {**found, **targets}
+    return targets
 
 
 def _fused_targets(name: str, module: nn.Module) -> Iterator[tuple[str, LoraTarget]]:
-    """Yield what a fused module computes, by the names of before; nothing for any other module."""
+    """Yield the linear layers that a fused module computes, by their former names; nothing for any other module."""
     prefix = f"{name}." if name else ""
     if isinstance(module, FusedDecoderLayer):
         attention = f"{prefix}self_attn."
@@ -72,7 +74,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _widths(module: Any) -> tuple[int, int]:
-    """Return the widths of what a linear layer takes and gives."""
+    """Return the widths of the input and the output of a linear layer."""
     if type(module).__name__ == "Conv1D":
         return module.weight.shape[0], module.weight.shape[1]
     return module.in_features, module.out_features

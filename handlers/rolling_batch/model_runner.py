@@ -36,10 +36,10 @@ _LAST_ROW_STEP = 32
 
 @dataclass(frozen=True)
 class StepLogits:
-    """Logits of a step, (rows, vocabulary): first one row per sequence of `sampled`, whose next token they choose.
+    """Logits of a step, (rows, vocabulary): first one row per sequence of `sampled`, to choose its next token from.
 
-    `prompt_rows` gives, for a sequence that reports its prompt's log probabilities, the first position of its chunk
-    and the rows that score the chunk's tokens from there on.
+    `prompt_rows` has, for each sequence that reports the log probabilities of its prompt, the position of the first
+    token scored in this step, and the rows that score it and the tokens behind it.
     """
 
     logits: torch.Tensor
@@ -48,9 +48,9 @@ class StepLogits:
 
 
 class ModelRunner:
-    """A model and its KV cache. `prepare` decides the cache's size; `run` computes steps.
+    """A model and its KV cache. `prepare` allocates the cache, `run` computes steps.
 
-    Where the model is split over `communicator`, rank 0 does that and the others `follow`.
+    If the model is split over ranks, rank 0 calls these two and the other ranks `follow`.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class ModelRunner:
         self.cache: KVCache
         self._attention: SlotAttention
         self._decoder: DecoderModel | None = None
-        self._lora: LoraLayers | None = None  # from the first adapter on
-        self._copies_due: list[Copy] = []  # before anything else of the next step: nobody waits for them in this one
+        self._lora: LoraLayers | None = None  # None until the first adapter
+        self._copies_due: list[Copy] = []  # to be made before anything else of the next step
 
     @property
     def layers(self) -> list[LayerShape]:
@@ -93,7 +93,7 @@ class ModelRunner:
     def prepare(self, slots: int, max_len: int) -> None:
         """Allocate the KV cache: `slots` slots of up to `max_len` tokens.
 
-        Raises UnsupportedAttentionError where the model's logits over that cache are not its own.
+        Raises UnsupportedAttentionError if the logits over that cache differ from the model's own.
         """
         self._broadcast(Prepare(slots, max_len))
         self._allocate(slots, max_len)
@@ -110,18 +110,21 @@ class ModelRunner:
 
     @property
     def lora(self) -> LoraLayers:
-        """The adapters of the model; of use once it is prepared."""
+        """The adapters of the model, once it is prepared. Raises RequestError if the model is split over ranks."""
         if self._communicator is not None:
-            raise RequestError("a model that is split over ranks takes no LoRA adapters; use one rank")
+            raise RequestError(
+                "a model that is split over ranks takes no LoRA adapters; set option.tensor_parallel_degree=1"
+            )
         if self._lora is None:
             pad = _padded if self._device.type == "cpu" else list
             self._lora = LoraLayers(self._model, self._keeps_rows, pad)
         return self._lora
 
     def run(self, plan: StepPlan, prompt_scored: set[str]) -> StepLogits:
-        """Do what the plan says; return the logits that the sampler needs.
+        """Compute a step; return the logits that the sampler needs.
 
-        `prompt_scored` names the requests whose prompt tokens are scored as well.
+        `prompt_scored` has the ids of the requests whose prompt tokens in this step are scored as well. Raises
+        GroupBrokenError if the step fails and other ranks compute it, too.
         """
         plan = self._arranged(plan)
         keep, sampled, prompt_rows = _rows_to_keep(plan, prompt_scored)
@@ -137,7 +140,7 @@ class ModelRunner:
             raise
 
     def follow(self) -> None:
-        """Do what rank 0 says, until it says stop."""
+        """Compute the passes that rank 0 sends, until it sends Stop."""
         assert self._communicator is not None
         while True:
             match decode(self._communicator.receive()):
@@ -149,7 +152,7 @@ class ModelRunner:
                     return
 
     def stop(self) -> None:
-        """Let the other ranks go."""
+        """End `follow` on the other ranks."""
         self._broadcast(Stop())
 
     def _broadcast(self, message: Pass | Prepare | Stop) -> None:
@@ -157,10 +160,12 @@ class ModelRunner:
             self._communicator.broadcast(encode(message))
 
     def _compute(self, step: Pass) -> torch.Tensor:
-        """Return the logits of the rows to keep, padding last; on other ranks than 0 nobody needs them."""
+        """Return the logits of the rows to keep, padding last. Only rank 0 uses them."""
         self._copy(self._copies_due)
         for trim in step.trims:
             self.cache.trim(trim.slot, trim.keep)
+        # Chunks that read a prefix from its source need no copy of it yet; it is made while the first tokens of these
+        # sequences are on their way to the clients.
         later = {chunk.slot for chunk in step.chunks if chunk.source != chunk.slot}
         self._copies_due = [copy for copy in step.copies if copy.target in later]
         self._copy([copy for copy in step.copies if copy.target not in later])
@@ -174,7 +179,11 @@ class ModelRunner:
             self.cache.copy(copy.source, copy.target, copy.tokens)
 
     def _arranged(self, plan: StepPlan) -> StepPlan:
-        """Copy only from slots that hold the tokens already; put chunks in the order in which they are attended to."""
+        """Copy from the first source of copies of copies; sort chunks so that those with one source are neighbours.
+
+        Copies of one step happen at the same time for chunks that read their source directly, so that a source has to
+        hold the tokens already. Chunks that attend row by row come first, next to the decode rows.
+        """
         sources: dict[int, int] = {}
         for copy in plan.copies:
             sources[copy.target] = sources.get(copy.source, copy.source)
@@ -202,12 +211,12 @@ class ModelRunner:
             else:
                 source = sources.get(slot, slot)
                 chunks.append(ChunkRows(slot, chunk.start, chunk.end, first, len(token_ids), source))
-        if self._device.type == "cpu" and self._decoder is None:  # else no linear layer is oneDNN's
+        if self._device.type == "cpu" and self._decoder is None:  # with a decoder no linear layer is oneDNN's
             token_ids, positions, keep = _padded(token_ids), _padded(positions), _padded(keep)
         return Pass(token_ids, positions, slots, chunks, keep, plan.trims, plan.copies)
 
     def _row_by_row(self, chunk: Chunk, source: int) -> bool:
-        """Rows attend to their own slot; what goes on from a `source` reads that one, before it is copied."""
+        """Whether a chunk attends row by row. Rows attend to their own slot only, so that none may have a `source`."""
         return source < 0 and self._attention.row_by_row(chunk.start, chunk.end)
 
     def _forward(self, token_ids: list[int], positions: list[int], keep: list[int]) -> torch.Tensor:
@@ -224,8 +233,10 @@ class ModelRunner:
 class LoadCheck:
     """Compares a model under the rolling batch with the model as it was loaded, on a few random tokens.
 
-    A model that keeps more than keys and values from token to token, or that a fused module does not fit, would answer
-    wrongly without any error; here its logits give it away before it serves.
+    The rolling batch serves any architecture that transformers has, unseen. One that keeps more than keys and values
+    from token to token (a recurrent state, a convolution), or that a fused module does not fit, would generate nonsense
+    without any error. So the logits of the untouched model are computed at load, and those of chunks, of a copied
+    prefix and of decoding have to equal them before the model serves.
     """
 
     _TOKENS = 16
@@ -239,9 +250,9 @@ class LoadCheck:
             self._expected = model(input_ids=self._ids.to(model.device), use_cache=False).logits[0].float()
 
     def compare(self, runner: ModelRunner) -> None:
-        """Compute the tokens in two chunks, of which another slot goes on from the first, and the last by decoding.
+        """Compute a chunk in one slot, a second one that continues from it in another slot, and decode the rest there.
 
-        Raises UnsupportedAttentionError where the logits differ by more than rounding.
+        Raises UnsupportedAttentionError if the logits differ by more than rounding.
         """
         if runner.cache.max_len < self._TOKENS:
             return
@@ -265,6 +276,7 @@ class LoadCheck:
         expected = self._expected[self._PROMPT - 1 :]
         spread = expected - expected.mean(dim=-1, keepdim=True)
         error = float((logits - expected).norm() / spread.norm())
+        # Rounding to bfloat16 in every layer adds up to several per cent. Without its state a model is off by about 1.
         limit = 1e-3 if dtype == torch.float32 else 0.25
         if not error <= limit:  # NaN is an error too
             raise UnsupportedAttentionError(
@@ -279,16 +291,17 @@ def _vocabulary(model: Any) -> int:
 
 
 def _padded(rows: list[int]) -> list[int]:
-    """Add rows that nobody reads, so that few different row counts occur.
+    """Add rows that nobody reads, so that few different numbers of rows occur.
 
-    oneDNN compiles and keeps code for every shape that it meets; without this it would do so for hundreds of counts.
+    oneDNN compiles code for every shape that it meets, and keeps it. Without padding it would do so hundreds of times,
+    in the middle of requests.
     """
     step = next((step for limit, step in _ROW_STEPS if len(rows) <= limit), _LAST_ROW_STEP)
     return rows + [0] * (-len(rows) % step)
 
 
 def _adapters(plan: StepPlan) -> list[Any]:
-    """Return the adapter of each row of the pass, None where it has none."""
+    """Return the adapter of each row of the pass, None for rows without one."""
     adapters = [sequence.adapter for sequence in plan.decode]
     for chunk in plan.prefill:
         adapters += [chunk.sequence.adapter] * (chunk.end - chunk.start)
@@ -298,7 +311,7 @@ def _adapters(plan: StepPlan) -> list[Any]:
 def _rows_to_keep(
     plan: StepPlan, prompt_scored: set[str]
 ) -> tuple[list[int], list[Sequence], list[tuple[Sequence, int, slice]]]:
-    """Rows of the pass whose logits are needed: the sampled ones first, then those that score prompt tokens."""
+    """Return the rows whose logits are needed, those to sample first, and which sequences they belong to."""
     keep = list(range(len(plan.decode)))
     sampled = list(plan.decode)
     row = len(keep)

@@ -1,4 +1,4 @@
-"""The options of every handler that this project's own rolling batch schedules; the names are SGLang's."""
+"""The options of every handler that runs under this project's own rolling batch; the names are SGLang's."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which slots of the KV cache begin with which tokens: a radix tree (as RadixAttention, Zheng et al., 2024).
+"""Which slots of the KV cache begin with which tokens: a radix tree (as in RadixAttention, Zheng et al., 2024).
 
-Keys and values of a token depend on the tokens before it and on the weights alone, so slots whose tokens begin alike,
-under the same adapter, begin with the same keys and values.
+Keys and values of a token depend on the tokens before it and on the weights alone. So slots whose tokens have a common
+prefix, under the same adapter, have the same keys and values there.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterator
 
 
 class _Node:
-    """A run of tokens after those of its parents; `slots` are all that hold it, whether they end here or go on."""
+    """A run of tokens that follows those of its parents; `slots` are all that hold it, also those that continue."""
 
     __slots__ = ("children", "parent", "slots", "tokens")
 
@@ -22,7 +22,7 @@ class _Node:
 
 
 class PrefixTree:
-    """Maps the tokens of slots to the slots; a slot is in it at most once, under one adapter (None for none)."""
+    """Maps tokens to the slots that begin with them; a slot is in it once at most, under an adapter (None for none)."""
 
     def __init__(self) -> None:
         self._roots: dict[Hashable, _Node] = {}
@@ -32,7 +32,7 @@ class PrefixTree:
         return slot in self._ends
 
     def insert(self, slot: int, adapter: Hashable, tokens: list[int]) -> None:
-        """Add a slot that is not in the tree and holds `tokens`, at least one."""
+        """Add a slot with its `tokens`, at least one. The slot must not be in the tree."""
         self._grow(slot, self._roots.setdefault(adapter, _Node([], None, set())), tokens)
 
     def remove(self, slot: int) -> None:
@@ -42,16 +42,16 @@ class PrefixTree:
             upper = node.parent
             _leave(node, slot)
             node = upper
-        if node is not None and not node.children:  # the root of an adapter that nothing is held of
+        if node is not None and not node.children:  # no slot holds anything of this adapter any more
             self._roots = {adapter: root for adapter, root in self._roots.items() if root is not node}
 
     def slots_of(self, adapter: Hashable) -> set[int]:
-        """Return the slots that hold something computed with `adapter`."""
+        """Return the slots whose tokens were computed with `adapter`."""
         root = self._roots.get(adapter)
         return set().union(*(child.slots for child in root.children.values())) if root else set()
 
     def shorten(self, slot: int, length: int) -> None:
-        """Keep a slot with its first `length` tokens only, at least one and fewer than it holds."""
+        """Reduce a slot to its first `length` tokens: at least one, and fewer than it holds."""
         node = self._ends[slot]
         begin = sum(len(above.tokens) for above in _above(node))
         while begin >= length:
@@ -66,9 +66,9 @@ class PrefixTree:
         self._ends[slot] = node
 
     def match(self, adapter: Hashable, tokens: list[int]) -> list[tuple[int, set[int]]]:
-        """Return how many tokens some slots begin with in common with `tokens`, and those slots, the most first.
+        """Return pairs of a length and the slots that begin with so many of `tokens`, the greatest length first.
 
-        The slots of an entry are among those of every later one.
+        The slots of a pair are also among those of every later pair.
         """
         found = []
         node, depth = self._roots.get(adapter), 0
@@ -84,7 +84,7 @@ class PrefixTree:
         return found[::-1]
 
     def paths(self) -> Iterator[tuple[int, list[int]]]:
-        """Yield every slot with its tokens, for checks."""
+        """Yield every slot with its tokens. Tests compare them with what they put in."""
         for slot, end in self._ends.items():
             runs = [end.tokens, *(node.tokens for node in _above(end))]
             yield slot, [token for run in reversed(runs) for token in run]
@@ -111,7 +111,7 @@ def _above(node: _Node) -> Iterator[_Node]:
 
 
 def _leave(node: _Node, slot: int) -> None:
-    """Take a slot out of a node; a node without slots is gone."""
+    """Take a slot out of a node, and the node out of the tree if it has no other slot."""
     assert node.parent is not None
     node.slots.discard(slot)
     if not node.slots:
@@ -119,7 +119,7 @@ def _leave(node: _Node, slot: int) -> None:
 
 
 def _split(node: _Node, length: int) -> _Node:
-    """Cut a node's run after `length` tokens; return the new node that holds the first part."""
+    """Split a node's run after `length` tokens; return the new node, which has the first part."""
     assert node.parent is not None
     upper = _Node(node.tokens[:length], node.parent, set(node.slots))
     node.parent.children[upper.tokens[0]] = upper
@@ -130,7 +130,10 @@ def _split(node: _Node, length: int) -> _Node:
 
 
 def _common(run: list[int], tokens: list[int], start: int) -> int:
-    """How many tokens `run` and `tokens[start:]` have in common at their beginning."""
+    """Return the length of the common prefix of `run` and `tokens[start:]`.
+
+    Comparing slices by bisection is much faster than a loop over tokens: most runs are equal, and long.
+    """
     most = min(len(run), len(tokens) - start)
     if run[:most] == tokens[start : start + most]:
         return most

@@ -1,4 +1,4 @@
-"""From a generation request to token ids: the tokenizer and its chat template."""
+"""Turns the prompt of a generation request into token ids, with the tokenizer and its chat template."""
 
 from __future__ import annotations
 
@@ -9,19 +9,16 @@ from typing import Any
 from jinja2 import TemplateError
 
 from lmi_server.contract.errors import RequestError
-from lmi_server.contract.generation import ChatOptions, GenerationRequest
-
-# From this many characters on a prompt is tokenized in another thread: it would block the event loop for milliseconds.
-# For shorter prompts the change of threads takes longer than the tokenizer.
-LONG_TEXT_CHARS = 20_000
+from lmi_server.contract.generation import LONG_PROMPT_CHARS, ChatOptions, GenerationRequest
 
 
 class PromptEncoder:
-    """Turns the prompt of a request, in any of its forms, into token ids."""
+    """Encodes prompts of any form: token ids, text or messages."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        # The wrapper sets truncation and padding in every call, which fails while another thread decodes.
+        # transformers' wrapper sets truncation and padding of the backend in every call, which fails while another
+        # thread decodes with it. Calling the backend itself, with both switched off once, is safe from any thread.
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         if self._backend is not None:
             self._backend.no_truncation()
@@ -34,7 +31,7 @@ class PromptEncoder:
     async def encode(self, request: GenerationRequest) -> tuple[list[int], str]:
         """Return the token ids and the text of the request's prompt.
 
-        Raises RequestError where the chat cannot be rendered.
+        Raises RequestError if the chat cannot be rendered.
         """
         if isinstance(request.prompt, tuple):
             ids = list(request.prompt)
@@ -42,10 +39,10 @@ class PromptEncoder:
         else:
             chat = request.prompt is None
             text = self._render(request) if request.prompt is None else request.prompt
-            special = request.add_special_tokens and not chat  # a template writes its own
+            special = request.add_special_tokens and not chat  # a chat template writes the special tokens itself
             ids = (
                 await asyncio.to_thread(self.tokenize, text, special)
-                if len(text) > LONG_TEXT_CHARS
+                if len(text) > LONG_PROMPT_CHARS
                 else self.tokenize(text, special)
             )
         truncate = request.sampling.truncate
@@ -61,7 +58,7 @@ class PromptEncoder:
         return ids
 
     def detokenize(self, tokens: Sequence[int]) -> str:
-        """Return the text of token ids, special ones too. Raises RequestError where one is not in the vocabulary."""
+        """Return the text of token ids, special ones included. Raises RequestError if one is not in the vocabulary."""
         vocabulary = len(self._tokenizer)
         unknown = [token for token in tokens if not 0 <= token < vocabulary]
         if unknown:
@@ -91,7 +88,7 @@ class PromptEncoder:
 
 
 def _template_arguments(chat: ChatOptions) -> dict[str, Any]:
-    """Return what the template gets by name; templates that can think ask for `enable_thinking`, as with vLLM."""
+    """Return the variables of the template. Templates with a thinking mode read `enable_thinking`, as under vLLM."""
     if chat.reasoning_effort is None:
         return dict(chat.chat_template_kwargs)
     effort = {"reasoning_effort": chat.reasoning_effort, "enable_thinking": chat.reasoning_effort != "none"}

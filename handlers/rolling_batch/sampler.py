@@ -1,8 +1,8 @@
 """Chooses the next token of every sequence of a step from its logits.
 
-The parameters mean what transformers' logits processors of the same names mean; the work is done for the rows that ask
-for it only, over all of them at once. A request draws from its own random stream, one number per token, so that its
-seed gives the same output in any batch.
+The parameters mean what transformers' logits processors of the same names mean. Each kind of work is done for the rows
+that ask for it only, for all of them at once. A request draws from a random stream of its own, one number per token, so
+that a seed gives the same output in any batch.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 from handlers.rolling_batch.attention import as_numpy
 from lmi_server.contract.generation import SamplingParameters
 
-_CANDIDATES = 1024  # nucleus sampling looks at this many best tokens before it sorts the whole vocabulary
+_CANDIDATES = 1024  # nucleus sampling tries so many best tokens before it sorts the whole vocabulary
 
 
 class SamplingState:
-    """What the sampler keeps of one request: its parameters, its random stream, the tokens seen so far."""
+    """What the sampler keeps for one request: its parameters, its random stream, the tokens seen so far."""
 
     def __init__(self, parameters: SamplingParameters, prompt: list[int]) -> None:
         self.parameters = parameters
@@ -36,7 +36,7 @@ class SamplingState:
 
     @property
     def plain(self) -> bool:
-        """Whether the most likely token is the answer, as the logits stand."""
+        """Whether the token is the argmax of the unchanged logits."""
         return self.parameters.greedy and not self.changes_logits
 
     @property
@@ -58,7 +58,7 @@ class SamplingState:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A chosen token; `logprob` and `top` (token, log probability) where the request asked for them."""
+    """A chosen token, with `logprob` and `top` (token, log probability) if the request asks for them."""
 
     token: int
     logprob: float | None = None
@@ -84,7 +84,7 @@ def sample(logits: torch.Tensor, states: list[SamplingState]) -> list[Sampled]:
 def score(logits: torch.Tensor, tokens: list[int], top: list[int]) -> list[Sampled]:
     """Return the log probability of `tokens[i]` in row i, and of its `top[i]` best alternatives.
 
-    Log probabilities are those of the model itself: before temperature, penalties and truncation.
+    Log probabilities are the model's own: before temperature, penalties and truncation.
     """
     norms = _log_sum_exp(logits)
     rows = torch.arange(len(tokens), device=logits.device)
@@ -143,7 +143,7 @@ def _argmax(logits: torch.Tensor) -> list[int]:
 
 
 def _adjusted(logits: torch.Tensor, states: list[SamplingState]) -> torch.Tensor:
-    """Apply penalties and biases to float32 rows of our own."""
+    """Apply penalties and biases to float32 logits (rows, vocabulary), in place."""
     for row, state in zip(logits, states, strict=True):
         if not state.changes_logits:
             continue
@@ -193,20 +193,20 @@ def _draw_sampled(logits: torch.Tensor, states: list[SamplingState]) -> list[int
 
 
 def _truncated(parameters: SamplingParameters) -> bool:
-    """Whether only a head of the sorted vocabulary can be drawn (typical sampling is not a head of it)."""
+    """Whether only the most likely tokens can be drawn. Typical sampling may leave these out, and is not meant."""
     return parameters.typical_p >= 1.0 and (parameters.top_k > 0 or parameters.top_p < 1.0 or parameters.min_p > 0.0)
 
 
 @dataclass(frozen=True)
 class _Candidates:
-    """The best tokens of each row in falling order: ids and probabilities (rows, candidates)."""
+    """The best tokens of each row in descending order: ids and probabilities (rows, candidates)."""
 
     ids: torch.Tensor
     probabilities: torch.Tensor
     complete: bool  # whether they are the whole vocabulary
 
     def restrict(self, row: int, parameters: SamplingParameters) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return the ids that may be drawn and their weights; None where the candidates do not decide it."""
+        """Return the ids that may be drawn and their weights; None if a token beyond the candidates may be, too."""
         ids, weights = self.ids[row], self.probabilities[row]
         if 0 < parameters.top_k <= len(ids):
             ids, weights = ids[: parameters.top_k], weights[: parameters.top_k]
@@ -238,13 +238,13 @@ def _best_candidates(logits: torch.Tensor, parameters: list[SamplingParameters])
 
 
 def _draw_full(logits: torch.Tensor, state: SamplingState) -> int:
-    """Draw from one row over the whole vocabulary."""
+    """Draw a token of one row from the whole vocabulary."""
     parameters = state.parameters
     if not _truncated(parameters) and parameters.typical_p >= 1.0:
         return _inverse(torch.softmax(logits, dim=-1), state.draw())
     probabilities, ids = torch.softmax(logits, dim=-1).sort(descending=True, stable=True)
     head = _Candidates(ids[None], probabilities[None], complete=True).restrict(0, parameters)
-    assert head is not None  # complete candidates decide everything
+    assert head is not None  # there are no tokens beyond complete candidates
     ids, weights = head
     if parameters.typical_p < 1.0:
         ids, weights = _typical(ids, weights / weights.sum(), parameters.typical_p)
@@ -252,7 +252,7 @@ def _draw_full(logits: torch.Tensor, state: SamplingState) -> int:
 
 
 def _typical(ids: torch.Tensor, weights: torch.Tensor, mass: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keep the tokens nearest to the expected information (Meister et al., 2022) that hold `mass` together."""
+    """Keep the tokens whose information is nearest to its expectation, with `mass` in all (Meister et al., 2022)."""
     surprise = -weights.clamp_min(torch.finfo(weights.dtype).tiny).log()
     entropy = (weights * surprise).sum()
     order = (surprise - entropy).abs().argsort(stable=True)
@@ -263,7 +263,7 @@ def _typical(ids: torch.Tensor, weights: torch.Tensor, mass: float) -> tuple[tor
 
 
 def _inverse(weights: torch.Tensor, uniform: float) -> int:
-    """Return the index that `uniform` in [0, 1) falls on in the running sum of `weights`."""
+    """Return the index that `uniform` in [0, 1) falls on in the cumulative sum of `weights` (inverse transform)."""
     sums = weights.double().cumsum(0)
     index = int(torch.searchsorted(sums, uniform * float(sums[-1]), right=True))
     return min(index, len(weights) - 1)

@@ -1,9 +1,14 @@
 """Which sequences run in the next step: plain data in, plain data out; no tensors, no clock, no I/O.
 
 Iteration-level batching as in Orca (Yu et al., OSDI 2022) with chunked prefill as in Sarathi-Serve (Agrawal et al.,
-OSDI 2024): every step decodes one token of each running sequence and, beside that, computes a bounded number of prompt
-tokens, so that a long prompt never stalls the streams of the others. Admission, retraction and the policies mean what
+OSDI 2024): every step decodes one token of each running sequence, and computes a bounded number of prompt tokens as
+well, so that a long prompt never stalls the streams of the others. Admission, retraction and the policies mean what
 SGLang's of the same names mean (Zheng et al., 2024).
+
+Nobody knows how long an output will be. Reserving max_new_tokens for each sequence would leave most of the KV cache
+empty; reserving nothing would fill it with sequences that cannot go on. So a share of what is left, the new-token
+ratio, is expected of each sequence. It falls while memory suffices, and when it does not, the sequence that came last
+is retracted and the ratio rises.
 """
 
 from __future__ import annotations
@@ -17,36 +22,37 @@ from handlers.rolling_batch.slots import Copy, Match, SlotTable, Trim
 
 Policy = Literal["lpm", "fcfs"]
 
-_RATIO_AT_START = 0.7  # of the tokens that a sequence may still generate, those it is expected to; SGLang's numbers
-_RATIO_AT_END = 0.14  # of the ratio at the start
-_RATIO_STEPS = 600  # from the one to the other
-_STEPS_AFTER_RETRACTION = 20  # that the batch should run without another one
-_MOST_EXPECTED = 4096  # tokens; more are not reserved for a sequence that may fill the context
-_WORTH_WAITING = 16  # tokens that a running sequence is about to compute for one that waits
-_MOST_SORTED = 128  # waiting sequences; with more of them lpm is fcfs, because matching would take longer than it saves
+# The new-token ratio: the share of the tokens it may still generate that a sequence is expected to. SGLang's numbers.
+_RATIO_AT_START = 0.7
+_RATIO_AT_END = 0.14  # as a share of the ratio at the start
+_RATIO_STEPS = 600  # from the ratio at the start to that at the end
+_STEPS_AFTER_RETRACTION = 20  # how long the batch should run without another retraction
+_MOST_EXPECTED = 4096  # tokens expected of a sequence at most, which may fill the whole context
+_WORTH_WAITING = 16  # tokens; if a running sequence is about to compute so many of another's prefix, that one waits
+_MOST_SORTED = 128  # waiting sequences; with more of them lpm is fcfs, because matching takes longer than it saves
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request in the rolling batch. `tokens` is the prompt followed by the output."""
+    """One request in the rolling batch. `tokens` is the prompt, followed by the output."""
 
     request_id: str
     tokens: list[int]
     prompt_len: int
     max_new_tokens: int
     priority: int = 3
-    adapter: Any = None  # what the model runner adds for its rows; keys and values depend on it
+    adapter: Any = None  # its LoRA weights, which keys and values depend on
     may_reuse_prefix: bool = True  # whether it may continue from keys and values that other sequences computed
     shares_prefix: bool = True  # whether other sequences may continue from its keys and values
     computed: int = 0  # tokens whose keys and values are in the KV cache
     slot: int = -1
-    cached: int = -1  # prompt tokens that were not computed for it; -1 before it first ran
+    cached: int = -1  # prompt tokens that it took over from other sequences; -1 before it first ran
     arrival: int = -1
-    overtaken: int = 0  # later ones that were admitted before it
+    overtaken: int = 0  # sequences that came later and were admitted before it
 
     @property
     def max_kv_tokens(self) -> int:
-        """Tokens that the sequence may occupy in the KV cache: the last output token is never written to it."""
+        """Tokens that the sequence may have in the KV cache at most: its last output token is never written."""
         return self.prompt_len + self.max_new_tokens - 1
 
     @property
@@ -69,13 +75,13 @@ class Chunk:
 
     @property
     def completes_prompt(self) -> bool:
-        """Whether the next token follows: of a sequence that was retracted, its output so far counts as prompt."""
+        """Whether an output token follows. If the sequence was retracted, its output so far counts as prompt."""
         return self.end == len(self.sequence.tokens)
 
 
 @dataclass(slots=True, frozen=True)
 class Retraction:
-    """Running sequences went back to the queue because memory ran short; the ratios are those before and after."""
+    """Running sequences that went back to the queue because memory ran short, and the new-token ratios around it."""
 
     sequences: list[Sequence]
     ratio_before: float
@@ -86,7 +92,7 @@ class Retraction:
 class StepPlan:
     """Do `trims`, then `copies`, then one forward pass: a token of each of `decode`, then the tokens of `prefill`.
 
-    `started` are the sequences that run for the first time; what is left tells why the plan is what it is.
+    `started` are the sequences that run for the first time. It and `retraction` are for the statistics.
     """
 
     decode: list[Sequence]
@@ -99,16 +105,16 @@ class StepPlan:
 
 @dataclass(slots=True)
 class SchedulerLimits:
-    """`kv_tokens` is the capacity of the KV cache, over all `slots`; the chunk sizes are prompt tokens per step.
+    """`kv_tokens` is the capacity of the KV cache over all `slots`; the chunk sizes count prompt tokens per step.
 
-    More slots than sequences that run at once (`max_running`) keep what others may reuse.
+    Slots beyond `max_running` keep finished sequences whose prefix others may reuse.
     """
 
     max_running: int
     kv_tokens: int
     chunk_size: int
     chunk_size_when_idle: int
-    slots: int = 0  # as many as run at once, if they are more
+    slots: int = 0  # at least `max_running` in any case
     policy: Policy = "lpm"
     conservativeness: float = 1.0
 
@@ -116,9 +122,9 @@ class SchedulerLimits:
 class Scheduler:
     """Decides what runs; owns the slots.
 
-    Within a priority the longest match comes first (lpm) or who came first (fcfs). A sequence is admitted once its
-    prompt and the part of its output that is to be expected fit; where more is generated than was expected, the
-    sequence that came last goes back to the queue. The one that came first is never retracted, so each one ends.
+    Within a priority, the sequence with the longest match in the KV cache comes first (lpm), or the one that came first
+    (fcfs). A sequence is admitted once its prompt and its expected output fit. If more is generated than expected, the
+    sequence that came last goes back to the queue. The one that came first is never retracted, so every one ends.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
@@ -131,20 +137,20 @@ class Scheduler:
         self.new_token_ratio = self._start_ratio
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence behind those of its own and of more urgent priority.
+        """Queue a sequence behind those of the same and of higher priority.
 
-        Raises ValueError where it could never be admitted.
+        Raises ValueError if it could never be admitted.
         """
         if sequence.max_kv_tokens > self.limits.kv_tokens:
-            raise ValueError(f"needs {sequence.max_kv_tokens} tokens of KV cache of {self.limits.kv_tokens} in all")
+            raise ValueError(f"needs {sequence.max_kv_tokens} tokens of KV cache, which holds {self.limits.kv_tokens}")
         sequence.arrival = self._arrivals
         self._arrivals += 1
         self._wait(sequence)
 
     def remove(self, sequence: Sequence, *, sound: bool = True) -> None:
-        """Forget a sequence: finished, aborted or failed. Its slot is free at once.
+        """Forget a sequence that has finished, was aborted or has failed. Its slot is free at once.
 
-        What was computed of it stays for others to reuse, unless it is not `sound`.
+        Its keys and values stay for others to reuse if they are `sound`.
         """
         if sequence.slot < 0:
             self.waiting.remove(sequence)
@@ -153,14 +159,14 @@ class Scheduler:
             self._vacate(sequence, sound)
 
     def forget(self, adapter: Any) -> None:
-        """Keep nothing that was computed with an adapter beyond the sequences that run with it."""
+        """Keep nothing that was computed with an adapter once the sequences that run with it have ended."""
         self.slots.forget(adapter)
         for sequence in (*self.running, *self.waiting):
             if sequence.adapter is adapter:
                 sequence.shares_prefix = False
 
     def plan(self) -> StepPlan:
-        """Admit what fits and return the next step. It is empty exactly where nothing runs."""
+        """Admit what fits and return the next step, which is empty only if nothing runs."""
         retraction = self._retract()
         started = [] if retraction else self._admit()
         decode = [sequence for sequence in self.running if sequence.decoding]
@@ -175,7 +181,7 @@ class Scheduler:
         return StepPlan(decode, prefill, *self.slots.step_planned(), started, retraction)
 
     def advance(self, plan: StepPlan) -> None:
-        """Account for a plan that was computed: its tokens are in the KV cache now."""
+        """Account for a plan that has been computed: its tokens are in the KV cache."""
         for sequence in plan.decode:
             self._computed(sequence, sequence.computed + 1)
         for chunk in plan.prefill:
@@ -191,12 +197,12 @@ class Scheduler:
         bisect.insort(self.waiting, sequence, key=lambda entry: (entry.priority, entry.arrival))
 
     def _admit(self) -> list[Sequence]:
-        """Move waiting sequences into the batch while there is room; return those that never ran before."""
+        """Move waiting sequences into the batch while there is room; return those that run for the first time."""
         admitted, fresh = [], []
         for sequence in self._in_order() if self._has_place() else []:
             match = self._match(sequence)
             if match.coming - match.tokens >= _WORTH_WAITING and not self._overdue(sequence):
-                continue  # a running sequence is computing what it would compute as well
+                continue  # a running sequence is about to compute the same prefix, to be reused then
             if not self._has_place() or not self._fits(sequence) or not self._start(sequence, match):
                 break
             admitted.append(sequence)
@@ -220,7 +226,7 @@ class Scheduler:
         )
 
     def _overdue(self, sequence: Sequence) -> bool:
-        """Whether so many others overtook the sequence that it is its turn whatever it shares."""
+        """Whether so many others have overtaken the sequence that it comes first: lpm alone could starve it."""
         return sequence.overtaken >= 2 * self.limits.max_running
 
     def _match(self, sequence: Sequence) -> Match:
@@ -243,9 +249,10 @@ class Scheduler:
         return len(self.running) < self.limits.max_running
 
     def _fits(self, sequence: Sequence) -> bool:
-        """Whether the memory holds what all that run, and this one, are expected to need.
+        """Whether the KV cache holds what the running sequences and this one are expected to need at any time.
 
-        A sequence gives its memory back when it ends: the most is needed just before one of them does.
+        All grow at the same rate, and each gives its memory back when it ends. So memory is highest just before one of
+        them ends: at that time those with as much or more left to generate have grown by what that one had left.
         """
         if not self.running:
             return True
@@ -258,7 +265,7 @@ class Scheduler:
         return True
 
     def _expected(self, sequence: Sequence) -> tuple[float, int]:
-        """Tokens that the sequence is expected to generate yet, and those it needs memory for now."""
+        """Return the tokens that the sequence is still expected to generate, and those that it occupies."""
         left = min(sequence.max_new_tokens - sequence.generated, _MOST_EXPECTED)
         return left * self.new_token_ratio, len(sequence.tokens)
 
@@ -266,7 +273,7 @@ class Scheduler:
         return sum(sequence.computed for sequence in self.running)
 
     def _retract(self) -> Retraction | None:
-        """Send running sequences back to the queue until the others can go on."""
+        """Send running sequences back to the queue, the last to come first, until the others can go on."""
         retracted: list[Sequence] = []
         while self.running:
             wanted = max(sum(sequence.decoding for sequence in self.running), 1)
@@ -292,7 +299,7 @@ class Scheduler:
         sequence.slot, sequence.computed = -1, 0
 
     def _decay_ratio(self) -> None:
-        """Expect less while memory suffices; start anew where nothing runs."""
+        """Lower the new-token ratio while memory suffices; reset it if nothing runs."""
         least = self._start_ratio * _RATIO_AT_END
         if not self.running:
             self.new_token_ratio = self._start_ratio

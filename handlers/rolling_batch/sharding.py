@@ -1,8 +1,8 @@
-"""A transformers model over the ranks of a group, each with its share of the heads and of the vocabulary.
+"""Splits a transformers model over the ranks of a group: each has a share of the heads, the MLP and the vocabulary.
 
-transformers loads it: its tensor-parallel plan tells which weights are split by columns and which by rows, and each
-rank reads its own part only. Its modules are then replaced by plain ones over the local part, so that everything that
-is done for speed on one rank is done here too, and the sums go over `Communicator`.
+transformers loads the model. Its tensor-parallel plan says which weights are split by columns and which by rows, and
+each rank reads its own part only. The split modules are then replaced by plain ones over the local part, so that the
+fused modules and kernels for one rank work unchanged, and sums go through `Communicator`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DEGREE = "option.tensor_parallel_degree"
 
 
 def check_degree(config: Any, degree: int) -> None:
-    """Raise ModelLoadError where a model cannot be split over `degree` ranks, before any weights are read."""
+    """Raise ModelLoadError if a model cannot be split over `degree` ranks, before any weights are read."""
     text_config = config.get_text_config()
     if not getattr(text_config, "base_model_tp_plan", None):
         raise ModelLoadError(
@@ -36,7 +36,7 @@ def check_degree(config: Any, degree: int) -> None:
 
 
 def join_process_group(rank: Rank) -> None:
-    """Let torch.distributed know the group: transformers loads by it. A file is its meeting point, no port."""
+    """Join torch's process group, by which transformers loads. Ranks meet through a file, without a port."""
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group(
             "nccl" if torch.cuda.is_available() else "gloo",
@@ -47,7 +47,7 @@ def join_process_group(rank: Rank) -> None:
 
 
 def loading_arguments(degree: int) -> dict[str, Any]:
-    """Return what `from_pretrained` needs to read the part of this rank."""
+    """Return the arguments with which `from_pretrained` reads the part of this rank."""
     from transformers.distributed import DistributedConfig
 
     return {"distributed_config": DistributedConfig(tp_plan="auto", tp_size=degree), "device_map": None}
@@ -60,7 +60,7 @@ def local_bytes(model: nn.Module) -> int:
 
 
 def make_local(model: nn.Module, communicator: Communicator) -> bool:
-    """Replace linear layers that transformers split; tell whether nothing of the model is split in another way."""
+    """Replace the linear layers that transformers has split; return whether no other parameter is split."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear and isinstance(child.weight, DTensor):
@@ -97,7 +97,7 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
 
 
 class RowParallelLinear(nn.Module):
-    """A linear layer of which each rank has some inputs: the ranks add up what they have."""
+    """A linear layer whose weight is split by inputs: the partial results of all ranks are summed (all-reduce)."""
 
     def __init__(self, linear: nn.Linear, bias: torch.Tensor | None, communicator: Communicator) -> None:
         super().__init__()
@@ -107,12 +107,12 @@ class RowParallelLinear(nn.Module):
 
     @property
     def communicator(self) -> Communicator:
-        """Who adds up."""
+        """What sums over the ranks."""
         return self._communicator
 
     @property
     def weight(self) -> torch.Tensor:
-        """The part of this rank; T5 looks at its data type."""
+        """The part of this rank, for code that reads its data type, as T5's does."""
         return self.linear.weight
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -122,7 +122,7 @@ class RowParallelLinear(nn.Module):
 
 
 class ColumnParallelLinear(nn.Module):
-    """A linear layer of which each rank has some outputs: rank 0 gets those of all."""
+    """A linear layer whose weight is split by outputs, which rank 0 gathers."""
 
     def __init__(self, linear: nn.Linear, communicator: Communicator) -> None:
         super().__init__()

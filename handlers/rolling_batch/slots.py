@@ -1,9 +1,9 @@
-"""What each slot of the KV cache holds, and which memory is behind it: plain data, no tensors.
+"""What each slot of the KV cache holds, and how much memory is behind it: plain data, no tensors.
 
-A slot belongs to a running sequence, or keeps the tokens of one that has left (cached), or is empty. A newcomer whose
-first tokens some slot holds goes on in that slot where nobody needs it, or in one of its own into which those tokens
-are copied: copying costs about a hundredth of computing. Cached tokens give way, the least recently used slot's last
-ones first, before the memory of `kv_tokens` tokens is exceeded.
+A slot belongs to a running sequence, or keeps the tokens of one that has left (cached), or is empty. If a slot begins
+with the first tokens of a new sequence, the sequence continues in that slot when nobody needs it, or in another slot to
+which these tokens are copied: copying costs about a hundredth of computing. Before the slots exceed the memory of
+`kv_tokens` tokens, cached tokens are evicted, from the end of the least recently used slot.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from handlers.rolling_batch.prefix_tree import PrefixTree
 
-_LEAST_COPIED = 4  # tokens; computing fewer is as fast as copying them
-_TAIL_WORTH_KEEPING = 16  # tokens that are worth the copy of all that is before them
-_LEAST_EVICTED = 256  # tokens given back at once: it takes two system calls per layer and head
-_LEAST_KEPT = 32  # tokens; a page per layer and head
+_LEAST_COPIED = 4  # tokens; computing fewer is as fast as copying
+_TAIL_WORTH_KEEPING = 16  # cached tokens behind a match; for more of them the match is copied, not overwritten
+_LEAST_EVICTED = 256  # tokens at a time: giving memory back takes two system calls per layer and head
+_LEAST_KEPT = 32  # tokens; fewer occupy a page per layer and head as well
 
 
 @dataclass(slots=True, frozen=True)
@@ -38,7 +38,7 @@ class Copy:
 
 @dataclass(slots=True, frozen=True)
 class Match:
-    """`tokens` first tokens are in `slot` now; `coming` of them will be, once a running sequence is computed."""
+    """The first `tokens` tokens are in `slot` now; `coming` are in some slot once a running sequence is computed."""
 
     slot: int
     tokens: int
@@ -46,9 +46,13 @@ class Match:
 
 
 class SlotTable:
-    """Slots 0 to `slots` - 1 with the memory of `kv_tokens` tokens behind all of them together.
+    """Slots 0 to `slots` - 1, which share the memory of `kv_tokens` tokens.
 
     `trims` and `copies` collect what the next step has to do before it computes, in this order.
+
+    Three numbers of tokens per slot: `_running` or `_cached` have valid keys and values, `_needed` must keep their
+    memory (a planned step is about to write some), `_resident` may occupy memory. A slot that has been emptied stays
+    resident, because memory that is given back has to be provided again page by page; the next sequence writes to it.
     """
 
     def __init__(self, slots: int, kv_tokens: int) -> None:
@@ -56,20 +60,23 @@ class SlotTable:
         self.trims: list[Trim] = []
         self.copies: list[Copy] = []
         self._tree = PrefixTree()
-        self._empty = dict.fromkeys(range(slots))
-        self._cached: dict[int, int] = {}  # tokens held; the least recently used slot first
-        self._running: dict[int, int] = {}  # tokens computed
+        self._empty = dict.fromkeys(range(slots))  # an ordered set
+        self._cached: dict[int, int] = {}  # tokens held by slot; the least recently used slot first
+        self._running: dict[int, int] = {}  # tokens computed by slot
         self._resident = [0] * slots  # tokens whose memory may be in use
         self._needed = [0] * slots  # tokens whose memory must stay
         self._resident_tokens = 0  # never more than `kv_tokens` once a step is planned
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens kept of sequences that have left."""
+        """Tokens of sequences that have left."""
         return sum(self._cached.values())
 
     def find(self, adapter: Hashable, tokens: list[int]) -> Match:
-        """Return the slot that begins with most of `tokens`; the last one has to be computed in any case."""
+        """Return the slot that holds the longest prefix of `tokens`, not counting the last one.
+
+        The last token is computed in any case, because its logits choose the next one.
+        """
         best = Match(-1, 0, 0)
         longest = 0
         for common, slots in self._tree.match(adapter, tokens):
@@ -86,7 +93,7 @@ class SlotTable:
     def claim(self, adapter: Hashable, tokens: list[int], match: Match, spare: int) -> tuple[int, int] | None:
         """Take a slot for a sequence of `tokens`; return it and how many of them it holds.
 
-        None where every slot is in use in this step. `spare` is the memory, in tokens, that no running sequence needs.
+        Returns None if this step needs every slot. `spare` is the memory, in tokens, that no running sequence needs.
         """
         slot, held = self._choose(tokens, match, spare)
         if slot is None:
@@ -106,7 +113,7 @@ class SlotTable:
         return slot, held
 
     def reserve(self, slot: int, tokens: int) -> None:
-        """Provide the memory of the first `tokens` tokens of a running sequence's slot."""
+        """Make room for the first `tokens` tokens of a running sequence in its slot; evict cached ones if necessary."""
         self._needed[slot] = tokens
         if tokens > self._resident[slot]:
             self._set_resident(slot, tokens)
@@ -114,11 +121,11 @@ class SlotTable:
                 self._give_way()
 
     def computed(self, slot: int, tokens: int) -> None:
-        """Tell that the first `tokens` tokens of a running sequence are in its slot."""
+        """Record that the first `tokens` tokens of a running sequence are in its slot."""
         self._running[slot] = tokens
 
     def release(self, slot: int, adapter: Hashable, tokens: list[int]) -> None:
-        """Take the slot back from a sequence that leaves; what is computed of `tokens` stays for others."""
+        """Take the slot back from a sequence that leaves; the computed part of its `tokens` stays cached."""
         held = self._running.pop(slot)
         self._tree.remove(slot)
         self._needed[slot] = held
@@ -129,17 +136,17 @@ class SlotTable:
             self._empty[slot] = None
 
     def discard(self, slot: int) -> None:
-        """Take the slot back from a sequence whose keys and values cannot be relied on."""
+        """Take the slot back from a sequence whose keys and values may be wrong."""
         self._running[slot] = 0
         self.release(slot, None, [])
 
     def forget(self, adapter: Hashable) -> None:
-        """Drop what is cached of an adapter that is gone."""
+        """Drop what is cached of a removed adapter."""
         for slot in self._tree.slots_of(adapter) & self._cached.keys():
             self._forget(slot)
 
     def step_planned(self) -> tuple[list[Trim], list[Copy]]:
-        """Return what has to be done before the planned step computes, trims first."""
+        """Return what the planned step has to do before it computes, trims first; forget it here."""
         done = self.trims, self.copies
         self.trims, self.copies = [], []
         return done
@@ -147,11 +154,11 @@ class SlotTable:
     # --- which slot a newcomer gets ---
 
     def _choose(self, tokens: list[int], match: Match, spare: int) -> tuple[int | None, int]:
-        """Return a slot and how many tokens it holds already if it is the matching one itself."""
+        """Return a slot for `tokens`, and how many of them it holds already if it is the matching slot itself."""
         sources = {copy.source for copy in self.copies}
         useful = match.tokens >= _LEAST_COPIED
         if len(tokens) > spare - self._cached_in(sources):
-            return None, 0  # what this step copies from has to stay until it is copied
+            return None, 0  # the sources of this step's copies must stay until they are copied
         room = spare - self._cached_in(sources | ({match.slot} if useful else set()))
         if useful and match.slot in self._cached and match.slot not in sources:
             lost = self._cached[match.slot] - match.tokens
@@ -165,11 +172,11 @@ class SlotTable:
         return sum(self._cached.get(slot, 0) for slot in slots)
 
     def _others(self, slots: set[int]) -> bool:
-        """Whether a slot beside `slots` could be taken."""
+        """Whether a slot other than `slots` could be taken."""
         return bool(self._empty) or any(slot not in slots for slot in self._cached)
 
     def _vacant(self, tokens: int, pinned: set[int]) -> int | None:
-        """Return a slot whose content nobody needs, one with memory behind it first; a cached one is emptied."""
+        """Return a slot whose content nobody needs: if possible one with memory behind it, else an evicted one."""
         with_memory = max(self._empty, key=lambda slot: self._resident[slot], default=None)
         if with_memory is not None and self._resident[with_memory] > 0:
             return with_memory
@@ -184,7 +191,7 @@ class SlotTable:
         return self._cached[slot] if slot in self._cached else self._running[slot]
 
     def _fitness(self, slot: int) -> tuple[bool, int]:
-        """Of slots that match alike, one that can be gone on with at the least loss is the best."""
+        """Return a key that is greatest for the slot in which a sequence continues at the least loss."""
         return slot in self._cached, -self._held(slot)
 
     def _touch(self, slot: int) -> None:
@@ -198,7 +205,7 @@ class SlotTable:
         self._resident[slot] = tokens
 
     def _give_way(self) -> None:
-        """Bring the memory in use down to the limit: first what nobody needs, then cached tokens."""
+        """Bring the resident tokens down to the limit: trim what nobody needs first, then evict cached tokens."""
         for slot, needed in enumerate(self._needed):
             if self._resident[slot] > needed:
                 self._trim(slot, needed)
@@ -223,7 +230,7 @@ class SlotTable:
         self._trim(slot, keep)
 
     def _forget(self, slot: int) -> None:
-        """Empty a cached slot; its memory stays behind it."""
+        """Empty a cached slot, but leave its memory behind it."""
         del self._cached[slot]
         self._tree.remove(slot)
         self._needed[slot] = 0

@@ -1,4 +1,10 @@
-"""What rank 0 says to the other ranks of its group: plain data as msgpack, one message per step."""
+"""The messages of rank 0 to the other ranks of its group: plain data as msgpack, one message per step.
+
+Requests, scheduler, tokenizer and sampler live on rank 0 alone. A step's message carries what the model is given (token
+ids, positions, slots), not what led to it, so that the other ranks need no state but the KV cache and cannot disagree
+with rank 0 about the schedule. A message for 64 sequences takes half a kilobyte. The tokens that rank 0 samples from a
+step's logits are token ids of the next message: neither logits nor samples need a message of their own.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +17,10 @@ from handlers.rolling_batch.slots import Copy, Trim
 class Pass(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """One step: do `trims`, then `copies`, then compute the rows; the fields are those of StepRows.
 
-    A copy that a chunk has as its source is done after the step, before anything else of the next one.
+    A copy whose source a chunk reads directly is made after the step, before anything else of the next one.
 
-    Row i of the pass is `token_ids[i]` at `positions[i]`; the first rows belong to `slots`, the next to `chunks`, and
-    the last, if there are more, to nobody. `keep` are the rows whose logits are wanted, which may be filled up, too.
-    The tokens that were sampled in one step are rows of the next, so that nobody but rank 0 samples.
+    Row i of the pass is `token_ids[i]` at `positions[i]`. The first rows belong to `slots`, the next ones to `chunks`,
+    and any others are padding. `keep` are the rows whose logits are wanted, with padding behind them.
     """
 
     token_ids: list[int]
@@ -35,7 +40,7 @@ class Prepare(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 
 class Stop(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """The worker ends."""
+    """End; the worker stops."""
 
 
 encode = msgspec.msgpack.Encoder().encode

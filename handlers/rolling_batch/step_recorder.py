@@ -1,6 +1,6 @@
-"""What a rolling batch tells of itself: counters and gauges, and a line in the log every few seconds.
+"""The statistics of a rolling batch: counters, gauges, and a line in the log every few seconds.
 
-The lines and their terms are SGLang's, so that its advice on tuning applies to them.
+The log lines and their terms are SGLang's, so that its advice on tuning applies.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _LINE_INTERVAL_S = 5.0
 class EngineStats:
     """Counters since the start, and the state after the last step.
 
-    `used_tokens` are those of running sequences; what is cached beside them gives way where memory is needed.
-    `throughput` is that of the last interval of the log, in generated tokens per second.
+    `used_tokens` belong to running sequences, `kept_tokens` are cached and evicted when memory is needed. `throughput`
+    counts generated tokens per second, over the last interval of the log.
     """
 
     steps: int = 0
@@ -41,7 +41,7 @@ class EngineStats:
 
 @dataclass(slots=True)
 class _Interval:
-    """What happened since the last line of the log."""
+    """Counts since the last line of the log."""
 
     began: float
     generated: int = 0
@@ -51,7 +51,7 @@ class _Interval:
 
 
 class StepRecorder:
-    """Accounts for steps. `clock` gives seconds."""
+    """Accounts for steps. `clock` returns seconds."""
 
     def __init__(self, scheduler: Scheduler, clock: Callable[[], float] = time.perf_counter) -> None:
         self.stats = EngineStats()
@@ -61,13 +61,13 @@ class StepRecorder:
         self._step_began = clock()
 
     def begin(self) -> None:
-        """Tell that a step begins."""
+        """Record that a step begins."""
         self._step_began = self._clock()
-        if self.stats.running == 0:  # the time without work is nobody's throughput
+        if self.stats.running == 0:  # idle time does not count for the throughput
             self._interval.began = self._step_began
 
     def end(self, plan: StepPlan, sampled: int) -> None:
-        """Account for a step that gave `sampled` tokens; write to the log what is due."""
+        """Account for a step that sampled `sampled` tokens; write a line to the log every few seconds."""
         now = self._clock()
         self._count(plan, sampled, now - self._step_began)
         if plan.retraction is not None:
@@ -76,7 +76,7 @@ class StepRecorder:
             self._write_lines(now)
 
     def observe(self) -> None:
-        """Take the state of the scheduler as it is now."""
+        """Read the state of the scheduler."""
         stats = self.stats
         stats.running = len(self._scheduler.running)
         stats.waiting = len(self._scheduler.waiting)

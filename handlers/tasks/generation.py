@@ -22,6 +22,7 @@ from handlers.rolling_batch.detokenizer import IncrementalDetokenizer, StopMatch
 from handlers.tasks.options import PipelineOptions
 from handlers.tasks.task import Task, named, read_text
 from lmi_server.contract.errors import ContextLengthError, RequestError
+from lmi_server.contract.generation import LEAST_TEMPERATURE
 from lmi_server.dialects import fields
 from lmi_server.dialects.fields import Field
 
@@ -53,7 +54,6 @@ _PARAMETERS = {
 # Read here; generate() is not given them.
 _OUR_OWN = frozenset({"seed", "stop", "include_stop_str_in_output", "return_full_text", "src_lang", "tgt_lang"})
 _SAMPLING = frozenset({"temperature", "top_k", "top_p", "typical_p", "min_p"})
-_COLDEST = 1e-5
 _TRANSLATION = re.compile(r"translation_([A-Za-z-]+)_to_([A-Za-z-]+)")
 
 
@@ -227,7 +227,7 @@ class GenerationTask(Task):
         elif "max_new_tokens" in asked:
             arguments.pop("max_length", None)
         samples = arguments.get("do_sample", self._model.generation_config.do_sample)
-        if not samples or arguments.get("temperature", 1.0) < _COLDEST:
+        if not samples or arguments.get("temperature", 1.0) < LEAST_TEMPERATURE:
             arguments = {name: value for name, value in arguments.items() if name not in _SAMPLING}
             arguments["do_sample"] = False
         return arguments

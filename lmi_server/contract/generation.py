@@ -19,7 +19,14 @@ A dialect refuses by name what a request asks of any other. "media": parts of me
 "engine_extras": `SamplingParameters.extra`; the others are fields of the structs below.
 """
 
-_COLDEST = 1e-5  # below this, dividing logits by the temperature overflows float32 and only the best token is left
+LEAST_TEMPERATURE = 1e-5
+"""Below this, dividing logits by the temperature overflows float32, so that only the most likely token is left."""
+
+LONG_PROMPT_CHARS = 20_000
+"""Longer prompts are tokenized in another thread, because they would block the event loop for milliseconds.
+
+For shorter ones the change of threads takes longer than the tokenizer.
+"""
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +79,7 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def greedy(self) -> bool:
-        return not self.do_sample or self.temperature < _COLDEST
+        return not self.do_sample or self.temperature < LEAST_TEMPERATURE
 
 
 class NamedTool(msgspec.Struct, frozen=True):

@@ -115,7 +115,7 @@ def test_a_missing_package_is_named(plain: Path, tmp_path: Path, method: str) ->
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(
         ModelLoadError,
-        match=rf"quantised with {method} need gptqmodel.*, not installed here; install lmi-server\[gptq\]",
+        match=rf"quantised with {method} need gptqmodel.*, which is not installed; install lmi-server\[gptq\]",
     ):
         load(tmp_path, quantize=method)
 

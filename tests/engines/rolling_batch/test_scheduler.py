@@ -145,7 +145,7 @@ def test_a_more_urgent_priority_waits_in_front_and_equals_stay_in_order() -> Non
 
 
 def test_what_could_never_be_admitted_is_refused() -> None:
-    with pytest.raises(ValueError, match="needs 34 tokens of KV cache of 30"):
+    with pytest.raises(ValueError, match="needs 34 tokens of KV cache, which holds 30"):
         Batch(kv_tokens=30).add(sequence("a", 30))
 
 
