@@ -11,6 +11,7 @@ import os
 import resource
 import signal
 import socket
+import sys
 from collections.abc import Generator, Mapping, Sequence
 
 import uvicorn
@@ -20,6 +21,7 @@ from frontend.app import App
 from frontend.http_protocol import RelayProtocol
 from frontend.inference import Relay
 from frontend.metrics import Metrics
+from frontend.server_log import BackgroundLog, background_log
 from lmi_server.artifacts.fetch import artifact_settings
 from lmi_server.configuration.resolve import inspect_model
 from lmi_server.configuration.server_settings import ServerSettings
@@ -50,8 +52,19 @@ def run(
     The second ends everything at once (exit code 1). With `fail_fast` the first model that fails drains too (exit code
     1).
     """
-    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger().setLevel(settings.log_level.upper())
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    with background_log(sys.stderr.fileno()) as log:
+        return _run(sources, settings, environment, inspect, log)
+
+
+def _run(
+    sources: Sequence[ModelSource],
+    settings: ServerSettings,
+    environment: Mapping[str, str],
+    inspect: Inspect,
+    log: BackgroundLog,
+) -> int:
     listeners = []
     for host, port in _addresses(settings):
         try:
@@ -60,7 +73,7 @@ def run(
             logger.error("cannot listen on %s port %d: %s", host, port, error.strerror)
             return 1
     _allow_many_connections()
-    return uvloop.run(_Server(sources, settings, listeners, environment, inspect).serve())
+    return uvloop.run(_Server(sources, settings, listeners, environment, inspect, log).serve())
 
 
 class _Server:
@@ -73,10 +86,12 @@ class _Server:
         listeners: Sequence[socket.socket],
         environment: Mapping[str, str],
         inspect: Inspect,
+        log: BackgroundLog,
     ) -> None:
         self._sources = sources
         self._settings = settings
         self._listeners = listeners
+        self._log = log
         self._signals = 0
         self._ending = asyncio.Event()
         artifacts = artifact_settings(settings.download_dir, environment)
@@ -131,7 +146,7 @@ class _Server:
         if self._signals > 1:
             logger.warning("second signal: ending at once")
             self._models.kill()
-            logging.shutdown()
+            self._log.close()
             os._exit(1)
 
 

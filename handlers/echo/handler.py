@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from itertools import cycle, islice
 
 from handlers.echo.options import EchoOptions
@@ -20,6 +20,7 @@ class EchoHandler(LLMHandler):
     def __init__(self) -> None:
         self._delay_s: float | None = None
         self._running = 0
+        self._adapters: dict[str, Adapter] = {}
 
     async def start(self, model_dir: str, options: EchoOptions) -> ModelInfo:
         if options.echo_step or options.echo_delay_ms:
@@ -42,12 +43,16 @@ class EchoHandler(LLMHandler):
         finally:
             self._running -= 1
 
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        return self._adapters
+
     async def add_adapter(self, adapter: Adapter) -> None:
         """Accept any adapter; an answer begins with the name of its adapter."""
-        return
+        self._adapters[adapter.name] = adapter
 
     async def remove_adapter(self, name: str) -> None:
-        return
+        self._adapters.pop(name, None)
 
     async def tokenize(self, request: GenerationRequest) -> list[int]:
         return list(range(len(_prompt_text(request).split())))

@@ -19,7 +19,7 @@ class LoadedAdapters:
 
     def __init__(self, loop: StepLoop[RollingBatchEngine]) -> None:
         self._loop = loop
-        self._adapters: dict[str, Adapter] = {}
+        self.registered: dict[str, Adapter] = {}
         self._weights: dict[str, LoraWeights] = {}
         self._loading = asyncio.Lock()
 
@@ -33,14 +33,14 @@ class LoadedAdapters:
         else:
             await self._loop.call(lambda: engine.check_adapter(pairs))
         replaced = self._weights.pop(adapter.name, None)
-        self._adapters[adapter.name] = adapter
+        self.registered[adapter.name] = adapter
         if weights is not None:
             self._weights[adapter.name] = weights
         await self._forget(replaced)
 
     async def remove(self, name: str) -> None:
         """Forget an adapter, if there is one of that name."""
-        self._adapters.pop(name, None)
+        self.registered.pop(name, None)
         await self._forget(self._weights.pop(name, None))
 
     async def _forget(self, weights: LoraWeights | None) -> None:
@@ -56,12 +56,12 @@ class LoadedAdapters:
             return self._weights.get(name) or await self._load(name)
 
     async def _load(self, name: str) -> LoraWeights:
-        adapter = self._adapters.get(name)
+        adapter = self.registered.get(name)
         if adapter is None:
             raise RequestError(f"The adapter {name} has not been registered")
         pairs = await asyncio.to_thread(_read, adapter.directory)
         weights = await self._loop.call(lambda: self._loop.engine.load_adapter(pairs))
-        if self._adapters.get(name) is adapter:  # else it was removed or replaced meanwhile: for this request only
+        if self.registered.get(name) is adapter:  # else it was removed or replaced meanwhile: for this request only
             self._weights[name] = weights
         return weights
 

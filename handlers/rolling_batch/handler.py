@@ -72,6 +72,10 @@ class RollingBatchHandler(LLMHandler):
     def tokenizer(self) -> Any:
         return self._loaded.prompts.tokenizer
 
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        return self._adapters.registered
+
     async def add_adapter(self, adapter: Adapter) -> None:
         await self._adapters.add(adapter)
 

@@ -9,7 +9,11 @@ from typing import Any
 from jinja2 import TemplateError
 
 from lmi_server.contract.errors import RequestError
-from lmi_server.contract.generation import LONG_PROMPT_CHARS, ChatOptions, GenerationRequest
+from lmi_server.contract.generation import ChatOptions, GenerationRequest
+
+# From this many characters on a prompt is tokenized in another thread: it would block the event loop for milliseconds.
+# For shorter prompts the change of threads takes longer than the tokenizer.
+LONG_TEXT_CHARS = 20_000
 
 
 class PromptEncoder:
@@ -42,7 +46,7 @@ class PromptEncoder:
             special = request.add_special_tokens and not chat  # a chat template writes the special tokens itself
             ids = (
                 await asyncio.to_thread(self.tokenize, text, special)
-                if len(text) > LONG_PROMPT_CHARS
+                if len(text) > LONG_TEXT_CHARS
                 else self.tokenize(text, special)
             )
         truncate = request.sampling.truncate

@@ -30,7 +30,8 @@ class Adapters:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._numbers = itertools.count(1)
-        self._by_name: dict[str, library.LoRARequest] = {}
+        self.registered: dict[str, Adapter] = {}
+        self._by_name: dict[str, library.LoRARequest] = {}  # those of `registered`, as vLLM knows them
         self._users: Counter[int] = Counter()  # requests that run, by the number of their adapter
         self._retired: set[int] = set()  # numbers to remove once no request uses them
         self._removals: set[asyncio.Task[None]] = set()  # asyncio itself keeps only weak references to tasks
@@ -55,10 +56,12 @@ class Adapters:
             raise RequestError(f"vLLM cannot use the adapter {adapter.name}: {error_message(error)}") from error
         replaced = self._by_name.get(adapter.name)
         self._by_name[adapter.name] = loaded
+        self.registered[adapter.name] = adapter
         await self._retire(replaced)
 
     async def remove(self, name: str) -> None:
         """Remove an adapter. Nothing happens if there is none of that name."""
+        self.registered.pop(name, None)
         await self._retire(self._by_name.pop(name, None))
 
     @contextmanager

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from handlers.rolling_batch.communicator import Communicator
 from handlers.step_loop import StepLoop
 from handlers.vllm import compiled_code, library, ranks
 from handlers.vllm.adapters import Adapters
@@ -98,7 +99,7 @@ def follow(model_dir: str, options: VllmEngineOptions) -> None:
     config = create_engine_config(model_dir, options)
     with load_errors(CANNOT_LOAD):
         core = ranks.following_core(config)
-    ranks.follow(core)
+    ranks.follow(core, Communicator(own_rank()))
 
 
 def set_threads(options: VllmEngineOptions) -> None:

@@ -77,7 +77,9 @@ def _parse_texts(texts: Mapping[str, str]) -> dict[str, Any]:
     actions = {action.dest: action for action in parser._actions}
     not_configurable = sorted(texts.keys() - actions.keys())
     if not_configurable:
-        raise ModelLoadError(f"vLLM takes option.{not_configurable[0]} from no configuration; remove the key")
+        raise ModelLoadError(
+            f"option.{not_configurable[0]} is internal to vLLM and cannot be configured; remove the key"
+        )
     words = [word for name, text in texts.items() for word in _command_line(actions[name], name, text)]
     parsed = parser.parse_args(words)
     return {name: getattr(parsed, name) for name in texts}

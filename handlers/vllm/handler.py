@@ -60,6 +60,10 @@ class VllmHandler(LLMHandler):
     def tokenizer(self) -> Any:
         return self._loaded.prompts.tokenizer
 
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        return self._loaded.adapters.registered
+
     async def add_adapter(self, adapter: Adapter) -> None:
         await self._loaded.adapters.add(adapter)
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -190,7 +191,7 @@ class VllmEngineOptions(ModelOptions):
             "quantization": self.quantize,
             "cpu_offload_gb": self.cpu_offload_gb_per_gpu,
             "gpu_memory_utilization": self.gpu_memory_utilization,
-            "kv_cache_memory_bytes": self._kv_cache_bytes_of_a_device(),
+            "kv_cache_memory_bytes": self._kv_cache_bytes_per_device(),
             **{name: getattr(self, name) for name in _SAME_NAMES},
             **{name: json.loads(text) for name in _JSON_TEXTS if (text := getattr(self, name)) is not None},
             **self._lora_arguments(),
@@ -200,8 +201,8 @@ class VllmEngineOptions(ModelOptions):
 
     def worker_environment(self) -> Mapping[str, str]:
         if self.engine_process == "own":
-            return {**_VARIABLES, **self._cores_of_shares()}
-        variables = {**_VARIABLES, **THREAD_VARIABLES, **self._cores_of_shares(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+            return {**_VARIABLES, **self._core_binding()}
+        variables = {**_VARIABLES, **THREAD_VARIABLES, **self._core_binding(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         if self.devices_per_worker == 1:
             # A bound thread waits for its core while the front end runs there, and its operation with it.
             variables["OMP_PROC_BIND"] = "false"
@@ -233,8 +234,9 @@ class VllmEngineOptions(ModelOptions):
     def reserved_kv_bytes(self, wanted: int, least: int, available: int) -> int | None:
         """Return bytes of KV cache for a machine without a GPU; None lets vLLM decide.
 
-        `wanted` is enough for all requests of a full batch at full length, `least` for one request; `available` is the
-        free memory. At most a quarter of that is taken, and the rest stays for weights, activations and other programs.
+        `wanted` is enough for a full batch of requests at full length, `least` for one such request; `available` is the
+        free memory. Unless one request needs more, the cache gets a quarter of that at most: the rest is for weights,
+        activations and other programs.
         """
         if self.kv_cache_memory_gb is not None:
             return int(self.kv_cache_memory_gb * 2**30)
@@ -254,22 +256,23 @@ class VllmEngineOptions(ModelOptions):
         on_cpu = {"engine_process": "worker", "compilation": "background", "threads": str(machine.cores)}
         return batch_size | {f"option.{name}": value for name, value in on_cpu.items()}
 
-    def _cores_of_shares(self) -> Mapping[str, str]:
+    def _core_binding(self) -> Mapping[str, str]:
         """Return the variable that gives each of several processes its own cores, on a machine without GPUs.
 
         By itself vLLM gives each process a NUMA node, and fails if there are fewer nodes than processes. This divides
         the cores evenly then. If there are fewer cores than processes, none is bound.
         """
-        shares = self.devices_per_worker or 1
+        processes = self.devices_per_worker or 1
         cores = sorted(os.sched_getaffinity(0))
-        if self.mpi_mode or shares == 1 or len(list(_NUMA_NODES.glob("node[0-9]*"))) >= shares:
+        if self.mpi_mode or processes == 1 or len(list(_NUMA_NODES.glob("node[0-9]*"))) >= processes:
             return {}
-        if len(cores) < shares:
+        if len(cores) < processes:
             return {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        parts = [cores[share * len(cores) // shares : (share + 1) * len(cores) // shares] for share in range(shares)]
+        bounds = [index * len(cores) // processes for index in range(processes + 1)]
+        parts = [cores[first:last] for first, last in pairwise(bounds)]
         return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, part)) for part in parts)}
 
-    def _kv_cache_bytes_of_a_device(self) -> int | None:
+    def _kv_cache_bytes_per_device(self) -> int | None:
         """Return the bytes of KV cache in vLLM's unit: per GPU, or per process that computes on the CPU."""
         if self.kv_cache_memory_gb is None:
             return None

@@ -135,9 +135,8 @@ def following_core(config: Any) -> InprocClient:
     return core
 
 
-def follow(core: Any) -> None:
+def follow(core: Any, communicator: Communicator) -> None:
     """Repeat the calls of rank 0's engine core on this rank's `core`, until rank 0 shuts down."""
-    communicator = Communicator(own_rank())
     decoders: dict[str, Callable[[list[bytes]], Any]] = {
         method: library.MsgpackDecoder(argument_type).decode for method, argument_type in _ARGUMENT_TYPES.items()
     }

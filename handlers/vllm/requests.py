@@ -8,16 +8,17 @@ from typing import Any
 from jinja2 import TemplateError
 from pydantic import ValidationError
 
+from handlers.rolling_batch.prompts import LONG_TEXT_CHARS
 from handlers.vllm import library
 from handlers.vllm.chats import ChatRenderer, RenderedRequest
 from lmi_server.contract.errors import ContextLengthError, RequestError
-from lmi_server.contract.generation import LONG_PROMPT_CHARS, GenerationRequest, SamplingParameters
+from lmi_server.contract.generation import GenerationRequest, SamplingParameters
 
 _CACHE_SALT = "cache_salt"  # part of vLLM's prompt, not of its sampling parameters
 # Tokens per output of a request whose answer does not stream. Each output costs a pass through the handler and the
 # link, so there should be few. There must be some, because the queue gives up a request that shows no progress.
 _UNSTREAMED_INTERVAL = 32
-# What vLLM raises for a request that it cannot serve: the client is told, and the engine goes on.
+# What vLLM raises for a request that it cannot serve: the client gets the error, and the engine goes on.
 CLIENT_ERRORS = (library.VLLMClientError, ValueError, TypeError, NotImplementedError, TemplateError)
 
 
@@ -79,7 +80,7 @@ class PromptRenderer:
         else:
             prompt = {"prompt_token_ids": list(request.prompt or ())}
         parameters = self._tokenize_params(request, request.add_special_tokens)
-        if len(request.prompt or ()) > LONG_PROMPT_CHARS:
+        if len(request.prompt or ()) > LONG_TEXT_CHARS:
             return (await self._renderer.render_cmpl_async([prompt], parameters))[0]
         return self._renderer.render_cmpl([prompt], parameters)[0]
 

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from frontend.server_log import LOG_FORMAT
 from lmi_server.artifacts.location import archive_stem
 from lmi_server.configuration.handlers import HANDLERS
 from lmi_server.configuration.resolve import inspect_model
@@ -210,9 +211,7 @@ def _plain_configuration_errors() -> Iterator[None]:
 
 
 def _log_to_stderr(level: str) -> None:
-    logging.basicConfig(
-        level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    logging.basicConfig(level=level.upper(), stream=sys.stderr, format=LOG_FORMAT)
 
 
 if __name__ == "__main__":

@@ -22,12 +22,6 @@ A dialect refuses by name what a request asks of any other. "media": parts of me
 LEAST_TEMPERATURE = 1e-5
 """Below this, dividing logits by the temperature overflows float32, so that only the most likely token is left."""
 
-LONG_PROMPT_CHARS = 20_000
-"""Longer prompts are tokenized in another thread, because they would block the event loop for milliseconds.
-
-For shorter ones the change of threads takes longer than the tokenizer.
-"""
-
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
     """What the output must match. `value` by `kind`:

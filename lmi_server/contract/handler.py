@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from lmi_server.contract.errors import LmiServerError, RequestError
 from lmi_server.contract.generation import Delta, Feature, GenerationRequest
 from lmi_server.contract.protocol import Adapter, Input
 
+_NO_MAPPING: Mapping[str, Adapter] = MappingProxyType({})
 _NO_ADAPTERS = "this handler serves no LoRA adapters; use another one, or set option.enable_lora=false"
 
 
@@ -73,17 +75,24 @@ class LLMHandler(ABC):
         """Return the tokenizer of the loaded model for its own code; None where there is none like transformers'."""
         return None
 
-    async def add_adapter(self, adapter: Adapter) -> None:
-        """Take a LoRA adapter; from now on requests may name it in `GenerationRequest.adapter`.
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """The adapters that requests may name in `GenerationRequest.adapter`, by name, as `add_adapter` got them.
 
-        One of that name is replaced; requests that run keep the weights that they began with. Raises RequestError
-        naming what of the adapter is not supported or does not fit the model, ModelMemoryError where there is no room;
+        After `start` it is one mapping that changes as adapters come and go; the worker keeps no list of its own.
+        """
+        return _NO_MAPPING
+
+    async def add_adapter(self, adapter: Adapter) -> None:
+        """Add a LoRA adapter, or replace the one of that name; requests that run keep the weights they began with.
+
+        Raises RequestError if it is not supported or does not fit the model, ModelMemoryError if there is no room;
         nothing has changed then.
         """
         raise RequestError(_NO_ADAPTERS)
 
     async def remove_adapter(self, name: str) -> None:
-        """Forget an adapter that `add_adapter` took; requests that run with it finish."""
+        """Remove an adapter; requests that run with it finish. Does nothing if there is none of that name."""
         return
 
     def metrics(self) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -20,7 +20,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     served_names: tuple[str, ...] = ()
     output_formatter: str | None = None  # option.output_formatter
     tgi_compat: bool = False  # option.tgi_compat
-    adapters: frozenset[str] = frozenset()  # names of the LoRA adapters that requests may use
+    adapters: Collection[str] = frozenset()  # names of the LoRA adapters that requests may use
     features: frozenset[Feature] = frozenset()
     sampling_defaults: Mapping[str, Any] = {}
     max_model_len: int = 0  # tokens

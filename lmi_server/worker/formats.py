@@ -6,61 +6,87 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
+
 from lmi_server import dialects
 from lmi_server.configuration.handlers import HANDLERS
 from lmi_server.configuration.handlers import load as load_by_name
 from lmi_server.contract.errors import ModelLoadError, RequestError
-from lmi_server.contract.protocol import Input
-from lmi_server.dialects.adapters import named_adapter
+from lmi_server.contract.handler import LLMHandler
+from lmi_server.contract.protocol import Adapter, Input
+from lmi_server.dialects import fields
+from lmi_server.dialects.adapters import requested_adapter, with_adapter
 from lmi_server.dialects.base import Exchange, Formatting, ServedModel
 from lmi_server.worker.handler_loading import Loading
 
-Parse = Callable[[Input, ServedModel], Exchange]
-"""Reads a request: `dialects.parse`, or the code of a model or an adapter in its place."""
+
+class FormattedAdapter(Adapter, frozen=True, kw_only=True):
+    """An adapter that brings code of its own to read its requests and write their answers.
+
+    The handler keeps it like any other adapter, so that its weights and its code come and go together.
+    """
+
+    formatting: Formatting
 
 
 class Formats:
-    """Chooses by the adapter that a request names. Raises ModelLoadError where the model's code cannot be loaded."""
+    """Parses requests with what the model, or the adapter that a request asks for, has for it."""
 
-    def __init__(self, loading: Loading, tokenizer: Callable[[], Any]) -> None:
+    def __init__(self, loading: Loading, handler: LLMHandler) -> None:
+        """Load the code of the model. Raises ModelLoadError with file and line if it cannot be loaded."""
         self._options = loading.options
-        self._tokenizer = tokenizer
+        self._handler = handler
         spec = HANDLERS.by_handler(loading.load.handler)
         formats_itself = spec is not None and spec.runs_user_code
         self._own = None if formats_itself else self._load(loading.model_dir, None)
-        self._default: Parse = dialects.parse if self._own is None else self._own.parse
-        self._of_adapters: dict[str, Parse] = {}
 
-    def of(self, request: Input) -> Parse:
-        """Return what reads `request`."""
-        if not self._of_adapters:
-            return self._default
-        return self._of_adapters.get(named_adapter(request) or "", self._default)
+    def parse(self, request: Input, served: ServedModel) -> Exchange:
+        """Parse a request. Raises RequestError if it cannot be served, HandlerError if the model's code raises."""
+        adapter = self._formatted_adapter(request, served)
+        if adapter is not None:
+            # Its code may drop the field that names it; the weights are the adapter's all the same.
+            return adapter.formatting.parse(with_adapter(request, adapter.name), served)
+        return dialects.parse(request, served) if self._own is None else self._own.parse(request, served)
 
-    def _load(self, directory: str, base: Formatting | None) -> Formatting | None:
-        """Load the code in `directory`; None where there is none. Raises ModelLoadError with file and line."""
-        if not self._is_needed(directory):
-            return None
-        load_formatting = cast("Callable[..., Formatting | None]", load_by_name(HANDLERS.formatters))
-        return load_formatting(directory, self._options, self._tokenizer, base)
-
-    def of_adapter(self, directory: str) -> Formatting | None:
-        """Load the code of an adapter; None where it has none. Raises RequestError with file and line."""
-        if not Path(directory, "model.py").is_file():
-            return None
+    def with_formatting(self, adapter: Adapter) -> Adapter:
+        """Return `adapter` with the code that it brings, if it brings any. Raises RequestError with file and line."""
+        if not Path(adapter.directory, "model.py").is_file():
+            return adapter
         try:
-            return self._load(directory, self._own)
+            formatting = self._load(adapter.directory, self._own)
         except ModelLoadError as error:
             raise RequestError(error.message) from error
-
-    def set_adapter(self, name: str, formatting: Formatting | None) -> None:
-        """Let requests that name an adapter be read by its own code, or again by that of the model."""
         if formatting is None:
-            self._of_adapters.pop(name, None)
-        else:
-            self._of_adapters[name] = formatting.parse
+            return adapter
+        return FormattedAdapter(**msgspec.structs.asdict(adapter), formatting=formatting)
 
-    def _is_needed(self, directory: str) -> bool:
+    def _formatted_adapter(self, request: Input, served: ServedModel) -> FormattedAdapter | None:
+        """Return the adapter that `request` asks for, if it brings code of its own."""
+        adapters = self._handler.adapters
+        # Most models have no such adapter, and then nobody has to read the body twice.
+        if not any(isinstance(adapter, FormattedAdapter) for adapter in adapters.values()):
+            return None
+        try:
+            name = requested_adapter(request, _json_body(request), served)
+        except RequestError:  # a wrong type; whoever parses the request says so
+            return None
+        adapter = adapters.get(name or "")
+        return adapter if isinstance(adapter, FormattedAdapter) else None
+
+    def _load(self, directory: str, base: Formatting | None) -> Formatting | None:
+        """Load the code in `directory`; return None if it has none. Raises ModelLoadError with file and line."""
         options = self._options
         names_function = options.output_formatter not in (None, *dialects.FORMATTER_NAMES) or options.input_formatter
-        return bool(names_function) or Path(directory, "model.py").is_file()
+        if not names_function and not Path(directory, "model.py").is_file():
+            return None
+        load_formatting = cast("Callable[..., Formatting | None]", load_by_name(HANDLERS.formatters))
+        tokenizer: Callable[[], Any] = self._handler.tokenizer
+        return load_formatting(directory, options, tokenizer, base)
+
+
+def _json_body(request: Input) -> dict[str, Any]:
+    """Return the body, or {} if it is no JSON object: code of one's own may read anything."""
+    try:
+        return fields.json_object(request)
+    except RequestError:
+        return {}

@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from lmi_server.configuration.options import ModelOptions
 from lmi_server.contract.errors import HandlerError, LmiServerError
 from lmi_server.contract.handler import LLMHandler, ModelInfo
@@ -42,11 +40,11 @@ class GenerationProcessor(RequestProcessor):
 
     async def start(self) -> ModelInfo:
         options = self._loading.options
-        self._formats = Formats(self._loading, self._handler.tokenizer)
+        self._formats = Formats(self._loading, self._handler)
         if options.enable_stateful_sessions:
             self._sessions = _session_requests(options)
         info = await self._handler.start(self._loading.model_dir, options)
-        self._served = self._loading.served_model(info)
+        self._served = self._loading.served_model(info, self._handler.adapters)
         return info
 
     async def stop(self) -> None:
@@ -57,20 +55,12 @@ class GenerationProcessor(RequestProcessor):
     async def control(self, command: Command) -> bytes:
         match command:
             case AddAdapter(adapter):
-                formatting = self._formats.of_adapter(adapter.directory)  # the code before the weights
-                await self._handler.add_adapter(adapter)
-                self._formats.set_adapter(adapter.name, formatting)
-                self._set_adapters(self._served.adapters | {adapter.name})
+                await self._handler.add_adapter(self._formats.with_formatting(adapter))
             case RemoveAdapter(name):
-                self._set_adapters(self._served.adapters - {name})
-                self._formats.set_adapter(name, None)
                 await self._handler.remove_adapter(name)
             case GetMetrics():
                 return self._handler.metrics()
         return b""
-
-    def _set_adapters(self, names: frozenset[str]) -> None:
-        self._served = msgspec.structs.replace(self._served, adapters=names)
 
     def stats(self) -> Mapping[str, float]:
         return self._handler.stats()
@@ -83,7 +73,7 @@ class GenerationProcessor(RequestProcessor):
             if request.route in routes.TOKEN_ROUTES:
                 writer.reply(200, [("content-type", "application/json")], await self._tokens(request))
                 return
-            exchange = self._formats.of(request)(request, self._served)
+            exchange = self._formats.parse(request, self._served)
             _log_warnings(request, exchange.warnings)
             if exchange.stream:
                 await self._stream(exchange, writer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -9,7 +10,7 @@ from lmi_server.configuration.handlers import load as load_class
 from lmi_server.configuration.options import ModelOptions
 from lmi_server.contract.errors import LmiServerError, ModelLoadError, ModelMemoryError, is_out_of_memory
 from lmi_server.contract.handler import LLMHandler, ModelInfo, RequestHandler
-from lmi_server.contract.protocol import Load
+from lmi_server.contract.protocol import Adapter, Load
 from lmi_server.dialects import FORMATTER_NAMES
 from lmi_server.dialects.base import ServedModel
 
@@ -25,7 +26,7 @@ class Loading:
     def model_dir(self) -> str:
         return self.load.model_dir
 
-    def served_model(self, info: ModelInfo) -> ServedModel:
+    def served_model(self, info: ModelInfo, adapters: Mapping[str, Adapter]) -> ServedModel:
         """Return what the dialects may know of the model."""
         formatter = self.options.output_formatter
         return ServedModel(
@@ -33,6 +34,7 @@ class Loading:
             served_names=tuple(self.load.served_names),
             output_formatter=formatter if formatter in FORMATTER_NAMES else None,  # or a function of model.py
             tgi_compat=self.options.tgi_compat,
+            adapters=adapters,
             features=info.features,
             sampling_defaults=info.sampling_defaults,
             max_model_len=info.max_model_len,

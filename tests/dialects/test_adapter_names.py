@@ -11,6 +11,7 @@ from dialect_helpers import DELTAS, SERVED, answer, request
 from lmi_server.contract.errors import ModelNotFoundError, RequestError
 from lmi_server.contract.protocol import Input
 from lmi_server.dialects import parse
+from lmi_server.dialects.adapters import requested_adapter
 
 ADAPTED = msgspec.structs.replace(SERVED, adapters=frozenset({"french", "german"}))
 BODIES: dict[str, dict[str, Any]] = {
@@ -75,3 +76,26 @@ def test_one_that_is_not_registered_is_refused(route: str) -> None:
     )
     with pytest.raises(RequestError, match="The adapter Spanish has not been registered"):
         parse(aliased, SERVED)
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "expected"),
+    [
+        ("invocations", {"inputs": "a", "parameters": {"adapter_id": "french"}}, "french"),
+        ("invocations", {"inputs": "a", "model": "french"}, None),
+        ("invocations", {"prompt": "a", "model": "french"}, "french"),
+        ("invocations", {"prompt": "a", "parameters": {"adapter_id": "french"}}, None),
+        ("invocations", {"messages": [{"role": "user", "content": "a"}], "inputs": "a", "model": "french"}, "french"),
+        ("completions", {"prompt": "a", "inputs": "a", "model": "french"}, "french"),
+        ("invocations", {"inputs": "a", "adapter": "german", "adapters": ["french"]}, "french"),
+        ("invocations", {"inputs": "a", "adapters": "", "parameters": {"adapter_id": "french"}}, None),
+    ],
+)
+def test_the_answer_before_parsing_is_that_of_the_dialect(route: str, body: dict[str, Any], expected: str) -> None:
+    received = request(route, body)
+    assert (requested_adapter(received, body, ADAPTED), adapters(received)) == (expected, {expected})
+
+
+def test_a_body_that_only_own_code_can_read_may_name_one_in_every_way() -> None:
+    for body in ({"parameters": {"adapter_id": "french"}}, {"model": "french"}, {"adapters": ["french"]}):
+        assert requested_adapter(request("invocations", body), body, ADAPTED) == "french"

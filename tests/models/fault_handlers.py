@@ -61,6 +61,8 @@ class FaultHandler(EchoHandler):
             yield Delta("token ", prompt_text=str(request.prompt))
             await asyncio.sleep(0.05)
             await self._after_a_token(fault.removeprefix("token-then-"))
+        if fault == "print":
+            print("\n".join(["x" * 100] * 3000), flush=True)
         if fault == "flood":
             while True:
                 yield Delta("x" * 65536)
@@ -77,6 +79,7 @@ class FaultHandler(EchoHandler):
             raise MemoryError("no room for it")
         if fault == "exit":
             os._exit(7)
+        await super().add_adapter(adapter)
 
     def _is_first(self, fault: str) -> bool:
         """Tell whether no worker of this model has seen the fault before."""

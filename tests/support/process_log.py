@@ -14,7 +14,7 @@ _LIMIT_S = 300.0
 class ProcessLog:
     """Reads `stream` in a thread from the start to its end, and keeps its lines.
 
-    A server blocks in the write of its log once the pipe is full (64 KiB), so nobody may start one and not read it.
+    A process may block, or drop lines of its log, once the pipe is full (64 KiB), so that somebody has to read it.
     """
 
     def __init__(self, stream: IO[str] | None) -> None:

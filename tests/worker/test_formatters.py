@@ -150,6 +150,12 @@ def test_an_adapters_own_formatters_are_for_its_requests(server: Server) -> None
     assert own.text == "hello own: a own: (length)"
     header = {"X-Amzn-SageMaker-Adapter-Identifier": "own"}
     assert server.http.post("/predictions/adapted", json={"question": "a"}, headers=header).text == own.text
+    for body in ({"adapters": "own"}, {"adapters": ["own"]}, {"adapter": "own"}, {"parameters": {"adapter_id": "own"}}):
+        named = server.http.post("/predictions/adapted", json={"question": "a", **body})
+        assert (body, named.text) == (body, own.text)
+    for body in ({"adapters": "own"}, {"adapters": ["own"]}, {"adapter": "own"}, {"parameters": {"adapter_id": "own"}}):
+        named = server.http.post("/predictions/adapted", json={"question": "a", **body})
+        assert (body, named.text) == (body, own.text)
     plain = server.http.post("/predictions/adapted?adapter=plain", json={"ask": "a"})
     assert plain.json() == {"generated_text": " plain: a"}
     half = server.http.post("/predictions/adapted?adapter=half", json={"ask": "a b"})  # the model's reads for it

@@ -9,7 +9,7 @@ from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import GenerationRequest, SamplingParameters
 from lmi_server.contract.protocol import Input
 from lmi_server.dialects import fields
-from lmi_server.dialects.adapters import adapter_name, chosen_adapter
+from lmi_server.dialects.adapters import adapter_name, registered_adapter
 from lmi_server.dialects.base import Exchange, ServedModel
 from lmi_server.dialects.fields import Field
 from lmi_server.dialects.lmi.answer import AnswerOptions, JsonExchange, LinesExchange, TextExchange
@@ -88,7 +88,8 @@ _BODY: dict[str, Field] = {
 
 def parse_text(request: Input, served: ServedModel) -> Exchange:
     """Parse a text/plain body, which is the prompt itself. Raises RequestError."""
-    return _exchange(request, served, {"inputs": _inputs("the body", fields.plain_text(request))}, ())
+    prompt = _inputs("the body", fields.plain_text(request))
+    return _exchange(request, served, {"inputs": prompt, "adapter": registered_adapter(request, {}, served)}, ())
 
 
 def parse(request: Input, body: dict[str, Any], served: ServedModel) -> Exchange:
@@ -96,13 +97,14 @@ def parse(request: Input, body: dict[str, Any], served: ServedModel) -> Exchange
     values, unknown = fields.read_fields(body, _BODY)
     if "inputs" not in values:
         raise RequestError('inputs is missing; send {"inputs": "the prompt", "parameters": {...}}')
+    values["adapter"] = registered_adapter(request, body, served)
     return _exchange(request, served, values, fields.unknown_warnings(unknown, _BODY))
 
 
 def _exchange(request: Input, served: ServedModel, values: dict[str, Any], warnings: tuple[str, ...]) -> Exchange:
     parameters, unknown = fields.read_fields(values.get("parameters", {}), PARAMETERS, "parameters.")
     warnings += fields.unknown_warnings(unknown, PARAMETERS, "parameters.")
-    adapter_in_body = values.get("adapter", parameters.pop("adapter", None))
+    parameters.pop("adapter", None)  # `registered_adapter` has read it
     stream = values.get("stream", False)
     framing, formatter_warnings = choose_framing(request, served, stream)
     prompt = values["inputs"]
@@ -114,7 +116,7 @@ def _exchange(request: Input, served: ServedModel, values: dict[str, Any], warni
         prompt=prompt,
         sampling=_sampling(parameters, options, framing is not None),
         priority=request.priority,
-        adapter=chosen_adapter(request, adapter_in_body, served),
+        adapter=values["adapter"],
     )
     warnings += formatter_warnings
     if served.output_formatter == TEXT_ONLY:

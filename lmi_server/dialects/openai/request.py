@@ -13,7 +13,7 @@ from lmi_server.contract.errors import ModelNotFoundError, RequestError
 from lmi_server.contract.generation import GenerationRequest, SamplingParameters
 from lmi_server.contract.protocol import Input
 from lmi_server.dialects import constraints, fields
-from lmi_server.dialects.adapters import adapter_name, chosen_adapter
+from lmi_server.dialects.adapters import adapter_name, registered_adapter
 from lmi_server.dialects.base import ServedModel
 from lmi_server.dialects.errors import is_openai
 from lmi_server.dialects.fields import Field
@@ -142,10 +142,7 @@ def read(
         raise RequestError("prompt_logprobs is not available in a stream; leave it out, or do not stream")
     warnings = fields.unknown_warnings(unknown, known)
     model = values.get("model")
-    # OpenAI's API has no field for adapters; clients name one as the model, as with vLLM.
-    if model in served.adapters:
-        values.setdefault("adapter", model)
-    values["adapter"] = chosen_adapter(request, values.get("adapter"), served)
+    values["adapter"] = registered_adapter(request, body, served)
     other = model_warnings(request, model, served)
     if other:
         del values["model"]

@@ -1,0 +1,169 @@
+"""The log of the server process: written to standard error by a thread of its own.
+
+A write to a pipe blocks while the pipe is full. On the event loop such a write would stop every request as soon as
+whoever reads the log (a container runtime, a terminal, `| less`) falls behind. So the event loop only puts records into
+a queue. The queue is bounded, because a reader may never come back; what does not fit is dropped and counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import select
+import time
+from collections.abc import Iterator
+from logging.handlers import QueueHandler, QueueListener
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+_CAPACITY = 16 << 20  # bytes: a hundred thousand lines of the usual length
+_RECORD_BYTES = 512  # of a record beside its text, roughly
+_CLOSE_LIMIT_S = 1.0
+
+
+@contextlib.contextmanager
+def background_log(fd: int) -> Iterator[BackgroundLog]:
+    """Have the root logger write to the file descriptor `fd` in the background."""
+    log = BackgroundLog(logging.getLogger(), fd)
+    log.start()
+    try:
+        yield log
+    finally:
+        log.close()
+
+
+class BackgroundLog:
+    """Writes the records of `logger` to the file descriptor `fd`, in a thread, from `start` to `close`.
+
+    At most `capacity` bytes of records wait.
+    """
+
+    def __init__(self, logger: logging.Logger, fd: int, capacity: int = _CAPACITY) -> None:
+        self._logger = logger
+        self._handler = _DroppingHandler(_RecordQueue(capacity))
+        self._listener = _Listener(self._handler, _DescriptorHandler(fd))
+        self._replaced: list[logging.Handler] = []
+
+    def start(self) -> None:
+        """Take the place of the logger's handlers."""
+        self._replaced, self._logger.handlers = self._logger.handlers, [self._handler]
+        self._listener.start()
+
+    def close(self, limit_s: float = _CLOSE_LIMIT_S) -> None:
+        """Write what waits, for at most `limit_s` seconds, and put the logger's handlers back."""
+        if self._logger.handlers == [self._handler]:
+            self._logger.handlers = self._replaced
+            self._listener.end(limit_s)
+
+
+class _RecordQueue(queue.Queue[logging.LogRecord | None]):
+    """A queue that is bounded by the memory which its records take; None is the end."""
+
+    def _init(self, maxsize: int) -> None:
+        super()._init(maxsize)
+        self._bytes = 0
+
+    def _qsize(self) -> int:
+        return self._bytes
+
+    def _put(self, item: logging.LogRecord | None) -> None:
+        self._bytes += _size(item)
+        super()._put(item)
+
+    def _get(self) -> logging.LogRecord | None:
+        item = super()._get()
+        self._bytes -= _size(item)
+        return item
+
+
+def _size(record: logging.LogRecord | None) -> int:
+    return _RECORD_BYTES + (0 if record is None else len(record.msg))
+
+
+class _DroppingHandler(QueueHandler):
+    """Puts records into the queue; counts those that do not fit."""
+
+    queue: _RecordQueue
+
+    def __init__(self, records: _RecordQueue) -> None:
+        super().__init__(records)
+        self._dropped = 0
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        # After a drop the queue must be half empty before it takes records again. Otherwise a reader that is too slow
+        # would get single lines between reports of what is missing, instead of whole passages.
+        if self._dropped and self.queue.qsize() > self.queue.maxsize // 2:
+            self._dropped += 1
+            return
+        try:
+            report = self._take_report()
+            if report is not None:
+                self.queue.put_nowait(report)
+            self.queue.put_nowait(record)
+        except queue.Full:
+            self._dropped += 1
+
+    def take_report(self) -> logging.LogRecord | None:
+        """Return a record that says how many were dropped, None if none were; start to count anew."""
+        with self.lock or contextlib.nullcontext():
+            return self._take_report()
+
+    def _take_report(self) -> logging.LogRecord | None:
+        dropped, self._dropped = self._dropped, 0
+        if not dropped:
+            return None
+        text = f"{dropped} lines were not logged, because the log is read too slowly"
+        return logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, None, None)
+
+
+class _Listener(QueueListener):
+    """Takes records out of the queue, in a daemon thread: it does not keep the process alive if a write blocks."""
+
+    def __init__(self, source: _DroppingHandler, target: logging.Handler) -> None:
+        super().__init__(source.queue, target)
+        self._records = source.queue
+        self._source = source
+
+    def handle(self, record: logging.LogRecord) -> None:
+        super().handle(record)
+        if self._records.empty():  # nothing may follow for a long time that could carry the report
+            report = self._source.take_report()
+            if report is not None:
+                super().handle(report)
+
+    def end(self, limit_s: float) -> None:
+        """Write what waits, for at most `limit_s` seconds."""
+        deadline = time.monotonic() + limit_s
+        thread = self._thread
+        if thread is None:
+            return
+        with contextlib.suppress(queue.Full):
+            self._records.put(None, timeout=limit_s)
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+class _DescriptorHandler(logging.Handler):
+    """Writes to a file descriptor.
+
+    It neither locks nor goes through `sys.stderr`. The interpreter flushes both at its end, and would wait for ever for
+    a lock that a thread holds whose write blocks.
+    """
+
+    def __init__(self, fd: int) -> None:
+        super().__init__()
+        self._fd = fd
+        self.setFormatter(logging.Formatter(LOG_FORMAT))
+
+    def createLock(self) -> None:  # noqa: N802 - the name is that of logging
+        self.lock = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        left = memoryview(f"{self.format(record)}\n".encode(errors="backslashreplace"))
+        with contextlib.suppress(OSError):  # whoever read the log is gone
+            while left:
+                try:
+                    left = left[os.write(self._fd, left) :]
+                except BlockingIOError:  # another process that shares the pipe has made it non-blocking
+                    select.select((), (self._fd,), ())
