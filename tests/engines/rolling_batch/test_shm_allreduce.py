@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,28 @@ import torch
 from handlers.rolling_batch.shm_allreduce import ShmAllReduce
 from lmi_server.contract.ranks import Rank
 
+pytestmark = pytest.mark.slow  # each rank imports torch
+
 # Small ones, one that fills a piece, one of several pieces; small ones again, so that no piece is read too late.
 SHAPES = [(1, 1, 3), (1, 32, 512), (1, 128, 512), (1, 700, 512), *[(1, 1, 8)] * 200]
+
+
+class Group:
+    """Processes of which each is a rank: a rank waits for the others, so that each process gets one."""
+
+    def __init__(self, pool: ProcessPoolExecutor, size: int) -> None:
+        self.pool, self.size = pool, size
+
+    def run(self, call: Callable[[Rank], list[torch.Tensor]], directory: Path) -> list[list[torch.Tensor]]:
+        """Return what `call` returns on each rank."""
+        ranks = [Rank(rank, self.size, str(directory)) for rank in range(self.size)]
+        return list(self.pool.map(call, ranks))
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def group(request: pytest.FixtureRequest) -> Iterator[Group]:
+    with ProcessPoolExecutor(request.param, multiprocessing.get_context("spawn")) as pool:
+        yield Group(pool, request.param)
 
 
 def tensors(shapes: list[tuple[int, ...]], rank: int) -> list[torch.Tensor]:
@@ -32,11 +54,9 @@ def all_reduce(rank: Rank) -> list[torch.Tensor]:
     return [sums.all_reduce(part) for part in parts(rank.rank)]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_every_rank_gets_the_sum_of_all(ranks: int, tmp_path: Path) -> None:
-    with multiprocessing.get_context("spawn").Pool(ranks) as pool:
-        totals = pool.map(all_reduce, [Rank(rank, ranks, str(tmp_path)) for rank in range(ranks)], chunksize=1)
-    for index, summands in enumerate(zip(*map(parts, range(ranks)), strict=True)):
+def test_every_rank_gets_the_sum_of_all(group: Group, tmp_path: Path) -> None:
+    totals = group.run(all_reduce, tmp_path)
+    for index, summands in enumerate(zip(*map(parts, range(group.size)), strict=True)):
         expected = torch.stack([summand.float() for summand in summands]).sum(0).to(summands[0].dtype)
         for total in totals:
             torch.testing.assert_close(total[index], expected)
@@ -61,11 +81,9 @@ def join(rank: Rank) -> list[torch.Tensor]:
     return joined
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_rank_0_gets_the_columns_of_all_beside_each_other(ranks: int, tmp_path: Path) -> None:
-    with multiprocessing.get_context("spawn").Pool(ranks) as pool:
-        joined = pool.map(join, [Rank(rank, ranks, str(tmp_path)) for rank in range(ranks)], chunksize=1)
-    for index, parts_of_all in enumerate(zip(*map(columns, range(ranks)), strict=True)):
+def test_rank_0_gets_the_columns_of_all_beside_each_other(group: Group, tmp_path: Path) -> None:
+    joined = group.run(join, tmp_path)
+    for index, parts_of_all in enumerate(zip(*map(columns, range(group.size)), strict=True)):
         assert torch.equal(joined[0][index], torch.cat(parts_of_all, dim=-1))
 
 

@@ -1,0 +1,168 @@
+"""The life of a server over HTTP: full, loading, failed, drained, killed. Each test has a server of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from server_helpers import connect, raw_request, received, serving
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_stream_counts_under_the_status_of_its_ending(tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        assert server.invoke("token-then-raise", stream=True).status_code == 200
+        assert server.invoke("token-then-exit", stream=True).status_code == 200
+        server.until("lmi_workers_ready", 1)
+        with connect(server, raw_request("token-then-wait", stream=True)) as connection:
+            received(connection, until=b'"token"')
+        server.until("lmi_requests_in_flight", 0)
+        text = server.http.get("/metrics").text
+    counted = dict(re.findall(r'lmi_requests_total{code="(\d+)",model="model"} (\S+)', text))
+    assert counted == {"424": "1.0", "503": "1.0", "499": "1.0"}
+
+
+def test_a_full_queue(tmp_path: Path) -> None:
+    with serving(tmp_path, max_rolling_batch_size=1, job_queue_size=1) as server:
+        connections = [connect(server, raw_request("wait")) for _ in range(2)]
+        server.until("lmi_queue_depth", 1)
+        response = server.invoke("a")
+        assert response.status_code == 503
+        assert response.headers["retry-after"] == "1"
+        assert response.json() == {
+            "code": 503,
+            "type": "WlmCapacityException",
+            "message": "Worker queue capacity exceeded for model: model",
+            "error": "Worker queue capacity exceeded for model: model",
+        }
+        for connection in connections:
+            connection.close()
+
+
+def test_loading_is_told_while_the_socket_is_bound(tmp_path: Path) -> None:
+    with serving(tmp_path, "fault_handlers:GatedHandler", ready=False) as server:
+        response = server.http.get("/ping")
+        assert (response.status_code, response.json()) == (503, {"model": {"status": "PENDING"}})
+        refused = server.invoke("a")
+        assert (refused.status_code, refused.json()["message"]) == (503, "Model is not ready: model: it is loading")
+        assert refused.headers["retry-after"]
+        (tmp_path / "model" / "go").touch()
+        server.log_line(r"\] ready: process")
+        assert server.http.get("/ping").status_code == 200
+        assert server.invoke("a").status_code == 200
+
+
+def test_a_failed_load(tmp_path: Path) -> None:
+    with serving(tmp_path, "fault_handlers:FailingHandler", ready=False) as server:
+        server.log_line("model model could not be loaded: the weights are missing")
+        response = server.http.get("/ping")
+        assert (response.status_code, response.json()) == (500, {"model": {"status": "FAILED"}})
+        refused = server.invoke("a")
+        assert refused.status_code == 503
+        assert "the weights are missing" in refused.json()["message"]
+        assert server.stop() == 0
+
+
+def test_with_fail_fast_a_failed_model_ends_the_server(tmp_path: Path) -> None:
+    failing = "fault_handlers:FailingHandler"
+    with serving(tmp_path, failing, ready=False, variables={"SERVING_FAIL_FAST": "true"}) as server:
+        server.log_line("model model has failed, and fail_fast is set")
+        assert server.ended() == 1
+
+
+# --- the end ---
+
+
+def test_sigterm_drains(tmp_path: Path) -> None:
+    with (
+        serving(tmp_path, max_rolling_batch_size=1, echo_delay_ms=2) as server,
+        connect(server, raw_request("a", 200, stream=True)) as running,
+        connect(server, raw_request("b", 2, close=True)) as queued,
+        connect(server, raw_request("c")[:-5]) as late,
+    ):
+        server.until("lmi_queue_depth", 1)
+        server.process.terminate()
+        server.log_line("draining")
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+            late.sendall(raw_request("c")[-5:])
+            refused = received(late)
+            assert refused.startswith(b"HTTP/1.1 503 ")
+            assert b"connection: close" in refused
+        assert received(running).count(b'"token"') == 200
+        assert b'{"generated_text":" b b"}' in received(queued)
+        assert server.ended() == 0
+
+
+def test_a_drain_has_an_end(tmp_path: Path) -> None:
+    with (
+        serving(tmp_path, variables={"SERVING_DRAIN_TIMEOUT": "0.2"}) as server,
+        connect(server, raw_request("wait")) as unseen,
+        connect(server, raw_request("token-then-wait", stream=True)) as seen,
+    ):
+        received(seen, until=b'"token"')
+        server.until("lmi_requests_in_flight", 2)
+        server.process.terminate()
+        assert received(unseen).startswith(b"HTTP/1.1 503 ")
+        rest = received(seen)
+        assert b"shutting down" in rest
+        assert rest.endswith(b"0\r\n\r\n")
+        assert server.ended() == 0
+
+
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    with serving(tmp_path) as server, connect(server, raw_request("wait")):
+        worker = server.worker_pid()
+        server.until("lmi_requests_in_flight", 1)
+        server.process.terminate()
+        server.log_line("draining")
+        server.process.terminate()
+        assert server.ended() == 1
+        assert is_gone(worker)
+
+
+def test_sigterm_while_loading(tmp_path: Path) -> None:
+    with serving(tmp_path, "fault_handlers:GatedHandler", ready=False) as server:
+        server.process.terminate()
+        assert server.ended() == 0
+
+
+@pytest.mark.parametrize("prompt", ["a", "hang"])
+def test_no_worker_outlives_a_killed_server(tmp_path: Path, prompt: str) -> None:
+    with serving(tmp_path) as server, connect(server, raw_request(prompt, 100_000_000, stream=True)):
+        worker = server.worker_pid()
+        server.until("lmi_requests_in_flight", 1)
+        server.process.kill()
+        server.ended()
+        assert is_gone(worker)
+
+
+def is_gone(pid: int) -> bool:
+    """Wait for the end of a process that is not our child."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], 30)[0])
+    finally:
+        os.close(descriptor)
+
+
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        source = (
+            "from frontend.server import run; from lmi_server.configuration.server_settings import ServerSettings\n"
+            f"raise SystemExit(run([], ServerSettings(port={port}), {{}}))"
+        )
+        ended = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=30)
+    assert ended.returncode == 1
+    assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in ended.stderr
