@@ -12,7 +12,7 @@ from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import ChatOptions, GenerationRequest
 
 # From this many characters on a prompt is tokenized in another thread: it would block the event loop for milliseconds.
-# For shorter prompts the change of threads takes longer than the tokenizer.
+# A shorter prompt is not worth the change of threads.
 LONG_TEXT_CHARS = 20_000
 
 
