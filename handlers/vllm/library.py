@@ -139,7 +139,7 @@ def score_of(output: Any) -> float:
 def keep_adapters_apart() -> None:
     """Fix vLLM's LoRA kernels for the CPU, which apply the last adapter to requests without one (seen in 0.32).
 
-    Rows of such requests have the adapter index -1, and the kernels index the stacked weights with it: Python takes -1
+    Rows of such requests have the adapter index -1, and the kernels index the stacked weights with it: torch takes -1
     for the last. An update is the product of two matrices (shrink, then expand); setting the rows to zero after the
     first makes the whole update zero.
     """
