@@ -273,7 +273,7 @@ def test_a_checkpoint_of_deepspeeds_kernels_is_refused(weights: Path, tmp_path: 
     ("changes", "message"),
     [
         ({"tp_size": 2}, r"was split for option\.tensor_parallel_degree=2, but the degree is 1; split the model again"),
-        ({"dtype": "bfloat16"}, r"is in bfloat16, and option\.dtype=fp32"),
+        ({"dtype": "bfloat16"}, r"is in bfloat16, but option\.dtype=fp32"),
     ],
 )
 def test_a_checkpoint_that_was_split_otherwise_is_refused(
