@@ -1,4 +1,4 @@
-"""Extracts archives that nobody vouches for: nothing outside the target, no devices, no bombs."""
+"""Extracts untrusted archives: writes nothing outside the target, no devices, and refuses decompression bombs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _DAMAGED = (
     *(EOFError, NotImplementedError),
 )
 _HERE = PurePosixPath()
-_SMALL = 1 << 30  # bytes; whatever unpacks to less is no bomb, however well it was packed
+_SMALL = 1 << 30  # bytes; an archive that unpacks to less is no bomb, whatever its compression ratio
 
 
 @dataclass(frozen=True, slots=True)
 class ArchiveLimits:
-    """The most that an archive may hold: entries, bytes in all, and bytes per byte of the archive (above 1 GiB)."""
+    """Limits of an archive: entries, bytes in all, and bytes per byte of the archive (checked above 1 GiB)."""
 
     entries: int = 100_000
     size: int = 1 << 40
@@ -42,21 +42,21 @@ class ArchiveLimits:
 def extract_archive(archive: Path, target: Path, limits: ArchiveLimits, activity: Activity) -> None:
     """Extract `archive` (tar in any compression, or zip) into the directory `target`.
 
-    Raises ArtifactError, naming the entry, where one is unsafe, and where the archive is damaged or over the limits;
-    `target` is to be thrown away then.
+    Raises ArtifactError if an entry is unsafe, or if the archive is damaged or over the limits. The caller must then
+    throw `target` away, which may hold a part of the files.
     """
     try:
-        # Not by content alone: a tar whose last file is a zip ends like a zip.
+        # The content alone does not tell: is_zipfile looks at the end, and a tar may end with a zip file.
         if archive.name.lower().endswith((".zip", ".mar")) and zipfile.is_zipfile(archive):
             _extract_zip(archive, target, limits, activity)
         else:
             _extract_tar(archive, target, limits, activity)
     except _DAMAGED as error:
-        raise ArtifactError(f"{archive}: is damaged, or no tar or zip archive: {error}") from error
+        raise ArtifactError(f"{archive}: is damaged, or is no tar or zip archive: {error}") from error
 
 
 class _Allowance:
-    """Counts what comes out of an archive against its limits."""
+    """Counts entries and bytes of an archive, and raises ArtifactError above the limits."""
 
     def __init__(self, archive: Path, limits: ArchiveLimits, activity: Activity) -> None:
         self._archive = archive
@@ -93,7 +93,11 @@ def _extract_tar(archive: Path, target: Path, limits: ArchiveLimits, activity: A
 
 
 def _write_link(member: tarfile.TarInfo, target: Path) -> None:
-    """Make the link that was found safe; where tarfile cannot, it looks for a copy of its target, maybe for ever."""
+    """Make the link `member`, which the guard has checked.
+
+    tarfile itself, if it cannot make a link, searches the archive for a copy of the target; on crafted links that
+    search may not end.
+    """
     path, linked = target / member.name, target / member.linkname
     if member.islnk() and path == linked:
         return
@@ -106,9 +110,11 @@ def _write_link(member: tarfile.TarInfo, target: Path) -> None:
 
 
 class _TarGuard:
-    """Refuses what the data filter lets through or mends silently, above all paths that lead through a link.
+    """Refuses what tarfile's data filter lets through or silently changes, above all paths that lead through a link.
 
-    Without links in its way a path is where its letters say, so no two entries together can reach what one cannot.
+    The filter judges each entry alone, against the files that are on the disk at that moment. Two entries together may
+    get around it: the first makes a link, the second writes through it. If no path leads through a link, then a path
+    means what its text says, and checking the text of each entry is enough.
     """
 
     def __init__(self, archive: Path) -> None:
@@ -117,9 +123,9 @@ class _TarGuard:
         self._files: set[PurePosixPath] = set()
 
     def check(self, member: tarfile.TarInfo) -> None:
-        """Raise ArtifactError where `member`, after all that were checked before it, is unsafe.
+        """Raise ArtifactError if `member` is unsafe after the members that were checked before it.
 
-        Its name and that of the file that it links to are without "." afterwards.
+        Normalises its name, and that of the file that it links to: "./a" becomes "a".
         """
         path = _safe_path(self._archive, member.name)
         if path == _HERE and not member.isdir():
@@ -133,7 +139,8 @@ class _TarGuard:
         elif member.islnk():
             linked = _safe_path(self._archive, member.linkname)
             if linked not in self._files:
-                raise _refused(self._archive, member.name, f"is a link to {member.linkname}, no file before it")
+                reason = f"is a link to {member.linkname}, which is no file before it"
+                raise _refused(self._archive, member.name, reason)
             member.linkname = str(linked)
             self._files.add(path)
         elif member.isreg():
@@ -144,6 +151,7 @@ class _TarGuard:
     def _check_link(self, member: tarfile.TarInfo, path: PurePosixPath) -> None:
         link = PurePosixPath(member.linkname)
         upwards = len([part for part in link.parts if part == ".."])
+        # ".." may stand only at the beginning, and only as often as there are directories above the link.
         leads_out = link.is_absolute() or upwards > len(path.parts) - 1
         if leads_out or ".." in link.parts[upwards:]:
             raise _refused(self._archive, member.name, f"is a link out of the archive ({member.linkname})")
@@ -180,7 +188,7 @@ def _safe_path(archive: Path, name: str) -> PurePosixPath:
     if ".." in path.parts:
         raise _refused(archive, name, "leads out of the archive")
     if "\\" in name or "\0" in name:
-        raise _refused(archive, name, "holds a character that no path in an archive may have")
+        raise _refused(archive, name, "holds a backslash or a null character, which no path in an archive may have")
     return path
 
 
@@ -189,7 +197,7 @@ def _refused(archive: Path, name: str, reason: str) -> ArtifactError:
 
 
 def content_root(directory: Path) -> Path:
-    """Return the only directory in `directory`, where that is all it holds; else `directory` itself."""
+    """Return the only entry of `directory` if that is a directory; else `directory` itself."""
     with os.scandir(directory) as found:
         entries = list(found)
     if len(entries) == 1 and entries[0].is_dir(follow_symlinks=False):
@@ -198,5 +206,5 @@ def content_root(directory: Path) -> Path:
 
 
 def visible_files(directory: Path) -> Iterator[Path]:
-    """Yield what is directly in `directory`, hidden files left out."""
+    """Yield the entries of `directory` without hidden ones."""
     return (path for path in directory.iterdir() if not path.name.startswith("."))

@@ -1,8 +1,8 @@
-"""Tells by size and ETag whether a file holds what an S3 object does.
+"""Compares a file with an S3 object by size and ETag.
 
-The ETag of an object that was uploaded at once is the MD5 of its bytes. That of a multipart upload is the MD5 of the
-parts' MD5s and the number of parts; the size of the parts is not told, but tools upload in few sizes. Of an object that
-is encrypted with a key of KMS or of the customer the ETag says nothing.
+The ETag of an object that was uploaded in one piece is the MD5 of its bytes. The ETag of a multipart upload is the MD5
+of the MD5s of its parts, and the number of parts. S3 does not list the size of the parts, but the common tools use only
+few sizes, which can be tried. If an object is encrypted with a key of KMS or of the customer, its ETag is no digest.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Verdict(Enum):
     SAME = "same"
     DIFFERENT = "different"
     UNKNOWN = "unknown"
-    """The sizes are equal, and the ETag tells no more."""
+    """The sizes are equal, and the ETag cannot be compared."""
 
 
 def compare(path: Path, size: int, etag: str) -> Verdict:
-    """Return whether the file at `path` is the object of this `size` in bytes and `etag` (without its quotes)."""
+    """Compare the file at `path` with an object of `size` bytes with this `etag` (without its quotes)."""
     if not path.is_file() or path.stat().st_size != size:
         return Verdict.DIFFERENT
     if size == 0:
@@ -46,7 +46,7 @@ def compare(path: Path, size: int, etag: str) -> Verdict:
 
 
 def part_sizes(size: int, parts: int) -> Iterator[int]:
-    """Yield the part sizes in bytes that likely make `parts` parts of `size` bytes."""
+    """Yield likely part sizes in bytes with which an upload of `size` bytes has `parts` parts."""
     if parts < 1:
         return
     even = -(-size // parts)  # rounded up
@@ -55,7 +55,7 @@ def part_sizes(size: int, parts: int) -> Iterator[int]:
 
 
 def multipart_etag(path: Path, part_size: int) -> str:
-    """Return the ETag that S3 gives the file at `path` when it is uploaded in parts of `part_size` bytes."""
+    """Return the ETag of the file at `path` if it is uploaded in parts of `part_size` bytes."""
     digests = []
     with path.open("rb") as file:
         while digest := _digest_of_part(file, part_size):
@@ -69,7 +69,7 @@ def md5(path: Path) -> str:
 
 
 def _digest_of_part(file: BinaryIO, part_size: int) -> bytes:
-    """Return the digest of the next part; nothing at the end of the file."""
+    """Return the MD5 of the next part; empty at the end of the file."""
     digest = hashlib.md5(usedforsecurity=False)
     left = part_size
     while left and (block := file.read(min(left, _BLOCK))):

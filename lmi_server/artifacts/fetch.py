@@ -1,4 +1,4 @@
-"""The entry of this package: everything that has to be on this machine before a model's worker is started."""
+"""Fetches everything that must be on this machine before the workers of a model start."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True)
 class ArtifactSettings:
-    """Where files are kept and how they are fetched; `environment` goes to s5cmd, boto3 and pip.
+    """Where fetched files are kept (`root`), and how they are fetched.
 
-    `keep_free` are bytes of the disk that no download may take.
+    `environment` is that of s5cmd, boto3 and pip. A download leaves at least `keep_free` bytes of the disk free.
     """
 
     root: Path
@@ -49,23 +49,23 @@ class ArtifactSettings:
 
 @dataclass(frozen=True, slots=True)
 class Artifacts:
-    """What a worker is started with: the local directory of its model, and what goes first on its PYTHONPATH."""
+    """What a worker needs: the local directory of its model, and directories to put first on its PYTHONPATH."""
 
     model_id: str
     python_path: tuple[str, ...] = ()
 
 
 def artifact_settings(download_dir: str | None, environment: Mapping[str, str]) -> ArtifactSettings:
-    """Return the settings for `download_dir`, without one for the user's cache directory."""
+    """Return the settings with `download_dir`, or with the user's cache directory if it is None."""
     cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     root = Path(download_dir) if download_dir else cache / "lmi-server"
     return ArtifactSettings(root.absolute(), environment)
 
 
 def empty_directory(settings: ArtifactSettings) -> Path:
-    """Return a directory for models that are nothing but an id: it holds no file, and every server may share it.
+    """Return an empty directory, for models that are nothing but a Hugging Face id; all servers may share it.
 
-    Raises ArtifactError where it cannot be made.
+    Raises ArtifactError if it cannot be made.
     """
     directory = settings.root / "empty"
     with file_errors(directory):
@@ -82,11 +82,11 @@ async def fetch_artifacts(
     limit_s: float = 1800.0,
     on_progress: OnProgress = lambda progress: None,
 ) -> Artifacts:
-    """Bring the model that `model_id` names here, and install the `requirements.txt` of `model_dir`.
+    """Fetch the model that `model_id` names, and install the `requirements.txt` of `model_dir`.
 
-    `model_id` is a path (absolute, or relative to `model_dir`), an archive, a hub id (`revision` is for that) or
-    s3://bucket/prefix. pip gets `limit_s` seconds. `on_progress` is called on this event loop. Cancelling ends what
-    runs. Raises ArtifactError; nothing half-written is used by a later call.
+    `model_id` is a path (absolute, or relative to `model_dir`), an archive, a Hugging Face id (at `revision`) or
+    s3://bucket/prefix. pip may take `limit_s` seconds. `on_progress` is called on this event loop. A cancellation stops
+    the download or pip. Raises ArtifactError; a later call never uses files that are incomplete.
     """
 
     def fetch(activity: Activity) -> Artifacts:
@@ -101,10 +101,10 @@ async def fetch_artifacts(
 async def fetch_model_directory(
     url: str, settings: ArtifactSettings, *, on_progress: OnProgress = lambda progress: None
 ) -> Path:
-    """Return the local directory of the model at `url`: what holds serving.properties, before that can be read.
+    """Fetch the model directory at `url`, the one that may hold a serving.properties, and return its local path.
 
-    `url` is as `model_id` of `fetch_artifacts`. A directory that holds nothing but one archive stands for the archive.
-    The directory's name is that of the model. Raises ArtifactError.
+    `url` has the grammar of `model_id` in `fetch_artifacts`. A directory with nothing but one archive stands for that
+    archive. The name of the returned directory is that of the model. Raises ArtifactError.
     """
 
     def fetch(activity: Activity) -> Path:
@@ -119,7 +119,7 @@ async def fetch_model_directory(
 
 
 async def _in_thread(fetch: Callable[[Activity], _Result], on_progress: OnProgress) -> _Result:
-    """Run `fetch` in a thread; a cancellation waits until it has let go of its files."""
+    """Run `fetch` in a thread; on cancellation, wait until the thread has released its files and locks."""
     loop = asyncio.get_running_loop()
 
     def report(progress: Progress) -> None:
@@ -169,9 +169,10 @@ class _ArchiveManifest(msgspec.Struct, frozen=True):
 
 
 def _extracted(archive: Path, settings: ArtifactSettings, activity: Activity) -> Path:
-    """Return the directory that holds what is in `archive`, extracting it where that was not done before."""
+    """Return the directory with the content of `archive`; extract it if that was not done before."""
     with file_errors(archive):
         state = archive.stat()
+    # An archive that is replaced under the same name is another entry of the store.
     identity = f"{archive}\0{state.st_size}\0{state.st_mtime_ns}"
     place = entry(settings.root, "archives", identity, archive_stem(archive.name) or archive.name)
     with claim(place, activity):

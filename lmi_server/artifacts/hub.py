@@ -1,4 +1,4 @@
-"""Fetches a model of the Hugging Face hub into the hub's own cache, which other tools share."""
+"""Fetches a model from the Hugging Face Hub into the cache of huggingface_hub, which other tools share."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Any
 from lmi_server.artifacts.progress import Activity
 from lmi_server.contract.errors import ArtifactError
 
-# The weights of other frameworks, and formats that no engine here reads.
+# Weights of other frameworks, and formats that no engine here reads.
 _FOREIGN = ("*.msgpack", "*.h5", "*.ot", "*.onnx", "*.mlmodel", "onnx/*", "openvino/*", "coreml/*", "original/*")
 _PICKLED = ("pytorch_model*.bin",)
 
 
 def fetch_hub_model(repo_id: str, revision: str | None, activity: Activity) -> Path:
-    """Return the directory of the model's snapshot; `revision` is a branch, a tag or a commit, None the main branch.
+    """Fetch a snapshot of the model and return its directory.
 
-    Without a network, or with HF_HUB_OFFLINE, what the cache holds is used. Raises ArtifactError.
+    `revision` is a branch, a tag or a commit; None is the main branch. Without network, or with HF_HUB_OFFLINE, the
+    cached snapshot is used. Raises ArtifactError.
     """
     if find_spec("huggingface_hub") is None:
         raise ArtifactError(
@@ -25,7 +26,7 @@ def fetch_hub_model(repo_id: str, revision: str | None, activity: Activity) -> P
             'pip install "lmi-server[hub]"'
         )
     activity.report(f"fetching {repo_id} from the Hugging Face hub")
-    # Where the model is there in safetensors, its pickled copy would double the download.
+    # Many models have their weights twice, as safetensors and pickled: the pickled copy would double the download.
     directory = _snapshot(repo_id, revision, (*_FOREIGN, *_PICKLED), activity)
     if not list(directory.glob("*.safetensors")):
         directory = _snapshot(repo_id, revision, _FOREIGN, activity)
@@ -37,7 +38,7 @@ def _snapshot(repo_id: str, revision: str | None, ignored: tuple[str, ...], acti
     from huggingface_hub.errors import HFValidationError
 
     try:
-        # No token is passed: HF_TOKEN and the token of `hf auth login` are found by the library.
+        # The library itself finds HF_TOKEN and the token of `hf auth login`.
         found = snapshot_download(
             repo_id, revision=revision, ignore_patterns=list(ignored), tqdm_class=_progress_bar(repo_id, activity)
         )
@@ -76,12 +77,12 @@ _CONNECT = (
 
 
 def _progress_bar(repo_id: str, activity: Activity) -> Any:
-    """Return a class for the hub's bars that draws nothing and reports the bytes."""
+    """Return a class of progress bars that draws nothing and reports bytes to `activity`."""
     from huggingface_hub.utils.tqdm import tqdm
 
     class Reporting(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            # There are two more, one of files and one of bytes on the wire; this is the one of bytes on the disk.
+            # The library makes three bars: of files, of bytes received, and this one, of bytes written.
             self._shown = kwargs.get("name") == "huggingface_hub.snapshot_download"
             super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
             self._done = float(kwargs.get("initial") or 0)

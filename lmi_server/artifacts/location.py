@@ -1,4 +1,4 @@
-"""Reads where a model is: the grammar of `option.model_id` and of a model's URL. Nothing here opens a connection."""
+"""Parses the location of a model: the grammar of `option.model_id` and of a model's URL. Opens no connection."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class LocalArchive:
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """A model of the Hugging Face hub."""
+    """A model on the Hugging Face Hub."""
 
     repo_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class S3Location:
-    """Everything below `prefix` (without a slash at its end), or the one archive that has this key."""
+    """All objects below `prefix` (without a slash at its end), or the archive with this key."""
 
     bucket: str
     prefix: str
@@ -51,9 +51,9 @@ Location = LocalDirectory | LocalArchive | HubModel | S3Location
 
 
 def parse_location(text: str, base: Path) -> Location:
-    """Return the place that `text` names; a relative path is relative to `base`.
+    """Return the location that `text` names; a relative path is relative to `base`.
 
-    Raises ValueError with what is wrong, to be put behind key and value: "is not allowed; ...".
+    Raises ValueError with a text that continues a message after key and value: "is not allowed; ...".
     """
     if text.startswith("file:"):
         return _local(unquote(urlsplit(text).path), base)
@@ -65,7 +65,7 @@ def parse_location(text: str, base: Path) -> Location:
 
 
 def archive_stem(name: str) -> str | None:
-    """Return the file name without its archive suffix; None where it has none."""
+    """Return the file name without its archive suffix; None if it has no such suffix."""
     file_name = name.rpartition("/")[2]
     for suffix in ARCHIVE_SUFFIXES:
         if file_name.lower().endswith(suffix) and len(file_name) > len(suffix):
@@ -74,13 +74,14 @@ def archive_stem(name: str) -> str | None:
 
 
 def refuse_remote_entry_point(entry_point: str) -> None:
-    """Raise ValueError, to be put behind key and value, where `option.entryPoint` is a URL.
+    """Raise ValueError if `option.entryPoint` is a URL; its text continues a message after key and value.
 
-    LMI runs whatever the URL holds at that moment; code that a server runs has to be part of the model.
+    LMI downloads and runs the file at that URL. Whoever controls the URL would control the server, so this server runs
+    only code that is part of the model.
     """
     if "://" in entry_point and not entry_point.startswith("file:"):
         raise ValueError(
-            "is not allowed: code is not downloaded from a URL; put the file into the model directory "
+            "is not allowed: the server downloads no code; put the file into the model directory "
             "and set option.entryPoint to its name (model.py)"
         )
 
@@ -92,7 +93,7 @@ def _local(path: str, base: Path) -> LocalDirectory | LocalArchive:
     if archive_stem(local.name) is None:
         if local.exists():
             raise ValueError(f"is not allowed; {local} is neither a directory nor a {_suffixes()} archive")
-        raise ValueError(f"is not allowed; there is no directory {local}, nor is it the id of a Hugging Face model")
+        raise ValueError(f"is not allowed; there is no directory {local}, and it is no id of a Hugging Face model")
     if not local.is_file():
         raise ValueError(f"is not allowed; there is no archive {local}")
     return LocalArchive(local)
@@ -102,7 +103,7 @@ def _remote(url: str) -> S3Location:
     scheme, _, rest = url.partition("://")
     if scheme != "s3":
         raise ValueError(f"is not available: {_REMEDIES.get(scheme, _OTHER_SCHEMES)}")
-    # Not urlsplit: in a key "?" and "#" are letters like any other.
+    # urlsplit would cut the key at "?" and "#", which are ordinary characters in it.
     bucket, _, prefix = rest.partition("/")
     if _BUCKET.fullmatch(bucket) is None:
         raise ValueError("is not allowed; allowed: s3://bucket/prefix")
@@ -114,5 +115,5 @@ def _suffixes() -> str:
 
 
 _OTHER_SCHEMES = "use a local directory or archive, the id of a Hugging Face model, or s3://bucket/prefix"
-_DOWNLOAD_FIRST = "a model is not downloaded over plain HTTP; download it and name the local directory or archive"
+_DOWNLOAD_FIRST = "the server fetches no model over HTTP; download it and name the local directory or archive"
 _REMEDIES = {"http": _DOWNLOAD_FIRST, "https": f"{_DOWNLOAD_FIRST} (of huggingface.co, give the model's id alone)"}

@@ -1,4 +1,4 @@
-"""What a fetch tells of its progress, and how it is shown: bars on a terminal, lines of the log elsewhere."""
+"""Progress of a fetch, shown as bars on a terminal and as log lines elsewhere."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LOG_EVERY_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """`done` of `total` bytes of `what` are here; `total` is None where it is not known, or the work has no bytes."""
+    """`done` of `total` bytes of `what` are here; `total` is None if it is unknown, or if the work has no bytes."""
 
     what: str
     done: int = 0
@@ -34,24 +34,24 @@ OnProgress = Callable[[Progress], None]
 
 
 class Activity:
-    """What a fetch, which runs in a thread, shares with who waits for it: progress one way, cancellation the other."""
+    """Connects a fetch, which runs in a thread, with its caller: progress goes one way, cancellation the other."""
 
     def __init__(self, on_progress: OnProgress = lambda progress: None) -> None:
         self._on_progress = on_progress
         self._cancelled = threading.Event()
 
     def report(self, what: str, done: int = 0, total: int | None = None) -> None:
-        """Tell how far it is. Raises ArtifactError where the fetch was cancelled."""
+        """Report progress. Raises ArtifactError if the fetch was cancelled."""
         self.check()
         self._on_progress(Progress(what, done, total))
 
     def check(self) -> None:
-        """Raise ArtifactError where the fetch was cancelled."""
+        """Raise ArtifactError if the fetch was cancelled."""
         if self._cancelled.is_set():
             raise ArtifactError("the download was cancelled")
 
     def pause(self, seconds: float) -> None:
-        """Wait. Raises ArtifactError as soon as the fetch is cancelled."""
+        """Sleep. Raises ArtifactError as soon as the fetch is cancelled."""
         self._cancelled.wait(seconds)
         self.check()
 
@@ -60,7 +60,7 @@ class Activity:
 
 
 class LogProgress:
-    """Writes a line at the start of each thing that is fetched, at its end, and every ten seconds between."""
+    """Logs a line when the fetch of something starts and ends, and every ten seconds in between."""
 
     def __init__(self, model_name: str, now: Callable[[], float] = time.monotonic) -> None:
         self._model_name = model_name
@@ -80,7 +80,7 @@ class LogProgress:
 
 
 class TerminalProgress:
-    """Draws one bar for each thing that is fetched."""
+    """Draws a bar for each thing that is fetched."""
 
     def __init__(self, bars: Bars) -> None:
         self._bars = bars
@@ -94,7 +94,7 @@ class TerminalProgress:
 
 @contextmanager
 def shown_progress(model_name: str, stream: TextIO) -> Iterator[OnProgress]:
-    """Yield what shows the progress on `stream` where that is a terminal, and in the log where it is not."""
+    """Yield a callback that shows progress on `stream` if that is a terminal, else in the log."""
     if not stream.isatty():
         yield LogProgress(model_name)
         return
@@ -111,7 +111,7 @@ def _amount(progress: Progress) -> str:
 
 
 def in_words(size: int) -> str:
-    """Return a number of bytes as people write it: "1.5 GiB"."""
+    """Return a number of bytes as text: "1.5 GiB"."""
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if size >= factor:
             return f"{size / factor:.1f} {unit}"

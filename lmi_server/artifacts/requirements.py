@@ -1,7 +1,7 @@
 """Installs a model's `requirements.txt` into a directory of its own, which goes on the PYTHONPATH of its workers.
 
-What the interpreter has already in a fitting version is not installed again, so that a line `transformers` does not
-bring a second torch. The server's own packages stay as they are, whatever a model asks for.
+Packages that the interpreter already has in a suitable version are not installed again: a line `transformers` must not
+bring a second torch. The packages of the server itself never change.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from lmi_server.artifacts.child import ChildTimeoutError, Ended, run_child
+from lmi_server.artifacts.child_process import ChildTimeoutError, Ended, run_child
 from lmi_server.artifacts.progress import Activity
 from lmi_server.artifacts.store import Entry, claim, entry, file_errors, no_room
 from lmi_server.contract.errors import ArtifactError
@@ -29,7 +29,7 @@ _REASON_LINES = 6
 
 
 class RequirementsManifest(msgspec.Struct, frozen=True):
-    """What was installed, as pip takes it."""
+    """What was installed: the file, and URLs with hashes as pip takes them."""
 
     source: str
     installed: list[str]
@@ -37,7 +37,7 @@ class RequirementsManifest(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Installer:
-    """How to install: the workers' interpreter, the environment of pip, its time in seconds, where the targets are."""
+    """How to install: the interpreter of workers, pip's environment, its time limit in seconds, the store's root."""
 
     python: str
     environment: Mapping[str, str]
@@ -46,10 +46,10 @@ class Installer:
 
 
 def install_requirements(model_dir: Path, installer: Installer, activity: Activity) -> Path | None:
-    """Install what `requirements.txt` of `model_dir` names; return the directory, None where there is no such file.
+    """Install `requirements.txt` of `model_dir` and return the target directory; None if there is no such file.
 
-    A folder `wheelhouse/` is all that pip looks at; one named `requirements/`, as LMI has it, comes before the package
-    index, which is asked only where the folder does not do. Raises ArtifactError with pip's reason.
+    If the model has a folder `wheelhouse/`, pip uses it alone. With LMI's folder `requirements/`, pip tries that alone
+    first, and the package index only if the folder lacks a package. Raises ArtifactError with pip's reason.
     """
     source = model_dir / REQUIREMENTS
     if not source.is_file():
@@ -88,7 +88,7 @@ def _first_that_works(pip: _Pip) -> list[str]:
 
 
 def _where_to_look(model_dir: Path) -> Sequence[Sequence[str]]:
-    """Return pip's arguments for each attempt."""
+    """Return pip's arguments about sources for each attempt, the first one first."""
     wheelhouse, lmi = model_dir / _WHEELHOUSE, model_dir / _LMI_WHEELHOUSE
     if wheelhouse.is_dir():
         return [("--no-index", "--find-links", str(wheelhouse))]
@@ -98,7 +98,11 @@ def _where_to_look(model_dir: Path) -> Sequence[Sequence[str]]:
 
 
 class _Pip:
-    """Runs pip for one model."""
+    """Runs pip for one model.
+
+    A dry run says which packages are missing from the interpreter; only these are installed, without their
+    dependencies. `pip install --target` alone would install every dependency again, torch included.
+    """
 
     def __init__(
         self, source: Path, model_dir: Path, place: Entry, installer: Installer, activity: Activity, lock: int
@@ -111,7 +115,7 @@ class _Pip:
         self._lock = lock
 
     def install(self, look: Sequence[str]) -> list[str]:
-        """Install what is missing; return it."""
+        """Install the missing packages; return their URLs."""
         report = self.place.partial / "report.json"
         self._run(["--dry-run", "--report", str(report), "-r", str(self.source), *look])
         missing = _missing(report)
@@ -152,7 +156,10 @@ _QUIET = ("--no-input", "--disable-pip-version-check", "--no-color", "--progress
 
 
 def _missing(report: Path) -> list[str]:
-    """Return the URLs of what pip would install, each with the hash that it saw."""
+    """Return the URL of each package that pip would install, with the hash that it saw.
+
+    Names and versions would let the second run of pip resolve to other files than the first.
+    """
     found: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
     return [_url(item) for item in found["install"]]
 
@@ -168,25 +175,25 @@ def _url(item: dict[str, Any]) -> str:
 
 
 def _reason(ended: Ended) -> str:
-    """Return what pip says is wrong, without the rest of its output."""
+    """Return pip's error messages without the rest of its output."""
     lines = [line.strip() for line in ended.stderr.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
-    return "; ".join(errors[:_REASON_LINES] or lines[-_REASON_LINES:]) or "it did not say why"
+    return "; ".join(errors[:_REASON_LINES] or lines[-_REASON_LINES:]) or "pip gave no reason"
 
 
 def _identity(source: Path, model_dir: Path, python: str) -> str:
-    """Return a text that changes whenever another installation is due."""
+    """Return a text that changes if the packages must be installed again."""
     digest = hashlib.sha256()
     for path in sorted(set(_named_files(source, model_dir))):
         digest.update(f"{path.relative_to(model_dir)}\0".encode())
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     interpreter = Path(python).resolve()
-    # The prefix too: two virtual environments of one interpreter hold different packages.
+    # `python` is part of it, too: two virtual environments of one interpreter hold different packages.
     return f"{digest.hexdigest()}\0{python}\0{interpreter}\0{interpreter.stat().st_mtime_ns}"
 
 
 def _named_files(source: Path, model_dir: Path) -> Iterator[Path]:
-    """Yield `source`, the files of the model that its lines name (`-r`, `-c`, wheels), and those of the wheelhouses."""
+    """Yield `source`, the files of the model that its lines name (`-r`, `-c`, wheels), and its wheels."""
     yield from _reachable(source, model_dir, set())
     for folder in (_WHEELHOUSE, _LMI_WHEELHOUSE):
         if (model_dir / folder).is_dir():

@@ -1,4 +1,4 @@
-"""Keeps a copy of what is below an S3 prefix: resumed after a cut, checked by ETag, fetched anew where it changed."""
+"""Keeps a local copy of the objects below an S3 prefix: resumes, checks ETags, and fetches only what has changed."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _HASHED_AT_ONCE = 4  # files; hashing is faster than most networks, and the engi
 
 
 class S3Manifest(msgspec.Struct, frozen=True):
-    """What a complete copy was fetched from."""
+    """The prefix and the objects that a complete copy was fetched from."""
 
     url: str
     objects: list[S3Object]
 
 
 def fetch_s3(location: S3Location, client: S3Client, root: Path, keep_free: int, activity: Activity) -> Path:
-    """Return the directory under `root` with what is below `location`, fetching what is not there as it is on S3.
+    """Bring the copy of `location` under `root` up to date and return its directory.
 
-    Where `location` is the key of one object, the directory holds that. `keep_free` bytes of the disk are left alone.
-    Raises ArtifactError; what was fetched until then is checked and used by the next call, never trusted.
+    If `location` is the key of one object, the directory holds that object. A download leaves `keep_free` bytes of the
+    disk free. Raises ArtifactError; the next call checks the files that have arrived by then, and goes on from there.
     """
     place = entry(root, "s3", location.url, PurePosixPath(location.prefix).name or location.bucket)
     with claim(place, activity) as lock:
@@ -42,7 +42,7 @@ def fetch_s3(location: S3Location, client: S3Client, root: Path, keep_free: int,
         except S3UnreachableError as error:
             return _kept(place, error)
         if not objects:
-            raise ArtifactError(f"{location.url}: there is nothing; check bucket and prefix")
+            raise ArtifactError(f"{location.url}: there are no objects; check bucket and prefix")
         if not _is_current(place, location, objects):
             with file_errors(place.directory):
                 _refresh(place, location, client, objects, keep_free, activity, lock)
@@ -50,7 +50,7 @@ def fetch_s3(location: S3Location, client: S3Client, root: Path, keep_free: int,
 
 
 def _kept(place: Entry, error: S3UnreachableError) -> Path:
-    """Return the copy that an earlier start completed, for a machine that is offline now."""
+    """Return the complete copy of an earlier start, for a machine that is offline. Raises `error` without one."""
     manifest = place.manifest(S3Manifest)
     if manifest is None or not _sizes_match(place, manifest):
         raise error
@@ -79,7 +79,7 @@ def _refresh(
     activity: Activity,
     lock: int,
 ) -> None:
-    """Complete the partial files and publish them. What did not change since the last copy is linked from there."""
+    """Complete the partial files and publish them. Files that have not changed are linked from the last copy."""
     wanted = _downloads(place.partial_files, location.url, objects)
     place.partial_files.mkdir(parents=True, exist_ok=True)
     _remove_all_but(place.partial_files, {download.path for download in wanted})
@@ -101,16 +101,16 @@ def _downloads(directory: Path, url: str, objects: Iterable[S3Object]) -> list[D
 
 
 def _relative(key: str, prefix: str) -> PurePosixPath:
-    """Return the path below the model's directory. Raises ArtifactError where the key would lead out of it."""
+    """Return the path below the model's directory. Raises ArtifactError if the key leads out of it."""
     rest = key.rpartition("/")[2] if key == prefix else key.removeprefix(f"{prefix}/" if prefix else "")
     parts = rest.split("/")
     if any(part in ("", ".", "..") for part in parts) or any(letter in rest for letter in "\0\n\r"):
-        raise ArtifactError(f"object {key!r}: its key is no path of a file; rename it on S3")
+        raise ArtifactError(f"object {key!r}: its key cannot be the path of a file; rename it on S3")
     return PurePosixPath(*parts)
 
 
 def _remove_all_but(directory: Path, wanted: set[Path]) -> None:
-    """Remove what is on S3 no more, and what the cut transfer of another tool left here."""
+    """Remove files that are no longer on S3, and temporary files of an interrupted transfer."""
     for parent, _, names in os.walk(directory):
         for name in names:
             path = Path(parent, name)
@@ -119,7 +119,7 @@ def _remove_all_but(directory: Path, wanted: set[Path]) -> None:
 
 
 def _link_unchanged(place: Entry, download: Download) -> None:
-    """Give a file of the last copy a second name, so that it is not fetched again where it is still the same."""
+    """Give a file of the last copy a second name (a hard link), so that it is fetched again only if it changed."""
     last = place.files / download.path.relative_to(place.partial_files)
     if not download.path.exists() and last.is_file():
         os.link(last, download.path)
@@ -146,7 +146,7 @@ def _size(downloads: Iterable[Download]) -> int:
 
 
 class _Transfer:
-    """Fetches files from one location and tells of the bytes."""
+    """Fetches files from one location and reports the bytes."""
 
     def __init__(
         self, location: S3Location, client: S3Client, activity: Activity, lock: int, what: str, total: int
@@ -159,9 +159,9 @@ class _Transfer:
         self._total = total
 
     def run(self, downloads: Sequence[Download], already: int = 0) -> None:
-        """Fetch `downloads`; `already` bytes of the whole are here."""
+        """Fetch `downloads`; of the total, `already` bytes are on the disk."""
         for download in downloads:
-            # A new file: what is here may be a second name of a file that another server's worker reads.
+            # Never write into the existing file: it may be a hard link to a file that a running worker reads.
             download.path.unlink(missing_ok=True)
         size = _size(downloads)
         full = [download for download in downloads if download.source.size]
@@ -173,32 +173,36 @@ class _Transfer:
         self._activity.report(self._what, already + size, self._total)
 
     def _on_bytes(self, already: int, size: int) -> Callable[[int], None]:
+        # Not the last byte: the total is reported once the files are complete.
         return lambda done: self._activity.report(self._what, already + max(0, min(done, size - 1)), self._total)
 
 
 def _verify(fetched: Sequence[Download], transfer: _Transfer, activity: Activity) -> None:
-    """Raise ArtifactError where a file is not what its object is.
+    """Raise ArtifactError if a file differs from its object.
 
-    The ETag of an encrypted object is no digest of its bytes. That is so where the same bytes arrive a second time; the
-    smallest file is enough to find that out, and sizes have to do for the others.
+    A different digest has two causes: the bytes are damaged, or the ETag is no digest, because the object is encrypted.
+    Fetching the smallest file again separates them: if the same bytes arrive twice, the ETags are no digests, and only
+    the sizes are checked. Otherwise all differing files are fetched again, once.
     """
     different = _different(fetched, activity)
     short = [download for download in different if download.path.stat().st_size != download.source.size]
     if not different:
         return
     if not short and _etags_are_no_digests(min(different, key=lambda download: download.source.size), transfer):
-        logger.warning("%d files were checked by their size only: their ETags are no digests", len(different))
+        logger.warning(
+            "%d files were checked by size only, because their ETags are not digests of their content", len(different)
+        )
         return
     transfer.run(different)
     for download in _different(different, activity):
         raise ArtifactError(
-            f"{download.source.key}: what arrived is not what S3 lists (size {download.source.size}, "
-            f"ETag {download.source.etag}), twice; try again once the upload is complete"
+            f"{download.source.key}: the download differs from what S3 lists (size {download.source.size}, "
+            f"ETag {download.source.etag}), twice; try again when the upload is complete"
         )
 
 
 def _different(downloads: Sequence[Download], activity: Activity) -> list[Download]:
-    verdicts = _verdicts(downloads, activity, "checking what was downloaded")
+    verdicts = _verdicts(downloads, activity, "checking the download")
     return [file for file, verdict in zip(downloads, verdicts, strict=True) if verdict is Verdict.DIFFERENT]
 
 

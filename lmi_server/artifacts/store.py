@@ -1,12 +1,13 @@
-"""Where fetched files are kept: complete under their final name, or not at all.
+"""The directory that keeps fetched files. Under its final name, an entry is complete.
 
     <root>/<kind>/<digest>/NAME/         the files, under the name that the model has at its source
-    <root>/<kind>/<digest>/manifest.json what they were fetched from; not there before everything else is
-    <root>/<kind>/<digest>.partial/      the same while it is being filled; never used before it was checked anew
-    <root>/<kind>/<digest>.lock          held by the server that fills it
+    <root>/<kind>/<digest>/manifest.json what they were fetched from; written last
+    <root>/<kind>/<digest>.partial/      the same while it is being filled; used again only after a check
+    <root>/<kind>/<digest>.lock          locked by the server that fills it
 
-Who was killed leaves a `.partial` behind, which the next one checks and completes. The lock is the kernel's, so it ends
-with the process that holds it (and with the children that it was handed to).
+A server that is killed leaves a `.partial` behind, which the next one checks and completes. The lock is a kernel lock
+(flock): it ends when the last process ends that has its descriptor, and children that write here inherit the
+descriptor. So a server never starts to fill an entry that a child of a killed server still writes to.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _Manifest = TypeVar("_Manifest", bound=msgspec.Struct)
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One thing that is kept: `directory` is its final place, `name` that of the directory of files in it."""
+    """One entry of the store: `directory` is its final path, `name` the directory of files in it."""
 
     directory: Path
     name: str
@@ -53,14 +54,14 @@ class Entry:
         return self.partial / self.name
 
     def manifest(self, manifest_type: type[_Manifest]) -> _Manifest | None:
-        """Return what the complete files were fetched from; None where there are none."""
+        """Return the manifest of the complete files; None if the entry is not complete."""
         try:
             return msgspec.json.decode((self.directory / "manifest.json").read_bytes(), type=manifest_type)
         except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
             return None
 
     def publish(self, manifest: msgspec.Struct) -> None:
-        """Make the partial files the complete ones. Only for who holds the claim."""
+        """Replace the complete files by the partial ones, with a rename. The caller must hold the claim."""
         _sync_tree(self.partial_files)
         _write_synced(self.partial / "manifest.json", msgspec.json.encode(manifest))
         outdated = self.directory.with_name(f"{self.directory.name}.outdated")
@@ -75,7 +76,7 @@ class Entry:
 
 
 def entry(root: Path, kind: str, identity: str, name: str) -> Entry:
-    """Return the place under `root` of what `identity` (a URL, a path with its version) stands for."""
+    """Return the entry under `root` for `identity`, a URL or a path with its version."""
     digest = hashlib.sha256(identity.encode()).hexdigest()[:20]
     plain = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII).lstrip(".") or "model"
     return Entry(root / kind / digest, plain)
@@ -83,9 +84,9 @@ def entry(root: Path, kind: str, identity: str, name: str) -> Entry:
 
 @contextmanager
 def claim(place: Entry, activity: Activity) -> Iterator[int]:
-    """Hold `place` against every other server; yield the lock's descriptor, for children that write there.
+    """Lock `place` against other servers; yield the descriptor of the lock, for children that write there.
 
-    Waits while another one holds it. Raises ArtifactError where the root cannot be written.
+    Waits while another server holds the lock. Raises ArtifactError if the root is not writable.
     """
     lock_path = place.directory.with_name(f"{place.directory.name}.lock")
     with file_errors(place.directory):
@@ -101,7 +102,7 @@ def claim(place: Entry, activity: Activity) -> Iterator[int]:
 
 
 def require_room(directory: Path, needed: int, keep_free: int) -> None:
-    """Raise ArtifactError where `needed` bytes more would leave less than `keep_free` on the disk of `directory`."""
+    """Raise ArtifactError if `needed` more bytes would leave less than `keep_free` on the disk of `directory`."""
     free = shutil.disk_usage(directory).free
     if needed + keep_free > free:
         left = in_words(max(0, free - keep_free))
@@ -113,12 +114,12 @@ def require_room(directory: Path, needed: int, keep_free: int) -> None:
 
 @contextmanager
 def file_errors(directory: Path) -> Iterator[None]:
-    """Turn what the file system refuses under `directory` into an ArtifactError that says what to do."""
+    """Turn errors of the file system under `directory` into an ArtifactError with a remedy."""
     try:
         yield
     except OSError as error:
         if error.errno is None:
-            raise  # not from the file system: gzip and others derive theirs from OSError
+            raise  # not from the file system: gzip and others derive their errors from OSError
         if error.errno in _NO_ROOM:
             raise ArtifactError(no_room(directory)) from error
         raise ArtifactError(
@@ -140,7 +141,7 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _sync_tree(directory: Path) -> None:
-    """Have the disk hold what the manifest is about to vouch for, so that not even a power cut makes it a lie."""
+    """Write all files through to the disk, so that the manifest is true even after a power failure."""
     for parent, _, names in os.walk(directory):
         for name in names:
             path = os.path.join(parent, name)

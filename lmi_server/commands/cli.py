@@ -1,4 +1,4 @@
-"""The command line, and the composition root: the only place of `lmi_server` that knows the front end."""
+"""The command line and composition root: the only module of `lmi_server` that imports the front end."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def serve(
     drain_timeout: Annotated[float | None, typer.Option(help=_HELP["drain_timeout"])] = None,
     log_level: Annotated[str | None, typer.Option(help=_HELP["log_level"])] = None,
 ) -> None:
-    """Serve models until SIGTERM or SIGINT: those of directories, of a model store, of specs, and HF_MODEL_ID."""
+    """Serve models until SIGTERM or SIGINT: from directories, a model store, --models and HF_MODEL_ID."""
     from frontend.server import run
 
     environment = process_environment()
@@ -75,7 +75,7 @@ def serve(
     }
     with _plain_configuration_errors():
         config_file = config_file or find_config_file(environment, Path.cwd())
-        settings, doubtful = resolve_server(environment, flags, config_file)
+        settings, setting_warnings = resolve_server(environment, flags, config_file)
         if config_file is not None:
             environment = {**model_defaults(config_file), **environment}
         sources, warnings = startup_sources(_startup(directories, models, settings), environment)
@@ -84,13 +84,13 @@ def serve(
     _log_to_stderr(settings.log_level)
     if config_file is not None:
         _log.info("settings are read from %s", config_file)
-    for warning in (*doubtful, *warnings):
+    for warning in (*setting_warnings, *warnings):
         _log.warning(warning)
     raise typer.Exit(run(sources, settings, environment))
 
 
 def _check_directory(source: ModelSource, environment: Mapping[str, str]) -> None:
-    """Tell who serves a single directory at once what is wrong with it; an archive is not read before it is loaded."""
+    """Report errors of a single directory before the server starts; an archive is read only when it is loaded."""
     if archive_stem(source.url) is None:
         found = inspect_model(Path(source.url), {**environment, **source.variables})
         if found.problems or found.unavailable:
@@ -107,7 +107,7 @@ def explain(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Model directory with a serving.properties.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Show the value of every key of a model, where it came from, and what follows; nothing is loaded."""
+    """Show the value and the source of every key, and what follows from them; loads no model."""
     explanation = _explain(directory)
     if as_json:
         typer.echo(json.dumps(explanation.as_json_values(), indent=2, default=sorted))
@@ -122,7 +122,7 @@ def explain(
 def check(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Model directory with a serving.properties.")],
 ) -> None:
-    """Check the configuration of a model: 0 it can be served, 1 it is wrong, 2 it is right but not for this version."""
+    """Check the configuration of a model. Exit codes: 0 valid, 1 wrong, 2 valid but not served by this version."""
     found = _explain(directory)
     console = Console(stderr=True)
     for line in found.warnings:
@@ -148,7 +148,9 @@ def try_model(
     model_dir: Annotated[Path, typer.Option(help="Model directory.")],
     inputs: Annotated[
         list[str] | None,
-        typer.Option("--input", help="The body: a file, or a text. name=value (or name=file) is one part of several."),
+        typer.Option(
+            "--input", help="Body of the request: a file or a text; name=value or name=file for one of several parts."
+        ),
     ] = None,
     parameters: Annotated[list[str] | None, typer.Option(help="A property of the request: name=value.")] = None,
     handler: Annotated[str | None, typer.Option(help="Function of the entry point, instead of option.handler.")] = None,
@@ -167,7 +169,7 @@ def try_model(
 @app.command("partition")
 def partition_model(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Model directory with a serving.properties.")],
-    save: Annotated[Path, typer.Option(help="Model directory to make.")],
+    save: Annotated[Path, typer.Option(help="Model directory to create.")],
 ) -> None:
     """Split or quantise the weights of a model ahead of time, so that a later start only loads."""
     from lmi_server.commands.partition import partition
@@ -183,7 +185,7 @@ def partition_model(
 
 @app.command("demo-model")
 def demo_model(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to make; kept where it is complete.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to create; a complete one is kept.")],
 ) -> None:
     """Build the demo model, SmolLM2-135M-Instruct, as a Hugging Face directory with a serving.properties."""
     from lmi_server.commands.demo_model import build_demo_model
@@ -201,11 +203,11 @@ def version() -> None:
 
 @contextmanager
 def _plain_configuration_errors() -> Iterator[None]:
-    """Print a ConfigurationError as it is, without a traceback, and exit with 1."""
+    """Print the message of a ConfigurationError without a traceback, and exit with code 1."""
     try:
         yield
     except ConfigurationError as error:
-        # soft_wrap: one problem is one line, however narrow the terminal; the text may hold [brackets].
+        # soft_wrap: a problem stays one line on a narrow terminal. markup=False: the text may hold [brackets].
         Console(stderr=True).print(error.message, style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
 

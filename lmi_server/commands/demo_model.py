@@ -54,10 +54,10 @@ _log = logging.getLogger(__name__)
 
 
 def build_demo_model(directory: Path) -> bool:
-    """Make `directory` a complete demo model; return False where it was one already.
+    """Make `directory` a complete demo model; return False if it was one already.
 
     The model is written beside `directory` and renamed, so that an interrupted build never looks complete.
-    Raises ConfigurationError where `directory` holds something else, or where the extra `demo` is not installed.
+    Raises ConfigurationError if `directory` holds something else, or if the extra `demo` is not installed.
     """
     if missing_files(directory) == ():
         return False
@@ -73,7 +73,7 @@ def build_demo_model(directory: Path) -> bool:
 
 
 def missing_files(directory: Path) -> tuple[str, ...]:
-    """Return the files that `directory` lacks to be a complete demo model."""
+    """Return the files of a complete demo model that `directory` lacks."""
     return tuple(name for name in DEMO_MODEL_FILES if not (directory / name).is_file())
 
 
@@ -83,7 +83,7 @@ def _refuse_foreign_content(directory: Path) -> None:
     if directory.exists():
         lacking = ", ".join(missing_files(directory))
         raise ConfigurationError(
-            f"{directory}: exists and is not a complete demo model (it lacks {lacking}); remove it or name another one"
+            f"{directory}: exists and is not a complete demo model (it lacks {lacking}); remove it or name another"
         )
 
 
@@ -139,8 +139,8 @@ def _save_tokenizer(source: Path, target: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    # The conversion from GGUF loses the first half of the model's pre-tokenizer: without it "  12" becomes other tokens
-    # than those that the model was trained on.
+    # The conversion from GGUF loses the first half of the model's pre-tokenizer, which splits numbers into digits.
+    # Without it, "  12" becomes other tokens than in training.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
@@ -148,7 +148,7 @@ def _save_tokenizer(source: Path, target: Path) -> None:
     _edit_json(
         target / "tokenizer_config.json",
         drop=("backend", "is_local", "local_files_only"),
-        # Not the class that wrote it: this name is known to every version of transformers.
+        # The name of the class that wrote it is new; every version of transformers knows this one.
         tokenizer_class="PreTrainedTokenizerFast",
         model_max_length=_MAX_MODEL_LEN,
         clean_up_tokenization_spaces=False,
@@ -165,7 +165,7 @@ def _publish(scratch: Path, directory: Path) -> bool:
     try:
         os.rename(scratch, directory)
     except OSError:
-        # Another build may have finished first; anything else is an error.
+        # Another build may have finished first. Every other reason is an error.
         if missing_files(directory):
             raise
         return False

@@ -1,7 +1,7 @@
 """Splits or quantises the weights of a model ahead of time: `lmi-server partition`.
 
-The model is loaded once by its own workers, which write what they hold (option.save_mp_checkpoint_path). The directory
-that this gives is a model directory of its own, from which a later start only loads.
+The workers of the model load it once and write the weights as they hold them (option.save_mp_checkpoint_path). The
+result is a model directory of its own. A server that starts with it only loads the weights.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", "
 
 
 def partition(directory: Path, target: Path, environment: Mapping[str, str]) -> None:
-    """Write the model of `directory` to `target` as its workers hold it.
+    """Write the model of `directory` to `target`, with its weights as the workers hold them.
 
-    Raises ConfigurationError where that cannot be done, LmiServerError where the model cannot be loaded; `target` is
-    not there then.
+    Raises ConfigurationError if there is nothing to split or quantise or if `target` is taken, LmiServerError if the
+    model cannot be loaded. In each case `target` does not exist afterwards.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigurationError(f"--save {target}: is there already; name a directory that is not")
+        raise ConfigurationError(f"--save {target}: exists already; name a new directory")
     changes = _changes(directory, environment)
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     one_worker = {"minWorkers": "1", "maxWorkers": "1"}
     if this_machine(environment).gpus:
-        one_worker["load_on_devices"] = "0"  # and the next ones, as many as it takes
+        one_worker["load_on_devices"] = "0"  # the first device set: one worker, on as many GPUs as it needs
     settings = {_SAVE: str(partial.absolute()), **one_worker}
     source = ModelSource(str(directory), "model", settings=settings)
     try:
@@ -56,7 +56,7 @@ def partition(directory: Path, target: Path, environment: Mapping[str, str]) -> 
 
 
 def _changes(directory: Path, environment: Mapping[str, str]) -> Mapping[str, str | None]:
-    """Return what differs in the new serving.properties, by key in full. Raises ConfigurationError."""
+    """Return the changes to serving.properties, by key in full; None removes a key. Raises ConfigurationError."""
     found = inspect_model(directory, environment)
     found.resolved()
     partitioned = found.options.partitioned()
@@ -76,7 +76,7 @@ async def _load(source: ModelSource, environment: Mapping[str, str], artifacts: 
 
 
 def _complete(partial: Path, resolved: ResolvedModel, changes: Mapping[str, str | None]) -> None:
-    """Add to the weights what else belongs to the model, and serving.properties."""
+    """Add all other files of the model to the weights, and the changed serving.properties."""
     model_dir = Path(resolved.model_dir)
     for origin in (model_dir, Path(resolved.options.model_id or model_dir)):
         for path in _other_files(origin):

@@ -1,4 +1,4 @@
-"""One request to one model, without a server: `lmi-server test-model`."""
+"""Sends one request to one model, without a server: `lmi-server test-model`."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ from lmi_server.supervisor.job import Job
 def run_once(
     source: ModelSource, inputs: Sequence[str], parameters: Sequence[str], environment: Mapping[str, str]
 ) -> int:
-    """Send the request that `inputs` and `parameters` make and write its answer to standard output.
+    """Load the model, send it a request of `inputs` and `parameters`, and write the answer to standard output.
 
-    Returns 0 where it ended well. Raises ConfigurationError where a parameter is not name=value.
+    Returns the exit code: 0 if the status of the answer is below 400, else 1. Raises ConfigurationError if a parameter
+    is not name=value.
     """
     request = make_request(inputs, parameters)
     return uvloop.run(_run(source, request, environment, artifact_settings(None, environment)))
 
 
 def make_request(inputs: Sequence[str], parameters: Sequence[str]) -> Input:
-    """Return a request: an input is a file, a text, or name=one of these; the one without a name is the body.
+    """Make a request. An input is a file, a text, or name=file or name=text; one without a name is the body.
 
-    Raises ConfigurationError where a parameter is not name=value.
+    Raises ConfigurationError if a parameter is not name=value.
     """
     properties = {}
     for parameter in parameters:

@@ -1,4 +1,7 @@
-"""Says why each value is what it is, and what follows from them all: worker command, engine arguments, memory."""
+"""Explains a configuration: the source of each value, and what follows from all of them.
+
+That is the command and the environment of a worker, the arguments of the engine, and the memory.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,15 @@ from lmi_server.machine.inventory import Machine
 from lmi_server.machine.mpi import NO_MPIRUN, OPEN_MPI, MpiRun
 from lmi_server.supervisor.command import mpi_worker_command, worker_command
 
-_FD = "fd:N"  # the number is known when the worker starts
-_GROUP_DIRECTORY = "GROUP"  # a new one for each start
+# Placeholders: the numbers of descriptors and the directory of a group of ranks are made when a worker starts.
+_FD = "fd:N"
+_GROUP_DIRECTORY = "GROUP"
 _ANY_MPIRUN = MpiRun("mpirun", OPEN_MPI, "5")
 
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """One key: its typed value and default, and where the value came from (`place`: file and line, or a variable)."""
+    """One key: its typed value and default, and the origin of the value (`place`: file and line, or a variable)."""
 
     key: str
     value: Any
@@ -41,7 +45,7 @@ class Explained:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Everything that `lmi-server explain` tells about one model; made of values that JSON knows."""
+    """All that `lmi-server explain` reports of one model, in values that JSON knows."""
 
     name: str
     model_dir: str
@@ -66,7 +70,7 @@ class Explanation:
 
 
 def explain(found: Inspection) -> Explanation:
-    """Explain what was found."""
+    """Explain the configuration that `inspect_model` found."""
     device_sets, shortage = _devices(found.serving, found.options, found.machine)
     needed = memory_of(found)
     return Explanation(
@@ -170,7 +174,7 @@ def _rank_environment(options: ModelOptions) -> Mapping[str, str]:
     if options.ranks is None:
         return {}
     variables = RankGroup(options.ranks, _GROUP_DIRECTORY, 0).environment({})
-    return {name: value for name, value in variables.items() if name != "MASTER_PORT"}  # any one that is free
+    return {name: value for name, value in variables.items() if name != "MASTER_PORT"}  # a free port of each start
 
 
 def _memory(needed: Estimate) -> Mapping[str, Any]:
@@ -182,13 +186,13 @@ def _machine(machine: Machine) -> Mapping[str, Any]:
 
 
 def _reserved(found: Inspection) -> Sequence[str]:
-    """Return a warning where the machine has less than the configuration says that the model needs."""
+    """Return a warning for each key that requires more memory than the machine has free."""
     missing = shortages(found.serving, found.machine)
     return [f"{describe_source(found.sources[key], key)}: {text}" for key, text in missing.items()]
 
 
 def _absent(found: Inspection) -> Sequence[str]:
-    """Return a warning for each Python package that the handler needs and that is not installed."""
+    """Return a warning for each Python package that the handler needs and that is not installed, and for mpirun."""
     missing = [name for name in found.spec.engines if name not in found.machine.engines]
     warnings = [f"{found.spec.title} needs the Python package {name}, which is not installed" for name in missing]
     if found.options.ranks is not None and found.machine.mpirun is None:

@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the declarations: `python -m lmi_server.explain.reference_page`."""
+"""Writes docs/configuration.md from the declarations of options: `python -m lmi_server.explain.reference_page`."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ _INTRODUCTION = """\
 This page is generated from the declarations in the code (`python -m lmi_server.explain.reference_page`).
 
 A model directory holds a `serving.properties` with lines `key=value` (the grammar of Java's `.properties`, in UTF-8).
-`lmi-server explain DIR` shows the value of each key and where it came from, `lmi-server check DIR` every error at once.
+`lmi-server explain DIR` shows the value of each key and its source. `lmi-server check DIR` shows all errors at once.
 
-A value comes from the highest layer that has one:
+The value of a key comes from the highest layer that has one:
 
 1. SageMaker's overriding variables
-2. the call that registered the model
+2. the call that registers the model
 3. `serving.properties`
 4. `OPTION_<KEY>` (`option.<key>`), `ARGS_<KEY>` (other keys), `HF_MODEL_ID`, variables of text-generation-inference
-5. what an engine alias or a deprecated key stands for
-6. what follows from the model and the machine
+5. values that an engine alias or a deprecated key stands for
+6. values that follow from the model and the machine
 7. variables that only set defaults
 8. the defaults on this page
 
-Of two spellings of a key in one place the first on this page is used. A wrong value refuses to start. A key that the
-handler does not know is a warning that names the nearest known one: arguments of vLLM's engine are passed on to it, a
-`model.py` gets all of them, everybody else ignores them.
+If one layer has two spellings of a key, the first one on this page wins. With a wrong value a model does not start. An
+unknown key gives a warning that names the most similar known key. Arguments of vLLM's engine are passed on to it, and a
+`model.py` gets all unknown keys; all other handlers ignore them.
 
 ## Engine aliases
 
 - `engine=DeepSpeed` is `engine=Python`, `option.mpi_mode=true`, `option.entryPoint=djl_python.deepspeed`.
 - `engine=MPI` is `engine=Python`, `option.mpi_mode=true`, `option.entryPoint=djl_python.huggingface`.
 
-Keys that are given themselves are stronger than what an alias stands for.
+A key that is given itself wins over the value that an alias stands for.
 
 ## Entry points
 
@@ -59,7 +59,7 @@ With `djl_python.huggingface`, and without an entry point, `option.rolling_batch
 
 
 def reference_page() -> str:
-    """Return the page."""
+    """Return docs/configuration.md as text."""
     shared = {option.key: option for option in ModelOptions.declared()}
     parts = [
         _INTRODUCTION,
@@ -82,7 +82,7 @@ def _handlers() -> str:
 
 
 def _by_options(specs: Iterable[HandlerSpec]) -> Iterable[Sequence[HandlerSpec]]:
-    """Return handlers with the same keys together."""
+    """Return the handlers, grouped by their options class."""
     together: dict[str, list[HandlerSpec]] = {}
     for spec in specs:
         together.setdefault(spec.options, []).append(spec)
@@ -122,7 +122,7 @@ def _sentence(mark: Mark, option: Option) -> str:
         case DeprecatedValue():
             return f"`{mark.value}` is deprecated: {mark.advice}."
         case Documented():
-            return f"LMI's documentation has {_code(mark.default or '')} here; {mark.reason}."
+            return f"LMI's documentation has {_code(mark.default or '')}; {mark.reason}."
         case NoEffect():
             return f"No effect: {mark.reason}."
         case Unavailable():

@@ -1,4 +1,4 @@
-"""Prints an explanation for people."""
+"""Prints an explanation as tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lmi_server.explain.explanation import Explained, Explanation
 
 
 def print_explanation(explanation: Explanation, console: Console) -> None:
-    """Print `explanation` as tables; what somebody decided comes before the defaults."""
+    """Print `explanation` as tables: values that some layer sets, then defaults, then what follows from them."""
     heading = f"{explanation.name}: {explanation.model}, handler {explanation.handler}"
     console.print(Text(heading, style="bold"), soft_wrap=True)
     decided = [option for option in explanation.options if option.layer != "default"]
@@ -69,7 +69,7 @@ def _table(title: str, *heads: str) -> Table:
 
 
 def _add(table: Table, *cells: str) -> None:
-    table.add_row(*(Text(cell) for cell in cells))  # not str, whose [brackets] rich would take for markup
+    table.add_row(*(Text(cell) for cell in cells))  # rich would take [brackets] in a str for markup
 
 
 def _pairs(title: str, pairs: Mapping[str, Any]) -> Table:

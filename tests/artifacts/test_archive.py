@@ -110,13 +110,13 @@ def test_progress_is_told(tmp_path: Path) -> None:
         ([link("x/y", ".."), link("z", "x/y/..")], "is a link out of the archive"),
         ([hard_link("a", "/etc/passwd")], "is an absolute path"),
         ([hard_link("a", "../x")], "leads out of the archive"),
-        ([link("a", "b"), hard_link("c", "a")], "is a link to a, no file before it"),
-        ([hard_link("a", "missing")], "is a link to missing, no file before it"),
-        ([hard_link("a", "a")], "is a link to a, no file before it"),
+        ([link("a", "b"), hard_link("c", "a")], "is a link to a, which is no file before it"),
+        ([hard_link("a", "missing")], "is a link to missing, which is no file before it"),
+        ([hard_link("a", "a")], "is a link to a, which is no file before it"),
         ([special("dev", tarfile.CHRTYPE)], "is a device or another special file"),
         ([special("disk", tarfile.BLKTYPE)], "is a device or another special file"),
         ([special("pipe", tarfile.FIFOTYPE)], "is a device or another special file"),
-        ([file("a\\..\\b")], "holds a character"),
+        ([file("a\\..\\b")], "holds a backslash"),
         ([link(".", "a")], "has no name"),
         ([file("b/..")], "leads out of the archive"),
     ],
@@ -198,7 +198,7 @@ def test_a_bomb_of_entries_is_refused(tmp_path: Path) -> None:
 def test_what_is_no_archive_is_refused(tmp_path: Path, suffix: str) -> None:
     archive = tmp_path / f"model.{suffix}"
     archive.write_bytes(b"no archive at all" * 100)
-    with pytest.raises(ArtifactError, match="is damaged, or no tar or zip archive"):
+    with pytest.raises(ArtifactError, match="is damaged, or is no tar or zip archive"):
         extract(archive)
 
 

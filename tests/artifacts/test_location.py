@@ -46,14 +46,14 @@ def test_s3_urls(tmp_path: Path, url: str, bucket: str, prefix: str) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("https://host/model.tar.gz", "is not available: a model is not downloaded over plain HTTP; download it"),
-        ("http://host/model", "is not available: a model is not downloaded over plain HTTP"),
+        ("https://host/model.tar.gz", "is not available: the server fetches no model over HTTP; download it"),
+        ("http://host/model", "is not available: the server fetches no model over HTTP"),
         ("hdfs://host/model", "use a local directory or archive"),
         ("s3://", "allowed: s3://bucket/prefix"),
         ("s3:///key", "allowed: s3://bucket/prefix"),
         ("./nowhere", "there is no directory"),
         ("nowhere.zip", "there is no archive"),
-        ("a/b/c", "nor is it the id of a Hugging Face model"),
+        ("a/b/c", "and it is no id of a Hugging Face model"),
     ],
 )
 def test_what_is_no_location_is_refused_with_its_remedy(tmp_path: Path, text: str, problem: str) -> None:
@@ -87,5 +87,5 @@ def test_archive_stem(name: str, stem: str | None) -> None:
 
 def test_an_entry_point_is_not_downloaded() -> None:
     refuse_remote_entry_point("djl_python.huggingface")
-    with pytest.raises(ValueError, match=r"code is not downloaded from a URL; put the file into the model directory"):
+    with pytest.raises(ValueError, match=r"the server downloads no code; put the file into the model directory"):
         refuse_remote_entry_point("https://host/model.py")

@@ -212,7 +212,7 @@ def test_what_a_cut_left_is_checked_before_it_is_used(client: Watched, tmp_path:
 
 def test_a_cancelled_download_stops(client: Watched, tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="cancelled"):
-        fetch(client, tmp_path, activity=Recorder(cancel_at="checking what"))
+        fetch(client, tmp_path, activity=Recorder(cancel_at="checking the download"))
     assert not [path for path in (tmp_path / "s3").iterdir() if not path.suffix]
 
 
@@ -239,7 +239,7 @@ def test_bytes_that_never_arrive_right_are_refused(client: Watched, tmp_path: Pa
                 download.path.write_bytes(os.urandom(300_000))
 
     client.arrived = damaged
-    with pytest.raises(ArtifactError, match="team/model/weights-1: what arrived is not what S3 lists"):
+    with pytest.raises(ArtifactError, match="team/model/weights-1: the download differs from what S3 lists"):
         fetch(client, tmp_path)
     assert not [path for path in (tmp_path / "s3").iterdir() if not path.suffix]
 
@@ -249,7 +249,7 @@ def test_etags_of_encrypted_objects_are_no_digests(
 ) -> None:
     client.listed = lambda objects: [S3Object(found.key, found.size, "0" * 32) for found in objects]
     assert contents(fetch(client, tmp_path)) == FILES
-    assert "checked by their size only: their ETags are no digests" in caplog.text
+    assert "checked by size only, because their ETags are not digests" in caplog.text
     assert len(client.downloaded) == 6, "one of them twice, to find that out"
 
 
@@ -278,7 +278,7 @@ def test_a_wrong_bucket(client: Watched, tmp_path: Path) -> None:
 
 
 def test_a_wrong_prefix(client: Watched, tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match=r"^s3://models/team/mod: there is nothing; check bucket and prefix"):
+    with pytest.raises(ArtifactError, match=r"^s3://models/team/mod: there are no objects; check bucket and prefix"):
         fetch(client, tmp_path, S3Location(BUCKET, "team/mod"))
 
 
@@ -326,7 +326,7 @@ def test_a_root_that_cannot_be_written(client: Watched, tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["../evil", "a/../../evil", "a//b", "/evil", "a/./b", "a\nb"])
 def test_a_key_that_is_no_path_is_refused(client: Watched, tmp_path: Path, key: str) -> None:
     client.listed = lambda objects: [*objects, S3Object(f"team/model/{key}", 1, "")]
-    with pytest.raises(ArtifactError, match="its key is no path of a file; rename it on S3"):
+    with pytest.raises(ArtifactError, match="its key cannot be the path of a file; rename it on S3"):
         fetch(client, tmp_path)
 
 

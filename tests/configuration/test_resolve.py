@@ -867,4 +867,4 @@ def test_a_model_that_has_to_be_fetched_keeps_its_address(write: Write, model_id
 
 def test_code_is_not_downloaded(write: Write) -> None:
     (problem,) = refusal(write("option.entryPoint=https://host/model.py"))
-    assert "is not allowed: code is not downloaded from a URL" in problem
+    assert "is not allowed: the server downloads no code" in problem

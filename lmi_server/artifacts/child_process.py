@@ -1,4 +1,4 @@
-"""Runs a program that fetches or installs: watched, limited in time, and ended with everything that it started."""
+"""Runs a program that fetches or installs: with a time limit, and killed together with its own children."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ class ChildTimeoutError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ended:
+    """Exit code and output of a program that has ended."""
+
     code: int
     stdout: str
     stderr: str
@@ -39,12 +41,12 @@ def run_child(
     inherited: Sequence[int] = (),
     on_tick: Callable[[], None] = lambda: None,
 ) -> Ended:
-    """Run `command` and return how it ended; `on_tick` is called every 0.2 seconds meanwhile.
+    """Run `command`, call `on_tick` every 0.2 seconds, and return how it ended.
 
-    `inherited` are descriptors that stay open in it. Raises ChildTimeoutError after `limit_s` seconds, OSError where it
-    cannot be started, and ArtifactError where the activity is cancelled; it is ended in each case.
+    The child inherits the open descriptors `inherited`. Raises ChildTimeoutError after `limit_s` seconds, OSError if
+    the program cannot be started, and ArtifactError if the activity is cancelled; the program is killed in each case.
     """
-    # Files, not pipes: nobody has to read them while the program runs.
+    # Files, not pipes: a pipe that is not read fills up and stops the program.
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as problems:
         given.write(stdin.encode())
         given.seek(0)
@@ -55,7 +57,7 @@ def run_child(
             stderr=problems,
             cwd=directory,
             env=dict(environment),
-            start_new_session=True,
+            start_new_session=True,  # a process group of its own, which `_kill` ends as a whole
             pass_fds=inherited,
         )
         try:
