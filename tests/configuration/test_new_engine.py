@@ -127,7 +127,7 @@ async def test_it_serves(model_dir: Path, tmp_path: Path, handlers: HandlerTable
     try:
         model = await models.register_and_load(ModelSource(str(model_dir), "model"))
         body = msgspec.json.encode({"inputs": "a"})
-        job = model.loaded().submit(Input("invocations", {}, [("data", body)]), 3, on_overflow=lambda: None)
+        job = model.loaded().submit(Input("invocations", {}, [("data", body)]), on_overflow=lambda: None)
         while job.reply.terminal is None:
             await job.reply.wait()
         assert isinstance(job.reply.terminal, Reply)
