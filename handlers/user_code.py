@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from lmi_server.contract.errors import ModelLoadError
+from lmi_server.contract.errors import ModelLoadError, describe
 
 DEFAULT_ENTRY_POINT = "model.py"
 T = TypeVar("T")
@@ -29,7 +29,7 @@ def load_entry_point(entry_point: str | None, model_dir: str) -> ModuleType:
         if name.endswith(".py"):
             return load_file(Path(model_dir, name))  # an absolute name replaces the model directory
         return importlib.import_module(name)
-    except Exception as error:
+    except BaseException as error:  # a module may end with sys.exit(), or raise anything else
         raise ModelLoadError(f"{name} cannot be imported: {format_user_error(error, model_dir)}") from error
 
 
@@ -76,7 +76,7 @@ def find_marked(module: ModuleType, marks: Sequence[str]) -> Mapping[str, Callab
 
 def format_user_error(error: BaseException, model_dir: str) -> str:
     """Return file and line of `error` in the user's code, and what it says."""
-    what = f"{type(error).__name__}: {error}"
+    what = describe(error)
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
     place = place_of(error, model_dir)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from djl_python.outputs import Output
 from handlers.own_code.djl_adapters import AdapterFunctions
 from handlers.own_code.djl_outputs import body_of, failed, headers_of, piece_error, respond
 from handlers.own_code.user_function import UserFunction
-from lmi_server.contract.errors import HandlerError, LmiServerError
+from lmi_server.contract.errors import EXITS, HandlerError, LmiServerError
 from lmi_server.contract.handler import AsyncRequestHandler, Response
 from lmi_server.contract.protocol import Adapter
 from lmi_server.contract.protocol import Input as Request
@@ -38,7 +39,9 @@ class AsyncFunction(AsyncRequestHandler):
             if isinstance(result, AsyncIterator):
                 return await _streamed(result)
             return _whole(result)
-        except Exception as error:  # noqa: BLE001 - the border to the user's code; `failure` logs it
+        except (asyncio.CancelledError, *EXITS):
+            raise  # the worker knows if it has cancelled the request, and how a process ends
+        except BaseException as error:  # noqa: BLE001 - the border to the user's code; `failure` logs it
             outcome = self._function.failure(request, error)
         if isinstance(outcome, LmiServerError):
             raise outcome

@@ -18,7 +18,7 @@ from handlers.own_code.djl_rolling import RollingFunction
 from handlers.own_code.options import OwnCodeOptions
 from handlers.own_code.user_function import UserFunction
 from handlers.user_code import place_of
-from lmi_server.contract.errors import LmiServerError
+from lmi_server.contract.errors import EXITS, LmiServerError
 from lmi_server.contract.handler import AsyncRequestHandler, ModelInfo, RequestHandler, Response
 from lmi_server.contract.protocol import Adapter
 from lmi_server.contract.protocol import Input as Request
@@ -86,7 +86,9 @@ class DjlFunction(RequestHandler):
         if len(requests) > 1:
             try:
                 return split(self._function.call(self._function.inputs.batch(requests)), len(requests))
-            except Exception as error:  # the border to the user's code
+            except EXITS:
+                raise
+            except BaseException as error:  # the border to the user's code
                 place = place_of(error, self._function.model_dir)
                 logger.exception("%s: raised for a batch of %d; handling each alone", place, len(requests))
         return [self._one(request) for request in requests]
@@ -94,7 +96,9 @@ class DjlFunction(RequestHandler):
     def _one(self, request: Request) -> Response | LmiServerError:
         try:
             return respond(self._function.call(self._function.inputs.one(request)))
-        except Exception as error:  # noqa: BLE001 - the border to the user's code; `failure` logs it
+        except EXITS:
+            raise
+        except BaseException as error:  # noqa: BLE001 - the border to the user's code; `failure` logs it
             return self._function.failure(request, error)
 
 

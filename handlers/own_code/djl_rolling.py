@@ -17,7 +17,7 @@ from handlers.own_code.djl_inputs import content_of
 from handlers.own_code.djl_outputs import headers_of, in_batch, piece_error
 from handlers.own_code.user_function import UserFunction
 from handlers.user_code import format_user_error
-from lmi_server.contract.errors import HandlerError
+from lmi_server.contract.errors import EXITS, HandlerError, LmiServerError, WorkerDiedError, exit_message
 from lmi_server.contract.handler import AsyncRequestHandler, Response
 from lmi_server.contract.protocol import Adapter
 from lmi_server.contract.protocol import Input as Request
@@ -37,6 +37,7 @@ class _Step(NamedTuple):
     headers: dict[str, Any]
     error: str | None = None
     code: int = 424
+    failure: LmiServerError | None = None
 
 
 class _Live:
@@ -88,6 +89,8 @@ class RollingFunction(AsyncRequestHandler):
         step = await live.steps.get()
         while not step.data and not step.last:
             step = await live.steps.get()
+        if step.failure is not None:
+            raise step.failure
         if step.error is not None:
             return piece_error(step.error, step.code)
         headers = headers_of(step.headers)
@@ -102,7 +105,11 @@ class RollingFunction(AsyncRequestHandler):
                 self._wake.clear()
                 await self._wake.wait()
                 continue
-            self._step()
+            try:
+                self._step()
+            except EXITS:
+                await asyncio.sleep(0)  # the event loop ends with it: every live request takes its ending first
+                raise
             await asyncio.sleep(0)
 
     def _admit(self) -> None:
@@ -119,7 +126,10 @@ class RollingFunction(AsyncRequestHandler):
             logger.error("a step of the rolling batch failed: %s", error.message)
             self._end_all(error.message)
             return
-        except Exception as error:  # the border to the user's code; every live request ends with it
+        except EXITS as error:
+            self._end_all("", WorkerDiedError(exit_message(error)))
+            raise
+        except BaseException as error:  # the border to the user's code; every live request ends with it
             logger.exception(
                 "a step of the rolling batch raised: %s", format_user_error(error, self._function.model_dir)
             )
@@ -130,10 +140,10 @@ class RollingFunction(AsyncRequestHandler):
             one.steps.put_nowait(step)
         self._live = [one for one, step in zip(live, steps, strict=True) if not step.last]
 
-    def _end_all(self, error: str) -> None:
+    def _end_all(self, error: str, failure: LmiServerError | None = None) -> None:
         """End every live request; the function is told to forget them all."""
         for one in self._live:
-            one.steps.put_nowait(_Step("", True, {}, error))
+            one.steps.put_nowait(_Step("", True, {}, error, failure=failure))
         self._live = []
         self._reset = True
 
@@ -158,6 +168,8 @@ class RollingFunction(AsyncRequestHandler):
 async def _rest(first: _Step, live: _Live) -> AsyncGenerator[bytes, None]:
     step = first
     while True:
+        if step.failure is not None:
+            raise step.failure
         if step.error is not None:
             raise HandlerError(step.error)
         yield step.data.encode()

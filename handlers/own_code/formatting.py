@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ from handlers.own_code.output_formatters import exchange_writer
 from handlers.user_code import DEFAULT_ENTRY_POINT, find_marked, format_user_error, load_file
 from lmi_server import dialects
 from lmi_server.configuration.options import ModelOptions
-from lmi_server.contract.errors import HandlerError, LmiServerError, ModelLoadError
+from lmi_server.contract.errors import HandlerError, LmiServerError, ModelLoadError, describe
 from lmi_server.contract.protocol import Input as Request
 from lmi_server.dialects import fields, lmi
 from lmi_server.dialects.base import Exchange, Formatting, ServedModel
@@ -87,7 +88,7 @@ def _load(path: Path) -> ModuleType | None:
         return None
     try:
         return load_file(path)
-    except Exception as error:  # the border to the user's code
+    except BaseException as error:  # the border to the user's code
         raise ModelLoadError(f"{path} cannot be imported: {format_user_error(error, str(path.parent))}") from error
 
 
@@ -109,7 +110,7 @@ class OwnFormatting(Formatting):
         self.reads = reads
         self.writes = writes
         self._takes_body = reads is not None and _takes_body(reads)
-        self._written = exchange_writer(writes) if writes is not None else None
+        self._written = exchange_writer(_without_exits(writes)) if writes is not None else None
         self._options = options
         self._tokenizer = tokenizer
         self._requests = InputBuilder("handle", {"model_dir": model_dir}, may_choose_handler=True)
@@ -150,7 +151,7 @@ class OwnFormatting(Formatting):
             return function(value, **_accepted(function, more))
         except LmiServerError:
             raise
-        except Exception as error:
+        except BaseException as error:  # exits too: a formatter does not end the process of the model
             raise HandlerError(f"input_formatter: {format_user_error(error, self._model_dir)}") from error
 
     def _complete(self, text_input: RequestInput, exchange: Exchange, request: Request) -> None:
@@ -185,6 +186,21 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
         return inspect.signature(function)
     except (TypeError, ValueError) as error:  # a callable that tells nothing of itself
         raise ModelLoadError(f"{function!r} cannot be a formatter: {error}") from error
+
+
+def _without_exits(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` with its exits turned into errors: a formatter does not end the process of the model."""
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except Exception:
+            raise
+        except BaseException as error:
+            raise HandlerError(f"output_formatter: {describe(error)}") from error
+
+    return call
 
 
 def _accepted(function: Callable[..., Any], more: Mapping[str, Any]) -> dict[str, Any]:

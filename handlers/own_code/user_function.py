@@ -12,7 +12,15 @@ from djl_python.outputs import Output
 from handlers.own_code.djl_inputs import InputBuilder
 from handlers.own_code.djl_outputs import failed
 from handlers.user_code import format_user_error
-from lmi_server.contract.errors import HandlerError, LmiServerError, ModelLoadError, ModelMemoryError, is_out_of_memory
+from lmi_server.contract.errors import (
+    HandlerError,
+    LmiServerError,
+    ModelLoadError,
+    ModelMemoryError,
+    describe,
+    is_out_of_memory,
+    message_of,
+)
 from lmi_server.contract.handler import Response
 from lmi_server.contract.protocol import Input as Request
 from lmi_server.dialects.routes import LMI_ROUTES
@@ -48,13 +56,14 @@ class UserFunction:
             error = ModelMemoryError if output.code == _OUT_OF_MEMORY else ModelLoadError
             raise error(f"Failed to initialize model: {output.message} {body}".rstrip())
 
-    def failure(self, request: Request, error: Exception) -> Response | LmiServerError:
+    def failure(self, request: Request, error: BaseException) -> Response | LmiServerError:
         """Log an exception and return the answer to the request that it ended."""
         if isinstance(error, LmiServerError):
             return error
         logger.error("request %s: %s", request.request_id, format_user_error(error, self.model_dir), exc_info=error)
         memory = is_out_of_memory(error)
         if request.route not in LMI_ROUTES:
-            message = f"{type(error).__name__}: {error}"
-            return ModelMemoryError(message) if memory else HandlerError(message)
-        return failed(str(error), _OUT_OF_MEMORY) if memory else failed(str(error))
+            return ModelMemoryError(describe(error)) if memory else HandlerError(describe(error))
+        # LMI reports the message of an exception without its class.
+        message = message_of(error) if isinstance(error, Exception) else describe(error)
+        return failed(message, _OUT_OF_MEMORY) if memory else failed(message)

@@ -15,7 +15,7 @@ from typing import Any
 
 from handlers import content
 from handlers.user_code import find_marked, format_user_error, load_entry_point
-from lmi_server.contract.errors import HandlerError, LmiServerError, ModelLoadError, RequestError
+from lmi_server.contract.errors import EXITS, HandlerError, LmiServerError, ModelLoadError, RequestError
 from lmi_server.contract.handler import ModelInfo, RequestHandler, Response
 from lmi_server.contract.protocol import Input
 from lmi_server.dialects import fields
@@ -104,7 +104,9 @@ class TabularHandler(RequestHandler):
             return self._output(request, predict(rows, self._model))
         except LmiServerError as error:
             return error
-        except Exception as error:  # noqa: BLE001 - the border to the user's code and to the library
+        except EXITS:
+            raise
+        except BaseException as error:  # noqa: BLE001 - the border to the user's code and to the library
             return HandlerError(format_user_error(error, self._model_dir))
 
     def _predict(self, rows: Any, model: Any) -> Any:

@@ -16,11 +16,13 @@ from handlers import content
 from handlers.tasks.options import generates
 from handlers.tasks.task import Task, read_parameters
 from lmi_server.contract.errors import (
+    EXITS,
     HandlerError,
     LmiServerError,
     ModelLoadError,
     ModelMemoryError,
     RequestError,
+    describe,
     is_out_of_memory,
 )
 from lmi_server.contract.handler import ModelInfo, RequestHandler, Response
@@ -178,20 +180,22 @@ class TaskHandler(RequestHandler):
         inputs = [item for call in calls for item in call.inputs]
         try:
             results = self._task.run(inputs, calls[0].parameters)
-        except Exception as error:  # noqa: BLE001 - the border to engines; `_failure` logs what is no input's fault
+        except EXITS:
+            raise
+        except BaseException as error:  # noqa: BLE001 - the border to engines (Rust's panics are no Exception)
             if len(calls) > 1:
                 return [answer for call in calls for answer in self._answers([call])]
             return [self._failure(calls[0], error)]
         return [_answer(call, part) for call, part in zip(calls, _split(results, calls), strict=True)]
 
-    def _failure(self, call: ParsedRequest, error: Exception) -> LmiServerError:
+    def _failure(self, call: ParsedRequest, error: BaseException) -> LmiServerError:
         if isinstance(error, LmiServerError):
             return error
         for item in call.inputs:
             blamed = self._task.input_error(item)
             if blamed is not None:
                 return blamed
-        text = f"{type(error).__name__}: {error}"
+        text = describe(error)
         if is_out_of_memory(error):
             return ModelMemoryError(text)
         if isinstance(error, ValueError):  # what the steps of a pipeline raise for an input or a parameter

@@ -134,6 +134,30 @@ def error_from_kind(kind: str, message: str) -> LmiServerError:
     return _BY_KIND.get(kind, HandlerError)(message)
 
 
+EXITS = (SystemExit, KeyboardInterrupt)
+"""What code raises to end its process, as `sys.exit` does. Any other exception only fails the call that raised it, also
+one that does not derive from Exception: GeneratorExit, or what PyO3 raises when Rust panics."""
+
+
+def message_of(error: BaseException) -> str:
+    """Return `str(error)`; "" if that raises, because the report of a failure must not fail itself."""
+    try:
+        return str(error)
+    except BaseException:  # noqa: BLE001 - an exception of the user's code may have any `__str__`
+        return ""
+
+
+def describe(error: BaseException) -> str:
+    """Return "Class: message", or the class alone if there is no message."""
+    message = message_of(error)
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def exit_message(error: BaseException) -> str:
+    """Return what a request, or a load, reports that ended because the handler raised one of `EXITS`."""
+    return f"The handler ended its process: {type(error).__name__}({message_of(error)})"
+
+
 # What engines raise for want of memory, beside MemoryError: CUDA's own, torch's by class name, vLLM's, and what torch
 # says when the host has none left.
 _OUT_OF_MEMORY_CLASS = "OutOfMemoryError"
@@ -151,4 +175,4 @@ def is_out_of_memory(error: BaseException | None) -> bool:
         return False
     if isinstance(error, MemoryError) or type(error).__name__ == _OUT_OF_MEMORY_CLASS:
         return True
-    return any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS) or is_out_of_memory(error.__cause__)
+    return any(text in message_of(error) for text in _OUT_OF_MEMORY_TEXTS) or is_out_of_memory(error.__cause__)

@@ -61,7 +61,7 @@ def _lead(link: socket.socket, progress: BatchProgress | None) -> int:
         handler, loading = make_handler(load)
         if own_rank().directory:
             following(handler)
-    except Exception as error:  # noqa: BLE001 - the border to handlers, which raise anything; the load fails with it
+    except BaseException as error:  # noqa: BLE001 - the border to handlers, which raise anything; the load fails
         return uvloop.run(_serve(link, Worker(load, _Broken(error))))
     if isinstance(handler, RequestHandler):
         return _serve_requests(link, handler, loading, progress)
@@ -93,7 +93,7 @@ def _progress(value: str) -> BatchProgress:
 class _Broken:
     """Makes no service: what was raised before the link had a loop fails the load."""
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: BaseException) -> None:
         self._error = error
 
     def __call__(self, link: FrontendLink) -> WorkerService:

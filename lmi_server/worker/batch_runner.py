@@ -14,10 +14,13 @@ from typing import NamedTuple
 
 from lmi_server.contract.batch_progress import BatchProgress
 from lmi_server.contract.errors import (
+    EXITS,
     HandlerError,
     LmiServerError,
     ModelMemoryError,
     WorkerDiedError,
+    describe,
+    exit_message,
     is_out_of_memory,
 )
 from lmi_server.contract.handler import RequestHandler, Response
@@ -29,10 +32,6 @@ from lmi_server.worker.service import CANCELLED_MESSAGE, unsupported
 
 logger = logging.getLogger(__name__)
 
-EXITS = (SystemExit, KeyboardInterrupt)
-"""With these a handler ends its process."""
-
-_FAILURES = (Exception, asyncio.CancelledError)  # what a handler may raise and still get the next batch
 _FULL_PAUSE_S = 0.001
 
 
@@ -144,7 +143,11 @@ class BatchRunner(Runner):
     def _execute(self, call: _ControlCall) -> None:
         try:
             answer = self._executed(call.command)
-        except _FAILURES as error:  # the border to handlers, which raise anything; the command fails with it
+        except EXITS as error:
+            self._end_fork()
+            call.answer.set_exception(WorkerDiedError(exit_message(error)))
+            raise
+        except BaseException as error:  # noqa: BLE001 - the border to handlers, which raise anything; the command fails
             self._end_fork()
             call.answer.set_exception(_failure(error))
         else:
@@ -182,7 +185,9 @@ class BatchRunner(Runner):
     def _outcomes(self, batch: Sequence[_Call]) -> Sequence[Response | LmiServerError]:
         try:
             outcomes = self._handler.handle([call.request for call in batch])
-        except _FAILURES as error:  # the border to handlers, which raise anything; the requests end with it
+        except EXITS:
+            raise
+        except BaseException as error:  # noqa: BLE001 - the border to handlers, which raise anything; the requests end
             return [_failure(error)] * len(batch)
         if len(outcomes) != len(batch):
             return [HandlerError(f"the handler answered {len(outcomes)} of {len(batch)} requests")] * len(batch)
@@ -214,7 +219,9 @@ class _Stream:
             piece = next(self._pieces)
         except StopIteration:
             self._writer.end()
-        except _FAILURES as error:  # the border to handlers, which raise anything; the stream ends with it
+        except EXITS:
+            raise
+        except BaseException as error:  # noqa: BLE001 - the border to handlers, which raise anything; the stream ends
             self._writer.fail(_failure(error))
         else:
             if piece:
@@ -229,19 +236,16 @@ class _Stream:
         try:
             if close is not None:
                 close()
-        except Exception:  # the border to handlers: nobody waits for this stream any more
+        except EXITS:
+            raise
+        except BaseException:  # the border to handlers: nobody waits for this stream any more
             logger.exception("the stream of a client that is gone raised while it was closed")
         call_after(self._response)
-
-
-def exit_message(error: BaseException) -> str:
-    """Return the message of the error with which a handler that ends its process fails its requests."""
-    return f"The handler ended its process: {type(error).__name__}({error})"
 
 
 def _failure(error: BaseException) -> LmiServerError:
     if isinstance(error, LmiServerError):
         return error
     logger.error("the handler raised", exc_info=error)
-    message = f"{type(error).__name__}: {error}"
+    message = describe(error)
     return ModelMemoryError(message) if is_out_of_memory(error) else HandlerError(message)

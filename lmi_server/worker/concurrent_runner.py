@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import uvloop
 
+from lmi_server.contract.errors import EXITS
 from lmi_server.contract.protocol import Command, Ready, Submit
 from lmi_server.worker.concurrent_service import ConcurrentService
 from lmi_server.worker.frame_buffer import FrameBuffer, ResponseWriter
@@ -18,16 +19,28 @@ from lmi_server.worker.runner import Runner
 class ConcurrentRunner(Runner):
     """Carries calls from the link's thread over to a `ConcurrentService` in the handler's."""
 
-    def __init__(self, processor: RequestProcessor, buffer: FrameBuffer) -> None:
+    def __init__(
+        self, processor: RequestProcessor, buffer: FrameBuffer, on_exit: Callable[[BaseException], None]
+    ) -> None:
+        """`on_exit` gets an exception that ends the process, before the requests beside it are cancelled."""
         self._processor = processor
         self._buffer = buffer
+        self._on_exit = on_exit
         self._loop: asyncio.AbstractEventLoop | None = None
         self._service: ConcurrentService
         self._stopping: asyncio.Event
         self._stop_requested = False
 
     def run(self, on_ready: Callable[[Ready], None]) -> None:
-        uvloop.run(self._serve(on_ready))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            try:
+                runner.run(self._serve(on_ready))
+            except EXITS as error:
+                # The end of the runner cancels every other request. None of them must report that: the front end sees
+                # the link end, and gives a request to another worker if its client has not received a byte.
+                self._buffer.seal()
+                self._on_exit(error)  # now, because the runner waits for tasks, and a task may ignore a cancellation
+                raise
 
     async def _serve(self, on_ready: Callable[[Ready], None]) -> None:
         self._stopping = asyncio.Event()

@@ -49,12 +49,15 @@ class FrameBuffer:
         self._entries: deque[ResponseWriter | Reply | End | Error] = deque()
         self._scheduled = False
         self._closed = False
+        self._sealed = False
         # Bytes since the start. Each counter has one writing thread, so that the difference needs no lock.
         self._ahead = 0
         self._flushed = 0
 
     def add(self, entry: ResponseWriter | Reply | End | Error) -> None:
         """Send a terminal item, or what a writer holds, with the next flush."""
+        if self._sealed:
+            return
         # Append first, then look at the flag; `flush` clears the flag first, then takes entries. In whatever order the
         # threads run, either this flush takes the entry or another one is scheduled.
         self._entries.append(entry)
@@ -90,6 +93,10 @@ class FrameBuffer:
                 items.append(entry)
         if items and not self._closed:
             self._sink.send_now(Frames(items))
+
+    def seal(self) -> None:
+        """Drop what comes later, from the thread that the answers come from."""
+        self._sealed = True
 
     def close(self) -> None:
         """Send everything, and drop what comes later. Requests without a terminal item end with the link."""

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from lmi_server.configuration.options import ModelOptions
-from lmi_server.contract.errors import HandlerError, LmiServerError
+from lmi_server.contract.errors import EXITS, HandlerError, LmiServerError, WorkerDiedError, describe, exit_message
 from lmi_server.contract.handler import LLMHandler, ModelInfo
 from lmi_server.contract.protocol import CANCELLED, AddAdapter, Command, GetMetrics, Input, RemoveAdapter
 from lmi_server.dialects import routes, tokens
@@ -84,9 +84,13 @@ class GenerationProcessor(RequestProcessor):
             writer.error(CANCELLED, CANCELLED_MESSAGE)
         except LmiServerError as error:
             _fail(request, exchange, writer, error)
-        except Exception as error:  # the border to handlers and engines, which raise anything; the request ends with it
+        except EXITS as error:
+            _fail(request, exchange, writer, WorkerDiedError(exit_message(error)))
+            writer.buffer.seal()  # the event loop ends and cancels the other requests, which must not report that
+            raise
+        except BaseException as error:  # the border to handlers, which raise anything; the request ends with it
             logger.exception("request %s: the handler raised", request.request_id)
-            _fail(request, exchange, writer, HandlerError(f"{type(error).__name__}: {error}"))
+            _fail(request, exchange, writer, HandlerError(describe(error)))
 
     async def _is_about_session(self, request: Input, writer: ResponseWriter) -> bool:
         """Answer a request that opens or closes a stateful session; return whether it was one.
@@ -127,16 +131,22 @@ class GenerationProcessor(RequestProcessor):
         # A request with a large `n` must not take every place of the engine at once: others have their turn.
         places = asyncio.Semaphore(self._max_sequences)
 
+        exits: list[BaseException] = []
+
         async def generate_in_turn(index: int) -> None:
             async with places:
-                await self._generate_one(exchange, index, writer, emit)
+                try:
+                    await self._generate_one(exchange, index, writer, emit)
+                except EXITS as error:  # raised here it would end the loop before the request has its answer
+                    exits.append(error)
+                    raise HandlerError(exit_message(error)) from error
 
         try:
             async with asyncio.TaskGroup() as group:
                 for index in range(len(requests)):
                     group.create_task(generate_in_turn(index))
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
+        except BaseExceptionGroup as failed:
+            raise (exits or failed.exceptions)[0] from None
 
     async def _generate_one(
         self, exchange: Exchange, index: int, writer: ResponseWriter, emit: Callable[[bytes], None]

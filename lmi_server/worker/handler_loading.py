@@ -8,7 +8,7 @@ from typing import cast
 
 from lmi_server.configuration.handlers import load as load_class
 from lmi_server.configuration.options import ModelOptions
-from lmi_server.contract.errors import LmiServerError, ModelLoadError, ModelMemoryError, is_out_of_memory
+from lmi_server.contract.errors import LmiServerError, ModelLoadError, ModelMemoryError, describe, is_out_of_memory
 from lmi_server.contract.handler import LLMHandler, ModelInfo, RequestHandler
 from lmi_server.contract.protocol import Adapter, Load
 from lmi_server.dialects import FORMATTER_NAMES
@@ -51,9 +51,9 @@ def make_handler(load: Load) -> tuple[LLMHandler | RequestHandler, Loading]:
     return handler, Loading(load, options)
 
 
-def load_failure(error: Exception) -> LmiServerError:
+def load_failure(error: BaseException) -> LmiServerError:
     """Return what the front end is told of an exception that ended a load."""
-    message = error.message if isinstance(error, LmiServerError) else f"{type(error).__name__}: {error}"
+    message = error.message if isinstance(error, LmiServerError) else describe(error)
     if is_out_of_memory(error):
         return ModelMemoryError(message)
     return error if isinstance(error, LmiServerError) else ModelLoadError(message)

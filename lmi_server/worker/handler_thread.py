@@ -23,10 +23,10 @@ from types import FrameType
 
 from lmi_server.configuration.options import ModelOptions
 from lmi_server.contract.batch_progress import BatchProgress
-from lmi_server.contract.errors import LmiServerError, ModelLoadError
+from lmi_server.contract.errors import EXITS, LmiServerError, ModelLoadError, describe, exit_message
 from lmi_server.contract.handler import AsyncRequestHandler, LLMHandler, ModelInfo, RequestHandler
 from lmi_server.contract.protocol import Ready
-from lmi_server.worker.batch_runner import EXITS, BatchRunner, exit_message
+from lmi_server.worker.batch_runner import BatchRunner
 from lmi_server.worker.concurrent_runner import ConcurrentRunner
 from lmi_server.worker.frame_buffer import FrameBuffer
 from lmi_server.worker.generation_processor import GenerationProcessor
@@ -123,7 +123,7 @@ class HandlerThread:
                 self._serve()
         except EXITS as error:
             self._exit(error)
-        except Exception:  # the border to handlers, which raise anything at their end too
+        except BaseException:  # the border to handlers, which raise anything at their end too
             logger.exception("the worker cannot go on")
             self._leave()
         finally:
@@ -133,23 +133,31 @@ class HandlerThread:
     def _serve(self) -> None:
         try:
             self._run_requests(self._make_runner())
-        except Exception as error:
-            if self._loaded.done():
+        except BaseException as error:
+            if self._is_loaded():
                 raise
-            self._loaded.set_exception(error)
-        except EXITS as error:
-            if self._loaded.done():
-                raise
-            self._loaded.set_exception(ModelLoadError(exit_message(error)))
+            self._fail_loading(error)
         else:
             self._handler.stop()
+
+    def _is_loaded(self) -> bool:
+        return self._loaded.done() and self._loaded.exception() is None
+
+    def _fail_loading(self, error: BaseException) -> None:
+        if self._loaded.done():
+            return
+        if isinstance(error, EXITS):
+            error = ModelLoadError(exit_message(error))
+        elif not isinstance(error, Exception):
+            error = ModelLoadError(describe(error))
+        self._loaded.set_exception(error)
 
     def _make_runner(self) -> Runner:
         """Load the model, as far as its handler does so by itself, and return what runs its requests."""
         info = self._handler.start(self._loading.model_dir, self._loading.options)
         concurrent = self._handler.concurrent_handler()
         if concurrent is not None:
-            return ConcurrentRunner(_processor(concurrent, self._loading, info), self._buffer)
+            return ConcurrentRunner(_processor(concurrent, self._loading, info), self._buffer, self._on_loop_exit)
         ready = Ready(info.max_model_len, dict(info.details), self._loading.load.batch_size)
         return BatchRunner(self._handler, ready, self._progress, self._buffer)
 
@@ -162,14 +170,23 @@ class HandlerThread:
         try:
             runner.run(self._loaded.set_result)
         except EXITS as error:
-            if not self._loaded.done():
+            if not self._is_loaded():
                 raise
             self._exit(error)
+
+    def _on_loop_exit(self, error: BaseException) -> None:
+        """End the process, or fail the load, before the event loop of the handler has come to its end: it may hang."""
+        if self._is_loaded():
+            self._exit(error)
+        else:
+            self._fail_loading(error)
 
     def _exit(self, error: BaseException) -> None:
         """End the process, as the handler wants it."""
         if os.getpid() != self._pid:
             os._exit(0)  # the handler has forked it
+        if self._exit_code:
+            return  # `_on_loop_exit` was first
         logger.error("the handler ended its process", exc_info=error)
         self._leave()
 

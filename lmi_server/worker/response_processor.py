@@ -6,7 +6,16 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 
-from lmi_server.contract.errors import HandlerError, LmiServerError, ModelMemoryError, is_out_of_memory
+from lmi_server.contract.errors import (
+    EXITS,
+    HandlerError,
+    LmiServerError,
+    ModelMemoryError,
+    WorkerDiedError,
+    describe,
+    exit_message,
+    is_out_of_memory,
+)
 from lmi_server.contract.handler import AsyncRequestHandler, ModelInfo, Response
 from lmi_server.contract.protocol import CANCELLED, AddAdapter, Command, Input, RemoveAdapter
 from lmi_server.worker.frame_buffer import ResponseWriter
@@ -39,9 +48,13 @@ class ResponseProcessor(RequestProcessor):
                 writer.fail(HandlerError("the handler cancelled the request"))
         except LmiServerError as error:
             writer.fail(error)
-        except Exception as error:  # the border to handlers, which raise anything; the request ends with it
+        except EXITS as error:
+            writer.fail(WorkerDiedError(exit_message(error)))
+            writer.buffer.seal()  # the event loop ends and cancels the other requests, which must not report that
+            raise
+        except BaseException as error:  # the border to handlers, which raise anything; the request ends with it
             logger.exception("request %s: the handler raised", request.request_id)
-            message = f"{type(error).__name__}: {error}"
+            message = describe(error)
             writer.fail(ModelMemoryError(message) if is_out_of_memory(error) else HandlerError(message))
         finally:
             if response is not None:
@@ -92,5 +105,7 @@ def call_after(response: Response) -> None:
         return
     try:
         response.after()
-    except Exception:  # the border to handlers: the answer is on its way
+    except EXITS:
+        raise
+    except BaseException:  # the border to handlers: the answer is on its way
         logger.exception("the handler raised in Response.after")

@@ -7,7 +7,16 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from lmi_server.contract.errors import HandlerError, LmiServerError, ModelMemoryError, is_out_of_memory
+from lmi_server.contract.errors import (
+    EXITS,
+    HandlerError,
+    LmiServerError,
+    ModelMemoryError,
+    WorkerDiedError,
+    describe,
+    exit_message,
+    is_out_of_memory,
+)
 from lmi_server.contract.link import FrontendLink
 from lmi_server.contract.protocol import (
     Cancel,
@@ -94,7 +103,9 @@ class Worker:
             ready = await self._service.load()
         except LmiServerError as error:
             self._fail(load_failure(error))
-        except Exception as error:  # the border to handlers and engines, which raise anything; the load fails with it
+        except BaseException as error:  # the border to handlers and engines, which raise anything; the load fails
+            if self._stopping:
+                raise  # `shut_down` has cancelled the load
             logger.exception("model %s: the handler raised while it loaded", self._model_name)
             self._fail(load_failure(error))
         else:
@@ -139,10 +150,12 @@ class Worker:
             outcome = Reply(control.id, 200, [], await self._loaded().control(control.command))
         except LmiServerError as error:
             outcome = Error(control.id, error.kind, error.message)
-        except Exception as error:  # the border to handlers and engines, which raise anything; the operation fails
+        except BaseException as error:  # the border to handlers and engines, which raise anything; the command fails
+            if self._stopping:
+                raise
             logger.exception("model %s: the handler raised in %s", self._model_name, control.command.operation)
-            kind = ModelMemoryError if is_out_of_memory(error) else HandlerError
-            outcome = Error(control.id, kind.__name__, f"{type(error).__name__}: {error}")
+            failure = _command_failure(error)
+            outcome = Error(control.id, failure.kind, failure.message)
         self._link.send(Frames([outcome]))
 
     def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -157,3 +170,9 @@ class Worker:
         if not task.cancelled() and task.exception() is not None:
             logger.error("the worker cannot go on", exc_info=task.exception())
             self.end(exit_code=1)
+
+
+def _command_failure(error: BaseException) -> LmiServerError:
+    if isinstance(error, EXITS):
+        return WorkerDiedError(exit_message(error))
+    return ModelMemoryError(describe(error)) if is_out_of_memory(error) else HandlerError(describe(error))

@@ -178,7 +178,7 @@ def test_another_function_takes_the_requests(tmp_path: Path) -> None:
             "Failed to initialize model: no weights",
         ),
         ("from nowhere_else import *", r"model\.py:1: ModuleNotFoundError"),
-        ("import sys\nhandle = 1\nsys.exit('bye')", r"SystemExit\(bye\)"),
+        ("import sys\nhandle = 1\nsys.exit('bye')", r"model\.py:3: SystemExit: bye"),
         ("handle = 1", "defines no function handle"),
     ],
 )
