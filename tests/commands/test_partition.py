@@ -15,9 +15,10 @@ from mpi_helpers import answered, body, clean, generated
 from handlers.deepspeed.options import DeepSpeedOptions
 from handlers.huggingface.options import HuggingFaceOptions
 from lmi_server.commands.partition import partition
-from lmi_server.configuration.properties import edited_properties
 from lmi_server.configuration.resolve import resolve_model
 from lmi_server.contract.errors import ConfigurationError, ModelLoadError
+
+pytestmark = pytest.mark.slow
 
 PROMPTS = ("a", "b c d", "the harbour of the town")
 SPLIT = """# two ranks
@@ -168,17 +169,3 @@ def test_nothing_is_left_of_a_model_that_cannot_be_loaded(weights: Path, tmp_pat
     with pytest.raises(ModelLoadError, match="DeepSpeed has no fp16 on the CPU"):
         partition(directory, tmp_path / "target", {})
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-@pytest.mark.parametrize(
-    ("text", "changes", "edited"),
-    [
-        ("a=1\n# b=2\nb=3\n", {"b": "4"}, "a=1\n# b=2\nb=4\n"),
-        ("a=1\nb=3", {"a": None, "c": "5"}, "b=3\nc=5\n"),
-        ("a=1,\\\n  2\nb : x\n", {"a": None}, "b : x\n"),
-        ("a=1\n\na=2\n", {"a": "3"}, "a=3\n\n"),
-        ("", {"a": "1", "b": None}, "a=1\n"),
-    ],
-)
-def test_what_is_not_changed_stays_as_it_is_written(text: str, changes: dict[str, str | None], edited: str) -> None:
-    assert edited_properties(text, changes) == edited

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmi_server.configuration.properties import parse_properties, read_properties
+from lmi_server.configuration.properties import edited_properties, parse_properties, read_properties
 from lmi_server.contract.errors import ConfigurationError
 
 
@@ -288,3 +288,17 @@ def test_what_was_read_is_read_the_same_again(text: str) -> None:
 
 def escape(text: str) -> str:
     return "".join(ways_to_write(character)[0] for character in text)
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "edited"),
+    [
+        ("a=1\n# b=2\nb=3\n", {"b": "4"}, "a=1\n# b=2\nb=4\n"),
+        ("a=1\nb=3", {"a": None, "c": "5"}, "b=3\nc=5\n"),
+        ("a=1,\\\n  2\nb : x\n", {"a": None}, "b : x\n"),
+        ("a=1\n\na=2\n", {"a": "3"}, "a=3\n\n"),
+        ("", {"a": "1", "b": None}, "a=1\n"),
+    ],
+)
+def test_what_is_not_changed_stays_as_it_is_written(text: str, changes: dict[str, str | None], edited: str) -> None:
+    assert edited_properties(text, changes) == edited

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from server_helpers import Server, running
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = ["Hello there", "x", "a longer prompt with some more words in it", "1 2 3 4"]
 
 

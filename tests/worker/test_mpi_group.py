@@ -11,7 +11,7 @@ from mpi_helpers import clean, group_members, is_running, litter
 from server_helpers import Server, make_model, serving
 from waiting import wait_until
 
-from lmi_server.machine.mpi import rank_of_line
+pytestmark = pytest.mark.slow
 
 RANKS = "rank_handlers:RankHandler"
 MPI_KEYS = {"entryPoint": "djl_python.huggingface", "rolling_batch": "scheduler", "mpi_mode": "true"}
@@ -98,17 +98,3 @@ def test_a_handler_that_cannot_follow_says_so(tmp_path: Path) -> None:
     with serving(tmp_path, ready=False, **options) as server:
         found = server.log_line("could not be loaded: (.*)")
         assert "does not run under the MPI engine; use engine=Python" in found[1]
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("[1,0]<stdout>: INFO x: y", (0, "INFO x: y")),
-        ("[52345,11]<stderr>:text", (11, "text")),
-        ("[3] text", (3, "text")),
-        ("prterun noticed that process rank 0", (None, "prterun noticed that process rank 0")),
-        ("[vm:17554] *** End of error message ***", (None, "[vm:17554] *** End of error message ***")),
-    ],
-)
-def test_the_rank_of_a_line(line: str, expected: tuple[int | None, str]) -> None:
-    assert rank_of_line(line) == expected

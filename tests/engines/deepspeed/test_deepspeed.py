@@ -35,6 +35,8 @@ from handlers.deepspeed.shards import find_shards
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.ranks import Rank
 
+pytestmark = pytest.mark.slow
+
 ALONE = Rank(0, 1, "")
 
 

@@ -22,6 +22,8 @@ from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.generation import SamplingParameters
 from lmi_server.machine.memory import free_and_total
 
+pytestmark = pytest.mark.slow
+
 HUGGING_FACE = "handlers.huggingface.handler:HuggingFaceHandler"
 KEYS = {"entryPoint": "djl_python.huggingface", "rolling_batch": "scheduler", "dtype": "fp32"}
 # What a checkpoint with code of its own brings: a Llama whose every token is the one after the most likely one.

@@ -20,6 +20,8 @@ from handlers.checkpoints.transformers_loading import load_model
 from handlers.huggingface.options import HuggingFaceOptions
 from lmi_server.contract.errors import ModelLoadError
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = prompts(6)
 
 

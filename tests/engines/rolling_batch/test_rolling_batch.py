@@ -13,6 +13,8 @@ from handlers.rolling_batch.attention import UnsupportedAttentionError
 from lmi_server.contract.errors import ContextLengthError, RequestError
 from lmi_server.contract.generation import Token
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
 def family(request: pytest.FixtureRequest) -> Engine:

@@ -18,6 +18,8 @@ from handlers.rolling_batch.lora import LoraWeights
 from handlers.rolling_batch.lora_checkpoint import read_adapter
 from lmi_server.contract.errors import RequestError
 
+pytestmark = pytest.mark.slow
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "all": {},
     "attention": {"target_modules": ["q_proj", "v_proj"], "r": 8},

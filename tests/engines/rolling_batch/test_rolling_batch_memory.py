@@ -10,6 +10,8 @@ import torch
 from rolling_batch_helpers import Engine, Received
 from tiny_models import FAMILIES, tiny_model
 
+pytestmark = pytest.mark.slow
+
 SMALL = {"kv_tokens": 180, "slots": 6, "conservativeness": 0.1}
 
 

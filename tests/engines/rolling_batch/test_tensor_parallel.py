@@ -30,6 +30,8 @@ from handlers.rolling_batch.cpu_kernels.intrinsics import TILES_ARE_FASTEST
 from handlers.rolling_batch.sharding import check_degree
 from lmi_server.contract.errors import ModelLoadError
 
+pytestmark = pytest.mark.slow
+
 HUGGING_FACE = "handlers.huggingface.handler:HuggingFaceHandler"
 KV_TOKENS = 300  # so few that what runs together has to be retracted
 MPI_KEYS = {

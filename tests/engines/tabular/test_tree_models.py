@@ -24,6 +24,8 @@ from sklearn.preprocessing import FunctionTransformer, OneHotEncoder
 from lmi_server.configuration.resolve import resolve_model
 from lmi_server.contract.errors import ConfigurationError, HandlerError, LmiServerError, ModelLoadError, RequestError
 
+pytestmark = pytest.mark.slow
+
 SKLEARN = "djl_python.sklearn_handler"
 TREE = "sklearn.tree._tree.Tree"  # what a forest is made of
 XGBOOST = "djl_python.xgboost_handler"

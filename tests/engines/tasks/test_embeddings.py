@@ -22,6 +22,8 @@ from lmi_server.contract.errors import ContextLengthError, ModelLoadError, Reque
 from lmi_server.contract.handler import RequestHandler
 from lmi_server.dialects.openai import embeddings as openai_embeddings
 
+pytestmark = pytest.mark.slow
+
 Load = Callable[..., tuple[RequestHandler, Path]]
 TEXTS = ["the fox", "a", "the dog jumps over the blue fox. who is it?", "x y z"]
 
@@ -247,7 +249,6 @@ def test_files_that_are_not_understood_are_named(tmp_path: Path, file: str, cont
         started(directory)
 
 
-@pytest.mark.slow
 def test_a_real_model_gives_the_vectors_of_sentence_transformers(embedding_model_dir: Path) -> None:
     texts = ["How many people live in Berlin?", "Berlin has 3.7 million people.", "Grüße aus Köln", "word " * 200]
     expected = reference(embedding_model_dir, texts)

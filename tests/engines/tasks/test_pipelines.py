@@ -14,6 +14,8 @@ from tiny_tasks import CONTEXT, SAMPLING_RATE, make_task_model
 
 from lmi_server.contract.errors import ContextLengthError, LmiServerError, ModelLoadError, RequestError
 
+pytestmark = pytest.mark.slow
+
 
 def library(task: str, directory: Path) -> Any:
     return transformers.pipeline(task, model=str(directory), device="cpu")

@@ -17,6 +17,8 @@ from tiny_tasks import CONTEXT, seq2seq_tokenizer
 from lmi_server.contract.errors import ContextLengthError, LmiServerError, RequestError
 from lmi_server.contract.handler import RequestHandler
 
+pytestmark = pytest.mark.slow
+
 
 def generated(directory: Path, text: str, **arguments: Any) -> list[int]:
     """Return the new tokens that the model itself writes for one text, end and all."""
