@@ -30,7 +30,7 @@ class OwnCodeOptions(ModelOptions):
         "disable", description="Anything but disable: the function is called once per step with all live requests."
     )
     max_rolling_batch_size: Annotated[int, Field(ge=1), Allowed("an integer of 1 or more")] = Field(
-        32, description="Requests that a worker holds at once, where it does not take batches one after the other."
+        32, description="Requests that a worker holds at once, if it does not take one batch after the other."
     )
     async_mode: bool = Field(
         False, description="Call the function for each request as it comes; an async function is called so in any case."

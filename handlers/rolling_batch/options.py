@@ -27,8 +27,8 @@ class RollingBatchOptions(ModelOptions):
     )
     schedule_conservativeness: PositiveFloat = Field(
         1.0,
-        description="How much output is expected of a request when it is admitted; lower it where token usage stays"
-        " below 0.9 while requests wait, raise it where the log tells of retracted requests often.",
+        description="Factor on the output that the scheduler expects of a request when it admits it; lower it if token"
+        " usage stays below 0.9 while requests wait, raise it if the log often reports retracted requests.",
     )
     chunked_prefill_size: ChunkSize | None = Field(
         None,
@@ -36,10 +36,10 @@ class RollingBatchOptions(ModelOptions):
         " without the key the handler chooses.",
     )
     max_running_requests: PositiveInt | None = Field(
-        None, description="Requests that are decoded together; without it option.max_rolling_batch_size."
+        None, description="Requests that are decoded together; if not set, option.max_rolling_batch_size."
     )
     mem_fraction_static: Fraction | None = Field(
-        None, description="Share of the memory of the device for weights and KV cache; without it the handler chooses."
+        None, description="Share of the memory of the device for weights and KV cache; if not set, the handler chooses."
     )
     kv_cache_memory_gb: PositiveFloat | None = Field(
         None, description="Memory of the KV cache in GiB at most; option.mem_fraction_static is not used then."

@@ -13,7 +13,9 @@ class TreeModelOptions(ModelOptions):
     """Keys of serving.properties for a model that answers rows of numbers."""
 
     rolling_batch: Literal["disable", "auto"] = Field("disable", description="There are no tokens to batch by.")
-    trust_insecure_model_files: bool = Field(False, description="Load files that can run code (pickle and its like).")
+    trust_insecure_model_files: bool = Field(
+        False, description="Load files that can run code (pickle and similar formats)."
+    )
     default_accept: Literal["application/json", "text/csv"] = Field(
         "application/json", description="Content type of answers to requests that accept anything."
     )
@@ -23,7 +25,7 @@ class SklearnOptions(TreeModelOptions):
     """Keys of serving.properties for a model of scikit-learn."""
 
     model_format: Literal["skops", "joblib", "pickle", "cloudpickle"] | None = Field(
-        None, description="Format of the model's file; without it, what the file's name says."
+        None, description="Format of the model's file; if not set, the ending of the file's name decides."
     )
     skops_trusted_types: Names = Field(
         (), description="Types that a skops file may hold beside those that skops itself knows to be harmless."
@@ -34,5 +36,5 @@ class XgboostOptions(TreeModelOptions):
     """Keys of serving.properties for a model of XGBoost."""
 
     model_format: Literal["json", "ubj", "pickle", "xgb"] | None = Field(
-        None, description="Format of the model's file; without it, what the file's name says."
+        None, description="Format of the model's file; if not set, the ending of the file's name decides."
     )

@@ -55,7 +55,7 @@ Pooling = Literal["auto", "cls", "mean", "max", "mean_sqrt_len_tokens", "weighte
 class PipelineOptions(TransformersOptions):
     """Keys of serving.properties for a model whose requests are whole tasks: classified, embedded, answered."""
 
-    task: Task | None = Field(None, description="Task of the model; inferred from its architecture where not given.")
+    task: Task | None = Field(None, description="Task of the model; inferred from its architecture if not set.")
     rolling_batch: Annotated[
         RollingBatch,
         Unavailable(

@@ -7,33 +7,19 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from lmi_server.configuration.check import (
-    build,
-    combination_warnings,
-    conflicts,
-    describe_source,
-    unavailable,
-    undefined_formatters,
-    value_warnings,
-)
-from lmi_server.configuration.checkpoint import architectures, is_causal_lm, locate_model, read_config
+from lmi_server.configuration.check import build, describe_source
+from lmi_server.configuration.checkpoint import architectures, locate_model, read_config
 from lmi_server.configuration.declaration import Option, written
-from lmi_server.configuration.handler_choice import Choice, Model, choose_handler
+from lmi_server.configuration.handler_choice import Model, choose_handler
 from lmi_server.configuration.handlers import HANDLERS, HandlerSpec, HandlerTable, load_options_type
-from lmi_server.configuration.layers import (
-    Given,
-    SortedKeys,
-    Source,
-    nearest_key,
-    spellings,
-    unknown_key_warning,
-)
+from lmi_server.configuration.layers import Given, SortedKeys, Source
+from lmi_server.configuration.model_checks import ModelChecks, declared_options
 from lmi_server.configuration.model_layers import SERVING_PROPERTIES, merge_layers, read_layers
 from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.configuration.tasks import infer_task
@@ -147,24 +133,15 @@ def inspect_model(
     given = layers.as_written()
     location, misplaced = _locate(given, model_dir)
     config = read_config(location)
-    names = architectures(config)
-    inferred = infer_task(names, location)
-    choice = choose_handler(given, Model(model_dir, names, _task(given) or inferred), machine, handlers)
+    inferred_task = infer_task(architectures(config), location)
+    model = Model(model_dir, architectures(config), _task(given) or inferred_task)
+    choice = choose_handler(given, model, machine, handlers)
     spec = choice.spec or handlers.default
-    options_type = load_options_type(spec)
-    declared = (*ServingOptions.declared(), *options_type.declared())
-    merged = merge_layers(layers, spec, declared, inferred, machine)
-    serving, bad_serving = build(ServingOptions, merged.known)
-    options, bad_options = build(options_type, merged.known)
-    # In the order of the file: the user mends it from top to bottom.
-    bad = dict(sorted({**bad_serving, **bad_options}.items(), key=lambda item: merged.known[item[0]].line or 0))
-    wrong = [*merged.problems, *bad.values(), *misplaced, *conflicts(serving, options, merged.known, bad)]
-    if choice.problem is not None:
-        wrong.append(choice.problem)
-    elif not misplaced:
-        wrong += _no_checkpoint(spec, location, model_dir)
-    if spec.formats_text:
-        wrong += undefined_formatters(options, merged.known, model_dir)
+    declared = declared_options(spec)
+    merged = merge_layers(layers, spec, declared, inferred_task, machine)
+    serving, wrong_serving = build(ServingOptions, merged.known)
+    options, wrong_options = build(load_options_type(spec), merged.known)
+    checks = ModelChecks(model, location, misplaced, choice, spec, handlers, merged, serving, options)
     return Inspection(
         name=model_name(model_dir),
         model_dir=str(model_dir),
@@ -179,16 +156,9 @@ def inspect_model(
         worker_environment=MappingProxyType(
             {name: environment.get(name, value) for name, value in options.worker_environment().items()}
         ),
-        warnings=(
-            *(*layers.warnings, *merged.warnings, *_unknown_key_warnings(merged.unknown, spec, declared, handlers)),
-            *(
-                *value_warnings(serving, merged.known),
-                *value_warnings(options, merged.known),
-                *combination_warnings(options, merged.known),
-            ),
-        ),
-        problems=tuple(wrong),
-        unavailable=tuple(_unavailable(choice, model_dir, serving, options, merged.known, config, handlers)),
+        warnings=(*layers.warnings, *checks.warnings()),
+        problems=tuple(checks.problems({**wrong_serving, **wrong_options})),
+        unavailable=tuple(checks.unavailable()),
     )
 
 
@@ -227,76 +197,14 @@ def _task(given: Given) -> str | None:
     return None if source is None or source.raw.lower() == "auto" else source.raw
 
 
-def _unknown_key_warnings(
-    unknown: Given, spec: HandlerSpec, declared: Sequence[Option], handlers: HandlerTable
-) -> Iterator[str]:
-    of_engine = load_options_type(spec).engine_names()
-    known = [*spellings(declared), *(f"option.{name}" for name in sorted(of_engine))]
-    for key, source in unknown.items():
-        if key.removeprefix("option.") in of_engine:
-            continue
-        others = _handlers_that_know(key, handlers)
-        if spec.runs_user_code:
-            if nearest_key(key, known) is not None:  # otherwise it is a key of the user's code, not a misspelling
-                yield unknown_key_warning(key, source, known, "it is passed on to the handler")
-        elif others:
-            yield f"{source.place}: {key} has no effect on {spec.title}; it is an option of {', '.join(others)}"
-        else:
-            yield unknown_key_warning(key, source, known)
-
-
-def _handlers_that_know(key: str, handlers: HandlerTable) -> list[str]:
-    return [spec.title for spec in handlers.specs if key in spellings(load_options_type(spec).declared())]
-
-
-def _locate(given: Given, model_dir: Path) -> tuple[str, list[str]]:
+def _locate(given: Given, model_dir: Path) -> tuple[str, str | None]:
     """Return the location of the model, and a problem if option.model_id does not name one."""
     source = given.get("option.model_id")
     try:
-        return locate_model(source.raw if source else None, model_dir), []
+        return locate_model(source.raw if source else None, model_dir), None
     except ValueError as error:
         assert source is not None, "without a model_id the model is its directory"
-        return str(model_dir), [f"{describe_source(source, 'option.model_id')} {error}"]
-
-
-def _no_checkpoint(spec: HandlerSpec, location: str, model_dir: Path) -> Iterator[str]:
-    if spec.reads_checkpoint and location == str(model_dir) and not (model_dir / "config.json").is_file():
-        missing = "holds no config.json, and option.model_id (or HF_MODEL_ID) names no other model"
-        if (model_dir / "MAR-INF").is_dir():
-            missing = "is an archive of TorchServe (MAR-INF), which is not served; put a model.py beside its files"
-        yield f"{model_dir}: {missing}"
-
-
-def _unavailable(
-    choice: Choice,
-    model_dir: Path,
-    serving: ServingOptions,
-    options: ModelOptions,
-    sources: Given,
-    config: Mapping[str, Any],
-    handlers: HandlerTable,
-) -> Iterator[str]:
-    """Yield a problem for each value that this version cannot serve; if it lacks the handler, only for that."""
-    missing = choice.missing(model_dir, handlers)
-    if missing is not None:
-        yield missing
-        return
-    yield from unavailable(serving, sources)
-    if serving.batch_size > 1 and choice.spec is not None and not choice.spec.takes_batches:
-        yield (
-            f"{describe_source(sources['batch_size'], 'batch_size')} is not available in this version; "
-            "requests are decoded together by the rolling batch; remove the key"
-        )
-    yield from unavailable(options, sources)
-    names = architectures(config)
-    if choice.spec is not None and choice.spec.answers_tasks and "option.task" not in sources:
-        yield f"{model_dir}: no task follows from architecture {', '.join(names) or 'unknown'}; set option.task"
-    if choice.spec is not None and choice.spec.causal_lm_only and names and not is_causal_lm(names):
-        rolling = options.rolling_batch
-        yield (
-            f"{model_dir}: architecture {', '.join(names)} cannot be decoded by option.rolling_batch={rolling}, which "
-            "needs a causal language model (*ForCausalLM); set option.task, for example option.task=text-embedding"
-        )
+        return str(model_dir), f"{describe_source(source, 'option.model_id')} {error}"
 
 
 def _default_sources(declared: Sequence[Option]) -> Given:

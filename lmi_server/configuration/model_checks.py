@@ -1,0 +1,130 @@
+"""Checks of one model beyond its single values: combinations, formatters, the checkpoint, undeclared keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from lmi_server.configuration.check import (
+    combination_warnings,
+    conflicts,
+    describe_source,
+    unavailable,
+    undefined_formatters,
+    value_warnings,
+)
+from lmi_server.configuration.checkpoint import is_causal_lm
+from lmi_server.configuration.declaration import Option
+from lmi_server.configuration.handler_choice import Choice, Model
+from lmi_server.configuration.handlers import HandlerSpec, HandlerTable, load_options_type
+from lmi_server.configuration.layers import Given, SortedKeys, nearest_key, spellings, unknown_key_warning
+from lmi_server.configuration.options import ModelOptions, ServingOptions
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChecks:
+    """A model with merged and typed values, before it is known whether they are right.
+
+    `choice` is how its handler was chosen from `handlers`; `spec` is that handler, or the default one if the choice
+    failed. `location` is where the weights are, and `misplaced` the problem if option.model_id does not name a place.
+    """
+
+    model: Model
+    location: str
+    misplaced: str | None
+    choice: Choice
+    spec: HandlerSpec
+    handlers: HandlerTable
+    merged: SortedKeys
+    serving: ServingOptions
+    options: ModelOptions
+
+    def problems(self, wrong: Mapping[str, str]) -> Iterator[str]:
+        """Yield a line for each error; `wrong` are those of single values, by key in full."""
+        known = self.merged.known
+        yield from self.merged.problems
+        # In the order of the file, because the user mends it from top to bottom.
+        yield from (wrong[key] for key in sorted(wrong, key=lambda key: known[key].line or 0))
+        if self.misplaced is not None:
+            yield self.misplaced
+        yield from conflicts(self.serving, self.options, known, wrong)
+        if self.choice.problem is not None:
+            yield self.choice.problem
+        elif self.misplaced is None:
+            yield from self._no_checkpoint()
+        if self.spec.formats_text:
+            yield from undefined_formatters(self.options, known, self.model.directory)
+
+    def _no_checkpoint(self) -> Iterator[str]:
+        directory = self.model.directory
+        if not self.spec.reads_checkpoint or self.location != str(directory) or (directory / "config.json").is_file():
+            return
+        missing = "holds no config.json, and option.model_id (or HF_MODEL_ID) names no other model"
+        if (directory / "MAR-INF").is_dir():
+            missing = "is an archive of TorchServe (MAR-INF), which is not served; put a model.py beside its files"
+        yield f"{directory}: {missing}"
+
+    def unavailable(self) -> Iterator[str]:
+        """Yield a line for each value that this version cannot serve; if it lacks the handler, only for that."""
+        missing = self.choice.missing(self.model.directory, self.handlers)
+        if missing is not None:
+            yield missing
+            return
+        known = self.merged.known
+        yield from unavailable(self.serving, known)
+        if self.serving.batch_size > 1 and self.choice.spec is not None and not self.spec.takes_batches:
+            yield (
+                f"{describe_source(known['batch_size'], 'batch_size')} is not available in this version; "
+                "the rolling batch decodes requests together; remove the key"
+            )
+        yield from unavailable(self.options, known)
+        if self.choice.spec is not None:
+            yield from self._unsuitable_architectures()
+
+    def _unsuitable_architectures(self) -> Iterator[str]:
+        names = self.model.architectures
+        if self.spec.answers_tasks and "option.task" not in self.merged.known:
+            yield (
+                f"{self.model.directory}: no task follows from architecture {', '.join(names) or 'unknown'}; "
+                "set option.task"
+            )
+        if self.spec.causal_lm_only and names and not is_causal_lm(names):
+            yield (
+                f"{self.model.directory}: architecture {', '.join(names)} cannot be decoded by "
+                f"option.rolling_batch={self.options.rolling_batch}, which needs a causal language model "
+                "(*ForCausalLM); set option.task, for example option.task=text-embedding"
+            )
+
+    def warnings(self) -> Iterator[str]:
+        """Yield a line for each value that is deprecated, has no effect, or is undeclared."""
+        known = self.merged.known
+        yield from self.merged.warnings
+        yield from _unknown_key_warnings(self.merged.unknown, self.spec, self.handlers)
+        yield from value_warnings(self.serving, known)
+        yield from value_warnings(self.options, known)
+        yield from combination_warnings(self.options, known)
+
+
+def declared_options(spec: HandlerSpec) -> Sequence[Option]:
+    """Return every option that a model with this handler may have."""
+    return (*ServingOptions.declared(), *load_options_type(spec).declared())
+
+
+def _unknown_key_warnings(unknown: Given, spec: HandlerSpec, handlers: HandlerTable) -> Iterator[str]:
+    of_engine = load_options_type(spec).engine_names()
+    known = [*spellings(declared_options(spec)), *(f"option.{name}" for name in sorted(of_engine))]
+    for key, source in unknown.items():
+        if key.removeprefix("option.") in of_engine:
+            continue
+        others = _handlers_that_know(key, handlers)
+        if spec.runs_user_code:
+            if nearest_key(key, known) is not None:  # otherwise it is a key of the user's code, not a misspelling
+                yield unknown_key_warning(key, source, known, "it is passed on to the handler")
+        elif others:
+            yield f"{source.place}: {key} has no effect on {spec.title}; it is an option of {', '.join(others)}"
+        else:
+            yield unknown_key_warning(key, source, known)
+
+
+def _handlers_that_know(key: str, handlers: HandlerTable) -> list[str]:
+    return [spec.title for spec in handlers.specs if key in spellings(load_options_type(spec).declared())]
