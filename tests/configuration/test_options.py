@@ -1,4 +1,4 @@
-"""The declared options: names, defaults, what they accept, and what the declaration tells about itself."""
+"""The declared options: names, defaults, accepted values, and what a declaration says about itself."""
 
 from __future__ import annotations
 

@@ -841,7 +841,7 @@ def test_a_variable_of_text_generation_inference_that_changes_nothing_is_told(wr
 def test_a_configuration_has_one_reading(
     pairs: list[tuple[str, str]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """The last of several lines counts, wherever the others stand, and each of them is told."""
+    """The last of several lines for a key counts, and each of the others gives a warning."""
     directory = tmp_path_factory.mktemp("model")
     (directory / "config.json").write_text(json.dumps(LLAMA))
     file = directory / "serving.properties"

@@ -24,7 +24,7 @@ ANSWER = "The capital of France is Paris."
 
 @pytest.fixture(scope="module")
 def exact(demo_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The demo model in float32, where the rolling batch must match `generate` token for token."""
+    """Serve the demo model in float32, in which the rolling batch must match `generate` token for token."""
     options = {"dtype": "fp32", "max_rolling_batch_size": "8"}
     with serving(tmp_path_factory.mktemp("exact"), demo_model_dir, **options) as server:
         yield server

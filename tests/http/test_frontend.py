@@ -348,7 +348,7 @@ def endings(response: bytes) -> int:
 
 
 async def call(port: int, choose: random.Random, limit: asyncio.Semaphore) -> int | None:
-    """Return the number of endings of one request; None where this client left."""
+    """Return how many complete answers one request got; None if this client left."""
     async with limit:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         stream, tokens = choose.random() < 0.5, choose.choice([1, 20, 2000])

@@ -82,7 +82,7 @@ class FaultHandler(EchoHandler):
         await super().add_adapter(adapter)
 
     def _is_first(self, fault: str) -> bool:
-        """Tell whether no worker of this model has seen the fault before."""
+        """Return whether no worker of this model has seen the fault before."""
         try:
             (self._model_dir / f"saw-{fault}").touch(exist_ok=False)
         except FileExistsError:
@@ -118,7 +118,7 @@ class RaisingHandler(EchoHandler):
 
 
 class GreedyHandler(EchoHandler):
-    """Does not fit in memory, as an engine tells it: behind an error of its own."""
+    """Does not fit in memory, and reports it as engines do: as the cause of another error."""
 
     async def start(self, model_dir: str, options: Any) -> ModelInfo:
         try:
@@ -128,7 +128,7 @@ class GreedyHandler(EchoHandler):
 
 
 class TalkativeHandler(EchoHandler):
-    """Logs its start and each prompt where that is asked for."""
+    """Logs its start, and each prompt if the options ask for it."""
 
     async def start(self, model_dir: str, options: Any) -> ModelInfo:
         logging.getLogger("fault_handlers").debug("started")
@@ -141,7 +141,7 @@ class TalkativeHandler(EchoHandler):
 
 
 class EnvironmentHandler(EchoHandler):
-    """Tells with its gauges which devices it sees."""
+    """Reports in its gauges which devices it sees."""
 
     def stats(self) -> dict[str, float]:
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")

@@ -1,4 +1,4 @@
-"""Formatters for a built-in handler, in LMI's newer form. The prompt says what goes wrong, where something is to."""
+"""Formatters for a built-in handler, in LMI's newer form. The prompt may name a fault."""
 
 from djl_python import Input
 from djl_python.input_parser import input_formatter

@@ -1,4 +1,4 @@
-"""Handlers that run as a group of ranks, for tests only: they say who they are, and fail as their rank is told to."""
+"""Handlers that run as a group of ranks: each rank writes its number to a file, and fails if a file asks it to."""
 
 from __future__ import annotations
 

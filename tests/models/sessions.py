@@ -1,4 +1,4 @@
-"""Counts the requests of each session, and tells which process answers."""
+"""Counts the requests of each session, and answers with its process id."""
 
 import os
 

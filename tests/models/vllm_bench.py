@@ -1,4 +1,4 @@
-"""`vllm bench serve` where vLLM's package is not named vllm: its command asks for that one's version, and ends."""
+"""`vllm bench serve` for a vLLM whose package is not named vllm: vLLM's own command fails to find its version."""
 
 from __future__ import annotations
 

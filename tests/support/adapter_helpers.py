@@ -13,7 +13,7 @@ ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "d
 
 
 def save_adapter(model: Any, directory: Path, seed: int = 0, **config: Any) -> Path:
-    """Save an adapter for `model` whose weights are so large that it changes most tokens."""
+    """Save an adapter for `model` with weights so large that it changes most tokens."""
     settings = {"r": 4, "lora_alpha": 8, "target_modules": ALL_LINEAR, "task_type": "CAUSAL_LM", **config}
     adapted = get_peft_model(copy.deepcopy(model), LoraConfig(**settings))
     generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""What the tests of the artifacts share: a real S3 API on the loopback, and tiny wheels."""
+"""A real S3 API on the loopback interface, and tiny wheels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 
 class S3:
-    """A running S3 API; `variables` are what lets a client use it."""
+    """A running S3 API; `variables` is the environment of its clients."""
 
     def __init__(self, endpoint: str, home: Path) -> None:
         import boto3
@@ -61,7 +61,7 @@ def s3_server(home: Path) -> Iterator[S3]:
 
 
 class Recorder(Activity):
-    """An activity that keeps what it was told, and may be cancelled once a report has a certain text."""
+    """An activity that keeps its reports, and is cancelled by the first report that contains `cancel_at`."""
 
     def __init__(self, cancel_at: str | None = None) -> None:
         super().__init__(self._record)

@@ -1,4 +1,4 @@
-"""What the tests of the dialects share: requests, answers of a model, and a loopback server for real clients."""
+"""Requests, deltas of a model, and a server on the loopback interface for real clients."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def answer(exchange: Exchange, *deltas: Sequence[Delta]) -> bytes:
 
 
 def outcome(received: Input) -> bytes | RequestError:
-    """Return the whole answer to a request, or the error that refuses it; anything else that is raised passes."""
+    """Return the whole answer to a request, or the RequestError that refuses it; other exceptions propagate."""
     try:
         exchange = parse(received, SERVED)
     except RequestError as error:

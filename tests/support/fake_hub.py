@@ -1,4 +1,4 @@
-"""A fake of the Hugging Face hub: the few routes of its HTTP API that a snapshot needs, for one model."""
+"""A fake Hugging Face Hub: the routes of its HTTP API that downloading a snapshot of one model needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class FakeHub(ThreadingHTTPServer):
-    """Serves `files` as the only branch (and as `commit`) of `repo_id`; what was asked for is in `requested`."""
+    """Serves `files` as the only branch of `repo_id` and as `commit`; `requested` lists the files sent."""
 
     daemon_threads = True
 

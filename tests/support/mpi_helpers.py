@@ -1,4 +1,4 @@
-"""What the tests of MPI groups look at: the processes of a group, the files that it leaves behind, its tokens."""
+"""Groups of MPI ranks: their processes, the files that they leave behind, their tokens."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def litter(server: int) -> list[str]:
-    """Return the directories of a server's groups that are there."""
+    """Return the directories that groups of a server have left in shared memory."""
     return [path.name for path in SHARED_MEMORY.glob(f"lmi-{server}-*")]
 
 
 @contextlib.contextmanager
 def clean(*directories: Path) -> Iterator[Server]:
-    """Serve models; in the end nothing of their groups may be left."""
+    """Serve models, and check at the end that nothing of their groups is left."""
     with running(*directories) as server:
         yield server
         if server.process.returncode is None:
@@ -37,7 +37,7 @@ def children(pid: int) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Tell whether a process computes: one that nobody has waited for does not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except OSError:
@@ -50,14 +50,14 @@ def group_members(server: int) -> list[int]:
 
 
 def process_of_rank(server: int, rank: int) -> int:
-    """Return the process of a rank, as mpirun numbers them."""
+    """Return the process id of a rank."""
     mark = f"OMPI_COMM_WORLD_RANK={rank}".encode()
     found = [pid for pid in group_members(server) if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")]
     return found[0]
 
 
 def generated(model: Any, prompt: str, count: int) -> list[int]:
-    """Return the tokens that a model itself continues a prompt with."""
+    """Return the tokens with which transformers' own `generate` continues a prompt."""
     import torch
     from tiny_models import byte_tokenizer
 
@@ -77,7 +77,7 @@ def answered(answer: httpx.Response) -> list[int]:
 
 
 def assert_tokens_of_the_model_itself(server: Server, model: Any) -> None:
-    """Ask for the tokens of many prompts at once, while other requests come and leave."""
+    """Generate from many prompts at once, while clients of other requests leave, and compare with `generate`."""
     chance = random.Random(3)
     prompts = ["".join(chance.choices("abcdefgh ", k=length)) for length in (1, 3, 9, 20, 60, 130, 5, 44, 2, 90)]
     counts = [chance.choice([1, 7, 24, 60]) for _ in prompts]

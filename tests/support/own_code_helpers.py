@@ -1,4 +1,4 @@
-"""Model directories with code of their own, and a server for them."""
+"""Model directories with a model.py, and a server for them."""
 
 from __future__ import annotations
 

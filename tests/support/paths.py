@@ -1,4 +1,4 @@
-"""Where the tests find the checkout and what lies in it."""
+"""Paths of the checkout and of what the tests use in it."""
 
 from __future__ import annotations
 

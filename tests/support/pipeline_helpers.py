@@ -1,4 +1,4 @@
-"""Handlers of request batches, asked without a server."""
+"""Request handlers, called without a server, and inputs for them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def request(body: Any, route: str = "invocations", **headers: str) -> Input:
 
 
 def ask(handler: RequestHandler, body: Any, route: str = "invocations", **headers: str) -> Any:
-    """Return the answer to one request, decoded where it is JSON. Raises the error that it ends in."""
+    """Return the answer to one request, decoded if it is JSON. Raises the error of a request that fails."""
     (outcome,) = handler.handle([request(body, route, **headers)])
     return content_of(outcome)
 
@@ -75,7 +75,7 @@ def tone(rate: int, seconds: float = 0.5) -> np.ndarray:
 
 
 def approximately(left: Any, right: Any, tolerance: float = 1e-5) -> bool:
-    """Tell whether two decoded answers are the same but for rounding."""
+    """Return whether two decoded answers are the same but for rounding."""
     if isinstance(left, Mapping) and isinstance(right, Mapping):
         return left.keys() == right.keys() and all(approximately(left[key], right[key], tolerance) for key in left)
     if isinstance(left, list | tuple) and isinstance(right, list | tuple):

@@ -1,4 +1,4 @@
-"""What the tests of the relay share."""
+"""Handlers with faults, and a decorator for tests that need an event loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lmi_server.contract.protocol import Load
 from lmi_server.serving.pool_settings import PoolSettings
 
 HANDLERS = str(MODEL_CODE)
-"""To be put on PYTHONPATH of a worker: where `fault_handlers` is."""
+"""The folder of `fault_handlers`, for the PYTHONPATH of a worker."""
 
 FAULTS = "fault_handlers:FaultHandler"
 

@@ -83,7 +83,7 @@ class Engine:
         return answer
 
     def expected(self, prompt: list[int], max_new_tokens: int, **parameters: Any) -> list[int]:
-        """What transformers generates for the prompt alone."""
+        """Return what transformers generates for the prompt alone."""
         return generated(self.reference, prompt, max_new_tokens, **parameters)
 
 

@@ -1,4 +1,4 @@
-"""A server process and raw connections to it, for tests over HTTP."""
+"""A server process, and raw connections to it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Server:
         return int(children[0])
 
     def metric(self, name: str, model: str = "model") -> float | None:
-        """Return a gauge; None where there is none, as those of the handler while no worker is ready."""
+        """Return a gauge or counter; None if there is none, as for those of a handler while no worker is ready."""
         pattern = rf'^{name}{{[^}}]*model="{model}"[^}}]*}} (\S+)$'
         found = re.search(pattern, self.http.get("/metrics").text, re.MULTILINE)
         return None if found is None else float(found[1])

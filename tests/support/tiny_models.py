@@ -76,12 +76,12 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
 
 
 def llama_of_whole_blocks() -> PreTrainedModel:
-    """A Llama whose layers are as wide as 4-bit layers must be on the CPU."""
+    """Return a Llama whose widths are multiples of 64, as 4-bit layers need on the CPU."""
     return random_model(LlamaConfig(**(_GROUPED | {"intermediate_size": 128})))
 
 
 def convolutional_hybrid() -> PreTrainedModel:
-    """A model that keeps convolution states beside keys and values, which the rolling batch does not."""
+    """Return a model that keeps convolution states, which the rolling batch does not support."""
     return random_model(Lfm2Config(**_GROUPED, layer_types=["full_attention", "conv"]))
 
 
@@ -91,7 +91,7 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedMod
 
 
 def random_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Return a model whose logits differ enough that no two tokens tie."""
+    """Return a model with random weights, whose logits differ enough that no two tokens tie."""
     config._attn_implementation = "eager"
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config)

@@ -1,4 +1,4 @@
-"""Small random models for every task of the pipeline handler, in directories as Hugging Face has them."""
+"""Directories of small random models, one for each task."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def folder_of(module: str) -> str:
 
 
 def imports_its_engine(path: Path) -> bool:
-    """Tell if the module is one that a handler imports when it loads, so that it may import the engine itself."""
+    """Return whether a handler imports the module only when it loads, so that the module may import the engine."""
     in_folder = path.parent.parent.name == "handlers" or path.parent.parent.parent.name == "handlers"
     return in_folder and not path.stem.endswith(("handler", "options", "__init__"))
 

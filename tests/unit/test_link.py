@@ -114,7 +114,7 @@ def test_what_was_sent_before_the_end_still_arrives() -> None:
         pair.worker.close()
         await pair.lost.wait()
         assert len(pair.at_frontend[0].items[0].data) == 3_000_000
-        pair.frontend.send(Cancel(1))  # to a dead worker: dropped, on_lost has told
+        pair.frontend.send(Cancel(1))  # to a dead worker: it is dropped, on_lost has been called
 
     uvloop.run(main())
 

@@ -33,7 +33,7 @@ async def pool_of(
     pool = WorkerPool(pool_settings(load, min_workers=workers, max_workers=workers, **settings))
     pool.start()
     try:
-        while pool.ready_workers < workers and pool.failure is None:  # noqa: ASYNC110 - each is told of in the log only
+        while pool.ready_workers < workers and pool.failure is None:  # noqa: ASYNC110 - the pool has no event for it
             await asyncio.sleep(0.001)
         yield pool
     finally:

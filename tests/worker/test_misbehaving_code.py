@@ -1,4 +1,4 @@
-"""Code of one's own that does what it should not: its client is told, and nobody else notices."""
+"""A model.py that misbehaves: its client gets an error, and no other model is affected."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_the_memory_that_it_shared_goes_with_its_process(server: Server) -> None
     memory = Path("/dev/shm", f"left-by-{server.process.pid}")
     answer = server.http.post("/predictions/bad", headers={"x-case": "share memory", "x-name": memory.name})
     assert answer.status_code == 503
-    server.log_line(r"leaked shared_memory objects")  # Python's resource tracker tells, and then removes it
+    server.log_line(r"leaked shared_memory objects")  # Python's resource tracker logs it, then removes it
     wait_until(lambda: not memory.exists(), "the shared memory is removed", limit_s=10)
 
 

@@ -15,7 +15,7 @@ NUMPY = "pip install numpy, or lmi-server[huggingface], which brings it along"
 
 
 def run_without_packages(code: str) -> str:
-    """Run `code` where none of the packages can be imported; return the last line of standard error."""
+    """Run `code` with none of the packages importable; return the last line of standard error."""
     block = f"import sys; sys.modules |= dict.fromkeys({ABSENT!r})"
     command = [sys.executable, "-c", f"{block}\n{code}"]
     path = f"{ROOT / 'lmi_server/compat'}:{ROOT}"

@@ -74,7 +74,7 @@ def pids(pool: WorkerPool) -> list[int]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Let the loop run until `condition` holds; the test's own limit ends it where it never does."""
+    """Let the loop run until `condition` holds; `on_loop` limits the wait."""
     while not condition():  # noqa: ASYNC110 - the pool has no event for every state that a test may look for
         await asyncio.sleep(0.001)
 

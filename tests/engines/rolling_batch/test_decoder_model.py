@@ -1,4 +1,4 @@
-"""Passes of a whole model by one kernel: what the model computes layer by layer, and only where that is the same."""
+"""One kernel computes a pass of a whole model if, and only if, the result is that of the model's own layers."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_sentencepiece_with_byte_fallback_loses_nothing(pieces: list[str]) -> No
     prompt = [tokenizer.convert_tokens_to_ids("c")]
     detokenizer = IncrementalDetokenizer(tokenizer, prompt, skip_special_tokens=True)
     text = "".join(detokenizer.feed(token) for token in ids) + detokenizer.flush()
-    # Bytes before an invalid one may be a character here, where the whole text, decoded at once, drops the whole run.
+    # Bytes before an invalid one may become a character here; decoding the whole text at once drops the whole run.
     expected = tokenizer.decode(prompt + ids)[1:]
     assert text.encode("ascii", "ignore") == expected.encode("ascii", "ignore")
     if "\ufffd" not in expected:

@@ -1,4 +1,4 @@
-"""Quantised weights: the rolling batch generates what the quantised model generates, and mistakes are told by name."""
+"""Quantised weights: the rolling batch generates what the quantised model generates, and errors name the option."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefix reuse, and retraction where the memory of the KV cache runs short, change no token of any request."""
+"""Neither prefix reuse nor retraction, when the KV cache runs short, changes a token of any request."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_usage_tells_how_much_of_the_prompt_was_reused() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "mistral_with_window", "gemma2_with_soft_caps"])
 def test_requests_that_find_the_same_prompt_in_one_step_answer_as_each_alone(family: str) -> None:
-    """They read it where it is, and it is copied later: also for those that end with their first token."""
+    """They read the prefix in place, and it is copied later, even for requests that end with their first token."""
     engine = Engine(tiny_model(family))
     prompt = related_prompts(1, seed=4)[0] * 2
     engine.generate(prompt, max_new_tokens=2)
