@@ -88,13 +88,14 @@ def refuse_remote_entry_point(entry_point: str) -> None:
 
 def _local(path: str, base: Path) -> LocalDirectory | LocalArchive:
     local = Path(os.path.abspath(base / path))  # an absolute path replaces base
-    if local.is_dir():
+    # Functions of os.path return False for a text that is too long for a path; methods of Path raise OSError.
+    if os.path.isdir(local):
         return LocalDirectory(local)
     if archive_stem(local.name) is None:
-        if local.exists():
+        if os.path.exists(local):
             raise ValueError(f"is not allowed; {local} is neither a directory nor a {_suffixes()} archive")
         raise ValueError(f"is not allowed; there is no directory {local}, and it is no id of a Hugging Face model")
-    if not local.is_file():
+    if not os.path.isfile(local):
         raise ValueError(f"is not allowed; there is no archive {local}")
     return LocalArchive(local)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mimetypes
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -53,15 +54,15 @@ def make_request(inputs: Sequence[str], parameters: Sequence[str]) -> Input:
 def _part(given: str) -> tuple[str, bytes, str | None]:
     """Return name, bytes and content type of one input."""
     name, separator, value = given.partition("=")
-    if separator and name.isidentifier() and not Path(given).is_file():
+    if separator and name.isidentifier() and not os.path.isfile(given):
         return (name, *_data(value))
     return ("data", *_data(given))
 
 
 def _data(value: str) -> tuple[bytes, str | None]:
-    path = Path(value)
-    if len(value) < 4096 and path.is_file():
-        return path.read_bytes(), mimetypes.guess_type(value)[0]
+    # os.path.isfile returns False for a text that is too long for a path; Path.is_file raises OSError.
+    if os.path.isfile(value):
+        return Path(value).read_bytes(), mimetypes.guess_type(value)[0]
     is_json = value.lstrip().startswith(("{", "["))
     return value.encode(), "application/json" if is_json else "text/plain"
 

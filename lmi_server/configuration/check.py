@@ -41,6 +41,7 @@ def _wrong_fields(options_type: type[Options], values: Mapping[str, str]) -> lis
     try:
         options_type.model_validate(values)
     except ValidationError as error:
+        # One key may have several errors: each member of a union reports its own.
         return list(dict.fromkeys(str(detail["loc"][0]) for detail in error.errors()))
     return []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ HANDLER = "option.handler"
 ROLLING_BATCH = "option.rolling_batch"
 MPI_MODE = "option.mpi_mode"
 
+# What LMI makes of these engines. Both run Python code, one process per device.
 _ALIASES: Mapping[str, Mapping[str, str]] = {
     "DeepSpeed": {MPI_MODE: "true", ENTRY_POINT: "djl_python.deepspeed"},
     "MPI": {MPI_MODE: "true", ENTRY_POINT: "djl_python.huggingface"},
@@ -85,6 +87,8 @@ def choose_handler(given: Given, model: Model, machine: Machine, handlers: Handl
         if entry_point is None
         else _by_entry_point(entry_point, model.directory, handlers)
     )
+    # The variant first: a model that does not decode has no rolling batch that could choose a handler. Then once more,
+    # because the handler that the rolling batch has chosen may have a variant, too.
     workload = _workload(given, model.task)
     chosen = _variant(chosen, workload, handlers)
     if chosen.spec is not None and chosen.spec.rolling_batch_decides:
@@ -147,11 +151,13 @@ def _by_entry_point(source: Source, model_dir: Path, handlers: HandlerTable) -> 
 
 def _is_own_code(name: str, model_dir: Path) -> bool:
     if name.endswith(".py"):
-        return (model_dir / name).is_file()  # an absolute name replaces model_dir
+        return os.path.isfile(model_dir / name)  # an absolute name replaces model_dir
     if _MODULE.fullmatch(name) is None or name.startswith("djl_python."):
         return False
+    # Only the top-level package is looked for: find_spec of a submodule imports its parents, and so would run code of
+    # the model in the server process.
     package = name.partition(".")[0]
-    in_model = (model_dir / package).is_dir() or (model_dir / f"{package}.py").is_file()
+    in_model = os.path.isdir(model_dir / package) or os.path.isfile(model_dir / f"{package}.py")
     return in_model or find_spec(package) is not None
 
 
@@ -162,6 +168,8 @@ def _by_rolling_batch(chosen: Choice, given: Given, model: Model, machine: Machi
         spec = handlers.by_rolling_batch(rolling.raw.lower())
         return chosen if spec in (None, chosen.spec) else Choice(spec, ROLLING_BATCH, rolling)
     under_mpi = mpi is not None and is_true(mpi.raw)
+    # As with LMI, a user who names huggingface and no rolling batch gets the handler of that name. Without an entry
+    # point, or with option.rolling_batch=auto, the best handler for the model and the machine is chosen.
     if chosen.source is not None and rolling is None and not under_mpi:
         return chosen
     spec = handlers.by_rolling_batch(recommend_rolling_batch(model.architectures, under_mpi, machine, handlers))

@@ -88,8 +88,8 @@ def from_values(layer: Layer, values: Mapping[str, str]) -> Given:
 def merge(layers: Sequence[Given]) -> Given:
     """Merge the layers, given highest first."""
     merged: dict[str, Source] = {}
-    for layer in layers:
-        merged = {**layer, **merged}
+    for layer in reversed(layers):
+        merged |= layer
     return merged
 
 
@@ -99,7 +99,7 @@ def sort_keys(layer: Given, declared: Sequence[Option]) -> SortedKeys:
     warnings: list[str] = []
     problems: list[str] = []
     for option in declared:
-        given = [key for key in option.keys if key in layer]
+        given = [key for key in option.keys if key in layer]  # the first spelling wins
         for key in given[:1]:
             known[option.key] = layer[key] if key == option.key else replace(layer[key], spelling=key)
         for spare in given[1:]:

@@ -85,10 +85,12 @@ def merge_layers(
     lower = sort_keys(layers.lower, declared)
     written = merge([layer.known for layer in upper])
     alias = sort_keys(engine_alias(written.get("engine")), declared)
+    # Above the recommender: its advice depends on these values. Below it: variables that only set defaults.
     above = _with_replacements_of_deprecated(merge([written, alias.known]), declared)
     above = _with_workers_of_device_kind(above, machine)
     given = merge([above, lower.known])
     recommended = from_values("recommender", recommend(spec, given, inferred_task, machine))
+    # "auto" asks for a recommendation; with none it stays, and the handler decides when it loads the model.
     left_open = {key for key in recommended if key in above and above[key].raw.lower() == "auto"}
     decided = {key: source for key, source in above.items() if key not in left_open}
     # A variable of text-generation-inference stands for keys of several handlers. This handler need not know all of

@@ -41,6 +41,8 @@ def lower(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
 
+# Validators get texts from files and variables. They also get their own results, when a worker restores options, and
+# must return these unchanged.
 def _comma_separated(value: Any) -> Any:
     if isinstance(value, str):
         return tuple(item.strip() for item in value.split(",") if item.strip())
@@ -336,6 +338,7 @@ class ModelOptions(Options):
 
     def dump(self) -> dict[str, Any]:
         """Return the values that are not defaults, by field name and in types that JSON knows, for `restore`."""
+        # exclude_unset: in the worker, too, `model_fields_set` must say which values are not defaults.
         return self.model_dump(mode="json", exclude_unset=True)
 
     @classmethod
@@ -344,6 +347,8 @@ class ModelOptions(Options):
 
         Raises pydantic.ValidationError if `values` were dumped from another class.
         """
+        # The link has no tuples, so lists become tuples again here. The values themselves passed every check when the
+        # front end built them from texts, and all validators return their own results unchanged.
         return cls.model_validate(values).passing_through(passed_through)
 
     @property

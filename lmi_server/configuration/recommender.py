@@ -16,6 +16,7 @@ _BATCH_SIZES = next(option.keys for option in ServingOptions.declared() if optio
 _DEGREE = "option.tensor_parallel_degree"
 # LMI runs a model with adapters or sessions in one worker on the first GPU.
 _ONE_WORKER_OF_ONE_GPU = ("option.enable_lora", "option.enable_stateful_sessions")
+# What pydantic takes for true. Keys are read here before they are validated.
 _TRUE = ("true", "1", "yes", "on", "t", "y")
 
 
@@ -38,6 +39,7 @@ def _suits_under_mpi(spec: HandlerSpec, names: tuple[str, ...], machine: Machine
 
 def _schedules_itself(spec: HandlerSpec, names: tuple[str, ...], machine: Machine) -> bool:
     """Return True if the engine brings its own scheduler and can run here; on a GPU such an engine is fastest."""
+    # rolling_batch_decides marks the default handler, which is the fallback and no candidate here.
     own_scheduler = spec.batches_by_default and not spec.needs_mpi and not spec.rolling_batch_decides
     return (
         own_scheduler and spec.handler is not None and bool(machine.gpus) and machine.engines.issuperset(spec.engines)

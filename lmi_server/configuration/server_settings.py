@@ -117,6 +117,7 @@ def resolve_server(
     """
     declared = ServerSettings.declared()
     problems: list[str] = []
+    # The command line is a layer of its own below, because its keys need no sorting: typer knows them all.
     layers = [from_variables("environment", env.server_variables(environment)), _from_config_file(config_file)]
     found = [sort_keys(_with_address(layer, problems), declared) for layer in layers]
     options = {option.key: str(command_line[option.field]) for option in declared if _given(command_line, option)}
@@ -161,6 +162,7 @@ def _with_address(layer: Given, problems: list[str]) -> Given:
     rest = {key: source for key, source in layer.items() if key not in _ADDRESSES}
     inference, management = (_address(key, layer[key], problems) if key in layer else {} for key in _ADDRESSES)
     rest |= inference
+    # Under LMI, equal addresses mean one port for both; only a different address opens a second one.
     if management and [source.raw for source in management.values()] != [source.raw for source in inference.values()]:
         rest |= {f"management_{key}": source for key, source in management.items()}
     return rest
@@ -171,6 +173,7 @@ def _address(key: str, source: Source, problems: list[str]) -> dict[str, Source]
     if match is None:
         problems.append(f'{source.place}: {key} = "{source.raw}" is not allowed; allowed: http://host:port')
         return {}
+    # Without a port in the URL, it is that of HTTP.
     return {"host": replace(source, raw=match[1]), "port": replace(source, raw=match[2] or "80")}
 
 

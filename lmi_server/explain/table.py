@@ -24,7 +24,7 @@ def print_explanation(explanation: Explanation, console: Console) -> None:
     defaults = [option for option in explanation.options if option.layer == "default"]
     console.print(_decided([*decided, *explanation.unknown], explanation.model_dir))
     console.print(_defaults(defaults))
-    console.print(_pairs("What the engine is given", explanation.engine_arguments))
+    console.print(_pairs("Engine arguments", explanation.engine_arguments))
     console.print(_pairs("Memory of one worker, on each of its devices", _memory(explanation.memory)))
     _lines(console, "Worker command", [shlex.join(explanation.worker_command)])
     _lines(console, "MPI launcher", _launcher(explanation))
@@ -36,7 +36,7 @@ def print_explanation(explanation: Explanation, console: Console) -> None:
 
 
 def _launcher(explanation: Explanation) -> Sequence[str]:
-    """Return what starts the ranks; nothing where the worker is one process."""
+    """Return a line about mpirun; empty if the worker is one process, or if mpirun is not installed."""
     mpirun = explanation.machine["mpirun"]
     if "WORLD_SIZE" not in explanation.worker_environment or mpirun is None:
         return ()

@@ -54,6 +54,7 @@ def test_s3_urls(tmp_path: Path, url: str, bucket: str, prefix: str) -> None:
         ("./nowhere", "there is no directory"),
         ("nowhere.zip", "there is no archive"),
         ("a/b/c", "and it is no id of a Hugging Face model"),
+        (f"a/b/{'c' * 300}", "and it is no id of a Hugging Face model"),
     ],
 )
 def test_what_is_no_location_is_refused_with_its_remedy(tmp_path: Path, text: str, problem: str) -> None:

@@ -39,5 +39,7 @@ def test_inputs_are_files_texts_and_parts(tmp_path: Path) -> None:
     assert request.properties == {"a": "1", "content-type": "application/json"}
     assert make_request(['{"a=": 1}'], []).properties == {"content-type": "application/json"}
     assert make_request([], []).content == [("data", b"")]
+    long = "word " * 100  # too long for the name of a file
+    assert make_request([long, f"a={long}"], []).content == [("data", long.encode()), ("a", long.encode())]
     with pytest.raises(ConfigurationError, match=r'--parameters "a" is not allowed; allowed: name=value'):
         make_request([], ["a"])

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -171,6 +172,15 @@ def test_undeclared_values_are_passed_through() -> None:
     assert options.passed_through == {"threads": "2"}
     assert options.passed_to_engine() == {}
     assert ModelOptions().passed_through == {}
+
+
+def test_validators_take_their_own_results_unchanged() -> None:
+    for spec in HANDLERS:
+        options_type = load_options_type(spec)
+        values = {name: value for name, value in options_type() if value is not None}
+        options = options_type.model_validate({**values, "served_model_name": "a, b", "tensor_parallel_degree": "MAX"})
+        sent = msgspec.msgpack.decode(msgspec.msgpack.encode(options.dump()))
+        assert options_type.restore(sent, {}) == options, spec.title
 
 
 def test_arguments_of_vllm_beside_the_declared_ones_reach_the_engine() -> None:
