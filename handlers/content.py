@@ -1,4 +1,4 @@
-"""What the body of a request that generates no text means by its Content-Type, and how its answer is written by Accept.
+"""Parses the bodies of requests that generate no text by their Content-Type, and writes answers by their Accept.
 
 The content types are LMI's. A body that is not JSON stands for {"inputs": ...}: lines of CSV, one text, or the bytes of
 an image or a sound.
@@ -30,9 +30,9 @@ _QUESTION_COLUMNS = ("question", "context")
 
 
 def parse_body(request: Input) -> Mapping[str, Any]:
-    """Return the body as a JSON object would have it: `inputs`, `parameters`, or the fields of a single input.
+    """Return the body as an object with `inputs` and `parameters`, or with the fields of a single input.
 
-    Raises RequestError naming what is wrong.
+    Raises RequestError if the body is not what its Content-Type promises.
     """
     kind = fields.media_type(request)
     if kind == CSV:
@@ -61,13 +61,13 @@ def _csv_inputs(text: str) -> list[Any]:
     if not set(_TEXT_COLUMNS) - set(columns):
         return [row["inputs"] for row in rows]
     shown = fields.show(", ".join(columns))
-    raise RequestError(f"the first line of the CSV is {shown}; begin with a line `inputs`, or `question,context`")
+    raise RequestError(f"the first line of the CSV is {shown}; begin with a line `inputs` or `question,context`")
 
 
 def accepted_type(request: Input, default: str, known: Collection[str] = ()) -> str:
-    """Return the first media type of Accept that is `known` (all, if none is); `default` where anything is accepted.
+    """Return the first media type of Accept that is in `known`, or `default` if the request accepts anything.
 
-    Raises RequestError where none can.
+    An empty `known` allows all types of this module. Raises RequestError if none fits.
     """
     header = request.properties.get("accept", "")
     kinds = [kind.partition(";")[0].strip().lower() for kind in header.split(",")]
@@ -80,19 +80,22 @@ def accepted_type(request: Input, default: str, known: Collection[str] = ()) -> 
 
 
 def encode_response(result: Any, kind: str) -> Response:
-    """Write `result` as the media type `kind`, which `accepted_type` returned."""
+    """Return a response with `result` (plain values and numpy's) as the media type `kind` of `accepted_type`.
+
+    Raises RequestError if `result` has no such form.
+    """
     return Response(headers=[("content-type", kind)], data=_WRITERS[kind](result))
 
 
 def encode_json(value: Any) -> bytes:
-    """Return `value` as JSON; numpy's numbers and arrays and tuples too. Not-a-number becomes null."""
+    """Return `value`, made of plain values and of numpy's, as JSON. Not-a-number becomes null."""
     return msgspec.json.encode(value, enc_hook=_plain)
 
 
 def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # arrays and numbers of numpy
         return value.tolist()
-    raise RequestError(f"the answer holds a {type(value).__name__}, which JSON has no form for")
+    raise RequestError(f"the answer contains a {type(value).__name__}, which JSON cannot express")
 
 
 def _json_lines(value: Any) -> bytes:
@@ -101,7 +104,7 @@ def _json_lines(value: Any) -> bytes:
 
 
 def _csv_lines(value: Any) -> bytes:
-    """Rows of numbers as they are; objects of plain values under a line of their names."""
+    """Return rows of numbers as they are, and objects under a line with the names of their fields."""
     rows = msgspec.json.decode(encode_json(value if isinstance(value, list) else [value]))
     out = io.StringIO(newline="")
     flat = [row[0] if isinstance(row, list) and len(row) == 1 and isinstance(row[0], dict) else row for row in rows]
@@ -123,7 +126,7 @@ def _cell(value: Any) -> Any:
 
 
 def _texts(value: Any) -> bytes:
-    """The generated texts, one a line; anything else as JSON, one a line."""
+    """Return a line per item: its text if it is one or an object with a single text, and JSON otherwise."""
     items = value if isinstance(value, list) else [value]
     return "".join(f"{_shown_text(item)}\n" for item in items).encode()
 
@@ -151,7 +154,7 @@ def _npz(value: Any) -> bytes:
 
 
 def _arrays(value: Any) -> list[Any]:
-    """Return the array of each input. Raises RequestError where a result is no array of numbers."""
+    """Return the array of each input. Raises RequestError if a result is no array of numbers."""
     import numpy as np
 
     try:
@@ -159,7 +162,7 @@ def _arrays(value: Any) -> list[Any]:
     except ValueError:  # lists of different lengths
         arrays = []
     if not arrays or any(array.dtype.kind not in "biuf" for array in arrays):
-        raise RequestError(f"Accept: the answer is no tensor; accept {JSON}")
+        raise RequestError(f"Accept: the answer is not a tensor; accept {JSON}")
     return arrays
 
 

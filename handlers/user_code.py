@@ -1,4 +1,4 @@
-"""Finds and imports the user's code, and tells where in it an error is."""
+"""Finds and imports the user's code, and formats its errors with file and line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 def load_entry_point(entry_point: str | None, model_dir: str) -> ModuleType:
     """Import what option.entryPoint names: a file of the model directory, an absolute path, or a dotted module.
 
-    Raises ModelLoadError with file and line.
+    Raises ModelLoadError with file and line, whatever the module raises.
     """
     name = entry_point or DEFAULT_ENTRY_POINT
     try:
@@ -36,8 +36,8 @@ def load_entry_point(entry_point: str | None, model_dir: str) -> ModuleType:
 def load_file(path: Path) -> ModuleType:
     """Execute a Python file as a module, once.
 
-    The module has the name of the file, so that what the code starts can import and unpickle it, or one made of the
-    path where a module of that name is there already. Raises whatever the file raises.
+    The module is named after the file, so that child processes can import it and pickles can refer to it. If another
+    module has that name already, the name also has a hash of the path. Raises whatever the file raises.
     """
     for module in list(sys.modules.values()):
         if getattr(module, "__file__", None) == str(path):
@@ -59,7 +59,7 @@ def load_file(path: Path) -> ModuleType:
 
 
 def find_class(module: ModuleType, bases: tuple[type[T], ...]) -> type[T] | None:
-    """Return the first class that `module` itself defines and that is complete and one of `bases`."""
+    """Return the first class that `module` itself defines, that derives from one of `bases` and is not abstract."""
     for value in vars(module).values():
         if not inspect.isclass(value) or value.__module__ != module.__name__:
             continue
@@ -69,13 +69,13 @@ def find_class(module: ModuleType, bases: tuple[type[T], ...]) -> type[T] | None
 
 
 def find_marked(module: ModuleType, marks: Sequence[str]) -> Mapping[str, Callable[..., Any]]:
-    """Return the functions of `module` that a decorator of djl_python has marked, by their marks; the first of each."""
+    """Return the functions that decorators of djl_python have marked, by mark; of several, the first in the file."""
     functions = [value for value in reversed(vars(module).values()) if inspect.isfunction(value)]
     return {mark: function for mark in marks for function in functions if getattr(function, f"is_{mark}", False)}
 
 
 def format_user_error(error: BaseException, model_dir: str) -> str:
-    """Return file and line of `error` in the user's code, and what it says."""
+    """Return "file:line: Class: message", where the line is the innermost one in `model_dir`, if there is one."""
     what = describe(error)
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
@@ -84,6 +84,6 @@ def format_user_error(error: BaseException, model_dir: str) -> str:
 
 
 def place_of(error: BaseException, model_dir: str) -> str:
-    """Return "file:line" of the innermost frame in the model directory; nothing where there is none."""
+    """Return "file:line" of the innermost frame in the model directory; "" if there is none."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(model_dir)]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""

@@ -1,4 +1,4 @@
-"""Calls the functions of a model.py that take LoRA adapters: register_, update_ and unregister_adapter."""
+"""Gives LoRA adapters to a model.py: calls its functions `register_adapter`, `update_adapter`, `unregister_adapter`."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ _ERRORS: Mapping[int, type[LmiServerError]] = {
     409: ModelExistsError,
     507: ModelMemoryError,
 }
-_NO_MESSAGES = ("", "OK", "No content")  # what an Output says where nobody gave it a message
+_DEFAULT_MESSAGES = ("", "OK", "No content")  # messages of an Output that the user's code did not set
 
 
 def functions_in(module: ModuleType) -> Mapping[str, Callable[[Input], Any]]:
-    """Return those of the functions that `module` defines, by their names."""
+    """Return the adapter functions that `module` defines, by name."""
     found = {name: getattr(module, name, None) for name in (_REGISTER, _UPDATE, _UNREGISTER)}
     return {name: function for name, function in found.items() if callable(function)}
 
 
 class AdapterFunctions:
-    """The functions that the code defines, by their names, and the adapters that they have taken.
+    """The adapter functions of the user's code, and the adapters that they have accepted.
 
-    An adapter reaches them as LMI sends it: the properties `name`, `alias` and `src`, where `src` is a directory of
-    this machine, and each further parameter of the call as content.
+    A function gets an adapter in LMI's form: the properties `name`, `alias` and `src` (a local directory), and every
+    other parameter of the management call as content.
     """
 
     def __init__(self, functions: Mapping[str, Callable[[Input], Any]], common: Mapping[str, Any]) -> None:
@@ -50,25 +50,29 @@ class AdapterFunctions:
         self.registered: dict[str, Adapter] = {}
 
     def add(self, adapter: Adapter) -> str:
-        """Register or update an adapter; return the message of the function. Raises what `_message` does."""
+        """Register or update an adapter; return the message of the user's function, "" if it has none.
+
+        Raises RequestError if the code has no such function, an LmiServerError if the function refuses the adapter, and
+        whatever the function raises.
+        """
         message = _message(self._put(adapter))
         self.registered[adapter.name] = adapter
         return message
 
     async def add_awaited(self, adapter: Adapter) -> str:
-        """Do what `add` does; the function may be asynchronous."""
+        """Do what `add` does, with a function that may be asynchronous."""
         message = _message(await _resolved(self._put(adapter)))
         self.registered[adapter.name] = adapter
         return message
 
     def remove(self, name: str) -> str:
-        """Unregister an adapter; return the message of the function. Raises what `_message` does."""
+        """Unregister an adapter; return and raise what `add` does."""
         message = _message(self._call(_UNREGISTER, self.registered[name]))
         del self.registered[name]
         return message
 
     async def remove_awaited(self, name: str) -> str:
-        """Do what `remove` does; the function may be asynchronous."""
+        """Do what `remove` does, with a function that may be asynchronous."""
         message = _message(await _resolved(self._call(_UNREGISTER, self.registered[name])))
         del self.registered[name]
         return message
@@ -79,7 +83,7 @@ class AdapterFunctions:
     def _call(self, name: str, adapter: Adapter) -> Any:
         function = self._functions.get(name)
         if function is None:
-            raise RequestError(f"the handler defines no function {name}, which this call is for")
+            raise RequestError(f"model.py defines no function {name}; define it to serve adapters of its own")
         described = {"name": adapter.name, "alias": adapter.alias or adapter.name, "src": adapter.directory}
         content = [(key, value.encode()) for key, value in _options(adapter).items()]
         return function(make_input({**self._common, **described, "handler": name}, content, name))
@@ -96,9 +100,9 @@ async def _resolved(result: Any) -> Any:
 
 
 def _message(output: Any) -> str:
-    """Return what the function says of its success, "" for nothing of its own.
+    """Return the message of the Output that an adapter function returned; "" if the function did not set one.
 
-    Raises an error of the status that its Output has, with what it says.
+    Raises HandlerError for anything but an Output, and for one of status 300 or more the error of that status.
     """
     if output is None:
         return ""
@@ -106,7 +110,7 @@ def _message(output: Any) -> str:
         raise HandlerError(f"Invalid output type: {type(output)}")
     if output.code >= 300:
         raise _ERRORS.get(output.code, RequestError)(_reason(output))
-    return "" if output.message in _NO_MESSAGES else output.message
+    return "" if output.message in _DEFAULT_MESSAGES else output.message
 
 
 def _reason(output: Output) -> str:

@@ -1,4 +1,4 @@
-"""Calls an asynchronous function of LMI's contract: it returns an Output, or yields one per piece of a stream."""
+"""Serves with an asynchronous function of LMI's contract: it returns an Output, or yields one per piece of a stream."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lmi_server.contract.protocol import Input as Request
 
 
 class AsyncFunction(AsyncRequestHandler):
-    """Calls the function for each request, side by side; one that is not asynchronous holds up the others."""
+    """Calls the function for each request, concurrently. A function that is not asynchronous delays the others."""
 
     def __init__(self, function: UserFunction, adapters: AdapterFunctions) -> None:
         self._function = function
@@ -53,7 +53,7 @@ async def _resolved(result: Any) -> Any:
 
 
 class _Piece(NamedTuple):
-    """One piece of an answer. `error` is what it says of a failure."""
+    """One piece of an answer. `error` is the message if the piece reports a failure."""
 
     output: Output
     data: bytes
@@ -63,7 +63,7 @@ class _Piece(NamedTuple):
 
 
 def _piece(item: Any) -> _Piece:
-    """Read what the function yielded. Raises HandlerError where it is nothing of the kind."""
+    """Return what the function yielded as a piece. Raises HandlerError if it is not an Output, a text or bytes."""
     if isinstance(item, str | bytes | bytearray):
         return _Piece(Output(), item.encode() if isinstance(item, str) else bytes(item), last=False)
     if not isinstance(item, Output):
@@ -79,7 +79,7 @@ def _piece(item: Any) -> _Piece:
 
 
 def chunk_fields(output: Output) -> dict[str, str] | None:
-    """Return what the first content says where it is in the form of `create_stream_chunk_output`; None where not."""
+    """Return the fields that `create_stream_chunk_output` wrote into `output`; None if it did not make `output`."""
     if not output.content.values:
         return None
     try:
@@ -97,7 +97,7 @@ def _whole(result: Any) -> Response:
 
 
 def _alone(piece: _Piece) -> Response:
-    """Return the answer that is one piece."""
+    """Return the answer that consists of `piece` alone."""
     if piece.error is not None:
         return piece_error(piece.error, piece.code)
     output = piece.output
@@ -110,7 +110,10 @@ def _alone(piece: _Piece) -> Response:
 
 
 async def _streamed(items: AsyncIterator[Any]) -> Response:
-    """Return the answer that `items` make; the first of them has a say in its status and headers."""
+    """Return the answer that `items` make.
+
+    HTTP sends status and headers before the body, so the function waits for the first item that has data or headers.
+    """
     async for item in items:
         piece = _piece(item)
         if piece.error is not None or piece.last:

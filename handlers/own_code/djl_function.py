@@ -1,4 +1,4 @@
-"""Calls a function in the contract of LMI's `djl_python`: it gets an Input and returns an Output."""
+"""Serves with a function in the contract of LMI's `djl_python`: it gets an Input and returns an Output."""
 
 from __future__ import annotations
 
@@ -30,11 +30,7 @@ _MAY_CHOOSE_HANDLER = "ALLOW_REQUEST_HANDLER_OVERRIDE"
 
 
 class DjlFunction(RequestHandler):
-    """Serves with `function`, by its kind: in batches, asynchronously, or step by step.
-
-    `formatters` are functions that the code marks for the built-in handlers; the call that loads the model gets them.
-    `adapter_functions` are those that LoRA adapters are given to.
-    """
+    """Calls a function in batches, or concurrently if it is asynchronous or batches its requests itself."""
 
     def __init__(
         self,
@@ -42,6 +38,10 @@ class DjlFunction(RequestHandler):
         formatters: Mapping[str, Callable[..., Any]],
         adapter_functions: Mapping[str, Callable[[Input], Any]],
     ) -> None:
+        """`formatters` are functions with a decorator of djl_python; LMI hands them to the call that loads the model.
+
+        `adapter_functions` get the LoRA adapters.
+        """
         self._callable = function
         self._formatters = formatters
         self._adapter_functions = adapter_functions
@@ -81,7 +81,7 @@ class DjlFunction(RequestHandler):
     def handle(self, requests: Sequence[Request]) -> Sequence[Response | LmiServerError]:
         """Answer a batch with one call.
 
-        Where that raises, each request of it is handled alone, so that the one which made it raise fails alone.
+        If the call raises, the requests are repeated one by one, so that only the one that made it raise fails.
         """
         if len(requests) > 1:
             try:
@@ -90,7 +90,7 @@ class DjlFunction(RequestHandler):
                 raise
             except BaseException as error:  # the border to the user's code
                 place = place_of(error, self._function.model_dir)
-                logger.exception("%s: raised for a batch of %d; handling each alone", place, len(requests))
+                logger.exception("%s: raised for a batch of %d requests; repeating each alone", place, len(requests))
         return [self._one(request) for request in requests]
 
     def _one(self, request: Request) -> Response | LmiServerError:
@@ -103,9 +103,11 @@ class DjlFunction(RequestHandler):
 
 
 def _properties(model_dir: str, options: OwnCodeOptions) -> dict[str, str]:
-    """Return what the call that loads the model sees of the configuration."""
+    """Return the configuration as the call that loads the model gets it."""
     given = dict(options.given)
-    if given.get("model_id") == model_dir:  # nobody named another one
+    # The server sets model_id to the directory if no layer names another one. LMI's code takes a model_id that is
+    # there as the name of weights elsewhere.
+    if given.get("model_id") == model_dir:
         del given["model_id"]
     return given
 

@@ -14,16 +14,13 @@ from lmi_server.contract.errors import BadParameterError, RequestError
 from lmi_server.contract.protocol import Input as Request
 
 _URL_ENCODED = "application/x-www-form-urlencoded"
-# curl says "form" of whatever -d sends; a form has these characters encoded.
+# curl declares whatever `-d` sends a form. In a real form these characters are percent-encoded.
 _JSON_STARTS = (b"{", b"[")
-_ADAPTER = "adapter"  # of a query or a form
+_ADAPTER = "adapter"  # a query parameter, or a field of a form
 
 
 class InputBuilder:
-    """Makes Inputs. `common` are the properties of each; clients may not set `handler` unless `may_choose_handler`.
-
-    `adapters` are those that requests may name, None where any name means something to the code alone.
-    """
+    """Makes Inputs of requests."""
 
     def __init__(
         self,
@@ -32,13 +29,18 @@ class InputBuilder:
         may_choose_handler: bool,
         adapters: Container[str] | None = None,
     ) -> None:
+        """`common` are properties of every Input.
+
+        A client may set the property `handler` only with `may_choose_handler`. `adapters` are the names that a request
+        may have as `adapter`; None allows any.
+        """
         self._function_name = function_name
         self._adapters = adapters
         self.common = {**common, "handler": function_name}
         self._may_choose_handler = may_choose_handler
 
     def one(self, request: Request) -> Input:
-        """Return one request. Raises RequestError."""
+        """Return the Input of one request. Raises RequestError."""
         content = self.content(request)
         own = request.properties
         properties = {**self.common, **own, "requestId": request.request_id}
@@ -47,7 +49,7 @@ class InputBuilder:
         return make_input(properties, content, properties["handler"])
 
     def batch(self, requests: Sequence[Request]) -> Input:
-        """Return several requests as one. Raises RequestError."""
+        """Return one Input for several requests, each under the prefix `batch_<index>.`. Raises RequestError."""
         properties = dict(self.common)
         content = []
         for index, request in enumerate(requests):
@@ -59,7 +61,11 @@ class InputBuilder:
         return make_input(properties, content, self._function_name)
 
     def content(self, request: Request) -> list[tuple[str, bytes]]:
-        """Return the content of one request. Raises RequestError where it asks for what it may not."""
+        """Return the content of one request.
+
+        Raises BadParameterError if it sets `handler` without permission, RequestError if it names an unknown adapter or
+        is no valid form.
+        """
         if "handler" in request.properties and not self._may_choose_handler:
             raise BadParameterError("The handler can't be overridden in a request")
         content = content_of(request)
@@ -75,7 +81,10 @@ class InputBuilder:
 
 
 def content_of(request: Request) -> list[tuple[str, bytes]]:
-    """Return query parameters and body; the fields of a form are entries of their own. Raises RequestError."""
+    """Return the query parameters and the body, or the fields of a form in its place, as (key, bytes).
+
+    Raises RequestError if the body is no valid form.
+    """
     content_type = request.properties.get("content-type", "")
     form = content_type.partition(";")[0].strip().lower()
     if form != _URL_ENCODED and not form.startswith("multipart/"):
@@ -84,7 +93,7 @@ def content_of(request: Request) -> list[tuple[str, bytes]]:
     if form == _URL_ENCODED and body.lstrip().startswith(_JSON_STARTS):
         return request.content
     content = [*query, *(_url_encoded(body) if form == _URL_ENCODED else _multipart(content_type, body))]
-    return content or [("data", body)]  # no content at all means that the model is to be loaded
+    return content or [("data", body)]  # an Input without any content means "load the model"
 
 
 def _url_encoded(body: bytes) -> list[tuple[str, bytes]]:

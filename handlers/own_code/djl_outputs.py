@@ -27,13 +27,13 @@ _CONNECTION_HEADERS = frozenset(
 
 
 def respond(output: Any) -> Response:
-    """Return what the handler's `output` means for one request."""
+    """Return the response that the handler's `output` means for one request."""
     if output is None:
         return Response(status=204)
     if not isinstance(output, Output):
         return failed(f"Invalid output type: {type(output)}")
     if output.code not in _CODES:
-        return failed(f"Output.code is {output.code!r}; it takes a status from {_CODES.start} to {_CODES.stop - 1}")
+        return failed(f"Output.code is {output.code!r}; set a status from {_CODES.start} to {_CODES.stop - 1}")
     response = Response(status=output.code, headers=headers_of(output.properties), after=_after(output))
     if output.stream_content is not None:
         response.stream = output.stream()
@@ -46,31 +46,31 @@ def respond(output: Any) -> Response:
 
 
 def split(output: Any, count: int) -> list[Response]:
-    """Return what the handler's `output` means for each request of a batch of `count`."""
+    """Return the responses that the handler's `output` means for the `count` requests of a batch, in order."""
     whole = respond(output)
     if not isinstance(output, Output) or whole.status >= 300:
-        outcomes = [replace(whole, after=None) for _ in range(count)]  # shared, as LMI does
+        outcomes = [replace(whole, after=None) for _ in range(count)]  # LMI gives an error of the whole batch to each
     elif whole.stream is not None:
         outcomes = [failed("add_stream_content answers one request, not a batch; set batch_size=1")] * count
     else:
         outcomes = _parts(output, count)
-    outcomes[-1] = replace(outcomes[-1], after=whole.after)
+    outcomes[-1] = replace(outcomes[-1], after=whole.after)  # once for the batch, after its last answer
     return outcomes
 
 
 def _parts(output: Output, count: int) -> list[Response]:
     contents: list[tuple[list[str | None], list[Any]]] = [([], []) for _ in range(count)]
-    strangers = []
+    unassigned = []
     for key, value in zip(output.content.keys, output.content.values, strict=True):
         found = None if key is None else _IN_BATCH.fullmatch(key)
         if found is None or int(found[1]) >= count:
-            strangers.append(key)
+            unassigned.append(key)
             continue
         keys, values = contents[int(found[1])]
         keys.append(found[2])
         values.append(value)
-    if strangers:
-        logger.error("the answer to a batch of %d has content for none of them, under %s", count, strangers)
+    if unassigned:
+        logger.error("the answer to a batch of %d has content that belongs to no request, under %s", count, unassigned)
     shared = {name: value for name, value in output.properties.items() if _PROPERTY_IN_BATCH.fullmatch(name) is None}
     own = in_batch(output.properties, count)
     return [_part(index, *contents[index], {**shared, **own[index]}) for index in range(count)]
@@ -78,20 +78,20 @@ def _parts(output: Output, count: int) -> list[Response]:
 
 def _part(index: int, keys: list[str | None], values: list[Any], properties: dict[str, Any]) -> Response:
     if not keys:
-        return failed(f"the handler answered a batch without content batch_{index}.<key> for this request of it")
+        return failed(f"the handler added no content batch_{index}.<key> for request {index} of the batch")
     code = str(properties.pop("code", 200))
     if not code.isdecimal() or int(code) not in _CODES:
-        return failed(f"batch_{index}_code is {code!r}; it takes a status from {_CODES.start} to {_CODES.stop - 1}")
+        return failed(f"batch_{index}_code is {code!r}; set a status from {_CODES.start} to {_CODES.stop - 1}")
     return Response(status=int(code), headers=headers_of(properties), data=_body(keys, values))
 
 
 def body_of(output: Output) -> bytes:
-    """Return the content that is the body of the answer."""
+    """Return the content that becomes the body of the answer: the one under "data", or else the first."""
     return _body(output.content.keys, output.content.values) if output.content.keys else b""
 
 
 def in_batch(properties: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    """Return the properties that each of `count` requests has for itself alone, `batch_<index>_<name>`."""
+    """Return for each of `count` requests the properties `batch_<index>_<name>` that are its own, by <name>."""
     own = [dict[str, Any]() for _ in range(count)]
     for name, value in properties.items():
         found = _PROPERTY_IN_BATCH.fullmatch(name)
@@ -109,24 +109,24 @@ def _after(output: Output) -> Callable[[], None] | None:
 
 
 def headers_of(properties: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the headers that an Output's properties mean, fit to be sent."""
+    """Return the headers that an Output's properties mean, without those that HTTP does not allow."""
     return [(name, _header_value(value)) for name, value in properties.items() if _is_header(name)]
 
 
 def _is_header(name: str) -> bool:
     if _HEADER_NAME.fullmatch(name) is None:
-        logger.warning("property %r of an Output is no name of a header; it is left out", name)
+        logger.warning("property %r of an Output is not a valid name of an HTTP header; it is not sent", name)
         return False
     return name.lower() not in _CONNECTION_HEADERS
 
 
 def _header_value(value: Any) -> str:
-    text = str(value).replace("\r", " ").replace("\n", " ")
-    return text.encode("utf-8").decode("latin-1")
+    text = str(value).replace("\r", " ").replace("\n", " ")  # a line break would begin another header
+    return text.encode("utf-8").decode("latin-1")  # the server writes headers as latin-1, so UTF-8 bytes pass
 
 
 def failed(error: str, code: int = _FAILED, message: str = ERROR_MESSAGE) -> Response:
-    """Return LMI's answer to a request whose handler failed."""
+    """Return LMI's answer to a request that made its handler fail."""
     return Response(status=code, headers=[("content-type", "application/json")], data=error_body(code, message, error))
 
 

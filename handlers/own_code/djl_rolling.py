@@ -1,4 +1,7 @@
-"""Calls a function that batches itself: once per step, with all live requests, each in full only the first time."""
+"""Serves with a function that batches by itself.
+
+It is called once per step with all running requests, and gets each of them in full only in the first step.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ _SEEDS = 1 << 31
 
 
 class _Step(NamedTuple):
-    """What one step says of one request."""
+    """The result of one step for one request."""
 
     data: str
     last: bool
@@ -40,8 +43,8 @@ class _Step(NamedTuple):
     failure: LmiServerError | None = None
 
 
-class _Live:
-    """A request that the function knows, or will know at the next step."""
+class _RunningRequest:
+    """A request that the function gets at every step, from the next one on."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -50,18 +53,18 @@ class _Live:
 
 
 class RollingFunction(AsyncRequestHandler):
-    """Steps as long as there are live requests, at most `size` of them.
+    """Steps while there are running requests, at most `size` at once.
 
-    The contract has no word for a request whose client is gone, and the function counts on its order: so it goes on to
-    its end, and keeps its place.
+    A request whose client has left runs to its end: LMI's contract has no way to remove one from the batch, and the
+    function tells requests apart by their position in it.
     """
 
     def __init__(self, function: UserFunction, adapters: AdapterFunctions, size: int) -> None:
         self._function = function
         self._adapters = adapters
         self._size = size
-        self._waiting: list[_Live] = []
-        self._live: list[_Live] = []
+        self._waiting: list[_RunningRequest] = []
+        self._running: list[_RunningRequest] = []
         self._reset = False
         self._wake: asyncio.Event
         self._stepping: asyncio.Task[None]
@@ -82,13 +85,13 @@ class RollingFunction(AsyncRequestHandler):
         return self._adapters.remove(name)
 
     async def handle(self, request: Request) -> Response:
-        self._function.inputs.content(request)  # raises what is wrong with the request
-        live = _Live(request)
-        self._waiting.append(live)
+        self._function.inputs.content(request)  # raises RequestError here, where only this request fails
+        running = _RunningRequest(request)
+        self._waiting.append(running)
         self._wake.set()
-        step = await live.steps.get()
+        step = await running.steps.get()
         while not step.data and not step.last:
-            step = await live.steps.get()
+            step = await running.steps.get()
         if step.failure is not None:
             raise step.failure
         if step.error is not None:
@@ -96,32 +99,32 @@ class RollingFunction(AsyncRequestHandler):
         headers = headers_of(step.headers)
         if step.last:
             return Response(headers=headers, data=step.data.encode())
-        return Response(headers=headers, stream=_rest(step, live))
+        return Response(headers=headers, stream=_rest(step, running))
 
     async def _run(self) -> None:
         while True:
             self._admit()
-            if not self._live:
+            if not self._running:
                 self._wake.clear()
                 await self._wake.wait()
                 continue
             try:
                 self._step()
             except EXITS:
-                await asyncio.sleep(0)  # the event loop ends with it: every live request takes its ending first
+                await asyncio.sleep(0)  # the exception ends the event loop; every request takes its ending first
                 raise
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # the step holds the event loop, so requests arrive and leave only here
 
     def _admit(self) -> None:
-        room = self._size - len(self._live)
-        self._live += self._waiting[:room]
+        room = self._size - len(self._running)
+        self._running += self._waiting[:room]
         del self._waiting[:room]
 
     def _step(self) -> None:
-        live = self._live
+        running = self._running
         batch = self._batch()
         try:
-            steps = list(_steps(self._function.call(batch), len(live)))
+            steps = list(_steps(self._function.call(batch), len(running)))
         except HandlerError as error:
             logger.error("a step of the rolling batch failed: %s", error.message)
             self._end_all(error.message)
@@ -129,28 +132,31 @@ class RollingFunction(AsyncRequestHandler):
         except EXITS as error:
             self._end_all("", WorkerDiedError(exit_message(error)))
             raise
-        except BaseException as error:  # the border to the user's code; every live request ends with it
+        except BaseException as error:  # the border to the user's code; every running request ends with it
             logger.exception(
                 "a step of the rolling batch raised: %s", format_user_error(error, self._function.model_dir)
             )
             self._end_all(_STEP_FAILED)
             return
-        for one, step in zip(live, steps, strict=True):
+        for one, step in zip(running, steps, strict=True):
             one.is_new = False
             one.steps.put_nowait(step)
-        self._live = [one for one, step in zip(live, steps, strict=True) if not step.last]
+        self._running = [one for one, step in zip(running, steps, strict=True) if not step.last]
 
     def _end_all(self, error: str, failure: LmiServerError | None = None) -> None:
-        """End every live request; the function is told to forget them all."""
-        for one in self._live:
+        """End every running request, and have the next step tell the function to forget them.
+
+        After a failed step nobody knows which requests the function still holds, so the batch starts anew.
+        """
+        for one in self._running:
             one.steps.put_nowait(_Step("", True, {}, error, failure=failure))
-        self._live = []
+        self._running = []
         self._reset = True
 
     def _batch(self) -> Input:
         properties: dict[str, Any] = dict(self._function.inputs.common)
         content: list[tuple[str, bytes]] = []
-        for index, one in enumerate(self._live):
+        for index, one in enumerate(self._running):
             prefix = f"batch_{index:03d}."
             if not one.is_new:
                 content.append((prefix + "data", b""))
@@ -158,14 +164,14 @@ class RollingFunction(AsyncRequestHandler):
             properties |= {prefix + name: value for name, value in one.request.properties.items()}
             content += [(prefix + key, value) for key, value in content_of(one.request)]
             content.append((prefix + "seed", str(random.randrange(_SEEDS)).encode()))
-        properties["batch_size"] = str(len(self._live))
+        properties["batch_size"] = str(len(self._running))
         if self._reset:
             properties["reset_rollingbatch"] = "true"
             self._reset = False
         return make_input(properties, content, properties["handler"])
 
 
-async def _rest(first: _Step, live: _Live) -> AsyncGenerator[bytes, None]:
+async def _rest(first: _Step, running: _RunningRequest) -> AsyncGenerator[bytes, None]:
     step = first
     while True:
         if step.failure is not None:
@@ -175,11 +181,11 @@ async def _rest(first: _Step, live: _Live) -> AsyncGenerator[bytes, None]:
         yield step.data.encode()
         if step.last:
             return
-        step = await live.steps.get()
+        step = await running.steps.get()
 
 
 def _steps(output: Any, count: int) -> Iterator[_Step]:
-    """Yield what `output` says of each live request. Raises HandlerError where it does not."""
+    """Yield the result of each running request. Raises HandlerError if `output` has not exactly one for each."""
     if not isinstance(output, Output):
         raise HandlerError(f"Invalid output type: {type(output)}")
     if output.code != 200:
@@ -192,7 +198,7 @@ def _steps(output: Any, count: int) -> Iterator[_Step]:
 
 
 def _step(value: bytes, headers: dict[str, Any]) -> _Step:
-    if value.startswith(b"{"):  # the form of older code
+    if value.startswith(b"{"):  # code for LMI 0.26 and older answers in JSON
         fields = {key: str(found) for key, found in json.loads(value).items()}
     else:
         fields = Output.binary_decode(value)

@@ -1,4 +1,4 @@
-"""The formatters of a model.py beside a built-in handler that generates text: they read requests and write answers."""
+"""A model.py beside a built-in handler for text generation: its formatters read requests and write answers."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ from lmi_server.dialects.routes import LMI_ROUTES
 logger = logging.getLogger(__name__)
 
 _INPUT, _OUTPUT = "input_formatter", "output_formatter"
-_LMI_BODY = "decoded_payload"  # what LMI's documentation calls a body where it gives no type
-_ELSEWHERE = ("prediction_handler", "init_handler")
-# What LMI hands to an input formatter beside the request, and what has no meaning here.
+_LMI_BODY = "decoded_payload"  # LMI's documentation gives a body this name and no type
+_WITHOUT_EFFECT = ("prediction_handler", "init_handler")
+# Arguments that LMI gives to an input formatter and that have no counterpart here; they are None.
 _ABSENT = ("adapter_registry", "model_config", "peft_config", "rolling_batch", "image_placeholder_token")
 
 
 def load_formatting(
     model_dir: str, options: ModelOptions, tokenizer: Callable[[], Any], base: OwnFormatting | None = None
 ) -> OwnFormatting | None:
-    """Return what the model.py in `model_dir` has of formatters; None where it has none, or is not there.
+    """Return the formatters of the model.py in `model_dir`; `base` if there are none.
 
-    `tokenizer` returns that of the model, once it is loaded. `base` is what the model has, where the directory is that
-    of an adapter: its function of a kind goes on where the adapter has none. Raises ModelLoadError with file and line.
+    `tokenizer` returns the tokenizer of the loaded model. If `model_dir` is the directory of an adapter, `base` has the
+    formatters of the model, which apply unless the adapter has its own of the same kind. Raises ModelLoadError with
+    file and line.
     """
     code = _Code(Path(model_dir, DEFAULT_ENTRY_POINT))
     reads = code.named("option.input_formatter", options.input_formatter, base is None) or code.marked.get(_INPUT)
@@ -59,18 +60,18 @@ def load_formatting(
 
 
 class _Code:
-    """A model.py, which may be missing; `marked` are the functions that a decorator marks, by their kind."""
+    """A model.py, which may be missing; `marked` has the functions with a decorator, by its name."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._module = _load(path)
-        self.marked = {} if self._module is None else find_marked(self._module, (_INPUT, _OUTPUT, *_ELSEWHERE))
-        for name in _ELSEWHERE:
+        self.marked = {} if self._module is None else find_marked(self._module, (_INPUT, _OUTPUT, *_WITHOUT_EFFECT))
+        for name in _WITHOUT_EFFECT:
             if name in self.marked:
                 logger.warning("%s: @%s has no effect beside a model that generates text", path.parent, name)
 
     def named(self, key: str, name: str | None, required: bool) -> Callable[..., Any] | None:
-        """Return the function that an option names. Raises ModelLoadError where it is not there and `required`."""
+        """Return the function that an option names. Raises ModelLoadError if it is missing and `required`."""
         if name is None:
             return None
         function = getattr(self._module, name, None)
@@ -79,7 +80,7 @@ class _Code:
         if not required:
             return None
         known = ", ".join(lmi.FORMATTER_NAMES)
-        missing = "does not define it" if self._module is not None else "is not there to define it"
+        missing = "does not define it" if self._module is not None else "does not exist"
         raise ModelLoadError(f'{key} = "{name}": {self._path} {missing}; allowed: a function of model.py, or {known}')
 
 
@@ -93,10 +94,10 @@ def _load(path: Path) -> ModuleType | None:
 
 
 class OwnFormatting(Formatting):
-    """Reads requests with `reads` and writes answers with `writes`; where one is None, the dialects do.
+    """Reads requests with `reads` and writes answers with `writes`; if one is None, the dialects do its part.
 
-    A function that takes an Input, and what writes answers, is for LMI's own paths; one that takes the body, a dict,
-    for OpenAI's too.
+    An input formatter that takes an Input serves LMI's paths only, as every output formatter does. One that takes the
+    body (a dict) serves OpenAI's paths, too.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class OwnFormatting(Formatting):
             raise HandlerError(f"input_formatter: {format_user_error(error, self._model_dir)}") from error
 
     def _complete(self, text_input: RequestInput, exchange: Exchange, request: Request) -> None:
-        """Fill in what the server knows of a request, as LMI does after the formatter."""
+        """Set the fields that only the server knows, as LMI does after the formatter."""
         text_input.request_id = exchange.requests[0].request_id
         text_input.client_request_id = request.request_id or None
         text_input.server_parameters = text_input.server_parameters or dict(text_input.parameters)

@@ -1,4 +1,4 @@
-"""Serves text generation by code of one's own: the function `generate`, an asynchronous generator."""
+"""Serves text generation with the user's function `generate`, an asynchronous generator."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from lmi_server.contract.handler import AsyncRequestHandler, LLMHandler, ModelIn
 from lmi_server.contract.protocol import Input
 
 _MAX_MODEL_LEN = 1 << 20
-_UNKNOWN_ID = -1  # of a token that is a piece of text and in no vocabulary
+_UNKNOWN_ID = -1  # the id of a piece of text, which is no token of a vocabulary
 
 Generate = Callable[[GenerationRequest], AsyncIterator[Delta | str]]
 
 
 class GenerateFunction(LLMHandler):
-    """Yields what the function yields; a text is a delta of one token. The end of the function ends the sequence."""
+    """Yields what the function yields, a text as a delta of one token. The end of the function ends the sequence."""
 
     def __init__(self, generate: Generate) -> None:
         self._generate = generate
@@ -41,7 +41,7 @@ class GenerateFunction(LLMHandler):
         yield Delta("", finish_reason="eos_token", usage=usage, prompt_text=prompt_text)
 
     async def tokenize(self, request: GenerationRequest) -> list[int]:
-        raise RequestError("the model's own code generates text; it has no tokens to tell of")
+        raise RequestError("the model's own code generates text and has no tokenizer")
 
 
 def _with_prompt(delta: Delta, prompt_text: str) -> Delta:
@@ -54,7 +54,7 @@ def _prompt_tokens(request: GenerationRequest) -> int:
 
 
 class ConcurrentDelegate(RequestHandler):
-    """Leaves the requests to a handler that serves them side by side."""
+    """Leaves all requests to a handler that serves them concurrently."""
 
     def __init__(self, handler: AsyncRequestHandler | LLMHandler) -> None:
         self._handler = handler
@@ -63,7 +63,7 @@ class ConcurrentDelegate(RequestHandler):
         return ModelInfo(max_model_len=0)
 
     def handle(self, requests: Sequence[Input]) -> Sequence[Response | LmiServerError]:
-        raise ModelLoadError("the requests are served side by side")
+        raise ModelLoadError("the handler serves its requests concurrently")
 
     def concurrent_handler(self) -> AsyncRequestHandler | LLMHandler:
         return self._handler

@@ -22,13 +22,13 @@ _FORMATTERS = ("input_formatter", "output_formatter")
 
 
 class OwnCodeHandler(RequestHandler):
-    """Imports the entry point and hands everything to what it defines."""
+    """Imports the entry point and leaves everything to the handler that it defines."""
 
     def __init__(self) -> None:
         self._code: RequestHandler
 
     def start(self, model_dir: str, options: OwnCodeOptions) -> ModelInfo:
-        os.chdir(model_dir)  # LMI's workers run there, and code opens its files by relative names
+        os.chdir(model_dir)  # LMI's workers run there, so user code opens its files by relative names
         sys.path.insert(0, model_dir)
         self._code = _code_of(load_entry_point(options.entry_point, model_dir), options)
         self._code.served_names = self.served_names
@@ -51,10 +51,13 @@ class OwnCodeHandler(RequestHandler):
 
 
 def _code_of(module: ModuleType, options: OwnCodeOptions) -> RequestHandler:
-    """Return what `module` defines: the function of LMI's contract, a handler class, or the function `generate`."""
+    """Return a handler for what `module` defines: a function of LMI's contract, a handler class, or `generate`.
+
+    Raises ModelLoadError if it defines none of them.
+    """
     function = getattr(module, options.handler, None)
     if callable(function):
-        # They need djl_python, which only workers have.
+        # Late, because they import djl_python.
         from handlers.own_code.djl_adapters import functions_in
         from handlers.own_code.djl_function import DjlFunction
 

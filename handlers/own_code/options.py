@@ -1,4 +1,4 @@
-"""Keys of serving.properties for a model with code of its own. What the code does with them is its own affair."""
+"""Keys of serving.properties for a model with its own code, which alone decides what most of them mean."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lmi_server.configuration.options import ModelOptions, lower
 
 
 class OwnCodeOptions(ModelOptions):
-    """Values that other handlers cannot serve are left to the code; `given` has every key as it was written."""
+    """Allows values that other handlers refuse, and keeps in `given` every key as it was written, for the code."""
 
     task: str | None = Field(None, description="For the code to read.")
     # dtype and rolling_batch allow more than in the base class: the user's code gives the values their meaning, and
@@ -27,18 +27,18 @@ class OwnCodeOptions(ModelOptions):
     ] = Field(1, description="GPUs that each worker sees.")
     handler: str = Field("handle", description="Function of the entry point that takes the requests.")
     rolling_batch: Annotated[str, BeforeValidator(lower)] = Field(  # type: ignore[assignment]
-        "disable", description="Anything but disable: the function is called once per step with all live requests."
+        "disable", description="Anything but disable: the function is called once per step with all running requests."
     )
     max_rolling_batch_size: Annotated[int, Field(ge=1), Allowed("an integer of 1 or more")] = Field(
         32, description="Requests that a worker holds at once, if it does not take one batch after the other."
     )
     async_mode: bool = Field(
-        False, description="Call the function for each request as it comes; an async function is called so in any case."
+        False, description="Call the function for each request as it arrives, as an async function is in any case."
     )
     output_formatter: str | None = Field(None, description="For the code to read.")
     input_formatter: str | None = Field(None, description="For the code to read.")
 
     @property
     def given(self) -> Mapping[str, str]:
-        """Return what somebody decided, by key without "option."; keys of the model server are among them."""
+        """Return the values of all keys that a layer sets, by key without "option."; also those of the model server."""
         return self.passed_through

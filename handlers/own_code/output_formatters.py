@@ -1,4 +1,4 @@
-"""Answers that a function of the user's writes, in each of the three forms that LMI's users write such functions.
+"""Exchanges whose answers a function of the user writes, in one of the three forms that LMI has known over time.
 
 fn(output: TextGenerationOutput) -> str                                      after each step
 fn(token, first_token, last_token, details, generated_text, id) -> str       for each token; `id` may be missing
@@ -28,11 +28,14 @@ _OUTPUT_TYPES = ("RequestOutput", "TextGenerationOutput")
 _TOKEN_ARGUMENTS = 5  # of the oldest form
 
 Write = Callable[[Exchange, RequestInput, bool], Exchange]
-"""Takes what a dialect made of a request, the request as formatters see it, and whether the client streams."""
+"""Wraps the Exchange of a dialect: gets it, the request as formatters see it, and whether the client streams."""
 
 
 def exchange_writer(function: Callable[..., Any]) -> Write:
-    """Return what makes Exchanges whose answers `function` writes, by its first annotation and number of arguments."""
+    """Return what makes Exchanges whose answers `function` writes.
+
+    The annotation of the first argument and the number of arguments decide which of the three forms `function` has.
+    """
     parameters = [
         parameter
         for parameter in inspect.signature(function).parameters.values()
@@ -52,7 +55,7 @@ def exchange_writer(function: Callable[..., Any]) -> Write:
 
 
 class _Reading:
-    """Calls `fn(output)` as long as it reads tokens, where the client streams; once a step where it does not."""
+    """Calls `fn(output)` once a step, and if the client streams again and again as long as it reads tokens."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -97,7 +100,7 @@ def _details(output: TextGenerationOutput) -> dict[str, Any]:
 
 
 class _Stepwise(Exchange):
-    """Hands what each step added to a function that writes it; the first bytes decide about the status."""
+    """Calls a function for what each step added."""
 
     stream = True
 
@@ -123,7 +126,7 @@ class _Stepwise(Exchange):
         return b"".join(self._write(self._output, fresh if index == 0 else [], self._streams))
 
     def _take(self, index: int, delta: Delta) -> list[Token]:
-        """Add a delta to its sequence; return its tokens."""
+        """Add a delta to the sequence `index`; return its tokens."""
         sequence, output = self._output.sequences[index], self._output
         fresh = [_token(token, text) for token, text in zip(delta.tokens, token_texts(delta), strict=False)]
         if not delta.tokens and (delta.text or delta.finish_reason is not None):
@@ -149,7 +152,7 @@ def _token(token: GeneratedToken, text: str) -> Token:
 
 
 class AttributeDict(dict[str, Any]):
-    """An answer as its JSON object, with what formatters use that were written for pydantic models."""
+    """A JSON object with the attributes and methods of a pydantic model, for which LMI's users write formatters."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -173,7 +176,7 @@ def _attribute_dict(value: Any) -> Any:
 
 
 class _Rewritten(Exchange):
-    """Hands the finished answer of a dialect to a function, or each chunk of it where the client streams."""
+    """Calls a function with the finished answer of a dialect, or with each chunk of it if the client streams."""
 
     def __init__(self, inner: Exchange, function: Callable[..., Any]) -> None:
         self.requests = inner.requests
@@ -203,7 +206,7 @@ class _Rewritten(Exchange):
 
 
 def _bytes(value: Any) -> bytes:
-    """Return what an output formatter returned as the bytes that are sent."""
+    """Return the bytes to send for what an output formatter returned. Raises HandlerError if it has no JSON form."""
     if isinstance(value, str):
         return value.encode()
     if isinstance(value, bytes) or value is None:
@@ -214,5 +217,5 @@ def _bytes(value: Any) -> bytes:
         return msgspec.json.encode(value)
     except TypeError:
         raise HandlerError(
-            f"output_formatter returned a {type(value).__name__}; it has to return str, bytes or what JSON can hold"
+            f"output_formatter returned a {type(value).__name__}; return str, bytes or values that JSON can express"
         ) from None

@@ -1,4 +1,4 @@
-"""What every way of calling a function of LMI's contract shares: the first call, and what an exception means."""
+"""A user's function in LMI's contract: how it loads its model, and which answer an exception of it becomes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _OUT_OF_MEMORY = 507
 
 
 class UserFunction:
-    """What every way of calling the function shares."""
+    """The function with its inputs: `call` is the function itself, `inputs` makes the Input of a request."""
 
     def __init__(
         self, function: Callable[[Input], Any], inputs: InputBuilder, initial: Mapping[str, Any], model_dir: str
@@ -42,15 +42,18 @@ class UserFunction:
         self._initial = initial
 
     def load(self) -> Any:
-        """Call the function without content, which means that it is to load the model; return what it returns."""
+        """Call the function without content, LMI's request to load the model; return what the function returns."""
         return self.call(make_input(self._initial, [], self._initial["handler"]))
 
     def check_loaded(self, output: Any) -> None:
-        """Raise ModelLoadError where the `output` of the first call says that the model could not be loaded."""
+        """Raise ModelLoadError (ModelMemoryError for status 507) if the `output` of `load` reports a failure."""
         if output is None:
             return
         if not isinstance(output, Output):
-            raise ModelLoadError(f"the handler returned a {type(output).__name__} when it was to load the model")
+            raise ModelLoadError(
+                f"the handler returned a {type(output).__name__} when it was called to load the model; "
+                "return an Output or None"
+            )
         if output.code >= 300:
             body = b"".join(map(bytes, output.content.values)).decode(errors="replace")
             error = ModelMemoryError if output.code == _OUT_OF_MEMORY else ModelLoadError

@@ -1,7 +1,7 @@
-"""What the handlers of sklearn and XGBoost have in common: rows of numbers in, a prediction per row out.
+"""The base of the sklearn and xgboost handlers: rows of numbers in, a prediction per row out.
 
-The user's model.py may take over parts of it: functions that djl_python's decorators mark, or, where there are none,
-model_fn, input_fn, predict_fn and output_fn as SageMaker names them.
+A model.py may replace parts of it, with functions that djl_python's decorators mark, or with model_fn, input_fn,
+predict_fn and output_fn, SageMaker's names. Marked functions disable those of SageMaker.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _KINDS = (content.JSON, content.CSV)
 
 
 class TabularHandler(RequestHandler):
-    """Serves the one model file of a directory; `formats` are file endings by format, `safe` those without code."""
+    """Serves the one model file of a directory.
+
+    `formats` are the file endings of each format; those in `safe` cannot run code when they are loaded.
+    """
 
     formats: Mapping[str, tuple[str, ...]]
     safe: frozenset[str]
@@ -43,7 +46,7 @@ class TabularHandler(RequestHandler):
 
     @abstractmethod
     def predict(self, model: Any, rows: Any) -> Any:
-        """Return a prediction per row, an array. Raises ValueError where the rows do not fit the model."""
+        """Return an array with a prediction per row. Raises ValueError if the rows do not fit the model."""
 
     def start(self, model_dir: str, options: Any) -> ModelInfo:
         self._default = options.default_accept
@@ -63,7 +66,7 @@ class TabularHandler(RequestHandler):
         return ModelInfo(max_model_len=0, details={"model": type(self._model).__name__, "file": path.name})
 
     def handle(self, requests: Sequence[Input]) -> Sequence[Response | LmiServerError]:
-        if self._own:  # such a function gets a request at a time
+        if self._own:  # the contract of these functions is one request a call
             return [self._outcome(request) for request in requests]
         return self._handle_together(requests)
 
@@ -80,7 +83,7 @@ class TabularHandler(RequestHandler):
         if len(found) != 1:
             names = ", ".join(path.name for path, _ in found) or "none"
             raise ModelLoadError(
-                f"{directory}: one file {endings} is expected, found: {names}; set option.model_format"
+                f"{directory}: exactly one file {endings} is needed, found: {names}; set option.model_format"
             )
         path, kind = found[0]
         if kind not in self.safe and not options.trust_insecure_model_files:
@@ -136,7 +139,7 @@ class TabularHandler(RequestHandler):
     # --- many requests at a time ---
 
     def _handle_together(self, requests: Sequence[Input]) -> Sequence[Response | LmiServerError]:
-        """Predict the rows of all requests at once, as far as they have the same width."""
+        """Predict the rows of all requests in one call for each width and type of rows."""
         outcomes: dict[int, Response | LmiServerError] = {}
         groups: dict[Any, list[tuple[int, Any, str]]] = {}
         for index, request in enumerate(requests):
@@ -166,7 +169,7 @@ class TabularHandler(RequestHandler):
     def _predictions(self, rows: Any) -> Any:
         try:
             return self.predict(self._model, rows)
-        except ValueError as error:  # both libraries' word for rows of another width, or with what is no number
+        except ValueError as error:  # both libraries raise it for rows of another width, or with text in them
             raise RequestError(f"inputs cannot be used: {error}; send rows as the model was trained on") from error
         except Exception as error:  # the border to the library
             raise HandlerError(f"{type(error).__name__}: {error}") from error
@@ -176,10 +179,10 @@ class TabularHandler(RequestHandler):
 
 
 def rows_of(request: Input) -> Any:
-    """Return the rows of a request, an array of (rows, columns): numbers, or objects where JSON brings texts.
+    """Return the rows of a request as an array (rows, columns) of numbers, or of objects if JSON has texts in it.
 
-    The body is {"inputs": [[...], ...]} or the bare array, or CSV without a line of names; a single row need not be in
-    a list of its own. Raises RequestError.
+    The body is {"inputs": [[...], ...]}, the bare array, or CSV without a line of names. A single row may stand without
+    the outer list. Raises RequestError.
     """
     import numpy as np
 
@@ -195,7 +198,9 @@ def rows_of(request: Input) -> Any:
         if rows.dtype.kind not in "biuf":
             rows = np.array(rows, dtype=object if _has_texts(rows) else float)
     except (ValueError, TypeError):
-        raise RequestError("inputs: rows of different lengths, or of what is no number; send a table") from None
+        raise RequestError(
+            "inputs: rows have different lengths, or values are no numbers; send rows of equally many numbers"
+        ) from None
     if rows.ndim == 1 or not rows.size:
         raise RequestError("inputs: a row is empty; send a number per column")
     return rows
@@ -212,7 +217,9 @@ def _numbers(text: str) -> Any:
         lines = [line for line in csv.reader(io.StringIO(text.removeprefix("\ufeff")), strict=True) if line]
         rows = np.array([[float(cell) for cell in line] for line in lines])
     except (ValueError, csv.Error) as error:
-        raise RequestError(f"the body is no CSV of numbers: {error}; send rows of equal length, no names") from None
+        raise RequestError(
+            f"the body is no CSV of numbers: {error}; send rows of equal length without a line of names"
+        ) from None
     if not rows.size:
         raise RequestError("the body is empty; send a line per row")
     return rows
@@ -224,7 +231,7 @@ def _written(predictions: Any, kind: str) -> Response:
 
 
 def _own_functions(model_dir: str) -> Mapping[str, Callable[..., Any]]:
-    """Return the functions of model.py that take over a part, by what they do; decorated ones rule out the others."""
+    """Return the functions of model.py that replace a part, by its name; marked ones disable those of SageMaker."""
     if not (Path(model_dir) / "model.py").is_file():
         return {}
     module = load_entry_point("model.py", model_dir)
@@ -235,7 +242,7 @@ def _own_functions(model_dir: str) -> Mapping[str, Callable[..., Any]]:
 
 def _sagemaker_output(function: Any, predictions: Any, accept: str) -> Any:
     result = function(predictions, accept)
-    return result[0] if isinstance(result, tuple) else result  # some return the content type beside it
+    return result[0] if isinstance(result, tuple) else result  # SageMaker also allows (body, content type)
 
 
 def _kind_of(result: Any, default: str) -> str:

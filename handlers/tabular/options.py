@@ -10,14 +10,14 @@ from lmi_server.configuration.options import ModelOptions, Names
 
 
 class TreeModelOptions(ModelOptions):
-    """Keys of serving.properties for a model that answers rows of numbers."""
+    """Keys of serving.properties for a model that predicts a value per row."""
 
     rolling_batch: Literal["disable", "auto"] = Field("disable", description="There are no tokens to batch by.")
     trust_insecure_model_files: bool = Field(
         False, description="Load files that can run code (pickle and similar formats)."
     )
     default_accept: Literal["application/json", "text/csv"] = Field(
-        "application/json", description="Content type of answers to requests that accept anything."
+        "application/json", description="Content type of an answer if the request accepts any."
     )
 
 
@@ -28,7 +28,7 @@ class SklearnOptions(TreeModelOptions):
         None, description="Format of the model's file; if not set, the ending of the file's name decides."
     )
     skops_trusted_types: Names = Field(
-        (), description="Types that a skops file may hold beside those that skops itself knows to be harmless."
+        (), description="Types that a skops file may contain beside those that skops itself trusts."
     )
 
 

@@ -12,7 +12,7 @@ from lmi_server.contract.errors import ModelLoadError
 
 
 class SklearnHandler(TabularHandler):
-    """Serves whatever has a `predict`."""
+    """Serves any object with a method `predict`."""
 
     formats = MappingProxyType(
         {"skops": (".skops",), "joblib": (".joblib",), "pickle": (".pkl", ".pickle"), "cloudpickle": (".cloudpkl",)}
@@ -27,7 +27,7 @@ class SklearnHandler(TabularHandler):
                 import joblib
 
                 return joblib.load(path)
-            import sklearn  # noqa: F401 - what the file holds; missing it has a name then
+            import sklearn  # noqa: F401 - the pickle needs it; imported here, its absence has a remedy
         except ImportError as error:
             raise ModelLoadError(
                 f"the sklearn handler needs the extra 'sklearn' ({error}); install lmi-server[sklearn]"
@@ -35,7 +35,7 @@ class SklearnHandler(TabularHandler):
         import pickle
 
         with path.open("rb") as file:
-            return pickle.load(file)  # cloudpickle's files are read by pickle too
+            return pickle.load(file)  # files of cloudpickle are pickles, too
 
     def predict(self, model: Any, rows: Any) -> Any:
         return model.predict(rows)
@@ -47,7 +47,7 @@ def _load_skops(path: Path, options: SklearnOptions) -> Any:
     unknown = sorted(set(skops.io.get_untrusted_types(file=path)) - set(options.skops_trusted_types))
     if unknown:
         raise ModelLoadError(
-            f"{path}: holds types that are not known to be harmless: {', '.join(unknown)}; add those that you trust to "
+            f"{path}: contains types that skops does not trust: {', '.join(unknown)}; add those that you trust to "
             "option.skops_trusted_types"
         )
     return skops.io.load(path, trusted=list(options.skops_trusted_types))

@@ -12,7 +12,7 @@ from lmi_server.contract.errors import ModelLoadError
 
 
 class XgboostHandler(TabularHandler):
-    """Serves a Booster, whatever it was saved from; a pickle may hold a model of its scikit-learn interface."""
+    """Serves a Booster; a pickle may also contain a model of XGBoost's scikit-learn interface."""
 
     formats = MappingProxyType(
         {"json": (".json",), "ubj": (".ubj",), "xgb": (".xgb", ".bst"), "pickle": (".pkl", ".pickle")}

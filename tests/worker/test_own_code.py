@@ -164,7 +164,7 @@ def test_an_output_is_the_answer(server: Server, case: str, status: int, body: b
         ("raise", 424, "this one is broken"),
         ("nan", 424, "Out of range float values are not JSON compliant: nan"),
         ("error", 422, "this one is refused"),
-        ("bad code", 424, "Output.code is 1000; it takes a status from 200 to 599"),
+        ("bad code", 424, "Output.code is 1000; set a status from 200 to 599"),
         ("memory", 507, "17 GiB"),
     ],
 )

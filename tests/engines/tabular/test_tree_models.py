@@ -170,8 +170,8 @@ def test_texts_reach_a_model_that_was_trained_on_them(tmp_path: Path) -> None:
     [
         ({}, {}, "inputs is missing"),
         ({"inputs": [[]]}, {}, "a row is empty"),
-        ({"inputs": [[1, 2], [1]]}, {}, "rows of different lengths"),
-        ({"inputs": [[1, {"a": 1}, 2, 3]]}, {}, "of what is no number"),
+        ({"inputs": [[1, 2], [1]]}, {}, "rows have different lengths"),
+        ({"inputs": [[1, {"a": 1}, 2, 3]]}, {}, "values are no numbers"),
         (b"a,b,c,d\n1,2,3,4\n", {"content_type": "text/csv"}, "no CSV of numbers"),
         (b"", {"content_type": "text/csv"}, "the body is empty"),
         ({"inputs": [[1, 2, 3, 4]]}, {"accept": "image/png"}, "accept application/json, text/csv"),
@@ -194,7 +194,7 @@ def test_a_skops_file_with_types_that_nobody_trusts_is_refused(tmp_path: Path) -
     import skops.io
 
     skops.io.dump(make_pipeline(FunctionTransformer(np.sort)), tmp_path / "model.skops")
-    with pytest.raises(ModelLoadError, match=r"holds types that are not known to be harmless: numpy\.sort; add"):
+    with pytest.raises(ModelLoadError, match=r"contains types that skops does not trust: numpy\.sort; add"):
         started(tmp_path, entryPoint=SKLEARN)
     handler = started(tmp_path, entryPoint=SKLEARN, skops_trusted_types="numpy.sort")
     with pytest.raises(HandlerError, match="predict"):
@@ -202,7 +202,7 @@ def test_a_skops_file_with_types_that_nobody_trusts_is_refused(tmp_path: Path) -
 
 
 def test_one_file_is_expected(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"one file \*\.skops, \*\.joblib.* is expected, found: none"):
+    with pytest.raises(ModelLoadError, match=r"one file \*\.skops, \*\.joblib.* is needed, found: none"):
         started(tmp_path, entryPoint=SKLEARN)
     save_skops(tmp_path / "first")
     save_joblib(tmp_path / "second")
