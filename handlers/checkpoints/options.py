@@ -45,10 +45,10 @@ class TransformersOptions(ModelOptions):
 
     tensor_parallel_degree: Annotated[
         ParallelDegree, Unavailable(lambda degree: degree not in (1, -1, "max"), "use 1")
-    ] = Field(-1, description="Devices that one model is split over; max is all of the machine's, -1 is one.")
+    ] = Field(-1, description="Devices that one model is split over; max means all GPUs of the machine, -1 one.")
     device_map: Annotated[
-        DeviceMap | None, Documented("auto", "with GPUs the whole model goes to the worker's own, as auto would put it")
-    ] = Field(None, description="Placement of the layers over devices, as transformers takes it.")
+        DeviceMap | None, Documented("auto", "a worker with a GPU loads the whole model on it, as auto would")
+    ] = Field(None, description="Placement of the layers on devices, as transformers defines it.")
     device_id: Annotated[
         int, Field(ge=-1), Allowed("an integer of 0 or more, or -1"), NoEffect("the server sets it")
     ] = Field(-1, description="GPU of the worker.")
@@ -60,7 +60,7 @@ class TransformersOptions(ModelOptions):
         DeprecatedValue("bitsandbytes", "use bitsandbytes8"),
     ] = Field(
         None,
-        description="Quantisation of the weights, by bitsandbytes while they load; gptq and awq as the checkpoint is.",
+        description="Quantisation of the weights: by bitsandbytes while they load; gptq and awq by the checkpoint.",
     )
     load_in_4bit: Annotated[
         bool, Deprecated("use option.quantize=bitsandbytes4", becomes=("option.quantize", "bitsandbytes4"))
@@ -74,7 +74,7 @@ class TransformersOptions(ModelOptions):
     save_mp_checkpoint_path: str | None = Field(
         None, description="Directory to write quantised weights to while the model loads."
     )
-    threads: PositiveInt | None = Field(None, description="Threads of one worker inside an operation on the CPU.")
+    threads: PositiveInt | None = Field(None, description="Threads that a worker uses inside an operation on the CPU.")
 
     def worker_environment(self) -> Mapping[str, str]:
         return THREAD_VARIABLES

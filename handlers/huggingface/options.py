@@ -22,15 +22,15 @@ class HuggingFaceOptions(TransformersOptions, RollingBatchOptions):
     mpi_mode: bool = Field(False, description=MPI_MODE_DESCRIPTION)
     tensor_parallel_degree: ParallelDegree = Field(
         -1,
-        description="Ranks that one model is split over, under the MPI engine; max is the machine's GPUs, -1 is one.",
+        description="Ranks that one model is split over, under the MPI engine; max means the machine's GPUs, -1 one.",
     )
     decoding_strategy: Annotated[
         Literal["greedy", "sample", "contrastive"],
         BeforeValidator(lambda value: "sample" if value == "sampling" else value),
         Unavailable.values("sample", "contrastive", instead="send do_sample=true with the requests that sample"),
-    ] = Field("greedy", description="Decoding of requests that do not say do_sample themselves.")
+    ] = Field("greedy", description="Decoding of requests without do_sample.")
     max_sparsity: Annotated[Fraction, NoEffect(_NO_PADDING)] = Field(
-        0.33, description="Share of padding at which a batch is split."
+        0.33, description="Share of padding above which a batch is split."
     )
     max_splits: Annotated[PositiveInt, NoEffect(_NO_PADDING)] = Field(
         3, description="Parts that a batch may be split into."
@@ -41,10 +41,10 @@ class HuggingFaceOptions(TransformersOptions, RollingBatchOptions):
         Unavailable(lambda name: name is not None, "remove the key"),
     ] = Field(None, description="Sharding of a rolling batch over GPUs.")
     stop_sequence: Annotated[str | None, Unavailable(lambda text: text is not None, "send `stop` with the request")] = (
-        Field(None, description="Texts that end every answer, as a list in brackets.")
+        Field(None, description="Texts that end every output, as a list in brackets.")
     )
     max_model_len: PositiveInt | None = Field(
-        None, description="Tokens of prompt and output together; without it what config.json allows."
+        None, description="Maximum tokens of prompt and output together; if not set, what config.json allows."
     )
     enable_torch_compile: Annotated[
         bool, Unavailable.values(True, instead="remove the key: the step runs on kernels compiled when the model loads")

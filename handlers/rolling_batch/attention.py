@@ -176,7 +176,7 @@ class _KernelAttention:
     single_area = 2048
 
     def __init__(self, cache: KVCache) -> None:
-        from handlers.rolling_batch.cpu_kernels import kernels
+        from handlers.rolling_batch.cpu_kernels import attention as kernels
 
         self._kernel = kernels.slot_attention
         self._write = kernels.write_rows

@@ -89,7 +89,7 @@ class FusedDecoderLayer(nn.Module):
 
     def __init__(self, original: Any, layer: AttentionLayer, attention: SlotAttention) -> None:
         super().__init__()
-        from handlers.rolling_batch.cpu_kernels.kernels import rotate
+        from handlers.rolling_batch.cpu_kernels.rows import rotate
 
         self.input_layernorm = original.input_layernorm
         self.qkv_proj = original.self_attn.q_proj.shared.linear

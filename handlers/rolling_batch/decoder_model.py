@@ -25,7 +25,7 @@ class DecoderModel:
     """Embeddings, decoder layers, norm and head of a model, for the passes that the kernel can compute."""
 
     def __init__(self, model: Any, attention: SlotAttention) -> None:
-        from handlers.rolling_batch.cpu_kernels.kernels import decoder_layers
+        from handlers.rolling_batch.cpu_kernels.decoder import decoder_layers
 
         base = model.model
         self._embed, self._rotary, self._norm, self._head = base.embed_tokens, base.rotary_emb, base.norm, model.lm_head

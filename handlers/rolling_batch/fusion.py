@@ -78,7 +78,7 @@ class FusedRMSNorm(nn.Module):
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
-        from handlers.rolling_batch.cpu_kernels.kernels import rms_norm
+        from handlers.rolling_batch.cpu_kernels.rows import rms_norm
 
         self.weight: nn.Parameter = norm.weight
         self._kernel = rms_norm
@@ -128,7 +128,7 @@ def _is_silu(activation: Any) -> bool:
 
 
 def _silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    from handlers.rolling_batch.cpu_kernels.kernels import silu_and_mul
+    from handlers.rolling_batch.cpu_kernels.rows import silu_and_mul
 
     out = gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
     silu_and_mul(as_numpy(gate_up.flatten(0, -2)), as_numpy(out.flatten(0, -2)))

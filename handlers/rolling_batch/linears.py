@@ -62,12 +62,12 @@ class TiledLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        from handlers.rolling_batch.cpu_kernels import kernels
+        from handlers.rolling_batch.cpu_kernels.linear import linear as kernel
 
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.laid = _laid_weight(linear.weight.detach())
         self.added = as_numpy(torch.empty(0, dtype=torch.bfloat16) if linear.bias is None else linear.bias.detach())
-        self._kernel = kernels.linear
+        self._kernel = kernel
         self._threads = torch.get_num_threads()
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

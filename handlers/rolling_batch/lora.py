@@ -100,7 +100,7 @@ class LoraLayers:
             given = (pair.down.shape[1], pair.up.shape[0])
             if given != (place.in_features, place.last - place.first):
                 raise RequestError(
-                    f"the adapter expects {given[0]} inputs and {given[1]} outputs of {layer}, but the layer has"
+                    f"the adapter's {layer} has {given[0]} inputs and {given[1]} outputs, but this model's has"
                     f" {place.in_features} and {place.last - place.first}; use an adapter of this model"
                 )
 

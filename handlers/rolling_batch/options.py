@@ -32,8 +32,8 @@ class RollingBatchOptions(ModelOptions):
     )
     chunked_prefill_size: ChunkSize | None = Field(
         None,
-        description="Prompt tokens computed per step, beside decoding too; -1 computes every prompt in one step,"
-        " without the key the handler chooses.",
+        description="Prompt tokens computed per step, also while others decode; -1 computes every prompt in one step,"
+        " if not set, the handler chooses.",
     )
     max_running_requests: PositiveInt | None = Field(
         None, description="Requests that are decoded together; if not set, option.max_rolling_batch_size."
@@ -42,5 +42,5 @@ class RollingBatchOptions(ModelOptions):
         None, description="Share of the memory of the device for weights and KV cache; if not set, the handler chooses."
     )
     kv_cache_memory_gb: PositiveFloat | None = Field(
-        None, description="Memory of the KV cache in GiB at most; option.mem_fraction_static is not used then."
+        None, description="Maximum memory of the KV cache in GiB; it overrides option.mem_fraction_static."
     )

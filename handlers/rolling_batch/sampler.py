@@ -124,7 +124,7 @@ def _log_sum_exp(logits: torch.Tensor) -> torch.Tensor:
     """(rows, vocabulary) -> (rows,) float32."""
     if not _has_kernels(logits):
         return logits.float().logsumexp(dim=-1)
-    from handlers.rolling_batch.cpu_kernels.kernels import log_sum_exp_rows
+    from handlers.rolling_batch.cpu_kernels.rows import log_sum_exp_rows
 
     result = np.empty(len(logits), np.float32)
     log_sum_exp_rows(as_numpy(logits), result)
@@ -135,7 +135,7 @@ def _argmax(logits: torch.Tensor) -> list[int]:
     if not _has_kernels(logits):
         ids: list[int] = logits.argmax(dim=-1).tolist()
         return ids
-    from handlers.rolling_batch.cpu_kernels.kernels import argmax_rows
+    from handlers.rolling_batch.cpu_kernels.rows import argmax_rows
 
     best = np.empty(len(logits), np.int64)
     argmax_rows(as_numpy(logits), best)

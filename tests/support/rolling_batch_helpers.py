@@ -1,4 +1,4 @@
-"""A rolling batch over a tiny model, for tests; beside it the untouched model."""
+"""A rolling batch over a tiny model, and the untouched model to compare with."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Received:
 
 
 class Engine:
-    """A rolling batch over a tiny model, and the untouched model to compare with."""
+    """A rolling batch engine, and `reference`: the model as transformers computes it."""
 
     def __init__(
         self, model: Any, *, slots: int = 8, kv_tokens: int = 8 * CONTEXT, chunk: int = 16, **limits: Any

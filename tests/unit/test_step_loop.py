@@ -16,7 +16,7 @@ from lmi_server.contract.generation import Delta
 
 
 class CountingEngine:
-    """Gives each request the numbers up to its length, one per step; a request of length 0 fails the step."""
+    """Emits, for each request, the numbers up to its length, one per step; a request of length 0 fails the step."""
 
     def __init__(self) -> None:
         self.thread = threading.current_thread()

@@ -25,13 +25,13 @@ def kernel(signatures: Any = None, **options: Any) -> Callable[[Callable[..., No
     """Compile a function with numba when it is first called, or now for the `signatures` given; run it without the GIL.
 
     numba looks compiled code up by the function's qualified name, and uses it as long as date and size of the
-    function's own file are the same. A kernel also contains the functions that it calls: after a change of
-    intrinsics.py, numba alone would run kernels with the intrinsics of before. So the name carries a digest of every
-    source file of this folder.
+    function's own file are the same. But a kernel contains the functions that it calls: after a change of another
+    file, intrinsics.py say, numba would run kernels that contain its former functions. So the name carries a digest of
+    every source file of this folder.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., Any]:
-        function.__qualname__ += f"_{SOURCES}"
+        function.__qualname__ = f"{function.__name__}_{SOURCES}"
         compiled: Callable[..., Any] = njit(signatures, nogil=True, cache=True, **options)(function)
         return compiled
 

@@ -1,6 +1,9 @@
 """What numba's own language lacks for the kernels: bfloat16, words of shared memory, and products in vector registers.
 
-Each is a few instructions of LLVM that numba puts into the kernel; arguments called `like` only give a type.
+Each intrinsic is a few instructions of LLVM that numba puts into the kernel. Arguments called `like` only give a type.
+
+The docstrings are those of functions that kernels call: `load(element)`, for example. What follows in Python runs when
+numba compiles, and returns the types of the call and a function that writes its LLVM instructions.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -16,30 +19,31 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 
-_LANES = 16  # float32 elements of a vector; where the processor's are shorter, LLVM takes several
+_LANES = 16  # float32 elements of a vector; if the processor's are shorter, LLVM uses several of them
 
 
 def _host_has(feature: str) -> bool:
-    """Whether the processor that kernels are compiled for has it, which numba's own settings may make another one."""
+    """Whether the processor that kernels are compiled for has a feature; numba's settings may name another one."""
     config = numba.config
     if config.CPU_NAME is not None or config.CPU_FEATURES is not None or not config.ENABLE_AVX:
         return False
     try:
         return bool(llvmlite.binding.get_host_cpu_features().get(feature))
-    except RuntimeError:  # llvmlite cannot tell on this processor
+    except RuntimeError:  # llvmlite does not know this processor
         return False
 
 
 _MULTIPLIES_BFLOAT16 = _host_has("avx512bf16")
-# The tiles here are the fastest products of bfloat16 that the processor has; those with AMX have faster ones.
+# Whether the products of tiles here are the fastest that the processor has for bfloat16. With AMX, oneDNN's are faster.
 TILES_ARE_FASTEST = _MULTIPLIES_BFLOAT16 and not _host_has("amx-bf16")
-# Sums of a tile of a product are kept in registers; those of AVX-512 hold four times as much as the others.
+# The sums of a tile stay in vector registers: 4 by 64 of them fill 16 of the 32 registers of AVX-512, 4 by 16 fill 8 of
+# the 16 of AVX2, half as long. The rest is for operands.
 TILE_ROWS, TILE_COLUMNS = 4, 4 * _LANES if _host_has("avx512f") else _LANES
 
 
 @intrinsic
 def load(context, element):
-    """Element of a cache or activation -> float32."""
+    """Return an element of a cache or activation as float32: bfloat16 is the upper half of a float32."""
     if element == types.float32:
         return types.float32(types.float32), lambda ctx, builder, sig, args: args[0]
 
@@ -52,7 +56,7 @@ def load(context, element):
 
 @intrinsic
 def store(context, value, like):
-    """float32 -> element of the type of `like`; bfloat16 is rounded to nearest, ties to even."""
+    """Return a float32 as an element of the type of `like`; bfloat16 is rounded to nearest, ties to even."""
     if like == types.float32:
         return types.float32(types.float32, like), lambda ctx, builder, sig, args: args[0]
 
@@ -68,7 +72,7 @@ def store(context, value, like):
 
 @intrinsic
 def larger(context, one, other):
-    """The larger of two float32 that are numbers: unlike those of `max`, loops of it become vectors."""
+    """Return the larger of two float32, neither NaN. Unlike `max`, which minds NaN, loops of it become vectors."""
     flags = ("nnan", "nsz")
 
     def build(ctx, builder, sig, args):
@@ -79,7 +83,7 @@ def larger(context, one, other):
 
 @intrinsic
 def power_of_two(context, exponent):
-    """2.0 ** exponent for an int32 from -126 to 127, built in the bits of a float32."""
+    """Return 2.0 ** exponent for an int32 from -126 to 127: the exponent bits of a float32."""
 
     def build(ctx, builder, sig, args):
         word = ir.IntType(32)
@@ -91,7 +95,7 @@ def power_of_two(context, exponent):
 
 @intrinsic
 def load_acquire(context, address):
-    """The int64 at an address in shared memory; nothing that follows is read before it."""
+    """Return the int64 at an address in shared memory. Later reads are not moved before it (acquire order)."""
 
     def build(ctx, builder, sig, args):
         pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
@@ -102,7 +106,7 @@ def load_acquire(context, address):
 
 @intrinsic
 def store_release(context, address, number):
-    """Write an int64 to an address in shared memory, after all that was written before."""
+    """Write an int64 to an address in shared memory. Earlier writes are not moved behind it (release order)."""
 
     def build(ctx, builder, sig, args):
         pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
@@ -114,7 +118,7 @@ def store_release(context, address, number):
 
 @intrinsic
 def array_at(context, address, like):
-    """The array at an address, of the shape, strides and type of `like`; whoever gives the address keeps it alive."""
+    """Return the array at an address, with shape, strides and type of `like`. The caller keeps its memory alive."""
 
     def build(ctx, builder, sig, args):
         other = ctx.make_array(sig.args[1])(ctx, builder, args[1])
@@ -128,7 +132,7 @@ def array_at(context, address, like):
 
 @intrinsic
 def word(context, low, high):
-    """What `add_product` multiplies at once, as uint32: two elements of bfloat16, or `low` alone of float32."""
+    """Return what a lane of `add_product` multiplies at once, as uint32: two elements of bfloat16 or one of float32."""
     if low == types.float32:
         return types.uint32(types.float32, high), lambda ctx, builder, sig, args: builder.bitcast(
             args[0], ir.IntType(32)
@@ -146,8 +150,13 @@ def add_product(context, left, first_word, words, right, sums, first_column, lik
     """Add the product of two tiles to `sums[:, first_column:first_column + TILE_COLUMNS]`.
 
     left (TILE_ROWS, n) uint32, of which `words` columns from `first_word` on are read; right (words, TILE_COLUMNS or
-    more) uint32; sums (TILE_ROWS, m) float32: contiguous, but the rows of `right` may be apart. Words hold elements of
-    the type of `like`, as `word` makes them. Nothing is checked.
+    more) uint32; sums (TILE_ROWS, m) float32. All are contiguous, but the rows of `right` may be apart. Words hold
+    elements of the type of `like`, as `word` makes them. Nothing is checked.
+
+    This is the inner kernel of a matrix product (as in BLIS or oneDNN): for each word of the inner dimension it loads
+    one row of the right tile and multiplies it by each of the TILE_ROWS words on the left, spread over all lanes. All
+    sums stay in registers from the first word to the last, and each load from the right is used TILE_ROWS times. Loops
+    in numba's own language would leave it to LLVM whether the sums are loaded and stored for every word.
     """
 
     def build(ctx, builder, sig, args):
@@ -190,19 +199,19 @@ def add_product(context, left, first_word, words, right, sums, first_column, lik
 
 
 def _element(builder, array, row, column):
-    """Pointer to an element of a contiguous array of two dimensions."""
+    """Return a pointer to an element of a contiguous array of two dimensions."""
     width = builder.extract_value(array.shape, 1)
     return builder.gep(array.data, [builder.add(builder.mul(ir.Constant(ir.IntType(64), row), width), column)])
 
 
 def _spread(builder, one, vector):
-    """Put a word into every lane."""
+    """Return a vector with a word in every lane."""
     first = builder.insert_element(ir.Constant(vector, ir.Undefined), one, ir.Constant(ir.IntType(32), 0))
     return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), ir.Constant(vector, None))
 
 
 def _multiply_add(builder, left, right, total, like):
-    """Lane by lane `total + left * right`, over both elements where a word holds two."""
+    """Return `total + left * right` lane by lane; of bfloat16, the products of both elements are added."""
     of_sums = total.type
     if like == types.float32:
         pairs = [(left, right)]
@@ -228,7 +237,7 @@ def _multiply_add(builder, left, right, total, like):
 
 
 class _BFloat16(ir.Type):
-    """LLVM's bfloat, which llvmlite has no name for."""
+    """LLVM's type bfloat, which llvmlite does not have."""
 
     def _to_string(self) -> str:
         return "bfloat"

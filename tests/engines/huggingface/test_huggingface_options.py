@@ -1,4 +1,4 @@
-"""The options of the huggingface handler do what they say, to the model that is loaded and to how it is scheduled."""
+"""The options of the huggingface handler do what they say, to loading and to scheduling."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 HUGGING_FACE = "handlers.huggingface.handler:HuggingFaceHandler"
 KEYS = {"entryPoint": "djl_python.huggingface", "rolling_batch": "scheduler", "dtype": "fp32"}
-# What a checkpoint with code of its own brings: a Llama whose every token is the one after the most likely one.
+# The code of a checkpoint that brings its own: a Llama that generates the token after the most likely one.
 OWN_CODE = """
 import torch
 from transformers import LlamaForCausalLM
@@ -84,7 +84,7 @@ def test_no_more_run_together_than_max_running_requests(weights: Path, options: 
 
 
 def test_memory_is_what_mem_fraction_static_leaves_beside_the_weights(weights: Path) -> None:
-    """A share of the whole machine: twice the share is more than twice the cache, by what the weights take."""
+    """The share includes the weights: twice the share makes more than twice the cache, by the size of the weights."""
     many = {"max_rolling_batch_size": 2000, "kv_cache_memory_gb": None}
     share = 64 * 2**20 / free_and_total()[1]
     small, large = (load(weights, mem_fraction_static=share * factor, **many) for factor in (1, 2))
@@ -136,7 +136,7 @@ def test_a_device_that_is_not_there_fails_the_load(weights: Path) -> None:
 
 
 def own_code(weights: Path, directory: Path) -> Path:
-    """Copy the model to a directory whose configuration names code beside it."""
+    """Copy the model to a directory whose configuration names code in the same directory."""
     directory.mkdir()
     for file in weights.iterdir():
         (directory / file.name).write_bytes(file.read_bytes())
@@ -185,7 +185,7 @@ def test_revision_chooses_what_the_hub_gives(weights: Path, tmp_path: Path) -> N
 
 
 def test_threads_are_those_of_every_operation(weights: Path) -> None:
-    """numba, once it starts, would have torch use every core; in this process it started long ago."""
+    """numba sets torch's threads to all cores when it starts; in this process it started long ago."""
     code = (
         "import sys, numba, torch; from handlers.huggingface.options import HuggingFaceOptions;"
         "from handlers.rolling_batch.engine_loading import load_engine;"

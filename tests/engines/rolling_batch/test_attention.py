@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,15 +15,14 @@ import torch
 
 from handlers.rolling_batch.attention import (
     ChunkRows,
-    Places,
-    SeenColumns,
     SlotAttention,
     StepRows,
     _KernelAttention,
-    _Settings,
     _TorchAttention,
 )
-from handlers.rolling_batch.cpu_kernels import intrinsics, kernels
+from handlers.rolling_batch.cpu_kernels import attention as kernels
+from handlers.rolling_batch.cpu_kernels.arguments import AttentionSettings, SeenColumns, SlotSpan
+from handlers.rolling_batch.cpu_kernels.compilation import SOURCES, sources_digest
 from handlers.rolling_batch.kv_cache import KVCache, LayerShape
 
 
@@ -40,10 +39,10 @@ def test_a_chunk_attends_to_what_it_may_see(
     cache = KVCache([shape], 2, end, dtype, torch.device("cpu"))
     for area in (*cache.keys, *cache.values):
         area[1, :, :end] = torch.randn(area[1, :, :end].shape, generator=chance).to(dtype)
-    settings = _Settings(0.3, window, softcap)
+    settings = AttentionSettings(0.3, window, softcap, torch.get_num_threads())
     columns = SeenColumns.of([rows], start, window)
-    kept = (cache.keys[0], cache.values[0], Places(1, columns.begin, end))
-    exact = (cache.keys[0].float(), cache.values[0].float(), Places(1, columns.begin, end))
+    kept = (cache.keys[0], cache.values[0], SlotSpan(1, columns.begin, end))
+    exact = (cache.keys[0].float(), cache.values[0].float(), SlotSpan(1, columns.begin, end))
     found, expected = (torch.zeros((rows, 6, shape.value_dim), dtype=kind) for kind in (dtype, torch.float32))
     _KernelAttention(cache).attend_chunk(query, *kept, found, columns, settings)
     _TorchAttention(cache).attend_chunk(query.float(), *exact, expected, columns, settings)
@@ -91,6 +90,10 @@ def test_a_processor_without_long_vectors_and_bfloat16_products_computes_the_sam
     assert finished.returncode == 0, finished.stdout[-3000:]
 
 
-def test_compiled_kernels_are_those_of_the_intrinsics() -> None:
-    found = hashlib.sha256(Path(intrinsics.__file__).read_bytes()).hexdigest()[:16]
-    assert found == kernels.INTRINSICS, f'set INTRINSICS = "{found}" in kernels.py'
+def test_compiled_code_is_looked_up_by_all_sources_of_the_kernels(tmp_path: Path) -> None:
+    assert kernels.slot_attention.py_func.__qualname__ == f"slot_attention_{SOURCES}"
+    folder = shutil.copytree(Path(kernels.__file__).parent, tmp_path / "cpu_kernels")
+    assert sources_digest(folder) == SOURCES
+    with (folder / "intrinsics.py").open("a") as intrinsics:
+        intrinsics.write("# changed\n")
+    assert sources_digest(folder) != SOURCES

@@ -20,7 +20,7 @@ OF_LLAMAS_STRUCTURE = ["llama", "llama_with_biases", "qwen2", "mistral_with_wind
 
 @pytest.fixture(autouse=True)
 def tiles_on_any_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Elsewhere they are slower, but as right."""
+    """Use tiles whatever the processor: where they are slower, they are still correct."""
     monkeypatch.setattr(intrinsics, "TILES_ARE_FASTEST", True)
 
 
@@ -31,7 +31,7 @@ def runner_of(model: Any) -> ModelRunner:
 
 
 def logits(runner: ModelRunner, at_once: bool) -> torch.Tensor:
-    """Of tokens 0 to 19 of one sequence and 0 to 4 of another, behind each other in one pass."""
+    """Return the logits of tokens 0 to 19 of one sequence and 0 to 4 of another, computed in one pass."""
     slots = np.array([0] * 20 + [2] * 5)
     positions = np.array([*range(20), *range(5)])
     runner._attention.begin(StepRows(slots, positions, []))
@@ -73,7 +73,7 @@ def test_a_model_that_scales_its_embeddings_is_not_taken_for_one() -> None:
 
 @pytest.mark.parametrize("family", OF_LLAMAS_STRUCTURE)
 def test_requests_get_near_what_float32_gives_them(family: str) -> None:
-    """Log probabilities are compared along the tokens of the answer: rounding may flip a near tie."""
+    """Log probabilities are compared along the output tokens: rounding may flip a near tie."""
     engine = Engine(tiny_model(family, torch.bfloat16))
     exact = tiny_model(family)
     asked = [(prompt, engine.add(prompt, max_new_tokens=12, logprobs=0, ignore_eos=True)[1]) for prompt in prompts(9)]
@@ -86,7 +86,7 @@ def test_requests_get_near_what_float32_gives_them(family: str) -> None:
         assert found == pytest.approx(expected, abs=0.25)
 
 
-def test_what_a_hook_adds_to_a_linear_layer_is_not_lost() -> None:
+def test_a_model_with_a_hook_is_computed_layer_by_layer() -> None:
     runner = runner_of(tiny_model("llama", torch.bfloat16))
     before = logits(runner, at_once=True)
     layer = runner._model.model.layers[1]

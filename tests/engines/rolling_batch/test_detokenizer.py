@@ -26,12 +26,12 @@ def test_pieces_are_whole_characters_and_join_to_the_text(text: str) -> None:
 
 
 @given(st.lists(st.integers(0, 255), max_size=20))
-def test_bytes_that_are_no_text_are_not_lost(ids: list[int]) -> None:
+def test_invalid_utf8_is_not_lost(ids: list[int]) -> None:
     assert "".join(stream(ids)).replace("\ufffd", "") == TOKENIZER.decode(ids).replace("\ufffd", "")
 
 
 @pytest.mark.parametrize("prompt", ["odd \ufffd", "é", "日本", ""])
-def test_the_prompt_never_shows_in_the_answer(prompt: str) -> None:
+def test_the_prompt_never_shows_in_the_output(prompt: str) -> None:
     context = TOKENIZER.encode(prompt, add_special_tokens=False)
     for cut in (context, context[:-1]):
         detokenizer = IncrementalDetokenizer(TOKENIZER, cut, skip_special_tokens=True)
@@ -41,7 +41,7 @@ def test_the_prompt_never_shows_in_the_answer(prompt: str) -> None:
 
 @given(st.lists(st.sampled_from(["▁a", "b", "▁", "<0xE6>", "<0x97>", "<0xA5>", "c"]), max_size=20))
 def test_sentencepiece_with_byte_fallback_loses_nothing(pieces: list[str]) -> None:
-    """The decoder chain of Llama 2 and Mistral: leading blanks, and bytes that may be no text."""
+    """The decoder chain of Llama 2 and Mistral: leading spaces, and bytes that may be invalid UTF-8."""
     tokenizer = sentencepiece_tokenizer()
     ids = [tokenizer.convert_tokens_to_ids(piece) for piece in pieces]
     prompt = [tokenizer.convert_tokens_to_ids("c")]

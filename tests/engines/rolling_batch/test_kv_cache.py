@@ -41,7 +41,7 @@ def test_a_copy_gives_another_slot_the_first_tokens_and_touches_no_other() -> No
         assert area[:, 0, :10, 0].tolist() == [[1.0] * 10, [2.0] * 10, [1.0] * 6 + [3.0] * 4]
 
 
-def test_memory_is_taken_only_where_tokens_are_written() -> None:
+def test_only_written_tokens_take_memory() -> None:
     before = resident_kib()
     kv = cache(slots=64, max_len=131072)
     fill(kv, 5, 512)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from handlers.rolling_batch.attention import as_numpy
-from handlers.rolling_batch.cpu_kernels import kernels
+from handlers.rolling_batch.cpu_kernels.linear import linear as kernel
 from handlers.rolling_batch.linears import PackedLinear, TiledLinear
 
 
@@ -35,14 +35,14 @@ def test_a_tiled_layer_multiplies_and_adds_its_bias(rows: int, inputs: int, outp
     torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=inputs**0.5 * 1e-5)
 
 
-def test_a_row_gets_the_same_bits_in_any_company_and_with_any_number_of_threads() -> None:
+def test_a_row_gets_the_same_bits_in_any_batch_and_with_any_number_of_threads() -> None:
     linear, hidden = TiledLinear(plain(1100, 200, bias=True)), activations(77, 1100)
     together = linear(hidden)
     for row in (0, 1, 4, 76):
         assert torch.equal(linear(hidden[row : row + 1])[0], together[row])
     for threads in (1, 3, 5):
         out = torch.empty_like(together)
-        kernels.linear(as_numpy(hidden), linear.laid, linear.added, as_numpy(out), threads)
+        kernel(as_numpy(hidden), linear.laid, linear.added, as_numpy(out), threads)
         assert torch.equal(out, together)
 
 

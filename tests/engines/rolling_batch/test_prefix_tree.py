@@ -1,4 +1,4 @@
-"""The radix tree over the tokens of slots, against a plain dictionary of them."""
+"""The radix tree over the tokens of slots, compared with a plain dictionary."""
 
 from __future__ import annotations
 

@@ -79,12 +79,14 @@ def test_a_compressed_checkpoint_is_served(compressed: Path) -> None:
 
 
 @pytest.mark.parametrize(("method", "share"), [("bitsandbytes4", 0.75), ("bitsandbytes8", 0.8)])
-def test_what_is_saved_is_told(plain: Path, method: str, share: float, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_memory_that_is_saved_is_logged(
+    plain: Path, method: str, share: float, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO")
     details = quantization_details(load(plain, quantize=method))
     assert details["quantization"] == "bitsandbytes"
     assert details["weights_mib"] < share * details["unquantized_weights_mib"]
-    assert f"take {details['weights_mib']} MiB, in full" in caplog.text
+    assert f"take {details['weights_mib']} MiB; unquantised" in caplog.text
     assert quantization_details(load(plain)) == {}
 
 
@@ -97,7 +99,7 @@ def test_8_bit_weights_leave_activations_alone(plain: Path, dtype: torch.dtype, 
     original = AutoModelForCausalLM.from_pretrained(plain).model.layers[0].mlp.gate_proj.weight.detach()
     assert float((weight - original).norm() / original.norm()) < 0.01
     hidden = torch.randn((1, rows, layer.in_features), generator=torch.Generator().manual_seed(1))
-    hidden[0, 0, 3] = 60.0  # an outlier, with which bitsandbytes would compute other rows in another way
+    hidden[0, 0, 3] = 60.0  # an outlier, which changes how bitsandbytes computes the other rows
     layer.scales = layer.scales.to(dtype)
     expected = nn.functional.linear(hidden.to(dtype).double(), (layer.weight.double() * layer.scales.double()[:, None]))
     error = float((layer(hidden.to(dtype)).double() - expected).norm() / expected.norm())

@@ -113,7 +113,7 @@ def test_a_stop_sequence_ends_the_text_before_it_and_is_never_partly_emitted(lla
     assert included.text == full.text[: full.text.index(stop) + len(stop)]
 
 
-def test_seeds_repeat_in_any_company(llama: Engine) -> None:
+def test_a_seed_gives_the_same_text_in_any_batch(llama: Engine) -> None:
     sampled = {"max_new_tokens": 12, "do_sample": True, "temperature": 1.5, "ignore_eos": True}
     alone = llama.generate([1, 2], **sampled, seed=11).tokens
     answers = [llama.add([1, 2], **sampled, seed=seed)[1] for seed in (10, 11, 12)]
@@ -162,7 +162,7 @@ def test_what_cannot_fit_is_refused_by_its_numbers(llama: Engine) -> None:
     assert everything.finish_reason == "length"
 
 
-def test_requests_wait_where_the_kv_cache_is_full_and_all_are_answered() -> None:
+def test_requests_wait_while_the_kv_cache_is_full_and_all_are_answered() -> None:
     engine = Engine(tiny_model("llama"), slots=8, kv_tokens=100)
     answers = [(prompt, engine.add(prompt, max_new_tokens=8)[1]) for prompt in prompts(12, seed=4)]
     most_resident = 0
@@ -202,7 +202,7 @@ def test_a_model_with_state_beside_keys_and_values_is_refused() -> None:
         Engine(convolutional_hybrid())
 
 
-def test_a_request_whose_text_cannot_be_made_ends_alone() -> None:
+def test_a_request_whose_tokens_cannot_be_decoded_ends_alone() -> None:
     class BrokenDetokenizer:
         def feed(self, token: int) -> str:
             raise LookupError("no such piece")

@@ -1,4 +1,4 @@
-"""Requests with different LoRA adapters, and without one, share a batch; each gets what peft generates for it alone."""
+"""Requests with different LoRA adapters, and without, share a batch; each gets what peft generates for it alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TARGETS = {
 
 
 class Adapted:
-    """An engine with adapters by name, and peft's own models to compare with; "" is the model without adapter."""
+    """An engine with adapters by name, and peft's models to compare with; "" is the model without an adapter."""
 
     def __init__(self, model: Any, directory: Path, configs: dict[str, dict[str, Any]]) -> None:
         self.batch = Engine(model)

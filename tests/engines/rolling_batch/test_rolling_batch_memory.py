@@ -16,7 +16,7 @@ SMALL = {"kv_tokens": 180, "slots": 6, "conservativeness": 0.1}
 
 
 def related_prompts(count: int, seed: int) -> list[list[int]]:
-    """Prompts of which most begin as others do."""
+    """Return prompts, most of which begin like others."""
     chance = random.Random(seed)
     roots = [[chance.randrange(256) for _ in range(70)] for _ in range(3)]
     return [
@@ -27,7 +27,7 @@ def related_prompts(count: int, seed: int) -> list[list[int]]:
 
 
 def serve_all(engine: Engine, requests: list[tuple[list[int], dict[str, Any]]], seed: int) -> list[Received]:
-    """Let the requests arrive while others run, cancel some, and return what those that end were given."""
+    """Let the requests arrive while others run, cancel some, and return what the others received."""
     chance = random.Random(seed)
     pending = list(requests)
     answers: list[Received] = []
@@ -64,7 +64,7 @@ def test_reuse_and_retraction_change_no_token(family: str) -> None:
     assert not engine.scheduler.slots._running
 
 
-def test_sampling_penalties_and_stops_go_on_after_a_retraction_as_before() -> None:
+def test_sampling_penalties_and_stops_continue_after_a_retraction() -> None:
     chance = random.Random(1)
     requests = []
     for index, prompt in enumerate(related_prompts(10, seed=3)):
@@ -88,7 +88,7 @@ def test_sampling_penalties_and_stops_go_on_after_a_retraction_as_before() -> No
     assert [answer.finish_reason for answer in answers] == [answer.finish_reason for answer in alone]
 
 
-def test_a_retracted_prompt_is_scored_once_and_rightly() -> None:
+def test_a_retracted_prompt_is_scored_once() -> None:
     engine = Engine(tiny_model("llama"), **SMALL)
     prompts = related_prompts(8, seed=6)
     answers = [engine.add(prompt, max_new_tokens=60, prompt_logprobs=0, logprobs=0)[1] for prompt in prompts]
@@ -104,7 +104,7 @@ def test_a_retracted_prompt_is_scored_once_and_rightly() -> None:
             assert token.logprob == pytest.approx(float(logits[row, token.id]), abs=1e-4)
 
 
-def test_usage_tells_how_much_of_the_prompt_was_reused() -> None:
+def test_usage_reports_how_much_of_the_prompt_was_reused() -> None:
     engine = Engine(tiny_model("llama"))
     prompt = related_prompts(1, seed=1)[0] * 2
     first = engine.generate(prompt, max_new_tokens=4)

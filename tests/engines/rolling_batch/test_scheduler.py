@@ -13,7 +13,7 @@ from handlers.rolling_batch.scheduler import Scheduler, SchedulerLimits, Sequenc
 
 
 class Batch:
-    """A scheduler, and the slots as its plans would fill them: what is computed is checked against what it needs.
+    """A scheduler, and the slots as its plans would fill them: each step is checked against the tokens that it needs.
 
     The next token of a sequence is a function of its tokens, as with a model.
     """
@@ -36,7 +36,7 @@ class Batch:
         return [sequence.request_id for sequence in self.scheduler.running]
 
     def step(self) -> tuple[list[str], list[tuple[str, int, int]]]:
-        """Run one step with a token for everyone whose logits it gives; return what was planned."""
+        """Run one step, with a token for each sequence that gets logits; return what was planned."""
         plan = self.plan = self.scheduler.plan()
         self.retracted += len(plan.retraction.sequences) if plan.retraction else 0
         for trim in plan.trims:
@@ -69,7 +69,7 @@ class Batch:
         return sum(map(len, self.written.values()))
 
     def _compute(self, sequence: Sequence, start: int, end: int) -> None:
-        """The rows before `start` have to be this sequence's own, wherever they came from."""
+        """Assert that the rows before `start` hold this sequence's tokens, whoever computed them."""
         slot = self.written.setdefault(sequence.slot, [])
         assert slot[:start] == [(sequence.adapter, token) for token in sequence.tokens[:start]]
         assert end <= len(sequence.tokens)
@@ -81,7 +81,7 @@ def next_token(tokens: list[int]) -> int:
 
 
 def sequence(name: str, prompt: int | list[int], new: int = 5, priority: int = 3, **more: Any) -> Sequence:
-    """A sequence with a prompt of its own of so many tokens, or with the given one."""
+    """Return a sequence with a unique prompt of so many tokens, or with the given prompt."""
     tokens = [hash(name)] + [1] * (prompt - 1) if isinstance(prompt, int) else list(prompt)
     return Sequence(name, tokens, len(tokens), new, priority, **more)
 
@@ -210,7 +210,7 @@ def test_requests_that_arrive_with_one_prefix_wait_for_the_first_to_compute_it(p
     assert chunks == [("0", 0, 40), ("0", 40, 80), ("0", 80, 101), ("other", 0, 3)]
 
 
-def test_a_request_that_waits_for_a_prefix_computes_it_where_the_first_is_aborted() -> None:
+def test_a_request_that_waits_for_a_prefix_computes_it_if_the_first_is_aborted() -> None:
     batch = Batch(chunk=10, idle_chunk=10)
     first, second = (sequence(name, [*range(100), last]) for name, last in (("a", 1), ("b", 2)))
     batch.add(first, second)
@@ -277,7 +277,7 @@ def test_the_longest_match_comes_first_under_lpm_only() -> None:
         assert started == order
 
 
-def test_lpm_lets_nobody_wait_for_ever() -> None:
+def test_lpm_starves_nobody() -> None:
     batch = Batch(max_running=1, policy="lpm")
     shared = list(range(50))
     batch.add(sequence("before", shared))
@@ -294,7 +294,7 @@ def test_lpm_lets_nobody_wait_for_ever() -> None:
         pytest.fail("five others were admitted before it")
 
 
-def test_the_least_recently_used_gives_way_first() -> None:
+def test_the_least_recently_used_is_evicted_first() -> None:
     batch = Batch(kv_tokens=300, max_running=2, slots=8, chunk=100, idle_chunk=100)
     for name in ("old", "new"):
         batch.add(sequence(name, 100))
@@ -314,7 +314,7 @@ def test_the_least_recently_used_gives_way_first() -> None:
 # --- memory ---
 
 
-def test_admission_expects_a_part_of_the_output_and_retraction_mends_it() -> None:
+def test_admission_expects_a_part_of_the_output_and_retraction_corrects_it() -> None:
     batch = Batch(kv_tokens=110, max_running=8)
     entries = [sequence(str(index), 10, new=60) for index in range(4)]
     batch.add(*entries)
@@ -381,7 +381,7 @@ REQUESTS = st.lists(
     conservativeness=st.sampled_from([0.05, 0.3, 1.0, 2.0]),
     seed=st.integers(0, 5),
 )
-def test_everything_ends_rightly_within_the_memory(
+def test_everything_ends_within_the_memory(
     requests: list[tuple[Any, ...]],
     max_running: int,
     further_slots: int,
@@ -391,7 +391,7 @@ def test_everything_ends_rightly_within_the_memory(
     conservativeness: float,
     seed: int,
 ) -> None:
-    """`Batch` checks that every row is computed over the sequence's own tokens; here, that all of them end."""
+    """`Batch` checks that every row is computed over the sequence's own tokens; this test, that all sequences end."""
     prefixes = [[random.Random(index).randrange(3) for _ in range(40)] for index in range(4)]
     chance = random.Random(seed)
     slots = max_running + further_slots

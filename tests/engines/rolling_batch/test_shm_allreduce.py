@@ -1,4 +1,4 @@
-"""Sums and columns of ranks through shared memory: right, and the sums the same bits on every rank."""
+"""All-reduce and gather through shared memory: correct, and the sums have the same bits on every rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from lmi_server.contract.ranks import Rank
 
 pytestmark = pytest.mark.slow  # each rank imports torch
 
-# Small ones, one that fills a piece, one of several pieces; small ones again, so that no piece is read too late.
+# Small shapes, one that fills a block, one of several blocks, then small ones again: a rank that reads a block too late
+# would find the next one.
 SHAPES = [(1, 1, 3), (1, 32, 512), (1, 128, 512), (1, 700, 512), *[(1, 1, 8)] * 200]
 
 
@@ -38,7 +39,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[Group]:
 
 
 def tensors(shapes: list[tuple[int, ...]], rank: int) -> list[torch.Tensor]:
-    """What a rank has: float32 and bfloat16 in turns."""
+    """Return what a rank contributes: float32 and bfloat16 in turns."""
     generator = torch.Generator().manual_seed(rank)
     types = (torch.float32, torch.bfloat16)
     return [torch.randn(shape, generator=generator).to(types[index % 2]) for index, shape in enumerate(shapes)]
@@ -71,7 +72,7 @@ def columns(rank: int) -> list[torch.Tensor]:
 
 
 def join(rank: Rank) -> list[torch.Tensor]:
-    """Join columns, with a sum between each two."""
+    """Gather columns, with a sum after each."""
     torch.set_num_threads(1)
     sums = ShmAllReduce(rank)
     joined = []

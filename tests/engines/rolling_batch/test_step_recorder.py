@@ -1,4 +1,4 @@
-"""What the rolling batch writes to the log and counts."""
+"""What the rolling batch logs and counts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from handlers.rolling_batch.step_recorder import StepRecorder
 
 
 class Steps:
-    """A scheduler whose every step takes a second of a clock of its own."""
+    """A scheduler and a clock of its own, by which every step takes a second."""
 
     def __init__(self, kv_tokens: int = 1000, conservativeness: float = 1.0) -> None:
         self.now = 0.0
@@ -35,7 +35,7 @@ class Steps:
             self.recorder.end(plan, len(finished))
 
 
-def test_a_line_every_few_seconds_tells_what_runs(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_line_every_few_seconds_reports_what_runs(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     steps = Steps()
     for name in "abc":
@@ -52,7 +52,7 @@ def test_a_line_every_few_seconds_tells_what_runs(caplog: pytest.LogCaptureFixtu
     assert (stats.prompt_tokens, stats.cached_prompt_tokens, stats.generated_tokens) == (21, 20, 19)
 
 
-def test_time_without_work_is_in_no_throughput(caplog: pytest.LogCaptureFixture) -> None:
+def test_idle_time_does_not_count_for_the_throughput(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     steps = Steps()
     steps.add("a", [1, 2], new=3)

@@ -1,4 +1,4 @@
-"""A model split over two ranks, over real HTTP: the same tokens as on one, whatever else happens in the batch."""
+"""A model split over two ranks, over real HTTP: the same tokens as on one rank, whatever else is in the batch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from lmi_server.contract.errors import ModelLoadError
 pytestmark = pytest.mark.slow
 
 HUGGING_FACE = "handlers.huggingface.handler:HuggingFaceHandler"
-KV_TOKENS = 300  # so few that what runs together has to be retracted
+KV_TOKENS = 300  # so few that running requests are retracted
 MPI_KEYS = {
     "entryPoint": "djl_python.huggingface",
     "rolling_batch": "scheduler",
@@ -108,7 +108,7 @@ def test_a_seed_gives_one_text(sharded: Server) -> None:
 def test_in_bfloat16_the_log_probabilities_stay_near_those_of_float32(
     reference: tuple[Path, Any], tmp_path: Path
 ) -> None:
-    """Log probabilities are compared along the tokens of the answers: rounding may flip a near tie."""
+    """Log probabilities are compared along the output tokens: rounding may flip a near tie."""
     keys = {**MPI_KEYS, "dtype": "bf16"}
     directory = make_model(tmp_path / "model", HUGGING_FACE, model_id=reference[0], **keys)
     with clean(directory) as server:
@@ -142,7 +142,7 @@ def test_a_follower_lost_in_a_step_ends_the_streams_and_the_next_group_answers(
         os.kill(follower, number)
         rest = list(lines)
     sharded.log_line(r"process \d+ was ended|process \d+ exited")
-    assert "error" in rest[-1] or len(rest) == 199  # all of it may have been computed before
+    assert "error" in rest[-1] or len(rest) == 199  # it may have been computed completely before
     answer = sharded.http.post("/invocations", json=body("after", 5))
     assert [token["id"] for token in answer.json()["details"]["tokens"]] == generated(reference[1], "after", 5)
     assert not any(map(is_running, members))
@@ -156,7 +156,7 @@ def test_a_follower_lost_in_a_step_ends_the_streams_and_the_next_group_answers(
         ({}, 2, "tensor_parallel_degree=2 does not divide vocab_size=259"),
     ],
 )
-def test_a_degree_that_divides_not_is_refused_by_name(changes: dict[str, int], degree: int, message: str) -> None:
+def test_a_degree_that_does_not_divide_is_refused_by_name(changes: dict[str, int], degree: int, message: str) -> None:
     config = FAMILIES["llama"]()
     config.update(changes)
     with pytest.raises(ModelLoadError, match=message):

@@ -1,0 +1,264 @@
+"""Attention over the slots of the KV cache, as one pass over keys and values, parallel over rows and heads."""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# numba infers the types of a kernel from its arguments; annotations would have no effect, and docstrings give shapes.
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+from numba import njit, prange, types
+from numba.np.numpy_support import from_dtype
+
+from handlers.rolling_batch.cpu_kernels.arguments import AttentionSettings, SeenColumns, SlotSpan
+from handlers.rolling_batch.cpu_kernels.compilation import kernel
+from handlers.rolling_batch.cpu_kernels.inlined import dealt, exp
+from handlers.rolling_batch.cpu_kernels.intrinsics import (
+    TILE_COLUMNS,
+    TILE_ROWS,
+    add_product,
+    larger,
+    load,
+    store,
+    word,
+)
+
+
+def _of_rows(element):
+    """Return the signature of `write_rows` for rows of any strides, and caches of an element type."""
+    rows, cache, places = (
+        types.Array(*shape) for shape in ((element, 3, "A"), (element, 4, "C"), (types.int64, 1, "C"))
+    )
+    return types.void(rows, rows, cache, cache, places, places)
+
+
+@kernel([_of_rows(types.uint16), _of_rows(types.float32)], parallel=True)
+def write_rows(key, value, keys, values, slots, positions):
+    """Write each row's key and value into its slot; arrays as for `slot_attention`.
+
+    It is compiled for rows of any strides, for the reason that `chunk_attention` gives.
+    """
+    for row in prange(len(slots)):
+        for kv_head in range(key.shape[0]):
+            slot_key = keys[slots[row], kv_head, positions[row]]
+            slot_value = values[slots[row], kv_head, positions[row]]
+            for d in range(key.shape[2]):
+                slot_key[d] = key[kv_head, row, d]
+            for d in range(value.shape[2]):
+                slot_value[d] = value[kv_head, row, d]
+
+
+@kernel(parallel=True, fastmath=True)
+def slot_attention(query, key, value, keys, values, slots, positions, out, settings):
+    """Write each row's key and value into its slot; then each row attends to its slot up to its own position.
+
+    query (heads, rows, dim), key and value (kv_heads, rows, dim): any strides, of which the first `len(slots)` rows
+    are read. keys, values: (slots, kv_heads, max_len, dim), contiguous. slots, positions: (n,) int64, several rows may
+    be of one slot. out: (rows, heads, value_dim), contiguous. settings: AttentionSettings.
+
+    All heads that share keys and values (a group) are one piece of work, so that these are read from memory once. The
+    loops over the head's dimensions are innermost and without branches: LLVM makes vector instructions of them.
+    """
+    scaling, softcap = np.float32(settings.scaling), np.float32(settings.softcap)
+    window, threads = settings.window, settings.threads
+    dim, value_dim, kv_heads = query.shape[2], value.shape[2], key.shape[0]
+    group = query.shape[0] // kv_heads
+    write_rows(key, value, keys, values, slots, positions)
+    pieces = len(slots) * kv_heads
+    for work in prange(-(-pieces // threads) * threads):
+        piece = dealt(work, pieces, threads)
+        if piece >= pieces:
+            continue
+        row, kv_head = piece // kv_heads, piece % kv_heads
+        slot, last = slots[row], positions[row]
+        slot_keys, slot_values = keys[slot, kv_head], values[slot, kv_head]
+        begin = max(0, last + 1 - window) if window > 0 else 0
+        count = last + 1 - begin
+        scaled = np.empty((group, dim), np.float32)
+        scores = np.empty((group, count), np.float32)
+        mixed = np.zeros((group, value_dim), np.float32)
+        for g in range(group):
+            for d in range(dim):
+                scaled[g, d] = load(query[kv_head * group + g, row, d]) * scaling
+        for t in range(count):
+            for g in range(group):
+                score = np.float32(0)
+                for d in range(dim):
+                    score += scaled[g, d] * load(slot_keys[begin + t, d])
+                scores[g, t] = score
+        for g in range(group):
+            if softcap > 0:
+                for t in range(count):
+                    scores[g, t] = softcap * math.tanh(scores[g, t] / softcap)
+            highest = np.float32(-np.inf)
+            for t in range(count):
+                highest = larger(highest, scores[g, t])
+            total = np.float32(0)
+            for t in range(count):
+                weight = exp(scores[g, t] - highest)
+                scores[g, t] = weight
+                total += weight
+            for t in range(count):
+                scores[g, t] /= total
+        for t in range(count):
+            for g in range(group):
+                weight = scores[g, t]
+                for d in range(value_dim):
+                    mixed[g, d] += weight * load(slot_values[begin + t, d])
+        for g in range(group):
+            for d in range(value_dim):
+                out[row, kv_head * group + g, d] = store(mixed[g, d], out[row, 0, 0])
+
+
+@njit(inline="always")
+def _seen(first_own, last_own, row, start, begin, window):
+    """Return the columns that a row of a chunk may see, as three numbers: (first shared, first own, behind the last).
+
+    It sees the shared columns from the first number on, and those from the second number up to the third.
+    """
+    own, last, shared = first_own[row], last_own[row], start - begin
+    seen = start + last - own  # tokens up to the row's own
+    if window <= 0:
+        return 0, own, last
+    return min(max(0, seen - window - begin), shared), own + max(0, seen - window - start), last
+
+
+@njit(fastmath=True, inline="always")
+def _softmax(score, weight, low, shared, own, last, scaling, softcap):
+    """Write the softmax over columns `low:shared` and `own:last` of `score` to `weight`; `score` is overwritten."""
+    highest, total, factor = np.float32(-np.inf), np.float32(0), scaling
+    # Both parts are slices because LLVM turns loops over them into vector instructions: with offsets that numba would
+    # have to check for negative values (which wrap around), it does not.
+    for part in range(2):
+        scored = score[low:shared] if part == 0 else score[own:last]
+        if softcap > 0:
+            for t in range(len(scored)):
+                scored[t] = softcap * math.tanh(scored[t] * scaling / softcap)
+            factor = np.float32(1)
+        for t in range(len(scored)):
+            highest = larger(highest, scored[t])
+    for part in range(2):
+        scored = score[low:shared] if part == 0 else score[own:last]
+        for t in range(len(scored)):
+            scored[t] = exp((scored[t] - highest) * factor)
+            total += scored[t]
+    share = np.float32(1) / total
+    for part in range(2):
+        scored = score[low:shared] if part == 0 else score[own:last]
+        weighed = weight[low:shared] if part == 0 else weight[own:last]
+        for t in range(len(scored)):
+            weighed[t] = store(scored[t] * share, weight[0])
+
+
+@kernel(parallel=True)
+def _laid_out(keys, values, slot, offset, columns):
+    """Return keys and values of a slot, `columns` of them from `offset` on, in the layout that `add_product` reads.
+
+    keys (slots, kv_heads, max_len, dim), values (slots, kv_heads, max_len, value_dim): contiguous. Keys are transposed
+    by tiles of columns: (kv_heads, tiles, words of a key, TILE_COLUMNS). Each word of the values holds the elements of
+    neighbouring columns: (kv_heads, words of all columns, value_dim rounded up to TILE_COLUMNS).
+    """
+    kv_heads, dim, value_dim, of_word = keys.shape[1], keys.shape[3], values.shape[3], 4 // keys.itemsize
+    tiles, value_words = -(-columns // TILE_COLUMNS), -(-columns // of_word)
+    laid_keys = np.empty((kv_heads, tiles, -(-dim // of_word), TILE_COLUMNS), np.uint32)
+    laid_values = np.empty((kv_heads, value_words, -(-value_dim // TILE_COLUMNS) * TILE_COLUMNS), np.uint32)
+    for work in prange(kv_heads * tiles):
+        head, tile = work // tiles, work % tiles
+        first, last = tile * TILE_COLUMNS, min((tile + 1) * TILE_COLUMNS, columns)
+        laid, key = laid_keys[head, tile], keys[slot, head, offset + first : offset + last]
+        for place in range(dim // of_word):
+            for column in range(len(key)):
+                laid[place, column] = word(key[column, place * of_word], key[column, (place + 1) * of_word - 1])
+        if dim % of_word:
+            for column in range(len(key)):
+                laid[dim // of_word, column] = word(key[column, dim - 1], store(np.float32(0), key[0, 0]))
+        for place in range(first // of_word, -(-last // of_word)):
+            column = offset + place * of_word
+            value, neighbour = (
+                values[slot, head, column],
+                values[slot, head, min(column + of_word, offset + columns) - 1],
+            )
+            for d in range(value_dim):
+                laid_values[head, place, d] = word(value[d], neighbour[d])
+    return laid_keys, laid_values
+
+
+@functools.cache
+def chunk_attention(dtype: np.dtype[Any]) -> Callable[..., None]:
+    """Return the kernel for elements of a type, np.uint16 (bfloat16) or np.float32.
+
+    numba compiles a function anew for each combination of argument types, and the layout of an array is part of its
+    type. A query with strides that did not occur before would cost seconds in the middle of a request; so the kernel
+    is compiled now, for queries of any strides.
+    """
+    element = from_dtype(dtype)
+    query, cache, out = (types.Array(element, *shape) for shape in ((3, "A"), (4, "C"), (3, "C")))
+    no_rows = np.empty(0, np.int64)
+    groups = (SlotSpan(0, 0, 0), SeenColumns(0, 0, no_rows, no_rows), AttentionSettings(1.0, 0, 0.0, 1))
+    span, columns, settings = map(numba.typeof, groups)
+    signature = types.void(query, cache, cache, span, columns, out, settings)
+    return kernel(signature, parallel=True, fastmath=True)(_chunk_attention)
+
+
+def _chunk_attention(query, keys, values, span, columns, out, settings):
+    """Compute attention for the rows of a chunk, each to the tokens that it may see.
+
+    query (heads, rows, dim), any strides; keys (slots, kv_heads, max_len, dim) and values (slots, kv_heads, max_len,
+    value_dim), of which the SlotSpan `span` holds the columns -> out (rows, heads, value_dim). columns: SeenColumns.
+    settings: AttentionSettings.
+
+    The rows of this kernel are the query heads that share keys and values: those of a token, then those of the next
+    token. TILE_ROWS of them are a tile. Tiles are independent, so threads share them; each tile is taken from scores
+    over softmax to the weighted sum of values at once, while its scores (all columns) are in the processor's cache.
+    Only products of tiles are worth computing, so a tile also computes scores that some of its rows may not see; the
+    softmax leaves these at weight zero. Tiles of columns that no row sees are skipped.
+    """
+    slot, offset = span.slot, span.first
+    start, begin, first_own, last_own = columns.start, columns.begin, columns.first_own, columns.last_own
+    scaling, softcap = np.float32(settings.scaling), np.float32(settings.softcap)
+    window, threads = settings.window, settings.threads
+    kv_heads, dim, value_dim, seen = keys.shape[1], keys.shape[3], values.shape[3], last_own.max()
+    group, like = query.shape[0] // kv_heads, query[0, 0, 0]
+    laid_keys, laid_values = _laid_out(keys, values, slot, offset, seen)
+    tiles, key_words, value_words = laid_keys.shape[1], laid_keys.shape[2], laid_values.shape[1]
+    rows, shared, of_word = len(first_own) * group, start - begin, 4 // keys.itemsize
+    units, shared_words = -(-rows // TILE_ROWS), -(-shared // of_word)
+    pieces = kv_heads * units
+    for work in prange(-(-pieces // threads) * threads):
+        piece = dealt(work, pieces, threads)
+        if piece >= pieces:
+            continue
+        head, first = piece // units, piece % units * TILE_ROWS
+        queries = np.zeros((TILE_ROWS, key_words * of_word), query.dtype)
+        lowest, nearest, farthest = seen, seen, 0
+        for r in range(TILE_ROWS):  # the last tile may hold a row several times
+            row = min(first + r, rows - 1)
+            for d in range(dim):
+                queries[r, d] = query[head * group + row % group, row // group, d]
+            low, own, last = _seen(first_own, last_own, row // group, start, begin, window)
+            lowest, nearest, farthest = min(lowest, low), min(nearest, own), max(farthest, last)
+        scores = np.zeros((TILE_ROWS, tiles * TILE_COLUMNS), np.float32)
+        for tile in range(lowest // TILE_COLUMNS, -(-farthest // TILE_COLUMNS)):
+            column = tile * TILE_COLUMNS
+            if column < shared or column + TILE_COLUMNS > nearest:  # else only columns of other sequences
+                add_product(queries.view(np.uint32), 0, key_words, laid_keys[head, tile], scores, column, like)
+        weights = np.zeros((TILE_ROWS, value_words * of_word), query.dtype)
+        for r in range(TILE_ROWS):
+            row = min(first + r, rows - 1)
+            low, own, last = _seen(first_own, last_own, row // group, start, begin, window)
+            _softmax(scores[r], weights[r], low, shared, own, last, scaling, softcap)
+        mixed = np.zeros((TILE_ROWS, laid_values.shape[2]), np.float32)
+        low_word, own_word = lowest // of_word, max(shared_words, nearest // of_word)
+        for column in range(0, value_dim, TILE_COLUMNS):
+            for begins, ends in ((low_word, shared_words), (own_word, -(-farthest // of_word))):
+                area = laid_values[head, begins:, column : column + TILE_COLUMNS]
+                add_product(weights.view(np.uint32), begins, ends - begins, area, mixed, column, like)
+        for r in range(min(TILE_ROWS, rows - first)):
+            row = first + r
+            for d in range(value_dim):
+                out[row // group, head * group + row % group, d] = store(mixed[r, d], like)

@@ -1,0 +1,97 @@
+"""Operations on the rows of activations and logits, each in one pass over memory, parallel over rows."""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# numba infers the types of a kernel from its arguments; annotations would have no effect, and docstrings give shapes.
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import prange
+
+from handlers.rolling_batch.cpu_kernels.compilation import kernel
+from handlers.rolling_batch.cpu_kernels.inlined import exp
+from handlers.rolling_batch.cpu_kernels.intrinsics import larger, load, store
+
+
+@kernel(parallel=True, fastmath=True)
+def rms_norm(rows, weight, eps, out):
+    """`rows / rms(rows) * weight`: (n, width) -> (n, width), rounded before the product, as by Llama's norm."""
+    width = rows.shape[1]
+    for n in prange(rows.shape[0]):
+        squares = np.float32(0)
+        for d in range(width):
+            element = load(rows[n, d])
+            squares += element * element
+        factor = np.float32(1) / np.float32(math.sqrt(squares / width + eps))
+        for d in range(width):
+            normed = load(store(load(rows[n, d]) * factor, rows[n, d]))
+            out[n, d] = store(normed * load(weight[d]), rows[n, d])
+
+
+@kernel(parallel=True, fastmath=True)
+def silu_and_mul(gate_up, out):
+    """`silu(gate) * up` of a fused projection: (n, 2 * width) -> (n, width).
+
+    The activation is rounded to the element type before it is multiplied, as in transformers' own code.
+    """
+    width = out.shape[1]
+    for n in prange(out.shape[0]):
+        for d in range(width):
+            gate = load(gate_up[n, d])
+            activated = load(store(gate / (np.float32(1) + exp(-gate)), gate_up[n, d]))
+            out[n, d] = store(activated * load(gate_up[n, width + d]), gate_up[n, d])
+
+
+@kernel(parallel=True, fastmath=True)
+def rotate(rows, cosines, sines, heads):
+    """Apply rotary position embeddings in place to the first `heads` heads of each row (Su et al., RoFormer, 2021).
+
+    rows (n, width) of heads beside each other; cosines, sines (n, dim): the halves of a head form its pairs.
+    """
+    dim = cosines.shape[1]
+    half = dim // 2
+    for n in prange(rows.shape[0]):
+        for head in range(heads):
+            first = head * dim
+            for d in range(half):
+                low, high = load(rows[n, first + d]), load(rows[n, first + half + d])
+                turned_low = low * load(cosines[n, d]) - high * load(sines[n, d])
+                turned_high = high * load(cosines[n, half + d]) + low * load(sines[n, half + d])
+                rows[n, first + d] = store(turned_low, rows[n, first])
+                rows[n, first + half + d] = store(turned_high, rows[n, first])
+
+
+@kernel(parallel=True, fastmath=True)
+def argmax_rows(logits, best):
+    """Write the index of the greatest logit of each row, the first of equals: (n, vocabulary) -> best (n,) int64."""
+    width = logits.shape[1]
+    # Vector instructions find the greatest logit of a block; its index is searched in the best block only.
+    block = 1024
+    for n in prange(logits.shape[0]):
+        best[n] = 0
+        best_block, highest = 0, np.float32(-np.inf)
+        for start in range(0, width, block):
+            inside = np.float32(-np.inf)
+            for v in range(start, min(start + block, width)):
+                inside = larger(inside, load(logits[n, v]))
+            if inside > highest:
+                best_block, highest = start, inside
+        for v in range(best_block, min(best_block + block, width)):
+            if load(logits[n, v]) == highest:
+                best[n] = v
+                break
+
+
+@kernel(parallel=True, fastmath=True)
+def log_sum_exp_rows(logits, result):
+    """Write log(sum(exp(row))) of each row: (n, vocabulary) -> result (n,) float32."""
+    for n in prange(logits.shape[0]):
+        highest = np.float32(-np.inf)
+        for v in range(logits.shape[1]):
+            highest = larger(highest, load(logits[n, v]))
+        total = np.float32(0)
+        for v in range(logits.shape[1]):
+            total += exp(load(logits[n, v]) - highest)
+        result[n] = highest + math.log(total)
