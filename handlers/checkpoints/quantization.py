@@ -28,6 +28,7 @@ def quantization_arguments(options: TransformersOptions, config: Any, dtype: tor
         return {}
     from transformers import BitsAndBytesConfig
 
+    # bitsandbytes computes 4-bit layers in float32 unless it is given the model's own data type.
     if "load_in_4bit" in wanted:
         stored = getattr(config, "dtype", None) or torch.float32
         wanted = {**wanted, "bnb_4bit_compute_dtype": dtype if isinstance(dtype, torch.dtype) else stored}
@@ -142,7 +143,7 @@ class Int8Linear(nn.Module):
         """(..., in_features) -> (..., out_features)."""
         rows = hidden.reshape(-1, self.in_features)
         if hidden.dtype == torch.bfloat16 and rows.shape[0] <= _INT8_KERNEL_ROWS:
-            out = torch.ops.aten._weight_int8pack_mm(rows, self.weight, self.scales)
+            out = torch.ops.aten._weight_int8pack_mm(rows, self.weight, self.scales)  # widens weights on the fly
         else:
             out = nn.functional.linear(rows, self.weight.to(hidden.dtype)).mul_(self.scales)
         if self.bias is not None:

@@ -52,6 +52,7 @@ def _load_part(path: str, options: HuggingFaceOptions, rank: Rank) -> LoadedMode
     join_process_group(rank)
     model = load_model(AutoModelForCausalLM, path, options, **loading_arguments(rank.size))
     weights, max_len = local_bytes(model), _max_len(model, options)
+    # The check takes the logits of transformers' own split modules, so it comes before they are replaced.
     communicator, check = Communicator(rank), LoadCheck(model)
     is_local = make_local(model, communicator)
     return LoadedModel(model, load_tokenizer(path, options), max_len, weights, communicator, check, is_local)

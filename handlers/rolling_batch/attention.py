@@ -254,6 +254,7 @@ class _TorchAttention:
         count = len(rows.slots)
         slots = torch.as_tensor(rows.slots, device=keys.device)
         positions = torch.as_tensor(rows.positions, device=keys.device)
+        # Written before it is read: several rows may be tokens of one slot, each of which sees those before it.
         keys[slots, :, positions] = key[:, :count].transpose(0, 1)
         values[slots, :, positions] = value[:, :count].transpose(0, 1)
         longest = int(rows.positions.max()) + 1

@@ -210,7 +210,9 @@ class RollingBatchEngine:
             text += rest
             reason = "stop_sequence" if stopped else reason
         first, request.started = not request.started, True
-        sequence.may_reuse_prefix = True
+        sequence.may_reuse_prefix = (
+            True  # the prompt has been scored; after a retraction it need not be computed in full
+        )
         delta = Delta(
             text,
             (self._token(sampled, piece),),

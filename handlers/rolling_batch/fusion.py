@@ -139,6 +139,7 @@ def _fuse_projections(module: nn.Module) -> int:
     projections: list[Any] = [getattr(module, name, None) for name in PROJECTIONS]
     if not all(is_plain(projection) for projection in projections):
         return 0
+    # One product needs one width and type. If the inputs are different tensors (cross-attention), `part` notices it.
     if len({(projection.in_features, projection.weight.dtype) for projection in projections}) > 1:
         return 0
     shared = SharedProjection(projections)
@@ -163,7 +164,7 @@ class SharedProjection(nn.Module):
 
     def part(self, hidden: torch.Tensor, index: int) -> torch.Tensor:
         """Return output `index` for `hidden`; the call for the first output computes all of them."""
-        if hidden is not self._input:
+        if hidden is not self._input:  # by identity: an equal tensor of a later call is another one
             self._input, self._outputs = hidden, self.linear(hidden).split(self.widths, dim=-1)
         output = self._outputs[index]
         if index == len(self.widths) - 1:

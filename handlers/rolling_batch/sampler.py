@@ -86,6 +86,7 @@ def score(logits: torch.Tensor, tokens: list[int], top: list[int]) -> list[Sampl
 
     Log probabilities are the model's own: before temperature, penalties and truncation.
     """
+    # log softmax of the few tokens that are asked for: the logit less the row's log of the sum of exponentials.
     norms = _log_sum_exp(logits)
     rows = torch.arange(len(tokens), device=logits.device)
     chosen = logits[rows, torch.tensor(tokens, device=logits.device)].float() - norms
@@ -104,6 +105,7 @@ def score(logits: torch.Tensor, tokens: list[int], top: list[int]) -> list[Sampl
 def _choose(logits: torch.Tensor, states: list[SamplingState]) -> list[int]:
     if all(state.plain for state in states):
         return _argmax(logits)
+    # Rows that only need their argmax are spared the float32 copy of the vocabulary that all other sampling works on.
     plain = [row for row, state in enumerate(states) if state.plain]
     others = [row for row, state in enumerate(states) if not state.plain]
     tokens = [0] * len(states)
@@ -264,6 +266,7 @@ def _typical(ids: torch.Tensor, weights: torch.Tensor, mass: float) -> tuple[tor
 
 def _inverse(weights: torch.Tensor, uniform: float) -> int:
     """Return the index that `uniform` in [0, 1) falls on in the cumulative sum of `weights` (inverse transform)."""
+    # In double precision, because float32 sums over a vocabulary of 100,000 lose the probabilities of rare tokens.
     sums = weights.double().cumsum(0)
     index = int(torch.searchsorted(sums, uniform * float(sums[-1]), right=True))
     return min(index, len(weights) - 1)

@@ -27,6 +27,7 @@ def check_degree(config: Any, degree: int) -> None:
         raise ModelLoadError(
             f"transformers has no tensor-parallel plan for {config.model_type}; set {_DEGREE}=1, or use another handler"
         )
+    # All ranks need the same shapes: each derives from its own what it reduces and where its columns begin.
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
         count = getattr(text_config, name, None)
         if isinstance(count, int) and count % degree:
@@ -75,8 +76,11 @@ def _head(model: Any) -> nn.Module | None:
 
 def _local_linear(linear: nn.Linear, communicator: Communicator, gathers: bool) -> nn.Module:
     assert isinstance(linear.weight, DTensor)
-    by_rows = linear.weight.placements[0] == Shard(1)
+    by_rows = linear.weight.placements[0] == Shard(
+        1
+    )  # torch's weights are (outputs, inputs): dimension 1 has the inputs
     bias = None if linear.bias is None else _local(linear.bias)
+    # Under a split by inputs each rank has the whole bias, which may be added once only: after the sum.
     local = plain_linear(_local(linear.weight), None if by_rows else bias)
     if by_rows:
         return RowParallelLinear(local, bias, communicator)
