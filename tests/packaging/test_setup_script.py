@@ -41,9 +41,12 @@ def test_torch_arguments_decide_before_anything_else(monkeypatch: pytest.MonkeyP
     assert "TORCH_ARGS" in reason
 
 
-def test_links_of_pip_s_configuration_reach_uv(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_pip_is_configured_with_reaches_uv(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     configuration = tmp_path / "pip.conf"
-    configuration.write_text("[global]\nfind-links = /one\n    /two\n")
+    configuration.write_text("[global]\nfind-links = /one\n    /two\nextra-index-url = http://127.0.0.1:1/simple\n")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     monkeypatch.setenv("PIP_CONFIG_FILE", str(configuration))
-    assert setup_script().uv_environment()["UV_FIND_LINKS"] == "/one /two"
+    script = setup_script()
+    settings = script.uv_environment(script.PIP_TO_UV)
+    assert (settings["UV_FIND_LINKS"], settings.get("UV_INDEX")) == ("/one /two", None)
+    assert script.uv_environment(script.EXTRA_INDEXES)["UV_INDEX"] == "http://127.0.0.1:1/simple"

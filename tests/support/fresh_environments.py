@@ -24,7 +24,8 @@ def setup_script() -> ModuleType:
 def uv(*arguments: str | Path, **variables: str) -> str:
     """Run uv with the indexes that pip is configured with; return what it printed."""
     command = [str(Path(sys.executable).with_name("uv")), *map(str, arguments)]
-    environment = {**setup_script().uv_environment(), **variables}
+    script = setup_script()
+    environment = {**script.uv_environment(script.PIP_TO_UV), **variables}
     del environment["VIRTUAL_ENV"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr

@@ -29,6 +29,8 @@ class Server:
         told = self.log_line(r"\] ready: process|could not be loaded: .*")
         if "could not" in told[0]:
             self.process.kill()
+            self._log.close()
+            self.process.wait(60)
             raise AssertionError(told.string)
         self.model = directory.name.replace("-", "_")
         self.http = httpx.Client(base_url=self.url, timeout=120)
@@ -69,7 +71,13 @@ def serving(parent: Path, model: Path, code: str | None = None, **options: str) 
     (directory / "serving.properties").write_text("\n".join(lines))
     if code is not None:
         (directory / "model.py").write_text(code)
-    server = Server(directory)
+    with running(Server(directory)) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def running(server: Server) -> Iterator[Server]:
+    """Give `server` and stop it at the end, unless the test has."""
     try:
         yield server
     finally:
