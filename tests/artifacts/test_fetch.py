@@ -211,5 +211,5 @@ def test_a_model_that_cannot_be_fetched_fails_with_the_reason(tmp_path: Path, s3
         "option.entryPoint=djl_python.echo\noption.model_id=s3://nowhere/echo\n"
     )
     with server_log(model_dir, tmp_path / "downloads", s3.variables) as log:
-        told = log.wait_for("could not be loaded")
-    assert "s3://nowhere/echo: there is no bucket nowhere at http://127.0.0.1:" in told.string
+        line = log.wait_for("could not be loaded")
+    assert "s3://nowhere/echo: there is no bucket nowhere at http://127.0.0.1:" in line.string

@@ -66,7 +66,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
 
 @pytest.fixture
 def s3(server: S3, monkeypatch: pytest.MonkeyPatch) -> S3:
-    """Return the server with the model on it, and boto3 told of it, which reads this process's environment."""
+    """Return the server with the model, and point boto3 at it, which reads the environment of this process."""
     for name, value in server.variables.items():
         monkeypatch.setenv(name, value)
     for found in server.client.list_objects_v2(Bucket=BUCKET).get("Contents", ()):
@@ -291,11 +291,11 @@ def test_no_credentials(client_name: str, s3: S3, tmp_path: Path, monkeypatch: p
         fetch(make_client(client_name, variables), tmp_path)
 
 
-def test_an_endpoint_where_nobody_answers(
+def test_an_endpoint_that_does_not_answer(
     client: Watched, client_name: str, s3: S3, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    # Not every port that is closed now stays so; 1 is nobody's.
+    # A closed port may be opened by another test; nothing listens on port 1.
     offline = make_client(client_name, s3.variables | {"AWS_ENDPOINT_URL": "http://127.0.0.1:1"})
     with pytest.raises(ArtifactError, match=r"http://127\.0\.0\.1:1 cannot be reached"):
         fetch(offline, tmp_path)

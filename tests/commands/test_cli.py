@@ -80,7 +80,7 @@ def test_a_missing_directory_is_printed_plainly(tmp_path: Path) -> None:
     assert (result.returncode, result.stderr) == (1, f"{tmp_path / 'nowhere'}: there is no such directory\n")
 
 
-def test_demo_model_refuses_a_directory_of_somebody_else(tmp_path: Path) -> None:
+def test_demo_model_refuses_a_foreign_directory(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     result = lmi_server("demo-model", str(tmp_path))
     assert result.returncode == 1

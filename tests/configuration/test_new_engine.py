@@ -22,11 +22,13 @@ from lmi_server.serving.model_store import ModelSource
 from lmi_server.serving.registry import ModelRegistry
 
 OPTIONS = """
+from typing import Literal
 from pydantic import Field
 from lmi_server.configuration.options import ModelOptions, Names, PositiveInt
 
 
 class TinyOptions(ModelOptions):
+    rolling_batch: Literal["auto", "tiny"] = Field("auto", description="The engine batches by itself.")
     repeats: PositiveInt = Field(1, description="Times that a word is said.")
     words: Names = Field(("hello",), description="Words to say.")
 
@@ -87,7 +89,8 @@ def model_dir(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("text", ["option.entryPoint=tiny", "option.rolling_batch=tiny"])
 def test_a_configuration_means_it(text: str, model_dir: Path, handlers: HandlerTable) -> None:
     (model_dir / "serving.properties").write_text(text)
-    assert inspect_model(model_dir, {}, machine=MACHINE, handlers=handlers).spec is TINY
+    found = inspect_model(model_dir, {}, machine=MACHINE, handlers=handlers)
+    assert (found.spec, found.problems, found.unavailable) == (TINY, (), ())
     assert inspect_model(model_dir, {}, machine=MACHINE).spec is not TINY
 
 

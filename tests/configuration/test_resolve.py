@@ -380,7 +380,7 @@ def test_the_task_follows_from_the_architecture(write: Write, architecture: str,
         ("option.rolling_batch=disable\noption.task=auto", "text-generation"),
     ],
 )
-def test_a_causal_lm_runs_as_a_pipeline_where_somebody_says_so(write: Write, properties: str, task: str) -> None:
+def test_a_causal_lm_runs_as_a_pipeline_if_asked(write: Write, properties: str, task: str) -> None:
     model = resolve_model(write(properties, LLAMA), {})
     assert (model.handler, model.options.task) == ("handlers.tasks.handler:PipelineHandler", task)
 
