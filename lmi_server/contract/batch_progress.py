@@ -1,7 +1,12 @@
-"""A page of memory in which a worker tells how far it is with its batches, readable after its sudden end too.
+"""A page of shared memory in which a worker counts its batches, readable even after the worker's sudden end.
 
-The worker writes it before and after each batch; the pool reads it when it decides what to send, and what a dead worker
-had begun. A message would do neither: it costs a system call and a wake-up per batch, and dies with the process.
+The worker writes the page before and after each batch. The pool reads it to decide whether the worker gets a batch in
+advance, and, once the worker is dead, which batches its handler had begun. Messages could do neither. They would cost a
+system call and a wake-up per batch, and one that is still in the dead worker's buffer is lost.
+
+There is no lock. One process writes, the other only reads, and each value is one aligned word of eight bytes, which
+x86-64 and ARM64 write and read at once. The reader may see the words of two moments, which makes a wrong guess about
+speed at worst: `begun`, on which retries depend, is one word, and it is written before the handler sees the batch.
 """
 
 from __future__ import annotations
@@ -14,15 +19,16 @@ _BEGUN, _BEGUN_AT, _BATCH_S = range(3)  # words of eight bytes
 _WEIGHT = 0.2  # of the last batch in the mean duration
 
 READ_AHEAD_S = 0.002
-"""A worker gets batches ahead that it will begin within so many seconds; one that takes longer gets none."""
+"""A worker gets in advance the batches that it will begin within this time."""
 
-_MOST_AHEAD = 16
+_MAX_AHEAD = 16
 
 
 class BatchProgress:
-    """`begun` counts the batches that were handed to the handler. Times are those of time.monotonic(), one clock here.
+    """The page. `begun` is the number of batches that the handler has got.
 
-    One process writes, with `begin` and `end`; each word is written at once.
+    Times are those of time.monotonic(), which is one clock for all processes of a machine. The worker calls `begin` and
+    `end`; the pool calls the rest.
     """
 
     def __init__(self, fd: int) -> None:
@@ -33,14 +39,14 @@ class BatchProgress:
 
     @classmethod
     def create(cls) -> tuple[BatchProgress, int]:
-        """Return a new page and a file descriptor of it, which is the caller's to close."""
+        """Return a new page and a file descriptor of it, which the caller must close."""
         fd = os.memfd_create("lmi-batch-progress")
         os.truncate(fd, _SIZE)
         return cls(fd), fd
 
     @classmethod
     def create_file(cls, path: str) -> BatchProgress:
-        """Return a new page that is a file, for a worker that inherits no file descriptor."""
+        """Return a new page in a file, for a worker that inherits no file descriptor."""
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         os.truncate(fd, _SIZE)
         try:
@@ -58,7 +64,7 @@ class BatchProgress:
             os.close(fd)
 
     def close(self) -> None:
-        """Give the page back; nothing can be read from it any more."""
+        """Release the page; nothing can be read from it afterwards."""
         self._counts.release()
         self._times.release()
         self._page.close()
@@ -68,16 +74,16 @@ class BatchProgress:
         return self._counts[_BEGUN]
 
     def running_s(self, now: float) -> float:
-        """Return for how many seconds the handler has been at its batch; 0.0 where it has none."""
+        """Return for how many seconds the current batch has been running; 0.0 if there is none."""
         begun_at = self._times[_BEGUN_AT]
         return now - begun_at if begun_at else 0.0
 
     def ahead(self, now: float) -> int:
-        """Return how many batches the worker may have beside the one that it is at."""
+        """Return how many batches the worker may hold beside the current one."""
         batch_s = self._times[_BATCH_S]
         if not batch_s or self.running_s(now) > READ_AHEAD_S:
             return 0
-        return min(_MOST_AHEAD, int(READ_AHEAD_S / batch_s))
+        return min(_MAX_AHEAD, int(READ_AHEAD_S / batch_s))
 
     def begin(self, now: float) -> None:
         self._times[_BEGUN_AT] = now

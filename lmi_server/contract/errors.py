@@ -20,15 +20,15 @@
         ├── PredictTimeoutError the request made no progress for `predict_timeout`
         └── HandlerError        the handler raised
 
-Between processes travels a `kind` (the class name) and a message, never a pickled exception:
-`error_from_kind` turns them back into an exception of this tree.
+Between processes travel the `kind` (the class name) and the message, never a pickled exception. `error_from_kind` makes
+an exception of this tree of them.
 """
 
 from __future__ import annotations
 
 
 class LmiServerError(Exception):
-    """Base of the tree. `retry_after` is in seconds; None where a retry does not help."""
+    """Base of the tree. `retry_after` is in seconds; None if a retry does not help."""
 
     retry_after: int | None = None
 
@@ -158,8 +158,8 @@ def exit_message(error: BaseException) -> str:
     return f"The handler ended its process: {type(error).__name__}({message_of(error)})"
 
 
-# What engines raise for want of memory, beside MemoryError: CUDA's own, torch's by class name, vLLM's, and what torch
-# says when the host has none left.
+# What engines raise when memory runs out, besides MemoryError. torch's class is known by its name, so that torch need
+# not be imported; the texts are those of CUDA, vLLM, and torch on the host.
 _OUT_OF_MEMORY_CLASS = "OutOfMemoryError"
 _OUT_OF_MEMORY_TEXTS = (
     "CUDA error: out of memory",
@@ -170,7 +170,7 @@ _OUT_OF_MEMORY_TEXTS = (
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Tell whether `error`, or what caused it, is a want of memory of host or device."""
+    """Return whether `error`, or one of its causes, is an out-of-memory error (host or device)."""
     if error is None:
         return False
     if isinstance(error, MemoryError) or type(error).__name__ == _OUT_OF_MEMORY_CLASS:

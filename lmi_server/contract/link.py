@@ -1,7 +1,7 @@
 """The link between the front end and one worker: messages of `lmi_server.contract.protocol` over a Unix socket.
 
 On the wire a message is a 4-byte big-endian length and that many bytes of msgpack. End of file means that the other
-side is dead, at once.
+side is dead: the kernel closes the socket of a process that ends, however it ends, so that no timeout is needed.
 """
 
 from __future__ import annotations
@@ -73,11 +73,13 @@ class Link(asyncio.Protocol, Generic[M]):
     def send(self, message: Message) -> None:
         """Send `message` at the end of this tick, together with the others of the tick."""
         if not self._outgoing:
+            # One write per tick, not per message: under load a tick has messages of many requests, and each write
+            # costs a system call here and may wake the other side up.
             self._loop.call_soon(self.flush)
         self._outgoing += frame(message)
 
     def flush(self) -> None:
-        """Write what `send` collected. On a lost link it is dropped: `on_lost` has told about it."""
+        """Write the messages that `send` collected. On a lost link they are dropped; `on_lost` has been called."""
         outgoing, self._outgoing = self._outgoing, []
         if outgoing and self._transport is not None:
             self._transport.write(b"".join(outgoing))
@@ -110,7 +112,7 @@ class Link(asyncio.Protocol, Generic[M]):
 
     def data_received(self, data: bytes) -> None:
         self._incoming += data
-        if len(self._incoming) < self._needed:
+        if len(self._incoming) < self._needed:  # a large message arrives in many pieces; parse it once, when complete
             return
         try:
             messages = self._take_messages()
@@ -125,6 +127,7 @@ class Link(asyncio.Protocol, Generic[M]):
         incoming = self._incoming
         messages: list[M] = []
         start = 0
+        # Slices of a memoryview copy nothing. The view must be gone before the bytearray can shrink.
         with memoryview(incoming) as view:
             while True:
                 self._needed = _PREFIX
@@ -163,7 +166,7 @@ def frontend_link(on_message: Callable[[ToWorker], None], on_lost: Callable[[], 
 
 
 def read_load(connection: socket.socket) -> Load:
-    """Read the first message that a worker gets, before there is an event loop. Raises EOFError."""
+    """Read the first message of a worker. It blocks, because there is no event loop yet. Raises EOFError."""
     length = int.from_bytes(_read_exactly(connection, _PREFIX), "big")
     message = to_worker_decoder.decode(_read_exactly(connection, length))
     assert isinstance(message, Load), "the first message is the Load"

@@ -1,4 +1,4 @@
-"""The ranks of a worker that is an MPI group, as each of them and the front end see them."""
+"""The ranks of a worker that is an MPI group: what the front end and each of the ranks know of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 RANK_BYTES = 4
-"""A rank says its number on its new connection, big-endian, in so many bytes."""
+"""The first bytes on the connection of a rank: its number, big-endian."""
 
 _ADDRESS = "127.0.0.1"
 
@@ -23,7 +23,7 @@ class RankGroup:
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """Return the variables of every rank, by the names of torch.distributed, and DeepSpeed's LOCAL_SIZE.
 
-        The cores are shared out between the ranks where `inherited` variables do not say otherwise.
+        Each rank gets an equal share of the cores, unless `inherited` has OMP_NUM_THREADS.
         """
         size = str(self.size)
         threads = max(1, len(os.sched_getaffinity(0)) // self.size)
@@ -46,7 +46,7 @@ class RankGroup:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One rank of `size`; `directory` is the group's own."""
+    """One rank of `size`; `directory` is that of the group, "" if there is no group."""
 
     rank: int
     size: int

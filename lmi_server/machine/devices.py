@@ -1,7 +1,7 @@
-"""Which devices each worker of a model gets: plain data in, plain data out.
+"""Decides which devices each worker of a model gets: plain data in, plain data out.
 
-A worker sees only its own slice of the visible GPUs (`CUDA_VISIBLE_DEVICES`), numbered from 0, so that no handler has
-to know where on the machine it runs.
+A worker sees only its own slice of the visible GPUs (`CUDA_VISIBLE_DEVICES`), numbered from 0. So a handler works the
+same on any of them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _CPU = ("cpu", "-1")
 class DeviceSet:
     """The devices of one worker; `minWorkers` to `maxWorkers` workers share them.
 
-    `gpus` are indices among the GPUs that are visible to the server; none of them is the CPU. `visible` is the value of
-    CUDA_VISIBLE_DEVICES in the worker; None leaves it alone, where there is nothing to hide.
+    `gpus` are indices among the GPUs that the server sees; an empty tuple is the CPU. `visible` is the value of
+    CUDA_VISIBLE_DEVICES in the worker; None leaves the variable unset, because there is no GPU to hide.
     """
 
     gpus: tuple[int, ...] = ()
@@ -39,7 +39,7 @@ class DeviceSet:
 
     @property
     def first(self) -> int:
-        """LMI's `deviceId`: that of the first device, -1 for the CPU."""
+        """LMI's `deviceId`: the index of the first GPU, -1 for the CPU."""
         return self.gpus[0] if self.gpus else -1
 
     @property
@@ -51,7 +51,7 @@ class DeviceSet:
 def visible_gpus(environment: Mapping[str, str], installed: int) -> tuple[str, ...]:
     """Return the names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES writes them.
 
-    `installed` is the number of GPUs in the machine. CUDA ends the list at the first entry that it does not know.
+    `installed` is the number of GPUs in the machine. Like CUDA, this ends the list at the first unknown entry.
     """
     listed = environment.get(CUDA_VISIBLE_DEVICES)
     if listed is None:
@@ -70,17 +70,17 @@ def _known(entries: Sequence[str], installed: int) -> Iterator[str]:
 
 
 def installed_gpus() -> int:
-    """Return the number of NVIDIA GPUs that the driver knows; no library is asked for it."""
+    """Return the number of NVIDIA GPUs that the driver knows. It reads /proc: loading CUDA here would take seconds."""
     return len(list(_GPUS.iterdir())) if _GPUS.is_dir() else 0
 
 
 def plan_devices(load_on_devices: str, per_worker: int | None, gpus: Sequence[str]) -> tuple[DeviceSet, ...]:
     """Return the device sets of a model.
 
-    `load_on_devices` is LMI's: "*", or devices separated by semicolons, each the first of a worker's ("0", "gpu2"),
-    several joined ("gpu0+gpu1"), or "cpu". `per_worker` is the number of GPUs that one worker takes (the tensor
-    parallel degree times the pipeline parallel degree), None for all of them. `gpus` are the visible ones. Raises
-    ConfigurationError where they do not suffice.
+    `load_on_devices` is LMI's: "*", or entries separated by semicolons. An entry is the first GPU of a worker ("0",
+    "gpu2"), all of its GPUs ("gpu0+gpu1"), or "cpu". `per_worker` is the number of GPUs that one worker takes (the
+    tensor parallel degree times the pipeline parallel degree), None for all of them. `gpus` are the visible ones.
+    Raises ConfigurationError if they do not suffice.
     """
     if load_on_devices.strip() == ALL_DEVICES:
         firsts = _every_set(per_worker, len(gpus))
@@ -105,7 +105,7 @@ def _every_set(per_worker: int | None, available: int) -> list[tuple[int, ...]]:
 
 
 def _named(text: str, per_worker: int | None, available: int) -> tuple[int, ...]:
-    """Return the GPUs of one entry of `load_on_devices`; none of them is the CPU."""
+    """Return the GPUs of one entry of `load_on_devices`; an empty tuple is the CPU."""
     if text.lower() in _CPU:
         return ()
     parts = [_GPU.fullmatch(part.strip().lower()) for part in text.split("+")]

@@ -1,4 +1,4 @@
-"""What environment variables say about a model and about the server; the only module that reads the environment.
+"""Reads environment variables about models and the server; no other module reads the environment.
 
 Everything else takes the variables as a mapping. The names and their precedence are LMI's.
 """
@@ -18,7 +18,7 @@ _GROUP_DIRECTORY = "LMI_RANK_GROUP"
 
 _ALL_CAPS = re.compile(r"[A-Z0-9_]+")
 
-# Under OPTION_, these are written in capitals and mean a key that is not just the lower-cased rest.
+# OPTION_ variables whose key is not just the lower-cased rest of the name.
 _OPTION_NAMES = {"ENTRYPOINT": "option.entryPoint", "ENGINE": "engine"}
 
 _SAGEMAKER = {
@@ -37,7 +37,7 @@ _MODEL_DEFAULTS = {
     "PREDICT_TIMEOUT": "option.predict_timeout",
     "DJL_ENTRY_POINT": "option.entryPoint",
 }
-# What text-generation-inference calls them; each counts as the OPTION_ variable of its keys where that is not set.
+# The names of text-generation-inference. Each counts as the OPTION_ variable of its keys if that one is not set.
 _TEXT_GENERATION_INFERENCE = {
     "HF_MODEL_QUANTIZE": ("option.quantize",),
     "HF_MODEL_TRUST_REMOTE_CODE": ("option.trust_remote_code",),
@@ -67,12 +67,12 @@ VARIABLES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "as OPTION_": {**{name: (key,) for name, key in _HUGGING_FACE.items()}, **_TEXT_GENERATION_INFERENCE},
     "defaults": {name: (key,) for name, key in (*_MODEL_DEFAULTS.items(), *_GLOBAL_DEFAULTS.items())},
 }
-"""Every variable with a name of its own, and the keys in full that it stands for, by layer."""
+"""Every variable with a name of its own, and the full keys that it stands for, by layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """One variable that stands for `key` (in full: "option.dtype", "job_queue_size")."""
+    """One variable that stands for a full key ("option.dtype", "job_queue_size")."""
 
     name: str
     key: str
@@ -85,7 +85,7 @@ def process_environment() -> dict[str, str]:
 
 
 def sagemaker_overrides(environment: Mapping[str, str]) -> list[Variable]:
-    """Return what SageMaker decides over everything else."""
+    """Return SageMaker's variables, which override everything else."""
     return [
         Variable(name, key, value)
         for name, keys in _SAGEMAKER.items()
@@ -95,7 +95,7 @@ def sagemaker_overrides(environment: Mapping[str, str]) -> list[Variable]:
 
 
 def model_variables(environment: Mapping[str, str]) -> list[Variable]:
-    """Return `OPTION_*` and `ARGS_*`: what serving.properties would say if it said anything about these keys."""
+    """Return `OPTION_*` and `ARGS_*`, which stand for keys that serving.properties does not set."""
     found = []
     for name in sorted(environment):
         for value in _given(environment, name):
@@ -114,7 +114,7 @@ def hugging_face_variables(environment: Mapping[str, str]) -> list[Variable]:
 
 
 def text_generation_inference_variables(environment: Mapping[str, str]) -> list[Variable]:
-    """Return variables of text-generation-inference; a handler that does not know the key is not meant by them."""
+    """Return variables of text-generation-inference; handlers without such a key ignore them."""
     return [
         Variable(name, key, _OPPOSITES.get(value.lower(), value) if name == "ENABLE_CUDA_GRAPHS" else value)
         for name, keys in _TEXT_GENERATION_INFERENCE.items()
@@ -124,7 +124,7 @@ def text_generation_inference_variables(environment: Mapping[str, str]) -> list[
 
 
 def default_variables(environment: Mapping[str, str]) -> list[Variable]:
-    """Return what stands just above the defaults: `TENSOR_PARALLEL_DEGREE` and its like, then `SERVING_*` globals."""
+    """Return the layer just above the defaults: `TENSOR_PARALLEL_DEGREE` and the like, then `SERVING_*` globals."""
     return _named(environment, _MODEL_DEFAULTS) + _named(environment, _GLOBAL_DEFAULTS)
 
 
@@ -153,7 +153,7 @@ def _named(environment: Mapping[str, str], names: Mapping[str, str]) -> list[Var
 
 
 def _given(environment: Mapping[str, str], name: str) -> Iterator[str]:
-    """Yield the variable's value where it has one; an empty variable counts as not set."""
+    """Yield the value of the variable, if it has one; an empty variable counts as not set."""
     value = environment.get(name, "").strip()
     if value:
         yield value
@@ -168,9 +168,9 @@ def _lower_capitals(name: str) -> str:
 
 
 def take_rank(directory: str) -> Rank:
-    """Return which rank of its group this process is, as mpirun tells, and say it as torch.distributed reads it.
+    """Return the rank of this process from mpirun's variables, and set those that torch.distributed reads.
 
-    `directory` is the group's own. Raises RuntimeError where mpirun tells nothing.
+    `directory` is that of the group. Raises RuntimeError if mpirun has set none of its variables.
     """
     rank = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), None)
     if rank is None:
@@ -181,12 +181,12 @@ def take_rank(directory: str) -> Rank:
 
 
 def meeting_point() -> str:
-    """Return where the ranks of this process' group find each other, as torch.distributed takes it."""
+    """Return the address at which the ranks of this group meet, in torch.distributed's form (tcp://host:port)."""
     return f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 
 
 def own_rank() -> Rank:
-    """Return which rank of its group this process is: the only one, where it is in no group."""
+    """Return the rank of this process: rank 0 of 1 if it is in no group."""
     directory = os.environ.get(_GROUP_DIRECTORY)
     if directory is None:
         return Rank(0, 1, "")

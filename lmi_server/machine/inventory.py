@@ -1,4 +1,7 @@
-"""What the machine has, as far as a configuration depends on it: a plain value, so that any machine can be meant."""
+"""What the machine has, as far as a configuration depends on it.
+
+It is a plain value, so that `explain` and tests can ask about machines other than this one.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU: its name in CUDA_VISIBLE_DEVICES, and bytes of its memory, None where nobody measured them."""
+    """One GPU: its name in CUDA_VISIBLE_DEVICES, and the bytes of its memory, None if they were not measured."""
 
     name: str
     total_bytes: int | None = None
@@ -32,7 +35,7 @@ class Gpu:
 class Machine:
     """Main memory in bytes, visible GPUs, the Python packages of engines that are installed, the MPI launcher.
 
-    `cores` is how many a process may compute on at once.
+    `cores` is the number of cores that a process may use at once.
     """
 
     total_bytes: int
@@ -52,7 +55,7 @@ class Machine:
 
 
 def this_machine(environment: Mapping[str, str], engines: Iterable[str] = ()) -> Machine:
-    """Look at this machine, as the variables show it to the process; the memory of GPUs is left out.
+    """Return what this machine has, under the limits that the variables set; the memory of GPUs is not measured.
 
     `engines` are the Python packages to look for.
     """
@@ -69,7 +72,7 @@ def this_machine(environment: Mapping[str, str], engines: Iterable[str] = ()) ->
 
 
 def with_gpu_memory(machine: Machine) -> Machine:
-    """Return `machine` with the memory of its GPUs, which takes about a second; without nvidia-smi it stays unknown."""
+    """Return `machine` with the memory of its GPUs as nvidia-smi measures it, which takes about a second."""
     if not machine.gpus or shutil.which("nvidia-smi") is None:
         return machine
     measured = dict(_gpu_memory())
@@ -87,7 +90,7 @@ def _gpu_memory() -> Iterator[tuple[str, Gpu]]:
 
 
 def _cores(environment: Mapping[str, str]) -> int:
-    """Return the cores that are free to use; a container's quota and OMP_NUM_THREADS count."""
+    """Return the number of cores that affinity, the container's quota and OMP_NUM_THREADS allow."""
     limits = [len(os.sched_getaffinity(0))]
     asked = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if asked.isdecimal():

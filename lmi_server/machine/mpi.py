@@ -1,4 +1,4 @@
-"""The MPI launcher of this machine: where `mpirun` is, whose it is, and how it is told to start a group of ranks."""
+"""The MPI launcher of this machine: its path, its implementation, and its command for a group of ranks."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ NO_MPIRUN = (
 
 _VERSION = re.compile(r"\d+(\.\d+)+\w*")
 _VERSION_LIMIT_S = 20.0
-# How the launchers mark the lines of a rank: "[1,0]<stdout>: text" and "[12345,1]<stderr>:text", or "[0] text".
+# The marks of a rank's lines: "[1,0]<stdout>: text" and "[12345,1]<stderr>:text" (Open MPI), "[0] text" (MPICH).
 _TAG = re.compile(r"\[(?:\d+,)?(?P<rank>\d+)\](?:<std\w+>:)? ?")
 
 
 @dataclass(frozen=True, slots=True)
 class MpiRun:
-    """An `mpirun`: its absolute path, the MPI that it belongs to, and that one's version."""
+    """An `mpirun`: its absolute path, and the MPI implementation that it belongs to, with its version."""
 
     path: str
     implementation: Literal["Open MPI", "MPICH"]
     version: str
 
     def command(self, ranks: int) -> Sequence[str]:
-        """Return the beginning of a command that starts `ranks` processes on this machine, their output marked."""
+        """Return the beginning of a command that starts `ranks` processes on this machine and marks their output."""
         counted = (self.path, "-np", str(ranks))
         if self.implementation == MPICH:
             return (*counted, "-launcher", "fork", "-bind-to", "none", "-prepend-rank")
@@ -43,7 +43,7 @@ class MpiRun:
         return (*counted, "--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none", *marked)
 
     def environment(self, directory: str) -> Mapping[str, str]:
-        """Return variables that keep every file of the group in `directory`, shared memory among them."""
+        """Return variables that keep every file of the group, shared memory too, in `directory`."""
         if self.implementation == MPICH:
             return {}
         files = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_btl_vader_backing_directory")
@@ -53,7 +53,7 @@ class MpiRun:
 
 
 def find_mpirun(environment: Mapping[str, str]) -> MpiRun | None:
-    """Return the `mpirun` beside this Python, or the first one of the PATH; None where there is none that is known."""
+    """Return the `mpirun` beside this Python, or the first on the PATH; None if there is none, or it is unknown."""
     beside = str(Path(sys.executable).parent)
     search = os.pathsep.join([beside, environment.get("PATH", os.defpath)])
     path = shutil.which("mpirun", path=search)
@@ -61,7 +61,7 @@ def find_mpirun(environment: Mapping[str, str]) -> MpiRun | None:
 
 
 def rank_of_line(line: str) -> tuple[int | None, str]:
-    """Return the rank that wrote a line of the group's output, and the line itself; None for the launcher's own."""
+    """Return the rank that wrote a line (None for the launcher itself), and the line without its mark."""
     tag = _TAG.match(line)
     return (None, line) if tag is None else (int(tag["rank"]), line[tag.end() :])
 

@@ -1,4 +1,8 @@
-"""The processes of a session: what a worker started, in whatever process groups they are."""
+"""Finds and kills the processes of a Unix session: a worker and everything that it started.
+
+A session is the one mark that children inherit and that neither mpirun nor a shell changes: both make process groups
+of their own, and an orphan gets another parent.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,12 @@ _PROC = Path("/proc")
 _STATE, _SESSION = 0, 3  # among the fields of /proc/PID/stat behind the name
 _ENDED = (b"Z", b"X")
 _RESOURCE_TRACKER = b"from multiprocessing.resource_tracker import main"
-_PASSES = 3  # the later ones are for what the processes of the first started meanwhile
+_PASSES = 3  # a process may start another one between the listing and its end
 _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """Have the kernel end this process with the one that started it, however that ends (Linux)."""
+    """Have the kernel kill this process when its parent ends, however that happens (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -27,8 +31,8 @@ def end_with_parent() -> None:
 def kill_session(leader: int) -> None:
     """Kill a process that leads a session, and every other process of the session.
 
-    Left are the resource trackers of Python's multiprocessing. Each ends by itself after the processes that share it,
-    and takes the names off the shared memory that those have left behind. Raises OSError as `session_members` does.
+    Resource trackers of Python's multiprocessing are left alone: each ends by itself after the processes that share it,
+    and first removes the shared memory that they have left behind. Raises OSError as `session_members` does.
     """
     if not _PROC.is_dir():
         with contextlib.suppress(ProcessLookupError):
@@ -43,9 +47,9 @@ def kill_session(leader: int) -> None:
 
 
 def session_members(leader: int) -> Iterator[int]:
-    """Yield the processes of the session that `leader` led, itself included while it runs; none without /proc.
+    """Yield the processes of the session of `leader`, including itself while it runs; none without /proc.
 
-    Raises OSError where they cannot be looked at, as for want of file descriptors.
+    Raises OSError if /proc cannot be read, for example because no file descriptor is free.
     """
     for name in os.listdir(_PROC) if _PROC.is_dir() else ():  # unlike Path.glob, which hides errors
         fields = _read(int(name), "stat").rpartition(b")")[2].split() if name.isdecimal() else ()
@@ -54,14 +58,14 @@ def session_members(leader: int) -> Iterator[int]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Tell whether a signal holds the process: it neither computes nor answers until another one lets it go on."""
+    """Return whether a signal (SIGSTOP) has stopped the process; only SIGCONT lets it continue."""
     with contextlib.suppress(OSError):
         return _read(pid, "stat").rpartition(b")")[2].split()[_STATE : _STATE + 1] == [b"T"]
     return False
 
 
 def _read(pid: int, name: str) -> bytes:
-    """Return a file of /proc about a process; nothing once it has ended, or where it is hidden from other users."""
+    """Return a file of /proc about a process; b"" if the process has ended, or is hidden from this user."""
     try:
         return (_PROC / str(pid) / name).read_bytes()
     except (FileNotFoundError, ProcessLookupError, PermissionError):

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class RegisteredAdapter(msgspec.Struct, frozen=True, kw_only=True):
-    """An adapter as it was registered: `source` is where its files came from."""
+    """An adapter as it was registered; `source` is the URL, path or hub id that its files came from."""
 
     adapter: Adapter
     source: str
@@ -46,10 +46,11 @@ class RegisteredAdapter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Adapters:
-    """What the workers of a model have: every ready one all of them.
+    """The adapters of one model. At any time every ready worker has all of them.
 
-    `workers` returns the ready ones; each operation gets `timeout_s` seconds there, and a worker that does not answer
-    within them is killed, because nobody knows what it has; its successor gets the adapters like every other.
+    `given` are those at the start; `workers` returns the ready workers. Each command gets `timeout_s` seconds. A worker
+    that does not answer in time is killed, because it may or may not have made the change. Its successor gets all
+    adapters before it becomes ready.
     """
 
     def __init__(
@@ -75,32 +76,33 @@ class Adapters:
         return registered
 
     def refuse_known(self, name: str) -> None:
-        """Raise ModelExistsError where an adapter of that name is registered."""
+        """Raise ModelExistsError if an adapter of that name is registered."""
         if name in self._adapters:
             raise ModelExistsError(f"Adapter {name} is already registered.")
 
     async def register(self, registered: RegisteredAdapter) -> str:
-        """Give a new adapter to every worker; return what the handler says of it, "" for nothing.
+        """Give a new adapter to every worker; return the handler's message, often "".
 
-        Raises what a worker refuses it with; no worker has it then.
+        Raises the error with which a worker refuses it; no worker has it then.
         """
         async with self._changing:
             self.refuse_known(registered.name)
             return await self._put(registered)
 
     async def update(self, registered: RegisteredAdapter) -> str:
-        """Put an adapter in the place of the one of its name; return what the handler says of it, "" for nothing.
+        """Replace the adapter of the same name; return the handler's message, often "".
 
-        Raises what a worker refuses it with; the one that was there stays then.
+        Raises the error with which a worker refuses it; every worker keeps the old adapter then.
         """
         async with self._changing:
             self.get(registered.name)
             return await self._put(registered)
 
     async def remove(self, name: str) -> str:
-        """Take an adapter from every worker; return what the handler says of it, "" for nothing.
+        """Remove an adapter from every worker; return the handler's message, often "".
 
-        Requests that run with it finish. Raises ModelNotFoundError, and what a worker refuses it with; it stays then.
+        Requests that run with it finish. Raises ModelNotFoundError, or the error with which a worker refuses; every
+        worker keeps the adapter then.
         """
         async with self._changing:
             self.get(name)
@@ -114,9 +116,10 @@ class Adapters:
             return _first_message(outcomes)
 
     async def equip(self, worker: WorkerProcess) -> None:
-        """Give a worker that has just loaded the model every adapter. Raises ModelLoadError where one fails.
+        """Give every adapter to a worker that has just loaded the model. Raises ModelLoadError if one fails.
 
-        From the return of this on, until the event loop's next turn, nothing is missing in it.
+        The worker must become ready in the same turn of the event loop in which this returns. Otherwise a change could
+        begin in between, and would not reach the worker.
         """
         async with self._changing:
             for registered in self._adapters.values():
@@ -139,7 +142,7 @@ class Adapters:
     async def _restore(
         self, name: str, workers: Sequence[WorkerProcess], outcomes: Sequence[LmiServerError | str]
     ) -> None:
-        """Undo a change in the workers that took it."""
+        """Undo a change in the workers that have made it."""
         changed = [worker for worker, outcome in zip(workers, outcomes, strict=True) if isinstance(outcome, str)]
         before = self._adapters.get(name)
         if before is None:
@@ -156,7 +159,7 @@ class Adapters:
     async def _everywhere(
         self, workers: Sequence[WorkerProcess], command: AddAdapter | RemoveAdapter
     ) -> list[LmiServerError | str]:
-        """Have each worker do it; return for each what its handler says of it, or the error with which it refused."""
+        """Send `command` to each worker; return for each the handler's message, or the error with which it refused."""
 
         async def attempt(worker: WorkerProcess) -> LmiServerError | str:
             try:
@@ -178,7 +181,7 @@ class Adapters:
 
 
 def _refusals(outcomes: Sequence[LmiServerError | str]) -> Sequence[LmiServerError]:
-    """Return the errors of workers that live; the successor of a dead one gets the adapters that there are then."""
+    """Return the errors of workers that live. Dead ones do not count: their successors get the right adapters."""
     errors = [outcome for outcome in outcomes if isinstance(outcome, LmiServerError)]
     return [error for error in errors if not isinstance(error, WorkerDiedError)]
 
@@ -188,9 +191,10 @@ def _first_message(outcomes: Sequence[LmiServerError | str]) -> str:
 
 
 async def fetch_adapter(source: str, model_dir: str, settings: ArtifactSettings) -> Path:
-    """Bring an adapter here: a directory or archive (relative to the model's), s3://bucket/prefix, or a hub id.
+    """Fetch an adapter and return its directory.
 
-    Raises RequestError where there is none, or it cannot be fetched.
+    `source` is a directory or archive (relative paths are relative to `model_dir`), s3://bucket/prefix, or a hub id.
+    Raises RequestError if there is none, or it cannot be fetched.
     """
     beside = await asyncio.to_thread(lambda: Path(model_dir, source).exists())
     try:
@@ -200,7 +204,7 @@ async def fetch_adapter(source: str, model_dir: str, settings: ArtifactSettings)
 
 
 def adapters_in(directories: Sequence[Path]) -> tuple[RegisteredAdapter, ...]:
-    """Return an adapter for each directory inside `directories`, under its name; the first of a name counts."""
+    """Return an adapter for each directory inside `directories`, named after it; of several of a name, the first."""
     found: dict[str, RegisteredAdapter] = {}
     for parent in directories:
         for directory in sorted(parent.iterdir()) if parent.is_dir() else ():

@@ -1,4 +1,4 @@
-"""From a model directory to a model that can be started: its configuration, with all that it names on this machine."""
+"""Makes a model that can be started from a model directory: reads its configuration and fetches what that names."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ async def fetch_model(
     inspect: Inspect = inspect_model,
     on_progress: OnProgress = lambda progress: None,
 ) -> FetchedModel:
-    """Resolve the model in `model_dir`, fetching its weights and installing its requirements on the way.
+    """Resolve the model in `model_dir`, fetch its weights and install its requirements.
 
-    The configuration is read twice: before, so that what is wrong or cannot be served is told before anything is
-    downloaded, and after, when the model's config.json is here. Raises ConfigurationError and ArtifactError.
+    The configuration is read before the download, so that what is wrong with it, or cannot be served, is reported
+    without one. If weights were fetched it is read again, because much depends on the config.json that came with them.
+    Raises ConfigurationError and ArtifactError.
     """
     found = await asyncio.to_thread(inspect, model_dir, environment, registration)
     if found.problems or found.unavailable:

@@ -10,7 +10,7 @@ from lmi_server.contract.errors import QueueFullError
 
 
 class Queueable(Protocol):
-    """What the queue needs to know of a job."""
+    """The fields of a job that the queue reads. `priority`: lower leaves sooner."""
 
     id: int
     priority: int
@@ -20,7 +20,11 @@ J = TypeVar("J", bound=Queueable)
 
 
 class JobQueue(Generic[J]):
-    """Jobs that wait for a worker with room. Every operation takes constant time in the number of jobs."""
+    """Jobs that wait for a worker with room. Every operation takes constant time in the number of jobs.
+
+    There is an ordered dictionary for each priority in use, because it removes a job from its middle in constant time:
+    clients that go away do so while their job waits.
+    """
 
     def __init__(self, model_name: str, capacity: int) -> None:
         self._model_name = model_name
@@ -33,21 +37,21 @@ class JobQueue(Generic[J]):
         return self._length
 
     def push(self, job: J) -> None:
-        """Add `job` behind those of its priority. Raises QueueFullError where `capacity` jobs wait."""
+        """Add `job` behind those of its priority. Raises QueueFullError if `capacity` jobs wait."""
         if self._length >= self._capacity:
             raise QueueFullError(f"Worker queue capacity exceeded for model: {self._model_name}")
         self._level(job.priority)[job.id] = job
         self._length += 1
 
     def push_front(self, job: J) -> None:
-        """Put back a job that was accepted before, ahead of those of its priority; the capacity is not asked."""
+        """Put back a job that was accepted before, ahead of those of its priority, even if the queue is full."""
         level = self._level(job.priority)
         level[job.id] = job
         level.move_to_end(job.id, last=False)
         self._length += 1
 
     def pop(self) -> J:
-        """Remove and return the next job. Raises IndexError where none waits."""
+        """Remove and return the next job. Raises IndexError if none waits."""
         priority = self._priorities[0]
         level = self._levels[priority]
         _, job = level.popitem(last=False)
@@ -55,11 +59,11 @@ class JobQueue(Generic[J]):
         return job
 
     def peek(self) -> J:
-        """Return the next job. Raises IndexError where none waits."""
+        """Return the next job. Raises IndexError if none waits."""
         return next(iter(self._levels[self._priorities[0]].values()))
 
     def remove(self, job: J) -> bool:
-        """Remove `job`; return False where it does not wait here."""
+        """Remove `job`; return False if it does not wait here."""
         level = self._levels.get(job.priority)
         if level is None or level.pop(job.id, None) is None:
             return False

@@ -23,10 +23,10 @@ _SPEC_KEYS = ("engine", "load_on_devices")
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """What one version of a model is loaded from.
+    """The origin and the settings of one version of a model.
 
     `url` is a local directory or archive, s3://bucket/prefix, or the id of a Hugging Face model. `settings` is the
-    registration's layer of the configuration, by key in full; `variables` are added to the environment.
+    registration's layer of the configuration, by full key; `variables` are added to the environment.
     """
 
     url: str
@@ -37,15 +37,15 @@ class ModelSource:
 
     @property
     def label(self) -> str:
-        """Return name and version in one."""
+        """Return "name", or "name:version"."""
         return self.name if self.version is None else f"{self.name}:{self.version}"
 
 
 @dataclass(frozen=True, slots=True)
 class Startup:
-    """What was asked for at the start. Paths may be relative; `load_models` is ALL, NONE, or specs.
+    """The models that command line and settings ask for. Paths may be relative; `load_models` is ALL, NONE, or specs.
 
-    `fallback_store` is the model store where nothing is named, as in a container of SageMaker; it may be missing.
+    `fallback_store` is the model store if nothing is named, as in a container of SageMaker; it may be missing.
     """
 
     directories: Sequence[Path] = ()
@@ -56,7 +56,7 @@ class Startup:
 
     @property
     def store(self) -> Path | None:
-        """Return the directory whose models are all loaded, or None."""
+        """Return the directory of which all models are loaded, or None."""
         if self.load_models.strip().upper() != LOAD_ALL:
             return None
         nothing_named = self.model_store is None and not self.directories and not self.specs
@@ -66,8 +66,8 @@ class Startup:
 def startup_sources(startup: Startup, environment: Mapping[str, str]) -> tuple[list[ModelSource], list[str]]:
     """Return the models to load, and warnings.
 
-    `HF_MODEL_ID` completes a directory that was given as the one model; beside others, or alone, it is a model of its
-    own. Raises ConfigurationError where a spec cannot be read or two models have one name and version.
+    If one directory is given and nothing else, `HF_MODEL_ID` names the weights of that model. Otherwise it is a model
+    of its own. Raises ConfigurationError if a spec cannot be read, or two models have one name and version.
     """
     plain = [_directory_source(directory) for directory in startup.directories]
     named = [parse_spec(text, startup.model_store) for text in _specs(startup)]
@@ -94,7 +94,7 @@ def _specs(startup: Startup) -> Iterator[str]:
 
 
 def discover(store: Path) -> tuple[list[ModelSource], list[str]]:
-    """Return the models in `store`, each a directory or an archive, and warnings on what was left out."""
+    """Return the models in `store`, each a directory or an archive, and warnings about entries that are neither."""
     _check_directory(store)
     sources = []
     warnings = []
@@ -109,7 +109,7 @@ def discover(store: Path) -> tuple[list[ModelSource], list[str]]:
 
 
 def is_one_model(store: Path) -> bool:
-    """Tell whether the store is itself a model's directory: it holds files that are no archives."""
+    """Return whether the store is itself a model directory: it holds files that are not archives."""
     _check_directory(store)
     return any(not entry.is_dir() and archive_stem(entry.name) is None for entry in _visible(store))
 
@@ -117,7 +117,7 @@ def is_one_model(store: Path) -> bool:
 def parse_spec(text: str, store: Path | None = None) -> ModelSource:
     """Return the model of "name:version:engine:devices=url", "name=url" or "url", in brackets or not.
 
-    A path that is in `store` is that. What follows a "?" are settings of the model.
+    Relative paths are looked up in `store` first. What follows a "?" are settings of the model.
     """
     spec = text.strip()
     if spec.startswith("[") and spec.endswith("]"):
@@ -155,12 +155,12 @@ def _check_directory(store: Path) -> None:
 
 
 def _visible(directory: Path) -> list[Path]:
-    """Return the entries, sorted; dot-files are nobody's model."""
+    """Return the entries, sorted, without dot-files."""
     return sorted(entry for entry in directory.iterdir() if not entry.name.startswith("."))
 
 
 def _nested(entry: Path) -> Path:
-    """Return the only sub-directory, or the only archive, of a directory that holds nothing else."""
+    """Return the sub-directory or archive that is all that `entry` holds; otherwise `entry` itself."""
     if not entry.is_dir():
         return entry
     inside = _visible(entry)
@@ -170,7 +170,7 @@ def _nested(entry: Path) -> Path:
 
 
 def _split(given: str) -> Iterator[str]:
-    """Yield the specs of one flag: commas separate them, unless they are part of a path."""
+    """Yield the specs of one flag. Commas separate them, unless the whole is a path that exists."""
     if Path(given.rpartition("=")[2]).exists():
         yield given
         return
@@ -195,7 +195,7 @@ def _in_store(url: str, store: Path | None) -> str:
 def _with_hub_model(
     plain: Sequence[ModelSource], named: Sequence[ModelSource], environment: Mapping[str, str]
 ) -> list[ModelSource]:
-    """Return `plain` with the model of HF_MODEL_ID in it or beside it."""
+    """Return `plain` and the model of HF_MODEL_ID, which is one of `plain` or an additional one."""
     variables = {name: environment[name] for name in HUB_VARIABLES if environment.get(name, "").strip()}
     if "HF_MODEL_ID" not in variables:
         return list(plain)

@@ -1,4 +1,4 @@
-"""The models that a server holds: registered, loaded, chosen by name and version, and unregistered again.
+"""The models of a server: registered, loaded, chosen by name and version, and unregistered again.
 
 Each version of a model has its own configuration, devices, workers, queue and failure. Everything but the reading of
 files runs on one event loop.
@@ -54,7 +54,7 @@ class Model:
         self.registered_at = time.time()
         self.resolved: ResolvedModel | None = None
         self.pool: WorkerPool | None = None
-        self.failed: LmiServerError | None = None  # before there was a pool
+        self.failed: LmiServerError | None = None  # why there will be no pool
         self.settled = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
 
@@ -86,7 +86,7 @@ class Model:
         return [] if self.pool is None else self.pool.adapters.names
 
     def loaded(self) -> WorkerPool:
-        """Return the pool. Raises ModelNotReadyError where there is none."""
+        """Return the pool. Raises ModelNotReadyError if there is none yet, or never will be."""
         if self.pool is None:
             reason = "it is loading" if self.failed is None else self.failed.message
             raise ModelNotReadyError(f"Model is not ready: {self.name}: {reason}")
@@ -94,7 +94,7 @@ class Model:
 
 
 class Endpoint:
-    """The versions of one model; requests that name none take them in turn."""
+    """The versions of one model. Requests that name no version go to them in turn."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -107,6 +107,7 @@ class Endpoint:
             return self.version(version)
         if len(self.models) == 1:
             return self.models[0]
+        # Versions that are loading or broken get no requests, unless there are no others: these then say why.
         able = [model for model in self.models if model.status is ModelStatus.HEALTHY] or self.models
         self._turn += 1
         return able[self._turn % len(able)]
@@ -121,8 +122,8 @@ class Endpoint:
 class ModelRegistry:
     """Every model of a server.
 
-    `environment` is that of the models; `inspect` reads the configuration of one; `drain_timeout_s` is what the
-    requests of an unregistered model get to finish.
+    `environment` has the variables that configure models; `inspect` reads the configuration of one. The requests of an
+    unregistered model get `drain_timeout_s` seconds to finish.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class ModelRegistry:
         self._aliases: dict[str, Endpoint] = {}
         self._ending: set[WorkerPool] = set()  # of models that are unregistered
 
-    # --- who is there ---
+    # --- look-ups ---
 
     @property
     def endpoints(self) -> list[Endpoint]:
@@ -157,7 +158,7 @@ class ModelRegistry:
 
     @property
     def names(self) -> list[str]:
-        """Return every name under which requests may ask for a model, its own before its aliases."""
+        """Return every name under which requests may ask for a model: each model's own name, then its aliases."""
         return [name for endpoint in self.endpoints for name in self._names_of(endpoint)]
 
     def _names_of(self, endpoint: Endpoint) -> Iterator[str]:
@@ -172,7 +173,7 @@ class ModelRegistry:
         return endpoint
 
     def named_as_model(self, name: str, version: str | None = None) -> Model:
-        """Return the model that the `model` of an OpenAI request means, which may be an adapter's name."""
+        """Return the model that an OpenAI request means by `model`, which may also be the name of an adapter."""
         for model in () if name in self._endpoints or name in self._aliases else self.models:
             if model.pool is not None and name in model.pool.adapters and version in (None, model.version):
                 return model
@@ -185,7 +186,7 @@ class ModelRegistry:
     # --- registration ---
 
     def register(self, source: ModelSource, at_startup: bool = False) -> Model:
-        """Add a model and begin to load it. Raises ModelExistsError where it is registered already."""
+        """Add a model and begin to load it. Raises ModelExistsError if it is registered already."""
         endpoint = self._endpoints.get(source.name) or Endpoint(source.name)
         if source.name in self._aliases or any(model.label == source.label for model in self.models):
             raise ModelExistsError(f"Workflow {source.label} is already registered.")
@@ -197,7 +198,7 @@ class ModelRegistry:
         return model
 
     async def register_and_load(self, source: ModelSource) -> Model:
-        """Add a model and wait until it is loaded; where it cannot be, it is gone again and the reason is raised."""
+        """Add a model and wait until it is loaded. If it cannot be loaded, remove it and raise the reason."""
         model = self.register(source)
         await model.settled.wait()
         if model.failure is not None:
@@ -210,7 +211,7 @@ class ModelRegistry:
     async def unregister(self, name: str, version: str | None = None) -> None:
         """Remove one version of a model, or all of them; return once their workers have ended.
 
-        What was accepted finishes first, within `drain_timeout_s`. Raises ModelNotFoundError.
+        Requests that were accepted finish first, within `drain_timeout_s`. Raises ModelNotFoundError.
         """
         endpoint = self._endpoints.get(name)
         if endpoint is None:
@@ -219,7 +220,7 @@ class ModelRegistry:
 
     async def _remove(self, models: Sequence[Model]) -> None:
         for model in models:
-            self._forget(model)
+            self._forget(model)  # first, so that no request finds a model that is about to end
         await asyncio.gather(*(self._end(model) for model in models))
 
     def _forget(self, model: Model) -> None:
@@ -240,13 +241,13 @@ class ModelRegistry:
         pool = model.pool
         if pool is None:
             return
-        self._ending.add(pool)
+        self._ending.add(pool)  # `stop` and `kill` must still reach its workers while it drains
         await pool.drain(self._drain_timeout_s, f"Model {model.label} is unregistered")
         await pool.stop()
         self._ending.discard(pool)
 
     def _choose_default(self) -> None:
-        """Choose who answers requests that name no model: the only one of the start-up, or the only one there is."""
+        """Choose the model for requests that name none: the only one from the start of the server, or the only one."""
         everyone = list(self._endpoints.values())
         at_startup = [endpoint for endpoint in everyone if any(model.at_startup for model in endpoint.models)]
         self.only = everyone[0] if len(everyone) == 1 else None
@@ -268,7 +269,7 @@ class ModelRegistry:
             await model.pool.settled()
         except LmiServerError as error:
             self._fail(model, error)
-        except Exception as error:  # the border to files that anybody may have written; the model fails with it
+        except Exception as error:  # the border to users' files, which may raise anything; the model fails with it
             logger.exception("model %s cannot be read", model.label)
             self._fail(model, ModelLoadError(f"{type(error).__name__}: {error}"))
         finally:
@@ -285,7 +286,7 @@ class ModelRegistry:
         model.failed = error
 
     async def _fetch(self, source: ModelSource) -> FetchedModel:
-        """Bring everything that the model needs here, and read its configuration."""
+        """Fetch everything that the model needs, and read its configuration."""
         try:
             location = await asyncio.to_thread(parse_location, source.url, Path.cwd())
         except ValueError as error:
@@ -293,7 +294,9 @@ class ModelRegistry:
         settings = dict(source.settings)
         environment = {**self._environment, **source.variables}
         with shown_progress(source.label, sys.stderr) as on_progress:
-            if isinstance(location, HubModel):  # its weights are option.model_id of a directory that says nothing else
+            if isinstance(
+                location, HubModel
+            ):  # the model is an empty directory whose option.model_id names the weights
                 settings["option.model_id"] = location.repo_id
                 directory = await asyncio.to_thread(empty_directory, self.artifacts)
             else:
@@ -346,7 +349,7 @@ class ModelRegistry:
         )
 
     def set_log_level(self, level: str) -> None:
-        """Log what is at least as important as `level` ("INFO"), here and in every worker, running or to come."""
+        """Set the log level ("INFO", ...) of this process and of every worker, present and future."""
         logging.getLogger().setLevel(level)
         self._log_level = level
         for pool in self._pools():
@@ -383,7 +386,7 @@ class ModelRegistry:
 
 
 def _adapters_beside(source: ModelSource, resolved: ResolvedModel) -> tuple[RegisteredAdapter, ...]:
-    """Return the adapters in the directory of the model, and in that of its weights."""
+    """Return the adapters in the directory of the model and in that of its weights, if LoRA is enabled."""
     options = resolved.options
     places = dict.fromkeys([resolved.model_dir, *([options.model_id] if options.model_id else [])])
     adapters = adapters_in([Path(place, options.adapters) for place in places])
@@ -395,7 +398,7 @@ def _adapters_beside(source: ModelSource, resolved: ResolvedModel) -> tuple[Regi
 
 
 def _worker_variables(python_path: Sequence[str]) -> dict[str, str]:
-    """Return the variables of workers that find the packages of the model's requirements before all others."""
+    """Return the variables with which workers find the packages of the model's requirements before all others."""
     if not python_path:
         return {}
     inherited = process_environment().get("PYTHONPATH")

@@ -1,4 +1,4 @@
-"""How many workers a model has: the bounds on each device set, more under load, and who waits for them to be there."""
+"""How many workers a model has: the bounds on each device set, more under load, and the callers that wait for them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WorkerScaling:
     def set_bounds(self, min_workers: int | None, max_workers: int | None, device: int | None = None) -> None:
         """Set the bounds of each replica set (of the one whose first device is `device`); None keeps a bound.
 
-        Raises BadParameterError where the bounds contradict each other or there is no such device.
+        Raises BadParameterError if the bounds contradict each other or there is no such device.
         """
         chosen = [replicas for replicas in self._replica_sets if device in (None, replicas.devices.first)]
         if not chosen:
@@ -47,7 +47,7 @@ class WorkerScaling:
         return all(replicas.ready >= replicas.min_workers for replicas in self._replica_sets)
 
     def notify(self, error: LmiServerError | None = None) -> None:
-        """Tell who waits that something has changed, or that it will not come to what they wait for."""
+        """Wake the callers of `complete` whose workers are there now; with an `error`, all of them raise it."""
         for waiter in self._waiting:
             if waiter.done():
                 continue
@@ -57,7 +57,7 @@ class WorkerScaling:
                 waiter.set_result(None)
 
     def grow(self) -> None:
-        """Start one more worker where a replica set may have one: requests wait, and nobody has room."""
+        """Start one more worker if a replica set may have one, because requests wait and no worker has room."""
         growing = [replicas for replicas in self._replica_sets if replicas.can_grow()]
         if growing:
             smallest = min(growing, key=lambda replicas: replicas.size)
@@ -66,7 +66,7 @@ class WorkerScaling:
 
 
 def _bounds(replicas: ReplicaSet, min_workers: int | None, max_workers: int | None) -> tuple[int, int]:
-    """Return the new bounds of `replicas`; a bound that is not given follows the other where it must."""
+    """Return the new bounds of `replicas`. A bound that is not given moves only as far as the other one demands."""
     least = replicas.min_workers if min_workers is None else min_workers
     most = replicas.max_workers if max_workers is None else max_workers
     if min_workers is not None and max_workers is not None and least > most:

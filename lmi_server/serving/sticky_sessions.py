@@ -1,4 +1,8 @@
-"""Which worker a session's requests go to: the one that opened it, or that had its last request."""
+"""To which worker the requests of a session go: the one that opened it, or that had its last request.
+
+The sessions are those of SageMaker: the header `X-Amzn-SageMaker-Session-Id` of requests names them, and headers of
+answers open and close them. The front end reads these headers, and nothing else of an answer.
+"""
 
 from __future__ import annotations
 
@@ -15,30 +19,30 @@ _SESSION = "x-amzn-sagemaker-session-id"
 _NEW_SESSION = "x-amzn-sagemaker-new-session-id"
 _CLOSED_SESSION = "x-amzn-sagemaker-closed-session-id"
 _TO_BE_OPENED = "NEW_SESSION"
-_MOST = 100_000  # sessions; the one that was silent for longest is forgotten first
+_MAX_SESSIONS = 100_000  # the one without a request for longest is forgotten first
 
 
 class StickySessions:
-    """Remembers a worker for each session. It is a preference: a session's files outlive its worker."""
+    """Remembers a worker for each session. This is a preference: the files of a session outlive its worker."""
 
     def __init__(self) -> None:
         self._workers: OrderedDict[str, WorkerProcess] = OrderedDict()
 
     def worker_of(self, request: Input) -> WorkerProcess | None:
-        """Return the worker that `request` should go to; None where any will do."""
+        """Return the worker that `request` should go to; None if any will do."""
         session = request.properties.get(_SESSION)
         return None if session is None else self._workers.get(session)
 
     def sent(self, request: Input, worker: WorkerProcess) -> None:
-        """Note that `worker` gets `request`."""
+        """Record that `worker` gets `request`."""
         session = request.properties.get(_SESSION)
         if session is not None:
             self._remember(session, worker)
 
     def answered(self, headers: Iterable[tuple[str, str]], worker: WorkerProcess) -> None:
-        """Note what the headers of an answer tell of sessions that were opened and closed."""
+        """Record the sessions that the headers of an answer open and close."""
         for name, value in headers:
-            if len(name) < len(_SESSION):
+            if len(name) < len(_SESSION):  # most headers are shorter, and are not worth lower()
                 continue
             match name.lower():
                 case name if name in (_SESSION, _NEW_SESSION):
@@ -56,5 +60,5 @@ class StickySessions:
             return
         self._workers[session] = worker
         self._workers.move_to_end(session)
-        if len(self._workers) > _MOST:
+        if len(self._workers) > _MAX_SESSIONS:
             self._workers.popitem(last=False)

@@ -19,7 +19,7 @@ def worker_command(link: str, progress: str) -> Sequence[str]:
 def mpi_worker_command(mpirun: MpiRun, ranks: int, directory: str) -> Sequence[str]:
     """Return the command of a worker that is a group of `ranks` processes, the first of which has the link.
 
-    Each of them connects to the Unix socket in `directory`, which is the group's own.
+    Each of them connects to the Unix socket in `directory`, which belongs to the group alone.
     """
     link, progress = f"unix:{socket_path(directory)}", f"file:{progress_path(directory)}"
     return (*mpirun.command(ranks), *worker_command(link, progress))
@@ -31,5 +31,5 @@ def socket_path(directory: str) -> str:
 
 
 def progress_path(directory: str) -> str:
-    """Return the path of the page in which a group's first rank tells of its batches."""
+    """Return the path of the page in which the first rank of a group counts its batches."""
     return f"{directory}/progress"

@@ -1,4 +1,4 @@
-"""How a worker is brought to life: as one process that inherits its link, or as an MPI group whose ranks connect."""
+"""Starts a worker: as one process that inherits its link, or as an MPI group whose ranks connect to a socket."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ _CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
 class WorkerLaunch(ABC):
     """One start of a worker."""
 
-    progress: BatchProgress  # from `start` on
+    progress: BatchProgress  # set by `start`
 
     @abstractmethod
     async def start(self, link: WorkerLink, load: Load, variables: Mapping[str, str]) -> Process:
-        """Start the process; `link` will be connected to it, and `load` is sent first. Raises OSError."""
+        """Start the process and connect `link` to it, with `load` as the first message. Raises OSError."""
 
     @property
     @abstractmethod
     def pids(self) -> Sequence[int]:
-        """Return the processes that compute, as far as they have shown up."""
+        """Return the processes that compute, as far as they are known."""
 
     def rank_of_line(self, line: str) -> tuple[int | None, str]:
-        """Return which rank wrote a line of the log, where that says anything, and the line itself."""
+        """Return the rank that wrote a line of the log (None if there are no ranks), and the line without its mark."""
         return None, line
 
     def close(self) -> None:
-        """Remove what the start made, once the processes have ended."""
+        """Release what `start` made. The processes must have ended."""
         self.progress.close()
 
 
@@ -92,8 +92,9 @@ class SingleProcess(WorkerLaunch):
 class MpiGroup(WorkerLaunch):
     """A worker that is a group of ranks under mpirun. Its files, shared memory included, are in a directory of its own.
 
-    Every rank connects and says which one it is; rank 0 gets the link. The end of a connection means that its rank is
-    dead: `on_rank_lost` gets its number. `on_failed` gets what another rank than 0 says of a load that failed.
+    mpirun passes no file descriptors on to its ranks. So every rank connects to a Unix socket in that directory and
+    sends its number; rank 0 gets the link. The end of a connection means that its rank is dead, and `on_rank_lost` gets
+    the number. `on_failed` gets the reason if a rank other than 0 cannot load the model.
     """
 
     def __init__(
@@ -137,11 +138,11 @@ class MpiGroup(WorkerLaunch):
             raise
 
     def _arrived(self, rank: int, pid: int) -> WorkerLink:
-        """Return the link of a rank that has connected; it is told what to load."""
+        """Return the link of a rank that has connected, and send it the Load."""
         link = self._link if rank == 0 else worker_link(self._on_message, lambda: self._on_lost(rank))
         self._links[rank] = link
         self._pids[rank] = pid
-        asyncio.get_running_loop().call_soon(link.send, self._load)
+        link.send(self._load)  # written at the end of this tick: only then does the link have its transport
         return link
 
     def _on_message(self, message: FromWorker) -> None:
@@ -165,7 +166,7 @@ class MpiGroup(WorkerLaunch):
 
 
 class _Arrival(asyncio.Protocol):
-    """A rank that has connected and not said yet which one it is."""
+    """A rank that has connected and not sent its number yet."""
 
     def __init__(self, on_arrival: Callable[[int, int], WorkerLink]) -> None:
         self._on_arrival = on_arrival
@@ -180,6 +181,7 @@ class _Arrival(asyncio.Protocol):
         if len(self._received) < RANK_BYTES:
             return
         connection = self._transport.get_extra_info("socket")
+        # The kernel vouches for the process id: mpirun and containers would make one that the rank sends doubtful.
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         link = self._on_arrival(int.from_bytes(self._received, "big"), _CREDENTIALS.unpack(credentials)[0])
         self._transport.set_protocol(link)
@@ -199,12 +201,13 @@ async def _execute(command: Sequence[str], variables: Mapping[str, str], inherit
 
 
 def _new_directory() -> str:
-    """Make a directory that only this user can open, in memory where there is such a file system."""
+    """Make a directory that only this user can open, in shared memory if there is any."""
     in_memory = _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK)
     return tempfile.mkdtemp(prefix=f"lmi-{os.getpid()}-", dir=_SHARED_MEMORY if in_memory else None)
 
 
 def _free_port() -> int:
+    """Return a port on which nothing listens now; another process may take it before the ranks do."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""What a worker writes to its standard output and error, on its way into the server's log."""
+"""Copies what a worker writes to its standard output and error into the server's log."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 _LONGEST_LINE = 64 * 1024
-_BYTES_PER_S = 256 * 1024  # that one worker may log; so much more at once after a quiet time
+_BYTES_PER_S = 256 * 1024  # that one worker may log
 _REPORT_AFTER_S = 1.0
-_BURST = 4 * _BYTES_PER_S
+_BURST = 4 * _BYTES_PER_S  # that it may log at once after a quiet time
 
 
 class WorkerLog:
-    """Logs the lines of one worker, by its name and by what `rank_of_line` tells of its ranks.
+    """Logs the lines of one worker under its name, and under the rank that `rank_of_line` finds in a line.
 
-    A worker that writes too much is read on, and its lines are dropped.
-    So it neither fills the memory of this process nor keeps it from the other models, and is not held up itself.
+    If a worker writes faster than `_BYTES_PER_S`, its output is still read, but dropped. So it neither fills the memory
+    of this process nor takes its time from other models, and the worker itself does not block on a full pipe.
     """
 
     def __init__(
@@ -32,14 +32,14 @@ class WorkerLog:
         self._dropped = 0  # bytes
 
     async def forward(self, stream: asyncio.StreamReader) -> None:
-        """Log what `stream` has, to its end."""
+        """Log the lines of `stream`, to its end."""
         rest = b""
         while data := await stream.read(_LONGEST_LINE):
             self._earn()
             if self._allowed <= 0:
                 self._drop(len(rest) + len(data))
                 rest = b""
-                await asyncio.sleep(0)  # the others have their turn, however fast the worker writes
+                await asyncio.sleep(0)  # a pipe that is always full must not keep the loop from other work
                 continue
             *lines, rest = (rest + data).split(b"\n")
             if len(rest) > _LONGEST_LINE:
@@ -58,18 +58,18 @@ class WorkerLog:
             self._report_dropped()
 
     def _drop(self, size: int) -> None:
-        if not self._dropped:  # reported soon, even if the worker writes nothing more
+        if not self._dropped:  # report soon, even if the worker writes nothing more
             asyncio.get_running_loop().call_later(_REPORT_AFTER_S, self._report_dropped)
         self._dropped += size
 
     def _report_dropped(self) -> None:
         if self._dropped:
-            logger.warning("[%s] wrote too much to be logged; %d bytes are left out", self._name, self._dropped)
+            logger.warning("[%s] writes too fast to be logged; %d bytes were dropped", self._name, self._dropped)
             self._dropped = 0
 
     def _log(self, line: bytes) -> None:
-        self._allowed -= len(line) + 64  # a line has its own cost
+        self._allowed -= len(line) + 64  # what a record costs beside its text
         rank, text = self._rank_of_line(line.decode(errors="replace").rstrip())
         name = self._name if rank is None else f"{self._name} rank {rank}"
-        level = logging.getLevelName(text.partition(" ")[0])  # the worker's own log begins with the level
+        level = logging.getLevelName(text.partition(" ")[0])  # lines of the worker's own logger begin with their level
         logger.log(level if isinstance(level, int) else logging.INFO, "[%s] %s", name, text)

@@ -55,7 +55,7 @@ class CrashLoopDetector:
 
 
 class Owner(Protocol):
-    """What a replica set needs of the pool that it belongs to."""
+    """What a replica set needs of its pool."""
 
     loading_turns: asyncio.Semaphore
     was_ready: bool
@@ -65,10 +65,10 @@ class Owner(Protocol):
         """Return a worker that is not spawned yet."""
 
     async def equip(self, worker: WorkerProcess) -> None:
-        """Give a worker that has loaded the model what was registered since. Raises ModelLoadError."""
+        """Give the adapters to a worker that has loaded the model. Raises ModelLoadError."""
 
     def admit(self, worker: WorkerProcess, ready: Ready) -> None:
-        """Take a loaded worker into service. Raises ModelLoadError where it is dead already."""
+        """Take a loaded worker into service. Raises ModelLoadError if it is dead already."""
 
     def leave(self, worker: WorkerProcess) -> None:
         """Give the worker no more requests."""
@@ -77,25 +77,28 @@ class Owner(Protocol):
         """Drop a worker whose process is gone."""
 
     def died(self) -> None:
-        """Count the unwanted end of a worker that is to be kept."""
+        """Count the end of a worker that nobody asked for."""
 
     def cannot_add(self, error: ModelLoadError) -> None:
-        """Tell who waits for more workers that one could not load the model."""
+        """Fail the callers that wait for more workers: one could not load the model."""
 
     def unloadable(self, error: ModelLoadError) -> None:
-        """Give up a model that could not be loaded."""
+        """Give up the model, because its first worker could not load it."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What every worker of a model loads, and within which time."""
+    """What every worker of a model loads, and in how many seconds."""
 
     load: Load
     timeout_s: float
 
 
 class _Replica:
-    """One place for a worker, and the task that keeps a process running in it."""
+    """One place for a worker, and the task that keeps a process running in it.
+
+    A replica outlives its processes: when one dies, the task starts the next.
+    """
 
     def __init__(self) -> None:
         self.worker: WorkerProcess | None = None  # None while it loads, or waits to be restarted
@@ -105,7 +108,7 @@ class _Replica:
 
 
 class ReplicaSet:
-    """Keeps at least `min_workers` workers running on `devices`, and adds up to `max_workers` where it is asked to."""
+    """Keeps at least `min_workers` workers running on `devices`, and adds more on demand, up to `max_workers`."""
 
     def __init__(self, devices: DeviceSet, plan: LoadPlan, owner: Owner) -> None:
         self.devices = devices
@@ -119,7 +122,7 @@ class ReplicaSet:
 
     @property
     def workers(self) -> list[WorkerProcess]:
-        """Return the loaded workers, those that finish their last requests included."""
+        """Return the loaded workers, including those that only finish their last requests."""
         return [replica.worker for replica in self._replicas if replica.worker is not None]
 
     @property
@@ -133,14 +136,14 @@ class ReplicaSet:
 
     @property
     def is_failing(self) -> bool:
-        """Tell whether no worker is to be expected here soon: the last attempt of each to load failed."""
+        """Return whether no worker is going to be ready soon: the last attempt of each replica to load failed."""
         staying = self._staying()
         if not staying:
             return time.monotonic() < self._no_growth_before
         return all(replica.failed for replica in staying)
 
     def scale(self, min_workers: int, max_workers: int) -> None:
-        """Set the bounds, start what is missing and retire what is too much."""
+        """Set the bounds; start missing workers and retire surplus ones."""
         self.min_workers, self.max_workers = min_workers, max_workers
         while self.size < min_workers:
             self._add()
@@ -148,11 +151,11 @@ class ReplicaSet:
             self._close(replica)
 
     def set_log_level(self, level: str) -> None:
-        """Have the workers that are still to come log at `level`."""
+        """Set the log level of workers that start from now on."""
         self._plan = replace(self._plan, load=msgspec.structs.replace(self._plan.load, log_level=level))
 
     def can_grow(self) -> bool:
-        """Tell whether another worker may be started now: one at a time, and not right after one failed to load."""
+        """Return whether another worker may be started now: one at a time, and not right after one failed to load."""
         staying = self._staying()
         loading = any(replica.worker is None for replica in staying)
         return len(staying) < self.max_workers and not loading and time.monotonic() >= self._no_growth_before
@@ -162,7 +165,7 @@ class ReplicaSet:
         self._add()
 
     def retire_idle(self, now: float, max_idle_s: float) -> None:
-        """Retire the workers beyond `min_workers` that had nothing to do for `max_idle_s` seconds."""
+        """Retire workers beyond `min_workers` that had no request for `max_idle_s` seconds."""
         for replica in self._least_loaded():
             if self.size <= self.min_workers:
                 return
@@ -182,7 +185,7 @@ class ReplicaSet:
             self._close(replica)
 
     async def stop(self) -> None:
-        """End what is left, at once."""
+        """Cancel every replica's task and wait for the end of all."""
         tasks = [replica.task for replica in self._replicas if replica.task is not None]
         for task in tasks:
             task.cancel()
@@ -192,7 +195,7 @@ class ReplicaSet:
         return [replica for replica in self._replicas if not replica.closing]
 
     def _least_loaded(self) -> list[_Replica]:
-        """Return the replicas that stay, the dispensable first: what is not loaded, then what has least to do."""
+        """Return the replicas that stay, the most dispensable first: not loaded, then with the fewest requests."""
         youngest_first = self._staying()[::-1]
         return sorted(
             youngest_first, key=lambda replica: -1 if replica.worker is None else len(replica.worker.requests.in_flight)
@@ -208,7 +211,7 @@ class ReplicaSet:
         self._replicas.remove(replica)
         cause = None if task.cancelled() else task.exception()
         if cause is not None:
-            logger.error("model %s: a worker is not looked after any more", self._plan.load.model_name, exc_info=cause)
+            logger.error("model %s: a worker is no longer supervised", self._plan.load.model_name, exc_info=cause)
             self._owner.unloadable(ModelLoadError(f"{type(cause).__name__}: {cause}"))
 
     def _close(self, replica: _Replica) -> None:
@@ -221,7 +224,7 @@ class ReplicaSet:
         replica.worker.retire(_RETIREMENT_S)
 
     async def _keep(self, replica: _Replica) -> None:
-        """Keep one worker running: this is the whole life of a replica."""
+        """Keep one worker running, until the replica is closed or given up: this is the whole life of a replica."""
         backoff = Backoff()
         while True:
             healthy_s = 0.0
@@ -239,14 +242,18 @@ class ReplicaSet:
             await asyncio.sleep(pause_s)
 
     def _give_up(self, worker: WorkerProcess, error: ModelLoadError | None) -> bool:
-        """Note how `worker` ended; return True where nothing takes its place."""
+        """Report how `worker` ended; return True if no other worker takes its place.
+
+        A load that fails before any worker was ready is final: the model itself is wrong. Afterwards the model is known
+        to be right and the cause may pass, so that the replica tries again, or goes if others serve on without it.
+        """
         if error is not None and not self._owner.was_ready:
             self._owner.unloadable(error)
             return True
         if error is not None:
             logger.error("[%s] could not load the model again: %s", worker.name, error)
             self._owner.cannot_add(error)
-        if error is not None and self.size > self.min_workers:  # the others serve on without it
+        if error is not None and self.size > self.min_workers:
             self._no_growth_before = time.monotonic() + self._growth.pause_s(0.0)
             return True
         self._owner.died()
@@ -257,7 +264,7 @@ class ReplicaSet:
         try:
             async with self._owner.loading_turns:
                 ready = await worker.load(self._plan.load, self._plan.timeout_s)
-                await self._owner.equip(worker)  # nothing may be awaited from here until it is admitted
+                await self._owner.equip(worker)  # no await may follow before `admit`: see Adapters.equip
             replica.failed = False
             replica.worker = worker
             self._owner.admit(worker, ready)

@@ -254,7 +254,7 @@ async def test_a_fault_of_the_pool_itself_fails_the_model(tmp_path: Path, caplog
     pool = WorkerPool(pool_settings(load_of(tmp_path, options=unsendable)))
     pool.start()
     assert await pool.settled() is ModelStatus.FAILED
-    assert "not looked after" in caplog.text
+    assert "no longer supervised" in caplog.text
     with pytest.raises(ModelNotReadyError, match="TypeError"):
         submit(pool, "a")
     await pool.stop()
