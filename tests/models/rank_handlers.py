@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from handlers.echo.handler import EchoHandler
+from handlers.echo.options import EchoOptions
 from lmi_server.contract.handler import ModelInfo
 from lmi_server.machine.environment import own_rank
 
@@ -17,12 +18,14 @@ _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "
 class RankHandler(EchoHandler):
     """Echoes on rank 0; each rank writes its variables into the model directory.
 
+    The options that it gets are those of the engine that the directory names, which says that it runs on ranks.
+
     A file "stop-N" or "die-N" there makes rank N stop or die while it loads, the first time.
     """
 
     async def start(self, model_dir: str, options: Any) -> ModelInfo:
         self._join(Path(model_dir))
-        return await super().start(model_dir, options)
+        return await super().start(model_dir, EchoOptions())
 
     def follow(self, model_dir: str, options: Any) -> None:
         self._join(Path(model_dir))
