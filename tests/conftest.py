@@ -38,6 +38,8 @@ def pytest_configure() -> None:
 
     Hugging Face's client reads its variables when it is imported, so a fixture would come too late.
     """
+    # Threads that wait for work would spin on cores that another process of the tests could use.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     ours = {name for layer in VARIABLES.values() for name in layer}
     for name in list(os.environ):
         if name in ours or name in _HUGGING_FACE or name.startswith(("OPTION_", "ARGS_", "SERVING_")):

@@ -18,8 +18,6 @@ from transformers import (
 from handlers.rolling_batch.sampler import SamplingState, sample, score
 from lmi_server.contract.generation import SamplingParameters
 
-DRAWS = 4000
-
 
 def row(vocabulary: int = 40, scale: float = 2.0) -> torch.Tensor:
     return torch.randn(vocabulary, generator=torch.Generator().manual_seed(5)) * scale
@@ -29,11 +27,11 @@ def state(seed: int | None = 1, **parameters: Any) -> SamplingState:
     return SamplingState(SamplingParameters(seed=seed, **parameters), [])
 
 
-def frequencies(logits: torch.Tensor, **parameters: Any) -> torch.Tensor:
-    """Relative frequency of each token over many draws of one request."""
+def frequencies(logits: torch.Tensor, draws: int, **parameters: Any) -> torch.Tensor:
+    """Return the relative frequency of each token over `draws` draws of one request."""
     drawing = state(do_sample=True, **parameters)
     counts = torch.zeros(len(logits))
-    for _ in range(DRAWS // 16):
+    for _ in range(draws // 16):
         for chosen in sample(logits.expand(16, -1), [drawing] * 16):
             counts[chosen.token] += 1
     return counts / counts.sum()
@@ -68,11 +66,13 @@ def transformers_probabilities(logits: torch.Tensor, **parameters: Any) -> torch
     ],
     ids=str,
 )
-@pytest.mark.parametrize("vocabulary", [40, 5000], ids=["small", "more than the candidates"])
-def test_what_can_be_drawn_and_how_often_is_what_transformers_says(parameters: dict[str, Any], vocabulary: int) -> None:
+@pytest.mark.parametrize(("vocabulary", "draws"), [(40, 4000), (5000, 1000)], ids=["small", "more than the candidates"])
+def test_what_can_be_drawn_and_how_often_is_what_transformers_says(
+    parameters: dict[str, Any], vocabulary: int, draws: int
+) -> None:
     logits = row(vocabulary)
     expected = transformers_probabilities(logits, **parameters)
-    drawn = frequencies(logits, **parameters)
+    drawn = frequencies(logits, draws, **parameters)
     assert not drawn[expected == 0].any()
     heavy = expected > 0.01
     assert torch.allclose(drawn[heavy], expected[heavy], atol=0.035)
