@@ -8,4 +8,6 @@ The path of a step:
     sampler.py        chooses the next token of every sequence
     detokenizer.py    turns tokens into text, without incomplete characters and possible stop sequences
     engine.py         the step that ties them together
+
+Imports `checkpoints/`, `step_loop.py`, and of lmi_server the contract, the machine and the declarations of options.
 """

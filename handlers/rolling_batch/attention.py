@@ -152,10 +152,10 @@ class _ChunkGroup:
 
 
 def _groups(chunks: list[ChunkRows]) -> list[_ChunkGroup]:
-    """Group neighbouring chunks that continue from the same tokens of another slot; every other chunk stands alone."""
+    """Group neighbouring chunks that continue from the same tokens of one slot."""
 
     def prefix_of(chunk: ChunkRows) -> tuple[int, int, bool]:
-        own = chunk.source == chunk.slot
+        own = chunk.source == chunk.slot  # the sequence in the source itself, whose own tokens lie in that slot
         return chunk.source, chunk.start, own
 
     return [_ChunkGroup(list(group)) for _, group in itertools.groupby(chunks, prefix_of)]

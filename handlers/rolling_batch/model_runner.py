@@ -30,7 +30,7 @@ from lmi_server.contract.errors import RequestError
 
 _runner_ids = itertools.count()
 
-_ROW_STEPS = ((16, 1), (64, 4), (256, 16))  # up to so many rows, in multiples of
+_ROW_STEPS = ((16, 1), (64, 4), (256, 16))  # (rows up to, padded to multiples of)
 _LAST_ROW_STEP = 32
 
 
@@ -69,6 +69,7 @@ class ModelRunner:
         self._attention_layers = probe_layers(model, f"{self._attention_name}_probe")
         self._communicator = communicator
         on_cpu = self._device.type == "cpu" and self._dtype in (torch.bfloat16, torch.float32)
+        # The check and the probe come first: both need the modules as they were loaded.
         self.fused: dict[str, int] = fuse(model) if on_cpu and is_local else {}
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.cache: KVCache
@@ -135,6 +136,7 @@ class ModelRunner:
         try:
             return StepLogits(self._compute(step)[: len(keep)], sampled, prompt_rows)
         except Exception as error:
+            # The other ranks have computed the step, or fail as well. Nobody knows which, so the group has to end.
             if self._communicator is not None:
                 raise GroupBrokenError(f"a step failed on rank 0: {type(error).__name__}: {error}") from error
             raise
@@ -179,10 +181,11 @@ class ModelRunner:
             self.cache.copy(copy.source, copy.target, copy.tokens)
 
     def _arranged(self, plan: StepPlan) -> StepPlan:
-        """Copy from the first source of copies of copies; sort chunks so that those with one source are neighbours.
+        """Let every copy start from a slot that holds the tokens already; sort the chunks as they attend.
 
-        Copies of one step happen at the same time for chunks that read their source directly, so that a source has to
-        hold the tokens already. Chunks that attend row by row come first, next to the decode rows.
+        A chunk may read its prefix in the source before this step's copies are made. If the source is itself the
+        target of one of them, the chunk reads from the first slot of that chain. Chunks that attend row by row come
+        first, next to the decode rows; then those with the same source, which form one group.
         """
         sources: dict[int, int] = {}
         for copy in plan.copies:

@@ -168,9 +168,10 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """Admit what fits and return the next step, which is empty only if nothing runs."""
         retraction = self._retract()
-        started = [] if retraction else self._admit()
+        started = [] if retraction else self._admit()  # a sequence that was just retracted must not come back at once
         decode = [sequence for sequence in self.running if sequence.decoding]
         budget = self.limits.chunk_size if decode else self.limits.chunk_size_when_idle
+        # Decoding sequences get their memory first; prompts take what is left in this step.
         room = self.limits.kv_tokens - self._running_tokens() - len(decode)
         prefill = list(self._chunks(min(budget, room)))
         for sequence in decode:
@@ -273,7 +274,7 @@ class Scheduler:
         return sum(sequence.computed for sequence in self.running)
 
     def _retract(self) -> Retraction | None:
-        """Send running sequences back to the queue, the last to come first, until the others can go on."""
+        """Send running sequences back to the queue until the others can go on: of the lowest priority, the newest."""
         retracted: list[Sequence] = []
         while self.running:
             wanted = max(sum(sequence.decoding for sequence in self.running), 1)
