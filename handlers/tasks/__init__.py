@@ -1,4 +1,4 @@
-"""Tasks that the rolling batch is not for: one class per way to run a Hugging Face model on a batch of requests.
+"""Tasks of Hugging Face models that need no rolling batch: one class per way to run a model on a batch of requests.
 
-Modules beside `handler.py`, `task_handler.py` and `options.py` import torch and are imported when a model loads.
+`handler.py`, `task_handler.py`, `task.py` and `options.py` import no torch; the others are imported when a model loads.
 """

@@ -1,4 +1,4 @@
-"""Sound files as the samples that a model listens to."""
+"""Decodes sound files to the samples that a model takes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from lmi_server.contract.errors import ModelLoadError, RequestError
 
 
 def audio_reader(sampling_rate: int) -> Callable[[Any], Any]:
-    """Return what reads a sound file (WAV, FLAC, OGG, MP3) as float32 samples of one channel at `sampling_rate` Hz.
+    """Return a function that decodes a sound file to float32 samples (samples,) of one channel at `sampling_rate` Hz.
 
-    Raises ModelLoadError where the packages for it are missing.
+    The function takes the bytes of a WAV, FLAC, OGG or MP3 file, or them as base64, and raises RequestError for
+    anything else. Raises ModelLoadError if the packages for it are not installed.
     """
     try:
         import soundfile

@@ -1,4 +1,4 @@
-"""text-embedding: one vector per text, in LMI's shape and in OpenAI's."""
+"""The task text-embedding: a vector per text, for requests in LMI's form and in OpenAI's."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from lmi_server.dialects.openai.embeddings import EmbeddingRequest
 
 
 class Text(NamedTuple):
-    """One text (or its token ids, taken as they are) and what its request says of the vector.
+    """A text, or its token ids as they are, and the parameters of its request.
 
-    `size`: cut to so many tokens, -1 to what the model takes; None refuses a longer text.
+    `size` is the number of tokens that the text is cut to, -1 for the model's maximum; None refuses a text that is
+    longer than that. `dimensions` is the length of the vector, None for the model's own.
     """
 
     content: str | tuple[int, ...]
@@ -32,14 +33,14 @@ class Text(NamedTuple):
 
 
 class Embedding(NamedTuple):
-    """A float32 vector, and the tokens that were read for it."""
+    """A float32 vector (dimensions,) and the number of tokens of its text."""
 
     vector: np.ndarray
     tokens: int
 
 
 class TextEmbedding(Task):
-    """Embeds texts with a model that transformers can load, pooled as its files say."""
+    """Embeds texts with any encoder that transformers loads, and pools as the model's files or the options say."""
 
     parameters = named(truncate=fields.boolean, normalize=fields.boolean, dimensions=fields.integer(1))
 
@@ -78,7 +79,7 @@ class TextEmbedding(Task):
         )
 
     def read_openai(self, request: EmbeddingRequest) -> list[Text]:
-        """Return the texts of a request in OpenAI's shape. Raises RequestError."""
+        """Return the texts of a request in OpenAI's form. Raises RequestError."""
         return [
             self._checked(Text(content, request.truncate_tokens, request.dimensions, self._normalize))
             for content in request.inputs
@@ -88,11 +89,11 @@ class TextEmbedding(Task):
         if text.dimensions is not None and text.dimensions > self._width:
             raise fields.not_allowed("dimensions", text.dimensions, f"send at most {self._width}, the model's own")
         if not isinstance(text.content, str) and max(text.content) >= self._vocabulary:
-            raise RequestError(f"token id {max(text.content)} is none of the model's {self._vocabulary} tokens")
+            raise RequestError(f"token id {max(text.content)} is not allowed; the model has {self._vocabulary} tokens")
         return text
 
     def group_of(self, parameters: Mapping[str, Any]) -> Any:
-        return "all"  # each text carries what its request says
+        return "all"  # a Text carries the parameters of its request, so all requests run together
 
     def run(self, inputs: Sequence[Any], parameters: Mapping[str, Any]) -> Sequence[Embedding | LmiServerError]:
         encoder = self._encoder
@@ -132,7 +133,7 @@ class TextEmbedding(Task):
         return text.lower() if self._layout.lower_case else text
 
     def _embed(self, sequences: Sequence[Sequence[int]]) -> np.ndarray:
-        """Return the vectors of sequences that run together: (sequences, width), float32."""
+        """Return float32 vectors (sequences, width) of sequences that run together."""
         with torch.inference_mode():
             vectors: np.ndarray = self._pool(*self._encoder.hidden_states(sequences)).cpu().numpy()
         return vectors

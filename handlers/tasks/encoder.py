@@ -1,7 +1,6 @@
-"""Models that read texts and give the hidden states of their tokens: feature-extraction and text-embedding.
+"""Encoders, which compute the hidden states of a text's tokens: the base of feature-extraction and text-embedding.
 
-Texts of many requests run together, sorted by length, a bounded number of tokens at a time. A padded row would change
-nothing but take time; the rows of padding are cut off again.
+Texts of many requests run together, in batches of similar length. Padding changes no result but takes time.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from handlers.tasks.task import Task, named, read_text
 from lmi_server.contract.errors import ContextLengthError
 from lmi_server.dialects import fields
 
-_MAX_TOKENS = 16384  # of one forward pass, padding counted
-_NO_LIMIT = 10**9  # a tokenizer that knows no limit says 10**30
+_MAX_TOKENS = 16384  # of one forward pass, padding included
+_NO_LIMIT = 10**9  # tokenizers express "no limit" as 10**30
 
 
 class Encoder:
-    """A tokenizer and a model without head. `max_length` is in tokens, those around a text counted."""
+    """A tokenizer and a model without a head. `max_length` is in tokens, special tokens included."""
 
     def __init__(self, path: str, options: PipelineOptions, max_length: int | None = None) -> None:
         self.tokenizer = load_tokenizer(path, options)
@@ -37,11 +36,11 @@ class Encoder:
         self.max_length = min(options.max_model_len or max_length or longest, longest)
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text, special ones around them, however long."""
+        """Return the token ids of each text with special tokens, however long it is."""
         return self.tokenizer(list(texts), return_attention_mask=False, return_token_type_ids=False)["input_ids"]  # type: ignore[no-any-return]
 
     def cut(self, ids: Sequence[int], size: int) -> list[int]:
-        """Return `ids` cut to `size`, its last special tokens kept."""
+        """Return `ids` cut to `size` tokens. A special token at the end stays, because models are trained with it."""
         if len(ids) <= size:
             return list(ids)
         tail = self._special_tail(ids)
@@ -57,7 +56,10 @@ class Encoder:
         return tail
 
     def hidden_states(self, batch: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the last layer's states (sequences, tokens, width) and the mask of what is no padding."""
+        """Return the states of the last layer (sequences, tokens, width) and a mask (sequences, tokens).
+
+        The mask is False at padding.
+        """
         lengths = torch.tensor([len(ids) for ids in batch])
         longest = int(lengths.max())
         ids = torch.full((len(batch), longest), self.tokenizer.pad_token_id or 0)
@@ -66,12 +68,12 @@ class Encoder:
         mask = torch.arange(longest)[None, :] < lengths[:, None]
         device = self.model.device
         mask, ids = mask.to(device), ids.to(device)
-        # Without a mask attention takes its faster way.
+        # Without a mask, torch chooses a faster attention kernel.
         attention = {} if bool((lengths == longest).all()) else {"attention_mask": mask.long()}
         return self.model(input_ids=ids, **attention).last_hidden_state, mask
 
     def batches(self, sequences: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-        """Yield the indices of sequences that run together; those that are too long are left out."""
+        """Yield the indices of sequences that run together, without those that are too long for the model."""
         fitting = [index for index, ids in enumerate(sequences) if len(ids) <= self.max_length]
         for batch in even_batches([len(sequences[index]) for index in fitting], _MAX_TOKENS, self.model.device.type):
             yield [fitting[index] for index in batch]
@@ -93,7 +95,7 @@ class Encoder:
 
 
 def _positions_lost(model: Any) -> int:
-    """Return how many positions RoBERTa and its relatives, which count from the padding token on, cannot use."""
+    """Return how many positions the model cannot use: RoBERTa and its relatives count from the padding index on."""
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
             return int(module.padding_idx) + 1
@@ -101,7 +103,7 @@ def _positions_lost(model: Any) -> int:
 
 
 class FeatureExtraction(Task):
-    """Gives the hidden states of a text's tokens, a row per token."""
+    """Returns the hidden states of a text's tokens, (1, tokens, width)."""
 
     parameters = named(truncate=fields.boolean)
 
@@ -130,7 +132,7 @@ class FeatureExtraction(Task):
             for indices in encoder.batches(sequences):
                 states, _ = encoder.hidden_states([sequences[index] for index in indices])
                 for index, rows in zip(indices, states.float().cpu().numpy(), strict=True):
-                    # An axis of one text, as the pipeline of transformers has it.
+                    # The pipeline of transformers returns a leading axis of length 1, too.
                     results[index] = rows[None, : len(sequences[index])]
         return results
 

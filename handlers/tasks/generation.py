@@ -1,7 +1,6 @@
-"""Tasks that write a text, a static batch at a time: all sequences start together, and the batch ends with the last.
+"""Tasks that generate text in static batches: all sequences start together, and the batch ends with the longest.
 
-Transformers 5 has no pipeline for text2text-generation, summarization and translation; they are model.generate() here,
-as text-generation is, whose padding is on the left.
+They call model.generate(): transformers 5 has no pipeline for text2text-generation, summarization and translation.
 """
 
 from __future__ import annotations
@@ -51,21 +50,21 @@ _PARAMETERS = {
     ),
     "stop_sequences": Field("stop", fields.stop_strings),
 }
-# Read here; generate() is not given them.
+# Parameters that this module applies itself; generate() does not get them.
 _OUR_OWN = frozenset({"seed", "stop", "include_stop_str_in_output", "return_full_text", "src_lang", "tgt_lang"})
 _SAMPLING = frozenset({"temperature", "top_k", "top_p", "typical_p", "min_p"})
 _TRANSLATION = re.compile(r"translation_([A-Za-z-]+)_to_([A-Za-z-]+)")
 
 
 class Prompt(NamedTuple):
-    """One input: its text, and the tokens that the model reads."""
+    """One input: its text and its token ids."""
 
     text: str
     ids: list[int]
 
 
 class _Stopped(StoppingCriteria):
-    """Ends a batch whose reader has gone."""
+    """Ends a batch if its client has left."""
 
     def __init__(self) -> None:
         self.now = False
@@ -75,11 +74,11 @@ class _Stopped(StoppingCriteria):
 
 
 class _Steps(BaseStreamer):
-    """Puts the tokens of each step into a queue, a list with one per sequence; None ends it."""
+    """Puts the tokens of each step into a queue, as a list with one per sequence."""
 
     def __init__(self, tokens: queue.SimpleQueue[list[int] | None]) -> None:
         self._tokens = tokens
-        self._is_prompt = True  # generate() shows the prompt first
+        self._is_prompt = True  # generate() puts the prompt first
 
     def put(self, value: torch.Tensor) -> None:
         if not self._is_prompt:
@@ -87,11 +86,11 @@ class _Steps(BaseStreamer):
         self._is_prompt = False
 
     def end(self) -> None:
-        """The end is told once generate() has returned or raised."""
+        """Do nothing: the end of the future reports the end, also if generate() raises."""
 
 
 class _GrowingText:
-    """The text of one sequence, token by token, up to its end or a stop sequence."""
+    """The text of one sequence, token by token, up to its end or to a stop sequence."""
 
     def __init__(
         self, tokenizer: Any, before: Sequence[int], eos: frozenset[int], parameters: Mapping[str, Any]
@@ -103,7 +102,7 @@ class _GrowingText:
         self._ended = False
 
     def feed(self, token: int) -> str:
-        """Return the text that `token` completes; nothing once the sequence has ended, as the others go on."""
+        """Return the text that `token` completes; "" after the end of the sequence, while others of the batch go on."""
         if self._ended or token in self._eos:
             self._ended = True
             return ""
@@ -111,13 +110,13 @@ class _GrowingText:
         return text
 
     def flush(self) -> str:
-        """Return what was held back; the batch is over."""
+        """Return the text that was held back, at the end of the batch."""
         text, _ = self._stop.feed(self._detokenizer.flush())
         return text + self._stop.flush()
 
 
 class GenerationTask(Task):
-    """What the two kinds of model have in common: they write a text, a token per step."""
+    """The base of both kinds of models that generate text: decoders, and encoders with a decoder."""
 
     parameters: Mapping[str, Field] = MappingProxyType(_PARAMETERS)
     auto_class: Any
@@ -132,8 +131,9 @@ class GenerationTask(Task):
         positions = getattr(self._model.config.get_text_config(), "max_position_embeddings", None) or 0
         self.max_length = options.max_model_len or positions
         self._eos = eos_token_ids(self._model, self._tokenizer)
-        self._defaults: dict[str, Any] = {}  # what config.json says for this task
-        # A thread that ran a parallel operation keeps a team of libgomp's, so that everything runs in the same one.
+        self._defaults: dict[str, Any] = {}  # the parameters that config.json sets for this task
+        # libgomp keeps a team of threads for each thread that ever ran a parallel operation, and slows down once they
+        # are more than the cores. A stream needs a second thread beside the main one, so all of generate() runs in it.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="generate")
 
     @property
@@ -153,7 +153,9 @@ class GenerationTask(Task):
 
     def check_stream(self, parameters: Mapping[str, Any]) -> None:
         if parameters.get("num_beams", 1) > 1:
-            raise RequestError("parameters.num_beams: a stream needs the tokens of each step; send 1, or stream=false")
+            raise RequestError(
+                "parameters.num_beams: beam search has no tokens to stream before its end; send 1, or stream=false"
+            )
 
     def stream(self, inputs: Sequence[Any], parameters: Mapping[str, Any]) -> Iterator[list[str]]:
         tokens: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
@@ -166,12 +168,12 @@ class GenerationTask(Task):
                 pieces = [text.feed(token) for text, token in zip(texts, step, strict=True)]
                 if any(pieces):
                     yield pieces
-            running.result()  # raises what generate() raised
+            running.result()  # raises whatever generate() raised
             rest = [text.flush() for text in texts]
             if any(rest):
                 yield rest
         finally:
-            stopped.now = True
+            stopped.now = True  # also if the client has left: the batch ends at its next step
 
     def details(self) -> Mapping[str, Any]:
         return {
@@ -182,15 +184,15 @@ class GenerationTask(Task):
         }
 
     def result(self, prompt: Prompt, text: str, parameters: Mapping[str, Any]) -> Any:
-        """Return the answer to one input whose new text is `text`."""
+        """Return the result for one input whose generated text is `text`."""
         raise NotImplementedError
 
     def new_tokens(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
-        """Return the part of generate()'s output that is new."""
+        """Return the new tokens in the output of generate(), (sequences, tokens)."""
         raise NotImplementedError
 
     def context(self, prompt: Prompt) -> Sequence[int]:
-        """Return the tokens that the new text continues."""
+        """Return the tokens that the generated text continues; the detokenizer needs them for spaces."""
         raise NotImplementedError
 
     def _generate(
@@ -200,7 +202,7 @@ class GenerationTask(Task):
         steps: _Steps | None = None,
         stopped: _Stopped | None = None,
     ) -> list[list[int]]:
-        """Return the new tokens of each sequence, as far as the longest one goes."""
+        """Return the new tokens of each sequence, padded to the longest."""
         if "seed" in parameters:
             torch.manual_seed(parameters["seed"])
         ids = [prompt.ids for prompt in inputs]
@@ -219,7 +221,7 @@ class GenerationTask(Task):
         return self.new_tokens(output, batch).tolist()  # type: ignore[no-any-return]
 
     def arguments(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what generate() is given beside the prompts."""
+        """Return the arguments of generate() beside the prompts."""
         asked = {name: value for name, value in parameters.items() if name not in _OUR_OWN}
         arguments = {**self._defaults, **asked}
         if not {"max_new_tokens", "max_length"} & asked.keys() and not self._limits_itself():
@@ -233,7 +235,7 @@ class GenerationTask(Task):
         return arguments
 
     def _limits_itself(self) -> bool:
-        """Tell whether the model's own files say how long an answer is."""
+        """Return whether the model's files limit the length of an answer."""
         configured = self._model.generation_config
         own = configured.max_length not in (None, _LIBRARY_MAX_LENGTH) or configured.max_new_tokens is not None
         return own or bool({"max_new_tokens", "max_length"} & self._defaults.keys())
@@ -246,7 +248,7 @@ class GenerationTask(Task):
         return "".join(map(text.feed, ids)) + text.flush()
 
 
-_LIBRARY_MAX_LENGTH = 20  # what transformers takes where nobody says anything
+_LIBRARY_MAX_LENGTH = 20  # the default of transformers
 
 
 class TextGeneration(GenerationTask):
@@ -255,7 +257,7 @@ class TextGeneration(GenerationTask):
     parameters: Mapping[str, Field] = MappingProxyType({**_PARAMETERS, **named(return_full_text=fields.boolean)})
     auto_class = AutoModelForCausalLM
     padding_side = "left"
-    default_new_tokens = 30  # LMI's
+    default_new_tokens = 30  # the default of LMI
 
     def read(self, value: Any, parameters: Mapping[str, Any]) -> Prompt:
         text = read_text(value)
@@ -282,12 +284,12 @@ class TextGeneration(GenerationTask):
 
 
 class TextToText(GenerationTask):
-    """Writes a text for a text with an encoder and a decoder: text2text-generation, summarization, translation."""
+    """Generates with an encoder and a decoder: text2text-generation, summarization, translation."""
 
     parameters: Mapping[str, Field] = MappingProxyType({**_PARAMETERS, **named(truncation=fields.boolean)})
     auto_class = AutoModelForSeq2SeqLM
     padding_side = "right"
-    default_new_tokens = 256  # what the pipelines of transformers took
+    default_new_tokens = 256  # the default of the pipelines of transformers 4
 
     def __init__(self, task: str, path: str, options: PipelineOptions) -> None:
         super().__init__(path, options)
@@ -302,7 +304,7 @@ class TextToText(GenerationTask):
         if self.max_length and len(ids) > self.max_length:
             raise ContextLengthError(
                 f"an input has {len(ids)} tokens, and the model takes at most {self.max_length}; send a shorter one, "
-                "or truncation=true in parameters"
+                "or send truncation=true in parameters"
             )
         return Prompt(text, ids)
 
@@ -320,7 +322,7 @@ class TextToText(GenerationTask):
         return {self._key: text}
 
     def new_tokens(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
-        return output[:, 1:]  # the first is the decoder's start token
+        return output[:, 1:]  # the first token is the decoder's start token
 
     def context(self, prompt: Prompt) -> Sequence[int]:
         return ()
@@ -330,7 +332,7 @@ _RESULT_KEYS = {"text2text-generation": "generated_text", "summarization": "summ
 
 
 class Translation(TextToText):
-    """Translates; a model of many languages is told which by `src_lang` and `tgt_lang`, or by the task's name."""
+    """Translates. For a model of many languages, `src_lang` and `tgt_lang` or the name of the task say which ones."""
 
     parameters: Mapping[str, Field] = MappingProxyType(
         {**TextToText.parameters, **named(src_lang=fields.string, tgt_lang=fields.string)}
@@ -357,7 +359,7 @@ class Translation(TextToText):
         return arguments
 
     def _target(self, parameters: Mapping[str, Any]) -> int:
-        """Return the token that the translation begins with."""
+        """Return the token of the target language, with which the translation begins."""
         language = self._language("tgt_lang", parameters)
         return int(self._tokenizer.convert_tokens_to_ids(self._token_of(language)))
 
@@ -370,5 +372,5 @@ class Translation(TextToText):
         return str(language)
 
     def _token_of(self, language: str) -> str:
-        tokens = getattr(self._tokenizer, "lang_code_to_token", None) or {}  # of M2M100: en is __en__
+        tokens = getattr(self._tokenizer, "lang_code_to_token", None) or {}  # in M2M100 the token of en is __en__
         return str(tokens.get(language, language))

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class PipelineHandler(TaskHandler):
-    """Serves one task of one model."""
+    """Serves one task of one model, which runs in the worker."""
 
     def load_task(self, task: str, model_dir: str, options: PipelineOptions) -> Task:
         from handlers.checkpoints.transformers_loading import set_threads

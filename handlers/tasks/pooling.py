@@ -1,6 +1,6 @@
-"""From the hidden states of a text's tokens to one vector, as the files of sentence-transformers describe it.
+"""Pools the hidden states of a text's tokens to one vector, as the files of sentence-transformers describe.
 
-modules.json lists the steps after the model: Pooling, maybe Dense layers, maybe Normalize.
+modules.json lists the steps after the model: Pooling, then optional Dense layers and Normalize.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lmi_server.contract.errors import ModelLoadError
 
 Vectors: TypeAlias = torch.Tensor  # (texts, width)
 _Pool: TypeAlias = Callable[[torch.Tensor, torch.Tensor], Vectors]
-"""Takes states (texts, tokens, width) and the mask of what is no padding (texts, tokens), which is on the right."""
+"""Takes states (texts, tokens, width) and a mask (texts, tokens) that is False at padding, which is on the right."""
 
 
 def _cls(states: torch.Tensor, mask: torch.Tensor) -> Vectors:
@@ -41,7 +41,7 @@ def _mean_of_square_root(states: torch.Tensor, mask: torch.Tensor) -> Vectors:
 
 
 def _weighted_mean(states: torch.Tensor, mask: torch.Tensor) -> Vectors:
-    """Later tokens of a causal model have seen more."""
+    """Weight a token by its position: in a causal model, later tokens have seen more of the text."""
     weights = mask.cumsum(1) * mask
     return (states * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)
 
@@ -58,7 +58,7 @@ _POOLS: Mapping[str, _Pool] = {
     "weightedmean": _weighted_mean,
     "lasttoken": _last_token,
 }
-# How older files say it, in the order in which several are put side by side.
+# The flags of older files, in the order in which sentence-transformers concatenates several poolings.
 _FLAGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -71,19 +71,19 @@ _FLAGS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """What the files of sentence-transformers say: how to pool, layers after it, and how texts are prepared."""
+    """The content of sentence-transformers' files: poolings, layers after them, and how texts are prepared."""
 
     pooling: tuple[str, ...] = ("mean",)
     dense: tuple[Path, ...] = ()
     max_length: int | None = None
     lower_case: bool = False
-    prompt: str = ""  # put before every text
+    prompt: str = ""  # a prefix of every text
 
 
 def read_layout(directory: Path) -> Layout:
-    """Return the layout of the model in `directory`; the default one where it has no such files.
+    """Return the layout of the model in `directory`; the default one if it has no such files.
 
-    Raises ModelLoadError for steps that are not known here.
+    Raises ModelLoadError for modules and poolings that this version does not support.
     """
     modules = _read(directory / "modules.json", [])
     pooling: tuple[str, ...] = ("mean",)
@@ -133,14 +133,14 @@ def _default_prompt(config: Mapping[str, Any]) -> str:
 
 
 class Pooler:
-    """Makes vectors of hidden states."""
+    """Computes vectors from hidden states."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self._pools = [_POOLS[mode] for mode in layout.pooling]
         self._dense = [_dense(path).to(device) for path in layout.dense]
 
     def __call__(self, states: torch.Tensor, mask: torch.Tensor) -> Vectors:
-        """Return float32 vectors of any length."""
+        """Return float32 vectors (texts, width), not normalised."""
         vectors = torch.cat([pool(states.float(), mask) for pool in self._pools], dim=1)
         for layer in self._dense:
             vectors = layer(vectors)

@@ -1,6 +1,7 @@
-"""Extractive question answering: the part of a context that answers a question. Transformers 5 has no pipeline for it.
+"""Extractive question answering: finds the part of a context that answers a question.
 
-A context that is longer than the model takes is cut into windows that overlap; every window is a row of the batch.
+A context that is too long for the model is cut into overlapping windows, each a row of a batch. Transformers 5 has no
+pipeline for this task; scores and parameters are those of the pipeline in transformers 4.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from handlers.tasks.task import Task, named, read_object, read_text
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.dialects import fields
 
-_MAX_WINDOW = 384  # tokens of question and context together, as the models were trained
+_MAX_WINDOW = 384  # tokens of question and context together; the models were trained with it
 _STRIDE = 128  # tokens that neighbouring windows share
 _MAX_QUESTION = 64
 _MAX_ANSWER = 15
-_MAX_TOKENS = 16384  # of one forward pass, padding counted
+_MAX_TOKENS = 16384  # of one forward pass, padding included
 
 _COUNT = fields.integer(1)
 
 
 class Span(NamedTuple):
-    """A possible answer: its score, and the characters of the context that it covers (none: no answer)."""
+    """A possible answer: its score and its characters in the context; `start == end` means "no answer"."""
 
     score: float
     start: int
@@ -37,16 +38,16 @@ class Span(NamedTuple):
 
 
 class _Window(NamedTuple):
-    owner: int  # the input that it is of
+    owner: int  # the index of its input
     ids: list[int]
     type_ids: list[int]
     offsets: list[tuple[int, int]]
     in_context: np.ndarray  # (tokens,) of bool
-    classifier: int  # where the token is that stands for "no answer"
+    classifier: int  # the index of the token that stands for "no answer"
 
 
 class QuestionAnswering(Task):
-    """Finds answers with a model that scores each token as the start and as the end of one."""
+    """Finds answers with a model that scores each token as the start and as the end of an answer."""
 
     parameters = named(
         top_k=_COUNT,
@@ -63,7 +64,7 @@ class QuestionAnswering(Task):
         self._tokenizer = load_tokenizer(path, options)
         if not self._tokenizer.is_fast:
             raise ModelLoadError(
-                "question-answering needs a fast tokenizer (tokenizer.json), which tells of characters"
+                "question-answering needs a fast tokenizer (tokenizer.json), which knows the characters of a token"
             )
         if self._tokenizer.pad_token is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
@@ -113,7 +114,7 @@ class QuestionAnswering(Task):
         question = tokenizer(item["question"], add_special_tokens=False)["input_ids"][:longest]
         cut = tokenizer.decode(question) if len(question) == longest else item["question"]
         stride = min(int(parameters.get("doc_stride", min(_STRIDE, size // 2))), max(1, size - len(question) - 8))
-        # Some models read the context first, and pad on that side.
+        # Models that pad on the left were trained with the context before the question.
         first = tokenizer.padding_side == "left"
         encoded = tokenizer(
             item["context"] if first else cut,
@@ -140,7 +141,10 @@ class QuestionAnswering(Task):
         ]
 
     def _probabilities(self, rows: Sequence[_Window]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Return for each window the probability of each token to start and to end the answer, the question's 0."""
+        """Return for each window the probabilities (tokens,) that a token starts and ends the answer.
+
+        They are 0 for tokens outside the context.
+        """
         names = self._tokenizer.model_input_names
         columns = {"input_ids": [row.ids for row in rows], "token_type_ids": [row.type_ids for row in rows]}
         padded = self._tokenizer.pad(
@@ -169,7 +173,7 @@ def _best_spans(window: _Window, start: np.ndarray, end: np.ndarray, longest: in
     """Return the `count` most probable spans of at most `longest` tokens inside the context."""
     inside = window.in_context
     pairs = np.outer(np.where(inside, start, 0), np.where(inside, end, 0))
-    pairs = np.tril(np.triu(pairs), longest - 1)
+    pairs = np.tril(np.triu(pairs), longest - 1)  # no end before its start, and none too far behind it
     best = np.argsort(-pairs, axis=None, kind="stable")[:count]
     return [
         Span(float(pairs[first, last]), window.offsets[first][0], window.offsets[last][1])
@@ -179,11 +183,11 @@ def _best_spans(window: _Window, start: np.ndarray, end: np.ndarray, longest: in
 
 
 def _answers(context: str, spans: Sequence[Span], count: int, words: bool) -> Any:
-    """Return the best answer, or the list of the best where several are asked for."""
+    """Return the best answer, or a list of the best if `count` is more than 1."""
     scores: dict[tuple[int, int], float] = {}
     for span in spans:
         place = _whole_words(context, span) if words else (span.start, span.end)
-        scores[place] = max(scores.get(place, 0.0), span.score)  # windows overlap: the same span may come twice
+        scores[place] = max(scores.get(place, 0.0), span.score)  # a span in two overlapping windows counts once
     best = sorted(scores.items(), key=lambda entry: -entry[1])[:count]
     answers = [
         {"score": score, "start": start, "end": end, "answer": context[start:end]} for (start, end), score in best
@@ -194,7 +198,7 @@ def _answers(context: str, spans: Sequence[Span], count: int, words: bool) -> An
 
 
 def _whole_words(context: str, span: Span) -> tuple[int, int]:
-    """Return the span, widened to the spaces around it."""
+    """Return the start and end of the span, extended to whole words."""
     start, end = span.start, span.end
     if start == end:
         return start, end

@@ -1,4 +1,4 @@
-"""What the pipeline handler asks of a task, and how inputs of each kind are read."""
+"""The interface of a task, and readers for inputs and parameters."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from lmi_server.dialects.fields import Field, Reader
 
 
 class Task(ABC):
-    """One loaded model and what it does with inputs.
+    """One loaded model and how it computes a result for an input.
 
-    `parameters` are what a request may say beside its inputs, by name; the reader's `target` is the name that `run`
-    finds. `max_length` is in tokens, 0 where inputs are no texts. `object_fields` are the fields of an input that is an
-    object and may stand for the whole body; such a single input is answered with the bare result.
+    `parameters` are those that a request may have beside its inputs, by name; `run` gets each under the `target` of its
+    Field. `max_length` is in tokens, 0 if inputs are no texts. If an input is an object with the fields
+    `object_fields`, a body may be such an object itself, and its answer is the bare result instead of a list.
     """
 
     parameters: Mapping[str, Field] = {}
@@ -31,50 +31,50 @@ class Task(ABC):
     @property
     @abstractmethod
     def model(self) -> Any:
-        """Return the torch module that does the work; a handler may change it in place before the first request."""
+        """Return the torch module that computes; a handler may change it in place before the first request."""
 
     @property
     def tokenizer(self) -> Any:
-        """Return what makes tokens of texts; None where inputs are no texts."""
+        """Return the tokenizer; None if inputs are no texts."""
         return None
 
     @abstractmethod
     def read(self, value: Any, parameters: Mapping[str, Any]) -> Any:
-        """Return one input of a request, checked and ready to run. Raises RequestError."""
+        """Return one input of a request, validated and in the form that `run` takes. Raises RequestError."""
 
     @abstractmethod
     def run(self, inputs: Sequence[Any], parameters: Mapping[str, Any]) -> Sequence[Any]:
-        """Return a result per input, in order; one that is an LmiServerError fails the request of that input alone.
+        """Return a result per input, in order. A result that is an LmiServerError fails only the request of its input.
 
-        `inputs` may come from several requests of one group. Raises ValueError or RequestError where one of them cannot
-        be used and it is not known which, anything else where the model fails.
+        `inputs` may belong to several requests of one group. Raises ValueError or RequestError if one of the inputs
+        cannot be used and it is not known which one, and anything else if the model fails.
         """
 
     def group_of(self, parameters: Mapping[str, Any]) -> Any:
-        """Return what requests that may run together have in common; None where one must run alone.
+        """Return a key that is equal for requests which may run together; None for one that must run alone.
 
-        A seed gives the same answer only in a batch of its own.
+        A request with a seed runs alone, because its random numbers depend on the other rows of a batch.
         """
         return None if "seed" in parameters else msgspec.json.encode(parameters, order="deterministic")
 
     def stream(self, inputs: Sequence[Any], parameters: Mapping[str, Any]) -> Iterator[list[str]]:
-        """Yield what each step adds to the text of each input. Only of tasks that generate text."""
+        """Yield for each step the text that it adds to each input. Only tasks that generate text have it."""
         raise NotImplementedError(f"{type(self).__name__} generates no text")
 
     def check_stream(self, parameters: Mapping[str, Any]) -> None:
-        """Raise RequestError where a request with these parameters cannot be streamed."""
+        """Raise RequestError if a request with these parameters cannot be streamed."""
         return
 
     def to_plain(self, result: Any) -> Any:
-        """Return a result as LMI's answers show it: plain values, or numpy's."""
+        """Return a result as plain values or numpy's, in the form of LMI's answers."""
         return result
 
     def input_error(self, value: Any) -> RequestError | None:
-        """Return what is wrong with an input that the model failed on, where that can be told."""
+        """Return the error of an input on which the model failed; None if the input is not the cause."""
         return None
 
     def details(self) -> Mapping[str, Any]:
-        """Return what the log and `explain` tell of the model."""
+        """Return facts of the model for the log and `explain`."""
         return {}
 
 
@@ -90,7 +90,7 @@ def _as_text(name: str, value: Any) -> str:
 
 
 def read_object(value: Any, names: Sequence[str]) -> Mapping[str, Any]:
-    """Return an input that must be an object with these fields."""
+    """Return `value`, an object with the fields `names`. Raises RequestError for anything else."""
     wanted = ", ".join(f'"{name}": ...' for name in names)
     if not isinstance(value, dict):
         shown = "bytes" if isinstance(value, bytes) else fields.show(value)
@@ -102,7 +102,10 @@ def read_object(value: Any, names: Sequence[str]) -> Mapping[str, Any]:
 
 
 def read_image(value: Any) -> Any:
-    """Return the image in `value`: the bytes of a file, or them as base64 (a data: URL too). Nothing is fetched."""
+    """Return the image in `value`, the bytes of a file, or base64 of them, also as a data: URL. Raises RequestError.
+
+    URLs are not fetched: a server that fetches whatever a client names can be made to read its internal network.
+    """
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -114,7 +117,7 @@ def read_image(value: Any) -> Any:
 
 
 def file_bytes(value: Any, kind: str) -> bytes:
-    """Return the bytes of a file that was sent as the body, or as base64 in JSON."""
+    """Return the bytes of a file that is the body, or base64 in JSON. Raises RequestError."""
     if isinstance(value, bytes):
         return value
     remedy = f"send the bytes of the file with Content-Type {kind}/..., or them as base64"
@@ -142,7 +145,7 @@ def one_of(*allowed: str) -> Reader:
 
 
 def texts(name: str, value: Any) -> list[str]:
-    """Reads a string, or a list of strings with something in it."""
+    """Return a string or a list of strings, not empty, as a list. Raises RequestError."""
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, list) or not items or not all(isinstance(item, str) for item in items):
         raise fields.not_allowed(name, value, "send a string or a list of strings")
@@ -150,12 +153,12 @@ def texts(name: str, value: Any) -> list[str]:
 
 
 def named(**readers: Reader) -> dict[str, Field]:
-    """Return parameters that go by the same name inside."""
+    """Return parameters whose `run` gets them under the same name."""
     return {name: Field(name, reader) for name, reader in readers.items()}
 
 
 def read_parameters(value: Any, known: Mapping[str, Field]) -> dict[str, Any]:
-    """Return the parameters of a request. Raises RequestError for one that the task does not know."""
+    """Return the parameters of a request. Raises RequestError for one that is not in `known`."""
     if value is None:
         return {}
     if not isinstance(value, dict):

@@ -1,6 +1,6 @@
-"""What handlers have in common that answer tasks of Hugging Face models whole, a dynamic batch at a time.
+"""The base of handlers that run tasks of Hugging Face models on dynamic batches.
 
-Requests of a batch that ask for the same run together. Where that fails each runs alone, so that only those fail that
+Requests of a batch with the same parameters run together. If that fails, each runs alone, so that only those fail that
 cannot be served. Torch and transformers are imported when the model loads.
 """
 
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What clients of the rolling batch send beside the inputs, and what has no bearing here.
+# Fields that a body may have. Others are ignored with a warning, because clients of the rolling batch send them.
 _BODY_FIELDS = frozenset({"inputs", "parameters", "stream"})
 
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """One request, read: its inputs, what it says of them, and what writes their results."""
+    """One parsed request: its inputs, its parameters, and the function that writes their results."""
 
     inputs: Sequence[Any]
     parameters: Mapping[str, Any]
@@ -51,7 +51,7 @@ class ParsedRequest:
 
 
 class TaskHandler(RequestHandler):
-    """Serves one task of one model, which `load_task` loads."""
+    """Serves one task of one model; `load_task` loads it."""
 
     def __init__(self) -> None:
         self._task: Task
@@ -65,7 +65,7 @@ class TaskHandler(RequestHandler):
 
     def start(self, model_dir: str, options: Any) -> ModelInfo:
         if options.task is None:
-            raise ModelLoadError("no task follows from the model's files; set option.task")
+            raise ModelLoadError("the model's files imply no task; set option.task")
         self._name = options.task
         self._served = ServedModel(name=self.served_names[0], served_names=tuple(self.served_names))
         self._streams = options.streams and generates(options.task)
@@ -147,7 +147,7 @@ class TaskHandler(RequestHandler):
         return ParsedRequest(inputs, parameters, write, streams)
 
     def _inputs(self, body: Mapping[str, Any]) -> tuple[Any, bool]:
-        """Return `inputs` as sent, and whether it is one object, whose answer is the bare result."""
+        """Return `inputs` as sent, and whether it is one object, whose answer is the bare result instead of a list."""
         own = self._task.object_fields
         if "inputs" not in body and own and body.keys() >= set(own):
             return {name: body[name] for name in own}, True
@@ -167,7 +167,7 @@ class TaskHandler(RequestHandler):
     # --- running ---
 
     def _groups(self, calls: Mapping[int, ParsedRequest]) -> list[list[int]]:
-        """Return which requests run together."""
+        """Return lists of the requests that run together."""
         groups: dict[Any, list[int]] = {}
         for index, call in calls.items():
             key = None if call.streams else self._task.group_of(call.parameters)
@@ -198,13 +198,13 @@ class TaskHandler(RequestHandler):
         text = describe(error)
         if is_out_of_memory(error):
             return ModelMemoryError(text)
-        if isinstance(error, ValueError):  # what the steps of a pipeline raise for an input or a parameter
+        if isinstance(error, ValueError):  # the steps of a pipeline raise it for an input or a parameter
             return RequestError(text)
         logger.error("the model failed", exc_info=error)
         return HandlerError(text)
 
     def _stream(self, call: ParsedRequest) -> Response:
-        """Answer with JSON lines, one per step, each with what it adds to the text of every input."""
+        """Return a stream of JSON lines, one per step, each with what the step adds to the text of every input."""
 
         def lines() -> Iterator[bytes]:
             for pieces in self._task.stream(call.inputs, call.parameters):
@@ -214,7 +214,7 @@ class TaskHandler(RequestHandler):
 
 
 def _split(results: Sequence[Any], calls: Sequence[ParsedRequest]) -> Iterator[Sequence[Any]]:
-    """Yield the results of each call's inputs."""
+    """Yield the results of each request's inputs."""
     begin = 0
     for call in calls:
         yield results[begin : begin + len(call.inputs)]

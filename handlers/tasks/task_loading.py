@@ -1,4 +1,4 @@
-"""Which class runs which task."""
+"""Chooses the class that runs a task, and loads the model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from handlers.tasks.transformers_pipeline import TransformersPipeline
 
 
 def load_task(task: str, path: str, options: PipelineOptions) -> Task:
-    """Load the model in directory `path` for a task that the options allow. Raises ModelLoadError."""
+    """Return `task`, one of those that the options allow, with the model in `path`. Raises ModelLoadError."""
     if task == "text-embedding":
         return TextEmbedding(path, options)
     if task == "feature-extraction":

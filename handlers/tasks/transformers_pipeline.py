@@ -1,4 +1,4 @@
-"""Tasks that run as a pipeline of transformers: its own steps, with the inputs of many requests in one batch."""
+"""Tasks that a pipeline of transformers runs, with the inputs of many requests in one batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lmi_server.contract.errors import ContextLengthError, ModelLoadError, Reque
 from lmi_server.dialects import fields
 from lmi_server.dialects.fields import Field
 
-_MAX_BATCH = 32  # inputs of one forward pass; a request may bring any number of them
+_MAX_BATCH = 32  # inputs of one forward pass; a request may have any number of inputs
 
 _COUNT = fields.integer(1)
 _FUNCTION = one_of("sigmoid", "softmax", "none")
@@ -87,7 +87,7 @@ def _sounds(pipeline: Any) -> Callable[[Any], Any]:
 
 @dataclass(frozen=True)
 class _Kind:
-    """How requests of one task are read (by what `reader` makes for a pipeline), and what they must and may say."""
+    """How requests of one task are read. `reader` gets the loaded pipeline and returns what reads an input."""
 
     reader: Callable[[Any], Callable[[Any], Any]]
     parameters: Mapping[str, Field] = field(default_factory=dict)
@@ -128,11 +128,11 @@ _KINDS = {
     ),
 }
 _ALONE = frozenset({"table-question-answering", "automatic-speech-recognition", "object-detection"})
-"""Tasks whose pipelines cannot pad inputs of different sizes to one batch, or give other results if they do."""
+"""Tasks whose pipelines cannot pad inputs of different sizes to one batch, or return other results if they do."""
 
 
 class TransformersPipeline(Task):
-    """Runs a pipeline of transformers."""
+    """Runs a pipeline of transformers on batches."""
 
     def __init__(self, task: str, path: str, options: PipelineOptions) -> None:
         kind = _KINDS[task]
@@ -163,11 +163,12 @@ class TransformersPipeline(Task):
         order = sorted(range(len(inputs)), key=lambda index: -_length(inputs[index]))
         size = min(len(inputs), _MAX_BATCH) if self._batches else 1
         try:
-            # The pipelines' own __call__ unwrap single results, each in its way; the base class gives one per input.
+            # Each pipeline overrides __call__ and unwraps single results in its own way. The base class returns exactly
+            # one result per input.
             results = Pipeline.__call__(
                 self._pipeline, [inputs[index] for index in order], batch_size=size, **parameters
             )
-        except PipelineException as error:  # an input that the task cannot use; derived from Exception alone
+        except PipelineException as error:  # an input that the task cannot use; it is no ValueError
             raise RequestError(str(error)) from error
         placed = dict(zip(order, results, strict=True))
         return [placed[index] for index in range(len(inputs))]
@@ -203,7 +204,12 @@ def _load(task: str, path: str, options: PipelineOptions) -> Any:
         )
     except ImportError as error:
         raise ModelLoadError(f"option.task={task} needs a Python package that is not installed: {error}") from error
-    except (OSError, ValueError, KeyError, RuntimeError) as error:  # what transformers raises for a broken directory
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        RuntimeError,
+    ) as error:  # transformers raises any of them for a broken directory
         raise ModelLoadError(f"transformers cannot load {path} for {task}: {error}") from error
     pipeline.model.requires_grad_(False)
     save_weights(pipeline.model, options)
@@ -211,7 +217,7 @@ def _load(task: str, path: str, options: PipelineOptions) -> Any:
 
 
 def _max_length(pipeline: Any, options: PipelineOptions) -> int:
-    """Return the tokens of a text that the model takes; 0 where nothing limits them, or where there is no text."""
+    """Return the maximum of tokens of a text; 0 if nothing limits them or inputs are no texts."""
     if options.max_model_len is not None:
         return options.max_model_len
     if pipeline.tokenizer is None:
@@ -220,7 +226,7 @@ def _max_length(pipeline: Any, options: PipelineOptions) -> int:
     return min(int(pipeline.tokenizer.model_max_length), positions or _NO_LIMIT) % _NO_LIMIT
 
 
-_NO_LIMIT = 10**9  # a tokenizer that knows no limit says 10**30
+_NO_LIMIT = 10**9  # tokenizers express "no limit" as 10**30
 
 
 def _length(value: Any) -> int:

@@ -1,6 +1,6 @@
-"""What a `model.py` written for LMI imports: requests, answers, and the codecs between bytes and values.
+"""The package that a `model.py` written for LMI imports: requests, answers, and codecs between bytes and values.
 
-On the path of workers only. Needs nothing but the standard library until tensors or images are asked for.
+Only workers have it on their path. It imports nothing but the base install until a call needs tensors or images.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What asynchronous handlers answer with: Outputs whose content tells one piece, and whether it is the last."""
+"""Outputs of asynchronous handlers: each carries one piece of an answer, and whether it is the last one."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def create_non_stream_output(
     error: str | None = None,
     code: int | None = None,
 ) -> Output:
-    """Return a whole answer; `properties` are headers."""
+    """Return a whole answer. `properties` become headers; with `error` or a `code` of 300 or more it is a failure."""
     return _piece(data, True, WHOLE_TYPE, properties, error, code)
 
 
 def create_stream_chunk_output(
     data: str | dict[str, Any], last_chunk: bool, error: str | None = None, code: int | None = None
 ) -> Output:
-    """Return one line of a streamed answer."""
+    """Return one line of a streamed answer. With `error` the stream ends with it."""
     return _piece(data, last_chunk, STREAM_TYPE, None, error, code)
 
 
@@ -35,8 +35,8 @@ async def handle_streaming_response(
 ) -> AsyncGenerator[Output, None]:
     """Yield an Output for each chunk of `response`.
 
-    `processor(chunk, **arguments)` returns (data, whether it is the last); with `accumulate_chunks` it gets what it
-    returned as third value the time before, as `history`. What it raises ends the stream with an error.
+    `processor(chunk, **arguments)` returns the data and whether it is the last. With `accumulate_chunks` it returns a
+    third value, which the next call gets as `history`. An exception in it ends the stream with an error.
     """
     history: list[Any] = []
     async for chunk in response:
@@ -45,7 +45,7 @@ async def handle_streaming_response(
                 data, last, history = processor(chunk, **arguments, history=history)
             else:
                 data, last = processor(chunk, **arguments)
-        except Exception as error:  # noqa: BLE001 - the border to formatters, which raise anything; the stream tells it
+        except Exception as error:  # noqa: BLE001 - the border to formatters, which raise anything; the stream reports it
             yield create_stream_chunk_output("", True, error=str(error), code=_FAILED)
             return
         yield create_stream_chunk_output(data, last)

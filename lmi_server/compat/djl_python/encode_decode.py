@@ -1,4 +1,4 @@
-"""From the bytes of a request to values by its content type, and from values to an answer by what it accepts."""
+"""Decodes the body of a request by its content type, and encodes an answer by what the request accepts."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from djl_python.optional_packages import needs
 from djl_python.outputs import Output
 
 _HEADERS = ("question", "context", "inputs")
-"""What the first line of a CSV file has at least one of."""
+"""The first line of a CSV file has at least one of these names."""
 
 
 def decode(inputs: Input, content_type: str | None, key: str | None = None, require_csv_headers: bool = True) -> Any:
-    """Return the body of `inputs` as its content type says; a dict with "inputs", or what JSON or tensors hold.
+    """Return the body of `inputs` decoded by its content type: the value of JSON, arrays, or a dict with "inputs".
 
-    A CSV file is `{"inputs": [a row each]}`, its first line naming the columns; without `require_csv_headers` it is an
-    array of float32. Raises ValueError.
+    A CSV file whose first line names the columns becomes `{"inputs": [row, ...]}`; without `require_csv_headers` it is
+    an array of float32, (rows, columns). Raises ValueError if the body is not what the content type promises.
     """
     if not content_type:
         return inputs.get_as_json(key) if inputs.get_as_bytes(key) else {"inputs": ""}
@@ -40,7 +40,7 @@ def decode(inputs: Input, content_type: str | None, key: str | None = None, requ
 
 
 def encode(outputs: Output, prediction: Any, accept: str | None, key: str | None = None) -> Output:
-    """Add `prediction` to `outputs` in the form that `accept` asks for, and set its content type."""
+    """Add `prediction` to `outputs` in the first known form that `accept` names, with its content type."""
     if not accept or "application/json" in accept or "*/*" in accept:
         outputs.add_as_json(prediction, key)
         return outputs.add_property("Content-Type", "application/json")
@@ -75,7 +75,9 @@ def _numbers(text: str) -> Any:
     try:
         return np.array([[float(cell) for cell in row] for row in rows], dtype=np.float32)
     except ValueError as error:
-        raise ValueError(f"a CSV file without names of columns holds numbers, equally many a line: {error}") from error
+        raise ValueError(
+            f"a CSV file without names of columns must have equally many numbers in each line: {error}"
+        ) from error
 
 
 def _encode_csv(prediction: Any) -> str:

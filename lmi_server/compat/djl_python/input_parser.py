@@ -1,6 +1,6 @@
-"""Decorators for the functions of a `model.py` that take the place of a built-in handler's own.
+"""Decorators for the functions of a `model.py` that replace parts of a built-in handler.
 
-Each marks its function; the first function of a kind in the file counts.
+Of several functions with the same decorator, the first in the file counts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def input_formatter(function: F) -> F:
 
 
 def prediction_handler(function: F) -> F:
-    """Mark the function that predicts in the place of a scikit-learn or XGBoost model: `fn(inputs, model)`."""
+    """Mark the function that predicts instead of a scikit-learn or XGBoost model: `fn(inputs, model)`."""
     function.is_prediction_handler = True  # type: ignore[attr-defined]
     return function
 

@@ -1,4 +1,4 @@
-"""A request, or a batch of them, as a handler of one's own gets it."""
+"""A request, or a batch of requests, as user code gets it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _IN_BATCH = re.compile(r"batch_(\d+)[._](.*)", re.DOTALL)
 
 
 class Input:
-    """`properties` are the headers of the request; `content` holds its query parameters, then its body as "data"."""
+    """`properties` are the headers of the request; `content` has its query parameters, then its body under "data"."""
 
     def __init__(self) -> None:
         self.properties: Properties = Properties()
@@ -34,11 +34,11 @@ class Input:
         return self.function_name
 
     def get_properties(self) -> Properties:
-        """Return the properties themselves, to be changed too."""
+        """Return the properties themselves; the caller may change them."""
         return self.properties
 
     def get_property(self, key: str) -> Any:
-        """Return a property, its name in any case; None where it is missing."""
+        """Return a property, whatever the case of its name; None if it is missing."""
         return self.properties.get(key)
 
     # --- batches ---
@@ -50,7 +50,7 @@ class Input:
         return int(self.properties.get("batch_size", "1"))
 
     def get_batches(self) -> list[Input]:
-        """Return the requests of the batch, each an Input of its own; this one, where it is no batch."""
+        """Return each request of the batch as an Input; this Input alone if it is not a batch."""
         if not self.is_batch():
             return [self]
         batches = [Input() for _ in range(self.get_batch_size())]
@@ -70,14 +70,14 @@ class Input:
         return self.content
 
     def is_empty(self) -> bool:
-        """Tell whether this is the call at the start of the worker, in which the model is to be loaded."""
+        """Return whether this is the first call of a worker, which asks the handler to load the model."""
         return self.content.is_empty()
 
     def contains_key(self, key: str) -> bool:
         return self.content.get(key) is not None
 
     def get_data(self, key: str | None = None) -> Any:
-        """Return the content as its type says: arrays, what JSON holds, a text, an image, or bytes."""
+        """Return the content decoded by its content type: arrays, the value of JSON, a text, an image, or bytes."""
         content_type = self.get_property("content-type")
         if content_type == "tensor/ndlist":
             return self.get_as_numpy(key)
@@ -92,9 +92,9 @@ class Input:
         return None if self.content.is_empty() else self.get_as_bytes(key)
 
     def get_as_bytes(self, key: str | None = None) -> Any:
-        """Return the bytes under `key`; without one those under "data", or else the first.
+        """Return the bytes under `key`; without `key` those under "data", or else the first.
 
-        None where there is no content at all. Raises KeyError where `key` is missing.
+        Returns None if there is no content at all. Raises KeyError if `key` is missing.
         """
         content = self.content
         if not content.keys:
@@ -114,7 +114,7 @@ class Input:
         return None if data is None else json.loads(data)
 
     def get_as_image(self, key: str | None = None) -> Any:
-        """Return a PIL image."""
+        """Return a PIL image. Raises ImportError if Pillow is not installed."""
         with needs("Pillow", "images"):
             from PIL import Image
 
@@ -128,7 +128,7 @@ class Input:
         return from_npz(self.get_as_bytes(key))
 
     def get_as_csv(self, key: str | None = None) -> list[dict[str, Any]]:
-        """Return the rows of a CSV file, by the names in its first line."""
+        """Return the rows of a CSV file as dicts with the names in its first line."""
         return list(csv.DictReader(io.StringIO(self.get_as_string(key))))
 
     def __str__(self) -> str:
@@ -141,7 +141,7 @@ class Input:
 
 
 def make_input(properties: Mapping[str, Any], content: list[tuple[str, bytes]], function_name: str | None) -> Input:
-    """Return an Input; `properties` are copied."""
+    """Return an Input with a copy of `properties`. Not part of LMI's interface."""
     made = Input()
     made.properties = Properties(properties)
     made.content = PairList([key for key, _ in content], [value for _, value in content])

@@ -1,13 +1,13 @@
-"""NDList and NPZ, the two forms of tensors in requests and answers. numpy is imported when the first one is seen.
+"""NDList and NPZ, the two formats of tensors in requests and answers. The first call imports numpy.
 
 An NDList is big-endian but for the data, which follows its own byte-order mark:
 
     int32 count, then per array:
-    text "NDAR", int32 version (3), byte flag, then a text (the name) where it is 1, text "default" (the sparse format),
+    text "NDAR", int32 version (3), byte flag, text name if the flag is 1, text "default" (the sparse format),
     text dtype in upper case, int32 rank, int64 each dimension, int32 length of the layout, int16 per character of it,
     byte "<" or ">", int32 length, data
 
-where a text is an int16 length and so many bytes.
+A text is an int16 length and that many bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ZIP = b"PK"
 
 
 def to_nd_list(arrays: Sequence[Array] | Array) -> bytearray:
-    """Encode arrays of any shape; one array is a list of one."""
+    """Return arrays of any shape as an NDList; a single array is a list of one."""
     with needs("numpy", "tensors"):
         import numpy as np
 
@@ -44,7 +44,7 @@ def to_nd_list(arrays: Sequence[Array] | Array) -> bytearray:
 
 
 def from_nd_list(encoded: bytes | bytearray) -> list[Array]:
-    """Decode an NDList; the bytes of an NPZ file are taken too. Raises ValueError."""
+    """Return the arrays of an NDList, or of an NPZ file. Raises ValueError if the bytes are neither."""
     if encoded[:2] == _ZIP:
         return from_npz(encoded)
     reader = _Reader(encoded)
@@ -55,7 +55,7 @@ def from_nd_list(encoded: bytes | bytearray) -> list[Array]:
 
 
 def to_npz(arrays: Sequence[Array]) -> bytes:
-    """Encode arrays as an NPZ file."""
+    """Return arrays as an NPZ file."""
     with needs("numpy", "tensors"):
         import numpy as np
 
@@ -65,7 +65,7 @@ def to_npz(arrays: Sequence[Array]) -> bytes:
 
 
 def from_npz(encoded: bytes | bytearray) -> list[Array]:
-    """Decode an NPZ file; arrays in the order of the file. Pickled objects are refused."""
+    """Return the arrays of an NPZ file in its order. Raises ValueError for pickled objects, which could run code."""
     with needs("numpy", "tensors"):
         import numpy as np
 
@@ -99,7 +99,9 @@ class _Reader:
     def take(self, length: int) -> bytes:
         taken = bytes(self._data[self._at : self._at + length])
         if length < 0 or len(taken) < length:
-            raise ValueError(f"the bytes are no NDList: {length} expected at {self._at}, {len(taken)} there")
+            raise ValueError(
+                f"the bytes are no NDList: {length} bytes are expected at {self._at}, but there are {len(taken)}"
+            )
         self._at += length
         return taken
 
@@ -117,20 +119,20 @@ def _decode(reader: _Reader) -> Array:
 
     magic = reader.text()
     if magic != _MAGIC:
-        raise ValueError(f"the bytes are no NDList: {magic!r} where {_MAGIC!r} is expected")
+        raise ValueError(f"the bytes are no NDList: they begin with {magic!r} instead of {_MAGIC!r}")
     version = reader.integer(">i")
     if version != _VERSION:
-        raise ValueError(f"an NDList of version {version} is not supported, only of {_VERSION}")
+        raise ValueError(f"an NDList of version {version} is not supported; send version {_VERSION}")
     if reader.integer(">B"):
         reader.text()  # its name
     sparse = reader.text()
     if sparse != _DENSE:
-        raise ValueError(f"an NDList with {sparse!r} arrays is not supported")
+        raise ValueError(f"an NDList with arrays of the format {sparse!r} is not supported; send dense arrays")
     dtype = np.dtype(reader.text().lower())
     shape = [reader.integer(">q") for _ in range(reader.integer(">i"))]
     reader.take(2 * reader.integer(">i"))  # the layout
     order = reader.take(1).decode("latin-1")
     if order not in "<>":
-        raise ValueError(f"the bytes are no NDList: byte order {order!r}")
+        raise ValueError(f"the bytes are no NDList: the byte order is {order!r} instead of < or >")
     data = reader.take(reader.integer(">i"))
     return np.frombuffer(data, dtype.newbyteorder(order)).reshape(shape)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Late imports of packages that the base install does not have: if one is missing, the error says how to get it."""
+"""Late imports of packages that the base install lacks: if one is missing, the error says how to install it."""
 
 from __future__ import annotations
 

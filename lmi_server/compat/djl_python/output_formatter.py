@@ -1,4 +1,4 @@
-"""The decorator for the function of a `model.py` that writes answers, and the types that it gets."""
+"""The decorator for the function of a `model.py` that writes answers, and the types of its arguments."""
 
 from __future__ import annotations
 

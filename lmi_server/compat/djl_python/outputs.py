@@ -1,4 +1,4 @@
-"""The answer of a handler of one's own."""
+"""The answer that user code returns."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def _json(value: Any) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON can tell in place of `value`: numpy's and torch's values, times, bytes."""
+    """Return plain values for dates, times, bytes (as base64), and numbers, arrays and tensors of numpy and torch."""
     if isinstance(value, datetime.date | datetime.time):
         return str(value)
     if isinstance(value, bytes | bytearray):
         return base64.b64encode(value).decode()
     if hasattr(value, "tolist"):  # arrays, tensors and their scalars
         return value.tolist()
-    raise TypeError(f"{type(value).__name__} cannot be told in JSON: {value!r}")
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON: {value!r}")
 
 
 class Output:
     """`code` is the status of the HTTP answer, `properties` are its headers, `content` its body.
 
-    Every method that changes it returns the Output itself.
+    Methods that change an Output return the Output itself, so that calls can be chained.
     """
 
     def __init__(self, code: int = 200, message: str = "OK") -> None:
@@ -69,7 +69,7 @@ class Output:
     def error(
         self, error: str, code: int = 424, message: str = ERROR_MESSAGE, batch_index: int | None = None
     ) -> Output:
-        """Answer with an error in the place of what there is; with `batch_index`, only to that request of the batch."""
+        """Replace the answer by an error; with `batch_index`, only the answer to that request of the batch."""
         body = {"code": code, "message": message, "error": error}
         if batch_index is None:
             self.code, self.message = code, message
@@ -83,7 +83,7 @@ class Output:
     # --- headers ---
 
     def add_property(self, key: str, value: Any) -> Output:
-        """Set a header. In an answer to a batch, `batch_<index>_<name>` sets that of one request."""
+        """Set a header. In the answer to a batch, `batch_<index>_<name>` is the header of one request."""
         self.properties[key] = value
         return self
 
@@ -96,13 +96,13 @@ class Output:
     # --- body ---
 
     def add(self, value: Any, key: str | None = None, batch_index: int | None = None) -> Output:
-        """Add a text, bytes, or anything that JSON can tell; in a batch, for the request `batch_index`."""
+        """Add a text, bytes, or anything that JSON can express; in a batch, for the request `batch_index`."""
         if isinstance(value, str):
             value = value.encode("utf-8")
         elif not isinstance(value, bytes | bytearray):
             value = _json(value)
         if key is not None and not isinstance(key, str):
-            logger.warning("key %r of a content is not a text", key)
+            logger.warning("the key %r of a content is not a text; it is converted", key)
             key = str(key)
         self.content.add(key if batch_index is None else f"batch_{batch_index}.{key or ''}", value)
         return self
@@ -117,16 +117,16 @@ class Output:
         return self.add(to_npz(arrays), key, batch_index)
 
     def add_as_json(self, value: Any, key: str | None = None, batch_index: int | None = None) -> Output:
-        """Add JSON. Raises ValueError where a number is NaN or infinite."""
+        """Add `value` as JSON. Raises ValueError if a number is NaN or infinite, TypeError for other types."""
         return self.add(_json(value), key, batch_index)
 
     def add_stream_content(
         self, stream_content: Iterator[Any], output_formatter: Callable[[Any], Any] | None = _outputs_line
     ) -> Output:
-        """Answer with what the iterator yields, each item as soon as it is there.
+        """Stream the items of an iterator, each as soon as it yields it.
 
-        `output_formatter` turns an item into what is sent; without the argument an item X is sent as `{"outputs": X}`
-        and a line feed, with None as it is.
+        `output_formatter` turns an item into a text, bytes or plain values. By default an item X is sent as
+        `{"outputs": X}` and a line feed; None sends items as they are.
         """
         self.stream_content = stream_content
         self.stream_output_formatter = output_formatter
@@ -148,7 +148,7 @@ class Output:
     # --- afterwards ---
 
     def finalize(self, function: Callable[..., Any], *args: Any) -> Output:
-        """Have `function(*args)` called once the answer is on its way, whether it ended well or not."""
+        """Have `function(*args)` called after the answer was sent, whether it ended well or not."""
         self.finalize_function = function
         self.finalize_args = args
         return self
@@ -160,7 +160,10 @@ class Output:
 
     @staticmethod
     def binary_encode(mapping: Mapping[str, Any]) -> bytearray:
-        """Encode what one step of a rolling batch says of one request; see `binary_decode`."""
+        """Return the result of one step of a rolling batch for one request as bytes.
+
+        The format is big-endian: int16 count, then per entry int32 length and key, int32 length and value.
+        """
         encoded = bytearray(struct.pack(">h", len(mapping)))
         for key, value in mapping.items():
             for text in (key.encode(), str(value).encode()):
@@ -169,7 +172,7 @@ class Output:
 
     @staticmethod
     def binary_decode(encoded: bytes | bytearray) -> dict[str, str]:
-        """Decode `binary_encode`. Raises ValueError."""
+        """Return what `binary_encode` encoded. Raises ValueError for other bytes."""
         texts, at = [], 2
         try:
             for _ in range(2 * struct.unpack_from(">h", encoded)[0]):
@@ -179,7 +182,7 @@ class Output:
         except (struct.error, UnicodeDecodeError) as error:
             raise ValueError(f"the bytes are no step of a rolling batch: {error}") from error
         if at != len(encoded):
-            raise ValueError("the bytes are no step of a rolling batch: they do not end where they should")
+            raise ValueError("the bytes are no step of a rolling batch: there are bytes after its end")
         return dict(zip(texts[::2], texts[1::2], strict=True))
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""An ordered list of (key, value) pairs in which keys may repeat or be missing."""
+"""An ordered list of (key, value) pairs, in which a key may repeat or be None."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PairList:
         index: int | None = None,
         pair: tuple[str | None, Any] | None = None,
     ) -> None:
-        """Add a pair, before position `index` where it is given. A value of None is ignored."""
+        """Add a pair at position `index`, by default at the end. A pair whose value is None is ignored."""
         if pair is not None:
             key, value = pair
         if value is None:
@@ -42,7 +42,7 @@ class PairList:
         return not self.keys
 
     def get(self, key: str | None) -> Any:
-        """Return the value of the first pair with `key`; None where there is none."""
+        """Return the value of the first pair with `key`; None if there is none."""
         return self.values[self.keys.index(key)] if key in self.keys else None
 
     def contains_key(self, key: str | None) -> bool:

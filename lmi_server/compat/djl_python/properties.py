@@ -1,4 +1,4 @@
-"""Properties of a request: HTTP headers above all, whose names mean the same in any case."""
+"""Properties of a request. Most are HTTP headers, whose names are case-insensitive."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Any
 
 
 class Properties(dict[str, Any]):
-    """A dict with keys as they were set, found in any case."""
+    """A dict that keeps the spelling of its keys and finds them whatever their case."""
 
     def __init__(self, values: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()) -> None:
         super().__init__(values)
-        self._spelling: dict[str, str] | None = None  # by the key in lower case; made when it is needed
+        self._spelling: dict[str, str] | None = (
+            None  # by key in lower case. Most lookups use the exact key, so it is built on the first miss
+        )
 
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(self._spelled(key), value)

@@ -1,4 +1,4 @@
-"""What formatters get and give: a request as parsed, and its answer as far as it was generated."""
+"""Arguments and results of formatters: a parsed request, and the answer as far as it is generated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass
 class Token:
-    """One token. `log_prob` is a natural logarithm; None where it was not computed."""
+    """One token. `log_prob` is a natural logarithm, None if it was not computed."""
 
     id: int
     text: str
@@ -19,7 +19,7 @@ class Token:
     request_id: Any = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the token as LMI's answers tell it."""
+        """Return the token in the form of LMI's answers."""
         fields: dict[str, Any] = {"id": self.id, "text": self.text, "log_prob": self.log_prob}
         if self.special_token:
             fields["special_token"] = True
@@ -28,7 +28,7 @@ class Token:
         return fields
 
     def as_tgi_dict(self) -> dict[str, Any]:
-        """Return the token as text-generation-inference tells it."""
+        """Return the token in the form of text-generation-inference."""
         fields: dict[str, Any] = {"id": self.id, "text": self.text, "logprob": self.log_prob}
         if self.special_token is not None:
             fields["special"] = self.special_token
@@ -37,7 +37,7 @@ class Token:
 
 @dataclass
 class Sequence:
-    """One generated sequence. `get_next_token` reads its tokens one after the other, as they arrive."""
+    """One generated sequence. `get_next_token` reads its tokens in order, while others are still generated."""
 
     tokens: list[Token] = field(default_factory=list)
     top_tokens: list[list[Token]] = field(default_factory=list)
@@ -48,11 +48,14 @@ class Sequence:
     _top_read: int = field(default=0, repr=False)
 
     def has_next_token(self) -> bool:
-        """Tell whether there is a token that `get_next_token` has not returned."""
+        """Return whether there is a token that `get_next_token` has not returned yet."""
         return self._read < len(self.tokens)
 
     def get_next_token(self) -> tuple[Token | None, int, bool, bool]:
-        """Return the next token, its index, and whether it is the first one and the last one there will be."""
+        """Return the next token, its index, and whether it is the first and the last of the sequence.
+
+        Returns (None, -1, False, False) if there is no further token yet.
+        """
         if not self.has_next_token():
             return None, -1, False, False
         index = self._read
@@ -65,14 +68,14 @@ class Sequence:
         return self._read
 
     def get_last_token(self) -> Token | None:
-        """Return the last token of a finished sequence, None before that."""
+        """Return the last token of a finished sequence; None before its end."""
         return self.tokens[-1] if self.finish_reason is not None and self.tokens else None
 
     def has_next_top_tokens(self) -> bool:
         return self._top_read < len(self.top_tokens)
 
     def get_next_top_tokens(self) -> tuple[list[Token] | None, int, bool, bool]:
-        """Return the best alternatives at the next position, as `get_next_token` returns the token there."""
+        """Return the most probable tokens at the next position, otherwise what `get_next_token` returns."""
         if not self.has_next_top_tokens():
             return None, -1, False, False
         index = self._top_read
@@ -85,7 +88,7 @@ class Sequence:
 
 @dataclass
 class RequestInput:
-    """A request as parsed. A formatter may add attributes; the output formatter gets the same object."""
+    """A parsed request. The input formatter may add attributes, because the output formatter gets the same object."""
 
     request_id: Any = None
     client_request_id: str | None = None
@@ -97,20 +100,20 @@ class RequestInput:
 
 @dataclass
 class TextInput(RequestInput):
-    """A request for text: `input_text` is the prompt, `parameters` those of the request, `stream` among them."""
+    """A request for text: `input_text` is the prompt; `parameters` are those of the request, including `stream`."""
 
     input_text: str | list[str] | None = None
     adapters: Any = None
     tokenizer: Any = None
 
     def prompt_tokens_length(self) -> int:
-        """Return the number of the prompt's tokens."""
+        """Return the number of tokens of the prompt; 0 without a tokenizer."""
         return len(self.tokenizer.encode(self.input_text)) if self.tokenizer is not None else 0
 
 
 @dataclass
 class RequestOutput:
-    """The answer to a request, as far as there is one."""
+    """The answer to a request, as far as it is generated."""
 
     request_id: Any = None
     input: Any = None
@@ -119,7 +122,7 @@ class RequestOutput:
 
 @dataclass
 class TextGenerationOutput(RequestOutput):
-    """The sequences that were generated so far, by index."""
+    """The sequences of a request by index, as far as they are generated."""
 
     sequences: dict[int, Sequence] = field(default_factory=dict)
     best_sequence_index: int = 0
@@ -134,7 +137,7 @@ class TextGenerationOutput(RequestOutput):
         return self.sequences[self.best_sequence_index]
 
     def get_tokens_as_dict(self, sequence_index: int) -> list[dict[str, Any]]:
-        """Return the tokens of a sequence as LMI's answers tell them."""
+        """Return the tokens of a sequence in the form of LMI's answers."""
         return [token.as_dict() for token in self.sequences[sequence_index].tokens]
 
     def get_prompt_tokens_as_dict(self) -> list[dict[str, Any]]:

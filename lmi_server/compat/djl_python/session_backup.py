@@ -1,6 +1,6 @@
-"""Sessions on S3 (option.sessions_s3url): saved when their worker ends, brought back by a worker that has them not.
+"""Sessions on S3 (option.sessions_s3url): a worker saves them when it ends, and fetches one that it does not have.
 
-boto3 takes credentials, region and endpoint from where the AWS tools take them.
+boto3 takes credentials, region and endpoint from the places that all AWS tools read.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _SCHEME = "s3://"
 
 
 class SessionBackup:
-    """The sessions below `directory`, on S3 below `url`: one object per file, `<url>/<session id>/<file>`.
+    """Copies the sessions in `directory` to S3 and back: one object per file, `<url>/<session id>/<file>`.
 
-    Raises ValueError where `url` is no s3://bucket/prefix. Every method raises OSError where S3 cannot be used.
+    Raises ValueError if `url` is no s3://bucket/prefix. Every method raises OSError if S3 fails or boto3 is missing.
     """
 
     def __init__(self, url: str, directory: Path) -> None:
@@ -34,7 +34,7 @@ class SessionBackup:
         self._directory = directory
 
     def save(self, session_ids: list[str]) -> None:
-        """Save sessions; files that are there already, with the same content, are not sent again."""
+        """Save sessions. A file that S3 has with the same content is not sent again."""
         if not session_ids:
             return
         with self._client() as s3:
@@ -43,12 +43,12 @@ class SessionBackup:
                 for file in sorted((self._directory / session_id).iterdir()):
                     data = file.read_bytes()
                     key = self._key(session_id, file.name)
-                    if there.get(key) != hashlib.md5(data, usedforsecurity=False).hexdigest():
+                    if there.get(key) != hashlib.md5(data, usedforsecurity=False).hexdigest():  # S3's ETag is the MD5
                         s3.put_object(Bucket=self._bucket, Key=key, Body=data)
-        logger.info("%d sessions are saved at %s", len(session_ids), self._url)
+        logger.info("saved %d sessions at %s", len(session_ids), self._url)
 
     def fetch(self, session_id: str) -> bool:
-        """Bring a session here; return whether there is one."""
+        """Fetch a session into `directory`; return whether S3 has it."""
         with self._client() as s3:
             keys = [key for key, _ in self._listed(s3, session_id)]
             if not keys:
@@ -62,12 +62,12 @@ class SessionBackup:
                 try:
                     made.rename(self._directory / session_id)
                 except OSError:
-                    if not (self._directory / session_id).is_dir():  # another worker was faster
+                    if not (self._directory / session_id).is_dir():  # another worker has fetched it meanwhile
                         raise
         return True
 
     def forget(self, session_id: str) -> None:
-        """Delete what was saved of a session."""
+        """Delete a session from S3."""
         with self._client() as s3:
             for key, _ in self._listed(s3, session_id):
                 s3.delete_object(Bucket=self._bucket, Key=key)
@@ -76,7 +76,7 @@ class SessionBackup:
         return f"{self._prefix}{session_id}/{name}"
 
     def _listed(self, s3: Any, session_id: str) -> Iterator[tuple[str, str]]:
-        """Yield key and ETag of each file of a session."""
+        """Yield the key and the ETag of each file of a session."""
         pages = s3.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=self._key(session_id, ""))
         for page in pages:
             for found in page.get("Contents", ()):
@@ -84,7 +84,7 @@ class SessionBackup:
 
     @contextmanager
     def _client(self) -> Iterator[Any]:
-        """Yield a client, and close it: sessions are fetched and saved too rarely to keep connections open."""
+        """Yield a client and close it: sessions are fetched and saved too rarely to keep connections open."""
         try:
             import boto3
             from botocore.exceptions import BotoCoreError, ClientError

@@ -1,6 +1,7 @@
-"""State between the requests of one session, in files that every worker of the machine sees and that outlive them.
+"""Stateful sessions: values that user code keeps from one request to the next.
 
-What `put` stores is written as msgpack and NumPy's own format, never pickled: reading a session runs no code.
+They are files that all workers of the machine share and that outlive a worker. Values are stored as msgpack and in
+NumPy's own format, never pickled, so that reading a session runs no code.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ logger = logging.getLogger(__name__)
 NEW_SESSION = "NEW_SESSION"
 DEFAULT_EXPIRATION_S = 1200
 
-_EXPIRATION = ".expiration"  # a file of each session; keys cannot begin with a dot
+_EXPIRATION = ".expiration"  # the file with the end of a session; no key begins with a dot
 _SESSION_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 class Session:
-    """One session. `expiration_ts` is in seconds of time.time().
+    """One session. `expiration_ts` is in seconds since the epoch.
 
-    Keys are texts; "/" in them means the same as "-".
+    Keys are texts. A "/" in a key is replaced by "-", as in LMI.
     """
 
     def __init__(self, session_id: str, directory: Path, expiration_ts: float) -> None:
@@ -59,10 +60,10 @@ class Session:
         file, temporary = tempfile.mkstemp(prefix=".", dir=self._directory)
         with os.fdopen(file, "wb") as written:
             written.write(data)
-        os.replace(temporary, path)  # whoever reads meanwhile sees the old value or the new one
+        os.replace(temporary, path)  # atomic: another worker reads the old value or the new one, never a part
 
     def get(self, key: str, d: Any = None) -> Any:
-        """Return the value of a key, `d` where there is none. Raises ValueError where it is an array's memory."""
+        """Return the value of `key`; `d` if there is none. Raises ValueError for an array of `get_as_numpy`."""
         try:
             return decode(self._path(key).read_bytes())
         except FileNotFoundError:
@@ -71,9 +72,9 @@ class Session:
     def get_as_numpy(
         self, key: str, shape: tuple[int, ...], dtype: Any = None, create: bool = False
     ) -> np.memmap[Any, np.dtype[Any]]:
-        """Return an array whose memory is a file of the session; what is written to it stays there.
+        """Return an array whose memory is a file of the session, so that writing to it changes the session.
 
-        Without `create` it has to be there: raises ValueError where it is not, or has another size.
+        `dtype` is float32 by default. Without `create`, raises ValueError if the array is missing or of another size.
         """
         with needs("numpy", "arrays of a session"):
             import numpy as np
@@ -89,7 +90,7 @@ class Session:
         return np.memmap(path, kind, "r+", shape=shape)
 
     def remove(self) -> None:
-        """Delete everything of the session."""
+        """Delete the session."""
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _path(self, key: str) -> Path:
@@ -100,9 +101,9 @@ class Session:
 
 
 class SessionManager:
-    """The sessions below `sessions_path`; each ends `sessions_expiration` seconds after it was created.
+    """The sessions in `sessions_path`; each expires `sessions_expiration` seconds after its creation.
 
-    With `sessions_s3url`, they are saved there when the worker ends, and one that is not here is looked for there.
+    With `sessions_s3url`, a worker saves them there when it ends, and fetches a session that is not on this machine.
     """
 
     def __init__(self, properties: Mapping[str, Any]) -> None:
@@ -117,7 +118,7 @@ class SessionManager:
             _saved.add(self)
 
     def create_session(self) -> Session:
-        """Return a new session; those that have expired are deleted first."""
+        """Delete expired sessions, then return a new one."""
         self._clean_expired()
         session_id = str(uuid.uuid4())
         directory = self.sessions_path / session_id
@@ -126,13 +127,13 @@ class SessionManager:
             made = Path(unfinished, session_id)
             made.mkdir(mode=0o700)
             (made / _EXPIRATION).write_text(repr(expiration_ts))
-            made.rename(directory)  # with its expiration in it, so that nobody takes it for a broken one
+            made.rename(directory)  # atomic: no worker sees a session without its expiration
         return Session(session_id, directory, expiration_ts)
 
     def get_session(self, session_id: str | None) -> Session | None:
-        """Return a session; None where none is named, a new one is asked for, or it has expired.
+        """Return a session; None for no id, for NEW_SESSION, and for a session that has expired.
 
-        Raises ValueError where there is no such session.
+        Raises ValueError if there is no such session.
         """
         if not session_id or session_id == NEW_SESSION:
             return None
@@ -143,13 +144,13 @@ class SessionManager:
         return session
 
     def close_session(self, session_id: str | None) -> None:
-        """Delete a session. Raises ValueError where none is named, or there is no such session."""
+        """Delete a session. Raises ValueError without an id and for an unknown one."""
         if not session_id:
             raise ValueError(f"invalid session_id: {session_id!r}")
         self._remove(self._found(session_id))
 
     def save(self) -> None:
-        """Save every session to `sessions_s3url`; nothing happens without one. Raises OSError where that fails."""
+        """Save every session to `sessions_s3url`, if that is set. Raises OSError if S3 fails."""
         if self._backup is not None:
             self._backup.save([session.session_id for session in self._here() if session.expiration_ts > time.time()])
 
@@ -167,7 +168,9 @@ class SessionManager:
             self._backup.forget(session.session_id)
 
     def _find(self, session_id: str) -> Session | None:
-        if _SESSION_ID.fullmatch(session_id) is None:  # it comes from a header, and becomes a path
+        if (
+            _SESSION_ID.fullmatch(session_id) is None
+        ):  # it comes from a client's header and becomes a path: nothing like ../ may pass
             return None
         directory = self.sessions_path / session_id
         try:
@@ -189,7 +192,7 @@ _saved: WeakSet[SessionManager] = WeakSet()
 
 
 def save_sessions() -> None:
-    """Save the sessions of every manager that has a `sessions_s3url`; the worker calls it before it ends."""
+    """Save the sessions of every manager with a `sessions_s3url`. The worker calls it before it ends."""
     for manager in list(_saved):
         try:
             manager.save()

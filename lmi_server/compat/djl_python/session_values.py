@@ -1,4 +1,4 @@
-"""Values of a session as bytes: msgpack, with NumPy arrays in their own format and tuples marked as such."""
+"""Values of a session as bytes: msgpack, in which NumPy arrays and tuples are extension types."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ALLOWED = "None, bool, int, float, str, bytes, NumPy arrays and scalars, and li
 
 
 def encode(value: Any) -> bytes:
-    """Return `value` as bytes. Raises TypeError naming what cannot be stored."""
+    """Return `value` as bytes. Raises TypeError that names the type if it cannot be stored."""
     try:
         return msgspec.msgpack.encode(_writable(value))
     except OverflowError as error:
@@ -23,11 +23,11 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """Return the value that `encode` made `data` of. Raises ValueError where it is something else."""
+    """Return the value that `encode` encoded. Raises ValueError for other bytes."""
     try:
         return msgspec.msgpack.decode(data, ext_hook=_read)
     except msgspec.DecodeError as error:
-        raise ValueError(f"this is no value that put() stored; an array is read with get_as_numpy: {error}") from error
+        raise ValueError(f"put() did not store this value; read an array with get_as_numpy: {error}") from error
 
 
 def _writable(value: Any) -> Any:

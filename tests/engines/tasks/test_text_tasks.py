@@ -132,7 +132,7 @@ def test_a_stream_whose_reader_goes_ends_at_the_next_step(load_task: LoadTask) -
 
 def test_a_stream_of_beams_is_refused(load_task: LoadTask) -> None:
     handler, _ = load_task("text-generation", enable_streaming="true")
-    with pytest.raises(RequestError, match="num_beams: a stream needs the tokens of each step"):
+    with pytest.raises(RequestError, match="num_beams: beam search has no tokens to stream"):
         ask(handler, {"inputs": "a", "parameters": {"num_beams": 2}})
 
 
