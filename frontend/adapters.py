@@ -1,4 +1,4 @@
-"""LMI's adapter API: LoRA adapters are registered, listed, described, updated and unregistered over HTTP."""
+"""LMI's adapter API, which registers, lists, describes, updates and unregisters LoRA adapters over HTTP."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ T = TypeVar("T")
 
 
 class AdapterManagement:
-    """The calls; each raises LmiServerError, which the application answers.
+    """The endpoints. Each raises LmiServerError, which the application turns into an answer.
 
-    Without a model in the path they are about the one that answers requests without a name. Where a model has several
-    versions, the parameter `model_version` names one.
+    A path without a model means the model that answers requests without a name. If a model has several versions, the
+    parameter `model_version` names one.
     """
 
     def __init__(self, models: ModelRegistry) -> None:
         self._models = models
 
     def routes(self) -> list[Route]:
-        """Return the routes. They come before those of models, where "adapters" would be a version."""
+        """Return the routes. They must precede those of models, in which "adapters" would be taken for a version."""
         return [
             route
             for prefix in ("/models/{model}", "")
@@ -106,7 +106,7 @@ class AdapterManagement:
         return await adapters.update(await self._fetched(model, wanted, source))
 
     async def _fetched(self, model: Model, wanted: Adapter, source: str) -> RegisteredAdapter:
-        """Return an adapter whose files are here."""
+        """Fetch the files of an adapter and return it with their directory."""
         if wanted.pin and not wanted.preload:
             raise RequestError("preload=false is not allowed with pin=true; leave one of them out")
         assert model.resolved is not None
@@ -150,16 +150,16 @@ def _required(given: Mapping[str, str], name: str) -> str:
 
 
 def _options(given: Mapping[str, str]) -> dict[str, str]:
-    """Return the parameters that only code of one's own may read."""
+    """Return the parameters that are not LMI's; only a `model.py` may read them."""
     return {name: value for name, value in given.items() if name not in _KNOWN}
 
 
 def _warn_of_options(model: Model, adapter: Adapter) -> None:
     assert model.resolved is not None
     if adapter.options and not model.resolved.spec.runs_user_code:
-        logger.warning("adapter %s: no handler reads %s", adapter.name, ", ".join(sorted(adapter.options)))
+        logger.warning("adapter %s: no handler reads parameters %s", adapter.name, ", ".join(sorted(adapter.options)))
 
 
 async def _to_the_end(change: Awaitable[T]) -> T:
-    """Await `change` in a task of its own: a client that goes away must not leave half of it behind."""
+    """Await `change` in a task of its own, so that it is completed even if the client goes away meanwhile."""
     return await asyncio.shield(asyncio.ensure_future(change))

@@ -40,8 +40,8 @@ _WITH_MODEL = ("/predictions/{model}", "/predictions/{model}/{version}", "/model
 class App:
     """The ASGI application.
 
-    `management_port` is where models are managed, if that is not where requests are served; one then has not the routes
-    of the other, but for `/ping`. `multi_status` is the setting `allow_multi_status`.
+    If `management_port` is given, models are managed on that port and requests are served on the other one, and only
+    `/ping` is on both. `multi_status` is the setting `allow_multi_status`.
     """
 
     def __init__(
@@ -72,6 +72,8 @@ class App:
             await self._management(scope, cast(Any, receive), cast(Any, send))
             return
         if scope["method"] == "POST":
+            # Most requests are one of these. A look-up in a dictionary is far cheaper than Starlette's list of regular
+            # expressions, and than the layers that Starlette puts around an endpoint.
             route = _EXACT.get(scope["path"])
             if route is not None:
                 await self._relay(route, None, None, scope, receive, send)
@@ -80,7 +82,7 @@ class App:
 
 
 class _Inference:
-    """An inference path: POST runs it, OPTIONS tells that it is there."""
+    """An inference path: POST runs the model, OPTIONS answers whether the model exists."""
 
     def __init__(self, route: str, models: ModelRegistry, relay: Relay) -> None:
         self._route = route
@@ -105,7 +107,7 @@ class _Inference:
 
 
 class StatusEndpoints:
-    """What is asked now and then: health, metrics, the list of models."""
+    """Health, metrics and the list of models."""
 
     def __init__(self, models: ModelRegistry, metrics: Metrics, multi_status: bool) -> None:
         self._models = models
@@ -113,7 +115,7 @@ class StatusEndpoints:
         self._multi_status = multi_status
 
     async def ping(self, request: Request) -> Response:
-        """Tell every model's status in LMI's shape; 200 (or 207) while one can serve, or none is registered."""
+        """Return every model's status in LMI's form; 200 (or 207) if one can serve, or none is registered."""
         endpoints = self._models.endpoints
         statuses = {
             endpoint.name if len(endpoint.models) == 1 else model.label: model.status
@@ -127,7 +129,7 @@ class StatusEndpoints:
         return Response(await self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self, request: Request) -> Response:
-        """OpenAI's list of models."""
+        """Return OpenAI's list of models, in which adapters are models too."""
         entries = [_entry(name, self._models.named(name)) for name in self._models.names]
         entries += [_entry(name, parent) for parent in self._models.models for name in parent.adapter_names]
         return json_response({"object": "list", "data": entries})
@@ -142,7 +144,7 @@ class StatusEndpoints:
 
 
 def _ping(status: StatusEndpoints) -> list[Route]:
-    """Return the routes of the health check; LMI ignores what stands behind /ping/."""
+    """Return the routes of the health check. LMI ignores the rest of a path behind /ping/."""
     return [Route("/ping", status.ping), Route("/ping/{ignored:path}", status.ping)]
 
 
@@ -160,10 +162,9 @@ def _serving_routes(status: StatusEndpoints, models: ModelRegistry, relay: Relay
 
 
 def _managing_routes(status: StatusEndpoints, models: ModelRegistry) -> list[Route]:
-    # /server/metrics is LMI's path of the metrics.
     return [
         Route("/metrics", status.metrics),
-        Route("/server/metrics", status.metrics),
+        Route("/server/metrics", status.metrics),  # the path in LMI
         *AdapterManagement(models).routes(),
         *Management(models).routes(),
     ]
@@ -178,10 +179,10 @@ def _application(routes: list[Route]) -> Starlette:
 
 
 def _ping_code(statuses: set[ModelStatus], multi_status: bool) -> int:
-    """Return 200 unless no model can serve: 503 where one still may, 500 where all have failed.
+    """Return 200 if any model can serve, 503 if one still may become able to, 500 if all have failed.
 
-    LMI answers 500 as soon as one of several has failed, and the platform then ends the others too. With `multi_status`
-    200 is for all of them, and 207 where only some can serve.
+    With `multi_status`, 207 stands for several models. This differs from LMI on purpose: LMI answers 500 as soon as one
+    of several models has failed, and the platform then restarts the container with all the others.
     """
     if not statuses or ModelStatus.HEALTHY in statuses:
         return 207 if multi_status and len(statuses) > 1 else 200
@@ -189,10 +190,10 @@ def _ping_code(statuses: set[ModelStatus], multi_status: bool) -> int:
 
 
 def _entry(name: str, model: Model) -> dict[str, Any]:
-    """Return OpenAI's model object, with what vLLM tells beside it and its clients read.
+    """Return OpenAI's model object, with the additional fields of vLLM that its clients read.
 
-    `root` is the place of the weights, as far as it is known; `max_model_len` is there once the model has loaded; an
-    adapter names its `parent`.
+    `root` is the path or hub id of the weights, as far as it is known. `max_model_len` is there once the model has
+    loaded. An adapter names its `parent`.
     """
     entry: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "lmi-server"}
     entry["root"] = _place(name, model)

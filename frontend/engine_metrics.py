@@ -1,4 +1,8 @@
-"""Puts the metrics that engines keep of themselves into `/metrics`: each family once, with the labels of its worker."""
+"""Merges the metrics of engines into one text for `/metrics`.
+
+Every worker reports the same families. Prometheus allows the head of a family only once, with all of its samples
+behind it, so that the texts cannot simply be joined.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ _SAMPLE = re.compile(r"([^\s{]+)(?:\{(.*)\})? (.+)")
 
 
 def joined(texts: Mapping[tuple[str, str], bytes]) -> bytes:
-    """Return one text in Prometheus' format from several, by model and worker; both become labels of every sample."""
+    """Merge texts in Prometheus' format. Model and worker, the keys of `texts`, become labels of every sample."""
     heads: dict[str, dict[str, None]] = {}
     samples: dict[str, list[str]] = {}
     for (model, worker), text in texts.items():

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol with what a relay needs beside ASGI: who went away, and a way to drop a client."""
+"""uvicorn's HTTP protocol with what a relay needs and ASGI lacks: news of clients that go away, a way to drop one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,15 @@ class _HeadTooLongError(Exception):
 
 
 class RelayProtocol(HttpToolsProtocol):
-    """One connection. ASGI tells of a disconnect only to a task that waits for it; a callback costs nothing."""
+    """One connection.
+
+    ASGI reports a disconnect only to a task that waits for it, which would cost a second task for each request. The
+    callback of `watch` costs nothing.
+
+    It also bounds the head of a request, which uvicorn does not. The parser reports nothing before the end of a header,
+    so that a head without an end would grow for ever. The bytes of a head are counted read by read, which is exact
+    enough: only if this upper bound is exceeded, `_head_size` counts them one by one.
+    """
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -37,18 +45,18 @@ class RelayProtocol(HttpToolsProtocol):
         self._rejected = False  # what arrived is not HTTP; nothing that follows can be
 
     def watch(self, on_gone: Callable[[], None]) -> None:
-        """Call `on_gone` once when the client goes away before `unwatch`; at once where it has."""
+        """Call `on_gone` once if the client goes away before `unwatch`; at once if it is gone already."""
         if self.transport.is_closing():
             on_gone()
             return
         self._on_gone = on_gone
-        self.flow.resume_reading()  # a long body may have paused it; the end of file must be seen
+        self.flow.resume_reading()  # a long body may have paused it, and a paused transport sees no end of file
 
     def unwatch(self) -> None:
         self._on_gone = None
 
     def abort(self) -> None:
-        """Drop the client, and what it has not read."""
+        """Drop the client and everything that it has not read."""
         transport = cast("asyncio.Transport | None", self.transport)
         if transport is not None:
             transport.abort()
@@ -56,7 +64,7 @@ class RelayProtocol(HttpToolsProtocol):
     # --- what arrives ---
 
     def data_received(self, data: bytes) -> None:
-        """Feed the parser. An upgrade is not taken up: RFC 9110 lets a server go on with HTTP/1.1."""
+        """Feed the parser. A request for an upgrade is served in HTTP/1.1, as RFC 9110 (section 7.8) allows."""
         if self._rejected:
             return
         self._unset_keepalive_if_required()
@@ -79,7 +87,7 @@ class RelayProtocol(HttpToolsProtocol):
                 self._reject(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "BadRequestException", _TOO_LONG)
 
     def _should_upgrade(self) -> bool:
-        """Have uvicorn leave a request alone that asks for an upgrade: it is fed again without that header."""
+        """Keep uvicorn from answering a request for an upgrade, which `_serve_without_upgrade` parses again."""
         return True
 
     def _serve_without_upgrade(self, rest: bytes) -> None:
@@ -122,11 +130,11 @@ class RelayProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, _without_chunks(cycle, app) if cycle.scope["http_version"] == "1.0" else app)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer bytes that are not HTTP as LMI does."""
+        """Answer bytes that are not HTTP, in LMI's form."""
         self._reject(HTTPStatus.BAD_REQUEST, "BadRequestException", msg)
 
     def _reject(self, status: HTTPStatus, kind: str, message: str) -> None:
-        """Read no more; answer where that cannot be taken for, or cut, the answer to an earlier request."""
+        """Stop reading. Answer, unless the client could take that for (a part of) the answer to an earlier request."""
         self._rejected = True
         cycle = self.cycle
         if self.transport.is_closing():
@@ -135,10 +143,10 @@ class RelayProtocol(HttpToolsProtocol):
             self._refuse(status, kind, message)
         elif cycle.response_started or (cycle.more_body and self.pipeline):
             self.abort()
-        elif cycle.more_body:  # what is wrong is the body of this very request
+        elif cycle.more_body:  # the error is in the body of this very request
             self._refuse(status, kind, message)
         else:
-            cycle.keep_alive = False
+            cycle.keep_alive = False  # an answer is on its way; the connection ends after it
 
     def _refuse(self, status: HTTPStatus, kind: str, message: str) -> None:
         body = msgspec.json.encode({"code": int(status), "type": kind, "message": message})
@@ -151,12 +159,12 @@ class RelayProtocol(HttpToolsProtocol):
 
 
 def _without_chunks(cycle: RequestResponseCycle, app: Any) -> Any:
-    """Return `app` for a client that speaks HTTP/1.0: a stream is not framed, and ends with the connection."""
+    """Return `app` for HTTP/1.0, which knows no chunks: the end of a stream is the end of the connection."""
 
     async def send(message: Any) -> None:
         if message["type"] == "http.response.start":
             cycle.chunked_encoding = False
-        else:  # uvicorn checks each part against the announced length; where there is none, the part itself is it
+        else:  # uvicorn compares each part with the announced length; there is none, so announce each part
             cycle.expected_content_length = len(message.get("body", b""))
         await cycle.send(message)
 

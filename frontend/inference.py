@@ -1,7 +1,7 @@
 """The hot path: one inference request from ASGI to a worker pool and its answer back to the client.
 
-The front end relays bytes. It reads the path, the query and the headers, never the body (but for the name of the model
-in an OpenAI request, where several models are served).
+The front end relays bytes. It reads the path, the query and the headers. It reads the body in one case only: for the
+name of the model in an OpenAI request, if several models are served.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
-_CLIENT_GONE = 499  # the status in the metrics of a request whose client left; nobody reads it
+_CLIENT_GONE = 499  # the status, in the metrics alone, of a request whose client went away
 _WITHOUT_BODY = frozenset({204, 304})
 _CACHE_HEADERS = [
     (b"pragma", b"no-cache"),
@@ -64,7 +64,7 @@ class ClientGoneError(Exception):
 
 
 class Relay:
-    """Answers inference requests. `draining` is set once the server shuts down."""
+    """Answers inference requests. Set `draining` once the server shuts down."""
 
     def __init__(
         self, models: ModelRegistry, metrics: Metrics, max_request_size: int, request_id_header: str = "x-request-id"
@@ -78,7 +78,7 @@ class Relay:
     async def __call__(
         self, route: str, name: str | None, version: str | None, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Serve one request. `route` is that of Input; `name` and `version` are those in the path, or None."""
+        """Serve one request. `route` is that of Input; `name` and `version` come from the path, None if it has none."""
         arrived = time.monotonic()
         properties = _properties(scope)
         request_id = properties.get(self._request_id_header) or str(uuid4())
@@ -118,7 +118,7 @@ class Relay:
         properties: dict[str, str],
         query: list[tuple[str, bytes]],
     ) -> Model | None:
-        """Return the model that path, query or headers name, or the default one; None where only the body can tell."""
+        """Return the model that path, query or headers name, or the default one; None if only the body can name it."""
         name = name or _last(query, "model_name") or properties.get("model_name")
         if name:
             return self._models.named(name, version)
@@ -179,8 +179,9 @@ class Relay:
         response: Response,
     ) -> None:
         status, headers, data = error_reply(route, error)
-        # The rest of a body that is too long is not read, and a client that waits for "100 Continue" will not send its
-        # own: what follows on the connection would be taken for a request.
+        # Close the connection if the body was not read to its end. That is so for a body that is too long, and for a
+        # client that waits for "100 Continue" and may send its body or not: the parser would take what follows for a
+        # request.
         if self.draining or isinstance(error, PayloadTooLargeError) or _header(scope, b"expect") is not None:
             headers.append(("connection", "close"))
         self._metrics.of(model).refused(status)
@@ -188,7 +189,7 @@ class Relay:
 
 
 class Response:
-    """Writes the answer to one request in ASGI's terms."""
+    """Writes the answer to one request as ASGI messages."""
 
     __slots__ = ("_request_id", "_send")
 
@@ -256,7 +257,7 @@ async def _send_whole(route: str, terminal: Reply | End | Error | None, response
 
 
 def _status_of_end(route: str, terminal: Reply | End | Error) -> int:
-    """Return the status under which a stream counts: that of the error in which it ended."""
+    """Return the status under which the metrics count a stream: that of the error that ended it, if one did."""
     if not isinstance(terminal, Error):
         return terminal.status
     if terminal.kind == CANCELLED:
@@ -265,7 +266,7 @@ def _status_of_end(route: str, terminal: Reply | End | Error) -> int:
 
 
 def _ending(route: str, head: Head, terminal: Reply | End | Error) -> bytes:
-    """Return what a stream sends after its last chunk: nothing, unless it ends in an error."""
+    """Return the bytes after the last chunk of a stream: an error event if an error ended it, otherwise nothing."""
     if not isinstance(terminal, Error):
         return b""
     content_type = next((value for name, value in head.headers if name == "content-type"), "")
@@ -273,9 +274,10 @@ def _ending(route: str, head: Head, terminal: Reply | End | Error) -> bytes:
 
 
 def model_named_in(body: bytes) -> str | None:
-    """Return the name of the model in the body of an OpenAI request, None where there is none.
+    """Return the name of the model in the body of an OpenAI request, None if there is none.
 
-    Raises RequestError where the body cannot be read.
+    A body that is not valid JSON has none: the worker refuses it with a better message. Raises RequestError if the body
+    is nested too deeply to be read.
     """
     try:
         return _decode_model(body.removeprefix(codecs.BOM_UTF8)).model
@@ -288,7 +290,7 @@ def model_named_in(body: bytes) -> str | None:
 def _properties(scope: Scope) -> dict[str, str]:
     """Return the headers (names in lower case, the last of several wins) and SageMaker's custom attributes.
 
-    An attribute is no header: it replaces none, and says nothing of how the body is sent.
+    An attribute never replaces a header: it must not change how the body is read.
     """
     properties = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
     attributes = properties.pop(_CUSTOM_ATTRIBUTES, None)

@@ -1,4 +1,4 @@
-"""LMI's management API: models are listed, registered, described, scaled and unregistered over HTTP."""
+"""LMI's management API, which lists, registers, describes, scales and unregisters models over HTTP."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SETTINGS = {
     "min_worker": "minWorkers",
     "max_worker": "maxWorkers",
 }
-# Those of LMI's logger by the names of ours.
+# The levels of Python's logging, by the names of those of LMI's logger.
 _LOG_LEVELS = {
     "trace": "DEBUG",
     "debug": "DEBUG",
@@ -50,13 +50,13 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Management:
-    """The calls; each raises LmiServerError, which the application answers."""
+    """The endpoints. Each raises LmiServerError, which the application turns into an answer."""
 
     def __init__(self, models: ModelRegistry) -> None:
         self._models = models
 
     def routes(self) -> list[Route]:
-        """Return the routes. LMI takes "workflows" for "models" wherever both make sense."""
+        """Return the routes. LMI accepts "workflows" in place of "models"."""
         one = {"GET": self.describe, "PUT": self.scale, "DELETE": self.unregister}
         return [
             method_route("/models", {"GET": self.list_models, "POST": self.register}),
@@ -95,7 +95,7 @@ class Management:
         given = await parameters(request)
         source = _source(given)
         if truth(given, "synchronous", True):
-            # A task of its own: a client that goes away must not leave half a registration behind.
+            # In a task of its own, so that the registration is completed even if the client goes away meanwhile.
             await asyncio.shield(asyncio.ensure_future(self._models.register_and_load(source)))
             return json_response({"status": f'Model "{source.name}" registered.'})
         self._models.register(source)
@@ -125,7 +125,7 @@ class Management:
         return json_response({"status": f'Model or workflow "{name}" unregistered'})
 
     async def set_log_level(self, request: Request) -> Response:
-        """Set what is logged from now on, here and in the workers; without a level, "info"."""
+        """Set the log level of this process and of all workers; the default is "info"."""
         given = request.query_params.get("level", "").strip().lower() or "info"
         level = _LOG_LEVELS.get(given)
         if level is None:
@@ -134,7 +134,7 @@ class Management:
         return json_response({"status": "OK"})
 
     def _named(self, request: Request) -> list[Model]:
-        """Return the version that the path names, or all of them."""
+        """Return the version that the path names, or all versions."""
         name, version = _path(request)
         endpoint = self._models.endpoint(name)
         return list(endpoint.models) if version is None else [endpoint.version(version)]
@@ -174,7 +174,7 @@ def _source(given: Mapping[str, str]) -> ModelSource:
 
 
 def _count(given: Mapping[str, str], name: str) -> int | None:
-    """Return a number of workers; None where it is to stay as it is."""
+    """Return a number of workers; None if it stays as it is."""
     value = integer(given, name, _UNCHANGED)
     if value < _UNCHANGED:
         raise BadParameterError(f"Parameter {name} is {value}; it takes an integer, 0 or more, or -1 for no change")
@@ -223,7 +223,7 @@ def _details(model: Model) -> dict[str, Any]:
 
 
 def _serving(model: Model) -> dict[str, int]:
-    """Return what the configuration says; nothing before it is read."""
+    """Return values of the configuration; nothing before it is read."""
     if model.resolved is None:
         return {}
     serving = model.resolved.serving

@@ -1,7 +1,7 @@
-"""What `/metrics` tells.
+"""The metrics of the server, as `/metrics` shows them.
 
-Counters and histograms are fed by the relay; gauges are read from the models at each scrape. The label `model` is the
-model's name, with its version where it has one ("name:version").
+The relay feeds counters and histograms. Gauges are read from the models at each scrape. The label `model` is the name
+of the model, with its version if it has one ("name:version").
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NOT_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
 
 
 class ModelMetrics:
-    """The series of one model, looked up once: `labels()` per request costs more than counting."""
+    """The series of one model. They are looked up once, because `labels()` costs more than the counting itself."""
 
     def __init__(self, name: str, requests: Counter, histograms: Sequence[Histogram]) -> None:
         self._name = name
@@ -44,7 +44,7 @@ class ModelMetrics:
         self._count(code)
 
     def answered(self, code: int, queue_s: float, first_byte_s: float, duration_s: float) -> None:
-        """Count a request that a worker answered; the times are in seconds from its arrival, `queue_s` in the queue."""
+        """Count a request that a worker answered; times are seconds since its arrival, `queue_s` those in the queue."""
         self._count(code)
         self._queue(queue_s)
         self._first_byte(first_byte_s)
@@ -65,7 +65,7 @@ class ModelMetrics:
 
 
 class Metrics:
-    """The registry of one server; `models` returns those of the moment."""
+    """The metrics of one server; `models` returns the models that are registered at the moment."""
 
     def __init__(self, models: Callable[[], Sequence[Model]]) -> None:
         self._models = models
@@ -83,7 +83,7 @@ class Metrics:
         self._registry.register(_PoolCollector(models))
 
     def of(self, model: Model | None) -> ModelMetrics:
-        """Return the series of `model`; of no model where it is None."""
+        """Return the series of `model`; None stands for requests that reached no model."""
         if model is None:
             return self._unrouted
         label = model.label
@@ -93,7 +93,7 @@ class Metrics:
         return series
 
     async def text(self) -> bytes:
-        """Return everything in Prometheus' text format, what engines measure of themselves at the end."""
+        """Return all metrics in Prometheus' text format, those of the engines last."""
         pools = [model.pool for model in self._models() if model.pool is not None]
         measured = await asyncio.gather(*(pool.engine_metrics() for pool in pools))
         texts = {
@@ -104,7 +104,7 @@ class Metrics:
         return self._own_text() + joined(texts)
 
     def _own_text(self) -> bytes:
-        """Return what the server measures; the series of models that are gone end here."""
+        """Return the server's own metrics, and drop the series of models that are gone."""
         present = {model.label for model in self._models()}
         for label in self._series.keys() - present:
             self._series.pop(label).remove()
@@ -125,11 +125,11 @@ class _PoolCollector:
         yield _gauge("lmi_requests_in_flight", "Requests that workers hold.", [(p.label, p.in_flight) for p in pools])
         yield _gauge("lmi_workers_ready", "Workers that can serve.", [(p.label, p.ready_workers) for p in pools])
         healthy = [(model.label, model.status is ModelStatus.HEALTHY) for model in models]
-        yield _gauge("lmi_model_ready", "1 where the model can serve.", healthy)
+        yield _gauge("lmi_model_ready", "1 if the model can serve.", healthy)
         yield from _handler_gauges(pools)
 
     def describe(self) -> Iterator[Metric]:
-        """Tell nothing before the first scrape: the handlers' gauges are not known yet."""
+        """Describe nothing in advance: the handlers' gauges are not known before the first scrape."""
         return iter(())
 
 

@@ -1,4 +1,4 @@
-"""Reads the parameters of a management call: its query, and a JSON body where there is one."""
+"""Reads the parameters of a management call from its query and, if there is one, its JSON body."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PAGE = 100  # entries on a page at most
 
 
 async def parameters(request: Request) -> dict[str, str]:
-    """Return the query's parameters, over those of a JSON body where there is one."""
+    """Return the parameters of the query and of a JSON body; the query wins. Raises BadParameterError."""
     given: dict[str, str] = {}
     if request.headers.get("content-type", "").partition(";")[0].strip() == "application/json":
         given = _from_json(await request.body())
@@ -29,7 +29,7 @@ def _from_json(body: bytes) -> dict[str, str]:
     try:
         decoded = msgspec.json.decode(body, type=dict[str, str | bool | int | float | None])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadParameterError(f"The body is no JSON object of parameters: {error}") from error
+        raise BadParameterError(f"The body is not a JSON object of parameters: {error}") from error
     return {key: _text(value) for key, value in decoded.items() if value is not None}
 
 
@@ -55,7 +55,7 @@ def truth(given: Mapping[str, str], name: str, default: bool) -> bool:
 
 
 def page(query: Mapping[str, str], everything: Sequence[T]) -> tuple[Sequence[T], dict[str, str]]:
-    """Return what is on the page that the query asks for, and the token of the next one where there is one."""
+    """Return the entries of the page that the query asks for, and the token of the next page, if there is one."""
     limit = integer(query, "limit", _PAGE)
     start = max(0, integer(query, "next_page_token", 0))
     if not 1 <= limit <= _PAGE:

@@ -1,4 +1,4 @@
-"""Answers of the server itself: pretty JSON, as LMI writes it, and errors in the shape of the route."""
+"""Answers of the server itself: indented JSON, as LMI writes it, and errors in the form that the route demands."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def error_response(route: str, error: LmiServerError, more_headers: dict[str, st
 
 
 async def on_http_error(request: Request, raised: Exception) -> Response:
-    """Answer what Starlette's router refuses."""
+    """Answer a request that Starlette's router refuses: an unknown path, or a method that the path does not take."""
     assert isinstance(raised, HTTPException)
     path = request.url.path
     if raised.status_code == 404:

@@ -1,4 +1,4 @@
-"""The server process: binds the socket, starts the pools, serves, and shuts down in stages."""
+"""The server process: binds the socket, registers the models, serves, and shuts down in stages."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def run(
 ) -> int:
     """Serve the models of `sources` until SIGTERM or SIGINT; return the exit code.
 
-    `environment` is what the configuration of models is read from. A model that cannot be loaded is FAILED, and the
-    others are served.
+    `environment` has the variables that configure models. A model that cannot be loaded is FAILED; the others are
+    served.
 
-    The first signal drains: nothing more is accepted, what was accepted finishes within `drain_timeout` (exit code 0).
-    The second ends everything at once (exit code 1). With `fail_fast` the first model that fails drains too (exit code
-    1).
+    The first signal drains the server: it accepts nothing more, and finishes what it has accepted within
+    `drain_timeout` (exit code 0). The second signal ends everything at once (exit code 1). With `fail_fast` the first
+    model that fails drains the server too (exit code 1).
     """
     logging.getLogger().setLevel(settings.log_level.upper())
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
@@ -113,7 +113,7 @@ class _Server:
             models.register(source, at_startup=True)
         for (host, port), what in zip(addresses, ("", " for management"), strict=False):
             logger.info("listening on http://%s:%d%s", f"[{host}]" if ":" in host else host, port, what)
-        gc.freeze()
+        gc.freeze()  # the modules live as long as the process; the collector need not visit them each time
         failed = await self._end_of_service()
         logger.info("draining: up to %g seconds; a second signal ends at once", self._settings.drain_timeout)
         relay.draining = True
@@ -125,7 +125,7 @@ class _Server:
         return 1 if failed else 0
 
     async def _end_of_service(self) -> bool:
-        """Wait for a signal or, with `fail_fast`, for a model that has failed; return whether it is the latter."""
+        """Wait for a signal or, with `fail_fast`, for a model that has failed; return whether one has failed."""
         while not self._ending.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), _FAILURE_CHECK_S if self._settings.fail_fast else None)
@@ -151,7 +151,7 @@ class _Server:
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn without its signal handling, which knows of no worker."""
+    """uvicorn without its signal handling, which would end the process without ending the workers."""
 
     def __init__(self, app: App, settings: ServerSettings) -> None:
         super().__init__(
@@ -176,7 +176,7 @@ class _HttpServer(uvicorn.Server):
 
 
 def _addresses(settings: ServerSettings) -> list[tuple[str, int]]:
-    """Return where requests are served, and where models are managed if that is elsewhere."""
+    """Return the address for requests and, if it differs, the address for management."""
     serving = (settings.host, settings.port)
     port = settings.port if settings.management_port is None else settings.management_port
     managing = (settings.management_host or settings.host, port)
@@ -190,7 +190,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _allow_many_connections() -> None:
-    """Raise the limit on open files to what this process may have: each client takes one."""
+    """Raise the limit on open files to the highest that this process may set: each client takes one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
