@@ -15,6 +15,8 @@ from handlers.rolling_batch.cpu_kernels import intrinsics
 from handlers.rolling_batch.lora import LoraPair
 from handlers.rolling_batch.model_runner import ModelRunner
 
+pytestmark = pytest.mark.slow
+
 OF_LLAMAS_STRUCTURE = ["llama", "llama_with_biases", "qwen2", "mistral_with_window"]
 
 
