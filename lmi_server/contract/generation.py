@@ -1,4 +1,4 @@
-"""What a handler for text generation takes and gives: plain values that know no engine and no HTTP."""
+"""Requests and deltas of text generation: the values between the dialects and a handler. No engine, no HTTP."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ FinishReason = Literal["length", "eos_token", "stop_sequence"]
 Feature = Literal[
     "structured_outputs", "tools", "media", "reasoning", "min_tokens", "bad_words", "allowed_token_ids", "engine_extras"
 ]
-"""What some engines do and others do not; a handler names its own in `ModelInfo.features`.
+"""What only some engines support. A handler lists its own in `ModelInfo.features`.
 
-A dialect refuses by name what a request asks of any other. "media": parts of messages that are no text;
-"engine_extras": `SamplingParameters.extra`; the others are fields of the structs below.
+A dialect refuses, by name, a field that needs any other feature. "media" are parts of messages other than text,
+"engine_extras" is `SamplingParameters.extra`; the others are fields of the structs below.
 """
 
 LEAST_TEMPERATURE = 1e-5
@@ -24,10 +24,11 @@ LEAST_TEMPERATURE = 1e-5
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
-    """What the output must match. `value` by `kind`:
+    """What the output must match. `kind` decides what `value` is:
 
     "json": a JSON schema, as an object or as text; "json_object": True; "regex": a regular expression; "choice": the
-    texts of which one is the output; "grammar": text in EBNF or Lark's form; "structural_tag": text in xgrammar's form.
+    texts of which one must be the output; "grammar": text in EBNF or Lark's form; "structural_tag": text in xgrammar's
+    form.
     """
 
     kind: Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
@@ -40,8 +41,9 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
 class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
     """How to choose the next token; names and defaults are LMI's (`parameters` of an LMI request).
 
-    `temperature` of 0 (below 1e-5) is greedy, as `do_sample=False` is. `top_k` of 0 and `top_p`, `typical_p` of 1.0 are
-    off. `logprobs` is the number of alternatives to report per token (0: only the chosen one's); None reports none.
+    A `temperature` of 0 (below 1e-5) is greedy, like `do_sample=False`. A `top_k` of 0, a `top_p` of 1.0 and a
+    `typical_p` of 1.0 have no effect. `logprobs` is the number of alternatives to report per token; 0 reports the log
+    probability of the chosen token alone, None reports none.
     """
 
     max_new_tokens: int | None = 30  # None: as many as the context has room for
@@ -62,14 +64,14 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
-    prompt_logprobs: int | None = None  # as logprobs, for the prompt (LMI: decoder_input_details)
+    prompt_logprobs: int | None = None  # the same for the prompt (LMI: decoder_input_details)
     truncate: int | None = None  # keep only the last `truncate` prompt tokens
-    min_tokens: int = 0  # no end of sequence and no stop token before so many
+    min_tokens: int = 0  # before so many tokens, no end of sequence and no stop token
     bad_words: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None  # None: all
     structured_outputs: StructuredOutputs | None = None
     spaces_between_special_tokens: bool = True
-    extra: Mapping[str, Any] = {}  # what only the engine knows, by its own names
+    extra: Mapping[str, Any] = {}  # parameters that only the engine knows, by its own names
 
     @property
     def greedy(self) -> bool:
@@ -83,7 +85,7 @@ class NamedTool(msgspec.Struct, frozen=True):
 
 
 class ChatOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How a chat is rendered and how its answer is read; names and defaults are those of vLLM's chat requests."""
+    """How to render a chat and how to read its answer; names and defaults are those of vLLM's chat requests."""
 
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "none"
     parallel_tool_calls: bool = True
@@ -99,10 +101,10 @@ class ChatOptions(msgspec.Struct, frozen=True, kw_only=True):
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate.
 
-    `prompt` is a text, a list of token ids, or None where `messages` holds a chat in OpenAI's form, which the handler
-    renders with the tokenizer's chat template. `stream` is False where nobody reads a delta before the last one, so
-    that an engine may hand out the whole output in one. `priority`: lower runs sooner (LMI: `x-priority`, default 3).
-    `adapter` is the name of a LoRA adapter that the handler was given, None for the model as it is.
+    `prompt` is a text, the token ids, or None if `messages` holds a chat in OpenAI's form, which the handler renders
+    with the tokenizer's chat template. If `stream` is False, nobody reads a delta before the last one, so an engine may
+    return the whole output as one. `priority`: lower runs sooner (LMI: `x-priority`, default 3). `adapter` is the name
+    of one of `LLMHandler.adapters`, None for the model without adapter.
     """
 
     request_id: str
@@ -126,14 +128,14 @@ class TopToken(msgspec.Struct, frozen=True):
 
 
 class Token(msgspec.Struct, frozen=True):
-    """One generated (or prompt) token. `logprob` is None where it was not computed (the first prompt token)."""
+    """One generated (or prompt) token. `logprob` is None if it was not computed (the first prompt token)."""
 
     id: int
     text: str
     logprob: float | None = None
     special: bool = False
     top: tuple[TopToken, ...] = ()
-    rank: int | None = None  # 1 is the most likely of the vocabulary; None where it was not computed
+    rank: int | None = None  # 1 is the most likely of the vocabulary; None if it was not computed
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -142,11 +144,11 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0  # prompt tokens whose KV cache was reused
-    reasoning_tokens: int | None = None  # None where the model's reasoning is not told apart
+    reasoning_tokens: int | None = None  # None if the handler does not parse the model's reasoning
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True):
-    """A piece of one tool call: the first of each `index` has `id` and `name`; the `arguments` join to JSON."""
+    """A piece of one tool call. The first of each `index` has `id` and `name`; the joined `arguments` are JSON."""
 
     index: int
     id: str | None = None
@@ -158,13 +160,12 @@ class Delta(msgspec.Struct, frozen=True):
     """What one step added to one sequence.
 
     `text` never ends inside a character or inside a possible stop sequence, so it may be empty or cover several
-    tokens. `tokens` are the step's tokens in order (none on a delta that only flushes text). The last delta, and only
-    the last one, has a `finish_reason` and `usage`. The first delta carries `prompt_text`, the prompt as the model saw
-    it (a chat rendered by its template), `prompt_token_ids`, and, where `prompt_logprobs` asked for them,
-    `prompt_tokens`.
+    tokens. `tokens` are the step's tokens in order (none if the delta only flushes text). The last delta, and only the
+    last one, has a `finish_reason` and `usage`; its `stop_reason` is the stop string or token id that ended the
+    sequence. The first delta has `prompt_text`, the prompt as the model saw it (a chat rendered by its template),
+    `prompt_token_ids`, and, if the request set `prompt_logprobs`, `prompt_tokens`.
 
-    Where the handler reads tool calls and reasoning out of a chat's answer, `text` is the content alone. `stop_reason`
-    on the last delta is the stop string or token id that ended the sequence.
+    If the handler parses tool calls and reasoning out of a chat's answer, `text` is the content alone.
     """
 
     text: str

@@ -1,7 +1,7 @@
 """The contract between a worker and the handlers.
 
-One adapter per engine implements `LLMHandler`; what does not generate text is a `RequestHandler`, which takes batches
-one after the other, or an `AsyncRequestHandler`, which takes requests side by side.
+An engine that generates text has an `LLMHandler`. Anything else is a `RequestHandler`, which takes batches one after
+the other, or an `AsyncRequestHandler`, which takes requests concurrently.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from lmi_server.contract.errors import LmiServerError, RequestError
 from lmi_server.contract.generation import Delta, Feature, GenerationRequest
 from lmi_server.contract.protocol import Adapter, Input
 
-_NO_MAPPING: Mapping[str, Adapter] = MappingProxyType({})
-_NO_ADAPTERS = "this handler serves no LoRA adapters; use another one, or set option.enable_lora=false"
+_EMPTY: Mapping[str, Adapter] = MappingProxyType({})
+_NO_ADAPTERS = (
+    "the handler of this model serves no LoRA adapters; choose another handler or set option.enable_lora=false"
+)
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a handler tells about the model that it loaded. `max_model_len` is in tokens (prompt and output).
+    """What a handler reports about the model that it loaded.
 
-    `sampling_defaults` are values of SamplingParameters by name, for what an OpenAI request leaves out.
+    `max_model_len` counts the tokens of prompt and output. `sampling_defaults` are values of SamplingParameters by
+    name, for the fields that an OpenAI request leaves out.
     """
 
     max_model_len: int
@@ -34,7 +37,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LLMHandler(ABC):
-    """Serves text generation. One instance per worker; every method runs on the worker's event loop."""
+    """Generates text. One instance per worker; every method but `follow` runs on the worker's event loop."""
 
     @abstractmethod
     async def start(self, model_dir: str, options: Any) -> ModelInfo:
@@ -44,10 +47,10 @@ class LLMHandler(ABC):
         """
 
     def follow(self, model_dir: str, options: Any) -> None:
-        """Be one of the other ranks of an MPI group: load the model and do what rank 0 says, until it says stop.
+        """Run one of the other ranks of an MPI group: load the model and do what rank 0 sends, until it sends the end.
 
-        A handler that does not override it is refused under the MPI engine. `start` returns on rank 0 once all ranks
-        have loaded. Runs in the main thread of the process; `environment.own_rank` tells which rank it is. Raises
+        A handler that does not override it is refused under the MPI engine. On rank 0, `start` returns once all ranks
+        have loaded. Runs in the main thread of the process; `environment.own_rank` returns the rank. Raises
         ModelLoadError (or anything else, which fails the load with its message).
         """
         raise NotImplementedError
@@ -57,22 +60,22 @@ class LLMHandler(ABC):
         """Yield the deltas of `request`; the last one has a `finish_reason`.
 
         Closing the generator (`aclose`, or cancelling the task that iterates it) aborts the request: its slot is free
-        within one step. Raises RequestError where the request cannot be served as sent.
+        within one step. Raises RequestError if the request cannot be served as sent.
         """
 
     @abstractmethod
     async def tokenize(self, request: GenerationRequest) -> Sequence[int]:
-        """Return the token ids of the prompt of `request`, as `generate` would have them.
+        """Return the token ids of the prompt that `generate` would compute for `request`.
 
-        Raises RequestError where the prompt cannot be rendered.
+        Raises RequestError if the prompt cannot be rendered.
         """
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
-        """Return the text of token ids. Raises RequestError where one of them is not in the vocabulary."""
-        raise RequestError("this model's handler does not turn tokens into text")
+        """Return the text of token ids. Raises RequestError if one of them is not in the vocabulary."""
+        raise RequestError("the handler of this model cannot turn tokens into text")
 
     def tokenizer(self) -> Any:
-        """Return the tokenizer of the loaded model for its own code; None where there is none like transformers'."""
+        """Return the tokenizer for the code of a model.py; None if the model has none of transformers' interface."""
         return None
 
     @property
@@ -81,7 +84,7 @@ class LLMHandler(ABC):
 
         After `start` it is one mapping that changes as adapters come and go; the worker keeps no list of its own.
         """
-        return _NO_MAPPING
+        return _EMPTY
 
     async def add_adapter(self, adapter: Adapter) -> None:
         """Add a LoRA adapter, or replace the one of that name; requests that run keep the weights they began with.
@@ -96,7 +99,7 @@ class LLMHandler(ABC):
         return
 
     def metrics(self) -> bytes:
-        """Return what the engine measures of itself in Prometheus' text format; it stands in /metrics beside ours."""
+        """Return the engine's own metrics in Prometheus' text format, which /metrics repeats."""
         return b""
 
     def stats(self) -> Mapping[str, float]:
@@ -109,11 +112,11 @@ class LLMHandler(ABC):
 
 
 class Response(msgspec.Struct, kw_only=True):
-    """What is answered to one request: a whole body, or a stream of pieces.
+    """The answer to one request: a whole body, or a stream of pieces.
 
-    A piece of `stream` leaves as soon as it is there; an exception in the stream ends it with an error event. An
-    iterator that is asynchronous is for an `AsyncRequestHandler` only. `after` is called once the answer is on its way,
-    whether it ended well or not.
+    A piece of `stream` leaves as soon as the iterator yields it; an exception in the stream ends it with an error
+    event. Only an `AsyncRequestHandler` may return an asynchronous iterator. The worker calls `after` once the answer
+    is on its way, whether it ended well or not.
     """
 
     status: int = 200
@@ -124,10 +127,10 @@ class Response(msgspec.Struct, kw_only=True):
 
 
 class RequestHandler(ABC):
-    """Serves whatever is not text generation, in batches of up to option.batch_size requests.
+    """Serves anything but text generation, in batches of up to option.batch_size requests.
 
-    One instance per worker; every method runs in the main thread of the process, one call at a time. `served_names`
-    are those under which requests ask for the model, its own first; the worker sets them before `start`.
+    One instance per worker; every method runs in the main thread of the process, one call at a time. The worker sets
+    `served_names` before `start`: the names by which requests ask for the model, its own name first.
     """
 
     served_names: Sequence[str] = ()
@@ -140,14 +143,14 @@ class RequestHandler(ABC):
         """
 
     def follow(self, model_dir: str, options: Any) -> None:
-        """Be one of the other ranks of an MPI group, as `LLMHandler.follow` tells."""
+        """Be one of the other ranks of an MPI group, as `LLMHandler.follow` does."""
         raise NotImplementedError
 
     @abstractmethod
     def handle(self, requests: Sequence[Input]) -> Sequence[Response | LmiServerError]:
-        """Answer a batch: one outcome per request, in order; an error fails its own request alone.
+        """Answer a batch; return one outcome per request, in order. An error among them fails its own request alone.
 
-        Whatever is raised fails the whole batch.
+        An exception fails the whole batch.
         """
 
     def concurrent_handler(self) -> AsyncRequestHandler | LLMHandler | None:
@@ -159,40 +162,43 @@ class RequestHandler(ABC):
         return None
 
     def add_adapter(self, adapter: Adapter) -> str:
-        """Take a LoRA adapter in the place of one of its name, if there is one; return what the caller is told, or "".
+        """Add a LoRA adapter, or replace the one of that name; return a message for the caller, or "".
 
-        Raises RequestError (or anything else) where it cannot be used; nothing has changed then.
+        Raises RequestError (or anything else) if it cannot be used; nothing has changed then.
         """
         raise RequestError(_NO_ADAPTERS)
 
     def remove_adapter(self, name: str) -> str:
-        """Forget an adapter that `add_adapter` took; return what the caller is told, or ""."""
+        """Remove an adapter; return a message for the caller, or ""."""
         raise RequestError(_NO_ADAPTERS)
 
     def stop(self) -> None:
-        """Release what `start` took."""
+        """Release what `start` acquired."""
         return
 
 
 class AsyncRequestHandler(ABC):
-    """Serves whatever is not text generation, requests side by side: up to option.max_rolling_batch_size at once."""
+    """Serves anything but text generation, up to option.max_rolling_batch_size requests concurrently.
+
+    Every method runs on an event loop in the main thread of the process.
+    """
 
     async def start(self) -> None:
-        """Load what is bound to the event loop."""
+        """Load what needs the running event loop."""
         return
 
     @abstractmethod
     async def handle(self, request: Input) -> Response:
-        """Answer one request. What is raised fails it; a cancellation means that its client is gone."""
+        """Answer one request. An exception fails it; a cancellation means that its client is gone."""
 
     async def add_adapter(self, adapter: Adapter) -> str:
-        """Take a LoRA adapter, as `RequestHandler.add_adapter` does."""
+        """Add a LoRA adapter, as `RequestHandler.add_adapter` does."""
         raise RequestError(_NO_ADAPTERS)
 
     async def remove_adapter(self, name: str) -> str:
-        """Forget a LoRA adapter, as `RequestHandler.remove_adapter` does."""
+        """Remove a LoRA adapter, as `RequestHandler.remove_adapter` does."""
         raise RequestError(_NO_ADAPTERS)
 
     async def stop(self) -> None:
-        """Release what `start` took."""
+        """Release what `start` acquired."""
         return

@@ -1,15 +1,17 @@
-"""The messages between the front end and a worker: everything that crosses the link is one of these types.
+"""The messages between the front end and a worker. Nothing else crosses the link.
 
-On the wire each message is a 4-byte big-endian length and that many bytes of msgpack (see `contract.link`). Fields
-are positional (`array_like`), tagged by the class name. Ids are the front end's, unique per worker process.
+On the wire each message is a 4-byte big-endian length and that many bytes of msgpack (see `contract.link`). Fields are
+positional (`array_like`), after a tag that names the class. The front end chooses the ids, unique per worker process.
 
     front end -> worker   Load (once, first), Submit, Cancel, Recall, Control, SetLogLevel, Shutdown
     worker -> front end   Ready or Failed (once), Frames, Stats
 
-For every Submit the worker sends exactly one terminal item: Reply, End or Error. A streamed answer is
-Head, Chunk*, End; an Error may replace the Head or follow it. Nothing follows a terminal item. A Submit that was
-cancelled is answered too (with Error kind "Cancelled"): the front end frees the place only then, so that it never
-counts more room than the engine has. So is one that was recalled before the handler began it (kind "Recalled").
+For every Submit the worker sends exactly one terminal item: Reply, End or Error. A streamed answer is Head, Chunk*,
+End; an Error may replace the Head or follow it. Nothing follows a terminal item.
+
+The worker also answers a Submit that the front end cancelled, with an Error of the kind "Cancelled". Only then does the
+front end count the place of the request as free: until then the engine may still compute it. A request that was
+recalled before the handler began it ends with an Error of the kind "Recalled".
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ DEFAULT_PRIORITY = 3
 
 
 class Input(msgspec.Struct, array_like=True, frozen=True):
-    """A request as the front end saw it; the front end has not looked into the body.
+    """A request as the front end received it. The front end does not look into the body.
 
     `route` is one of those in `lmi_server/dialects/routes.py`: "invocations", "chat/completions", ... `properties` are
     the HTTP headers (lower-cased names), with `X-Amzn-SageMaker-Custom-Attributes` exploded into entries of its own.
@@ -39,7 +41,7 @@ class Input(msgspec.Struct, array_like=True, frozen=True):
     priority: int = DEFAULT_PRIORITY
 
     def body(self) -> bytes:
-        """Return the bytes under the last "data" (a query may hold another), or the first entry, or nothing."""
+        """Return the bytes under the last "data" (a query may have the same key), or the first entry, or nothing."""
         for key, value in reversed(self.content):
             if key == "data":
                 return value
@@ -49,9 +51,9 @@ class Input(msgspec.Struct, array_like=True, frozen=True):
 class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     """A LoRA adapter: `directory` holds its files on this machine, as peft writes them.
 
-    `preload`: its weights are in memory before its first request. `pin`: they stay there, whatever else needs the room.
-    `alias` is the name that messages use (without one, `name`); `options` are further parameters of its registration,
-    which code of one's own may read.
+    `preload`: load the weights before the first request. `pin`: keep them in memory, whatever else needs the room.
+    `alias` is the name that messages to users show; if it is empty, they show `name`. `options` are further parameters
+    of the registration, which a model.py may read.
     """
 
     name: str
@@ -62,6 +64,8 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     options: Mapping[str, str] = {}
 
 
+# Without field names the message of a token is hardly longer than its text, and faster to decode. Both ends are always
+# of the same version, so nobody has to find fields by name.
 class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """Base of everything on the link."""
 
@@ -87,7 +91,7 @@ class Load(Message, frozen=True):
 
 
 class Submit(Message, frozen=True):
-    """Serve one request; where `more` is set, the next Submit belongs to the same batch."""
+    """Serve one request. If `more` is set, the next Submit belongs to the same batch."""
 
     id: int
     input: Input
@@ -95,19 +99,19 @@ class Submit(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """The client went away: free the request's place."""
+    """Drop a request whose client went away."""
 
     id: int
 
 
 class Recall(Message, frozen=True):
-    """Another worker has room: give the request back, unless the handler has begun it."""
+    """Give a request back for another worker, unless the handler has begun it."""
 
     id: int
 
 
 class _Command(msgspec.Struct, array_like=True, frozen=True):
-    """Base of what a Control asks of the model; `operation` is its name in messages to users."""
+    """Base of what a Control asks of the model; `operation` is the name that messages to users show."""
 
     @property
     def operation(self) -> str:
@@ -158,8 +162,8 @@ class Shutdown(Message, frozen=True):
 class Ready(Message, frozen=True):
     """The model is loaded.
 
-    `batch_size` is the number of requests that the handler takes at once, one such batch after the other; None where it
-    serves requests side by side.
+    `max_model_len` is in tokens, 0 if the model does not generate text; `details` go into the log. `batch_size` is the
+    number of requests that the handler gets at once, one batch after the other; None if it serves them concurrently.
     """
 
     max_model_len: int
@@ -168,7 +172,7 @@ class Ready(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """The model could not be loaded; the worker exits."""
+    """The model could not be loaded, and the worker exits. `kind` is as in Error."""
 
     kind: str
     message: str
@@ -190,7 +194,7 @@ class Chunk(Message, frozen=True):
 
 
 class End(Message, frozen=True):
-    """The streamed answer is complete. `status` is that of the error which its last bytes tell of, if they do."""
+    """The streamed answer is complete. `status` is 200, or that of the error that its last bytes report."""
 
     id: int
     status: int = 200
@@ -212,7 +216,7 @@ class Error(Message, frozen=True):
 
 
 class Reply(Message, frozen=True):
-    """A whole answer in one item: head, body and end."""
+    """A whole answer in one item: status, headers and body."""
 
     id: int
     status: int
@@ -224,16 +228,16 @@ Item = Head | Chunk | End | Error | Reply
 
 
 class Frames(Message, frozen=True):
-    """What one tick of the worker's loop produced, for all requests together, in order."""
+    """What one turn of the worker's loop produced for all requests. The order matters within a request only."""
 
     items: list[Item]
 
 
 class Stats(Message, frozen=True):
-    """Sent once a second; its absence means that the worker hangs.
+    """The heartbeat, sent once a second. Without it the front end takes the worker for hanging and kills it.
 
-    `progressed` are the ids of the requests for which the handler yielded something since the last Stats: of an answer
-    that does not stream the front end sees nothing else before its end.
+    `gauges` go into /metrics by their names. `progressed` are the ids of the requests for which the handler yielded
+    something since the last Stats: of an answer that does not stream, the front end sees nothing else before its end.
     """
 
     gauges: dict[str, float]

@@ -1,4 +1,4 @@
-"""`python -m lmi_server.worker --link fd:N`: one worker process. Started by the supervisor, never by hand."""
+"""One worker process: `python -m lmi_server.worker --link fd:N`. The supervisor starts it, nobody does so by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lmi_server.machine.process_tree import end_with_parent
 from lmi_server.worker.concurrent_service import ConcurrentService
 from lmi_server.worker.frame_buffer import FrameBuffer
 from lmi_server.worker.generation_processor import GenerationProcessor
-from lmi_server.worker.group import follow, following, join_group, leave_group
+from lmi_server.worker.group import check_follows, follow, join_group, remove_group_files
 from lmi_server.worker.handler_loading import Loading, make_handler
 from lmi_server.worker.handler_thread import HandlerThread
 from lmi_server.worker.service import WorkerService
@@ -31,7 +31,7 @@ from lmi_server.worker.threaded_service import ThreadedService
 from lmi_server.worker.worker import Worker
 
 _SIGTERM_DEADLINE_S = 30.0
-_COMPAT = Path(__file__).parent.parent / "compat"  # where djl_python is
+_COMPAT = Path(__file__).parent.parent / "compat"  # holds djl_python
 _EXIT_S = 5.0  # for the end of the handler's thread, once the link is closed
 
 logger = logging.getLogger("lmi_server.worker")
@@ -52,7 +52,7 @@ def main() -> int:
 
 
 def _lead(link: socket.socket, progress: BatchProgress | None) -> int:
-    """Serve over the link, as the only process of the worker or the first of its ranks."""
+    """Serve the model, as the only process of the worker or as rank 0 of its group; return the exit code."""
     load = read_load(link)
     logging.getLogger().setLevel(load.log_level)
     sys.path.insert(0, str(_COMPAT))
@@ -60,9 +60,9 @@ def _lead(link: socket.socket, progress: BatchProgress | None) -> int:
     try:
         handler, loading = make_handler(load)
         if own_rank().directory:
-            following(handler)
+            check_follows(handler)
     except BaseException as error:  # noqa: BLE001 - the border to handlers, which raise anything; the load fails
-        return uvloop.run(_serve(link, Worker(load, _Broken(error))))
+        return uvloop.run(_serve(link, Worker(load, _BrokenHandler(error))))
     if isinstance(handler, RequestHandler):
         return _serve_requests(link, handler, loading, progress)
     processor = GenerationProcessor(handler, loading)
@@ -72,13 +72,18 @@ def _lead(link: socket.socket, progress: BatchProgress | None) -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m lmi_server.worker")
-    parser.add_argument("--link", required=True, help="fd:N, the inherited end of the link, or unix:PATH of a group")
+    parser.add_argument(
+        "--link", required=True, help="fd:N, the inherited end of the link; or unix:PATH of a group of ranks"
+    )
     parser.add_argument("--progress", type=_progress, help="the page of BatchProgress: inherited fd:N, or file:PATH")
     return parser.parse_args()
 
 
 def _inherited(value: str) -> int:
-    """Return the file descriptor of "fd:N"; a process that a handler starts does not inherit it any more."""
+    """Return the file descriptor of "fd:N", so that processes which a handler starts do not inherit it.
+
+    A child with a copy of the link would keep it open after the worker has died, and the front end would not notice.
+    """
     fd = int(value.removeprefix("fd:"))
     os.set_inheritable(fd, False)
     return fd
@@ -90,8 +95,8 @@ def _progress(value: str) -> BatchProgress:
     return BatchProgress(_inherited(value))
 
 
-class _Broken:
-    """Makes no service: what was raised before the link had a loop fails the load."""
+class _BrokenHandler:
+    """Raises, in place of making a service, what was raised before there was a loop to report it with."""
 
     def __init__(self, error: BaseException) -> None:
         self._error = error
@@ -103,7 +108,7 @@ class _Broken:
 def _serve_requests(
     link: socket.socket, handler: RequestHandler, loading: Loading, progress: BatchProgress | None
 ) -> int:
-    """Run the handler's code in this thread, the main one, and the link in another."""
+    """Run the handler's code in this thread, the main one, and the link in another; return the exit code."""
     handler_thread = HandlerThread(handler, loading, progress or BatchProgress.create()[0])
     worker = Worker(loading.load, lambda link: ThreadedService(handler_thread, link, worker.end))
     signal.signal(signal.SIGTERM, lambda *_: handler_thread.call_link(worker.shut_down, _SIGTERM_DEADLINE_S))
@@ -122,15 +127,17 @@ def _run_link(link: socket.socket, worker: Worker, handler_thread: HandlerThread
         try:
             handler_thread.stop().result(0 if handler_thread.abandoned else _EXIT_S)
         except TimeoutError:
-            os._exit(code)  # the handler's code does not come back
+            # The main thread hangs in the handler's code, which Python cannot interrupt from here.
+            os._exit(code)
 
 
 async def _serve(inherited: socket.socket, worker: Worker, signals: bool = False) -> int:
-    closed = asyncio.Event()  # not before all that was sent is on its way
+    # Set when the transport reports the end: until then, messages that were sent may still be in its buffer.
+    closed = asyncio.Event()
 
     def on_lost() -> None:
         if not worker.ending:
-            _die()
+            _end_at_once()
         closed.set()
 
     link = frontend_link(worker.on_message, on_lost)
@@ -143,10 +150,11 @@ async def _serve(inherited: socket.socket, worker: Worker, signals: bool = False
     return worker.exit_code
 
 
-def _die() -> None:
-    """End at once, with every process that a handler started: nobody is left to serve."""
-    logger.error("the front end is gone")
-    leave_group()
+def _end_at_once() -> None:
+    """Kill this process and every process that a handler started: nobody is left to serve."""
+    logger.error("the front end is gone; the worker ends")
+    remove_group_files()
+    # The supervisor makes each worker the leader of a process group. Under mpirun, or by hand, others may be in it.
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)

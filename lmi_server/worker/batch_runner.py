@@ -99,7 +99,9 @@ class BatchRunner(Runner):
 
     async def control(self, command: Command) -> bytes:
         call = _ControlCall(command, Future())
-        call.answer.set_running_or_notify_cancel()  # it is not to be cancelled with who waits for it
+        # The handler executes the command whether or not somebody still waits for it. A waiter that gives up must not
+        # cancel the future: setting its result would then raise in the handler's thread.
+        call.answer.set_running_or_notify_cancel()
         self._queue.put(call)
         return (await asyncio.wrap_future(call.answer)).encode()
 
@@ -115,7 +117,7 @@ class BatchRunner(Runner):
 
     def run(self, on_ready: Callable[[Ready], None]) -> None:
         gc.collect()
-        gc.freeze()  # what is loaded stays; without it every full collection would walk it
+        gc.freeze()  # what is loaded stays: no collection needs to look at it again
         on_ready(self._ready)
         while (entry := self._queue.get()) is not None:
             if isinstance(entry, _ControlCall):
@@ -125,6 +127,8 @@ class BatchRunner(Runner):
 
     def _run_batch(self, batch: Sequence[_Call]) -> None:
         begun = [call for call in batch if self._waiting.pop(call.writer.id, None) is not None]
+        # On the shared page, which outlives this process: if it dies now, the front end fails this batch and gives the
+        # others to another worker.
         self._progress.begin(time.monotonic())
         try:
             if begun:

@@ -49,7 +49,7 @@ class ConcurrentRunner(Runner):
         on_ready(await self._service.load())
         if not self._stop_requested:  # it may come while the model loads
             await self._stopping.wait()
-        await self._service.release()
+        await self._service.release()  # not `stop`: the buffer belongs to the link's thread, which has closed it
 
     def submit(self, submit: Submit) -> None:
         self._running_loop().call_soon_threadsafe(self._service.submit, submit)

@@ -30,7 +30,9 @@ class ConcurrentService(WorkerService):
         info = await self._processor.start()
         self._loaded = True
         gc.collect()
-        gc.freeze()  # what is loaded stays; without it every full collection would walk the engine's objects
+        # What is loaded stays until the end. Without the freeze, every full collection would walk all objects of the
+        # engine's libraries, and all streams would stop for that long.
+        gc.freeze()
         return Ready(info.max_model_len, dict(info.details))
 
     def submit(self, submit: Submit) -> None:

@@ -20,7 +20,7 @@ _POLL_S = 0.001
 
 
 class FrameSink(Protocol):
-    """Where a `FrameBuffer` sends to: the link to the front end, or what keeps an account of the link."""
+    """What a `FrameBuffer` sends to: the link to the front end, or a wrapper of it."""
 
     @property
     def congested(self) -> bool:

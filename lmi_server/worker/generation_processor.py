@@ -164,11 +164,15 @@ class GenerationProcessor(RequestProcessor):
                         emit(data)
                     if delta.finish_reason is not None:
                         finished = True
+                    # An engine that has deltas ready never suspends this loop. Without the pause one sequence would
+                    # hold up all others, and a client that reads slowly would fill the memory.
                     burst -= 1
                     if not burst:
                         burst = BURST
                         await writer.buffer.yield_and_drain()
         except asyncio.CancelledError:
+            # An engine's own library may raise it, for example when its connection breaks. That must not look as if the
+            # client had gone away.
             if is_cancelled():
                 raise
             raise HandlerError("the handler cancelled the request") from None

@@ -1,4 +1,4 @@
-"""A worker process that is a rank of an MPI group: it connects to the front end, and, beside rank 0, follows."""
+"""A worker that is a group of MPI ranks: each process connects to the front end, and all but rank 0 follow rank 0."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 def join_group(path: str) -> tuple[Rank, socket.socket]:
-    """Connect to the front end's socket and say which rank this is."""
+    """Connect to the front end's socket at `path` and send the number of this rank; return both.
+
+    mpirun passes no file descriptors on, so a rank cannot inherit its link as other workers do.
+    """
     rank = take_rank(str(Path(path).parent))
     link = socket.socket(socket.AF_UNIX)
     link.connect(path)
@@ -29,30 +32,30 @@ def join_group(path: str) -> tuple[Rank, socket.socket]:
     return rank, link
 
 
-def leave_group() -> None:
-    """Remove the files of the group that this process belongs to, for the front end that cannot do it any more."""
+def remove_group_files() -> None:
+    """Remove the files of this process's group, if it has one: the front end, which is gone, cannot do it any more."""
     directory = own_rank().directory
     if directory:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def following(handler: LLMHandler | RequestHandler) -> LLMHandler | RequestHandler:
-    """Return the handler as one that runs as a group of ranks. Raises ModelLoadError where it cannot."""
+def check_follows(handler: LLMHandler | RequestHandler) -> None:
+    """Raise ModelLoadError if `handler` cannot run as a group of ranks."""
     if type(handler).follow in (LLMHandler.follow, RequestHandler.follow):
-        raise ModelLoadError("this model's handler does not run under the MPI engine; use engine=Python")
-    return handler
+        raise ModelLoadError("this model's handler does not run under engine=MPI; set engine=Python")
 
 
 def follow(link: socket.socket) -> int:
-    """Load what the front end says and do what rank 0 says; return the exit code of the process."""
+    """Load the model and do what rank 0 sends until it sends the end; return the exit code of the process."""
     load = read_load(link)
     logging.getLogger().setLevel(load.log_level)
     threading.Thread(target=_end_with_front_end, args=(link,), name="link", daemon=True).start()
     try:
         handler, loading = make_handler(load)
-        following(handler).follow(loading.model_dir, loading.options)
+        check_follows(handler)
+        handler.follow(loading.model_dir, loading.options)
     except Exception as error:  # the border to handlers and engines, which raise anything; the load fails with it
-        logger.exception("the rank failed")
+        logger.exception("the rank cannot load the model, or failed while it followed rank 0")
         failure = load_failure(error)
         link.sendall(b"".join(frame(Failed(failure.kind, failure.message))))
         return 1
@@ -60,8 +63,9 @@ def follow(link: socket.socket) -> int:
 
 
 def _end_with_front_end(link: socket.socket) -> None:
+    """End the process with the link, from a thread: the main thread may be inside the engine for minutes."""
     while link.recv(65536):
-        pass  # nothing is said to a follower beside what it loads
-    logger.error("the front end is gone")
-    leave_group()
+        pass  # the front end sends a follower nothing after its Load
+    logger.error("the front end is gone; the rank ends")
+    remove_group_files()
     os._exit(1)

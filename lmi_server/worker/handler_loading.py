@@ -1,4 +1,4 @@
-"""From a Load message to a handler that can start, and what the front end is told where it cannot."""
+"""From a Load message to a handler that can start, and from its failure to the error that the front end gets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lmi_server.dialects.base import ServedModel
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """What a handler is started with."""
+    """What a handler starts with: the Load message, and the options in it as the handler's own class."""
 
     load: Load
     options: ModelOptions
@@ -27,7 +27,7 @@ class Loading:
         return self.load.model_dir
 
     def served_model(self, info: ModelInfo, adapters: Mapping[str, Adapter]) -> ServedModel:
-        """Return what the dialects may know of the model."""
+        """Return what the dialects may know of the model. `adapters` are those of the handler, which may change."""
         formatter = self.options.output_formatter
         return ServedModel(
             name=self.load.model_name,
@@ -42,7 +42,7 @@ class Loading:
 
 
 def make_handler(load: Load) -> tuple[LLMHandler | RequestHandler, Loading]:
-    """Import the handler and restore its options; it is not started. Raises whatever its module raises."""
+    """Import the handler, create it, and restore its options; do not start it. Raises whatever its module raises."""
     options_type = cast("type[ModelOptions]", load_class(load.options_type))
     options = options_type.restore(load.options, load.passed_through)
     handler = cast("type[LLMHandler | RequestHandler]", load_class(load.handler))()
@@ -52,7 +52,7 @@ def make_handler(load: Load) -> tuple[LLMHandler | RequestHandler, Loading]:
 
 
 def load_failure(error: BaseException) -> LmiServerError:
-    """Return what the front end is told of an exception that ended a load."""
+    """Return the error that the front end gets if `error` ended a load."""
     message = error.message if isinstance(error, LmiServerError) else describe(error)
     if is_out_of_memory(error):
         return ModelMemoryError(message)

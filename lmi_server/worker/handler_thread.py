@@ -53,7 +53,7 @@ class HandlerThread:
         self._exit_code = 0
         self._stopping = False
         self._loaded: Future[Ready] = Future()
-        self._loaded.set_running_or_notify_cancel()  # it is not to be cancelled with who waits for it
+        self._loaded.set_running_or_notify_cancel()  # a shutdown cancels who waits for it, but not the future itself
         self._start = threading.Event()
         self._ended: Future[None] = Future()
         self._pid = os.getpid()

@@ -43,6 +43,6 @@ class RequestProcessor(ABC):
 
 
 def is_cancelled() -> bool:
-    """Return whether somebody cancelled the running task. A handler may raise a CancelledError of its own."""
+    """Return whether somebody cancelled the running task; a handler may also raise a CancelledError of its own."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

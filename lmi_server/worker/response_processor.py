@@ -42,7 +42,7 @@ class ResponseProcessor(RequestProcessor):
             response = await self._handler.handle(request)
             await _send(response, writer)
         except asyncio.CancelledError:
-            if is_cancelled():
+            if is_cancelled():  # otherwise the handler's own code raised it
                 writer.error(CANCELLED, CANCELLED_MESSAGE)
             else:
                 writer.fail(HandlerError("the handler cancelled the request"))

@@ -1,4 +1,4 @@
-"""Stateful sessions of a model that generates text: they are opened and closed by requests, and named by a header."""
+"""Stateful sessions of a model that generates text. Requests open and close them; a header names them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _JSON = ("content-type", "application/json")
 
 
 class SessionRequests:
-    """Answers what is about sessions; every other request only has its session checked."""
+    """Answers the requests that open or close a session, and checks the session that any other request names."""
 
     def __init__(self, options: ModelOptions) -> None:
         names = ("sessions_path", "sessions_expiration", "sessions_s3url")
@@ -29,23 +29,24 @@ class SessionRequests:
 
     @staticmethod
     def concerns(request: Input) -> bool:
-        """Tell whether a request names a session, or may open one."""
+        """Return whether a request names a session, or may open one. It is cheap: every request goes through it."""
+        # A substring instead of JSON: a prompt that contains the word by chance is only looked at twice.
         return _HEADER.lower() in request.properties or _KEY.encode() in request.body()
 
     def save(self) -> None:
-        """Save every session where the options say so."""
+        """Save every session, if the options say so."""
         save_sessions()
 
     def answer(self, request: Input) -> Response | None:
-        """Return the answer to a request that opens or closes a session; None where it is one for the model.
+        """Return the answer to a request that opens or closes a session; None if the request is for the model.
 
-        May wait for files and for S3. Raises RequestError where its session is not known, or it asks for something
-        else, HandlerError where sessions cannot be kept.
+        It may wait for files and for S3. Raises RequestError if the session is unknown or the request asks for
+        something else, HandlerError if the sessions cannot be stored.
         """
         try:
             return self._answer(request)
         except OSError as error:
-            raise HandlerError(f"the session cannot be kept: {error}") from error
+            raise HandlerError(f"the session cannot be stored: {error}") from error
 
     def _answer(self, request: Input) -> Response | None:
         named = request.properties.get(_HEADER.lower())
@@ -63,7 +64,7 @@ class SessionRequests:
         return None
 
     def _check(self, named: str | None) -> None:
-        """Raise RequestError where a session is named that is not there. One that has expired passes, as with LMI."""
+        """Raise RequestError if there is no session of that name. An expired one passes, as with LMI."""
         try:
             self._manager.get_session(named)
         except ValueError as error:
@@ -71,16 +72,16 @@ class SessionRequests:
 
     def _close(self, named: str | None) -> Response:
         if not named:
-            raise RequestError(f"{_HEADER} is missing; send the id of the session that is to be closed")
+            raise RequestError(f"{_HEADER} is missing; send the id of the session to close")
         try:
             self._manager.close_session(named)
         except ValueError as error:
             raise RequestError(str(error)) from None
-        return _told(f"Session {named} closed", _CLOSED_HEADER, named)
+        return _json_response(f"Session {named} closed", _CLOSED_HEADER, named)
 
 
 def _kind(request: Input) -> Any:
-    """Return what a request wants of sessions; None where it is no JSON, or has a prompt as well: it is the model's."""
+    """Return what a request wants of sessions. None means that it is for the model: it is no JSON, or has a prompt."""
     try:
         body = fields.json_object(request)
     except RequestError:
@@ -90,8 +91,8 @@ def _kind(request: Input) -> Any:
 
 def _opened(session: Session) -> Response:
     expires = datetime.fromtimestamp(session.expiration_ts, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    return _told(f"Session {session.session_id} created", _HEADER, f"{session.session_id}; Expires={expires}")
+    return _json_response(f"Session {session.session_id} created", _HEADER, f"{session.session_id}; Expires={expires}")
 
 
-def _told(result: str, header: str, value: str) -> Response:
+def _json_response(result: str, header: str, value: str) -> Response:
     return Response(headers=[_JSON, (header, value)], data=encode({"result": result}))

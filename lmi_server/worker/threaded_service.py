@@ -78,7 +78,7 @@ class ThreadedService(WorkerService):
         await asyncio.wait([asyncio.wrap_future(self._thread.stop())], timeout=_STOP_S)
 
     def gauges(self) -> Mapping[str, float]:
-        """Return the gauges, once a second; and look after the handler while at it."""
+        # The worker asks once a second, from a thread that runs whatever the handler does: a good moment to watch it.
         self._watch.look()
         return {"running_requests": len(self._running), "resident_bytes": resident_bytes()}
 
@@ -86,13 +86,17 @@ class ThreadedService(WorkerService):
         return self._runner.progressed() if self._ready else []
 
     def _give_up(self, reason: str) -> None:
-        """End the process although the handler is at work: what it has begun fails, the rest goes to another worker."""
+        """End the process although the handler is at work.
+
+        The requests that the handler has begun fail with the reason, because they may be what takes the memory. Those
+        that still wait get no answer here, so that the front end gives them to another worker.
+        """
         error = ModelMemoryError(reason.partition("\n")[0])
         logger.error("model %s: %s", self._thread.model_name, reason)
         if not self._ready:
             self._thread.fail_load(error)
             return
-        self._buffer.flush()
+        self._buffer.flush()  # answers that are complete by now end as they are
         for writer in self._runner.begun():
             writer.fail(error)
         self._buffer.close()
@@ -106,7 +110,7 @@ class ThreadedService(WorkerService):
 
 
 class _AccountedLink:
-    """The link, and an account of the requests that end on it."""
+    """Sends to the link, and reports each request that ends with what it sends."""
 
     def __init__(self, link: FrontendLink, on_ended: Callable[[int], None]) -> None:
         self._link = link

@@ -1,4 +1,4 @@
-"""Looks after a handler's code from outside: tells where it hangs, and ends a process that takes too much memory."""
+"""Watches a handler's code from another thread: logs where it hangs, ends a process that takes too much memory."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ logger = logging.getLogger(__name__)
 
 _MIB = 1 << 20
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-_TOLD_AT = 0.8  # of predict_timeout: soon after, the process is killed
+_LOGGED_AT = 0.8  # of predict_timeout; at 1.0 the front end kills the process, and nobody could tell where it was
 
 
 def resident_bytes() -> int:
-    """Return the memory that this process has."""
+    """Return the memory of this process that is in RAM."""
     return int(Path("/proc/self/statm").read_bytes().split()[1]) * _PAGE
 
 
 class Watch:
-    """`look` is called once a second.
+    """Looks at the handler's thread, once a second, when the link's thread calls `look`.
 
-    `running_s` tells for how long the handler has been at its batch, `stack` where; `give_up` ends the process with a
-    reason. `memory_limit_mb` of 0 is no limit.
+    `running_s` returns the seconds since the running batch began (0.0: none), `stack` returns where the handler's
+    thread is, `give_up` ends the process with a reason. A `memory_limit_mb` of 0 is no limit.
     """
 
     def __init__(
@@ -41,16 +41,17 @@ class Watch:
         self._running_s = running_s
         self._stack = stack
         self._give_up = give_up
-        self._told = False
+        self._logged = False
 
     def look(self) -> None:
         running_s = self._running_s()
-        if running_s < _TOLD_AT * self._predict_timeout_s:
-            self._told = False
-        elif not self._told:
-            self._told = True
-            logger.error("model %s: the handler runs for %.0f seconds:\n%s", self._model_name, running_s, self._stack())
+        if running_s < _LOGGED_AT * self._predict_timeout_s:
+            self._logged = False
+        elif not self._logged:
+            self._logged = True
+            hangs = "model %s: the handler has not returned for %.0f s; it is at:\n%s"
+            logger.error(hangs, self._model_name, running_s, self._stack())
         limit = self._memory_limit_mb
         if limit and (resident := resident_bytes()) > limit * _MIB:
-            taken = f"the process has {resident // _MIB} MiB of memory, more than max_worker_memory_mb={limit}"
-            self._give_up(f"{taken}; it was at:\n{self._stack()}" if running_s else taken)
+            taken = f"the process takes {resident // _MIB} MiB, more than max_worker_memory_mb={limit}; raise the limit"
+            self._give_up(f"{taken}\nThe handler was at:\n{self._stack()}" if running_s else taken)

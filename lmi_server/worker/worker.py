@@ -1,4 +1,4 @@
-"""One model on one link: the life of a worker process from Load to Shutdown."""
+"""The life of a worker process, from Load to Shutdown: one model on one link."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ _STATS_INTERVAL_S = 1.0
 
 
 class Worker:
-    """Does what the front end's messages say, on the link's event loop.
+    """Acts on the messages of the front end, on the link's event loop.
 
-    `make_service` gets the link and returns what serves the model. Once the worker is `ending` it closes the link;
-    `exit_code` is that of the process.
+    `make_service` gets the link and returns the service of the model. `ending` is true once the worker closes the link
+    itself; `exit_code` is that of the process.
     """
 
     def __init__(self, load: Load, make_service: Callable[[FrontendLink], WorkerService]) -> None:
@@ -61,7 +61,7 @@ class Worker:
         self._stopping = False
 
     def attach(self, link: FrontendLink) -> None:
-        """Load the model, answer over `link` from now on, and show once a second that this process lives."""
+        """Load the model, answer over `link` from now on, and send a heartbeat once a second."""
         self._link = link
         self._loading = self._run(self._load())
         self._run(self._send_stats())
@@ -82,13 +82,13 @@ class Worker:
                 self.shut_down(deadline_s)
 
     def shut_down(self, deadline_s: float) -> None:
-        """Finish what runs within `deadline_s` seconds, stop the handler, end. Called again it changes nothing."""
+        """Finish what runs within `deadline_s` seconds, stop the handler, end. A second call does nothing."""
         if not self._stopping:
             self._stopping = True
             self._run(self._shut_down(deadline_s))
 
     def end(self, exit_code: int) -> None:
-        """Send what is left and close the link: the process ends."""
+        """Send what is left and close the link, after which the process ends."""
         assert self._link is not None
         self.exit_code = exit_code
         self.ending = True
@@ -136,11 +136,13 @@ class Worker:
     # --- requests ---
 
     def _loaded(self) -> WorkerService:
-        assert self._service is not None, "the front end submits only once we are ready"
+        assert self._service is not None, "the front end sends requests only after Ready"
         return self._service
 
     def _submit(self, submit: Submit) -> None:
-        if not self._stopping:  # otherwise the end of the link tells the front end to give it to another worker
+        # A request that crosses the Shutdown on the link is dropped. The front end sees the link end without an answer
+        # to it, and gives it to another worker.
+        if not self._stopping:
             self._loaded().submit(submit)
 
     async def _control(self, control: Control) -> None:
@@ -159,7 +161,7 @@ class Worker:
         self._link.send(Frames([outcome]))
 
     def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start a task that the worker keeps alive; the process ends with an error where it raises."""
+        """Start a task that the worker keeps alive; if it raises, the process ends with an error."""
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._finished)

@@ -126,7 +126,7 @@ def test_it_hangs(server: Server) -> None:
         503,
         "The request made no progress within predict_timeout=3 seconds",
     )
-    server.log_line(r"\[bad-0\] .*model bad: the handler runs for \d seconds")
+    server.log_line(r"\[bad-0\] .*model bad: the handler has not returned for \d s")
     server.log_line(r"here it hangs")
 
 
@@ -134,12 +134,12 @@ def test_it_takes_too_much_memory(server: Server) -> None:
     answer = ask(server, "leak")
     assert answer.status_code == 507
     assert "more than max_worker_memory_mb=300" in answer.text
-    server.log_line(r"\[bad-0\] .*model bad: the process has \d+ MiB of memory")
+    server.log_line(r"\[bad-0\] .*model bad: the process takes \d+ MiB")
 
 
 def test_it_keeps_too_much_memory(server: Server) -> None:
     assert ask(server, "leak later").text == "fine"
-    server.log_line(r"\[bad-0\] .*model bad: the process has \d+ MiB of memory")
+    server.log_line(r"\[bad-0\] .*model bad: the process takes \d+ MiB")
 
 
 def test_it_prints_a_gigabyte(server: Server) -> None:

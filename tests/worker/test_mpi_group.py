@@ -97,4 +97,4 @@ def test_a_handler_that_cannot_follow_says_so(tmp_path: Path) -> None:
     options = {**MPI_KEYS, "tensor_parallel_degree": 2, "model_id": model(tmp_path / "other")}
     with serving(tmp_path, ready=False, **options) as server:
         found = server.log_line("could not be loaded: (.*)")
-        assert "does not run under the MPI engine; use engine=Python" in found[1]
+        assert "does not run under engine=MPI; set engine=Python" in found[1]
