@@ -34,9 +34,9 @@ hypothesis.settings.load_profile("lmi-server")
 
 
 def pytest_configure() -> None:
-    """Remove the variables that change what a model or the Hugging Face client does; tests set those that they need.
+    """Give the tests one environment, whoever runs them: tests set the variables that they need themselves.
 
-    Hugging Face's client reads its variables when it is imported, so a fixture would come too late.
+    Libraries read some of these variables when they are imported, so a fixture would come too late.
     """
     # Threads that wait for work would spin on cores that another process of the tests could use.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -44,6 +44,9 @@ def pytest_configure() -> None:
     for name in list(os.environ):
         if name in ours or name in _HUGGING_FACE or name.startswith(("OPTION_", "ARGS_", "SERVING_")):
             del os.environ[name]
+    # Servers of the tests listen on the loopback interface, which no proxy reaches.
+    direct = [os.environ.get("NO_PROXY", ""), "127.0.0.1", "localhost"]
+    os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(filter(None, direct))
 
 
 # Engines that `make setup` goes on without if they cannot be installed, by the folders and files whose tests need them.

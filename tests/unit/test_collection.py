@@ -7,7 +7,7 @@ import sys
 
 from paths import ROOT, TESTS
 
-FAST = ("unit", "configuration", "dialects", "artifacts", "commands", "worker", "http")
+FAST = ("unit", "configuration", "dialects", "artifacts", "commands", "worker", "http", "packaging")
 SLOW_TO_IMPORT = {
     "accelerate",
     "boto3",
