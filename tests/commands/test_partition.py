@@ -159,7 +159,7 @@ def test_what_cannot_be_prepared_is_refused(text: str, message: str, weights: Pa
 
 def test_a_directory_that_is_there_is_kept(weights: Path, tmp_path: Path) -> None:
     directory = write(tmp_path / "model", SMOOTH, weights)
-    with pytest.raises(ConfigurationError, match="is there already"):
+    with pytest.raises(ConfigurationError, match="exists already"):
         partition(directory, directory, {})
     assert (directory / "serving.properties").exists()
 
