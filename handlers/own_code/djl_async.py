@@ -117,13 +117,13 @@ async def _streamed(items: AsyncIterator[Any]) -> Response:
     async for item in items:
         piece = _piece(item)
         if piece.error is not None or piece.last:
-            await _close(items)
+            await _close(items)  # whatever the function would yield after the end is dropped
             return _alone(piece)
         if piece.data or piece.output.properties:
             headers = headers_of(piece.output.properties)
             return Response(status=piece.output.code, headers=headers, stream=_rest(piece, items))
         piece.output.execute_finalize()
-    return failed("the handler yielded nothing")
+    return failed("the handler yielded nothing; yield at least one Output")
 
 
 async def _rest(first: _Piece, items: AsyncIterator[Any]) -> AsyncGenerator[bytes, None]:

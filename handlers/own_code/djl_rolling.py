@@ -20,7 +20,7 @@ from handlers.own_code.djl_inputs import content_of
 from handlers.own_code.djl_outputs import headers_of, in_batch, piece_error
 from handlers.own_code.user_function import UserFunction
 from handlers.user_code import format_user_error
-from lmi_server.contract.errors import EXITS, HandlerError, LmiServerError, WorkerDiedError, exit_message
+from lmi_server.contract.errors import EXITS, HandlerError, LmiServerError, WorkerDiedError, describe, exit_message
 from lmi_server.contract.handler import AsyncRequestHandler, Response
 from lmi_server.contract.protocol import Adapter
 from lmi_server.contract.protocol import Input as Request
@@ -136,7 +136,8 @@ class RollingFunction(AsyncRequestHandler):
             logger.exception(
                 "a step of the rolling batch raised: %s", format_user_error(error, self._function.model_dir)
             )
-            self._end_all(_STEP_FAILED)
+            # LMI reports no cause. An exception that is no Exception is rare enough to name it.
+            self._end_all(_STEP_FAILED if isinstance(error, Exception) else f"{_STEP_FAILED}: {describe(error)}")
             return
         for one, step in zip(running, steps, strict=True):
             one.is_new = False
@@ -158,7 +159,7 @@ class RollingFunction(AsyncRequestHandler):
         content: list[tuple[str, bytes]] = []
         for index, one in enumerate(self._running):
             prefix = f"batch_{index:03d}."
-            if not one.is_new:
+            if not one.is_new:  # LMI's contract: a request in full in its first step, then only its place in the batch
                 content.append((prefix + "data", b""))
                 continue
             properties |= {prefix + name: value for name, value in one.request.properties.items()}

@@ -129,6 +129,7 @@ class OwnFormatting(Formatting):
                 request = _with_body(request, _body_of(read))
             else:
                 request = _with_body(request, _checked(read, "TextInput or a dict"))
+        # What a formatter read becomes a body of the dialect again, so that one parser validates all requests.
         exchange = dialects.parse(request, served)
         if self._written is None or not is_lmi:
             return exchange
@@ -152,7 +153,7 @@ class OwnFormatting(Formatting):
             return function(value, **_accepted(function, more))
         except LmiServerError:
             raise
-        except BaseException as error:  # exits too: a formatter does not end the process of the model
+        except BaseException as error:  # exits, too: a formatter does not end the process of the model
             raise HandlerError(f"input_formatter: {format_user_error(error, self._model_dir)}") from error
 
     def _complete(self, text_input: RequestInput, exchange: Exchange, request: Request) -> None:
@@ -221,14 +222,14 @@ def _with_body(request: Request, body: Mapping[str, Any]) -> Request:
     try:
         data = msgspec.json.encode(body)
     except (TypeError, ValueError) as error:
-        raise HandlerError(f"what input_formatter returned cannot be written as JSON: {error}") from error
+        raise HandlerError(f"input_formatter returned a value that JSON cannot express: {error}") from error
     properties = {**request.properties, "content-type": "application/json"}
     content = [(key, value) for key, value in request.content if key != "data"]
     return msgspec.structs.replace(request, properties=properties, content=[*content, ("data", data)])
 
 
 def _body_of(read: RequestInput) -> dict[str, Any]:
-    """Return the request that a formatter made, in LMI's form."""
+    """Return the body, in LMI's form, of the request that an input formatter returned."""
     parameters = {name: value for name, value in read.parameters.items() if name != "stream"}
     body = {"inputs": getattr(read, "input_text", None), "parameters": parameters, "stream": _streams(read)}
     adapters = getattr(read, "adapters", None)
@@ -236,7 +237,7 @@ def _body_of(read: RequestInput) -> dict[str, Any]:
 
 
 def _input_of(request: Request) -> TextInput:
-    """Return a request that a dialect took as formatters see it."""
+    """Return a request that no input formatter has read in the form that output formatters get."""
     if fields.media_type(request) == "text/plain":
         return TextInput(parameters={"stream": False}, input_text=fields.plain_text(request))
     body = fields.json_object(request)

@@ -46,7 +46,7 @@ def exchange_writer(function: Callable[..., Any]) -> Write:
     if name.rpartition(".")[2] in _OUTPUT_TYPES:
         return lambda inner, given, streams: _Stepwise(inner, given, streams, _Reading(function))
     if len(parameters) >= _TOKEN_ARGUMENTS:
-        ids = itertools.count()
+        ids = itertools.count()  # LMI numbers its requests, and some functions tell them apart by the number
         with_id = len(parameters) > _TOKEN_ARGUMENTS
         return lambda inner, given, streams: _Stepwise(
             inner, given, streams, _Tokenwise(function, next(ids) if with_id else None)
@@ -61,6 +61,8 @@ class _Reading:
         self._function = function
 
     def __call__(self, output: TextGenerationOutput, fresh: list[Token], streams: bool) -> Iterator[bytes]:
+        # LMI calls such a function once per token, which it reads with get_next_token(). A step here may bring several
+        # tokens, so the function is called until it has read them all, or stops reading.
         sequence = output.best_sequence
         while True:
             before = sequence.position
@@ -120,6 +122,7 @@ class _Stepwise(Exchange):
             self._output.sequences[index].finish_reason = delta.finish_reason
             self._unfinished -= 1
             self._output.finished = self._unfinished == 0
+        # The function writes the best sequence. Of the others it sees nothing before the end, where it gets them all.
         ends = self._output.finished
         if not (fresh or ends) or (index != self._output.best_sequence_index and not ends):
             return b""
@@ -130,6 +133,7 @@ class _Stepwise(Exchange):
         sequence, output = self._output.sequences[index], self._output
         fresh = [_token(token, text) for token, text in zip(delta.tokens, token_texts(delta), strict=False)]
         if not delta.tokens and (delta.text or delta.finish_reason is not None):
+            # Text that the detokenizer held back comes without a token, and every end needs one to carry it.
             fresh = [Token(-1, delta.text)]
         sequence.tokens += fresh
         sequence.top_tokens += [[Token(top.id, top.text, top.logprob) for top in token.top] for token in delta.tokens]
@@ -143,6 +147,7 @@ class _Stepwise(Exchange):
 
 
 def _with_logprobs(request: GenerationRequest, streams: bool) -> GenerationRequest:
+    """Return `request` with log probabilities of its tokens, which a formatter may read without asking for them."""
     sampling = msgspec.structs.replace(request.sampling, logprobs=request.sampling.logprobs or 0)
     return msgspec.structs.replace(request, sampling=sampling, stream=streams)
 

@@ -162,7 +162,7 @@ class TabularHandler(RequestHandler):
             if len(group) == 1:
                 return {group[0][0]: error}
             return {index: outcome for entry in group for index, outcome in self._answers([entry]).items()}
-        ends = np.cumsum([len(rows) for _, rows, _ in group])[:-1]
+        ends = np.cumsum([len(rows) for _, rows, _ in group])[:-1]  # where the rows of each request end
         parts = np.split(predictions, ends)
         return {index: _written(part, kind) for (index, _, kind), part in zip(group, parts, strict=True)}
 

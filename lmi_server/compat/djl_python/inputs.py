@@ -57,6 +57,7 @@ class Input:
         for key, value in self.properties.items():
             found = _IN_BATCH.fullmatch(key)
             if found is not None and key != "batch_size":
+                # Past Properties.__setitem__, which looks for other spellings: keys of one request differ anyway.
                 dict.__setitem__(batches[int(found[1])].properties, found[2], value)
         for name, content in zip(self.content.keys, self.content.values, strict=True):
             found = None if name is None else _IN_BATCH.fullmatch(name)

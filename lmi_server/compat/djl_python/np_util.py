@@ -82,6 +82,7 @@ def _encode(array: Array, encoded: bytearray) -> None:
     _put_text(_DENSE, encoded)
     _put_text(array.dtype.name.upper(), encoded)
     encoded += struct.pack(f">i{array.ndim}q", array.ndim, *array.shape)
+    # The layout names each dimension by a character (N, C, H, W, ...); "?" is an unknown one.
     encoded += struct.pack(">i", array.ndim) + "?".encode("utf-16-be") * array.ndim
     encoded += b"<" + struct.pack(">i", little.nbytes)
     encoded += little.tobytes()

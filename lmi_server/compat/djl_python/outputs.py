@@ -27,6 +27,7 @@ def _outputs_line(item: Any) -> bytes:
 
 
 def _json(value: Any) -> bytes:
+    # The separators and the indentation are LMI's, so that bodies are equal byte by byte.
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=2, separators=(",", ":"), default=_plain)
     return text.encode("utf-8")
 

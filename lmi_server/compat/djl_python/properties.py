@@ -23,7 +23,7 @@ class Properties(dict[str, Any]):
         super().__delitem__(self._spelled(key))
         self._spelling = None
 
-    def __missing__(self, key: str) -> Any:
+    def __missing__(self, key: str) -> Any:  # dict calls it for a key that is not there in exactly this spelling
         spelled = self._spelled(key)
         if spelled in self.keys():
             return super().__getitem__(spelled)

@@ -36,11 +36,11 @@ def _writable(value: Any) -> Any:
         return value
     if kind is list:
         return [_writable(item) for item in value]
-    if kind is tuple:
+    if kind is tuple:  # msgpack has no tuples; as a plain array it would come back as a list
         return msgspec.msgpack.Ext(_TUPLE, encode(list(value)))
     if kind is dict:
         return {_key(key): _writable(item) for key, item in value.items()}
-    if kind.__module__ == "numpy":
+    if kind.__module__ == "numpy":  # by name, so that sessions without arrays need no numpy
         return msgspec.msgpack.Ext(_ARRAY, _array(value))
     raise TypeError(
         f"{kind.__module__}.{kind.__qualname__} cannot be stored in a session; allowed: {_ALLOWED} (of a tensor: "
