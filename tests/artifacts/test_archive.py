@@ -86,7 +86,7 @@ def test_a_zip_is_extracted(tmp_path: Path, suffix: str) -> None:
     assert (target / "empty").is_dir()
 
 
-def test_progress_is_told(tmp_path: Path) -> None:
+def test_progress_is_reported(tmp_path: Path) -> None:
     activity = Recorder()
     extract(write_tar(tmp_path / "model.tar", file("a", b"x" * 10), file("b", b"x" * 5)), activity=activity)
     assert [(seen.what, seen.done) for seen in activity.seen] == [

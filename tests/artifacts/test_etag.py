@@ -29,11 +29,11 @@ def test_the_digest_decides(file: Path) -> None:
 
 
 @pytest.mark.parametrize("part_size", [5 * MIB, 8 * MIB, 3 * MIB])
-def test_the_digests_of_parts_decide_where_the_part_size_can_be_told(file: Path, part_size: int) -> None:
+def test_the_digests_of_parts_decide_if_the_part_size_is_known(file: Path, part_size: int) -> None:
     assert compare(file, 6 * MIB, multipart_etag(file, part_size)) is Verdict.SAME
 
 
-def test_a_part_size_that_cannot_be_told_decides_nothing(file: Path) -> None:
+def test_an_unknown_part_size_decides_nothing(file: Path) -> None:
     assert compare(file, 6 * MIB, multipart_etag(file, 5_500_000)) is Verdict.UNKNOWN
     assert compare(file, 6 * MIB, f"{'0' * 32}-1") is Verdict.DIFFERENT, "one part is the whole file"
     assert compare(file, 6 * MIB, f"{'0' * 32}-0") is Verdict.UNKNOWN

@@ -66,7 +66,7 @@ def test_a_model_is_fetched_once_and_is_there_offline(tmp_path: Path) -> None:
     assert fetch(tmp_path, NOBODY, HF_HUB_OFFLINE="1")[0] == directory
 
 
-def test_pickled_weights_are_fetched_where_there_are_no_others(tmp_path: Path) -> None:
+def test_pickled_weights_are_fetched_if_there_are_no_others(tmp_path: Path) -> None:
     with fake_hub(MODEL, {"config.json": b"{}", "pytorch_model.bin": b"weights"}) as hub:
         directory, _ = fetch(tmp_path, hub.url)
     assert (Path(directory) / "pytorch_model.bin").read_bytes() == b"weights"

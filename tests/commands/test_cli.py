@@ -121,7 +121,7 @@ def test_explain_prints_json_alone(model_dir: Path) -> None:
     assert explanation["can_be_served"] is False
 
 
-def test_check_tells_all_errors_at_once(model_dir: Path) -> None:
+def test_check_prints_all_errors_at_once(model_dir: Path) -> None:
     (model_dir / "serving.properties").write_text("option.dtype=x\njob_queue_size=0\noption.threads=no\nbatch_size=?\n")
     result = lmi_server("check", str(model_dir))
     assert (result.returncode, result.stdout) == (1, "")
@@ -153,7 +153,7 @@ def test_serve_refuses_a_missing_handler_in_one_line(model_dir: Path) -> None:
     assert "is not available in this version; missing: tensorrt_llm" in line
 
 
-def test_another_system_is_told_so() -> None:
+def test_another_system_is_refused() -> None:
     """The platform is set in a process of its own, as a Mac would have it."""
     code = "import sys; from lmi_server.commands.cli import app; sys.platform = 'darwin'; app(['version'])"
     result = subprocess.run(

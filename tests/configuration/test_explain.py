@@ -254,7 +254,7 @@ def test_weights_that_are_quantised_while_loading(tmp_path: Path) -> None:
     assert found.memory["weights_bytes"] == (found.memory["parameters"] - embeddings) // 2 + 2 * embeddings
 
 
-def test_what_serves_best_without_a_gpu_is_told(tmp_path: Path) -> None:
+def test_recommendations_without_a_gpu(tmp_path: Path) -> None:
     machine = replace(NO_GPU, cores=4)
     found = explained(tmp_path, "option.rolling_batch=vllm", machine, TOKENIZERS_PARALLELISM="true")
     values = {option.key: (option.value, option.layer) for option in found.options}
@@ -286,7 +286,7 @@ def test_what_is_not_compiled_in_the_background(properties: str, uncompiled: boo
     assert found.engine_arguments["enforce_eager"] is uncompiled
 
 
-def test_a_compilation_that_cannot_be_in_the_background_is_told(tmp_path: Path) -> None:
+def test_a_compilation_that_cannot_run_in_the_background_gives_a_warning(tmp_path: Path) -> None:
     lines = "option.rolling_batch=vllm\noption.compilation=background\n"
     found = explained(tmp_path, f"{lines}option.enable_lora=true", NO_GPU)
     assert any("option.compilation" in warning and "enable_lora" in warning for warning in found.warnings)
@@ -332,7 +332,7 @@ def test_problems_are_in_the_order_of_the_file(tmp_path: Path) -> None:
     assert [problem.split(":")[1] for problem in found.problems] == ["1", "2", "3", "4"]
 
 
-def test_what_happens_with_a_key_of_ones_own_is_told(tmp_path: Path) -> None:
+def test_explain_says_what_happens_with_an_undeclared_key(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text("def handle(inputs): ...")
     (own,) = explained(tmp_path, "option.score_limit=3", NO_GPU).unknown
     assert own.note == "passed on to the handler"
@@ -345,7 +345,7 @@ def test_an_argument_of_the_engine_is_passed_on(tmp_path: Path) -> None:
     assert any("unknown key option.nonsense" in warning for warning in found.warnings)
 
 
-def test_a_place_is_told_with_each_decided_value(tmp_path: Path) -> None:
+def test_each_decided_value_has_a_source(tmp_path: Path) -> None:
     found = explained(tmp_path, "\noption.dtype=bf16", NO_GPU, OPTION_REVISION="main")
     places = {option.key: option.place for option in found.options}
     assert places["option.dtype"] == f"{tmp_path / 'serving.properties'}:2"

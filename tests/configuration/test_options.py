@@ -195,7 +195,7 @@ def test_arguments_of_vllm_beside_the_declared_ones_reach_the_engine() -> None:
     assert "favourite" not in given
 
 
-def test_what_lmi_dist_was_told_is_told_to_vllm() -> None:
+def test_options_of_lmi_dist_become_arguments_of_vllm() -> None:
     raw = {
         "mpi_mode": "true",
         "quantize": "bitsandbytes8",

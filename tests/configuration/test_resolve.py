@@ -106,7 +106,7 @@ def test_layers_lie_on_top_of_each_other(write: Write) -> None:
     assert (options.revision, layers["option.revision"]) == (None, "default")
 
 
-def test_a_source_tells_file_and_line_or_the_variable(write: Write) -> None:
+def test_a_source_is_a_file_and_line_or_a_variable(write: Write) -> None:
     directory = write("# comment\n\noption.dtype = fp16 \n")
     sources = resolve_model(directory, {"OPTION_REVISION": "main"}).sources
     assert sources["option.dtype"].raw == "fp16"
@@ -337,7 +337,7 @@ def test_a_formatter_that_nothing_defines_is_refused(write: Write, key: str) -> 
         inspect_model(directory, {"OPTION_ENTRYPOINT": "huggingface"}).resolved()
 
 
-def test_a_formatter_is_looked_for_only_where_text_is_generated(write: Write) -> None:
+def test_a_formatter_is_looked_for_only_if_text_is_generated(write: Write) -> None:
     assert resolve_model(write("option.task=fill-mask\noption.input_formatter=mine"), {}).warnings
 
 
@@ -393,7 +393,7 @@ def test_files_of_sentence_transformers_make_an_embedding_model(write: Write) ->
     assert resolve_model(directory, {}).options.task == "text-classification"
 
 
-def test_an_architecture_that_tells_of_no_task_asks_for_one(write: Write) -> None:
+def test_an_architecture_without_a_task_asks_for_one(write: Write) -> None:
     (problem,) = refusal(write(config={"architectures": ["LlavaForConditionalGeneration"]}))
     assert "cannot be decoded by option.rolling_batch=scheduler" in problem
     assert "set option.task" in problem
@@ -579,7 +579,7 @@ def test_which_handler_is_meant(write: Write, properties: str, title: str) -> No
         ("engine=MPI\noption.rolling_batch=scheduler", "huggingface"),
     ],
 )
-def test_which_handler_is_meant_where_vllm_is_installed(write: Write, properties: str, title: str) -> None:
+def test_which_handler_is_meant_if_vllm_is_installed(write: Write, properties: str, title: str) -> None:
     machine = replace(NO_GPU, engines=frozenset({"vllm"}))
     assert inspect_model(write(properties), {}, machine=machine).spec.title == title
 
@@ -786,7 +786,7 @@ def test_cuda_graphs_are_the_opposite_of_eager(write: Write, graphs: str, eager:
     assert options.engine_arguments()["enforce_eager"] is eager
 
 
-def test_sagemaker_tells_the_answers_of_tree_models(write: Write) -> None:
+def test_sagemaker_sets_the_content_type_of_tree_models(write: Write) -> None:
     directory = write("option.entryPoint=djl_python.sklearn_handler\noption.default_accept=application/json", None)
     found = inspect_model(directory, {"SAGEMAKER_DEFAULT_INVOCATIONS_ACCEPT": "text/csv"}, machine=NO_GPU)
     assert found.sources["option.default_accept"].raw == "text/csv"
@@ -823,7 +823,7 @@ def test_variables_of_text_generation_inference(write: Write) -> None:
     assert (found.problems, found.warnings) == ((), ())
 
 
-def test_a_variable_of_text_generation_inference_that_changes_nothing_is_told(write: Write) -> None:
+def test_a_variable_of_text_generation_inference_without_effect_gives_a_warning(write: Write) -> None:
     (warning,) = inspect_model(write(), {"CUDA_MEMORY_FRACTION": "0.8"}, machine=NO_GPU).warnings
     assert warning == "variable CUDA_MEMORY_FRACTION is ignored, because the handler has no such option"
 

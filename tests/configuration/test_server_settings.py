@@ -53,7 +53,7 @@ def test_an_address_that_cannot_be_read(tmp_path: Path) -> None:
     assert file == f'{path}:2: inference_address = "unix:/tmp/s" is not allowed; allowed: http://host:port'
 
 
-def test_an_unknown_setting_is_told_with_the_nearest_one(tmp_path: Path) -> None:
+def test_a_warning_names_the_setting_nearest_to_an_unknown_one(tmp_path: Path) -> None:
     _, (warning,) = resolve_server({}, {}, config(tmp_path, "model_stor=/x"))
     assert "model_stor" in warning
     assert "did you mean model_store" in warning

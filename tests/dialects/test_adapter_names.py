@@ -31,7 +31,7 @@ def in_query(received: Input, **query: str) -> Input:
 
 
 @pytest.mark.parametrize("route", BODIES)
-def test_each_place_where_an_adapter_may_be_named(route: str) -> None:
+def test_each_place_that_may_name_an_adapter(route: str) -> None:
     body = BODIES[route]
     assert adapters(request(route, body)) == {None}
     assert adapters(request(route, body, adapter="french")) == {"french"}

@@ -275,7 +275,7 @@ def test_another_model_is_only_a_warning_on_invocations() -> None:
         assert json.loads(answer(exchange, DELTAS))["model"] == "tiny"
 
 
-def test_invocations_tell_the_dialects_apart_by_keys() -> None:
+def test_invocations_choose_the_dialect_by_keys() -> None:
     body = {"messages": None, "inputs": None, "prompt": "Hello"}
     assert json.loads(answer(parse(request("invocations", body), SERVED), DELTAS))["object"] == "text_completion"
     body = {"messages": MESSAGES, "inputs": "Hello"}

@@ -325,7 +325,7 @@ def test_a_worker_that_dies_in_the_middle_of_a_stream(server: Server) -> None:
     assert server.http.post("/v1/chat/completions", json=chat).status_code == 200
 
 
-def test_ping_tells_of_a_dead_worker(server: Server) -> None:
+def test_ping_reports_a_dead_worker(server: Server) -> None:
     os.kill(server.worker_pid(), signal.SIGSTOP)
     os.kill(server.worker_pid(), signal.SIGKILL)
     server.until("lmi_workers_ready", 0)
@@ -381,7 +381,7 @@ async def test_a_thousand_requests_with_disconnects_and_a_kill(server: Server) -
 
 
 @on_loop
-async def test_a_killed_worker_costs_nobody_their_answer(server: Server) -> None:
+async def test_a_killed_worker_costs_no_client_its_answer(server: Server) -> None:
     limit = asyncio.Semaphore(50)
     waiting = [asyncio.create_task(call(server.port, NeverLeaves(n), limit)) for n in range(50)]
     await asyncio.sleep(0)

@@ -345,7 +345,7 @@ def test_management_may_have_a_port_of_its_own(tmp_path: Path) -> None:
         assert server.http.delete("/models/model").status_code == 404
 
 
-def test_ping_tells_of_a_part_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_with_allow_multi_status_ping_answers_207(tmp_path: Path) -> None:
     with running(make_model(tmp_path / "good"), variables={"SERVING_ALLOW_MULTI_STATUS": "true"}) as server:
         until_status(server, "good", "Healthy")
         assert server.http.get("/ping").status_code == 200

@@ -47,7 +47,7 @@ def test_a_full_queue(tmp_path: Path) -> None:
             connection.close()
 
 
-def test_loading_is_told_while_the_socket_is_bound(tmp_path: Path) -> None:
+def test_the_socket_is_bound_and_reports_while_the_model_loads(tmp_path: Path) -> None:
     with serving(tmp_path, "fault_handlers:GatedHandler", ready=False) as server:
         response = server.http.get("/ping")
         assert (response.status_code, response.json()) == (503, {"model": {"status": "PENDING"}})

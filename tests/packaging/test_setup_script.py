@@ -18,14 +18,14 @@ from fresh_environments import setup_script
         ("libc_ver", ("", ""), "glibc"),
     ],
 )
-def test_a_machine_that_cannot_be_set_up_is_told_so(
+def test_a_machine_that_cannot_be_set_up_is_refused(
     name: str, found: object, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(platform, name, lambda: found)
     assert sentence in setup_script().missing_of_this_machine()
 
 
-def test_an_old_python_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "version_info", (3, 10, 4))
     assert "needs Python 3.11" in setup_script().missing_of_this_machine()
 

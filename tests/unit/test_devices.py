@@ -88,7 +88,7 @@ def test_visible_gpus(variable: str | None, installed: int, seen: tuple[str, ...
     assert visible_gpus(environment, installed) == seen
 
 
-def test_nothing_is_hidden_where_there_is_nothing() -> None:
+def test_without_devices_nothing_is_hidden() -> None:
     (cpu,) = plan_devices("*", 1, ())
     assert (cpu, cpu.environment, cpu.kind, cpu.first) == (DeviceSet(), {}, "cpu", -1)
 

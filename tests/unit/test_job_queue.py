@@ -44,7 +44,7 @@ def test_a_full_queue_refuses_at_once() -> None:
     assert drained(queue) == [2, 1]
 
 
-def test_a_job_that_comes_back_is_first_even_where_the_queue_is_full() -> None:
+def test_a_job_that_comes_back_is_first_even_if_the_queue_is_full() -> None:
     queue: JobQueue[Job] = JobQueue("model", 1)
     queue.push(Job(1))
     queue.push_front(Job(2))

@@ -55,7 +55,7 @@ def test_a_directory_with_one_directory_or_archive_is_that(tmp_path: Path) -> No
     }
 
 
-def test_an_empty_directory_is_told(tmp_path: Path) -> None:
+def test_an_empty_directory_is_reported(tmp_path: Path) -> None:
     (tmp_path / "lost+found").mkdir()
     sources, warnings = startup_sources(Startup(model_store=tmp_path), {})
     assert sources == []
@@ -114,7 +114,7 @@ def test_the_hub_model_stands_beside_the_store(tmp_path: Path) -> None:
     }
 
 
-def test_sagemaker_s_directory_is_the_store_where_nothing_is_named(tmp_path: Path) -> None:
+def test_sagemaker_s_directory_is_the_default_store(tmp_path: Path) -> None:
     store = model(tmp_path / "opt" / "model")
     assert started(Startup(fallback_store=store)) == {"model": str(store)}
     (source,), _ = startup_sources(Startup(fallback_store=store), {"HF_MODEL_ID": "Owner/M"})
@@ -130,7 +130,7 @@ def test_an_empty_directory_of_sagemaker_leaves_the_hub_model(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("load_models", ["ALL", "NONE"])
-def test_a_server_without_models_tells_how_to_name_one(load_models: str) -> None:
+def test_a_server_without_models_says_how_to_name_one(load_models: str) -> None:
     _, warnings = startup_sources(Startup(load_models=load_models, fallback_store=NOWHERE), {})
     assert [text.partition(";")[0] for text in warnings] == ["no model is named"] * (load_models == "ALL")
 

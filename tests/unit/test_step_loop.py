@@ -92,7 +92,7 @@ async def test_an_idle_engine_gathers_what_is_sent_together() -> None:
 
 
 @on_loop
-async def test_gathering_ends_where_requests_never_cease() -> None:
+async def test_gathering_ends_even_if_requests_never_cease() -> None:
     loop = StepLoop(CountingEngine, gather_s=0.2)
     engine = await loop.start()
     sent = []
@@ -105,7 +105,7 @@ async def test_gathering_ends_where_requests_never_cease() -> None:
 
 
 @on_loop
-async def test_what_building_raises_is_raised_where_it_is_awaited() -> None:
+async def test_start_raises_what_building_the_engine_raises() -> None:
     def build() -> CountingEngine:
         raise ModelLoadError("no model here")
 

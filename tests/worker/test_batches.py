@@ -208,7 +208,7 @@ async def test_forks_and_signal_handlers_change_nothing(tmp_path: Path) -> None:
     ("handler", "reason"), [("RaisingAtStart", "not a model"), ("ExitingAtStart", "SystemExit(no weights)")]
 )
 @on_loop
-async def test_a_load_that_fails_tells_why(tmp_path: Path, handler: str, reason: str) -> None:
+async def test_a_load_that_fails_says_why(tmp_path: Path, handler: str, reason: str) -> None:
     async with pool_of(tmp_path, f"request_handlers:{handler}") as pool:
         assert pool.status is ModelStatus.FAILED
         assert pool.failure is not None

@@ -114,7 +114,7 @@ def test_an_input_formatter_of_bodies_is_for_every_path(server: Server) -> None:
     assert "returned a list; it has to return a dict" in wrong.json()["message"]
 
 
-def test_a_body_may_be_told_by_lmis_name_for_it(tmp_path: Path) -> None:
+def test_a_body_may_be_asked_for_by_lmis_name(tmp_path: Path) -> None:
     directory = make_model(tmp_path / "model")
     head = "from djl_python.input_parser import input_formatter\n@input_formatter\n"
     code = "def mine(decoded_payload, tokenizer=None, **kwargs):\n    return {'inputs': decoded_payload.pop('ask')}\n"
@@ -183,7 +183,7 @@ def test_code_that_cannot_be_used_fails_the_model(
         server.log_line(f"could not be loaded.*{told}")
 
 
-def test_a_function_without_a_file_is_told(tmp_path: Path) -> None:
+def test_a_formatter_without_a_file_is_refused(tmp_path: Path) -> None:
     with running(make_model(tmp_path / "model", output_formatter="mine")) as server:
         server.log_line("could not be loaded.*mine.*there is no .*model.py that defines it")
 

@@ -168,7 +168,7 @@ def test_an_output_is_the_answer(server: Server, case: str, status: int, body: b
         ("memory", 507, "17 GiB"),
     ],
 )
-def test_a_failure_tells_its_reason(server: Server, case: str, status: int, error: str) -> None:
+def test_a_failure_gives_its_reason(server: Server, case: str, status: int, error: str) -> None:
     answer = ask(server, case)
     assert answer.status_code == status
     assert answer.json() == {"code": status, "message": "invoke handler failure", "error": error}
@@ -180,7 +180,7 @@ def test_an_error_stands_in_the_place_of_what_was_there(server: Server) -> None:
     assert (answer.status_code, answer.json()["error"]) == (422, "no more")
 
 
-def test_an_error_without_content_tells_its_message(server: Server) -> None:
+def test_an_error_without_content_gives_its_message(server: Server) -> None:
     answer = ask(server, "empty code")
     assert (answer.status_code, answer.json()["message"]) == (503, "come back later")
 

@@ -43,7 +43,7 @@ class TestAsynchronous:
         ("case", "status", "error"),
         [("failed", 422, "no good"), ("raise", 424, "not today"), ("type", 424, "Invalid output type: <class 'int'>")],
     )
-    def test_a_failure_tells_its_reason(self, server: Server, case: str, status: int, error: str) -> None:
+    def test_a_failure_gives_its_reason(self, server: Server, case: str, status: int, error: str) -> None:
         answer = ask(server, case)
         assert (answer.status_code, answer.json()["error"], answer.json()["code"]) == (status, error, status)
 
@@ -135,7 +135,7 @@ class TestGenerating:
         ]
         client.close()
 
-    def test_it_has_no_tokens_to_tell_of(self, server: Server) -> None:
+    def test_it_has_no_tokens_to_report(self, server: Server) -> None:
         answer = server.http.post("/tokenize", json={"model": "model", "prompt": "a b"})
         assert (answer.status_code, answer.json()["error"]["message"][:24]) == (400, "the model's own code gen")
 

@@ -426,7 +426,7 @@ async def test_scaling(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_who_waits_for_more_workers_is_told_when_they_are_not_to_come(tmp_path: Path) -> None:
+async def test_a_wait_for_more_workers_ends_if_they_are_no_longer_wanted(tmp_path: Path) -> None:
     (tmp_path / "go").touch()
     async with pool_of(tmp_path, "fault_handlers:GatedHandler") as pool:
         (tmp_path / "go").unlink()
@@ -493,7 +493,7 @@ def test_deaths_are_forgotten_after_a_while() -> None:
 
 
 @on_loop
-async def test_an_answer_that_nobody_reads_is_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unread_answer_is_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with pool_of(tmp_path) as pool:
         overflowed = asyncio.Event()
         body = msgspec.json.encode({"inputs": "flood", "stream": True})

@@ -261,7 +261,7 @@ async def test_it_ends_with_its_front_end(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_a_failed_load_tells_why_and_ends(tmp_path: Path) -> None:
+async def test_a_failed_load_says_why_and_ends(tmp_path: Path) -> None:
     async with worker_of(tmp_path, "fault_handlers:FailingHandler") as worker:
         assert worker.of(Failed) == [Failed("ModelLoadError", "the weights are missing")]
         await worker.lost.wait()

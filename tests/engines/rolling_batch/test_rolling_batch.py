@@ -217,7 +217,7 @@ def test_a_request_whose_tokens_cannot_be_decoded_ends_alone() -> None:
     assert not engine.scheduler.slots._running
 
 
-def test_extreme_parameters_end_nobody_elses_request(llama: Engine) -> None:
+def test_extreme_parameters_end_no_other_request(llama: Engine) -> None:
     extremes = [
         {"do_sample": True, "top_p": 1e-50},
         {"do_sample": True, "temperature": 1e-38, "top_p": 0.9},

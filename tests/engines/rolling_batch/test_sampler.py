@@ -131,7 +131,7 @@ def test_the_repetition_penalty_covers_prompt_and_output() -> None:
     assert [sample(logits, [penalised])[0].token for _ in range(2)] == [1, 2]
 
 
-def test_log_probabilities_are_reported_only_where_they_are_asked_for() -> None:
+def test_log_probabilities_are_reported_only_on_request() -> None:
     logits = torch.stack([row()] * 3)
     chosen = sample(logits, [state(), state(logprobs=0), state(logprobs=2)])
     exact = row().log_softmax(-1)

@@ -277,7 +277,7 @@ def test_the_longest_match_comes_first_under_lpm_only() -> None:
         assert started == order
 
 
-def test_lpm_starves_nobody() -> None:
+def test_lpm_starves_no_request() -> None:
     batch = Batch(max_running=1, policy="lpm")
     shared = list(range(50))
     batch.add(sequence("before", shared))

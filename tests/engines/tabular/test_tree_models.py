@@ -104,7 +104,7 @@ def test_a_classifier_of_xgboost_gives_a_row_of_probabilities(tmp_path: Path) ->
     assert np.array(ask(handler, {"inputs": missing})["predictions"]) == pytest.approx(alone, abs=1e-6)
 
 
-def test_a_pickled_classifier_of_xgboost_is_loaded_where_it_is_trusted(tmp_path: Path) -> None:
+def test_a_pickled_classifier_of_xgboost_is_loaded_if_it_is_trusted(tmp_path: Path) -> None:
     classifier = xgboost.XGBClassifier(n_estimators=3, n_jobs=1).fit(ROWS, np.arange(60) % 2)
     (tmp_path / "model.pkl").write_bytes(pickle.dumps(classifier))
     with pytest.raises(
@@ -190,7 +190,7 @@ def test_a_file_that_can_run_code_needs_trust(tmp_path: Path) -> None:
         serve(tmp_path, SKLEARN, save_joblib)
 
 
-def test_a_skops_file_with_types_that_nobody_trusts_is_refused(tmp_path: Path) -> None:
+def test_a_skops_file_with_untrusted_types_is_refused(tmp_path: Path) -> None:
     import skops.io
 
     skops.io.dump(make_pipeline(FunctionTransformer(np.sort)), tmp_path / "model.skops")

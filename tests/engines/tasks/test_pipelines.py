@@ -222,7 +222,7 @@ def test_plain_text_is_one_input(load_task: LoadTask) -> None:
 
 
 @pytest.mark.parametrize("accept", ["", "*/*", "application/json", "text/html, */*;q=0.8"])
-def test_json_is_the_answer_where_nothing_else_is_asked_for(load_task: LoadTask, accept: str) -> None:
+def test_json_is_the_default_answer(load_task: LoadTask, accept: str) -> None:
     handler, _ = load_task("text-classification")
     assert ask(handler, {"inputs": "a"}, accept=accept)[0]["label"]
 
