@@ -149,3 +149,15 @@ async def test_a_stopped_loop_takes_nothing_more() -> None:
     await loop.stop()
     with pytest.raises(ModelNotReadyError):
         await collect(loop, "a", 1)
+
+
+@on_loop
+async def test_a_loop_that_stops_while_a_request_is_prepared_refuses_it() -> None:
+    loop, _ = await started()
+
+    async def prepare() -> AddRequest:
+        await loop.stop()
+        return lambda emit: None
+
+    with pytest.raises(ModelNotReadyError):
+        await anext(loop.generate("a", prepare))
