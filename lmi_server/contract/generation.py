@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from lmi_server.contract.protocol import DEFAULT_PRIORITY
+
 FinishReason = Literal["length", "eos_token", "stop_sequence"]
 """Why a sequence ended; the names are LMI's. `stop_sequence` covers `stop`, `stop_sequences` and `stop_token_ids`."""
 
@@ -115,7 +117,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     chat: ChatOptions = ChatOptions()
     stream: bool = True
     add_special_tokens: bool = True
-    priority: int = 3
+    priority: int = DEFAULT_PRIORITY
     adapter: str | None = None
 
 
