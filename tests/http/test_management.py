@@ -201,7 +201,7 @@ def test_bad_parameters(server: Server, store: Path) -> None:
     calls = [
         (400, http.post("/models"), "Parameter url is required."),
         (400, http.post("/models", json={"model_name": "x"}), "Parameter url is required."),
-        (400, http.post("/models", content=b"{", headers={"content-type": "application/json"}), "no JSON object"),
+        (400, http.post("/models", content=b"{", headers={"content-type": "application/json"}), "not a JSON object"),
         (400, register(server, echo, min_worker="two"), 'Parameter min_worker is "two"; it takes an integer'),
         (400, register(server, echo, batch_size="abc"), 'registration: batch_size = "abc" is not allowed'),
         (400, register(server, echo, synchronous="perhaps"), "it takes true or false"),
