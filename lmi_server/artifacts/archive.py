@@ -82,6 +82,7 @@ def _extract_tar(archive: Path, target: Path, limits: ArchiveLimits, activity: A
     allowance = _Allowance(archive, limits, activity)
     guard = _TarGuard(archive)
     with tarfile.open(archive) as tar:
+        # Member by member, not with the list of all: the limits and the guard judge a member before it is written.
         for member in tar:
             allowance.take(member.size)
             guard.check(member)
@@ -161,9 +162,10 @@ def _extract_zip(archive: Path, target: Path, limits: ArchiveLimits, activity: A
     allowance = _Allowance(archive, limits, activity)
     with zipfile.ZipFile(archive) as packed:
         for member in packed.infolist():
+            # zipfile never unpacks more than file_size bytes of a member, so a header that lies does no harm.
             allowance.take(member.file_size)
             path = _safe_path(archive, member.filename)
-            kind = stat.S_IFMT(member.external_attr >> 16)
+            kind = stat.S_IFMT(member.external_attr >> 16)  # the upper half is Unix's mode; 0 if made elsewhere
             if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
                 raise _refused(archive, member.filename, "is a link or a special file")
             if member.flag_bits & 1:

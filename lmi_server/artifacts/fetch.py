@@ -125,6 +125,8 @@ async def _in_thread(fetch: Callable[[Activity], _Result], on_progress: OnProgre
     def report(progress: Progress) -> None:
         loop.call_soon_threadsafe(on_progress, progress)
 
+    # A thread cannot be cancelled from outside. Activity.cancel makes its next report or check raise instead, and the
+    # shield keeps the future alive until that has happened.
     activity = Activity(report)
     fetching = asyncio.ensure_future(asyncio.to_thread(fetch, activity))
     try:
@@ -158,6 +160,7 @@ def _bring(location: Location, revision: str | None, settings: ArtifactSettings,
 def _from_s3(location: S3Location, settings: ArtifactSettings, activity: Activity) -> Path:
     client = find_client(settings.environment)
     directory = fetch_s3(location, client, settings.root, settings.keep_free, activity)
+    # If the location is the key of an archive, the directory holds that one file.
     archive = directory / location.prefix.rpartition("/")[2]
     if archive_stem(location.prefix) and archive.is_file():
         return _extracted(archive, settings, activity)

@@ -84,6 +84,7 @@ def _progress_bar(repo_id: str, activity: Activity) -> Any:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             # The library makes three bars: of files, of bytes received, and this one, of bytes written.
             self._shown = kwargs.get("name") == "huggingface_hub.snapshot_download"
+            # Disabled, tqdm draws nothing and counts nothing, so that `update` counts here.
             super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
             self._done = float(kwargs.get("initial") or 0)
 

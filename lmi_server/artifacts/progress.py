@@ -98,6 +98,7 @@ def shown_progress(model_name: str, stream: TextIO) -> Iterator[OnProgress]:
     if not stream.isatty():
         yield LogProgress(model_name)
         return
+    # transient: the bars disappear at the end, so that only log lines stay on the terminal.
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Bars(*columns, TimeRemainingColumn(), console=Console(file=stream), transient=True) as bars:
         yield TerminalProgress(bars)

@@ -118,7 +118,7 @@ class _Pip:
         """Install the missing packages; return their URLs."""
         report = self.place.partial / "report.json"
         self._run(["--dry-run", "--report", str(report), "-r", str(self.source), *look])
-        missing = _missing(report)
+        missing = _missing(report)  # without what the interpreter has, because the dry run had no --target
         report.unlink()
         if missing:
             self._run(["--no-deps", "--target", str(self.place.partial_files), *look, *missing])

@@ -28,7 +28,7 @@ from lmi_server.artifacts.store import file_errors, no_room
 from lmi_server.contract.errors import ArtifactError
 
 _BOTO3_FILES_AT_ONCE = 4
-_RETRIES = 5
+_RETRIES = 5  # of s5cmd, for each request; boto3 has 5 attempts by default
 
 
 class S3Object(msgspec.Struct, frozen=True):

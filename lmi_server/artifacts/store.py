@@ -64,6 +64,8 @@ class Entry:
         """Replace the complete files by the partial ones, with a rename. The caller must hold the claim."""
         _sync_tree(self.partial_files)
         _write_synced(self.partial / "manifest.json", msgspec.json.encode(manifest))
+        # Renames, not a removal in place: if the server dies in between, the old or the new files are complete under
+        # some name. Workers that have opened old files keep them until they close them.
         outdated = self.directory.with_name(f"{self.directory.name}.outdated")
         shutil.rmtree(outdated, ignore_errors=True)
         if self.directory.exists():
@@ -77,6 +79,7 @@ class Entry:
 
 def entry(root: Path, kind: str, identity: str, name: str) -> Entry:
     """Return the entry under `root` for `identity`, a URL or a path with its version."""
+    # The digest keeps apart models of the same name; 20 digits are 80 bits, and keep paths readable.
     digest = hashlib.sha256(identity.encode()).hexdigest()[:20]
     plain = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII).lstrip(".") or "model"
     return Entry(root / kind / digest, plain)
@@ -93,6 +96,7 @@ def claim(place: Entry, activity: Activity) -> Iterator[int]:
         lock_path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
+        # Polling instead of a blocking flock, so that a cancelled fetch stops to wait.
         while not _try_lock(descriptor):
             activity.report(f"waiting for another server that fetches {place.name}")
             activity.pause(_LOCK_POLL_S)

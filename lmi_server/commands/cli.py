@@ -62,6 +62,7 @@ def serve(
     log_level: Annotated[str | None, typer.Option(help=_HELP["log_level"])] = None,
 ) -> None:
     """Serve models until SIGTERM or SIGINT: from directories, a model store, --models and HF_MODEL_ID."""
+    # Imported late: `explain` and `check` need neither the front end nor uvicorn.
     from frontend.server import run
 
     environment = process_environment()

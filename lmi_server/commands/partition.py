@@ -26,6 +26,7 @@ from lmi_server.serving.registry import ModelRegistry
 logger = logging.getLogger(__name__)
 
 _SAVE = "option.save_mp_checkpoint_path"
+# Files of the original weights: the new directory has its own.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
 
 
@@ -38,6 +39,7 @@ def partition(directory: Path, target: Path, environment: Mapping[str, str]) -> 
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigurationError(f"--save {target}: exists already; name a new directory")
     changes = _changes(directory, environment)
+    # Beside the target, so that the rename at the end stays on one file system, and is atomic.
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     one_worker = {"minWorkers": "1", "maxWorkers": "1"}
     if this_machine(environment).gpus:

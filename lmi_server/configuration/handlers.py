@@ -111,6 +111,7 @@ class HandlerTable:
         return iter((*self.specs, self.java, self.user_code))
 
     def by_title(self, title: str) -> HandlerSpec:
+        """Return the handler with this title, by which a `Variant` names it."""
         return next(spec for spec in self if spec.title == title)
 
     def by_entry_point(self, name: str) -> HandlerSpec | None:

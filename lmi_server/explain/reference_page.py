@@ -90,6 +90,7 @@ def _by_options(specs: Iterable[HandlerSpec]) -> Iterable[Sequence[HandlerSpec]]
 
 
 def _handler_section(specs: Sequence[HandlerSpec], shared: dict[str, Option]) -> str:
+    # A key that a handler declares just like ModelOptions stands once, in the section of all handlers.
     own = [option for option in load_options_type(specs[0]).declared() if option != shared.get(option.key)]
     text = _section(f"Keys of {' and '.join(spec.title for spec in specs)}", own)
     missing = (
