@@ -138,6 +138,7 @@ def test_a_body_of_parameters_and_a_relative_source(server: Server) -> None:
     assert server.http.delete("/adapters/json").status_code == 200
 
 
+@pytest.mark.slow
 def test_adapters_outlive_their_workers(tmp_path: Path) -> None:
     """After a worker's death, after a worker was added, and after all of them were retired."""
     with serving(tmp_path, enable_lora="true") as server:

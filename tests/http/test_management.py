@@ -239,6 +239,7 @@ def test_deleting_a_model_waits_for_its_requests(server: Server, store: Path) ->
         assert whole.count(b'"token"') == 300, "the answer was complete before the model was gone"
 
 
+@pytest.mark.slow
 @on_loop
 async def test_nobody_is_disturbed_by_models_that_come_and_go(server: Server, store: Path) -> None:
     base = f"http://127.0.0.1:{server.port}"

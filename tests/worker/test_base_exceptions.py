@@ -234,6 +234,7 @@ LOADS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", ["Panic", "GeneratorExit", "CancelledError", "SystemExit", "KeyboardInterrupt"])
 def test_a_load_fails_at_once(tmp_path: Path, error: str) -> None:
     for kind, code in LOADS.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -164,28 +165,30 @@ def test_an_adapters_own_formatters_are_for_its_requests(server: Server) -> None
     assert server.http.post("/predictions/adapted?adapter=own", json={"ask": "a"}).status_code == 424
 
 
-@pytest.mark.parametrize(
-    ("code", "options", "told"),
-    [
-        ("old_formatters", {"output_formatter": "misspelt"}, "misspelt.*model.py does not define it; allowed: json,"),
-        ("old_formatters", {"output_formatter": "asynchronous"}, "a formatter is an ordinary function"),
-        ("old_formatters", {"input_formatter": "misspelt"}, 'option.input_formatter = "misspelt"'),
-        ("broken", {}, "model.py:1.*SyntaxError"),
-    ],
-)
-def test_code_that_cannot_be_used_fails_the_model(
-    tmp_path: Path, code: str, options: dict[str, str], told: str
-) -> None:
-    directory = make_model(tmp_path / "model", **options)
-    source = "def :" if code == "broken" else (CODE / f"{code}.py").read_text()
-    (directory / "model.py").write_text(source)
-    with running(directory) as server:
-        server.log_line(f"could not be loaded.*{told}")
+UNUSABLE: dict[str, tuple[str | None, dict[str, str], str]] = {
+    "misspelt_output": (
+        "old",
+        {"output_formatter": "misspelt"},
+        "misspelt.*model.py does not define it; allowed: json,",
+    ),
+    "asynchronous": ("old", {"output_formatter": "asynchronous"}, "a formatter is an ordinary function"),
+    "misspelt_input": ("old", {"input_formatter": "misspelt"}, 'option.input_formatter = "misspelt"'),
+    "broken": ("def :", {}, "model.py:1.*SyntaxError"),
+    "no_file": (None, {"output_formatter": "mine"}, "mine.*there is no .*model.py that defines it"),
+}
 
 
-def test_a_formatter_without_a_file_is_refused(tmp_path: Path) -> None:
-    with running(make_model(tmp_path / "model", output_formatter="mine")) as server:
-        server.log_line("could not be loaded.*mine.*there is no .*model.py that defines it")
+def test_code_that_cannot_be_used_fails_the_model(tmp_path: Path) -> None:
+    for name, (code, options, _) in UNUSABLE.items():
+        directory = make_model(tmp_path / name, **options)
+        if code is not None:
+            source = (CODE / "old_formatters.py").read_text() if code == "old" else code
+            (directory / "model.py").write_text(source)
+    with running("--model-store", tmp_path) as server:
+        failures = [server.log_line(r"model (\w+) could not be loaded: (.*)") for _ in UNUSABLE]
+    reasons = {failure[1]: failure[2] for failure in failures}
+    assert reasons.keys() == UNUSABLE.keys()
+    assert {name: reasons[name] for name, (*_, said) in UNUSABLE.items() if not re.search(said, reasons[name])} == {}
 
 
 def test_an_adapter_whose_code_cannot_be_loaded_is_refused(tmp_path: Path) -> None:

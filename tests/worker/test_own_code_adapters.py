@@ -51,6 +51,7 @@ def answers(server: Server, adapter: str) -> set[str]:
     return {reply.text.strip() if reply.status_code == 200 else str(reply.status_code) for reply in replies}
 
 
+@pytest.mark.slow
 def test_the_functions_are_called_on_every_worker(server: Server) -> None:
     header = {"X-Amzn-SageMaker-Adapter-Alias": "The First"}
     parameters = {"name": "first", "src": "elsewhere", "weight": "0.5", "preload": "false"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -154,10 +155,14 @@ def test_a_typed_handler(tmp_path: Path) -> None:
         assert "hello 4 a" in answers or any(" 4 " in answer for answer in answers)
 
 
-@pytest.mark.parametrize("code", ["asynchronous", "rolling", "generating", "typed"])
-def test_a_worker_ends_in_order(tmp_path: Path, code: str) -> None:
-    options = {"rolling_batch": "auto"} if code == "rolling" else {}
-    with serving_own(tmp_path, Path(code), greeting="hello", **options) as server:
+def test_workers_end_in_order(tmp_path: Path) -> None:
+    codes = ("asynchronous", "rolling", "generating", "typed")
+    for code in codes:
+        options = {"rolling_batch": "auto"} if code == "rolling" else {}
+        make_own(tmp_path / code, Path(code), greeting="hello", **options)
+    with running("--model-store", tmp_path) as server:
+        for _ in codes:
+            server.log_line(r"\] ready: process")
         assert server.stop() == 0
         assert not [line for line in server.lines if "Traceback" in line]
 
@@ -167,21 +172,25 @@ def test_another_function_takes_the_requests(tmp_path: Path) -> None:
         assert ask(server, "echo", "a").text == "predicted"
 
 
-@pytest.mark.parametrize(
-    ("code", "reason"),
-    [
-        ("def handle(:", r"model\.py:1: SyntaxError: invalid syntax"),
-        ("import nowhere\ndef handle(inputs): ...", r"model\.py:1: ModuleNotFoundError: No module named 'nowhere'"),
-        ("def handle(inputs):\n    raise ValueError('no weights')", "ValueError: no weights"),
-        (
-            "from djl_python import Output\ndef handle(inputs):\n    return Output(500, 'no weights')",
-            "Failed to initialize model: no weights",
-        ),
-        ("from nowhere_else import *", r"model\.py:1: ModuleNotFoundError"),
-        ("import sys\nhandle = 1\nsys.exit('bye')", r"model\.py:3: SystemExit: bye"),
-        ("handle = 1", "defines no function handle"),
-    ],
-)
-def test_a_load_that_fails_names_file_and_line(tmp_path: Path, code: str, reason: str) -> None:
-    with running(make_own(tmp_path / "model", code)) as server:
-        server.log_line(rf"could not be loaded: .*{reason}")
+FAILING = {
+    "syntax": ("def handle(:", r"model\.py:1: SyntaxError: invalid syntax"),
+    "no_module": ("import nowhere\ndef handle(inputs): ...", r"model\.py:1: ModuleNotFoundError: .* 'nowhere'"),
+    "no_star": ("from nowhere_else import *", r"model\.py:1: ModuleNotFoundError"),
+    "raises": ("def handle(inputs):\n    raise ValueError('no weights')", "ValueError: no weights"),
+    "refuses": (
+        "from djl_python import Output\ndef handle(inputs):\n    return Output(500, 'no weights')",
+        "Failed to initialize model: no weights",
+    ),
+    "exits": ("import sys\nhandle = 1\nsys.exit('bye')", r"model\.py:3: SystemExit: bye"),
+    "no_function": ("handle = 1", "defines no function handle"),
+}
+
+
+def test_a_load_that_fails_names_file_and_line(tmp_path: Path) -> None:
+    for name, (code, _) in FAILING.items():
+        make_own(tmp_path / name, code)
+    with running("--model-store", tmp_path) as server:
+        failures = [server.log_line(r"model (\w+) could not be loaded: (.*)") for _ in FAILING]
+    reasons = {failure[1]: failure[2] for failure in failures}
+    assert reasons.keys() == FAILING.keys()
+    assert {name: reasons[name] for name, (_, reason) in FAILING.items() if not re.search(reason, reasons[name])} == {}

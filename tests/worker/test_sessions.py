@@ -207,6 +207,7 @@ def test_a_place_that_is_not_in_s3_is_refused(sessions: Any, tmp_path: Path, url
         sessions.SessionManager({"sessions_path": tmp_path, "sessions_s3url": url})
 
 
+@pytest.mark.slow
 def test_sessions_outlive_the_machine(s3: S3, tmp_path: Path) -> None:
     """A server that has nothing but S3 in common with the one before goes on with its sessions."""
     variables = {name: value for name, value in s3.variables.items() if name.startswith("AWS_")}
