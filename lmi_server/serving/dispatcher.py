@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable
 
 from lmi_server.contract.errors import LmiServerError, WorkerDiedError
-from lmi_server.contract.protocol import CANCELLED, RECALLED, End, Error, Head, Input, Item, Reply
+from lmi_server.contract.protocol import CANCELLED, RECALLED, Chunk, Error, Head, Input, Item, Reply
 from lmi_server.serving.batch_forming import BatchForming
 from lmi_server.serving.job_queue import JobQueue
 from lmi_server.serving.pool_settings import PoolSettings
@@ -143,15 +143,15 @@ class Dispatcher:
                     logger.error("[%s] sent a %s for request %d, which it does not hold", worker.name, item, item.id)
                 continue
             requests.progressed_at = now
-            kind = type(item)
-            if kind is Reply or kind is End or kind is Error:
-                requests.ended(job)
-                freed = True
-                if isinstance(item, Error) and item.kind == RECALLED:
-                    recalled.append(job)
-                    continue
-            if isinstance(item, Reply | Head):
-                self._sessions.answered(item.headers, worker)
+            if not isinstance(item, Chunk):  # most items are chunks
+                if not isinstance(item, Head):
+                    requests.ended(job)
+                    freed = True
+                    if isinstance(item, Error) and item.kind == RECALLED:
+                        recalled.append(job)
+                        continue
+                if isinstance(item, Reply | Head):
+                    self._sessions.answered(item.headers, worker)
             reply = job.reply
             reply.put(item, now)
             if reply.unread > _MAX_UNREAD:
