@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import Generator, Mapping, Sequence
+from typing import TextIO
 
 import uvicorn
 import uvloop
@@ -54,7 +55,7 @@ def run(
     """
     logging.getLogger().setLevel(settings.log_level.upper())
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    with background_log(sys.stderr.fileno()) as log:
+    with background_log(_standard_error()) as log:
         return _run(sources, settings, environment, inspect, log)
 
 
@@ -173,6 +174,15 @@ class _HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
+
+
+def _standard_error() -> int:
+    """Return the file descriptor of standard error, or of /dev/null if the process was started without one.
+
+    Descriptor 2 itself would be wrong then: the next file or socket that is opened gets that number.
+    """
+    stderr: TextIO | None = sys.stderr
+    return os.open(os.devnull, os.O_WRONLY) if stderr is None else stderr.fileno()
 
 
 def _addresses(settings: ServerSettings) -> list[tuple[str, int]]:
