@@ -2,8 +2,9 @@
 
 A module is recognised by its structure (the names and types of its children), not by its class: most families copy
 Llama's layers into classes of their own, and new families appear with every release of transformers. Structure alone
-does not prove that a module computes the same, so each replacement is compared with the original on random input. A
-variant that only looks alike (Gemma's norm adds one to its weight) keeps its own code, without a list of exceptions.
+does not prove that a module computes the same, so each replacement that does more than join weights is compared with
+the original on random input. A variant that only looks alike (Gemma's norm adds one to its weight) keeps its own code,
+without a list of exceptions.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ def _same_result(original: nn.Module, fused: nn.Module) -> bool:
     parameter = next(original.parameters())
     width = parameter.shape[-1]
     rows = torch.randn((1, 5, width), generator=torch.Generator().manual_seed(0)).to(parameter.dtype)
+    # On several ranks an MLP ends in an all-reduce. All ranks compare at the same time, with the same rows, and get the
+    # same bits, so that they also decide alike.
     with torch.inference_mode():
         return close(original(rows), fused(rows))
 

@@ -92,24 +92,24 @@ class LoraLayers:
     def check(self, adapter: Mapping[str, LoraPair]) -> None:
         """Raise RequestError, naming the layer, if the adapter does not fit the model."""
         for layer, pair in adapter.items():
-            place = self._targets.get(layer)
-            if place is None:
+            target = self._targets.get(layer)
+            if target is None:
                 raise RequestError(
                     f"the adapter changes {layer}, which is no linear layer of this model; use an adapter of this model"
                 )
             given = (pair.down.shape[1], pair.up.shape[0])
-            if given != (place.in_features, place.last - place.first):
+            if given != (target.in_features, target.last - target.first):
                 raise RequestError(
                     f"the adapter's {layer} has {given[0]} inputs and {given[1]} outputs, but this model's has"
-                    f" {place.in_features} and {place.last - place.first}; use an adapter of this model"
+                    f" {target.in_features} and {target.last - target.first}; use an adapter of this model"
                 )
 
     def load(self, adapter: Mapping[str, LoraPair]) -> LoraWeights:
         """Return an adapter that `check` accepts in the layout of this model's modules."""
         pairs: dict[nn.Module, list[tuple[LoraTarget, LoraPair]]] = {}
         for layer, pair in adapter.items():
-            place = self._targets[layer]
-            pairs.setdefault(place.module, []).append((place, pair))
+            target = self._targets[layer]
+            pairs.setdefault(target.module, []).append((target, pair))
         return LoraWeights({module: self._lay_out(parts) for module, parts in pairs.items()})
 
     def _lay_out(self, parts: list[tuple[LoraTarget, LoraPair]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,8 +117,8 @@ class LoraLayers:
         down = torch.cat([pair.down for _, pair in parts])
         up = torch.zeros((down.shape[0], parts[0][0].out_features))
         rank = 0
-        for place, pair in parts:
-            up[rank : rank + pair.down.shape[0], place.first : place.last] = pair.scaling * pair.up.float().T
+        for target, pair in parts:
+            up[rank : rank + pair.down.shape[0], target.first : target.last] = pair.scaling * pair.up.float().T
             rank += pair.down.shape[0]
         return down.to(self._device, self._dtype), up.to(self._device, self._dtype)
 
