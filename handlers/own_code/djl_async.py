@@ -25,7 +25,12 @@ class AsyncFunction(AsyncRequestHandler):
         self._adapters = adapters
 
     async def start(self) -> None:
-        self._function.check_loaded(await _resolved(self._function.load()))
+        output = await _resolved(self._function.load())
+        if not isinstance(output, AsyncIterator):
+            self._function.check_loaded(output)
+            return
+        async for item in output:  # a function that yields its answers also yields from the call that loads the model
+            self._function.check_loaded(item)
 
     async def add_adapter(self, adapter: Adapter) -> str:
         return await self._adapters.add_awaited(adapter)

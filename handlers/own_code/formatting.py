@@ -167,7 +167,7 @@ class OwnFormatting(Formatting):
 
 
 def _takes_body(function: Callable[..., Any]) -> bool:
-    """Tell whether an input formatter takes the body as a dict, by what it says it takes or returns."""
+    """Return whether an input formatter takes the body as a dict, by the annotations of its argument or result."""
     signature = _signature(function)
     first = next(iter(signature.parameters.values()), None)
     if first is not None and first.annotation is not inspect.Parameter.empty:
@@ -186,7 +186,7 @@ def _says(annotation: Any, kind: type, *names: str) -> bool:
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
     try:
         return inspect.signature(function)
-    except (TypeError, ValueError) as error:  # a callable that tells nothing of itself
+    except (TypeError, ValueError) as error:  # a callable without a signature
         raise ModelLoadError(f"{function!r} cannot be a formatter: {error}") from error
 
 

@@ -122,7 +122,7 @@ class _Stepwise(Exchange):
             self._output.sequences[index].finish_reason = delta.finish_reason
             self._unfinished -= 1
             self._output.finished = self._unfinished == 0
-        # The function writes the best sequence. Of the others it sees nothing before the end, where it gets them all.
+        # The function writes the best sequence as it grows. It gets the others at the end of the whole answer.
         ends = self._output.finished
         if not (fresh or ends) or (index != self._output.best_sequence_index and not ends):
             return b""

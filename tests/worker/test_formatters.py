@@ -23,7 +23,7 @@ def make(directory: Path, code: str, **options: str) -> Path:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Serve a model for each way to format."""
+    """Serve a model for each form of formatters."""
     store = tmp_path_factory.mktemp("formatters")
     make(store / "newer", "formatters")
     make(store / "with_id", "old_formatters", output_formatter="with_id")

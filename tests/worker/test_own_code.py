@@ -1,4 +1,4 @@
-"""The djl_python contract over HTTP: every line of it, with one worker and several, alone and in batches."""
+"""The djl_python contract over HTTP, with one worker and several, request by request and in batches."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ def test_the_body_comes_back(server: Server) -> None:
 
 
 def test_the_first_call_sees_the_configuration(server: Server) -> None:
-    told = ask(server, "initial").json()
-    assert told["my_key"] == "mine"
-    assert told["model_dir"] == told["cwd"]
-    assert told["device_id"] == "-1"
-    assert told["handler"] == "handle"
-    assert "model_id" not in told
+    received = ask(server, "initial").json()
+    assert received["my_key"] == "mine"
+    assert received["model_dir"] == received["cwd"]
+    assert received["device_id"] == "-1"
+    assert received["handler"] == "handle"
+    assert "model_id" not in received
 
 
 def test_a_request_has_headers_query_and_body(server: Server) -> None:
-    told = ask(
+    received = ask(
         server, "request", "b", "/invocations?q=1&q=2",
         x_mine="2", content_type="text/plain", x_amzn_sagemaker_custom_attributes="a=3;b=4", x_request_id="7",
     ).json()  # fmt: skip
-    assert told["properties"] == {"X-Mine": "2", "A": "3", "requestId": "7", "CONTENT-TYPE": "text/plain"}
-    assert told["content"] == [["q", "1"], ["q", "2"], ["data", "b"]]
+    assert received["properties"] == {"X-Mine": "2", "A": "3", "requestId": "7", "CONTENT-TYPE": "text/plain"}
+    assert received["content"] == [["q", "1"], ["q", "2"], ["data", "b"]]
     for content_type in ("text/plain", "application/x-www-form-urlencoded"):
         assert not ask(server, "request", content_type=content_type).json()["is_empty"]
 
@@ -91,7 +91,7 @@ def npz(*arrays: np.ndarray) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("content_type", "body", "told"),
+    ("content_type", "body", "decoded"),
     [
         ("application/json", b'{"a": 1}', {"type": "dict", "data": {"a": 1}}),
         ("text/plain", "é".encode(), {"type": "str", "data": "é"}),
@@ -101,8 +101,8 @@ def npz(*arrays: np.ndarray) -> bytes:
         ("application/x-other", b"\x00", {"type": "bytes", "data": "\x00"}),
     ],
 )
-def test_the_body_is_read_by_its_type(server: Server, content_type: str, body: bytes, told: Any) -> None:
-    assert ask(server, "data", body, content_type=content_type).json() == told
+def test_the_body_is_read_by_its_type(server: Server, content_type: str, body: bytes, decoded: Any) -> None:
+    assert ask(server, "data", body, content_type=content_type).json() == decoded
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_a_failure_gives_its_reason(server: Server, case: str, status: int, erro
     assert answer.headers["content-type"] == "application/json"
 
 
-def test_an_error_stands_in_the_place_of_what_was_there(server: Server) -> None:
+def test_an_error_replaces_the_content(server: Server) -> None:
     answer = ask(server, "late error")
     assert (answer.status_code, answer.json()["error"]) == (422, "no more")
 

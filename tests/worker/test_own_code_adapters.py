@@ -30,7 +30,7 @@ def make_adapter(directory: Path, greeting: str) -> Path:
 
 @pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS)
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Serve the code on two workers; "beside" lies in the model's directory."""
+    """Serve the code on two workers; the adapter "beside" is in the directory of the model."""
     directory = tmp_path_factory.mktemp("adapters")
     model = make_own(directory / "model", CODE, enable_lora="true", minWorkers=2, **request.param)
     make_adapter(model / "adapters" / "beside", "good evening")
@@ -46,7 +46,7 @@ def register(server: Server, name: str, source: str = "elsewhere", **more: Any) 
 
 
 def answers(server: Server, adapter: str) -> set[str]:
-    """Return what several requests are answered with, so that every worker has had one."""
+    """Return the different answers to enough requests that every worker gets one."""
     replies = [server.http.post("/invocations", params={"adapter": adapter}, content="a") for _ in range(8)]
     return {reply.text.strip() if reply.status_code == 200 else str(reply.status_code) for reply in replies}
 

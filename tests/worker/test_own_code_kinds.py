@@ -1,4 +1,4 @@
-"""Code of one's own that serves requests side by side, step by step, or in the contracts of lmi_server."""
+"""A model.py that serves requests concurrently, step by step, or in the contracts of lmi_server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TestAsynchronous:
         with serving_own(directory, Path("asynchronous"), async_mode="true") as server:
             yield server
 
-    def test_requests_run_side_by_side(self, server: Server) -> None:
+    def test_requests_run_concurrently(self, server: Server) -> None:
         with ThreadPoolExecutor(20) as pool:
             waiting = [pool.submit(ask, server, "wait") for _ in range(16)]
             server.until("lmi_requests_in_flight", 16)
@@ -145,6 +145,24 @@ class TestGenerating:
         assert (answer.status_code, answer.json()["message"]) == (424, "refused")
 
 
+def test_a_function_may_yield_its_answers(tmp_path: Path) -> None:
+    code = """
+from djl_python import Output
+
+loaded = False
+
+async def handle(inputs):
+    global loaded
+    if inputs.is_empty():
+        loaded = True
+        return
+    for word in inputs.get_as_string().split():
+        yield Output().add(f"{word} {loaded} ")
+"""
+    with serving_own(tmp_path, code) as server:
+        assert ask(server, body="a b").text == "a True b True "
+
+
 def test_a_typed_handler(tmp_path: Path) -> None:
     with serving_own(tmp_path, Path("typed"), batch_size=4, max_batch_delay=20, greeting="hello") as server:
         assert ask(server, body="a").text == "hello 1 a"
@@ -179,6 +197,10 @@ FAILING = {
     "raises": ("def handle(inputs):\n    raise ValueError('no weights')", "ValueError: no weights"),
     "refuses": (
         "from djl_python import Output\ndef handle(inputs):\n    return Output(500, 'no weights')",
+        "Failed to initialize model: no weights",
+    ),
+    "yields": (
+        "from djl_python import Output\nasync def handle(inputs):\n    yield Output(500, 'no weights')",
         "Failed to initialize model: no weights",
     ),
     "exits": ("import sys\nhandle = 1\nsys.exit('bye')", r"model\.py:3: SystemExit: bye"),

@@ -88,7 +88,7 @@ def equal(left: Any, right: Any) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "message"),
     [
         (object(), "builtins.object cannot be stored"),
         ({"nested": [{1, 2}]}, "builtins.set"),
@@ -100,10 +100,10 @@ def equal(left: Any, right: Any) -> bool:
         (Path("x"), "pathlib"),
     ],
 )
-def test_what_cannot_be_stored_is_refused_by_name(manager: Any, value: Any, told: str) -> None:
+def test_what_cannot_be_stored_is_refused_by_name(manager: Any, value: Any, message: str) -> None:
     session = manager.create_session()
     session.put("key", "before")
-    with pytest.raises(TypeError, match=told):
+    with pytest.raises(TypeError, match=message):
         session.put("key", value)
     assert session.get("key") == "before"
 
@@ -287,11 +287,11 @@ def test_the_requests_of_a_session_go_to_its_worker(tmp_path: Path) -> None:
             owners[reply.headers[HEADER]] = reply.json()["pid"]
         for count in (1, 2, 3):
             for session, pid in owners.items():
-                told = server.http.post("/invocations", json={}, headers={HEADER: session}).json()
-                assert told == {"pid": pid, "count": count}
+                received = server.http.post("/invocations", json={}, headers={HEADER: session}).json()
+                assert received == {"pid": pid, "count": count}
         session, pid = owners.popitem()
         os.kill(pid, signal.SIGKILL)
         server.log_line(r"\] ready: process")
-        told = server.http.post("/invocations", json={}, headers={HEADER: session}).json()
-        assert told["count"] == 4
-        assert told["pid"] != pid
+        received = server.http.post("/invocations", json={}, headers={HEADER: session}).json()
+        assert received["count"] == 4
+        assert received["pid"] != pid

@@ -1,4 +1,4 @@
-"""Embeddings: OpenAI's dialect, LMI's shape, and vectors that are those of sentence-transformers."""
+"""Embeddings: OpenAI's form, LMI's form, and the same vectors as sentence-transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks that transformers has no pipeline for any more: written texts, static batches, answers found in a context."""
+"""Tasks for which transformers 5 has no pipeline: generated texts, static batches, answers found in a context."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 
 def generated(directory: Path, text: str, **arguments: Any) -> list[int]:
-    """Return the new tokens that the model itself writes for one text, end and all."""
+    """Return the new tokens that the model itself generates for one text, with the end token."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     config = transformers.AutoConfig.from_pretrained(directory)
     kind = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
@@ -181,7 +181,7 @@ def best_span(directory: Path, question: str, context: str, longest: int) -> tup
     with torch.inference_mode():
         out = model(**encoded)
     own = [index for index, part in enumerate(encoded.sequence_ids()) if part == 1]
-    kept = [0, *own]  # the token of "no answer" has a share of the probability
+    kept = [0, *own]  # the softmax includes the token of "no answer"
     start, end = (logits[0, kept].softmax(0).tolist() for logits in (out.start_logits, out.end_logits))
     scored = [
         (start[1 + first] * end[1 + last], offsets[own[first]][0], offsets[own[last]][1])
