@@ -39,7 +39,7 @@ lint: $(SETUP) ## Run ruff and mypy
 # Tests of one file share their servers, so a file stays in one process. Files start in the order of their names, as those
 # of the engines take longest. Each process may run servers of engines, of about 2 GiB each.
 JOBS ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 2
 
 test-unit: $(SETUP) ## Run the tests that start no server and load no model (one minute)
 	$(PYTEST) -m "not slow" tests/unit tests/configuration tests/dialects
