@@ -17,12 +17,12 @@ from frontend.parameters import page, parameters, truth
 from frontend.responses import json_response
 from lmi_server.contract.errors import BadParameterError, RequestError
 from lmi_server.contract.protocol import Adapter
+from lmi_server.dialects.adapters import ALIAS_HEADER
 from lmi_server.serving.adapters import Adapters, RegisteredAdapter, fetch_adapter
 from lmi_server.serving.registry import Model, ModelRegistry
 
 logger = logging.getLogger(__name__)
 
-_ALIAS_HEADER = "x-amzn-sagemaker-adapter-alias"
 _KNOWN = frozenset({"name", "src", "preload", "pin", "model_version"})
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class AdapterManagement:
         source = _required(given, "src")
         self._check_name(name, model)
         adapters.refuse_known(name)
-        alias = request.headers.get(_ALIAS_HEADER, name)
+        alias = request.headers.get(ALIAS_HEADER, name)
         wanted = Adapter(
             name=name,
             directory="",

@@ -14,7 +14,7 @@ from lmi_server.dialects.base import ServedModel
 from lmi_server.dialects.routes import LMI_ROUTES
 
 _HEADER = "x-amzn-sagemaker-adapter-identifier"
-_ALIAS_HEADER = "x-amzn-sagemaker-adapter-alias"
+ALIAS_HEADER = "x-amzn-sagemaker-adapter-alias"
 _KEY = "adapter"  # of a query, and of SageMaker's custom attributes
 
 
@@ -48,7 +48,7 @@ def registered_adapter(request: Input, body: Mapping[str, Any], served: ServedMo
     name = requested_adapter(request, body, served)
     if name is not None and name not in served.adapters:
         known = f"; registered: {', '.join(sorted(served.adapters))}" if served.adapters else ""
-        shown = request.properties.get(_ALIAS_HEADER, name)
+        shown = request.properties.get(ALIAS_HEADER, name)
         raise RequestError(f"The adapter {shown} has not been registered{known}")
     return name
 
