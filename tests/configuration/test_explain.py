@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -351,3 +352,11 @@ def test_each_decided_value_has_a_source(tmp_path: Path) -> None:
     assert places["option.dtype"] == f"{tmp_path / 'serving.properties'}:2"
     assert places["option.revision"] == "variable OPTION_REVISION"
     assert places["option.task"] == ""
+
+
+@pytest.mark.parametrize(("entry_point", "package"), [("sklearn", "sklearn"), ("xgboost", "xgboost")])
+def test_an_installed_engine_is_found(entry_point: str, package: str, tmp_path: Path) -> None:
+    (tmp_path / "serving.properties").write_text(f"option.entryPoint={entry_point}")
+    found = explain(inspect_model(tmp_path, {}))
+    missing = f"{entry_point} needs the Python package {package}, which is not installed"
+    assert (missing in found.warnings) == (find_spec(package) is None)
