@@ -11,4 +11,7 @@ worker/         what runs inside a worker process
 dialects/       LMI's and OpenAI's requests and answers: pure functions
 compat/         `djl_python`, on the path of workers only
 commands/       the command line
+
+The modules `handler`, `generation`, `protocol` and `errors` are the names under which code of one's own imports the
+contract; modules of this project import it from `contract/`.
 """

@@ -17,6 +17,21 @@ _URL_ENCODED = "application/x-www-form-urlencoded"
 # curl declares whatever `-d` sends a form. In a real form these characters are percent-encoded.
 _JSON_STARTS = (b"{", b"[")
 _ADAPTER = "adapter"  # a query parameter, or a field of a form
+# Properties that only the server sets, in lower case. User code opens files below model_dir and computes on device_id,
+# so a header or custom attribute of that name is not handed to it.
+_SERVER_PROPERTIES = frozenset(
+    {
+        "batch_size",
+        "cluster_size",
+        "device_id",
+        "model_dir",
+        "pipeline_parallel_degree",
+        "request_tracking_id",
+        "requestid",
+        "reset_rollingbatch",
+        "tensor_parallel_degree",
+    }
+)
 
 
 class InputBuilder:
@@ -42,10 +57,7 @@ class InputBuilder:
     def one(self, request: Request) -> Input:
         """Return the Input of one request. Raises RequestError."""
         content = self.content(request)
-        own = request.properties
-        properties = {**self.common, **own, "requestId": request.request_id}
-        if not self._may_choose_handler:
-            properties["handler"] = self._function_name
+        properties = {**self.common, **sent_properties(request), "requestId": request.request_id}
         return make_input(properties, content, properties["handler"])
 
     def batch(self, requests: Sequence[Request]) -> Input:
@@ -54,7 +66,7 @@ class InputBuilder:
         content = []
         for index, request in enumerate(requests):
             prefix = f"batch_{index:03d}."
-            properties |= {prefix + name: value for name, value in request.properties.items()}
+            properties |= {prefix + name: value for name, value in sent_properties(request).items()}
             properties[prefix + "requestId"] = request.request_id
             content += [(prefix + key, value) for key, value in self.content(request)]
         properties["batch_size"] = str(len(requests))
@@ -66,7 +78,7 @@ class InputBuilder:
         Raises BadParameterError if it sets `handler` without permission, RequestError if it names an unknown adapter or
         is no valid form.
         """
-        if "handler" in request.properties and not self._may_choose_handler:
+        if not self._may_choose_handler and any(name.lower() == "handler" for name in request.properties):
             raise BadParameterError("The handler can't be overridden in a request")
         content = content_of(request)
         if self._adapters is not None:
@@ -78,6 +90,11 @@ class InputBuilder:
             name = value.decode(errors="replace") if key == _ADAPTER else ""
             if name and name not in adapters:
                 raise RequestError(f"The adapter {name} has not been registered")
+
+
+def sent_properties(request: Request) -> dict[str, str]:
+    """Return the headers and custom attributes of a request but those whose names belong to the server."""
+    return {name: value for name, value in request.properties.items() if name.lower() not in _SERVER_PROPERTIES}
 
 
 def content_of(request: Request) -> list[tuple[str, bytes]]:

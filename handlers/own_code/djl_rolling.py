@@ -16,7 +16,7 @@ from djl_python.inputs import Input, make_input
 from djl_python.outputs import Output
 
 from handlers.own_code.djl_adapters import AdapterFunctions
-from handlers.own_code.djl_inputs import content_of
+from handlers.own_code.djl_inputs import content_of, sent_properties
 from handlers.own_code.djl_outputs import headers_of, in_batch, piece_error
 from handlers.own_code.user_function import UserFunction
 from handlers.user_code import format_user_error
@@ -162,7 +162,7 @@ class RollingFunction(AsyncRequestHandler):
             if not one.is_new:  # LMI's contract: a request in full in its first step, then only its place in the batch
                 content.append((prefix + "data", b""))
                 continue
-            properties |= {prefix + name: value for name, value in one.request.properties.items()}
+            properties |= {prefix + name: value for name, value in sent_properties(one.request).items()}
             content += [(prefix + key, value) for key, value in content_of(one.request)]
             content.append((prefix + "seed", str(random.randrange(_SEEDS)).encode()))
         properties["batch_size"] = str(len(self._running))

@@ -6,7 +6,6 @@ They call model.generate(): transformers 5 has no pipeline for text2text-generat
 from __future__ import annotations
 
 import queue
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
@@ -18,7 +17,7 @@ from transformers.generation import BaseStreamer
 
 from handlers.checkpoints.transformers_loading import eos_token_ids, load_model, load_tokenizer
 from handlers.rolling_batch.detokenizer import IncrementalDetokenizer, StopMatcher
-from handlers.tasks.options import PipelineOptions
+from handlers.tasks.options import TRANSLATION, PipelineOptions
 from handlers.tasks.task import Task, named, read_text
 from lmi_server.contract.errors import ContextLengthError, RequestError
 from lmi_server.contract.generation import LEAST_TEMPERATURE
@@ -53,7 +52,6 @@ _PARAMETERS = {
 # Parameters that this module applies itself; generate() does not get them.
 _OUR_OWN = frozenset({"seed", "stop", "include_stop_str_in_output", "return_full_text", "src_lang", "tgt_lang"})
 _SAMPLING = frozenset({"temperature", "top_k", "top_p", "typical_p", "min_p"})
-_TRANSLATION = re.compile(r"translation_([A-Za-z-]+)_to_([A-Za-z-]+)")
 
 
 class Prompt(NamedTuple):
@@ -340,7 +338,7 @@ class Translation(TextToText):
 
     def __init__(self, task: str, path: str, options: PipelineOptions) -> None:
         super().__init__(task, path, options)
-        found = _TRANSLATION.fullmatch(task)
+        found = TRANSLATION.fullmatch(task)
         self._languages = {"src_lang": found[1], "tgt_lang": found[2]} if found and not self._prefix else {}
         self._many = hasattr(self._tokenizer, "src_lang")
 

@@ -34,11 +34,11 @@ TASKS = (
     "zero-shot-image-classification",
 )
 GENERATING = ("text-generation", "text2text-generation", "summarization", "translation")
-_TRANSLATION = re.compile(r"translation_([A-Za-z-]+)_to_([A-Za-z-]+)")
+TRANSLATION = re.compile(r"translation_([A-Za-z-]+)_to_([A-Za-z-]+)")
 
 
 def _known_task(task: str) -> str:
-    if task not in TASKS and _TRANSLATION.fullmatch(task) is None:
+    if task not in TASKS and TRANSLATION.fullmatch(task) is None:
         raise ValueError("not a task of this handler")
     return task
 

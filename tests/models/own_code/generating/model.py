@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-from lmi_server.contract.errors import RequestError
-from lmi_server.contract.generation import GenerationRequest
+from lmi_server.errors import RequestError
+from lmi_server.generation import GenerationRequest
 
 
 async def generate(request: GenerationRequest) -> AsyncIterator[str]:

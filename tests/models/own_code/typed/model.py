@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from handlers.own_code.options import OwnCodeOptions
-from lmi_server.contract.errors import LmiServerError, RequestError
-from lmi_server.contract.handler import ModelInfo, RequestHandler, Response
-from lmi_server.contract.protocol import Input
+from lmi_server.errors import LmiServerError, RequestError
+from lmi_server.handler import ModelInfo, RequestHandler, Response
+from lmi_server.protocol import Input
 
 
 class Model(RequestHandler):
