@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Generic, Protocol, TypeVar
 
-from lmi_server.contract.errors import HandlerError, LmiServerError, ModelNotReadyError
+from lmi_server.contract.errors import HandlerError, LmiServerError, ModelNotReadyError, describe
 from lmi_server.contract.generation import Delta
 
 _log = logging.getLogger(__name__)
@@ -27,6 +27,14 @@ Output = Delta | LmiServerError
 
 AddRequest = Callable[[Callable[[Output], None]], None]
 """Gives a request to an engine, in the engine's thread; its argument gets the outputs."""
+
+
+class EngineLostError(BaseException):
+    """The engine cannot go on, whatever it was asked for: the process ends, and the front end starts another worker.
+
+    Every other exception ends the requests that it concerns. This one is a BaseException so that no `except Exception`
+    on its way takes it for such an error.
+    """
 
 
 class SteppedEngine(Protocol):
@@ -45,7 +53,7 @@ class SteppedEngine(Protocol):
         """Free the request's place; ignore unknown ids."""
         ...
 
-    def fail_running(self, error: Exception) -> None:
+    def fail_running(self, error: BaseException) -> None:
         """End, with an error, the requests that the failed step may have touched."""
         ...
 
@@ -129,6 +137,11 @@ class StepLoop(Generic[E]):
             # The border to the engine: `await call(...)` raises its error.
             except Exception as error:  # noqa: BLE001
                 settle = functools.partial(_set_exception, done, error)
+            except EngineLostError:
+                raise
+            # What is no Exception, such as a panic of a library in Rust, would end the event loop that it is raised in.
+            except BaseException as error:  # noqa: BLE001
+                settle = functools.partial(_set_exception, done, HandlerError(describe(error)))
             self._loop.call_soon_threadsafe(settle)
 
         self._command(run)
@@ -142,10 +155,12 @@ class StepLoop(Generic[E]):
             add(emit)
         except LmiServerError as error:
             emit(error)
+        except EngineLostError:
+            raise
         # The border to the engine: a request that it cannot take ends alone; the thread goes on.
-        except Exception as error:  # noqa: BLE001
+        except BaseException as error:  # noqa: BLE001
             _log.exception("the engine cannot take a request")
-            emit(HandlerError(f"{type(error).__name__}: {error}"))
+            emit(HandlerError(describe(error)))
 
     def _command(self, command: Callable[[], None]) -> None:
         with self._wake:
@@ -202,8 +217,10 @@ class StepLoop(Generic[E]):
     def _step(self) -> None:
         try:
             self.engine.step()
+        except EngineLostError:
+            raise
         # The border to the engine: an error ends the requests of this step; the thread goes on.
-        except Exception as error:  # noqa: BLE001
+        except BaseException as error:  # noqa: BLE001
             _log.exception("a step failed")
             self.engine.fail_running(error)
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from handlers.rolling_batch.shm_allreduce import SHARED_TYPES, ShmAllReduce
+from handlers.step_loop import EngineLostError
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.ranks import Rank
 
@@ -22,11 +23,8 @@ _BUSY_S = 0.02  # after a message a follower polls for so long without sleeping,
 _PAUSE_S = 0.001
 
 
-class GroupBrokenError(BaseException):
-    """A step failed on this rank alone: the ranks are out of step, and the worker has to end.
-
-    It is a BaseException so that the handlers of a step's errors, which go on with the next step, do not catch it.
-    """
+class GroupBrokenError(EngineLostError):
+    """A step failed on this rank alone: the ranks are out of step, and the worker has to end."""
 
 
 class Communicator:

@@ -14,7 +14,7 @@ from handlers.rolling_batch.sampler import Sampled, SamplingState, sample, score
 from handlers.rolling_batch.scheduler import Chunk, Scheduler, Sequence
 from handlers.rolling_batch.step_recorder import EngineStats, StepRecorder
 from handlers.step_loop import Output
-from lmi_server.contract.errors import ContextLengthError, HandlerError, RequestError
+from lmi_server.contract.errors import ContextLengthError, HandlerError, RequestError, describe
 from lmi_server.contract.generation import Delta, FinishReason, SamplingParameters, Token, TopToken, Usage
 
 _log = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ class RollingBatchEngine:
             self._accept_or_fail(self._requests[sequence.request_id], sampled)
         self._recorder.end(plan, count)
 
-    def fail_running(self, error: Exception) -> None:
+    def fail_running(self, error: BaseException) -> None:
         """End every running request with an error after a step failed. Waiting requests stay in the queue.
 
         The failed step may have written some of its keys and values, so that nothing of those slots is reused.
@@ -168,7 +168,7 @@ class RollingBatchEngine:
         for sequence in list(self._scheduler.running):
             request = self._requests.pop(sequence.request_id)
             self._scheduler.remove(sequence, sound=False)
-            request.emit(HandlerError(f"the step failed: {type(error).__name__}: {error}"))
+            request.emit(HandlerError(f"the step failed: {describe(error)}"))
         self._recorder.observe()
 
     def _scores(self, chunk: Chunk) -> bool:
@@ -192,11 +192,11 @@ class RollingBatchEngine:
         try:
             self._accept(request, sampled)
         # The border to tokenizers, which may raise anything: the text of one request must not end the others.
-        except Exception as error:  # noqa: BLE001
+        except BaseException as error:  # noqa: BLE001
             _log.exception("request %s ends: its token %d has no text", request.sequence.request_id, sampled.token)
             if self._requests.pop(request.sequence.request_id, None):
                 self._scheduler.remove(request.sequence)
-            request.emit(HandlerError(f"{type(error).__name__}: {error}"))
+            request.emit(HandlerError(describe(error)))
 
     def _accept(self, request: _Request, sampled: Sampled) -> None:
         """Append a token to its sequence and emit its delta; end the request if it is the last one."""

@@ -135,7 +135,7 @@ class ModelRunner:
         self._broadcast(step)
         try:
             return StepLogits(self._compute(step)[: len(keep)], sampled, prompt_rows)
-        except Exception as error:
+        except BaseException as error:
             # The other ranks have computed the step, or fail as well. Nobody knows which, so the group has to end.
             if self._communicator is not None:
                 raise GroupBrokenError(f"a step failed on rank 0: {type(error).__name__}: {error}") from error

@@ -151,7 +151,7 @@ class InProcessEngine:
                 del self._requests[output.request_id]
             emit(deltas.build(output))
 
-    def fail_running(self, error: Exception) -> None:
+    def fail_running(self, error: BaseException) -> None:
         """End the process by raising `error` in the loop's thread: vLLM's core guarantees nothing after an exception.
 
         Failing only the requests of the step would leave their KV cache blocks allocated and the scheduler in an

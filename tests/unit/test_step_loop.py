@@ -15,8 +15,17 @@ from lmi_server.contract.errors import HandlerError, ModelLoadError, ModelNotRea
 from lmi_server.contract.generation import Delta
 
 
+class FakePanic(BaseException):
+    """Like the PanicException of libraries in Rust, tokenizers among them, which is no Exception."""
+
+
 class CountingEngine:
-    """Emits, for each request, the numbers up to its length, one per step; a request of length 0 fails the step."""
+    """Emits, for each request, the numbers up to its length, one per step; a request of length 0 fails the step.
+
+    `error` is what it raises.
+    """
+
+    error: type[BaseException] = RuntimeError
 
     def __init__(self) -> None:
         self.thread = threading.current_thread()
@@ -30,7 +39,7 @@ class CountingEngine:
 
     def add(self, name: str, length: int, emit: Callable[[Any], None]) -> None:
         if length < 0:
-            raise ValueError("a negative length")
+            raise self.error("a negative length")
         self.requests[name] = (0, length, emit)
 
     def step(self) -> None:
@@ -38,7 +47,7 @@ class CountingEngine:
         self.steps.append(list(self.requests))
         for name, (count, length, emit) in list(self.requests.items()):
             if length == 0:
-                raise RuntimeError("cannot count to nothing")
+                raise self.error("cannot count to nothing")
             self.requests[name] = (count + 1, length, emit)
             last = count + 1 == length
             if last:
@@ -49,7 +58,7 @@ class CountingEngine:
         self.aborted.append(request_id)
         self.requests.pop(request_id, None)
 
-    def fail_running(self, error: Exception) -> None:
+    def fail_running(self, error: BaseException) -> None:
         requests, self.requests = self.requests, {}
         for _, _, emit in requests.values():
             emit(HandlerError(str(error)))
@@ -122,6 +131,25 @@ async def test_closing_the_generator_aborts_the_request() -> None:
     assert await collect(loop, "b", 1) == "0", "commands are applied in order, so the abort is done"
     assert engine.aborted == ["a"]
     assert not engine.has_work
+    await loop.stop()
+
+
+@pytest.mark.parametrize("error", [FakePanic, SystemExit, KeyboardInterrupt, GeneratorExit])
+@on_loop
+async def test_what_is_no_exception_ends_its_requests_and_the_next_one_is_served(error: type[BaseException]) -> None:
+    loop, engine = await started()
+    engine.error = error
+
+    def panic() -> None:
+        raise error("in a call")
+
+    with pytest.raises(HandlerError, match="cannot count"):
+        await collect(loop, "a", 0)
+    with pytest.raises(HandlerError, match=f"{error.__name__}: a negative length"):
+        await collect(loop, "b", -1)
+    with pytest.raises(HandlerError, match=f"{error.__name__}: in a call"):
+        await loop.call(panic)
+    assert await collect(loop, "c", 2) == "01"
     await loop.stop()
 
 
