@@ -53,7 +53,7 @@ def chosen(asked: dict[str, Any]) -> tuple[Any, str, Any]:
 if __name__ == "__main__":
     # Libraries read these variables when they are imported, as in a worker.
     os.environ.update(VllmOptions.restore({"model_id": "", **_RECOMMENDED}, {}).worker_environment())
-    for name in ("handlers.vllm.engine_loading", "vllm.v1.worker.cpu_model_runner", "vllm.model_executor.models.llama"):
+    for name in ("handlers.vllm.engine", "vllm.v1.worker.cpu_model_runner", "vllm.model_executor.models.llama"):
         import_module(name)
     for line in sys.stdin:
         child = os.fork()
