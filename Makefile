@@ -47,7 +47,7 @@ test-unit: $(SETUP) ## Run the tests that start no server and load no model (one
 check: lint ## Run ruff, mypy and the tests that are not slow (two minutes)
 	$(PYTEST) -m "not slow"
 
-test: lint demo-model embedding-model ## Run ruff, mypy and every test (a quarter of an hour)
+test: lint demo-model embedding-model ## Run ruff, mypy and every test (half an hour)
 	$(PYTEST)
 
 coverage: demo-model embedding-model ## Run every test and print which lines none of them runs
