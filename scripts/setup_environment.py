@@ -143,11 +143,8 @@ def choose_torch(environment, version):
     if is_offered(environment, cpu_build):
         return [cpu_build], "the CPU build (0.2 GB) of pip's configuration, since this machine has no GPU"
     if is_offered(environment, "--torch-backend", "cpu", f"torch=={version}"):
-        return [
-            "--torch-backend",
-            "cpu",
-            f"torch=={version}",
-        ], "the CPU build (0.2 GB) of PyTorch's own index, since this machine has no GPU"
+        chosen = ["--torch-backend", "cpu", f"torch=={version}"]
+        return chosen, "the CPU build (0.2 GB) of PyTorch's own index, since this machine has no GPU"
     return [f"torch=={version}"], (
         "WARNING: the ordinary build with CUDA (3 to 5 GB), though this machine has no GPU: pip's configuration offers "
         "no CPU build, and PyTorch's index of CPU builds cannot be reached. It works, but it is large; "
