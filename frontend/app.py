@@ -126,7 +126,9 @@ class StatusEndpoints:
         return json_response(body, _ping_code(set(statuses.values()), self._multi_status))
 
     async def metrics(self, request: Request) -> Response:
-        return Response(await self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        """Return all metrics, or only those that the parameters `name[]` name."""
+        names = request.query_params.getlist("name[]")
+        return Response(await self._metrics.text(names), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self, request: Request) -> Response:
         """Return OpenAI's list of models, in which adapters are models too."""

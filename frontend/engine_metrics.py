@@ -7,14 +7,17 @@ behind it, so that the texts cannot simply be joined.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 _HEAD = re.compile(r"# (?:HELP|TYPE) (\S+)")
 _SAMPLE = re.compile(r"([^\s{]+)(?:\{(.*)\})? (.+)")
 
 
-def joined(texts: Mapping[tuple[str, str], bytes]) -> bytes:
-    """Merge texts in Prometheus' format. Model and worker, the keys of `texts`, become labels of every sample."""
+def joined(texts: Mapping[tuple[str, str], bytes], names: Collection[str] = ()) -> bytes:
+    """Merge texts in Prometheus' format. Model and worker, the keys of `texts`, become labels of every sample.
+
+    With `names` only the families of these names, or with a sample of such a name, are returned.
+    """
     heads: dict[str, dict[str, None]] = {}
     samples: dict[str, list[str]] = {}
     for (model, worker), text in texts.items():
@@ -29,8 +32,13 @@ def joined(texts: Mapping[tuple[str, str], bytes]) -> bytes:
             elif (sample := _SAMPLE.fullmatch(line)) is not None:
                 own = f",{sample[2]}" if sample[2] else ""
                 samples.setdefault(family, []).append(f"{sample[1]}{{{labels}{own}}} {sample[3]}")
-    lines = [line for family in samples for line in (*heads.get(family, ()), *samples[family])]
+    chosen = [family for family in samples if not names or _is_named(family, samples[family], names)]
+    lines = [line for family in chosen for line in (*heads.get(family, ()), *samples[family])]
     return "".join(f"{line}\n" for line in lines).encode()
+
+
+def _is_named(family: str, samples: list[str], names: Collection[str]) -> bool:
+    return family in names or any(sample.partition("{")[0] in names for sample in samples)
 
 
 def _escaped(value: str) -> str:

@@ -18,6 +18,7 @@ from uuid import uuid4
 import msgspec
 
 from frontend.http_protocol import connection_of
+from frontend.lmi_metrics import CLIENT_GONE
 from frontend.metrics import Metrics
 from lmi_server.contract.errors import (
     BadParameterError,
@@ -38,7 +39,6 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
-_CLIENT_GONE = 499  # the status, in the metrics alone, of a request whose client went away
 _WITHOUT_BODY = frozenset({204, 304})
 _CACHE_HEADERS = [
     (b"pragma", b"no-cache"),
@@ -100,7 +100,7 @@ class Relay:
             await self._refuse(model, route, error, scope, response)
             return
         except ClientGoneError:
-            self._metrics.of(model).refused(_CLIENT_GONE)
+            self._metrics.of(model).refused(CLIENT_GONE)
             return
         connection.watch(lambda: pool.cancel(job))
         try:
@@ -109,6 +109,9 @@ class Relay:
             pool.cancel(job)
             connection.unwatch()
         self._metrics.of(model).answered(status, *_times(job, arrived))
+        terminal = job.reply.terminal
+        if isinstance(terminal, Error) and terminal.kind != CANCELLED:
+            self._metrics.failed(error_from_kind(terminal.kind, terminal.message))
 
     def _choose(
         self,
@@ -185,6 +188,7 @@ class Relay:
         if self.draining or isinstance(error, PayloadTooLargeError) or _header(scope, b"expect") is not None:
             headers.append(("connection", "close"))
         self._metrics.of(model).refused(status)
+        self._metrics.failed(error)
         await response.whole(status, headers, data)
 
 
@@ -250,7 +254,7 @@ async def _send_whole(route: str, terminal: Reply | End | Error | None, response
         return terminal.status
     assert isinstance(terminal, Error), "a stream has a head before its end"
     if terminal.kind == CANCELLED:
-        return _CLIENT_GONE
+        return CLIENT_GONE
     status, headers, data = error_reply(route, error_from_kind(terminal.kind, terminal.message))
     await response.whole(status, headers, data)
     return status
@@ -261,7 +265,7 @@ def _status_of_end(route: str, terminal: Reply | End | Error) -> int:
     if not isinstance(terminal, Error):
         return terminal.status
     if terminal.kind == CANCELLED:
-        return _CLIENT_GONE
+        return CLIENT_GONE
     return error_reply(route, error_from_kind(terminal.kind, terminal.message))[0]
 
 

@@ -12,7 +12,10 @@ import resource
 import signal
 import socket
 import sys
+import time
 from collections.abc import Generator, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
 from typing import TextIO
 
 import uvicorn
@@ -21,14 +24,20 @@ import uvloop
 from frontend.app import App
 from frontend.http_protocol import RelayProtocol
 from frontend.inference import Relay
+from frontend.lmi_metrics import HOST
+from frontend.metric_log import AccessLog, MetricLog, log_files
 from frontend.metrics import Metrics
 from frontend.server_log import BackgroundLog, background_log
 from lmi_server.artifacts.fetch import artifact_settings
 from lmi_server.configuration.resolve import inspect_model
 from lmi_server.configuration.server_settings import ServerSettings
+from lmi_server.contract.errors import ConfigurationError
+from lmi_server.contract.metrics import Metric
+from lmi_server.machine.environment import process_environment
+from lmi_server.machine.inventory import this_machine, with_gpu_memory
 from lmi_server.serving.fetch_model import Inspect
 from lmi_server.serving.model_store import ModelSource
-from lmi_server.serving.registry import ModelRegistry
+from lmi_server.serving.registry import Model, ModelRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +64,14 @@ def run(
     """
     logging.getLogger().setLevel(settings.log_level.upper())
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    directory = None if settings.log_dir is None else Path(settings.log_dir)
     with background_log(_standard_error()) as log:
-        return _run(sources, settings, environment, inspect, log)
+        try:
+            with log_files(settings.written_logs, directory):
+                return _run(sources, settings, environment, inspect, log)
+        except ConfigurationError as error:
+            logger.error("%s", error)
+            return 1
 
 
 def _run(
@@ -95,23 +110,25 @@ class _Server:
         self._log = log
         self._signals = 0
         self._ending = asyncio.Event()
+        self._began = time.monotonic()
+        logs = settings.written_logs
+        self._metrics = Metrics(lambda: self._models.models, MetricLog(logs) if logs else None)
         artifacts = artifact_settings(settings.download_dir, environment)
         self._models = ModelRegistry(
-            environment, artifacts, inspect, settings.drain_timeout, settings.log_level.upper()
+            environment, artifacts, inspect, settings.drain_timeout, settings.log_level.upper(), self._metrics.record
         )
 
     async def serve(self) -> int:
-        models = self._models
-        metrics = Metrics(lambda: models.models)
+        models, metrics = self._models, self._metrics
         relay = Relay(models, metrics, self._settings.max_request_size, self._settings.request_id_header)
         addresses = [listener.getsockname()[:2] for listener in self._listeners]
         management_port = addresses[1][1] if len(addresses) > 1 else None
         app = App(models, metrics, relay, management_port, self._settings.allow_multi_status)
-        http = _HttpServer(app, self._settings)
+        http = _HttpServer(AccessLog(app) if "access" in self._settings.written_logs else app, self._settings)
         self._listen_to_signals()
         serving = asyncio.create_task(http.serve(list(self._listeners)))
-        for source in self._sources:
-            models.register(source, at_startup=True)
+        started = [models.register(source, at_startup=True) for source in self._sources]
+        measuring = asyncio.create_task(self._measure_start(started))
         for (host, port), what in zip(addresses, ("", " for management"), strict=False):
             logger.info("listening on http://%s:%d%s", f"[{host}]" if ":" in host else host, port, what)
         gc.freeze()  # the modules live as long as the process; the collector need not visit them each time
@@ -119,6 +136,7 @@ class _Server:
         logger.info("draining: up to %g seconds; a second signal ends at once", self._settings.drain_timeout)
         relay.draining = True
         http.should_exit = True
+        measuring.cancel()
         await models.drain(self._settings.drain_timeout)
         await serving
         await models.stop()
@@ -135,6 +153,21 @@ class _Server:
                 logger.error("model %s has failed, and fail_fast is set: ending the server", failed[0])
                 return True
         return False
+
+    async def _measure_start(self, models: Sequence[Model]) -> None:
+        """Record LMI's metrics of the start: when the process began, and when the last model was settled."""
+        record = self._metrics.record_server
+        record(Metric("DJLServingStart", "Count", 1, (("Version", version("lmi-server")),)))
+        for model in models:
+            await model.settled.wait()
+            if model.failure is not None:
+                record(Metric("ModelLoadingError", "Count", 1, (("Model", model.name),)))
+        here = (("Host", HOST),)
+        record(Metric("StartupLatency", "Microseconds", round((time.monotonic() - self._began) * 1e6), here))
+        machine = await asyncio.to_thread(lambda: with_gpu_memory(this_machine(process_environment())))
+        for number, gpu in enumerate(machine.gpus):
+            if gpu.total_bytes is not None and gpu.free_bytes is not None:
+                record(Metric(f"GPUMemory_{number}", "Bytes", gpu.total_bytes - gpu.free_bytes, here))
 
     def _listen_to_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -154,7 +187,7 @@ class _Server:
 class _HttpServer(uvicorn.Server):
     """uvicorn without its signal handling, which would end the process without ending the workers."""
 
-    def __init__(self, app: App, settings: ServerSettings) -> None:
+    def __init__(self, app: App | AccessLog, settings: ServerSettings) -> None:
         super().__init__(
             uvicorn.Config(
                 app,

@@ -35,15 +35,15 @@ def background_log(fd: int) -> Iterator[BackgroundLog]:
 
 
 class BackgroundLog:
-    """Writes the records of `logger` to the file descriptor `fd`, in a thread, from `start` to `close`.
+    """Writes the records of `logger` to a file descriptor or with a handler, in a thread, from `start` to `close`.
 
     At most `capacity` bytes of records wait.
     """
 
-    def __init__(self, logger: logging.Logger, fd: int, capacity: int = _CAPACITY) -> None:
+    def __init__(self, logger: logging.Logger, target: int | logging.Handler, capacity: int = _CAPACITY) -> None:
         self._logger = logger
         self._handler = _DroppingHandler(_RecordQueue(capacity))
-        self._listener = _Listener(self._handler, _DescriptorHandler(fd))
+        self._listener = _Listener(self._handler, _DescriptorHandler(target) if isinstance(target, int) else target)
         self._replaced: list[logging.Handler] = []
 
     def start(self) -> None:

@@ -192,10 +192,10 @@ class ServingOptions(Options):
         0, description="MiB that must stay free on each GPU beside gpu.required_memory_mb."
     )
     log_request_metric: Annotated[
-        bool, Key(also=("option.log_request_metric",)), NoEffect("metrics are served at /metrics, not logged")
+        bool, Key(also=("option.log_request_metric",)), NoEffect("extra_logs=model_metric logs every request")
     ] = Field(False, description="Log metrics of each request.")
     metrics_aggregation: Annotated[
-        PositiveInt, Key(also=("option.metrics_aggregation",)), NoEffect("metrics are served at /metrics, not logged")
+        PositiveInt, Key(also=("option.metrics_aggregation",)), NoEffect("extra_logs=model_metric logs every request")
     ] = Field(1000, description="Requests between two log lines of metrics.")
     metric_dimension: Annotated[str | None, NoEffect("metrics have the model's name as a label")] = Field(
         None, description="Dimension added to metrics in the log."

@@ -33,6 +33,21 @@ LogLevel = Annotated[
     BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value),
 ]
 
+EXTRA_LOGS = ("access", "model_metric", "server_metric")
+
+
+def _log_names(value: Any) -> Any:
+    if isinstance(value, str):
+        return tuple(name for name in re.split(r"[,\s]+", value.strip()) if name)
+    return value
+
+
+ExtraLogs = Annotated[
+    tuple[Literal["access", "model_metric", "server_metric"], ...],
+    BeforeValidator(_log_names),
+    Allowed(f"names separated by commas: {', '.join(EXTRA_LOGS)}"),
+]
+
 
 class ServerSettings(Options):
     """Settings of the front end, with LMI's names if LMI has such a key."""
@@ -67,6 +82,19 @@ class ServerSettings(Options):
     )
     fail_fast: bool = Field(False, description="Drain and stop the server, with exit code 1, as soon as a model fails.")
     log_level: LogLevel = Field("info", description="Lowest level of messages that are logged.")
+    extra_logs: ExtraLogs | None = Field(
+        None,
+        description="Logs beside the server's own, in LMI's formats; if not set, all three with log_dir, else none.",
+    )
+    log_dir: str | None = Field(
+        None,
+        description="Directory for extra_logs: access.log, model_metric.log, server_metric.log; or standard error.",
+    )
+
+    @property
+    def written_logs(self) -> tuple[str, ...]:
+        """Return which of LMI's logs are written."""
+        return self.extra_logs if self.extra_logs is not None else EXTRA_LOGS if self.log_dir else ()
 
 
 # Keys of config.properties that set defaults for all models.
@@ -76,6 +104,7 @@ _WITHOUT_EFFECT = {
     "wait_model_loading": "the server listens at once, and /ping answers 503 until a model can serve",
     "model_url_pattern": "no request registers a model implicitly; POST it to /models",
     "reserved_memory_mb": "set it in the serving.properties of the models",
+    "opts": "there is no JVM; of its flags only log4j2.configurationFile has a meaning",
     "features": "installed engines are detected",
     "prometheus": "/metrics is always on",
     "health_check_override": "/ping reports every model, and answers 500 if all have failed",

@@ -62,6 +62,11 @@ _GLOBAL_DEFAULTS = {
     "SERVING_RETRY_THRESHOLD": "retry_threshold",
 }
 
+# Flags of LMI's JVM, and which of its logs the configurations that LMI ships print to the console.
+_JVM_FLAGS = ("DEFAULT_JVM_OPTS", "JAVA_OPTS", "SERVING_OPTS")
+_LOG_CONFIGURATION = re.compile(r"-Dlog4j2?\.configurationFile=\S*\blog4j2-(access|console)\.xml\b")
+_LOGS = {"access": "access", "console": "access,model_metric,server_metric"}
+
 VARIABLES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "SageMaker": _SAGEMAKER,
     "as OPTION_": {**{name: (key,) for name, key in _HUGGING_FACE.items()}, **_TEXT_GENERATION_INFERENCE},
@@ -129,14 +134,25 @@ def default_variables(environment: Mapping[str, str]) -> list[Variable]:
 
 
 def server_variables(environment: Mapping[str, str]) -> list[Variable]:
-    """Return `SERVING_*` settings of the server itself by their lower-cased names, and SageMaker's request limit."""
+    """Return `SERVING_*` settings of the server itself by their lower-cased names, and those of other variables.
+
+    The others are SageMaker's limit of requests, and the logs that a flag of LMI's JVM asks for.
+    """
     found = [
         Variable(name, name.removeprefix("SERVING_").lower(), value)
         for name in sorted(environment)
         if name.startswith("SERVING_") and name not in _GLOBAL_DEFAULTS
         for value in _given(environment, name)
     ]
-    return [*_sagemaker_request_limit(environment), *found]
+    return [*_sagemaker_request_limit(environment), *found, *_logs_of_jvm_flags(environment)]
+
+
+def _logs_of_jvm_flags(environment: Mapping[str, str]) -> Iterator[Variable]:
+    for name in _JVM_FLAGS:
+        for value in _given(environment, name):
+            asked = _LOG_CONFIGURATION.search(value)
+            if asked is not None:
+                yield Variable(name, "extra_logs", _LOGS[asked[1]])
 
 
 def _sagemaker_request_limit(environment: Mapping[str, str]) -> Iterator[Variable]:

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable
 
 from lmi_server.contract.errors import LmiServerError, WorkerDiedError
+from lmi_server.contract.metrics import GAUGE, Metric, MetricSink, unrecorded
 from lmi_server.contract.protocol import CANCELLED, RECALLED, Chunk, Error, Head, Input, Item, Reply
 from lmi_server.serving.batch_forming import BatchForming
 from lmi_server.serving.job_queue import JobQueue
@@ -43,14 +44,23 @@ _MAX_UNREAD = 16 << 20  # bytes of one answer that its client has not read yet
 class Dispatcher:
     """Gives each waiting request to a worker with room, and what workers send to the request that it belongs to.
 
-    `on_no_room` is called when a request waits and no worker has room for it.
+    `on_no_room` is called when a request waits and no worker has room for it. `on_metric` gets
+    the size of each batch of several requests.
     """
 
-    def __init__(self, settings: PoolSettings, roster: WorkerRoster, on_no_room: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        settings: PoolSettings,
+        roster: WorkerRoster,
+        on_no_room: Callable[[], None],
+        on_metric: MetricSink = unrecorded,
+    ) -> None:
         self._queue: JobQueue[Job] = JobQueue(settings.load.model_name, settings.job_queue_size)
         self._max_in_flight = settings.max_in_flight
         self._roster = roster
         self._on_no_room = on_no_room
+        self._on_metric = on_metric
+        self._dimensions = (("Model", settings.load.model_name),)
         self._ids = itertools.count(1)
         self._sessions = StickySessions()
         self._idle = asyncio.Event()
@@ -106,6 +116,8 @@ class Dispatcher:
             requests.submit(jobs)
             if requests.batch_size is not None:
                 self._forming.watch_delayed()
+            if len(jobs) > 1:
+                self._on_metric(Metric("DynamicBatchSize", "Count/Item", len(jobs), self._dimensions, GAUGE))
         self._check_idle()
 
     def _worker_for(self, job: Job) -> WorkerProcess | None:

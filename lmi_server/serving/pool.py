@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from lmi_server.contract.errors import LmiServerError, ModelLoadError, ModelNotReadyError
+from lmi_server.contract.metrics import MetricSink, unrecorded
 from lmi_server.contract.protocol import Input, Ready
 from lmi_server.machine.devices import DeviceSet
 from lmi_server.serving.adapters import Adapters
@@ -42,10 +43,10 @@ class WorkerPool:
     """Serves one model with the workers on its device sets. Everything runs on one event loop.
 
     `failure` says why the model is given up for good; None while it is not. `max_model_len` is in tokens, 0 before the
-    model is loaded and if it has no such bound.
+    model is loaded and if it has no such bound. `on_metric` gets what the workers print and what the pool measures.
     """
 
-    def __init__(self, settings: PoolSettings) -> None:
+    def __init__(self, settings: PoolSettings, on_metric: MetricSink = unrecorded) -> None:
         self.name = settings.load.model_name
         self.label = self.name if settings.version is None else f"{self.name}:{settings.version}"
         self.failure: LmiServerError | None = None
@@ -54,6 +55,7 @@ class WorkerPool:
         self.stopping = False
         self.loading_turns = asyncio.Semaphore(_UNLIMITED if settings.parallel_loading else 1)
         self._settings = settings
+        self._on_metric = on_metric
         self._settled = asyncio.Event()
         self._closing: str | None = None  # the message for new requests, from the start of the drain on
         self._crash_loop = CrashLoopDetector(settings.retry_threshold, settings.death_window_s)
@@ -61,7 +63,7 @@ class WorkerPool:
         self.replica_sets: Sequence[ReplicaSet] = [ReplicaSet(devices, plan, self) for devices in settings.device_sets]
         self._roster = roster = WorkerRoster()
         self._scaling = WorkerScaling(self.label, self.replica_sets)
-        self._dispatcher = Dispatcher(settings, roster, self._on_no_room)
+        self._dispatcher = Dispatcher(settings, roster, self._on_no_room, on_metric)
         self.adapters = Adapters(settings.adapters, lambda: roster.ready, settings.model_loading_timeout_s)
         self._watch = ProgressWatch(
             settings.predict_timeout_s,
@@ -202,6 +204,7 @@ class WorkerPool:
             self._settings.heartbeat_timeout_s,
             {**self._settings.environment, **devices.environment},
             self._settings.mpi,
+            self._on_metric,
         )
         self._roster.add(worker, number)
         return worker

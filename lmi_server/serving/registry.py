@@ -30,6 +30,7 @@ from lmi_server.contract.errors import (
     ModelNotFoundError,
     ModelNotReadyError,
 )
+from lmi_server.contract.metrics import Metric, MetricSink, unrecorded
 from lmi_server.contract.protocol import Load
 from lmi_server.machine.devices import installed_gpus, plan_devices, visible_gpus
 from lmi_server.machine.environment import process_environment
@@ -123,7 +124,8 @@ class ModelRegistry:
     """Every model of a server.
 
     `environment` has the variables that configure models; `inspect` reads the configuration of one. The requests of an
-    unregistered model get `drain_timeout_s` seconds to finish.
+    unregistered model get `drain_timeout_s` seconds to finish. `on_metric` gets the metrics that workers print, and
+    the times that fetching and loading a model took.
     """
 
     def __init__(
@@ -133,6 +135,7 @@ class ModelRegistry:
         inspect: Inspect,
         drain_timeout_s: float,
         log_level: str = "INFO",
+        on_metric: MetricSink = unrecorded,
     ) -> None:
         self.only: Endpoint | None = None
         self.default: Endpoint | None = None
@@ -141,6 +144,7 @@ class ModelRegistry:
         self._inspect = inspect
         self._drain_timeout_s = drain_timeout_s
         self._log_level = log_level
+        self._on_metric = on_metric
         self._endpoints: dict[str, Endpoint] = {}
         self._aliases: dict[str, Endpoint] = {}
         self._ending: set[WorkerPool] = set()  # of models that are unregistered
@@ -256,17 +260,22 @@ class ModelRegistry:
     # --- loading ---
 
     async def _load(self, model: Model) -> None:
+        began = time.monotonic()
         try:
             fetched = await self._fetch(model.source)
+            fetched_at = self._measure("DownloadModel", model, began)
             resolved = replace(fetched.resolved, name=model.name)
             self._claim_names(model, resolved)
             model.resolved = resolved
             for warning in resolved.warnings:
                 logger.warning("model %s: %s", model.label, warning)
             await asyncio.to_thread(self._check_memory, resolved.serving)
-            model.pool = WorkerPool(self._pool_settings(model.source, resolved, fetched.python_path))
+            model.pool = WorkerPool(self._pool_settings(model.source, resolved, fetched.python_path), self._on_metric)
             model.pool.start()
             await model.pool.settled()
+            if model.failure is None:
+                self._measure("LoadModel", model, fetched_at)
+                self._measure("RegisterWorkflow", model, began)
         except LmiServerError as error:
             self._fail(model, error)
         except Exception as error:  # the border to users' files, which may raise anything; the model fails with it
@@ -274,6 +283,12 @@ class ModelRegistry:
             self._fail(model, ModelLoadError(f"{type(error).__name__}: {error}"))
         finally:
             model.settled.set()
+
+    def _measure(self, name: str, model: Model, since: float) -> float:
+        """Report the microseconds since `since`, a time of time.monotonic(), under LMI's name; return the time now."""
+        now = time.monotonic()
+        self._on_metric(Metric(name, "Microseconds", round((now - since) * 1e6), (("Model", model.name),)))
+        return now
 
     def _check_memory(self, serving: ServingOptions) -> None:
         machine = this_machine(self._environment)

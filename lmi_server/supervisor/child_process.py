@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from lmi_server.contract.link import WorkerLink
+from lmi_server.contract.metrics import MetricSink
 from lmi_server.contract.protocol import Load
 from lmi_server.machine.process_tree import kill_session
 from lmi_server.supervisor.launch import WorkerLaunch
@@ -25,15 +26,19 @@ _VMSTAT = Path("/proc/vmstat")
 class ChildProcess:
     """One process (mpirun, if the worker is a group of ranks) and everything that it starts.
 
-    `on_exit` gets how the process ended, in words, and whether the kernel killed it because memory ran out.
+    `on_exit` gets how the process ended, in words, and whether the kernel killed it because memory ran out. `on_metric`
+    gets the metrics that it prints.
     """
 
-    def __init__(self, name: str, launch: WorkerLaunch, on_exit: Callable[[str, bool], None]) -> None:
+    def __init__(
+        self, name: str, launch: WorkerLaunch, on_exit: Callable[[str, bool], None], on_metric: MetricSink
+    ) -> None:
         self.killed = False
         self.exited = asyncio.Event()
         self._name = name
         self._launch = launch
         self._on_exit = on_exit
+        self._on_metric = on_metric
         self._starting: asyncio.Task[Process] | None = None
         self._process: Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -64,7 +69,7 @@ class ChildProcess:
     def _watch(self, process: Process) -> None:
         assert process.stdout is not None
         assert process.stderr is not None
-        log = WorkerLog(self._name, self._launch.rank_of_line)
+        log = WorkerLog(self._name, self._launch.rank_of_line, self._on_metric)
         self._tasks = [
             asyncio.create_task(self._wait_exit(process)),
             asyncio.create_task(log.forward(process.stdout)),

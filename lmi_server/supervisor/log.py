@@ -1,4 +1,4 @@
-"""Copies what a worker writes to its standard output and error into the server's log."""
+"""Copies what a worker writes to its standard output and error into the server's log, and reads metrics in it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import logging
 import time
 from collections.abc import Callable
 
+from lmi_server.contract.metrics import MetricSink, parse_metric, unrecorded
+
 logger = logging.getLogger(__name__)
 
+_METRICS = b"[METRICS]"
 _LONGEST_LINE = 64 * 1024
 _BYTES_PER_S = 256 * 1024  # that one worker may log
 _REPORT_AFTER_S = 1.0
@@ -18,14 +21,20 @@ _BURST = 4 * _BYTES_PER_S  # that it may log at once after a quiet time
 class WorkerLog:
     """Logs the lines of one worker under its name, and under the rank that `rank_of_line` finds in a line.
 
+    A line in LMI's form, `[METRICS]Name.Unit:1|#Model:m|c`, goes to `on_metric` instead.
+
     If a worker writes faster than `_BYTES_PER_S`, its output is still read, but dropped. So it neither fills the memory
     of this process nor takes its time from other models, and the worker itself does not block on a full pipe.
     """
 
     def __init__(
-        self, name: str, rank_of_line: Callable[[str], tuple[int | None, str]] = lambda line: (None, line)
+        self,
+        name: str,
+        rank_of_line: Callable[[str], tuple[int | None, str]] = lambda line: (None, line),
+        on_metric: MetricSink = unrecorded,
     ) -> None:
         self._name = name
+        self._on_metric = on_metric
         self._rank_of_line = rank_of_line
         self._allowed = float(_BURST)
         self._since = time.monotonic()
@@ -69,7 +78,17 @@ class WorkerLog:
 
     def _log(self, line: bytes) -> None:
         self._allowed -= len(line) + 64  # what a record costs beside its text
+        if _METRICS in line and self._is_metric(line):
+            return
         rank, text = self._rank_of_line(line.decode(errors="replace").rstrip())
         name = self._name if rank is None else f"{self._name} rank {rank}"
         level = logging.getLevelName(text.partition(" ")[0])  # lines of the worker's own logger begin with their level
         logger.log(level if isinstance(level, int) else logging.INFO, "[%s] %s", name, text)
+
+    def _is_metric(self, line: bytes) -> bool:
+        """Return whether a metric follows `[METRICS]` in the line, and report it."""
+        metric = parse_metric(line.partition(_METRICS)[2].decode(errors="replace"))
+        if metric is None:
+            return False
+        self._on_metric(metric)
+        return True

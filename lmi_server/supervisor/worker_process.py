@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from lmi_server.contract.errors import ModelLoadError, ModelMemoryError, error_from_kind
 from lmi_server.contract.link import worker_link
+from lmi_server.contract.metrics import MetricSink, unrecorded
 from lmi_server.contract.protocol import (
     Failed,
     Frames,
@@ -56,6 +57,7 @@ class WorkerProcess:
     `on_items` gets what the worker sends for its requests and calls. `on_lost` is called once, as soon as a worker that
     was ready is dead. A worker that sends no Stats for `heartbeat_timeout_s` seconds is killed. `environment` is added
     to that of this process. With an `mpi` launcher the worker is a group of ranks, which lives while all of them do.
+    `on_metric` gets the metrics that it prints.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class WorkerProcess:
         heartbeat_timeout_s: float,
         environment: Mapping[str, str],
         mpi: MpiLauncher | None = None,
+        on_metric: MetricSink = unrecorded,
     ) -> None:
         self.name = name
         self.ready_at = 0.0  # time.time(); 0.0 before
@@ -77,7 +80,7 @@ class WorkerProcess:
         self._link = worker_link(self._on_message, self._on_link_lost)
         self.requests = WorkerRequests(self._link, launch)
         self.controls = ControlCalls(self._link)
-        self._child = ChildProcess(name, launch, self._on_exit)
+        self._child = ChildProcess(name, launch, self._on_exit, on_metric)
         self._health = HealthChecks(name, launch, heartbeat_timeout_s, self._on_hung)
         self._on_items = on_items
         self._on_lost = on_lost

@@ -76,3 +76,31 @@ def test_a_key_of_lmi_without_effect_says_what_to_do(tmp_path: Path) -> None:
         f"{tmp_path}/config.properties:1: wait_model_loading has no effect in this version: "
         "the server listens at once, and /ping answers 503 until a model can serve",
     )
+
+
+@pytest.mark.parametrize(
+    ("variables", "logs"),
+    [
+        ({}, ()),
+        ({"SERVING_LOG_DIR": "/logs"}, ("access", "model_metric", "server_metric")),
+        ({"SERVING_LOG_DIR": "/logs", "SERVING_EXTRA_LOGS": "server_metric, access"}, ("server_metric", "access")),
+        ({"DEFAULT_JVM_OPTS": "-Xmx1g -Dlog4j.configurationFile=/usr/local/conf/log4j2-access.xml"}, ("access",)),
+        (
+            {"JAVA_OPTS": "-Dlog4j2.configurationFile=/conf/log4j2-console.xml"},
+            ("access", "model_metric", "server_metric"),
+        ),
+        (
+            {"JAVA_OPTS": "-Dlog4j2.configurationFile=/c/log4j2-console.xml", "SERVING_EXTRA_LOGS": "access"},
+            ("access",),
+        ),
+        ({"JAVA_OPTS": "-Dlog4j2.configurationFile=/conf/log4j2-plain.xml"}, ()),
+    ],
+)
+def test_which_of_lmi_s_logs_are_written(variables: dict[str, str], logs: tuple[str, ...]) -> None:
+    settings, warnings = resolve_server(variables, {})
+    assert (settings.written_logs, warnings) == (logs, ())
+
+
+def test_a_log_that_lmi_does_not_have() -> None:
+    with pytest.raises(ConfigurationError, match=r'extra_logs = "acces".*access, model_metric, server_metric'):
+        resolve_server({"SERVING_EXTRA_LOGS": "acces"}, {})

@@ -1,0 +1,203 @@
+"""DJL Serving's metrics under its own names, those that models print, and its three further logs."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from own_code_helpers import make_own
+from server_helpers import Server, running
+from waiting import wait_until
+
+from lmi_server.contract.metrics import Metric, parse_metric
+
+HOST = socket.gethostname()
+CODE = Path("printed_metrics")
+
+
+class LoggingServer:
+    """A server that writes all three logs into `logs`."""
+
+    def __init__(self, server: Server, logs: Path) -> None:
+        self.server = server
+        self.http = server.http
+        self._logs = logs
+
+    def sample(self, series: str) -> float | None:
+        found = re.search(rf"^{re.escape(series)} (\S+)$", self.http.get("/server/metrics").text, re.MULTILINE)
+        return None if found is None else float(found[1])
+
+    def print_lines(self, *lines: str, stderr: bool = False) -> httpx.Response:
+        return self.http.post("/predictions/model", json={"lines": lines, "stderr": stderr})
+
+    def log(self, name: str) -> str:
+        return (self._logs / f"{name}.log").read_text()
+
+    def wait_for_line(self, name: str, pattern: str) -> None:
+        stamped = rf"^\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d {pattern}$"
+        wait_until(lambda: re.search(stamped, self.log(name), re.MULTILINE), f"{name}.log has {pattern}")
+
+
+@pytest.fixture(scope="module")
+def logging_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoggingServer]:
+    directory = tmp_path_factory.mktemp("metrics")
+    variables = {"SERVING_LOG_DIR": str(directory / "logs")}
+    with running(make_own(directory / "model", CODE), variables=variables) as server:
+        server.log_line(r"\] ready: process")
+        yield LoggingServer(server, directory / "logs")
+
+
+# --- names that dashboards know ---
+
+
+def test_answers_and_errors_count_under_lmis_names(logging_server: LoggingServer) -> None:
+    names = {code: f'Response_{code}XX_total{{Host="{HOST}"}}' for code in (2, 4, 5)}
+    before = {code: logging_server.sample(name) or 0.0 for code, name in names.items()}
+    assert logging_server.print_lines().status_code == 200
+    assert logging_server.http.post("/predictions/model", content=b"{").status_code == 424
+    assert {code: logging_server.sample(name) for code, name in names.items()} == {
+        2: before[2] + 1,
+        4: before[4] + 1,
+        5: before[5],
+    }
+    assert logging_server.sample(f'WlmError_total{{Host="{HOST}"}}') == 0
+    assert logging_server.sample(f'ServerError_total{{Host="{HOST}"}}') == 0
+
+
+def test_the_times_of_requests_are_in_microseconds(logging_server: LoggingServer) -> None:
+    logging_server.print_lines()
+    for name in ("RequestLatency", "QueueTime"):
+        count = logging_server.sample(f'{name}_count{{Model="model"}}')
+        assert count is not None
+        assert logging_server.sample(f'{name}_bucket{{Model="model",le="+Inf"}}') == count
+        assert logging_server.sample(f'{name}_bucket{{Model="model",le="5e+06"}}') in (count, None)
+    total = logging_server.sample('RequestLatency_sum{Model="model"}')
+    assert total is not None
+    assert 10 < total < 1e9
+
+
+def test_the_start_is_measured(logging_server: LoggingServer) -> None:
+    assert logging_server.sample('DJLServingStart_total{Version="0.1.0"}') == 1
+    for series in (
+        f'StartupLatency{{Host="{HOST}"}}',
+        'LoadModel{Model="model"}',
+        'DownloadModel{Model="model"}',
+        'RegisterWorkflow{Model="model"}',
+    ):
+        assert (logging_server.sample(series) or 0) > 0, series
+
+
+def test_a_scrape_may_ask_for_some_names(logging_server: LoggingServer) -> None:
+    logging_server.print_lines()
+    query = {"name[]": ["Response_2XX", "lmi_requests_total", "LoadModel"]}
+    text = logging_server.http.get("/server/metrics", params=query).text
+    assert set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)) == {
+        "Response_2XX_total",
+        "lmi_requests_total",
+        "LoadModel",
+    }
+    assert logging_server.http.get("/metrics", params={"name[]": "no_such"}).text == ""
+
+
+def test_what_is_refused_for_lack_of_workers_is_a_wlm_error(tmp_path: Path) -> None:
+    variables = {"SERVING_EXTRA_LOGS": "access,server_metric"}
+    with running(make_own(tmp_path / "model", CODE), variables=variables) as server:
+        server.log_line(r"\] ready: process")
+        assert server.http.put("/models/model?min_worker=0&max_worker=0").status_code == 200
+        assert server.http.post("/predictions/model", json={"lines": []}).status_code == 503
+        assert f'WlmError_total{{Host="{HOST}"}} 1.0' in server.http.get("/server/metrics").text
+        # Without a directory the lines go to standard error with the server's own.
+        server.log_line(rf"INFO server_metric: WlmError\.Count:1\|#Host:{re.escape(HOST)}$")
+        server.log_line(r'INFO ACCESS_LOG: /127\.0\.0\.1:\d+ "POST /predictions/model HTTP/1\.1" 503 \d+$')
+
+
+# --- what models print ---
+
+
+def test_lines_of_a_worker_become_metrics(logging_server: LoggingServer) -> None:
+    logging_server.print_lines(
+        "[METRICS]Tokens.Count:2|#Model:m|c",
+        "[METRICS]Tokens.Count:3|#Model:m,Phase:decode|1650953744320|c",
+        "INFO [METRICS]Free Space.Gigabytes:311.5|#Host:here|1650953744320",
+        "[METRICS]Step.Milliseconds:7|#Model:m|h",
+        "[METRICS]Pages.Count:1",
+    )
+    logging_server.print_lines("[METRICS]Tokens.Count:2.5|#Model:m", stderr=True)
+    wanted = {
+        'Tokens_total{Model="m"}': 4.5,
+        'Tokens_total{Model="m",Phase="decode"}': 3.0,
+        'Free_Space{Host="here"}': 311.5,
+        'Step_bucket{Model="m",le="5.0"}': 0.0,
+        'Step_bucket{Model="m",le="10.0"}': 1.0,
+        'Step_sum{Model="m"}': 7.0,
+        f'Pages_total{{Host="{HOST}"}}': 1.0,
+    }
+    wait_until(lambda: {series: logging_server.sample(series) for series in wanted} == wanted, "every line counts")
+    assert not any("[METRICS]" in line for line in logging_server.server.lines)
+
+
+def test_what_is_no_metric_stays_in_the_log(logging_server: LoggingServer) -> None:
+    logging_server.print_lines("[METRICS]no number.Count:many", "[METRICS]Fell.Count:-1|#Model:m|c")
+    logging_server.server.log_line(r"\[METRICS\]no number\.Count:many")
+    logging_server.server.log_line(r"metric Fell is not counted: a counter cannot fall; print it as a gauge")
+
+
+def test_names_of_the_server_are_not_overwritten(logging_server: LoggingServer) -> None:
+    logging_server.print_lines(
+        "[METRICS]lmi_requests_total.Count:9|#model:m|c", "[METRICS]QueueTime.Count:9|#Model:m|c"
+    )
+    logging_server.server.log_line("metric lmi_requests_total is not counted: the server has a metric of that name")
+    logging_server.server.log_line("metric QueueTime is not counted")
+    text = logging_server.http.get("/server/metrics").text
+    assert len(re.findall(r"^# TYPE lmi_requests_total ", text, re.MULTILINE)) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "RequestLatency.Microseconds:1520|#Model:demo|h",
+        "DiskAvailable.Gigabytes:311|#Host:localhost,Disk:sda",
+        "Size.Count/Item:2|g",
+    ],
+)
+def test_a_line_reads_as_it_is_written(text: str) -> None:
+    metric = parse_metric(text)
+    assert metric is not None
+    assert str(metric) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "Name:1", "Name.Unit:", "Name.Unit:1,5", "Name.Unit:nan", "Name.Unit:1|x", "N.U:1e999"]
+)
+def test_a_line_that_is_no_metric(text: str) -> None:
+    assert parse_metric(text) is None
+
+
+def test_values_without_a_kind() -> None:
+    assert parse_metric(" Free.Bytes:-1.5e3 ") == Metric("Free", "Bytes", -1500.0)
+
+
+# --- the logs ---
+
+
+def test_the_access_log(logging_server: LoggingServer) -> None:
+    logging_server.http.post("/predictions/model?a=%20b", json={"lines": []})
+    logging_server.http.get("/nothing")
+    logging_server.wait_for_line("access", r'/127\.0\.0\.1:\d+ "POST /predictions/model\?a=%20b HTTP/1\.1" 200 \d+')
+    logging_server.wait_for_line("access", r'/127\.0\.0\.1:\d+ "GET /nothing HTTP/1\.1" 404 \d+')
+
+
+def test_the_logs_of_metrics(logging_server: LoggingServer) -> None:
+    logging_server.print_lines("[METRICS]Logged.Count:1|#Model:m|c")
+    logging_server.wait_for_line("model_metric", r"QueueTime\.Microseconds:\d+\|#Model:model\|h")
+    logging_server.wait_for_line("model_metric", r"RequestLatency\.Microseconds:\d+\|#Model:model\|h")
+    logging_server.wait_for_line("model_metric", r"LoadModel\.Microseconds:\d+\|#Model:model")
+    logging_server.wait_for_line("model_metric", r"Logged\.Count:1\|#Model:m\|c")
+    logging_server.wait_for_line("server_metric", rf"Response_2XX\.Count:1\|#Host:{re.escape(HOST)}")
+    logging_server.wait_for_line("server_metric", r"DJLServingStart\.Count:1\|#Version:0\.1\.0")
+    logging_server.wait_for_line("server_metric", rf"StartupLatency\.Microseconds:\d+\|#Host:{re.escape(HOST)}")
+    assert not any("ACCESS_LOG" in line or "server_metric" in line for line in logging_server.server.lines)
