@@ -41,7 +41,7 @@ class App:
     """The ASGI application.
 
     If `management_port` is given, models are managed on that port and requests are served on the other one, and only
-    `/ping` is on both. `multi_status` is the setting `allow_multi_status`.
+    the health checks are on both. `multi_status` is the setting `allow_multi_status`.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class App:
         status = StatusEndpoints(models, metrics, multi_status)
         serving, managing = _serving_routes(status, models, relay), _managing_routes(status, models)
         if management_port is None:
-            self._routes = _application([*_ping(status), *serving, *managing])
+            self._routes = _application([*_health(status), *serving, *managing])
         else:
-            self._routes = _application([*_ping(status), *serving])
-            self._management = _application([*_ping(status), *managing])
+            self._routes = _application([*_health(status), *serving])
+            self._management = _application([*_health(status), *managing])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
@@ -115,15 +115,24 @@ class StatusEndpoints:
         self._multi_status = multi_status
 
     async def ping(self, request: Request) -> Response:
-        """Return every model's status in LMI's form; 200 (or 207) if one can serve, or none is registered."""
-        endpoints = self._models.endpoints
-        statuses = {
-            endpoint.name if len(endpoint.models) == 1 else model.label: model.status
-            for endpoint in endpoints
-            for model in endpoint.models
-        }
+        """Return every model's status in LMI's form; the code depends on the models of the start alone."""
+        statuses = {endpoint.name: endpoint.status for endpoint in self._models.endpoints}
         body = {name: {"status": status.value} for name, status in statuses.items()}
-        return json_response(body, _ping_code(set(statuses.values()), self._multi_status))
+        several = self._multi_status and len(set(statuses.values())) > 1 and ModelStatus.HEALTHY in statuses.values()
+        return json_response(body, _ping_code(self._at_startup(), several))
+
+    async def live(self, request: Request) -> Response:
+        """Return 500 if every model of the start has failed for good, so that only a new process helps; else 200."""
+        failed = self._at_startup() == {ModelStatus.FAILED}
+        return json_response({"status": "FAILED" if failed else "live"}, 500 if failed else 200)
+
+    async def ready(self, request: Request) -> Response:
+        """Return 200 if every model of the start can serve now; 503 if one loads, is restarted or has failed."""
+        ready = self._at_startup() <= {ModelStatus.HEALTHY}
+        return json_response({"status": "ready" if ready else "not ready"}, 200 if ready else 503)
+
+    def _at_startup(self) -> set[ModelStatus]:
+        return {model.status for model in self._models.models if model.at_startup}
 
     async def metrics(self, request: Request) -> Response:
         """Return all metrics, or only those that the parameters `name[]` name."""
@@ -145,9 +154,14 @@ class StatusEndpoints:
         return json_response({})
 
 
-def _ping(status: StatusEndpoints) -> list[Route]:
-    """Return the routes of the health check. LMI ignores the rest of a path behind /ping/."""
-    return [Route("/ping", status.ping), Route("/ping/{ignored:path}", status.ping)]
+def _health(status: StatusEndpoints) -> list[Route]:
+    """Return the routes of the health checks. LMI ignores the rest of a path behind /ping/."""
+    return [
+        Route("/ping", status.ping),
+        Route("/ping/{ignored:path}", status.ping),
+        Route("/health/live", status.live),
+        Route("/health/ready", status.ready),
+    ]
 
 
 def _serving_routes(status: StatusEndpoints, models: ModelRegistry, relay: Relay) -> list[Route]:
@@ -180,15 +194,18 @@ def _application(routes: list[Route]) -> Starlette:
     return starlette
 
 
-def _ping_code(statuses: set[ModelStatus], multi_status: bool) -> int:
-    """Return 200 if any model can serve, 503 if one still may become able to, 500 if all have failed.
+def _ping_code(at_startup: set[ModelStatus], several: bool) -> int:
+    """Return 500 if a model of the start has failed for good, 503 while one is loaded for the first time, else 200.
 
-    With `multi_status`, 207 stands for several models. This differs from LMI on purpose: LMI answers 500 as soon as one
-    of several models has failed, and the platform then restarts the container with all the others.
+    A model whose workers are restarted counts as 200, as it does in LMI: a platform that takes anything else for a
+    reason to end the server would end it while it recovers. `several` asks for 207 instead of 200 and 503. Models that
+    are registered later do not change the code: whoever registers them gets the answer of the registration.
     """
-    if not statuses or ModelStatus.HEALTHY in statuses:
-        return 207 if multi_status and len(statuses) > 1 else 200
-    return 500 if statuses == {ModelStatus.FAILED} else 503
+    if ModelStatus.FAILED in at_startup:
+        return 500
+    if several:
+        return 207
+    return 503 if ModelStatus.PENDING in at_startup else 200
 
 
 def _entry(name: str, model: Model) -> dict[str, Any]:

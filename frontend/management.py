@@ -14,6 +14,7 @@ from starlette.routing import Route
 from frontend.parameters import integer, page, parameters, truth
 from frontend.responses import json_response
 from lmi_server.contract.errors import BadParameterError
+from lmi_server.contract.protocol import LOG_OFF
 from lmi_server.serving.model_store import ModelSource, name_of
 from lmi_server.serving.pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus
@@ -43,6 +44,7 @@ _LOG_LEVELS = {
     "warning": "WARNING",
     "error": "ERROR",
     "fatal": "CRITICAL",
+    "off": LOG_OFF,
 }
 _LISTED_STATUS = {ModelStatus.PENDING: "PENDING", ModelStatus.FAILED: "FAILED"}
 

@@ -55,12 +55,12 @@ def run(
 ) -> int:
     """Serve the models of `sources` until SIGTERM or SIGINT; return the exit code.
 
-    `environment` has the variables that configure models. A model that cannot be loaded is FAILED; the others are
-    served.
+    `environment` has the variables that configure models.
 
     The first signal drains the server: it accepts nothing more, and finishes what it has accepted within
-    `drain_timeout` (exit code 0). The second signal ends everything at once (exit code 1). With `fail_fast` the first
-    model that fails drains the server too (exit code 1).
+    `drain_timeout` (exit code 0). The second signal ends everything at once (exit code 1). A model of `sources` that
+    cannot be loaded drains the server too (exit code 1), unless `wait_model_loading` is false: the others are served
+    then. With `fail_fast` a model of `sources` that fails later does the same.
     """
     logging.getLogger().setLevel(settings.log_level.upper())
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
@@ -113,6 +113,7 @@ class _Server:
         self._began = time.monotonic()
         logs = settings.written_logs
         self._metrics = Metrics(lambda: self._models.models, MetricLog(logs) if logs else None)
+        self._failed = False  # a model of the start could not be loaded
         artifacts = artifact_settings(settings.download_dir, environment)
         self._models = ModelRegistry(
             environment, artifacts, inspect, settings.drain_timeout, settings.log_level.upper(), self._metrics.record
@@ -127,32 +128,46 @@ class _Server:
         http = _HttpServer(AccessLog(app) if "access" in self._settings.written_logs else app, self._settings)
         self._listen_to_signals()
         serving = asyncio.create_task(http.serve(list(self._listeners)))
-        started = [models.register(source, at_startup=True) for source in self._sources]
-        measuring = asyncio.create_task(self._measure_start(started))
+        starting = [models.register(source, at_startup=True) for source in self._sources]
+        watches = [asyncio.create_task(self._measure_start(starting))]
+        watches += [asyncio.create_task(self._end_if_unloadable(model)) for model in starting]
         for (host, port), what in zip(addresses, ("", " for management"), strict=False):
             logger.info("listening on http://%s:%d%s", f"[{host}]" if ":" in host else host, port, what)
         gc.freeze()  # the modules live as long as the process; the collector need not visit them each time
-        failed = await self._end_of_service()
+        failed = await self._end_of_service(starting)
+        for watch in watches:
+            watch.cancel()
         logger.info("draining: up to %g seconds; a second signal ends at once", self._settings.drain_timeout)
         relay.draining = True
         http.should_exit = True
-        measuring.cancel()
         await models.drain(self._settings.drain_timeout)
         await serving
         await models.stop()
         logger.info("stopped")
         return 1 if failed else 0
 
-    async def _end_of_service(self) -> bool:
-        """Wait for a signal or, with `fail_fast`, for a model that has failed; return whether one has failed."""
+    async def _end_if_unloadable(self, model: Model) -> None:
+        """End the service if a model of the start cannot be loaded, unless the other models are to be served then."""
+        await model.settled.wait()
+        if model.failure is not None and self._settings.wait_model_loading:
+            logger.error(
+                "ending the server, because model %s could not be loaded; with --keep-going "
+                "(wait_model_loading=false) it serves the other models",
+                model.label,
+            )
+            self._failed = True
+            self._ending.set()
+
+    async def _end_of_service(self, starting: Sequence[Model]) -> bool:
+        """Wait for a signal or a failure that ends the service; return whether it was a failure."""
         while not self._ending.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), _FAILURE_CHECK_S if self._settings.fail_fast else None)
-            failed = [model.label for model in self._models.models if model.failure is not None]
+            failed = [model.label for model in starting if model.failure is not None]
             if self._settings.fail_fast and failed:
                 logger.error("model %s has failed, and fail_fast is set: ending the server", failed[0])
                 return True
-        return False
+        return self._failed
 
     async def _measure_start(self, models: Sequence[Model]) -> None:
         """Record LMI's metrics of the start: when the process began, and when the last model was settled."""

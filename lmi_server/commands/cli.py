@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version as distribution_version
 from pathlib import Path
@@ -18,15 +18,21 @@ from frontend.server_log import LOG_FORMAT
 from lmi_server.artifacts.location import archive_stem
 from lmi_server.configuration.handlers import HANDLERS
 from lmi_server.configuration.resolve import inspect_model
-from lmi_server.configuration.server_settings import ServerSettings, find_config_file, model_defaults, resolve_server
+from lmi_server.configuration.server_settings import (
+    ServerSettings,
+    find_config_file,
+    model_defaults,
+    resolve_server,
+    server_home,
+)
 from lmi_server.contract.errors import ConfigurationError, LmiServerError
 from lmi_server.explain.explanation import Explanation
 from lmi_server.explain.explanation import explain as explain_model
 from lmi_server.machine.environment import process_environment
 from lmi_server.machine.inventory import this_machine, with_gpu_memory
-from lmi_server.serving.model_store import ModelSource, Startup, startup_sources
+from lmi_server.serving.model_store import ModelSource, Startup, is_spec, startup_sources
 
-app = typer.Typer(name="lmi-server", no_args_is_help=True)
+app = typer.Typer(name="lmi-server", no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
 
 _log = logging.getLogger(__name__)
 _HELP = {option.field: f"{option.description} (default: {option.default})" for option in ServerSettings.declared()}
@@ -45,12 +51,17 @@ def _refuse_other_systems() -> None:
 @app.command()
 def serve(
     directories: Annotated[
-        list[Path] | None, typer.Argument(metavar="[DIR]...", help="Model directories with a serving.properties.")
+        list[str] | None,
+        typer.Argument(metavar="[DIR]...", help="Model directories with a serving.properties."),
     ] = None,
     model_store: Annotated[str | None, typer.Option("--model-store", "-s", help=_HELP["model_store"])] = None,
     models: Annotated[
         list[str] | None,
-        typer.Option("--models", "-m", help="A model: url, name=url or name:version:engine:devices=url; repeatable."),
+        typer.Option(
+            "--models",
+            "-m",
+            help="Models: url, name=url or [name:version:engine:devices]=url; of the store, only these are loaded.",
+        ),
     ] = None,
     load_models: Annotated[str | None, typer.Option(help=_HELP["load_models"])] = None,
     config_file: Annotated[
@@ -59,6 +70,10 @@ def serve(
     host: Annotated[str | None, typer.Option(help=_HELP["host"])] = None,
     port: Annotated[int | None, typer.Option(help=_HELP["port"])] = None,
     drain_timeout: Annotated[float | None, typer.Option(help=_HELP["drain_timeout"])] = None,
+    keep_going: Annotated[
+        bool,
+        typer.Option("--keep-going", help="Serve the others if a model cannot be loaded."),
+    ] = False,
     log_level: Annotated[str | None, typer.Option(help=_HELP["log_level"])] = None,
 ) -> None:
     """Serve models until SIGTERM or SIGINT: from directories, a model store, --models and HF_MODEL_ID."""
@@ -72,6 +87,7 @@ def serve(
         "host": host,
         "port": port,
         "drain_timeout": drain_timeout,
+        "wait_model_loading": False if keep_going else None,
         "log_level": log_level,
     }
     with _plain_configuration_errors():
@@ -79,8 +95,9 @@ def serve(
         settings, setting_warnings = resolve_server(environment, flags, config_file)
         if config_file is not None:
             environment = {**model_defaults(config_file), **environment}
-        sources, warnings = startup_sources(_startup(directories, models, settings), environment)
-        if directories and len(sources) == 1:
+        startup = _startup(directories or (), models or (), settings, environment)
+        sources, warnings = startup_sources(startup, environment)
+        if startup.directories and len(sources) == 1:
             _check_directory(sources[0], environment)
     _log_to_stderr(settings.log_level)
     if config_file is not None:
@@ -98,9 +115,17 @@ def _check_directory(source: ModelSource, environment: Mapping[str, str]) -> Non
             raise ConfigurationError("\n".join((*found.problems, *found.unavailable)))
 
 
-def _startup(directories: list[Path] | None, models: list[str] | None, settings: ServerSettings) -> Startup:
-    store = None if settings.model_store is None else Path(settings.model_store)
-    return Startup(directories or (), models or (), store, settings.load_models)
+def _startup(
+    arguments: Sequence[str], models: Sequence[str], settings: ServerSettings, environment: Mapping[str, str]
+) -> Startup:
+    """Return the models that the command line and the settings ask for.
+
+    LMI's -m takes several models, of which all but the first are arguments here.
+    """
+    directories = [Path(text) for text in arguments if not is_spec(text)]
+    specs = [*models, *filter(is_spec, arguments)]
+    store = None if settings.model_store is None else server_home(environment, Path.cwd()) / settings.model_store
+    return Startup(directories, specs, store, settings.load_models)
 
 
 @app.command()

@@ -29,7 +29,7 @@ from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine import environment as env
 
 LogLevel = Annotated[
-    Literal["debug", "info", "warning", "error"],
+    Literal["debug", "info", "warning", "error", "off"],
     BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value),
 ]
 
@@ -69,18 +69,27 @@ class ServerSettings(Options):
     request_id_header: Annotated[str, Field(min_length=1), Key("request_id_header_key")] = Field(
         "x-request-id", description="Header with the id of a request."
     )
-    model_store: str | None = Field(None, description="Directory with models, each a directory or an archive.")
+    model_store: str | None = Field(
+        None,
+        description="Directory with models, directories or archives; a relative path starts at $MODEL_SERVER_HOME.",
+    )
     load_models: Annotated[str, Field(min_length=1)] = Field(
         "ALL",
-        description="Models to load at the start: ALL of the model store, NONE, or name:version:engine:devices=url.",
+        description="Models to load at the start: ALL of the model store, NONE, or [name:version:engine:devices]=url.",
     )
     download_dir: str | None = Field(
         None, description="Directory for downloaded models and installed packages; ~/.cache/lmi-server if not set."
     )
-    allow_multi_status: bool = Field(
-        False, description="Answer /ping with 207 instead of 200 while some models can serve and others cannot."
+    wait_model_loading: bool = Field(
+        True,
+        description="End the server with exit code 1 if a model of the start cannot be loaded; false serves the rest.",
     )
-    fail_fast: bool = Field(False, description="Drain and stop the server, with exit code 1, as soon as a model fails.")
+    allow_multi_status: bool = Field(
+        False, description="Answer /ping with 207 while one model can serve and another is loading or cannot."
+    )
+    fail_fast: bool = Field(
+        False, description="Drain and stop the server, with exit code 1, as soon as a model of the start fails."
+    )
     log_level: LogLevel = Field("info", description="Lowest level of messages that are logged.")
     extra_logs: ExtraLogs | None = Field(
         None,
@@ -101,13 +110,12 @@ class ServerSettings(Options):
 _MODEL_DEFAULTS = ("job_queue_size", "batch_size", "max_batch_delay", "max_idle_time", "load_on_devices")
 # LMI's other keys, and what a user should know who sets one.
 _WITHOUT_EFFECT = {
-    "wait_model_loading": "the server listens at once, and /ping answers 503 until a model can serve",
     "model_url_pattern": "no request registers a model implicitly; POST it to /models",
     "reserved_memory_mb": "set it in the serving.properties of the models",
     "opts": "there is no JVM; of its flags only log4j2.configurationFile has a meaning",
     "features": "installed engines are detected",
     "prometheus": "/metrics is always on",
-    "health_check_override": "/ping reports every model, and answers 500 if all have failed",
+    "health_check_override": "/ping answers 500 only if a model of the start has failed for good",
     "chunked_read_timeout": "option.predict_timeout limits how long a request may make no progress",
     **dict.fromkeys(("number_of_netty_threads", "use_native_io", "io_ratio"), "the server has one event loop"),
     **dict.fromkeys(("cluster_address", "plugin_folder", "WEB_ROOT"), "the server has no such feature"),
@@ -166,9 +174,14 @@ def resolve_server(
     return settings, tuple(warnings)
 
 
+def server_home(environment: Mapping[str, str], directory: Path) -> Path:
+    """Return the directory that relative paths of LMI's settings refer to: MODEL_SERVER_HOME, or else `directory`."""
+    return Path(environment.get("MODEL_SERVER_HOME") or directory)
+
+
 def find_config_file(environment: Mapping[str, str], directory: Path) -> Path | None:
     """Return the config.properties in LMI's places: below MODEL_SERVER_HOME, or else below `directory`."""
-    home = Path(environment.get("MODEL_SERVER_HOME") or directory)
+    home = server_home(environment, directory)
     return next((path for path in (home / "conf" / _CONFIG, home / _CONFIG) if path.is_file()), None)
 
 

@@ -16,12 +16,17 @@ recalled before the handler began it ends with an Error of the kind "Recalled".
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 DEFAULT_PRIORITY = 3
+
+LOG_OFF = "OFF"
+"""A log level above those of Python's logging, as LMI's logger has one; every process of the server knows it."""
+logging.addLevelName(logging.CRITICAL + 10, LOG_OFF)
 
 
 class Input(msgspec.Struct, array_like=True, frozen=True):

@@ -16,6 +16,10 @@ from lmi_server.contract.ranks import Rank
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 _GROUP_DIRECTORY = "LMI_RANK_GROUP"
 
+# SERVING_SERVICE_HOST and _PORT, and in Docker's form SERVING_PORT=tcp://address:port and SERVING_PORT_8080_TCP_ADDR.
+_ABOUT_A_SERVICE = re.compile(
+    r"SERVING_(SERVICE_(HOST|PORT\w*)=.*|PORT=\w+://.*|PORT_\d+_(TCP|UDP|SCTP)\w*=.*)", re.ASCII
+)
 _ALL_CAPS = re.compile(r"[A-Z0-9_]+")
 
 # OPTION_ variables whose key is not just the lower-cased rest of the name.
@@ -136,13 +140,15 @@ def default_variables(environment: Mapping[str, str]) -> list[Variable]:
 def server_variables(environment: Mapping[str, str]) -> list[Variable]:
     """Return `SERVING_*` settings of the server itself by their lower-cased names, and those of other variables.
 
-    The others are SageMaker's limit of requests, and the logs that a flag of LMI's JVM asks for.
+    The others are SageMaker's limit of requests, and the logs that a flag of LMI's JVM asks for. Kubernetes gives every
+    container variables about its services; those about one called "serving" are no settings.
     """
     found = [
         Variable(name, name.removeprefix("SERVING_").lower(), value)
         for name in sorted(environment)
         if name.startswith("SERVING_") and name not in _GLOBAL_DEFAULTS
         for value in _given(environment, name)
+        if not _ABOUT_A_SERVICE.fullmatch(f"{name}={value}")
     ]
     return [*_sagemaker_request_limit(environment), *found, *_logs_of_jvm_flags(environment)]
 

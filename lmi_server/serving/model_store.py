@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from lmi_server.artifacts.location import archive_stem
 from lmi_server.contract.errors import ConfigurationError
@@ -56,10 +56,10 @@ class Startup:
 
     @property
     def store(self) -> Path | None:
-        """Return the directory of which all models are loaded, or None."""
-        if self.load_models.strip().upper() != LOAD_ALL:
+        """Return the directory of which all models are loaded; None if specs or `load_models` say what is loaded."""
+        if self.specs or self.load_models.strip().upper() != LOAD_ALL:
             return None
-        nothing_named = self.model_store is None and not self.directories and not self.specs
+        nothing_named = self.model_store is None and not self.directories
         return self.fallback_store if nothing_named and self.fallback_store.is_dir() else self.model_store
 
 
@@ -74,7 +74,9 @@ def startup_sources(startup: Startup, environment: Mapping[str, str]) -> tuple[l
     warnings: list[str] = []
     store = startup.store
     if store is not None:
-        if is_one_model(store):
+        if not store.is_dir():
+            warnings.append(f"model_store {store}: there is no such directory")
+        elif is_one_model(store):
             plain.append(_directory_source(store))
         else:
             found, warnings = discover(store)
@@ -95,7 +97,6 @@ def _specs(startup: Startup) -> Iterator[str]:
 
 def discover(store: Path) -> tuple[list[ModelSource], list[str]]:
     """Return the models in `store`, each a directory or an archive, and warnings about entries that are neither."""
-    _check_directory(store)
     sources = []
     warnings = []
     for entry in _visible(store):
@@ -110,23 +111,24 @@ def discover(store: Path) -> tuple[list[ModelSource], list[str]]:
 
 def is_one_model(store: Path) -> bool:
     """Return whether the store is itself a model directory: it holds files that are not archives."""
-    _check_directory(store)
     return any(not entry.is_dir() and archive_stem(entry.name) is None for entry in _visible(store))
 
 
-def parse_spec(text: str, store: Path | None = None) -> ModelSource:
-    """Return the model of "name:version:engine:devices=url", "name=url" or "url", in brackets or not.
+def is_spec(text: str) -> bool:
+    """Return whether an argument of the command line is a spec of a model, and not the path of a directory."""
+    named = text.startswith(("[", "file:")) or "=" in text or "://" in text
+    return named and not Path(text).exists()
 
-    Relative paths are looked up in `store` first. What follows a "?" are settings of the model.
+
+def parse_spec(text: str, store: Path | None = None) -> ModelSource:
+    """Return the model of "[name:version:engine:devices]=url", "name=url" or "url".
+
+    The brackets may be missing, or stand around the whole. Relative paths are looked up in `store` first. What follows
+    a "?" are settings of the model.
     """
-    spec = text.strip()
-    if spec.startswith("[") and spec.endswith("]"):
-        spec = spec[1:-1]
-    prefix, separator, url = spec.partition("=")
-    if not separator or "/" in prefix or "?" in prefix:
-        prefix, url = "", spec
+    prefix, url = _prefix_and_url(text.strip())
     if not url:
-        raise ConfigurationError(f'model "{text}" has no URL; allowed: url or name:version:engine:devices=url')
+        raise ConfigurationError(f'model "{text}" has no URL; allowed: url or [name:version:engine:devices]=url')
     name, version, *more = (*prefix.split(":", 3), "", "", "", "")[:4]
     url, settings = _split_query(url)
     settings |= {key: value for key, value in zip(_SPEC_KEYS, more, strict=True) if value and value != "*"}
@@ -135,8 +137,20 @@ def parse_spec(text: str, store: Path | None = None) -> ModelSource:
     return ModelSource(url, name or given_name or name_of(url), version or None, settings)
 
 
+def _prefix_and_url(spec: str) -> tuple[str, str]:
+    if spec.startswith("[") and "]=" in spec:
+        prefix, _, url = spec[1:].partition("]=")
+        return prefix, url
+    if spec.startswith("[") and spec.endswith("]"):
+        spec = spec[1:-1]
+    prefix, separator, url = spec.partition("=")
+    return (prefix, url) if separator and "/" not in prefix and "?" not in prefix else ("", spec)
+
+
 def name_of(url: str) -> str:
     """Return the name that LMI infers: the last part of the path without archive suffix, in letters, digits and _."""
+    if url.startswith("file:"):
+        url = unquote(urlsplit(url).path)
     last = url.rstrip("/").rpartition("/")[2]
     if "://" not in url and "/" in url and not url.startswith((".", "/")) and not Path(url).exists():
         last = url  # the id of a Hugging Face model: its owner is part of the name
@@ -147,11 +161,6 @@ def name_of(url: str) -> str:
 def _directory_source(directory: Path) -> ModelSource:
     path = directory.absolute()
     return ModelSource(str(path), name_of(str(path)))
-
-
-def _check_directory(store: Path) -> None:
-    if not store.is_dir():
-        raise ConfigurationError(f"model_store {store}: there is no such directory")
 
 
 def _visible(directory: Path) -> list[Path]:
@@ -170,11 +179,11 @@ def _nested(entry: Path) -> Path:
 
 
 def _split(given: str) -> Iterator[str]:
-    """Yield the specs of one flag. Commas separate them, unless the whole is a path that exists."""
+    """Yield the specs of one flag. Commas and spaces separate them, unless the whole is a path that exists."""
     if Path(given.rpartition("=")[2]).exists():
         yield given
         return
-    yield from (text for text in given.split(",") if text.strip())
+    yield from (text for text in _SEPARATOR.split(given) if text)
 
 
 def _split_query(url: str) -> tuple[str, dict[str, str]]:
@@ -185,7 +194,7 @@ def _split_query(url: str) -> tuple[str, dict[str, str]]:
 
 
 def _in_store(url: str, store: Path | None) -> str:
-    if "://" in url:
+    if "://" in url or url.startswith("file:"):
         return url
     if store is not None and (store / url).exists():
         return str((store / url).absolute())

@@ -14,11 +14,11 @@ from lmi_server.supervisor.worker_process import MpiLauncher
 
 
 class ModelStatus(Enum):
-    """The words are those of LMI's `/ping`."""
+    """The words are those of LMI's `/ping`; from the best state to the worst."""
 
-    PENDING = "PENDING"
     HEALTHY = "Healthy"
     UNHEALTHY = "Unhealthy"
+    PENDING = "PENDING"
     FAILED = "FAILED"
 
 

@@ -102,6 +102,11 @@ class Endpoint:
         self.models: list[Model] = []
         self._turn = 0
 
+    @property
+    def status(self) -> ModelStatus:
+        """Return the status of the version that is worst off."""
+        return max((model.status for model in self.models), key=list(ModelStatus).index)
+
     def choose(self, version: str | None) -> Model:
         """Return the model of that version, or the next one that can serve. Raises ModelNotFoundError."""
         if version is not None:

@@ -8,8 +8,10 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import httpx
 import pytest
 from paths import ROOT
+from process_log import ProcessLog
 
 
 def lmi_server(*arguments: str, columns: str = "40") -> subprocess.CompletedProcess[str]:
@@ -32,8 +34,9 @@ def test_version() -> None:
     assert (result.returncode, result.stdout.strip()) == (0, version("lmi-server"))
 
 
-def test_help_lists_the_commands() -> None:
-    result = lmi_server("--help", columns="100")
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_lists_the_commands(flag: str) -> None:
+    result = lmi_server(flag, columns="100")
     assert result.returncode == 0
     assert all(command in result.stdout for command in ("serve", "version", "demo-model"))
 
@@ -61,7 +64,7 @@ def test_configuration_errors_are_printed_plainly(tmp_path: Path) -> None:
         (["--port", "70000"], 'command line: port = "70000" is not allowed; allowed: an integer from 0 to 65535'),
         (
             ["--log-level", "loud"],
-            'command line: log_level = "loud" is not allowed; allowed: debug, info, warning, error',
+            'command line: log_level = "loud" is not allowed; allowed: debug, info, warning, error, off',
         ),
         (
             ["--drain-timeout", "-1"],
@@ -78,6 +81,30 @@ def test_bad_flags_are_printed_plainly(tmp_path: Path, arguments: list[str], pro
 def test_a_missing_directory_is_printed_plainly(tmp_path: Path) -> None:
     result = lmi_server("serve", str(tmp_path / "nowhere"))
     assert (result.returncode, result.stderr) == (1, f"{tmp_path / 'nowhere'}: there is no such directory\n")
+
+
+def test_serve_takes_models_as_lmi_does(tmp_path: Path) -> None:
+    """-m takes several models, which are all; the store is in MODEL_SERVER_HOME; Kubernetes sets SERVING_PORT."""
+    for name in ("a", "b", "unused"):
+        (tmp_path / "store" / name).mkdir(parents=True)
+        (tmp_path / "store" / name / "serving.properties").write_text("option.entryPoint=djl_python.echo")
+    arguments = ["-s", "store", "-m", "x=a", "[y:2]=b", "--keep-going", "--port", "0"]
+    variables = {"PATH": "/usr/bin:/bin", "MODEL_SERVER_HOME": str(tmp_path), "SERVING_PORT": "tcp://10.0.0.1:80"}
+    command = [sys.executable, "-m", "lmi_server", "serve", *arguments]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=variables, cwd=ROOT) as process:
+        log = ProcessLog(process.stderr)
+        models = httpx.get(f"{log.wait_for(r'listening on (http://.*)')[1]}/models").json()["models"]
+        process.terminate()
+        log.close()
+    assert [(model["modelName"], model.get("version")) for model in models] == [("x", None), ("y", "2")]
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server(tmp_path: Path) -> None:
+    result = lmi_server("serve", "-s", str(tmp_path / "no-store"), "-m", "x=no/such", f"y={tmp_path}/no", "--port", "0")
+    assert result.returncode == 1
+    reason, ending = (line for line in result.stderr.splitlines() if "model y" in line)
+    assert "model y could not be loaded: url = " in reason
+    assert "ending the server, because model y could not be loaded" in ending
 
 
 def test_demo_model_refuses_a_foreign_directory(tmp_path: Path) -> None:

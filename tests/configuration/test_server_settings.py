@@ -69,13 +69,11 @@ def test_where_a_config_file_is_looked_for(tmp_path: Path) -> None:
 
 
 def test_a_key_of_lmi_without_effect_says_what_to_do(tmp_path: Path) -> None:
-    _, warnings = resolve_server({"SERVING_ERROR_RATE_ANY": "1/PT5M"}, {}, config(tmp_path, "wait_model_loading=true"))
+    settings, warnings = resolve_server({"SERVING_IO_RATIO": "1"}, {}, config(tmp_path, "wait_model_loading=false"))
     assert warnings == (
-        "variable SERVING_ERROR_RATE_ANY: error_rate_any has no effect in this version: "
-        "watch lmi_requests_total at /metrics",
-        f"{tmp_path}/config.properties:1: wait_model_loading has no effect in this version: "
-        "the server listens at once, and /ping answers 503 until a model can serve",
+        "variable SERVING_IO_RATIO: io_ratio has no effect in this version: the server has one event loop",
     )
+    assert settings.wait_model_loading is False
 
 
 @pytest.mark.parametrize(
@@ -104,3 +102,16 @@ def test_which_of_lmi_s_logs_are_written(variables: dict[str, str], logs: tuple[
 def test_a_log_that_lmi_does_not_have() -> None:
     with pytest.raises(ConfigurationError, match=r'extra_logs = "acces".*access, model_metric, server_metric'):
         resolve_server({"SERVING_EXTRA_LOGS": "acces"}, {})
+
+
+def test_what_kubernetes_says_of_a_service_is_no_setting() -> None:
+    variables = {
+        "SERVING_PORT": "tcp://10.0.0.1:80",
+        "SERVING_SERVICE_HOST": "10.0.0.1",
+        "SERVING_SERVICE_PORT": "80",
+        "SERVING_SERVICE_PORT_HTTP": "80",
+        "SERVING_PORT_80_TCP": "tcp://10.0.0.1:80",
+        "SERVING_PORT_80_TCP_ADDR": "10.0.0.1",
+    }
+    settings, warnings = resolve_server(variables, {})
+    assert (settings.port, warnings) == (8080, ())

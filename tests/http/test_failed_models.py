@@ -99,7 +99,7 @@ def test_a_model_fails_with_its_reason(server: Server, store: Path, name: str) -
     (model,) = element["models"]
     assert model["status"] == "FAILED"
     assert failing.reason in model["reason"]
-    assert (ping.status_code, ping.json()[name]) == (200, {"status": "FAILED"})
+    assert (ping.status_code, ping.json()[name]) == (500, {"status": "FAILED"})
     refused = server.http.post(f"/predictions/{name}", json=request("a"))
     assert (refused.status_code, failing.reason in refused.json()["message"]) == (503, True)
     again = server.http.post("/models", params={"url": model["modelUrl"], "model_name": "again"})
@@ -113,10 +113,18 @@ def test_nothing_of_a_refused_archive_is_left(server: Server, store: Path) -> No
     assert not list(store.parent.glob("**/evil"))
 
 
-def test_the_log_has_every_reason_and_the_platform_learns_of_the_last_model(server: Server) -> None:
+def test_the_server_is_live_until_the_last_model_has_failed(server: Server) -> None:
+    assert server.http.get("/health/ready").status_code == 503
+    assert server.http.get("/health/live").status_code == 200
     server.http.delete("/models/good")
-    ping = server.http.get("/ping")
-    assert (ping.status_code, ping.json().keys()) == (500, FAILING.keys())
+    assert server.http.get("/health/live").status_code == 500
+    assert server.http.get("/ping").json().keys() == FAILING.keys()
+    for name in FAILING:
+        server.http.delete(f"/models/{name}")
+    assert server.http.get("/ping").status_code == 200
+
+
+def test_the_log_has_every_reason(server: Server) -> None:
     assert server.stop() == 0
     for name, failing in FAILING.items():
         found = [line for line in server.lines if "ERROR" in line and f"model {name} could not be loaded: " in line]

@@ -330,7 +330,8 @@ def test_ping_reports_a_dead_worker(server: Server) -> None:
     os.kill(server.worker_pid(), signal.SIGKILL)
     server.until("lmi_workers_ready", 0)
     response = server.http.get("/ping")
-    assert (response.status_code, response.json()["model"]["status"]) in [(503, "Unhealthy"), (200, "Healthy")]
+    assert response.status_code == 200
+    assert response.json()["model"]["status"] in ("Unhealthy", "Healthy")
     server.until("lmi_workers_ready", 1)
     assert server.http.get("/ping").status_code == 200
 

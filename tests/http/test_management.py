@@ -148,7 +148,7 @@ def test_versions_take_turns(server: Server, store: Path) -> None:
     assert server.http.post("/predictions/m/3", json=request("a")).status_code == 404
     assert [element["version"] for element in server.http.get("/models/m").json()] == ["1", "2"]
     assert [element["version"] for element in server.http.get("/models/m/2").json()] == ["2"]
-    assert server.http.get("/ping").json().keys() == {"first", "second", "m:1", "m:2"}
+    assert server.http.get("/ping").json().keys() == {"first", "second", "m"}
     assert server.http.delete("/models/m/1").status_code == 200
     assert server.http.get("/models/m/1").status_code == 404
     assert server.http.post("/predictions/m", json=request("a")).status_code == 200
@@ -322,11 +322,14 @@ def test_the_log_level_changes_at_run_time(tmp_path: Path) -> None:
         assert server.http.get("/server/logging?level=DEBUG").json() == {"status": "OK"}
         server.invoke("between")
         server.http.put("/models/model?min_worker=2")
+        assert server.http.get("/server/logging?level=off").json() == {"status": "OK"}
+        assert register(server, "/nowhere").status_code == 404
         server.http.post("/server/logging")
         server.invoke("after")
         assert server.stop() == 0
         told = [line.rpartition(" ")[2].strip() for line in server.lines if "fault_handlers: " in line]
         assert told == ["started", "between"][::-1]
+        assert not any("ERROR" in line for line in server.lines)
 
 
 def test_management_may_have_a_port_of_its_own(tmp_path: Path) -> None:

@@ -6,13 +6,14 @@ import contextlib
 import os
 import re
 import select
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from server_helpers import connect, raw_request, received, serving
+from server_helpers import Server, connect, make_model, raw_request, received, request, running, serving
 
 pytestmark = pytest.mark.slow
 
@@ -51,16 +52,59 @@ def test_the_socket_is_bound_and_reports_while_the_model_loads(tmp_path: Path) -
     with serving(tmp_path, "fault_handlers:GatedHandler", ready=False) as server:
         response = server.http.get("/ping")
         assert (response.status_code, response.json()) == (503, {"model": {"status": "PENDING"}})
+        assert health(server) == (200, 503)
         refused = server.invoke("a")
         assert (refused.status_code, refused.json()["message"]) == (503, "Model is not ready: model: it is loading")
         assert refused.headers["retry-after"]
         (tmp_path / "model" / "go").touch()
         server.log_line(r"\] ready: process")
         assert server.http.get("/ping").status_code == 200
+        assert health(server) == (200, 200)
         assert server.invoke("a").status_code == 200
+        # A worker that was ready is loaded again, which takes as long as it takes: nobody should end the server for it.
+        (tmp_path / "model" / "go").unlink()
+        os.kill(server.worker_pid(), signal.SIGKILL)
+        server.until("lmi_workers_ready", 0)
+        response = server.http.get("/ping")
+        assert (response.status_code, response.json()) == (200, {"model": {"status": "Unhealthy"}})
+        assert health(server) == (200, 503)
 
 
-def test_a_failed_load(tmp_path: Path) -> None:
+def health(server: Server) -> tuple[int, int]:
+    """Return the codes of /health/live and /health/ready."""
+    live, ready = (server.http.get(f"/health/{kind}").status_code for kind in ("live", "ready"))
+    return live, ready
+
+
+def test_ping_waits_for_every_model_of_the_start(tmp_path: Path) -> None:
+    make_model(tmp_path / "store" / "fast")
+    slow = make_model(tmp_path / "store" / "slow", "fault_handlers:GatedHandler")
+    with running("--model-store", tmp_path / "store") as server:
+        server.log_line(r"\] ready: process")
+        response = server.http.get("/ping")
+        states = {"fast": {"status": "Healthy"}, "slow": {"status": "PENDING"}}
+        assert (response.status_code, response.json()) == (503, states)
+        assert server.http.post("/predictions/fast", json=request("a")).status_code == 200
+        later = make_model(tmp_path / "later", "fault_handlers:GatedHandler")
+        server.http.post("/models", params={"url": str(later), "synchronous": "false"})
+        (slow / "go").touch()
+        server.log_line(r"slow-0\] ready: process")
+        response = server.http.get("/ping")
+        states = {"fast": {"status": "Healthy"}, "slow": {"status": "Healthy"}, "later": {"status": "PENDING"}}
+        assert (response.status_code, response.json()) == (200, states)
+
+
+def test_a_failed_load_ends_the_server(tmp_path: Path) -> None:
+    make_model(tmp_path / "store" / "model", "fault_handlers:FailingHandler")
+    make_model(tmp_path / "store" / "other", "fault_handlers:GatedHandler")
+    with running("--model-store", tmp_path / "store", variables={"SERVING_WAIT_MODEL_LOADING": "true"}) as server:
+        assert server.ended() == 1
+        reason, ending = (line for line in server.lines if " ERROR " in line and "model model" in line)
+        assert "model model could not be loaded: the weights are missing" in reason
+        assert "ending the server, because model model could not be loaded; with --keep-going" in ending
+
+
+def test_a_failed_load_leaves_the_other_models_be(tmp_path: Path) -> None:
     with serving(tmp_path, "fault_handlers:FailingHandler", ready=False) as server:
         server.log_line("model model could not be loaded: the weights are missing")
         response = server.http.get("/ping")
@@ -69,6 +113,20 @@ def test_a_failed_load(tmp_path: Path) -> None:
         assert refused.status_code == 503
         assert "the weights are missing" in refused.json()["message"]
         assert server.stop() == 0
+
+
+def test_a_model_registered_later_never_ends_the_server(tmp_path: Path) -> None:
+    failing = make_model(tmp_path / "failing", "fault_handlers:FailingHandler")
+    strict = {"SERVING_WAIT_MODEL_LOADING": "true", "SERVING_FAIL_FAST": "true"}
+    with serving(tmp_path, variables=strict) as server:
+        server.http.post("/models", params={"url": str(failing), "synchronous": "false"})
+        server.log_line("model failing could not be loaded")
+        with pytest.raises(subprocess.TimeoutExpired):
+            server.process.wait(1.0)  # twice as long as fail_fast takes
+        response = server.http.get("/ping")
+        states = {"model": {"status": "Healthy"}, "failing": {"status": "FAILED"}}
+        assert (response.status_code, response.json()) == (200, states)
+        assert health(server) == (200, 200)
 
 
 def test_with_fail_fast_a_failed_model_ends_the_server(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """`python fault_server.py [DIR]... [--model-store DIR]`: the server with handlers that are in no table.
 
-A model names its handler in its serving.properties: option.test_handler=module:Class. For tests only.
+A model names its handler in its serving.properties: option.test_handler=module:Class. Models that cannot be loaded
+leave the others be, unless SERVING_WAIT_MODEL_LOADING says otherwise. For tests only.
 """
 
 from __future__ import annotations
@@ -31,6 +32,6 @@ if __name__ == "__main__":
     parser.add_argument("directories", nargs="*", type=Path)
     parser.add_argument("--model-store", type=Path)
     arguments = parser.parse_args()
-    settings, _ = resolve_server(os.environ, {"port": 0})
+    settings, _ = resolve_server({"SERVING_WAIT_MODEL_LOADING": "false", **os.environ}, {"port": 0})
     sources, _ = startup_sources(Startup(arguments.directories, model_store=arguments.model_store), {})
     sys.exit(run(sources, settings, {}, inspect))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lmi_server.contract.errors import ConfigurationError
-from lmi_server.serving.model_store import ModelSource, Startup, name_of, parse_spec, startup_sources
+from lmi_server.serving.model_store import ModelSource, Startup, is_spec, name_of, parse_spec, startup_sources
 
 
 def model(directory: Path, file: str = "serving.properties") -> Path:
@@ -66,9 +66,11 @@ def test_an_empty_directory_is_reported(tmp_path: Path) -> None:
     ]
 
 
-def test_a_store_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="there is no such directory"):
-        started(Startup(model_store=tmp_path / "store"))
+def test_a_store_that_is_not_there_is_reported(tmp_path: Path) -> None:
+    first = model(tmp_path / "first")
+    sources, warnings = startup_sources(Startup([first], model_store=tmp_path / "store"), {})
+    assert [source.name for source in sources] == ["first"]
+    assert warnings == [f"model_store {tmp_path}/store: there is no such directory"]
 
 
 def test_two_models_of_one_name(tmp_path: Path) -> None:
@@ -89,16 +91,30 @@ def test_load_models(tmp_path: Path) -> None:
     }
 
 
-def test_directories_specs_and_store_together(tmp_path: Path) -> None:
+def test_directories_and_store_together(tmp_path: Path) -> None:
     first = model(tmp_path / "first")
-    model(tmp_path / "store" / "second")
-    startup = Startup([first], ["third=Owner/Model,[fourth=s3://bucket/prefix/]"], tmp_path / "store")
+    second = model(tmp_path / "store" / "second")
+    startup = Startup([first], model_store=tmp_path / "store")
+    assert started(startup) == {"first": str(first), "second": str(second)}
+
+
+def test_of_the_store_only_the_specs_are_loaded(tmp_path: Path) -> None:
+    first = model(tmp_path / "first")
+    second = model(tmp_path / "store" / "second")
+    model(tmp_path / "store" / "not-named")
+    startup = Startup([first], ["third=Owner/Model,[fourth=s3://bucket/prefix/]", "b=second"], tmp_path / "store")
     assert started(startup) == {
         "first": str(first),
-        "second": f"{tmp_path}/store/second",
         "third": "Owner/Model",
         "fourth": "s3://bucket/prefix/",
+        "b": str(second),
     }
+
+
+def test_a_missing_directory_is_no_spec(tmp_path: Path) -> None:
+    path = model(tmp_path / "a=b")
+    specs = ["x=/m", "[x:1]=/m", "file:/m", "s3://b/p", str(tmp_path / "missing"), "models/a", str(path)]
+    assert [is_spec(text) for text in specs] == [True, True, True, True, False, False, False]
 
 
 def test_a_path_with_a_comma(tmp_path: Path) -> None:
@@ -168,6 +184,10 @@ def test_the_hub_model_may_be_a_path(tmp_path: Path) -> None:
         ("x:::*=s3://b/p", ModelSource("s3://b/p", "x")),
         (":1=s3://b/p/model.tar.gz", ModelSource("s3://b/p/model.tar.gz", "model", "1")),
         ("[x=/m/a=b]", ModelSource("/m/a=b", "x")),
+        ("[abc]=/m/a", ModelSource("/m/a", "abc")),
+        ("[x:v1:Python:cpu]=/m/a", ModelSource("/m/a", "x", "v1", {"engine": "Python", "load_on_devices": "cpu"})),
+        ("[::Python]=file:///m/a-b/", ModelSource("file:///m/a-b/", "a_b", None, {"engine": "Python"})),
+        ("file:/m/a%20b", ModelSource("file:/m/a%20b", "a_b")),
         ("/m/a=b", ModelSource("/m/a=b", "a_b")),
         ("s3://b/p?model_name=x&batch_size=2", ModelSource("s3://b/p", "x", None, {"batch_size": "2"})),
     ],
@@ -177,7 +197,7 @@ def test_specs(spec: str, source: ModelSource) -> None:
 
 
 def test_a_spec_without_url() -> None:
-    with pytest.raises(ConfigurationError, match='model "x=" has no URL; allowed: url or name:version'):
+    with pytest.raises(ConfigurationError, match=r'model "x=" has no URL; allowed: url or \[name:version'):
         parse_spec("x=")
 
 
@@ -190,6 +210,8 @@ def test_a_spec_without_url() -> None:
         ("s3://bucket", "bucket"),
         ("Qwen/Qwen2.5-0.5B", "Qwen_Qwen2_5_0_5B"),
         ("/", "model"),
+        ("file:///m/resnet-18.tar.gz", "resnet_18"),
+        ("file:/m/dir.zip/", "dir_zip"),
     ],
 )
 def test_names(url: str, name: str) -> None:
