@@ -12,6 +12,7 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 _EXTENSION = "lmi_server.connection"
+_NAMES = "lmi_server.header_names"
 _MAX_HEAD = 64 * 1024  # bytes of request line and headers
 
 _TOO_LONG = "Request line and headers are longer than 64 KiB."
@@ -36,6 +37,8 @@ class RelayProtocol(HttpToolsProtocol):
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self._on_gone: Callable[[], None] | None = None
+        self._answering: RequestResponseCycle | None = None
+        self._names: list[bytes] = []  # of the headers of the request that arrives
         self._in_head = False  # from the first byte of a request to the end of its headers
         self._read_size = 0  # bytes of this read
         self._head_began = False  # in this read
@@ -101,6 +104,11 @@ class RelayProtocol(HttpToolsProtocol):
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn sets them
         self.data_received(b"".join([*head, b"\r\n", rest]))
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep the name as it is written, too: ASGI has names in lower case, users' code gets the client's."""
+        self._names.append(name)
+        super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         self._in_head = False
         bound = self._first_read + self._head_read + (0 if self._head_began else self._read_size)
@@ -116,7 +124,8 @@ class RelayProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._in_head = self._head_began = True
         self._first_read, self._head_read = self._read_size, 0
-        self.scope["extensions"] = {_EXTENSION: cast("dict[object, object]", self)}
+        self._names = []
+        self.scope["extensions"] = cast("dict[str, dict[object, object]]", {_EXTENSION: self, _NAMES: self._names})
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -126,7 +135,13 @@ class RelayProtocol(HttpToolsProtocol):
 
     # --- what is answered ---
 
+    def set_reason(self, phrase: str) -> None:
+        """Set the reason phrase of the answer that comes next, for which ASGI has no field."""
+        assert self._answering is not None
+        self._answering.transport = cast("asyncio.Transport", _Phrased(self._answering, phrase))
+
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
         super()._start_asgi_task(cycle, _without_chunks(cycle, app) if cycle.scope["http_version"] == "1.0" else app)
 
     def send_400_response(self, msg: str) -> None:
@@ -158,6 +173,24 @@ class RelayProtocol(HttpToolsProtocol):
         self.transport.close()
 
 
+class _Phrased:
+    """Stands in for the transport of an answer until its first line is written, and changes the phrase in it."""
+
+    def __init__(self, cycle: RequestResponseCycle, phrase: str) -> None:
+        self._cycle = cycle
+        self._phrase = phrase.encode("ascii")
+        self._transport = cycle.transport
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        self._cycle.transport = self._transport
+        line, separator, rest = data.partition(b"\r\n")
+        protocol, status = line.split(b" ", 2)[:2]
+        self._transport.write(b"%b %b %b%b%b" % (protocol, status, self._phrase, separator, rest))
+
+
 def _without_chunks(cycle: RequestResponseCycle, app: Any) -> Any:
     """Return `app` for HTTP/1.0, which knows no chunks: the end of a stream is the end of the connection."""
 
@@ -177,3 +210,8 @@ def _without_chunks(cycle: RequestResponseCycle, app: Any) -> Any:
 def connection_of(scope: Any) -> RelayProtocol:
     """Return the connection of a request."""
     return cast(RelayProtocol, scope["extensions"][_EXTENSION])
+
+
+def header_names(scope: Any) -> list[bytes]:
+    """Return the names of a request's headers as the client wrote them."""
+    return cast("list[bytes]", scope["extensions"][_NAMES])

@@ -17,7 +17,7 @@ from uuid import uuid4
 
 import msgspec
 
-from frontend.http_protocol import connection_of
+from frontend.http_protocol import RelayProtocol, connection_of, header_names
 from frontend.lmi_metrics import CLIENT_GONE
 from frontend.metrics import Metrics
 from lmi_server.contract.errors import (
@@ -80,12 +80,11 @@ class Relay:
     ) -> None:
         """Serve one request. `route` is that of Input; `name` and `version` come from the path, None if it has none."""
         arrived = time.monotonic()
-        properties = _properties(scope)
+        properties, names = _properties(scope)
         request_id = properties.get(self._request_id_header) or str(uuid4())
-        properties["x-request-id"] = request_id
-        response = Response(send, request_id)
-        model: Model | None = None
         connection = connection_of(scope)
+        response = Response(connection, send, request_id)
+        model: Model | None = None
         try:
             query = _query(scope)
             version = version or _last(query, "model_version") or properties.get("model_version")
@@ -95,7 +94,7 @@ class Relay:
             content = [*query, ("data", body)]
             priority = parse_priority(properties.get("x-priority"))
             pool = model.loaded()
-            job = pool.submit(Input(route, properties, content, request_id, priority), connection.abort)
+            job = pool.submit(Input(route, properties, content, request_id, priority, names), connection.abort)
         except LmiServerError as error:
             await self._refuse(model, route, error, scope, response)
             return
@@ -195,13 +194,16 @@ class Relay:
 class Response:
     """Writes the answer to one request as ASGI messages."""
 
-    __slots__ = ("_request_id", "_send")
+    __slots__ = ("_connection", "_request_id", "_send")
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, connection: RelayProtocol, send: Send, request_id: str) -> None:
+        self._connection = connection
         self._send = send
         self._request_id = (b"x-request-id", request_id.encode("latin-1"))
 
-    async def whole(self, status: int, headers: list[tuple[str, str]], data: bytes) -> None:
+    async def whole(self, status: int, headers: list[tuple[str, str]], data: bytes, reason: str = "") -> None:
+        if reason:
+            self._connection.set_reason(reason)
         if status in _WITHOUT_BODY:
             await self._start(status, headers)
             await self._send({"type": "http.response.body"})
@@ -210,6 +212,8 @@ class Response:
         await self._send({"type": "http.response.body", "body": data})
 
     async def begin(self, head: Head) -> None:
+        if head.reason:
+            self._connection.set_reason(head.reason)
         await self._start(head.status, head.headers)
 
     async def chunk(self, data: bytes) -> None:
@@ -250,12 +254,12 @@ async def _relay(route: str, job: Job, response: Response) -> int:
 
 async def _send_whole(route: str, terminal: Reply | End | Error | None, response: Response) -> int:
     if isinstance(terminal, Reply):
-        await response.whole(terminal.status, terminal.headers, terminal.data)
+        await response.whole(terminal.status, terminal.headers, terminal.data, terminal.reason)
         return terminal.status
     assert isinstance(terminal, Error), "a stream has a head before its end"
     if terminal.kind == CANCELLED:
         return CLIENT_GONE
-    status, headers, data = error_reply(route, error_from_kind(terminal.kind, terminal.message))
+    status, headers, data = error_reply(route, error_from_kind(terminal.kind, terminal.message, terminal.code))
     await response.whole(status, headers, data)
     return status
 
@@ -266,7 +270,7 @@ def _status_of_end(route: str, terminal: Reply | End | Error) -> int:
         return terminal.status
     if terminal.kind == CANCELLED:
         return CLIENT_GONE
-    return error_reply(route, error_from_kind(terminal.kind, terminal.message))[0]
+    return error_reply(route, error_from_kind(terminal.kind, terminal.message, terminal.code))[0]
 
 
 def _ending(route: str, head: Head, terminal: Reply | End | Error) -> bytes:
@@ -274,7 +278,7 @@ def _ending(route: str, head: Head, terminal: Reply | End | Error) -> bytes:
     if not isinstance(terminal, Error):
         return b""
     content_type = next((value for name, value in head.headers if name == "content-type"), "")
-    return error_event(route, content_type, error_from_kind(terminal.kind, terminal.message))
+    return error_event(route, content_type, error_from_kind(terminal.kind, terminal.message, terminal.code))
 
 
 def model_named_in(body: bytes) -> str | None:
@@ -291,19 +295,22 @@ def model_named_in(body: bytes) -> str | None:
         return None
 
 
-def _properties(scope: Scope) -> dict[str, str]:
-    """Return the headers (names in lower case, the last of several wins) and SageMaker's custom attributes.
+def _properties(scope: Scope) -> tuple[dict[str, str], str]:
+    """Return the headers (names in lower case, the last of several wins) with SageMaker's custom attributes.
 
-    An attribute never replaces a header: it must not change how the body is read.
+    Return also their names as the client wrote them, one per line. An attribute never replaces a header: it must not
+    change how the body is read.
     """
     properties = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+    names = b"\n".join(header_names(scope)).decode("latin-1")
     attributes = properties.pop(_CUSTOM_ATTRIBUTES, None)
     if attributes is not None:
         for attribute in attributes.split(";"):
             name, separator, value = attribute.partition("=")
             if separator:
+                names += f"\n{name.strip()}"
                 properties.setdefault(name.strip().lower(), value.strip())
-    return properties
+    return properties, names
 
 
 def parse_priority(value: str | None) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 from djl_python.inputs import Input, make_input
 from djl_python.outputs import Output
 
+from handlers.own_code.djl_outputs import DEFAULT_MESSAGES
 from lmi_server.contract.errors import (
     BadParameterError,
     HandlerError,
@@ -28,7 +29,6 @@ _ERRORS: Mapping[int, type[LmiServerError]] = {
     409: ModelExistsError,
     507: ModelMemoryError,
 }
-_DEFAULT_MESSAGES = ("", "OK", "No content")  # messages of an Output that the user's code did not set
 
 
 def functions_in(module: ModuleType) -> Mapping[str, Callable[[Input], Any]]:
@@ -110,7 +110,7 @@ def _message(output: Any) -> str:
         raise HandlerError(f"Invalid output type: {type(output)}")
     if output.code >= 300:
         raise _ERRORS.get(output.code, RequestError)(_reason(output))
-    return "" if output.message in _DEFAULT_MESSAGES else output.message
+    return "" if output.message in DEFAULT_MESSAGES else output.message
 
 
 def _reason(output: Output) -> str:

@@ -9,12 +9,15 @@ from typing import Any, NamedTuple
 from djl_python.outputs import Output
 
 from handlers.own_code.djl_adapters import AdapterFunctions
-from handlers.own_code.djl_outputs import body_of, failed, headers_of, piece_error, respond
+from handlers.own_code.djl_outputs import body_of, failed, headers_of, piece_error, reason_of, respond
 from handlers.own_code.user_function import UserFunction
 from lmi_server.contract.errors import EXITS, HandlerError, LmiServerError
 from lmi_server.contract.handler import AsyncRequestHandler, Response
 from lmi_server.contract.protocol import Adapter
 from lmi_server.contract.protocol import Input as Request
+
+_TRACKING_ID = "request_tracking_id"
+"""A property of requests and a header of answers, by which LMI's Python process tells asynchronous requests apart."""
 
 
 class AsyncFunction(AsyncRequestHandler):
@@ -40,10 +43,12 @@ class AsyncFunction(AsyncRequestHandler):
 
     async def handle(self, request: Request) -> Response:
         try:
-            result = await _resolved(self._function.call(self._function.inputs.one(request)))
-            if isinstance(result, AsyncIterator):
-                return await _streamed(result)
-            return _whole(result)
+            tracked = {_TRACKING_ID: request.request_id}
+            result = await _resolved(self._function.call(self._function.inputs.one(request, **tracked)))
+            response = await _streamed(result) if isinstance(result, AsyncIterator) else _whole(result)
+            if isinstance(result, Output | AsyncIterator):
+                response.headers = [*response.headers, (_TRACKING_ID, request.request_id)]
+            return response
         except (asyncio.CancelledError, *EXITS):
             raise  # the worker knows if it has cancelled the request, and how a process ends
         except BaseException as error:  # noqa: BLE001 - the border to the user's code; `failure` logs it
@@ -111,6 +116,7 @@ def _alone(piece: _Piece) -> Response:
         headers=headers_of(output.properties),
         data=piece.data,
         after=output.execute_finalize,
+        reason=reason_of(output),
     )
 
 
@@ -126,7 +132,8 @@ async def _streamed(items: AsyncIterator[Any]) -> Response:
             return _alone(piece)
         if piece.data or piece.output.properties:
             headers = headers_of(piece.output.properties)
-            return Response(status=piece.output.code, headers=headers, stream=_rest(piece, items))
+            reason = reason_of(piece.output)
+            return Response(status=piece.output.code, headers=headers, stream=_rest(piece, items), reason=reason)
         piece.output.execute_finalize()
     return failed("the handler yielded nothing; yield at least one Output")
 
@@ -138,7 +145,7 @@ async def _rest(first: _Piece, items: AsyncIterator[Any]) -> AsyncGenerator[byte
         async for item in items:
             piece = _piece(item)
             if piece.error is not None:
-                raise HandlerError(piece.error)
+                raise HandlerError(piece.error, piece.code)
             yield piece.data
             piece.output.execute_finalize()
             if piece.last:

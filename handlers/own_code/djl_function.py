@@ -51,7 +51,8 @@ class DjlFunction(RequestHandler):
 
     def start(self, model_dir: str, options: OwnCodeOptions) -> ModelInfo:
         environment = process_environment()
-        common = {"model_dir": model_dir, "device_id": "0" if environment.get("CUDA_VISIBLE_DEVICES") else "-1"}
+        device = "0" if environment.get("CUDA_VISIBLE_DEVICES") else "-1"
+        common = {"model_dir": model_dir, "device_id": device, "cluster_size": 1}
         initial = {**_properties(model_dir, options), **self._formatters, **common, "handler": options.handler}
         may_choose = environment.get(_MAY_CHOOSE_HANDLER, "").lower() == "true"
         adapters = self._adapters = AdapterFunctions(self._adapter_functions, common)
@@ -85,13 +86,28 @@ class DjlFunction(RequestHandler):
         """
         if len(requests) > 1:
             try:
-                return split(self._function.call(self._function.inputs.batch(requests)), len(requests))
+                batch = self._function.inputs.batch(requests)
+            except LmiServerError:
+                return self._without_refused(requests)
+            try:
+                return split(self._function.call(batch), len(requests))
             except EXITS:
                 raise
             except BaseException as error:  # the border to the user's code
                 place = place_of(error, self._function.model_dir)
                 logger.exception("%s: raised for a batch of %d requests; repeating each alone", place, len(requests))
         return [self._one(request) for request in requests]
+
+    def _without_refused(self, requests: Sequence[Request]) -> Sequence[Response | LmiServerError]:
+        """Answer a batch in which some requests are refused; the others stay together."""
+        refused: dict[int, LmiServerError] = {}
+        for index, request in enumerate(requests):
+            try:
+                self._function.inputs.content(request)
+            except LmiServerError as error:
+                refused[index] = error
+        rest = iter(self.handle([request for index, request in enumerate(requests) if index not in refused]))
+        return [refused.get(index) or next(rest) for index in range(len(requests))]
 
     def _one(self, request: Request) -> Response | LmiServerError:
         try:

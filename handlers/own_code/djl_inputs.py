@@ -7,8 +7,9 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qsl
 
-from djl_python.inputs import Input, make_input
+from djl_python.inputs import Input, make_input, make_input_late
 from djl_python.optional_packages import needs
+from djl_python.properties import Properties
 
 from lmi_server.contract.errors import BadParameterError, RequestError
 from lmi_server.contract.protocol import Input as Request
@@ -54,11 +55,11 @@ class InputBuilder:
         self.common = {**common, "handler": function_name}
         self._may_choose_handler = may_choose_handler
 
-    def one(self, request: Request) -> Input:
-        """Return the Input of one request. Raises RequestError."""
+    def one(self, request: Request, **more: str) -> Input:
+        """Return the Input of one request; `more` are further properties. Raises RequestError."""
         content = self.content(request)
-        properties = {**self.common, **sent_properties(request), "requestId": request.request_id}
-        return make_input(properties, content, properties["handler"])
+        name = request.properties.get("handler", self._function_name) if self._may_choose_handler else None
+        return make_input_late(lambda: self._properties(request, more), content, name or self._function_name)
 
     def batch(self, requests: Sequence[Request]) -> Input:
         """Return one Input for several requests, each under the prefix `batch_<index>.`. Raises RequestError."""
@@ -67,10 +68,12 @@ class InputBuilder:
         for index, request in enumerate(requests):
             prefix = f"batch_{index:03d}."
             properties |= {prefix + name: value for name, value in sent_properties(request).items()}
-            properties[prefix + "requestId"] = request.request_id
             content += [(prefix + key, value) for key, value in self.content(request)]
         properties["batch_size"] = str(len(requests))
         return make_input(properties, content, self._function_name)
+
+    def _properties(self, request: Request, more: Mapping[str, str]) -> Properties:
+        return Properties({**self.common, **sent_properties(request), **more})
 
     def content(self, request: Request) -> list[tuple[str, bytes]]:
         """Return the content of one request.
@@ -78,7 +81,7 @@ class InputBuilder:
         Raises BadParameterError if it sets `handler` without permission, RequestError if it names an unknown adapter or
         is no valid form.
         """
-        if not self._may_choose_handler and any(name.lower() == "handler" for name in request.properties):
+        if not self._may_choose_handler and "handler" in request.properties:
             raise BadParameterError("The handler can't be overridden in a request")
         content = content_of(request)
         if self._adapters is not None:
@@ -93,8 +96,16 @@ class InputBuilder:
 
 
 def sent_properties(request: Request) -> dict[str, str]:
-    """Return the headers and custom attributes of a request but those whose names belong to the server."""
-    return {name: value for name, value in request.properties.items() if name.lower() not in _SERVER_PROPERTIES}
+    """Return the headers and custom attributes of a request as the client wrote their names, and its id.
+
+    Those whose names belong to the server are left out.
+    """
+    written = {name.lower(): name for name in request.names.split("\n")} if request.names else {}
+    properties = {
+        written.get(name, name): value for name, value in request.properties.items() if name not in _SERVER_PROPERTIES
+    }
+    properties["requestId"] = request.request_id
+    return properties
 
 
 def content_of(request: Request) -> list[tuple[str, bytes]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import re
@@ -16,14 +17,22 @@ from lmi_server.contract.handler import Response
 logger = logging.getLogger(__name__)
 
 _CODES = range(200, 600)
-_FAILED = 424
+FAILED, OUT_OF_MEMORY = 424, 507
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _IN_BATCH = re.compile(r"batch_(\d+)\.(.*)", re.DOTALL)
 _PROPERTY_IN_BATCH = re.compile(r"batch_(\d+)[._](.*)", re.DOTALL)
-# The server itself decides how an answer is sent; handlers that copy a request's headers into their answer set these.
-_CONNECTION_HEADERS = frozenset(
-    {"connection", "content-length", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"}
-)
+# The server itself decides how an answer is sent and cached. Handlers that copy a request's headers into
+# their answer set these.
+_SERVER_HEADERS = frozenset(
+    {
+        "cache-control", "connection", "content-length", "expires", "keep-alive", "pragma", "te", "trailer",
+        "transfer-encoding", "upgrade", "x-request-id",
+    }
+)  # fmt: skip
+DEFAULT_MESSAGES = ("", "OK", "No content", None)
+"""Messages of an Output that the user's code did not set."""
+_LATIN_1_END = 256
+_REASON = re.compile(r"[\t\x20-\x7e]{1,256}")  # HTTP/1.1 allows no line break; clients read nothing but ASCII alike
 
 
 def respond(output: Any) -> Response:
@@ -34,12 +43,13 @@ def respond(output: Any) -> Response:
         return failed(f"Invalid output type: {type(output)}")
     if output.code not in _CODES:
         return failed(f"Output.code is {output.code!r}; set a status from {_CODES.start} to {_CODES.stop - 1}")
-    response = Response(status=output.code, headers=headers_of(output.properties), after=_after(output))
+    reason = reason_of(output)
+    response = Response(status=output.code, headers=headers_of(output.properties), after=_after(output), reason=reason)
     if output.stream_content is not None:
         response.stream = output.stream()
     elif output.content.keys:
         response.data = _body(output.content.keys, output.content.values)
-    elif output.code >= 400:
+    elif output.code >= 400 and not reason and output.message not in DEFAULT_MESSAGES:
         response.data = error_body(output.code, output.message, output.message)
         response.headers = [("content-type", "application/json")]
     return response
@@ -53,12 +63,12 @@ def split(output: Any, count: int) -> list[Response]:
     elif whole.stream is not None:
         outcomes = [failed("add_stream_content answers one request, not a batch; set batch_size=1")] * count
     else:
-        outcomes = _parts(output, count)
+        outcomes = _parts(output, count, whole)
     outcomes[-1] = replace(outcomes[-1], after=whole.after)  # once for the batch, after its last answer
     return outcomes
 
 
-def _parts(output: Output, count: int) -> list[Response]:
+def _parts(output: Output, count: int, whole: Response) -> list[Response]:
     contents: list[tuple[list[str | None], list[Any]]] = [([], []) for _ in range(count)]
     unassigned = []
     for key, value in zip(output.content.keys, output.content.values, strict=True):
@@ -73,16 +83,28 @@ def _parts(output: Output, count: int) -> list[Response]:
         logger.error("the answer to a batch of %d has content that belongs to no request, under %s", count, unassigned)
     shared = {name: value for name, value in output.properties.items() if _PROPERTY_IN_BATCH.fullmatch(name) is None}
     own = in_batch(output.properties, count)
-    return [_part(index, *contents[index], {**shared, **own[index]}) for index in range(count)]
+    return [_part(index, *contents[index], {**shared, **own[index]}, whole) for index in range(count)]
 
 
-def _part(index: int, keys: list[str | None], values: list[Any], properties: dict[str, Any]) -> Response:
+def _part(
+    index: int, keys: list[str | None], values: list[Any], properties: dict[str, Any], whole: Response
+) -> Response:
     if not keys:
         return failed(f"the handler added no content batch_{index}.<key> for request {index} of the batch")
-    code = str(properties.pop("code", 200))
+    code = str(properties.pop("code", whole.status))
     if not code.isdecimal() or int(code) not in _CODES:
         return failed(f"batch_{index}_code is {code!r}; set a status from {_CODES.start} to {_CODES.stop - 1}")
-    return Response(status=int(code), headers=headers_of(properties), data=_body(keys, values))
+    reason = whole.reason if int(code) == whole.status else ""
+    return Response(status=int(code), headers=headers_of(properties), data=_body(keys, values), reason=reason)
+
+
+def reason_of(output: Output) -> str:
+    """Return the message of `output` if the code set one that HTTP/1.1 allows as reason phrase, otherwise ""."""
+    return "" if output.message in DEFAULT_MESSAGES else _reason(str(output.message))
+
+
+def _reason(text: str) -> str:
+    return "" if _REASON.fullmatch(text) is None else text
 
 
 def body_of(output: Output) -> bytes:
@@ -109,31 +131,44 @@ def _after(output: Output) -> Callable[[], None] | None:
 
 
 def headers_of(properties: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the headers that an Output's properties mean, without those that HTTP does not allow."""
-    return [(name, _header_value(value)) for name, value in properties.items() if _is_header(name)]
+    """Return the headers that an Output's properties mean, without those that HTTP does not allow.
+
+    Their names are in lower case. Of properties that differ only in case, the last one counts.
+    """
+    sent = {}
+    for name, value in properties.items():
+        known = _header_name(name)
+        if known is not None:
+            sent[known] = _header_value(value)
+    return list(sent.items())
 
 
-def _is_header(name: str) -> bool:
-    if _HEADER_NAME.fullmatch(name) is None:
+@functools.lru_cache(1024)  # a model sets the same names all the time
+def _header_name(name: Any) -> str | None:
+    """Return the name of the header that a property means, None if it is not sent."""
+    if not isinstance(name, str) or _HEADER_NAME.fullmatch(name) is None:
         logger.warning("property %r of an Output is not a valid name of an HTTP header; it is not sent", name)
-        return False
-    return name.lower() not in _CONNECTION_HEADERS
+        return None
+    lower = name.lower()
+    return None if lower in _SERVER_HEADERS else lower
 
 
 def _header_value(value: Any) -> str:
     text = str(value).replace("\r", " ").replace("\n", " ")  # a line break would begin another header
-    return text.encode("utf-8").decode("latin-1")  # the server writes headers as latin-1, so UTF-8 bytes pass
+    # The server writes headers as latin-1, as LMI's does. A text with other characters is sent as UTF-8.
+    return text if ord(max(text, default="\0")) < _LATIN_1_END else text.encode("utf-8").decode("latin-1")
 
 
-def failed(error: str, code: int = _FAILED, message: str = ERROR_MESSAGE) -> Response:
+def failed(error: str, code: int = FAILED, message: str = ERROR_MESSAGE) -> Response:
     """Return LMI's answer to a request that made its handler fail."""
-    return Response(status=code, headers=[("content-type", "application/json")], data=error_body(code, message, error))
+    data = error_body(code, message, error)
+    return Response(status=code, headers=[("content-type", "application/json")], data=data, reason=message)
 
 
 def piece_error(error: str, code: int) -> Response:
     """Return LMI's answer to a request that failed in a rolling batch, or asynchronously, before its first byte."""
     body = json.dumps({"error": error, "code": code}).encode()
-    return Response(status=code, headers=[("content-type", "application/json")], data=body)
+    return Response(status=code, headers=[("content-type", "application/json")], data=body, reason=_reason(error))
 
 
 def error_body(code: int, message: str, error: str) -> bytes:

@@ -17,10 +17,18 @@ from djl_python.outputs import Output
 
 from handlers.own_code.djl_adapters import AdapterFunctions
 from handlers.own_code.djl_inputs import content_of, sent_properties
-from handlers.own_code.djl_outputs import headers_of, in_batch, piece_error
+from handlers.own_code.djl_outputs import FAILED, OUT_OF_MEMORY, headers_of, in_batch, piece_error
 from handlers.own_code.user_function import UserFunction
 from handlers.user_code import format_user_error
-from lmi_server.contract.errors import EXITS, HandlerError, LmiServerError, WorkerDiedError, describe, exit_message
+from lmi_server.contract.errors import (
+    EXITS,
+    HandlerError,
+    LmiServerError,
+    WorkerDiedError,
+    describe,
+    exit_message,
+    is_out_of_memory,
+)
 from lmi_server.contract.handler import AsyncRequestHandler, Response
 from lmi_server.contract.protocol import Adapter
 from lmi_server.contract.protocol import Input as Request
@@ -39,7 +47,7 @@ class _Step(NamedTuple):
     last: bool
     headers: dict[str, Any]
     error: str | None = None
-    code: int = 424
+    code: int = FAILED
     failure: LmiServerError | None = None
 
 
@@ -127,30 +135,31 @@ class RollingFunction(AsyncRequestHandler):
             steps = list(_steps(self._function.call(batch), len(running)))
         except HandlerError as error:
             logger.error("a step of the rolling batch failed: %s", error.message)
-            self._end_all(error.message)
+            self._end_all(error.message, error.code or FAILED)
             return
         except EXITS as error:
-            self._end_all("", WorkerDiedError(exit_message(error)))
+            self._end_all("", failure=WorkerDiedError(exit_message(error)))
             raise
         except BaseException as error:  # the border to the user's code; every running request ends with it
             logger.exception(
                 "a step of the rolling batch raised: %s", format_user_error(error, self._function.model_dir)
             )
             # LMI reports no cause. An exception that is no Exception is rare enough to name it.
-            self._end_all(_STEP_FAILED if isinstance(error, Exception) else f"{_STEP_FAILED}: {describe(error)}")
+            told = _STEP_FAILED if isinstance(error, Exception) else f"{_STEP_FAILED}: {describe(error)}"
+            self._end_all(told, OUT_OF_MEMORY if is_out_of_memory(error) else FAILED)
             return
         for one, step in zip(running, steps, strict=True):
             one.is_new = False
             one.steps.put_nowait(step)
         self._running = [one for one, step in zip(running, steps, strict=True) if not step.last]
 
-    def _end_all(self, error: str, failure: LmiServerError | None = None) -> None:
+    def _end_all(self, error: str, code: int = FAILED, failure: LmiServerError | None = None) -> None:
         """End every running request, and have the next step tell the function to forget them.
 
         After a failed step nobody knows which requests the function still holds, so the batch starts anew.
         """
         for one in self._running:
-            one.steps.put_nowait(_Step("", True, {}, error, failure=failure))
+            one.steps.put_nowait(_Step("", True, {}, error, code, failure))
         self._running = []
         self._reset = True
 
@@ -178,7 +187,7 @@ async def _rest(first: _Step, running: _RunningRequest) -> AsyncGenerator[bytes,
         if step.failure is not None:
             raise step.failure
         if step.error is not None:
-            raise HandlerError(step.error)
+            raise HandlerError(step.error, step.code)
         yield step.data.encode()
         if step.last:
             return
@@ -190,7 +199,7 @@ def _steps(output: Any, count: int) -> Iterator[_Step]:
     if not isinstance(output, Output):
         raise HandlerError(f"Invalid output type: {type(output)}")
     if output.code != 200:
-        raise HandlerError(f"{_BATCH_FAILED}: {output.message}")
+        raise HandlerError(f"{_BATCH_FAILED}: {output.message}", output.code if output.code >= 400 else FAILED)
     if output.content.size() != count:
         raise HandlerError(f"{_BATCH_FAILED}: {output.content.size()} results for {count} requests")
     headers = in_batch(output.properties, count)
@@ -212,5 +221,5 @@ def _step(value: bytes, headers: dict[str, Any]) -> _Step:
         last=failed or fields.get("last", "").lower() == "true",
         headers=headers,
         error=(error or "") if failed else None,
-        code=int(fields.get("code", 424)),
+        code=int(fields.get("code", FAILED)),
     )

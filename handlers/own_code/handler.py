@@ -15,6 +15,7 @@ from handlers.user_code import find_class, find_marked, load_entry_point
 from lmi_server.contract.errors import LmiServerError, ModelLoadError
 from lmi_server.contract.handler import AsyncRequestHandler, LLMHandler, ModelInfo, RequestHandler, Response
 from lmi_server.contract.protocol import Adapter, Input
+from lmi_server.machine.environment import extend_python_path
 
 _Handler: TypeAlias = RequestHandler | AsyncRequestHandler | LLMHandler
 _HANDLERS: tuple[type[_Handler], ...] = (RequestHandler, AsyncRequestHandler, LLMHandler)
@@ -30,6 +31,7 @@ class OwnCodeHandler(RequestHandler):
     def start(self, model_dir: str, options: OwnCodeOptions) -> ModelInfo:
         os.chdir(model_dir)  # LMI's workers run there, so user code opens its files by relative names
         sys.path.insert(0, model_dir)
+        extend_python_path(model_dir)
         self._code = _code_of(load_entry_point(options.entry_point, model_dir), options)
         self._code.served_names = self.served_names
         return self._code.start(model_dir, options)

@@ -10,7 +10,7 @@ from djl_python.inputs import Input, make_input
 from djl_python.outputs import Output
 
 from handlers.own_code.djl_inputs import InputBuilder
-from handlers.own_code.djl_outputs import failed
+from handlers.own_code.djl_outputs import OUT_OF_MEMORY, failed
 from handlers.user_code import format_user_error
 from lmi_server.contract.errors import (
     HandlerError,
@@ -26,8 +26,6 @@ from lmi_server.contract.protocol import Input as Request
 from lmi_server.dialects.routes import LMI_ROUTES
 
 logger = logging.getLogger(__name__)
-
-_OUT_OF_MEMORY = 507
 
 
 class UserFunction:
@@ -56,7 +54,7 @@ class UserFunction:
             )
         if output.code >= 300:
             body = b"".join(map(bytes, output.content.values)).decode(errors="replace")
-            error = ModelMemoryError if output.code == _OUT_OF_MEMORY else ModelLoadError
+            error = ModelMemoryError if output.code == OUT_OF_MEMORY else ModelLoadError
             raise error(f"Failed to initialize model: {output.message} {body}".rstrip())
 
     def failure(self, request: Request, error: BaseException) -> Response | LmiServerError:
@@ -69,4 +67,4 @@ class UserFunction:
             return ModelMemoryError(describe(error)) if memory else HandlerError(describe(error))
         # LMI reports the message of an exception without its class.
         message = message_of(error) if isinstance(error, Exception) else describe(error)
-        return failed(message, _OUT_OF_MEMORY) if memory else failed(message)
+        return failed(message, OUT_OF_MEMORY) if memory else failed(message)

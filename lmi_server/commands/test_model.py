@@ -38,17 +38,18 @@ def make_request(inputs: Sequence[str], parameters: Sequence[str]) -> Input:
 
     Raises ConfigurationError if a parameter is not name=value.
     """
-    properties = {}
+    properties, names = {}, []
     for parameter in parameters:
         name, separator, value = parameter.partition("=")
         if not separator:
             raise ConfigurationError(f'--parameters "{parameter}" is not allowed; allowed: name=value')
         properties[name.lower()] = value
+        names.append(name)
     content = [_part(given) for given in inputs] or [("data", b"", None)]
     types = [content_type for name, _, content_type in content if name == "data" and content_type]
     if types:
         properties.setdefault("content-type", types[-1])
-    return Input(INVOCATIONS, properties, [(name, data) for name, data, _ in content])
+    return Input(INVOCATIONS, properties, [(name, data) for name, data, _ in content], names="\n".join(names))
 
 
 def _part(given: str) -> tuple[str, bytes, str | None]:

@@ -119,7 +119,14 @@ class PredictTimeoutError(ServingError):
 
 
 class HandlerError(ServingError):
-    """The handler raised while serving the request."""
+    """The handler raised while serving the request, or told an error.
+
+    `code` is the status that the handler told with it; None if it told none.
+    """
+
+    def __init__(self, message: str, code: int | None = None) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 def _subclasses(cls: type[LmiServerError]) -> list[type[LmiServerError]]:
@@ -129,9 +136,10 @@ def _subclasses(cls: type[LmiServerError]) -> list[type[LmiServerError]]:
 _BY_KIND = {cls.__name__: cls for cls in _subclasses(LmiServerError)}
 
 
-def error_from_kind(kind: str, message: str) -> LmiServerError:
-    """Return the exception that `kind` names; an unknown kind becomes a `HandlerError`."""
-    return _BY_KIND.get(kind, HandlerError)(message)
+def error_from_kind(kind: str, message: str, code: int | None = None) -> LmiServerError:
+    """Return the exception that `kind` names; an unknown kind becomes a `HandlerError`, which alone has a `code`."""
+    cls = _BY_KIND.get(kind, HandlerError)
+    return HandlerError(message, code) if cls is HandlerError else cls(message)
 
 
 EXITS = (SystemExit, KeyboardInterrupt)

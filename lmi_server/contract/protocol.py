@@ -36,7 +36,8 @@ class Input(msgspec.Struct, array_like=True, frozen=True):
     the HTTP headers (lower-cased names), with `X-Amzn-SageMaker-Custom-Attributes` exploded into entries of its own.
     `content` holds the query parameters, then the body under the key "data". `request_id` is the client's or a new one;
     logs name the request by it. `priority`: lower is served sooner. Both also remain in `properties` if the client sent
-    them as headers, because users' code reads them there.
+    them as headers, because users' code reads them there. `names` has the names of `properties` as the client wrote
+    them, one per line.
     """
 
     route: str
@@ -44,6 +45,7 @@ class Input(msgspec.Struct, array_like=True, frozen=True):
     content: list[tuple[str, bytes]]
     request_id: str = ""
     priority: int = DEFAULT_PRIORITY
+    names: str = ""
 
     def body(self) -> bytes:
         """Return the bytes under the last "data" (a query may have the same key), or the first entry, or nothing."""
@@ -184,11 +186,12 @@ class Failed(Message, frozen=True):
 
 
 class Head(Message, frozen=True):
-    """Status and headers of a streamed answer."""
+    """Status, headers and reason phrase of a streamed answer; without a phrase it is that of the status."""
 
     id: int
     status: int
     headers: list[tuple[str, str]]
+    reason: str = ""
 
 
 class Chunk(Message, frozen=True):
@@ -213,20 +216,25 @@ RECALLED = "Recalled"
 
 
 class Error(Message, frozen=True):
-    """The request failed; `kind` names a class of `lmi_server.contract.errors`, or is "Cancelled" or "Recalled"."""
+    """The request failed; `kind` names a class of `lmi_server.contract.errors`, or is "Cancelled" or "Recalled".
+
+    `code` is that of a HandlerError.
+    """
 
     id: int
     kind: str
     message: str
+    code: int | None = None
 
 
 class Reply(Message, frozen=True):
-    """A whole answer in one item: status, headers and body."""
+    """A whole answer in one item: status, headers, body and, as in Head, the reason phrase."""
 
     id: int
     status: int
     headers: list[tuple[str, str]]
     data: bytes
+    reason: str = ""
 
 
 Item = Head | Chunk | End | Error | Reply

@@ -70,6 +70,8 @@ def _openai_body(error: LmiServerError) -> dict[str, object]:
 
 def _lmi_body(error: LmiServerError) -> dict[str, object]:
     row = _row(error)
+    if isinstance(error, errors.HandlerError) and error.code is not None:
+        return {"error": error.message, "code": error.code}
     # LMI's Java server writes `message` and its Python process `error`, so clients may read either.
     return {"code": row.lmi_status, "type": row.lmi_type, "message": error.message, "error": error.message}
 

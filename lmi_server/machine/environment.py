@@ -202,6 +202,12 @@ def take_rank(directory: str) -> Rank:
     return Rank(int(rank), int(os.environ["WORLD_SIZE"]), directory)
 
 
+def extend_python_path(*directories: str) -> None:
+    """Have Python processes that this one starts search `directories` for modules, last."""
+    inherited = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([*([inherited] if inherited else []), *directories])
+
+
 def meeting_point() -> str:
     """Return the address at which the ranks of this group meet, in torch.distributed's form (tcp://host:port)."""
     return f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"

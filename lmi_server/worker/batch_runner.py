@@ -178,7 +178,7 @@ class BatchRunner(Runner):
                 assert isinstance(outcome.stream, Iterator), "an asynchronous stream is for an AsyncRequestHandler"
                 streams.append(_Stream(call, outcome, outcome.stream))
             else:
-                call.writer.reply(outcome.status, outcome.headers, outcome.data)
+                call.writer.reply(outcome.status, outcome.headers, outcome.data, outcome.reason)
                 call_after(outcome)
         while streams:  # a piece of each in turn, so that all streams of the batch move
             streams = [stream for stream in streams if stream.advance()]
@@ -211,7 +211,7 @@ class _Stream:
         self._writer = call.writer
         self._response = response
         self._pieces = pieces
-        self._writer.open(response.status, response.headers)
+        self._writer.open(response.status, response.headers, reason=response.reason)
 
     def advance(self) -> bool:
         """Send the next piece; return False at the end."""

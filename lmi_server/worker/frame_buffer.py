@@ -11,7 +11,7 @@ import asyncio
 from collections import deque
 from typing import Protocol
 
-from lmi_server.contract.errors import LmiServerError
+from lmi_server.contract.errors import HandlerError, LmiServerError
 from lmi_server.contract.protocol import Chunk, End, Error, Frames, Head, Item, Reply
 from lmi_server.dialects.errors import error_reply
 
@@ -131,9 +131,9 @@ class ResponseWriter:
         self._pieces: list[bytes] = []
         self._queued = False  # in the buffer, for the next flush
 
-    def open(self, status: int, headers: list[tuple[str, str]], prefix: bytes = b"") -> None:
+    def open(self, status: int, headers: list[tuple[str, str]], prefix: bytes = b"", reason: str = "") -> None:
         """Set how a stream begins: its head, and bytes that precede the first chunk."""
-        self._head = Head(self.id, status, headers)
+        self._head = Head(self.id, status, headers, reason)
         self._prefix = prefix
 
     def chunk(self, data: bytes) -> None:
@@ -144,25 +144,28 @@ class ResponseWriter:
             self._queued = self.started = True
             self.buffer.add(self)
 
-    def reply(self, status: int, headers: list[tuple[str, str]], data: bytes) -> None:
+    def reply(self, status: int, headers: list[tuple[str, str]], data: bytes, reason: str = "") -> None:
         """End with a whole answer."""
-        self._finish(Reply(self.id, status, headers, data))
+        self._finish(Reply(self.id, status, headers, data, reason))
 
     def end(self, status: int = 200) -> None:
         """End the stream. `status` is that of the error that its last bytes report, if they do."""
+        if not self.started and not self._prefix and self._head is not None:
+            self.reply(self._head.status, self._head.headers, b"", self._head.reason)
+            return
         if not self.started:
             self.started = True
             self.buffer.add(self)
         self._finish(End(self.id, status))
 
-    def error(self, kind: str, message: str) -> None:
+    def error(self, kind: str, message: str, code: int | None = None) -> None:
         """End with an Error, which the front end formats."""
-        self._finish(Error(self.id, kind, message))
+        self._finish(Error(self.id, kind, message, code))
 
     def fail(self, error: LmiServerError) -> None:
         """End with an answer of the error's status, or with an Error if the stream has a status already."""
         if self.started:
-            self.error(error.kind, error.message)
+            self.error(error.kind, error.message, error.code if isinstance(error, HandlerError) else None)
         else:
             self.reply(*error_reply(self._route, error))
 

@@ -74,9 +74,9 @@ class ResponseProcessor(RequestProcessor):
 
 async def _send(response: Response, writer: ResponseWriter) -> None:
     if response.stream is None:
-        writer.reply(response.status, response.headers, response.data)
+        writer.reply(response.status, response.headers, response.data, response.reason)
         return
-    writer.open(response.status, response.headers)
+    writer.open(response.status, response.headers, reason=response.reason)
     await _relay_pieces(response, writer)
     writer.end()
 

@@ -57,13 +57,13 @@ async def test_what_all_requests_produce_in_one_turn_leaves_as_one_message() -> 
 
 
 @on_loop
-async def test_a_stream_without_bytes_has_a_head_all_the_same() -> None:
+async def test_a_stream_without_bytes_is_a_whole_answer_without_a_body() -> None:
     sink = Sink()
     buffer = FrameBuffer(sink)
     opened(buffer, 1).end()
     opened(buffer, 2, b"[").end()
     buffer.flush()
-    assert sink.sent == [[Head(1, 200, []), End(1), Head(2, 200, []), Chunk(2, b"["), End(2)]]
+    assert sink.sent == [[Reply(1, 200, [], b""), Head(2, 200, []), Chunk(2, b"["), End(2)]]
 
 
 @on_loop

@@ -98,7 +98,7 @@ def npz(*arrays: np.ndarray) -> bytes:
         ("image/png", png(), {"type": "PngImageFile", "data": [3, 2]}),
         ("tensor/npz", npz(np.array([1, 2])), {"type": "list", "data": [[1, 2]]}),
         ("tensor/ndlist", npz(np.array([1, 2])), {"type": "list", "data": [[1, 2]]}),
-        ("application/x-other", b"\x00", {"type": "bytes", "data": "\x00"}),
+        ("application/x-other", b"\x00", {"type": "bytearray", "data": "\x00"}),
     ],
 )
 def test_the_body_is_read_by_its_type(server: Server, content_type: str, body: bytes, decoded: Any) -> None:
@@ -112,7 +112,7 @@ def test_the_body_is_read_by_its_type(server: Server, content_type: str, body: b
         ("text/csv", b"inputs\na\nb\n", {"inputs": ["a", "b"]}),
         ("text/csv", b"question,context\nq,c\n", {"inputs": [{"question": "q", "context": "c"}]}),
         ("text/plain", b"a", {"inputs": ["a"]}),
-        ("tensor/npz", npz(np.array([1.5])), [[1.5]]),
+        ("tensor/npz", npz(np.array([1.5])), {"inputs": [[1.5]]}),
     ],
 )
 def test_a_body_is_decoded(server: Server, content_type: str, body: bytes, decoded: Any) -> None:
@@ -182,7 +182,10 @@ def test_an_error_replaces_the_content(server: Server) -> None:
 
 def test_an_error_without_content_gives_its_message(server: Server) -> None:
     answer = ask(server, "empty code")
-    assert (answer.status_code, answer.json()["message"]) == (503, "come back later")
+    assert (answer.status_code, answer.reason_phrase, answer.text) == (503, "come back later", "")
+    answer = ask(server, "empty code in no ASCII")
+    assert (answer.status_code, answer.reason_phrase) == (503, "Service Unavailable")
+    assert answer.json()["message"] == "später"
 
 
 def test_an_error_on_openais_paths_has_openais_form(server: Server) -> None:

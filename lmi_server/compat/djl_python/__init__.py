@@ -11,3 +11,6 @@ from djl_python.pair_list import PairList
 from djl_python.session_manager import Session, SessionManager
 
 __all__ = ["Input", "Output", "PairList", "Session", "SessionManager"]
+
+__version__ = "0.36.0"
+"""The release of LMI's package whose interface this one has. Code compares it, so it is not this server's version."""

@@ -31,20 +31,23 @@ def create_stream_chunk_output(
 
 
 async def handle_streaming_response(
-    response: AsyncIterator[Any], processor: Callable[..., Any], accumulate_chunks: bool = False, **arguments: Any
+    response: AsyncIterator[Any],
+    stream_output_formatter: Callable[..., Any],
+    accumulate_chunks: bool = False,
+    **kwargs: Any,
 ) -> AsyncGenerator[Output, None]:
     """Yield an Output for each chunk of `response`.
 
-    `processor(chunk, **arguments)` returns the data and whether it is the last. With `accumulate_chunks` it returns a
-    third value, which the next call gets as `history`. An exception in it ends the stream with an error.
+    `stream_output_formatter(chunk, **kwargs)` returns the data and whether it is the last. With `accumulate_chunks` it
+    returns a third value, which the next call gets as `history`. An exception in it ends the stream with an error.
     """
     history: list[Any] = []
     async for chunk in response:
         try:
             if accumulate_chunks:
-                data, last, history = processor(chunk, **arguments, history=history)
+                data, last, history = stream_output_formatter(chunk, **kwargs, history=history)
             else:
-                data, last = processor(chunk, **arguments)
+                data, last = stream_output_formatter(chunk, **kwargs)
         except Exception as error:  # noqa: BLE001 - the border to formatters, which raise anything; the stream reports it
             yield create_stream_chunk_output("", True, error=str(error), code=_FAILED)
             return

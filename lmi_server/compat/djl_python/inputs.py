@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from djl_python.np_util import from_nd_list, from_npz
@@ -23,10 +23,26 @@ _IN_BATCH = re.compile(r"batch_(\d+)[._](.*)", re.DOTALL)
 class Input:
     """`properties` are the headers of the request; `content` has its query parameters, then its body under "data"."""
 
+    properties: Properties
+    content: PairList
+    function_name: str | None
+
     def __init__(self) -> None:
-        self.properties: Properties = Properties()
+        self.function_name = None
+        self.properties = Properties()
         self.content = PairList()
-        self.function_name: str | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Make the properties of a request when somebody looks at them first: many handlers read the body only."""
+        made = self.__dict__.pop("_properties", None) if name == "properties" else None
+        if made is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self.properties = made()
+        return self.properties
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what pickle and copy keep."""
+        return {"function_name": self.function_name, "properties": self.properties, "content": self.content}
 
     # --- properties ---
 
@@ -93,7 +109,7 @@ class Input:
         return None if self.content.is_empty() else self.get_as_bytes(key)
 
     def get_as_bytes(self, key: str | None = None) -> Any:
-        """Return the bytes under `key`; without `key` those under "data", or else the first.
+        """Return the bytes under `key` as a bytearray; without `key` those under "data", or else the first.
 
         Returns None if there is no content at all. Raises KeyError if `key` is missing.
         """
@@ -143,8 +159,15 @@ class Input:
 
 def make_input(properties: Mapping[str, Any], content: list[tuple[str, bytes]], function_name: str | None) -> Input:
     """Return an Input with a copy of `properties`. Not part of LMI's interface."""
-    made = Input()
-    made.properties = Properties(properties)
-    made.content = PairList([key for key, _ in content], [value for _, value in content])
+    return make_input_late(lambda: Properties(properties), content, function_name)
+
+
+def make_input_late(
+    properties: Callable[[], Properties], content: list[tuple[str, bytes]], function_name: str | None
+) -> Input:
+    """Return an Input whose properties `properties` makes when they are read. Not part of LMI's interface."""
+    made = Input.__new__(Input)
     made.function_name = function_name
+    made.content = PairList([key for key, _ in content], [bytearray(value) for _, value in content])
+    made.__dict__["_properties"] = properties
     return made

@@ -30,13 +30,12 @@ _DENSE = "default"
 _ZIP = b"PK"
 
 
-def to_nd_list(arrays: Sequence[Array] | Array) -> bytearray:
+def to_nd_list(np_list: Sequence[Array] | Array) -> bytearray:
     """Return arrays of any shape as an NDList; a single array is a list of one."""
     with needs("numpy", "tensors"):
         import numpy as np
 
-    if isinstance(arrays, np.ndarray):
-        arrays = [arrays]
+    arrays = [np_list] if isinstance(np_list, np.ndarray) else np_list
     encoded = bytearray(struct.pack(">i", len(arrays)))
     for array in arrays:
         _encode(np.asarray(array), encoded)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from djl_python.np_util import to_nd_list, to_npz
 from djl_python.pair_list import PairList
-from djl_python.properties import Properties
 
 if TYPE_CHECKING:
     from djl_python.np_util import Array
@@ -23,7 +22,7 @@ ERROR_MESSAGE = "invoke handler failure"
 
 
 def _outputs_line(item: Any) -> bytes:
-    return json.dumps({"outputs": item}, ensure_ascii=False, default=_plain).encode() + b"\n"
+    return json.dumps({"outputs": item}, default=_plain).encode() + b"\n"
 
 
 def _json(value: Any) -> bytes:
@@ -38,7 +37,7 @@ def _plain(value: Any) -> Any:
         return str(value)
     if isinstance(value, bytes | bytearray):
         return base64.b64encode(value).decode()
-    if hasattr(value, "tolist"):  # arrays, tensors and their scalars
+    if hasattr(value, "tolist") and not isinstance(value, memoryview):  # arrays, tensors and their scalars
         return value.tolist()
     raise TypeError(f"{type(value).__name__} cannot be written as JSON: {value!r}")
 
@@ -52,7 +51,7 @@ class Output:
     def __init__(self, code: int = 200, message: str = "OK") -> None:
         self.code = code
         self.message = message
-        self.properties: dict[str, Any] = Properties()
+        self.properties: dict[str, Any] = {}
         self.content = PairList()
         self.stream_content: Iterator[Any] | None = None
         self.stream_output_formatter: Callable[[Any], Any] | None = None
@@ -75,7 +74,7 @@ class Output:
         if batch_index is None:
             self.code, self.message = code, message
             self.content, self.stream_content = PairList(), None
-            self.add_property("Content-Type", "application/json")
+            self.add_property("content-type", "application/json")
             return self.add_as_json(body)
         self.add_property(f"batch_{batch_index}_code", str(code))
         self.add_property(f"batch_{batch_index}_Content-Type", "application/json")
@@ -83,9 +82,9 @@ class Output:
 
     # --- headers ---
 
-    def add_property(self, key: str, value: Any) -> Output:
+    def add_property(self, key: str, val: Any) -> Output:
         """Set a header. In the answer to a batch, `batch_<index>_<name>` is the header of one request."""
-        self.properties[key] = value
+        self.properties[key] = val
         return self
 
     def get_properties(self) -> dict[str, Any]:
@@ -109,17 +108,17 @@ class Output:
         return self
 
     def add_as_numpy(
-        self, array: Sequence[Array] | Array, key: str | None = None, batch_index: int | None = None
+        self, np_list: Sequence[Array] | Array, key: str | None = None, batch_index: int | None = None
     ) -> Output:
         """Add arrays as an NDList."""
-        return self.add(to_nd_list(array), key, batch_index)
+        return self.add(to_nd_list(np_list), key, batch_index)
 
-    def add_as_npz(self, arrays: Sequence[Array], key: str | None = None, batch_index: int | None = None) -> Output:
-        return self.add(to_npz(arrays), key, batch_index)
+    def add_as_npz(self, np_list: Sequence[Array], key: str | None = None, batch_index: int | None = None) -> Output:
+        return self.add(to_npz(np_list), key, batch_index)
 
-    def add_as_json(self, value: Any, key: str | None = None, batch_index: int | None = None) -> Output:
-        """Add `value` as JSON. Raises ValueError if a number is NaN or infinite, TypeError for other types."""
-        return self.add(_json(value), key, batch_index)
+    def add_as_json(self, val: Any, key: str | None = None, batch_index: int | None = None) -> Output:
+        """Add `val` as JSON. Raises ValueError if a number is NaN or infinite, TypeError for other types."""
+        return self.add(_json(val), key, batch_index)
 
     def add_stream_content(
         self, stream_content: Iterator[Any], output_formatter: Callable[[Any], Any] | None = _outputs_line
@@ -148,9 +147,9 @@ class Output:
 
     # --- afterwards ---
 
-    def finalize(self, function: Callable[..., Any], *args: Any) -> Output:
-        """Have `function(*args)` called after the answer was sent, whether it ended well or not."""
-        self.finalize_function = function
+    def finalize(self, finalize_function: Callable[..., Any], *args: Any) -> Output:
+        """Have `finalize_function(*args)` called after the answer was sent, whether it ended well or not."""
+        self.finalize_function = finalize_function
         self.finalize_args = args
         return self
 
@@ -160,13 +159,17 @@ class Output:
         return None
 
     @staticmethod
-    def binary_encode(mapping: Mapping[str, Any]) -> bytearray:
+    def _encode_json(val: Any) -> bytearray:
+        return bytearray(_json(val))
+
+    @staticmethod
+    def binary_encode(data: Mapping[str, Any]) -> bytearray:
         """Return the result of one step of a rolling batch for one request as bytes.
 
         The format is big-endian: int16 count, then per entry int32 length and key, int32 length and value.
         """
-        encoded = bytearray(struct.pack(">h", len(mapping)))
-        for key, value in mapping.items():
+        encoded = bytearray(struct.pack(">h", len(data)))
+        for key, value in data.items():
             for text in (key.encode(), str(value).encode()):
                 encoded += struct.pack(">i", len(text)) + text
         return encoded
@@ -187,6 +190,8 @@ class Output:
         return dict(zip(texts[::2], texts[1::2], strict=True))
 
     def __str__(self) -> str:
-        lines = [f"code: {self.code}", f"message: {self.message}", f"properties: {dict(self.properties)}"]
-        lines += [f"{key}: {value!r}" for key, value in zip(self.content.keys, self.content.values, strict=True)]
-        return "\n".join(lines)
+        types = {
+            str(key): f"type: {type(value)}" for key, value in zip(self.content.keys, self.content.values, strict=True)
+        }
+        told = {"code": self.code, "message": self.message, "properties": self.properties, "content": types}
+        return json.dumps(told, indent=2, default=str)

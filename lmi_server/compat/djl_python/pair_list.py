@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
 class PairList:
     """The content of a request or an answer: `keys` and `values` are parallel."""
 
-    def __init__(self, keys: list[str | None] | None = None, values: list[Any] | None = None) -> None:
+    def __init__(
+        self,
+        keys: list[str | None] | None = None,
+        values: list[Any] | None = None,
+        pair_list: Iterable[tuple[str | None, Any]] | None = None,
+        pair_map: Mapping[str | None, Any] | None = None,
+    ) -> None:
+        """Take `keys` and `values` as they are, or copy pairs. Raises ValueError if there are more keys than values."""
         self.keys: list[str | None] = [] if keys is None else keys
         self.values: list[Any] = [] if values is None else values
+        if len(self.keys) != len(self.values):
+            raise ValueError(f"there are {len(self.keys)} keys and {len(self.values)} values; give one for each")
+        for key, value in pair_list or (pair_map.items() if pair_map else ()):
+            self.keys.append(key)
+            self.values.append(value)
 
     def add(
         self,

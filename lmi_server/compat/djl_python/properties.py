@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 
 class Properties(dict[str, Any]):
     """A dict that keeps the spelling of its keys and finds them whatever their case."""
 
-    def __init__(self, values: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()) -> None:
-        super().__init__(values)
-        self._spelling: dict[str, str] | None = (
-            None  # by key in lower case. Most lookups use the exact key, so it is built on the first miss
-        )
+    # By key in lower case. Most lookups use the exact key, so it is built on the first miss. It is a default of the
+    # class, because pickle and copy fill a dict before they set its attributes.
+    _spelling: dict[str, str] | None = None
+
+    def __getstate__(self) -> None:
+        return None
 
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(self._spelled(key), value)

@@ -1,13 +1,15 @@
 """Stateful sessions: values that user code keeps from one request to the next.
 
-They are files that all workers of the machine share and that outlive a worker. Values are stored as msgpack and in
-NumPy's own format, never pickled, so that reading a session runs no code.
+They are files that all workers of the machine share and that outlive a worker. Values are pickled, as in LMI. A pickle
+can run code when it is read, so the directory of sessions belongs to the user of the server alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import pickle
 import re
 import shutil
 import tempfile
@@ -20,7 +22,6 @@ from weakref import WeakSet
 
 from djl_python.optional_packages import needs
 from djl_python.session_backup import SessionBackup
-from djl_python.session_values import decode, encode
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,34 +31,27 @@ logger = logging.getLogger(__name__)
 NEW_SESSION = "NEW_SESSION"
 DEFAULT_EXPIRATION_S = 1200
 
-_EXPIRATION = ".expiration"  # the file with the end of a session; no key begins with a dot
+_EXPIRATION = ".expiration_ts"  # the key of the end of a session, in seconds since the epoch
+_PICKLE_START = b"\x80"  # of every pickle since protocol 2
 _SESSION_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 class Session:
-    """One session. `expiration_ts` is in seconds since the epoch.
+    """One session. `expiration_ts` is in seconds since the epoch; `files_path` is its directory in `session_root`.
 
     Keys are texts. A "/" in a key is replaced by "-", as in LMI.
     """
 
-    def __init__(self, session_id: str, directory: Path, expiration_ts: float) -> None:
+    def __init__(self, session_id: str, session_root: str | Path, expiration_ts: float | None = None) -> None:
         self.session_id = session_id
-        self.expiration_ts = expiration_ts
-        self._directory = directory
-
-    @property
-    def files_path(self) -> str:
-        """Return the directory of the session."""
-        return str(self._directory)
+        self.files_path = os.path.join(session_root, session_id)
+        self.expiration_ts: float = self.get(_EXPIRATION) if expiration_ts is None else expiration_ts
 
     def put(self, key: str, value: Any) -> None:
-        """Store a value: None, bool, int, float, str, bytes, NumPy arrays and scalars, and list, tuple, dict of these.
-
-        Raises TypeError naming the type of anything else.
-        """
-        data = encode(value)
+        """Store a value that pickle takes. Raises what pickle raises for any other."""
+        data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         path = self._path(key)
-        file, temporary = tempfile.mkstemp(prefix=".", dir=self._directory)
+        file, temporary = tempfile.mkstemp(prefix=".", dir=self.files_path)
         with os.fdopen(file, "wb") as written:
             written.write(data)
         os.replace(temporary, path)  # atomic: another worker reads the old value or the new one, never a part
@@ -65,9 +59,12 @@ class Session:
     def get(self, key: str, d: Any = None) -> Any:
         """Return the value of `key`; `d` if there is none. Raises ValueError for an array of `get_as_numpy`."""
         try:
-            return decode(self._path(key).read_bytes())
+            data = self._path(key).read_bytes()
         except FileNotFoundError:
             return d
+        if not data.startswith(_PICKLE_START):
+            raise ValueError(f"put() did not store the value of {key}; read an array with get_as_numpy")
+        return pickle.loads(data)
 
     def get_as_numpy(
         self, key: str, shape: tuple[int, ...], dtype: Any = None, create: bool = False
@@ -89,15 +86,19 @@ class Session:
             raise ValueError(f"array {key} has {path.stat().st_size} bytes; {shape} of {kind} are {wanted}")
         return np.memmap(path, kind, "r+", shape=shape)
 
-    def remove(self) -> None:
-        """Delete the session."""
-        shutil.rmtree(self._directory, ignore_errors=True)
+    def remove(self) -> bool:
+        """Delete the session. Raises ValueError if it is deleted already."""
+        try:
+            shutil.rmtree(self.files_path)
+        except FileNotFoundError:
+            raise ValueError(f"session directory does not exist: {self.session_id}") from None
+        return True
 
     def _path(self, key: str) -> Path:
         name = key.replace("/", "-")
-        if not name or name.startswith(".") or "\0" in name:
-            raise ValueError(f"key {key!r} is not allowed; use a text that does not begin with a dot")
-        return self._directory / name
+        if name in ("", ".", "..") or "\0" in name:
+            raise ValueError(f"key {key!r} is not allowed; use a text that names a file")
+        return Path(self.files_path, name)
 
 
 class SessionManager:
@@ -112,6 +113,10 @@ class SessionManager:
         self.sessions_path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self.sessions_path.stat().st_uid != os.getuid():
             raise PermissionError(f"{self.sessions_path} belongs to another user; set option.sessions_path")
+        if self.sessions_path.stat().st_mode & 0o022:
+            logger.warning(
+                "%s: others may write there, and so have this process run code; chmod 700", self.sessions_path
+            )
         url = properties.get("sessions_s3url")
         self._backup = SessionBackup(url, self.sessions_path) if url else None
         if url:
@@ -126,9 +131,9 @@ class SessionManager:
         with tempfile.TemporaryDirectory(prefix=".", dir=self.sessions_path) as unfinished:
             made = Path(unfinished, session_id)
             made.mkdir(mode=0o700)
-            (made / _EXPIRATION).write_text(repr(expiration_ts))
+            Session(session_id, unfinished, expiration_ts).put(_EXPIRATION, expiration_ts)
             made.rename(directory)  # atomic: no worker sees a session without its expiration
-        return Session(session_id, directory, expiration_ts)
+        return Session(session_id, self.sessions_path, expiration_ts)
 
     def get_session(self, session_id: str | None) -> Session | None:
         """Return a session; None for no id, for NEW_SESSION, and for a session that has expired.
@@ -163,7 +168,8 @@ class SessionManager:
         return session
 
     def _remove(self, session: Session) -> None:
-        session.remove()
+        with contextlib.suppress(ValueError):  # another worker has deleted it meanwhile
+            session.remove()
         if self._backup is not None:
             self._backup.forget(session.session_id)
 
@@ -172,11 +178,11 @@ class SessionManager:
             _SESSION_ID.fullmatch(session_id) is None
         ):  # it comes from a client's header and becomes a path: nothing like ../ may pass
             return None
-        directory = self.sessions_path / session_id
         try:
-            return Session(session_id, directory, float((directory / _EXPIRATION).read_text()))
-        except (FileNotFoundError, NotADirectoryError):
+            session = Session(session_id, self.sessions_path)
+        except NotADirectoryError:
             return None
+        return None if session.expiration_ts is None else session
 
     def _clean_expired(self) -> None:
         for session in self._here():

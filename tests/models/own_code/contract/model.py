@@ -66,8 +66,10 @@ def _answer(output: Output, item: Input, index: int | None) -> None:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, bytes):
+    if isinstance(value, bytearray):
         return value.decode("latin-1")
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list):
         return [item.tolist() if isinstance(item, np.ndarray) else item for item in value]
     return value
@@ -122,6 +124,7 @@ WHOLE: dict[str, Any] = {
     "type": lambda inputs: {"not": "an Output"},
     "code": lambda inputs: Output(418, "a teapot").add("short and stout").add_property("x-pot", "tea"),
     "empty code": lambda inputs: Output(503, "come back later"),
+    "empty code in no ASCII": lambda inputs: Output(503, "später"),
     "bad code": lambda inputs: Output(1000).add("a"),
     "json": lambda inputs: Output().add_as_json({"a": [1, "é"]}),
     "nan": lambda inputs: Output().add_as_json({"a": float("nan")}),
