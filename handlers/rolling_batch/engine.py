@@ -10,7 +10,8 @@ from typing import Any
 from handlers.rolling_batch.detokenizer import IncrementalDetokenizer, StopMatcher
 from handlers.rolling_batch.lora import LoraPair, LoraWeights
 from handlers.rolling_batch.model_runner import ModelRunner, StepLogits
-from handlers.rolling_batch.sampler import Sampled, SamplingState, sample, score
+from handlers.rolling_batch.prompts import PromptEncoder
+from handlers.rolling_batch.sampler import BannedTokens, Sampled, SamplingState, sample, score
 from handlers.rolling_batch.scheduler import Chunk, Scheduler, Sequence
 from handlers.rolling_batch.step_recorder import EngineStats, StepRecorder
 from handlers.step_loop import Output
@@ -20,6 +21,7 @@ from lmi_server.contract.generation import Delta, FinishReason, SamplingParamete
 _log = logging.getLogger(__name__)
 
 _MOST_STOPS = 64
+_MOST_BAD_WORDS = 128
 _LONGEST_STOP = 1000  # characters; every token's text is searched for every stop sequence
 
 
@@ -48,6 +50,7 @@ class RollingBatchEngine:
         self._runner = runner
         self._scheduler = scheduler
         self._tokenizer = tokenizer
+        self._prompts = PromptEncoder(tokenizer)
         self._special_ids = frozenset(tokenizer.all_special_ids)
         self._eos_ids = eos_ids
         self._max_len = max_len
@@ -79,7 +82,13 @@ class RollingBatchEngine:
                 " send fewer or shorter ones"
             )
         vocabulary = self._runner.vocabulary
-        named = (min(prompt), max(prompt), *parameters.logit_bias, *parameters.stop_token_ids)
+        named = (
+            min(prompt),
+            max(prompt),
+            *parameters.logit_bias,
+            *parameters.stop_token_ids,
+            *(parameters.allowed_token_ids or ()),
+        )
         unknown = [token for token in named if not 0 <= token < vocabulary]
         if unknown:
             raise RequestError(f"token id {unknown[0]} is not in the vocabulary of {vocabulary} tokens")
@@ -106,7 +115,7 @@ class RollingBatchEngine:
         self._requests[request_id] = _Request(
             sequence,
             parameters,
-            SamplingState(parameters, prompt),
+            SamplingState(parameters, prompt, self._banned(parameters)),
             IncrementalDetokenizer(self._tokenizer, prompt, parameters.skip_special_tokens),
             StopMatcher(parameters.stop, parameters.include_stop_str_in_output),
             emit,
@@ -115,6 +124,28 @@ class RollingBatchEngine:
             frozenset(parameters.stop_token_ids),
         )
         self._scheduler.add(sequence)
+
+    def _banned(self, parameters: SamplingParameters) -> BannedTokens | None:
+        """Return what a request must not generate; None, as for nearly every request, if it may generate anything.
+
+        Raises RequestError if nothing is left to generate.
+        """
+        allowed = parameters.allowed_token_ids
+        if allowed is None and not parameters.bad_words and not parameters.min_tokens:
+            return None
+        if allowed == ():
+            raise RequestError("allowed_token_ids: a list of 0 is not allowed; send the ids of at least one token")
+        if len(parameters.bad_words) > _MOST_BAD_WORDS:
+            raise RequestError(f"bad_words takes up to {_MOST_BAD_WORDS} words; send fewer")
+        words = [ids for word in parameters.bad_words for ids in self._spellings(word)]
+        ends = parameters.stop_token_ids if parameters.ignore_eos else (*self._eos_ids, *parameters.stop_token_ids)
+        return BannedTokens(allowed, words, ends, parameters.min_tokens)
+
+    def _spellings(self, word: str) -> list[list[int]]:
+        """Return the token ids of a word at the beginning and in the middle of a text, where they differ."""
+        bare = word.lstrip()
+        ids = [self._prompts.tokenize(text, add_special_tokens=False) for text in (bare, f" {bare}")]
+        return [spelling for place, spelling in enumerate(ids) if spelling and spelling not in ids[:place]]
 
     def load_adapter(self, adapter: Mapping[str, LoraPair]) -> LoraWeights:
         """Lay out an adapter's weights for this model. Raises RequestError if they do not fit it."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from handlers.rolling_batch.adapters import LoadedAdapters
 from handlers.step_loop import AddRequest, StepLoop
 from lmi_server.contract.errors import ModelLoadError
-from lmi_server.contract.generation import Delta, GenerationRequest
+from lmi_server.contract.generation import Delta, Feature, GenerationRequest
 from lmi_server.contract.handler import LLMHandler, ModelInfo
 from lmi_server.contract.protocol import Adapter
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # Seven requests sent at once reach the engine within ten milliseconds, but a step of prompts takes thirty or more: a
 # request that misses the first step by a millisecond waits for all of it.
 _GATHER_S = 0.002
+_FEATURES: frozenset[Feature] = frozenset({"min_tokens", "bad_words", "allowed_token_ids"})
 
 
 class RollingBatchHandler(LLMHandler):
@@ -47,7 +48,7 @@ class RollingBatchHandler(LLMHandler):
         self._loop = StepLoop(build, _GATHER_S)
         await self._loop.start()
         self._adapters = LoadedAdapters(self._loop)
-        return ModelInfo(max_model_len=self._loaded.max_model_len, details=self._loaded.details)
+        return ModelInfo(max_model_len=self._loaded.max_model_len, features=_FEATURES, details=self._loaded.details)
 
     def follow(self, model_dir: str, options: Any) -> None:
         from handlers.rolling_batch.engine_loading import follow

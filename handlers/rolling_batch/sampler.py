@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,11 +21,47 @@ from lmi_server.contract.generation import SamplingParameters
 _CANDIDATES = 1024  # nucleus sampling tries so many best tokens before it sorts the whole vocabulary
 
 
-class SamplingState:
-    """What the sampler keeps for one request: its parameters, its random stream, the tokens seen so far."""
+class BannedTokens:
+    """The tokens that a request must not generate next: `allowed_token_ids`, `bad_words` and `min_tokens`.
 
-    def __init__(self, parameters: SamplingParameters, prompt: list[int]) -> None:
+    `words` are the token ids of the bad words. The last token of a word is banned where the output ends with the
+    others. `ends` are the tokens that end a sequence; they are banned before `least` tokens.
+    """
+
+    def __init__(
+        self, allowed: Sequence[int] | None, words: Sequence[Sequence[int]], ends: Iterable[int], least: int
+    ) -> None:
+        self.output: list[int] = []
+        self._allowed = None if allowed is None else torch.tensor(allowed, dtype=torch.long)
+        self._always = torch.tensor([word[0] for word in words if len(word) == 1], dtype=torch.long)
+        self._words = [(list(word[:-1]), word[-1]) for word in words if len(word) > 1]
+        self._ends = torch.tensor(list(ends), dtype=torch.long)
+        self._least = least
+
+    def mask(self, row: torch.Tensor) -> None:
+        """Set the logits of the banned tokens to minus infinity, in place."""
+        if self._allowed is not None:
+            allowed = self._allowed.to(row.device)
+            kept = row[allowed]
+            row.fill_(-torch.inf)
+            row[allowed] = kept
+        row[self._always.to(row.device)] = -torch.inf
+        if len(self.output) < self._least:
+            row[self._ends.to(row.device)] = -torch.inf
+        for before, last in self._words:
+            if self.output[-len(before) :] == before:
+                row[last] = -torch.inf
+
+
+class SamplingState:
+    """What the sampler keeps for one request: its parameters, its random stream, the tokens seen so far.
+
+    `plain`: the token is the argmax of the unchanged logits. `banned` are the tokens that it must not choose.
+    """
+
+    def __init__(self, parameters: SamplingParameters, prompt: list[int], banned: BannedTokens | None = None) -> None:
         self.parameters = parameters
+        self.banned = banned
         self._random = random.Random(parameters.seed)
         self._penalised = parameters.repetition_penalty != 1.0
         self._counted = parameters.presence_penalty != 0.0 or parameters.frequency_penalty != 0.0
@@ -33,15 +70,8 @@ class SamplingState:
         self.generated: Counter[int] = Counter()
         self.bias_ids = torch.tensor(list(parameters.logit_bias), dtype=torch.long)
         self.biases = torch.tensor(list(parameters.logit_bias.values()), dtype=torch.float32)
-
-    @property
-    def plain(self) -> bool:
-        """Whether the token is the argmax of the unchanged logits."""
-        return self.parameters.greedy and not self.changes_logits
-
-    @property
-    def changes_logits(self) -> bool:
-        return self._penalised or self._counted or bool(self.parameters.logit_bias)
+        self.changes_logits = self._penalised or self._counted or bool(parameters.logit_bias) or banned is not None
+        self.plain = parameters.greedy and not self.changes_logits
 
     def draw(self) -> float:
         """Return the request's next random number in [0, 1)."""
@@ -54,6 +84,8 @@ class SamplingState:
             self.seen_ids = torch.cat((self.seen_ids, torch.tensor([token])))
         if self._counted:
             self.generated[token] += 1
+        if self.banned is not None:
+            self.banned.output.append(token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +193,8 @@ def _adjusted(logits: torch.Tensor, states: list[SamplingState]) -> torch.Tensor
             row[ids] -= parameters.presence_penalty + parameters.frequency_penalty * counts
         if parameters.logit_bias:
             row[state.bias_ids.to(logits.device)] += state.biases.to(logits.device)
+        if state.banned is not None:
+            state.banned.mask(row)
     return logits
 
 

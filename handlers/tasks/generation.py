@@ -20,38 +20,106 @@ from handlers.rolling_batch.detokenizer import IncrementalDetokenizer, StopMatch
 from handlers.tasks.options import TRANSLATION, PipelineOptions
 from handlers.tasks.task import Task, named, read_text
 from lmi_server.contract.errors import ContextLengthError, RequestError
-from lmi_server.contract.generation import LEAST_TEMPERATURE
+from lmi_server.contract.generation import LEAST_TEMPERATURE, FinishReason
 from lmi_server.dialects import fields
 from lmi_server.dialects.fields import Field
+from lmi_server.dialects.lmi.objects import Details, LmiToken
 
 _COUNT = fields.integer(1)
+_SWITCHED_OFF = fields.integer(0)
+_NUMBER = fields.number(lambda value: True, "a number")
+_SHARE = fields.number(lambda value: 0 <= value < 1, "a number from 0 to below 1 (0 is off)")
+
+
+def _tokens(name: str, value: Any) -> int | list[int]:
+    """Read one token id, or a list of them."""
+    return list(fields.token_ids(name, value)) if isinstance(value, list) else fields.token_ids(name, [value])[0]
+
+
+def _token_lists(name: str, value: Any) -> list[list[int]]:
+    if not isinstance(value, list) or not value:
+        raise fields.not_allowed(name, value, "send a list of lists of token ids, such as [[12, 345]]")
+    return [list(fields.token_ids(name, item)) for item in value]
+
+
+def _early_stopping(name: str, value: Any) -> bool | str:
+    return value if value == "never" else fields.boolean(name, value)
+
+
+def _length_penalty(name: str, value: Any) -> tuple[int, float]:
+    """Read exponential_decay_length_penalty: the token from which the penalty grows, and by what factor."""
+    if not isinstance(value, list) or len(value) != 2:
+        raise fields.not_allowed(name, value, "send [start, factor], such as [20, 1.1]")
+    return _SWITCHED_OFF(name, value[0]), _NUMBER(name, value[1])
+
+
+def _sequence_bias(name: str, value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise fields.not_allowed(name, value, "send a list such as [[[12, 345], -5.0]]")
+    for item in value:
+        if not isinstance(item, list) or len(item) != 2:
+            raise fields.not_allowed(name, item, "send pairs of token ids and a bias, such as [[12, 345], -5.0]")
+    return [[list(fields.token_ids(name, ids)), _NUMBER(name, bias)] for ids, bias in value]
+
 
 _PARAMETERS = {
     **named(
         max_new_tokens=fields.MAX_TOKENS,
         max_length=fields.MAX_TOKENS,
-        min_new_tokens=fields.integer(0),
-        min_length=fields.integer(0),
+        max_time=fields.number(lambda value: value > 0, "a number of seconds above 0"),
+        min_new_tokens=_SWITCHED_OFF,
+        min_length=_SWITCHED_OFF,
         do_sample=fields.boolean,
         temperature=fields.TEMPERATURE,
         top_k=fields.top_k,
         top_p=fields.PROBABILITY,
+        top_h=fields.PROBABILITY,
         typical_p=fields.PROBABILITY,
         min_p=fields.MIN_P,
+        epsilon_cutoff=_SHARE,
+        eta_cutoff=_SHARE,
         repetition_penalty=fields.REPETITION,
-        no_repeat_ngram_size=fields.integer(0),
+        encoder_repetition_penalty=fields.REPETITION,
+        no_repeat_ngram_size=_SWITCHED_OFF,
+        encoder_no_repeat_ngram_size=_SWITCHED_OFF,
+        bad_words_ids=_token_lists,
+        suppress_tokens=fields.token_ids,
+        begin_suppress_tokens=fields.token_ids,
+        sequence_bias=_sequence_bias,
+        forced_bos_token_id=_tokens,
+        forced_eos_token_id=_tokens,
+        eos_token_id=_tokens,
+        exponential_decay_length_penalty=_length_penalty,
+        guidance_scale=fields.number(lambda value: value > 0, "a number above 0 (1 is off)"),
+        renormalize_logits=fields.boolean,
+        remove_invalid_values=fields.boolean,
+        use_cache=fields.boolean,
+        num_return_sequences=_COUNT,
         num_beams=_COUNT,
-        length_penalty=fields.number(lambda value: True, "a number"),
-        early_stopping=fields.boolean,
+        length_penalty=_NUMBER,
+        early_stopping=_early_stopping,
         seed=fields.SEED,
         stop=fields.stop_strings,
         include_stop_str_in_output=fields.boolean,
     ),
     "stop_sequences": Field("stop", fields.stop_strings),
+    "stop_strings": Field("stop", fields.stop_strings),
+    "max_tokens": Field("max_new_tokens", fields.MAX_TOKENS),
+    "min_tokens": Field("min_new_tokens", _SWITCHED_OFF),
+    "details": Field("details", fields.boolean),
+    "ignore_eos": Field("ignore_eos", fields.boolean),
+    "ignore_eos_token": Field("ignore_eos", fields.boolean),
 }
+_TOKENS = frozenset(
+    {"bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "eos_token_id"}
+    | {"forced_bos_token_id", "forced_eos_token_id"}
+)
 # Parameters that this module applies itself; generate() does not get them.
-_OUR_OWN = frozenset({"seed", "stop", "include_stop_str_in_output", "return_full_text", "src_lang", "tgt_lang"})
-_SAMPLING = frozenset({"temperature", "top_k", "top_p", "typical_p", "min_p"})
+_OUR_OWN = frozenset(
+    {"seed", "stop", "include_stop_str_in_output", "return_full_text", "src_lang", "tgt_lang", "ignore_eos", "details"}
+)
+_NO_TOKEN = -1  # as the end of a sequence: no token is
+_SAMPLING = frozenset({"temperature", "top_k", "top_p", "top_h", "typical_p", "min_p", "epsilon_cutoff", "eta_cutoff"})
 
 
 class Prompt(NamedTuple):
@@ -59,6 +127,13 @@ class Prompt(NamedTuple):
 
     text: str
     ids: list[int]
+
+
+class NewTokens(NamedTuple):
+    """The new tokens of one sequence, padded to the longest of its batch; `log_probs` only if they were asked for."""
+
+    ids: list[int]
+    log_probs: list[float] | None = None
 
 
 class _Stopped(StoppingCriteria):
@@ -97,14 +172,20 @@ class _GrowingText:
         include_stop = parameters.get("include_stop_str_in_output", False)
         self._stop = StopMatcher(tuple(parameters.get("stop", ())), include_stop)
         self._eos = eos
-        self._ended = False
+        self.finish_reason: FinishReason = "length"  # unless something else ends it
+        self.tokens = 0
 
     def feed(self, token: int) -> str:
         """Return the text that `token` completes; "" after the end of the sequence, while others of the batch go on."""
-        if self._ended or token in self._eos:
-            self._ended = True
+        if self.finish_reason != "length":
             return ""
-        text, self._ended = self._stop.feed(self._detokenizer.feed(token))
+        self.tokens += 1
+        if token in self._eos:
+            self.finish_reason = "eos_token"
+            return ""
+        text, stopped = self._stop.feed(self._detokenizer.feed(token))
+        if stopped:
+            self.finish_reason = "stop_sequence"
         return text
 
     def flush(self) -> str:
@@ -129,6 +210,7 @@ class GenerationTask(Task):
         positions = getattr(self._model.config.get_text_config(), "max_position_embeddings", None) or 0
         self.max_length = options.max_model_len or positions
         self._eos = eos_token_ids(self._model, self._tokenizer)
+        self._vocabulary = self._model.get_input_embeddings().num_embeddings
         self._defaults: dict[str, Any] = {}  # the parameters that config.json sets for this task
         # libgomp keeps a team of threads for each thread that ever ran a parallel operation, and slows down once they
         # are more than the cores. A stream needs a second thread beside the main one, so all of generate() runs in it.
@@ -144,16 +226,27 @@ class GenerationTask(Task):
 
     def run(self, inputs: Sequence[Any], parameters: Mapping[str, Any]) -> Sequence[Any]:
         sequences = self._thread.submit(self._generate, inputs, parameters).result()
+        each = parameters.get("num_return_sequences", 1)
         return [
-            self.result(prompt, self._text_of(prompt, ids, parameters), parameters)
-            for prompt, ids in zip(inputs, sequences, strict=True)
+            [self._result(prompt, new, parameters) for new in sequences[place * each : (place + 1) * each]]
+            for place, prompt in enumerate(inputs)
         ]
+
+    def items(self, result: Any) -> Sequence[Any]:
+        """Return the sequences of one input: an answer lists those of all inputs one after the other."""
+        return result  # type: ignore[no-any-return]
 
     def check_stream(self, parameters: Mapping[str, Any]) -> None:
         if parameters.get("num_beams", 1) > 1:
             raise RequestError(
                 "parameters.num_beams: beam search has no tokens to stream before its end; send 1, or stream=false"
             )
+        for name, neutral in (("num_return_sequences", 1), ("details", False)):
+            if parameters.get(name, neutral) != neutral:
+                raise RequestError(
+                    f"parameters.{name}: a stream of a static batch has the texts alone; leave it out, or send"
+                    " stream=false"
+                )
 
     def stream(self, inputs: Sequence[Any], parameters: Mapping[str, Any]) -> Iterator[list[str]]:
         tokens: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
@@ -199,14 +292,15 @@ class GenerationTask(Task):
         parameters: Mapping[str, Any],
         steps: _Steps | None = None,
         stopped: _Stopped | None = None,
-    ) -> list[list[int]]:
-        """Return the new tokens of each sequence, padded to the longest."""
+    ) -> list[NewTokens]:
+        """Return the new tokens of each sequence, those of one input after each other."""
         if "seed" in parameters:
             torch.manual_seed(parameters["seed"])
         ids = [prompt.ids for prompt in inputs]
         padded = self._tokenizer.pad({"input_ids": ids}, return_tensors="pt", padding_side=self.padding_side)
         batch = {"input_ids": padded["input_ids"], "attention_mask": padded["attention_mask"]}
         stop = list(parameters.get("stop", ()))
+        scored = parameters.get("details", False)
         with torch.inference_mode():
             output = self._model.generate(
                 **{name: tensor.to(self._model.device) for name, tensor in batch.items()},
@@ -215,8 +309,12 @@ class GenerationTask(Task):
                 streamer=steps,
                 stopping_criteria=[stopped] if stopped is not None else None,
                 **({"stop_strings": stop, "tokenizer": self._tokenizer} if stop else {}),
+                **({"return_dict_in_generate": True, "output_logits": True} if scored else {}),
             )
-        return self.new_tokens(output, batch).tolist()  # type: ignore[no-any-return]
+        if not scored:
+            return [NewTokens(ids) for ids in self.new_tokens(output, batch).tolist()]
+        new = self.new_tokens(output.sequences, batch)
+        return list(map(NewTokens, new.tolist(), _log_probs(output, new).tolist()))
 
     def arguments(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of generate() beside the prompts."""
@@ -230,7 +328,18 @@ class GenerationTask(Task):
         if not samples or arguments.get("temperature", 1.0) < LEAST_TEMPERATURE:
             arguments = {name: value for name, value in arguments.items() if name not in _SAMPLING}
             arguments["do_sample"] = False
+        if parameters.get("ignore_eos"):
+            arguments["eos_token_id"] = _NO_TOKEN
         return arguments
+
+    def check(self, parameters: Mapping[str, Any]) -> None:
+        """Raise RequestError for token ids that the model has not: on a GPU they would end its process."""
+        for name in _TOKENS & parameters.keys():
+            unknown = [token for token in _flat_tokens(name, parameters[name]) if token >= self._vocabulary]
+            if unknown:
+                raise RequestError(
+                    f"parameters.{name}: token id {unknown[0]} is not in the vocabulary of {self._vocabulary} tokens"
+                )
 
     def _limits_itself(self) -> bool:
         """Return whether the model's files limit the length of an answer."""
@@ -239,11 +348,53 @@ class GenerationTask(Task):
         return own or bool({"max_new_tokens", "max_length"} & self._defaults.keys())
 
     def _growing_text(self, prompt: Prompt, parameters: Mapping[str, Any]) -> _GrowingText:
-        return _GrowingText(self._tokenizer, self.context(prompt), self._eos, parameters)
+        return _GrowingText(self._tokenizer, self.context(prompt), self._ends(parameters), parameters)
 
-    def _text_of(self, prompt: Prompt, ids: list[int], parameters: Mapping[str, Any]) -> str:
+    def _ends(self, parameters: Mapping[str, Any]) -> frozenset[int]:
+        """Return the tokens that end a sequence of a request with these parameters."""
+        if parameters.get("ignore_eos"):
+            return frozenset()
+        asked = parameters.get("eos_token_id")
+        if asked is None:
+            return self._eos
+        return frozenset(asked if isinstance(asked, list) else [asked])
+
+    def _result(self, prompt: Prompt, new: NewTokens, parameters: Mapping[str, Any]) -> Any:
         text = self._growing_text(prompt, parameters)
-        return "".join(map(text.feed, ids)) + text.flush()
+        pieces = [text.feed(token) for token in new.ids]
+        result = self.result(prompt, "".join(pieces) + text.flush(), parameters)
+        if new.log_probs is not None:
+            result["details"] = self._details(prompt, new.log_probs[: text.tokens], new.ids, text)
+        return result
+
+    def _details(self, prompt: Prompt, log_probs: list[float], ids: list[int], text: _GrowingText) -> Details:
+        special = self._tokenizer.all_special_ids
+        details = Details(text.finish_reason, text.tokens, prompt.text)
+        details.tokens = [
+            LmiToken(token, self._tokenizer.decode([token]), log_prob, token in special)
+            for token, log_prob in zip(ids, log_probs, strict=False)  # `ids` goes on with padding
+        ]
+        return details
+
+
+def _flat_tokens(name: str, value: Any) -> list[int]:
+    """Return the token ids in the value of a parameter."""
+    if isinstance(value, int):
+        return [value]
+    if name == "sequence_bias":
+        return [token for ids, _ in value for token in ids]
+    return [token for item in value for token in (item if isinstance(item, list) else [item])]
+
+
+def _log_probs(output: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the model's own log probability of each new token, (sequences, tokens), of what generate() returned."""
+    sequences = torch.arange(len(tokens), device=tokens.device)
+    beams = getattr(output, "beam_indices", None)  # which row of each step a sequence has come from
+    steps = []
+    for step, logits in enumerate(output.logits[: tokens.shape[1]]):
+        rows = sequences if beams is None else beams[:, step].clamp_min(0)
+        steps.append(logits[rows].float().log_softmax(-1)[sequences, tokens[:, step]])
+    return torch.stack(steps, dim=1)
 
 
 _LIBRARY_MAX_LENGTH = 20  # the default of transformers

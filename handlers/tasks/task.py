@@ -65,9 +65,17 @@ class Task(ABC):
         """Raise RequestError if a request with these parameters cannot be streamed."""
         return
 
+    def check(self, parameters: Mapping[str, Any]) -> None:
+        """Raise RequestError for parameters that this model cannot be given."""
+        return
+
     def to_plain(self, result: Any) -> Any:
         """Return a result as plain values or numpy's, in the form of LMI's answers."""
         return result
+
+    def items(self, result: Any) -> Sequence[Any]:
+        """Return what an answer lists for one input."""
+        return (self.to_plain(result),)
 
     def input_error(self, value: Any) -> RequestError | None:
         """Return the error of an input on which the model failed; None if the input is not the cause."""

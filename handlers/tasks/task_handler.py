@@ -132,13 +132,14 @@ class TaskHandler(RequestHandler):
         task = self._task
         kind = content.accepted_type(request, content.JSON)
         parameters = self._parameters(body)
+        task.check(parameters)
         items = value if isinstance(value, list) else [value]
         if not items:
             raise RequestError("inputs: a list of 0 is not allowed; send at least one")
         inputs = [task.read(item, parameters) for item in items]
 
         def write(results: Sequence[Any]) -> Response:
-            shown = [task.to_plain(result) for result in results]
+            shown = [item for result in results for item in task.items(result)]
             return content.encode_response(shown[0] if single else shown, kind)
 
         streams = self._streams and body.get("stream") is not False

@@ -107,11 +107,20 @@ def _guided(kind: str) -> Reader:
     return read
 
 
+def _grammar(name: str, value: Any) -> StructuredOutputs | None:
+    """Read text-generation-inference's grammar: {"type": "json" or "regex", "value": ...}."""
+    kind = fields.mapping(name, value).get("type")
+    if kind not in ("json", "regex"):
+        raise fields.not_allowed(f"{name}.type", kind, "send json or regex")
+    return _constraint(kind, _KINDS[kind](f"{name}.value", value.get("value")))
+
+
 _READERS: dict[str, Reader] = {
     "response_format": response_format,
     "structured_outputs": _structured_outputs,
     **{f"guided_{kind}": _guided(kind) for kind in ("json", "json_object", "regex", "choice", "grammar")},
     "structural_tag": _guided("structural_tag"),
+    "grammar": _grammar,
 }
 # Each field has a target of its own, so that `take` can name two that contradict each other.
 FIELDS: dict[str, Field] = {

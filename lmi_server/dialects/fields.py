@@ -32,12 +32,17 @@ _decode = msgspec.json.Decoder().decode
 class Field(NamedTuple):
     """A known field. `target` is its key in what `read_fields` returns; None checks the field and drops it.
 
-    `needs` is a feature that the model's handler must have, unless the value is empty, zero or false.
+    `needs` is a feature that the model's handler must have, unless the value is `neutral` (None: empty, zero or false).
     """
 
     target: str | None
     read: Reader
     needs: Feature | None = None
+    neutral: Any = None
+
+    def lacks(self, value: Any, features: Collection[Feature]) -> bool:
+        """Return whether `value` needs a feature that is not in `features`."""
+        return self.needs not in features and bool(value if self.neutral is None else value != self.neutral)
 
 
 def show(value: Any) -> str:
@@ -123,8 +128,11 @@ def read_fields(
             unknown.append(name)
             continue
         read = field.read(prefix + name, value)
-        if field.needs is not None and field.needs not in features and read:
-            raise RequestError(f"{prefix}{name} is not supported by the handler that serves this model; leave it out")
+        if field.needs is not None and field.lacks(read, features):
+            raise RequestError(
+                f"{prefix}{name} is not supported by the handler that serves this model; leave it out, or serve the"
+                " model with option.rolling_batch=vllm"
+            )
         if field.target is not None:
             values[field.target] = read
     return values, unknown

@@ -11,6 +11,6 @@ text-generation-inference, which `huggingface_hub.InferenceClient.text_generatio
 
 from lmi_server.dialects.lmi.answer import token_texts
 from lmi_server.dialects.lmi.formatters import FORMATTER_NAMES
-from lmi_server.dialects.lmi.request import PARAMETERS, parse, parse_text
+from lmi_server.dialects.lmi.request import NO_EFFECT, PARAMETERS, parse, parse_text
 
-__all__ = ["FORMATTER_NAMES", "PARAMETERS", "parse", "parse_text", "token_texts"]
+__all__ = ["FORMATTER_NAMES", "NO_EFFECT", "PARAMETERS", "parse", "parse_text", "token_texts"]

@@ -8,7 +8,7 @@ from uuid import uuid4
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import GenerationRequest, SamplingParameters
 from lmi_server.contract.protocol import Input
-from lmi_server.dialects import fields
+from lmi_server.dialects import constraints, fields, sampling
 from lmi_server.dialects.adapters import adapter_name, registered_adapter
 from lmi_server.dialects.base import Exchange, ServedModel
 from lmi_server.dialects.fields import Field
@@ -33,46 +33,91 @@ def _parameters(name: str, value: Any) -> dict[str, Any]:
 
 
 _ONE_SEQUENCE = "send 1 or leave it out: one sequence is generated per request"
-_UNCONSTRAINED = "leave it out: this path cannot constrain the output to a grammar or a schema"
+_BEAMS = "send 1 or leave it out: beam search is not supported"
+_STATIC = "leave it out, or serve the model in static batches with option.rolling_batch=disable"
+
+# Arguments of transformers' generate() that only static batches take, and the value of each that changes nothing.
+_OF_GENERATE: dict[str, Any] = {
+    "min_length": 0,
+    "max_time": None,
+    "top_h": None,
+    "epsilon_cutoff": 0,
+    "eta_cutoff": 0,
+    "encoder_repetition_penalty": 1,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
+    "suppress_tokens": [],
+    "begin_suppress_tokens": [],
+    "sequence_bias": {},
+    "guidance_scale": 1,
+}
+# No handler takes these, but code that calls generate() may.
+_OF_CODE_ONLY: dict[str, Any] = {
+    "watermark": False,
+    "watermarking_config": None,
+    "token_healing": False,
+    "penalty_alpha": 0,
+    "dola_layers": None,
+    "diversity_penalty": 0,
+    "num_beam_groups": 1,
+    "constraints": [],
+    "force_words_ids": [],
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "output_scores": False,
+    "output_logits": False,
+    "return_dict_in_generate": False,
+}
+NO_EFFECT = frozenset(
+    {
+        "use_cache", "cache_implementation", "cache_config", "max_cache_len", "use_mtp", "low_memory",
+        "prefill_chunk_size", "compile_config", "disable_compile", "continuous_batching_config", "renormalize_logits",
+        "remove_invalid_values", "pad_token_id", "bos_token_id", "decoder_start_token_id", "is_assistant",
+        "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
+        "assistant_early_exit", "assistant_lookbehind", "assistant_ensemble_weight", "target_lookbehind",
+        "prompt_lookup_num_tokens", "max_matching_ngram_size", "speculation_type", "stream_interval",
+        "length_penalty", "early_stopping", "transformers_version",
+    }
+)  # fmt: skip
+"""Parameters that never change which text is generated: how generate() computes, and what only beam search reads."""
+
+
+def _end_tokens(name: str, value: Any) -> tuple[int, ...]:
+    """Read generate()'s eos_token_id: one token, or a list."""
+    return fields.token_ids(name, value if isinstance(value, list) else [value])
+
 
 PARAMETERS: dict[str, Field] = {
+    **sampling.FIELDS,
     "max_new_tokens": Field("max_new_tokens", fields.MAX_TOKENS),
+    "max_tokens": Field("max_tokens", fields.MAX_TOKENS),
+    "min_new_tokens": Field("min_tokens", fields.integer(0, 2**31 - 1), "min_tokens"),
     "do_sample": Field("do_sample", fields.boolean),
-    "temperature": Field("temperature", fields.TEMPERATURE),
-    "top_k": Field("top_k", fields.top_k),
-    "top_p": Field("top_p", fields.PROBABILITY),
-    "typical_p": Field("typical_p", fields.PROBABILITY),
-    "min_p": Field("min_p", fields.MIN_P),
-    "repetition_penalty": Field("repetition_penalty", fields.REPETITION),
-    "presence_penalty": Field("presence_penalty", fields.PENALTY),
-    "frequency_penalty": Field("frequency_penalty", fields.PENALTY),
-    "seed": Field("seed", fields.SEED),
-    "stop": Field("stop", fields.stop_strings),
     "stop_sequences": Field("stop_sequences", fields.stop_strings),
-    "stop_token_ids": Field("stop_token_ids", fields.token_ids),
-    "include_stop_str_in_output": Field("include_stop_str_in_output", fields.boolean),
-    "ignore_eos": Field("ignore_eos", fields.boolean),
+    "stop_strings": Field("stop_strings", fields.stop_strings),
     "ignore_eos_token": Field("ignore_eos", fields.boolean),
-    "skip_special_tokens": Field("skip_special_tokens", fields.boolean),
+    "eos_token_id": Field("end_tokens", _end_tokens),
     "return_full_text": Field("return_full_text", fields.boolean),
     "details": Field("details", fields.boolean),
     "decoder_input_details": Field("decoder_input_details", fields.boolean),
     "top_n_tokens": Field("top_n_tokens", fields.LOGPROBS),
     "logprobs": Field("logprobs", fields.LOGPROBS),
     "truncate": Field("truncate", fields.MAX_TOKENS),
+    "truncate_prompt_tokens": Field("truncate", fields.MAX_TOKENS),
     "n": Field(None, fields.one(_ONE_SEQUENCE)),
     "best_of": Field(None, fields.one(_ONE_SEQUENCE)),
-    "num_beams": Field(None, fields.one("send 1 or leave it out: beam search is not supported")),
-    "use_beam_search": Field(None, fields.off("leave it out")),
-    "grammar": Field(None, fields.off(_UNCONSTRAINED)),
-    "guided_json": Field(None, fields.off(_UNCONSTRAINED)),
-    "guided_regex": Field(None, fields.off(_UNCONSTRAINED)),
-    "guided_choice": Field(None, fields.off(_UNCONSTRAINED)),
-    "guided_grammar": Field(None, fields.off(_UNCONSTRAINED)),
-    "response_format": Field(None, fields.plain_text_format),
+    "num_return_sequences": Field(None, fields.one(_ONE_SEQUENCE)),
+    "num_beams": Field(None, fields.one(_BEAMS)),
+    "max_length": Field(None, fields.off("send max_new_tokens, which does not count the prompt")),
+    "bad_words_ids": Field(None, fields.off("send bad_words with the texts")),
+    **{name: Field(None, sampling.unless(neutral, _STATIC)) for name, neutral in _OF_GENERATE.items()},
+    **{name: Field(None, sampling.unless(neutral, "leave it out")) for name, neutral in _OF_CODE_ONLY.items()},
     "adapter_id": Field("adapter", adapter_name),
 }
-"""The known fields of `parameters`."""
+"""The fields of `parameters`: all of vLLM's SamplingParams and of transformers' generate(), TGI's, and LMI's own."""
 
 _BODY: dict[str, Field] = {
     "inputs": Field("inputs", _inputs),
@@ -102,8 +147,11 @@ def parse(request: Input, body: dict[str, Any], served: ServedModel) -> Exchange
 
 
 def _exchange(request: Input, served: ServedModel, values: dict[str, Any], warnings: tuple[str, ...]) -> Exchange:
-    parameters, unknown = fields.read_fields(values.get("parameters", {}), PARAMETERS, "parameters.")
-    warnings += fields.unknown_warnings(unknown, PARAMETERS, "parameters.")
+    parameters, further = fields.read_fields(
+        values.get("parameters", {}), PARAMETERS, "parameters.", features=served.features
+    )
+    if further:
+        warnings += _further_warnings(further)
     parameters.pop("adapter", None)  # `registered_adapter` has read it
     stream = values.get("stream", False)
     framing, formatter_warnings = choose_framing(request, served, stream)
@@ -124,6 +172,15 @@ def _exchange(request: Input, served: ServedModel, values: dict[str, Any], warni
     if framing is None:
         return JsonExchange(generation, options, warnings)
     return LinesExchange(generation, options, warnings, framing)
+
+
+def _further_warnings(names: list[str]) -> tuple[str, ...]:
+    """Return the warnings about parameters that are not in `PARAMETERS`."""
+    unknown = [name for name in names if name not in NO_EFFECT]
+    return (
+        *(f"parameters.{name} has no effect on the text and is ignored" for name in names if name in NO_EFFECT),
+        *fields.unknown_warnings(unknown, PARAMETERS, "parameters."),
+    )
 
 
 def _answer_options(prompt: str, parameters: dict[str, Any], tgi: bool) -> AnswerOptions:
@@ -148,7 +205,17 @@ def _sampling(parameters: dict[str, Any], options: AnswerOptions, lines: bool) -
     # A stream and `details` give every token its log probability, asked for or not.
     alternatives = max(parameters.pop("logprobs", 0), options.top_n)
     parameters["logprobs"] = alternatives if lines or options.details else None
-    sequences = parameters.pop("stop_sequences", ())
+    max_tokens = parameters.pop("max_tokens", None)
+    if max_tokens is not None:
+        parameters.setdefault("max_new_tokens", max_tokens)
+    sequences = parameters.pop("stop_sequences", ()) + parameters.pop("stop_strings", ())
     if sequences:
         parameters["stop"] = tuple(dict.fromkeys(parameters.get("stop", ()) + sequences))
-    return SamplingParameters(prompt_logprobs=0 if options.prefill else None, **parameters)
+    end_tokens = parameters.pop("end_tokens", None)
+    if end_tokens is not None:  # these, in place of the model's own
+        parameters["ignore_eos"] = True
+        parameters["stop_token_ids"] = (*parameters.get("stop_token_ids", ()), *end_tokens)
+    if options.prefill:
+        parameters.setdefault("prompt_logprobs", 0)
+    constraint = constraints.take(parameters)
+    return SamplingParameters(extra=sampling.take_extras(parameters), structured_outputs=constraint, **parameters)

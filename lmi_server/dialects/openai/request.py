@@ -12,7 +12,7 @@ import msgspec
 from lmi_server.contract.errors import ModelNotFoundError, RequestError
 from lmi_server.contract.generation import GenerationRequest, SamplingParameters
 from lmi_server.contract.protocol import Input
-from lmi_server.dialects import constraints, fields
+from lmi_server.dialects import constraints, fields, sampling
 from lmi_server.dialects.adapters import adapter_name, registered_adapter
 from lmi_server.dialects.base import ServedModel
 from lmi_server.dialects.errors import is_openai
@@ -50,48 +50,18 @@ _IGNORED = (
     "stream_interval",
     "session_id",
 )
-_ENGINE_EXTRAS = ("vllm_xargs", "kv_transfer_params", "ec_transfer_params", "repetition_detection", "cache_salt")
-
-
-def _any(name: str, value: Any) -> Any:
-    """Accept a value that only the engine can check."""
-    return value
-
-
 SHARED_FIELDS: dict[str, Field] = {
+    **sampling.FIELDS,
     "model": Field("model", fields.string),
     "stream": Field("stream", fields.boolean),
     "stream_options": Field("stream_options", _stream_options),
     "request_id": Field("request_id", fields.string),
     "priority": Field("priority", fields.integer(-(2**31), 2**31 - 1)),
     "max_tokens": Field("max_tokens", fields.MAX_TOKENS),
-    "min_tokens": Field("min_tokens", fields.integer(0, 2**31 - 1), "min_tokens"),
-    "temperature": Field("temperature", fields.TEMPERATURE),
-    "top_p": Field("top_p", fields.PROBABILITY),
-    "top_k": Field("top_k", fields.top_k),
-    "min_p": Field("min_p", fields.MIN_P),
-    "typical_p": Field("typical_p", fields.PROBABILITY),
-    "presence_penalty": Field("presence_penalty", fields.PENALTY),
-    "frequency_penalty": Field("frequency_penalty", fields.PENALTY),
-    "repetition_penalty": Field("repetition_penalty", fields.REPETITION),
-    "logit_bias": Field("logit_bias", fields.logit_bias),
-    "seed": Field("seed", fields.SEED),
-    "stop": Field("stop", fields.stop_strings),
-    "stop_token_ids": Field("stop_token_ids", fields.token_ids),
-    "include_stop_str_in_output": Field("include_stop_str_in_output", fields.boolean),
-    "ignore_eos": Field("ignore_eos", fields.boolean),
-    "skip_special_tokens": Field("skip_special_tokens", fields.boolean),
-    "spaces_between_special_tokens": Field("spaces_between_special_tokens", fields.boolean),
     "truncate_prompt_tokens": Field("truncate", fields.MAX_TOKENS),
-    "bad_words": Field("bad_words", fields.strings, "bad_words"),
-    "allowed_token_ids": Field("allowed_token_ids", fields.token_ids, "allowed_token_ids"),
-    "prompt_logprobs": Field("prompt_logprobs", fields.LOGPROBS),
     "n": Field("n", CHOICES),
     "return_token_ids": Field("token_ids", fields.boolean),
     "return_tokens_as_token_ids": Field("tokens_as_ids", fields.boolean),
-    **constraints.FIELDS,
-    **{name: Field(name, _any, "engine_extras") for name in _ENGINE_EXTRAS},
-    "use_beam_search": Field(None, UNSUPPORTED),
     "adapters": Field("adapter", adapter_name),
     "adapter": Field("adapter", adapter_name),
     **{name: Field(None, fields.ignored) for name in _IGNORED},
@@ -236,7 +206,7 @@ def _with_seed_of_choice(sampling: SamplingParameters, index: int) -> SamplingPa
 
 def _sampling(values: dict[str, Any], max_tokens: int | None, defaults: Mapping[str, Any]) -> SamplingParameters:
     """Return the sampling parameters: what is left of `values`, then the model's own `defaults`, then OpenAI's."""
-    extra = {name: values.pop(name) for name in _ENGINE_EXTRAS if name in values}
+    extra = sampling.take_extras(values)
     constraint = constraints.take(values)
     values = {"temperature": 1.0, **defaults, **values}
     return SamplingParameters(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import string
 
 import pytest
 import torch
@@ -111,6 +112,34 @@ def test_a_stop_sequence_ends_the_text_before_it_and_is_never_partly_emitted(lla
     assert answer.text == full.text[: full.text.index(stop)]
     included = llama.generate(word, **bias, stop=(stop,), include_stop_str_in_output=True)
     assert included.text == full.text[: full.text.index(stop) + len(stop)]
+
+
+def test_bad_words_are_never_written(llama: Engine) -> None:
+    """Single tokens as transformers bans them; of longer words no output has the whole."""
+    letters = tuple(llama.tokenizer.encode(string.ascii_lowercase))
+    for prompt in prompts(4):
+        only_letters = {"max_new_tokens": 20, "ignore_eos": True, "allowed_token_ids": letters}
+        plain = llama.generate(prompt, **only_letters)
+        single = llama.generate(prompt, max_new_tokens=20, bad_words=(plain.text[0],))
+        assert single.tokens == llama.expected(prompt, 20, bad_words_ids=[[plain.tokens[0]]])
+        assert plain.text[:2] not in llama.generate(prompt, **only_letters, bad_words=(plain.text[:2],)).text
+
+
+def test_a_sequence_does_not_end_before_its_least_tokens(llama: Engine) -> None:
+    answer = llama.generate([1], max_new_tokens=9, logit_bias={EOS: 1000.0}, min_tokens=4)
+    assert answer.tokens[4] == EOS
+    assert EOS not in answer.tokens[:4]
+    assert answer.finish_reason == "eos_token"
+
+
+def test_only_allowed_tokens_are_drawn(llama: Engine) -> None:
+    sampled = {"do_sample": True, "temperature": 9.0, "top_p": 0.9, "seed": 2}
+    answer = llama.generate([1, 2], max_new_tokens=30, allowed_token_ids=(5, 6, 7), **sampled)
+    assert set(answer.tokens) == {5, 6, 7}
+    with pytest.raises(RequestError, match="allowed_token_ids: a list of 0"):
+        llama.add([1], max_new_tokens=3, allowed_token_ids=())
+    with pytest.raises(RequestError, match="token id 999"):
+        llama.add([1], max_new_tokens=3, allowed_token_ids=(999,))
 
 
 def test_a_seed_gives_the_same_text_in_any_batch(llama: Engine) -> None:

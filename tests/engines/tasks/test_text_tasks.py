@@ -98,6 +98,74 @@ def test_what_cannot_be_generated_is_refused(
         ask(handler, body)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"bad_words_ids": [[97], [104, 101]], "max_new_tokens": 8},
+        {"suppress_tokens": [101, 102], "max_new_tokens": 8},
+        {"begin_suppress_tokens": [101, 102], "max_new_tokens": 8},
+        {"sequence_bias": [[[101], 9.0]], "max_new_tokens": 8},
+        {"eos_token_id": [10, 11], "max_new_tokens": 30},
+        {"forced_eos_token_id": 258, "max_new_tokens": 8},
+        {"no_repeat_ngram_size": 2, "max_new_tokens": 8},
+        {"exponential_decay_length_penalty": [2, 1.5], "max_new_tokens": 12},
+        {"encoder_repetition_penalty": 1.5, "max_new_tokens": 8},
+        {"num_beams": 3, "early_stopping": "never", "length_penalty": 0.5, "max_new_tokens": 8},
+    ],
+    ids=lambda arguments: str(next(iter(arguments))),
+)
+def test_arguments_of_generate_have_their_effect(load_task: LoadTask, arguments: dict[str, Any]) -> None:
+    handler, directory = load_task("text-generation")
+    ids = generated(directory, "hello", **arguments)
+    ends = arguments.get("eos_token_id", [258])
+    kept = list(itertools.takewhile(lambda token: token not in ends, ids))
+    body = {"inputs": "hello", "parameters": {**arguments, "return_full_text": False}}
+    assert ask(handler, body) == [{"generated_text": seq2seq_tokenizer().decode(kept, skip_special_tokens=True)}]
+
+
+def test_every_sequence_that_was_asked_for_is_returned(load_task: LoadTask) -> None:
+    handler, _ = load_task("text-generation")
+    beams = {"num_beams": 3, "max_new_tokens": 4, "num_return_sequences": 2}
+    both = ask(handler, {"inputs": ["hello", "a"], "parameters": beams})
+    assert [answer["generated_text"][:1] for answer in both] == ["h", "h", "a", "a"]
+    best = ask(handler, {"inputs": ["hello", "a"], "parameters": {**beams, "num_return_sequences": 1}})
+    assert [both[0], both[2]] == best
+    with pytest.raises(RequestError, match="num_return_sequences"):
+        ask(handler, {"inputs": "a", "parameters": {"num_return_sequences": 2}})
+
+
+def test_details_have_the_tokens_and_why_they_end(load_task: LoadTask) -> None:
+    handler, directory = load_task("text-generation")
+    parameters = {"max_new_tokens": 6, "details": True, "return_full_text": False}
+    answers = ask(handler, {"inputs": ["hello", "a"], "parameters": parameters})
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    for prompt, answer in zip(("hello", "a"), answers, strict=True):
+        details = answer["details"]
+        assert (details["inputs"], details["finish_reason"]) == (prompt, "length")
+        tokens = [token["id"] for token in details["tokens"]]
+        assert tokens == generated(directory, prompt, max_new_tokens=6)
+        assert details["generated_tokens"] == 6
+        before = tokenizer(prompt)["input_ids"]
+        with torch.inference_mode():
+            logits = model(torch.tensor([before + tokens])).logits[0].log_softmax(-1)
+        expected = [float(logits[row, token]) for row, token in enumerate(tokens, start=len(before) - 1)]
+        assert [token["log_prob"] for token in details["tokens"]] == pytest.approx(expected, abs=1e-4)
+    stopped = {**parameters, "eos_token_id": answers[0]["details"]["tokens"][2]["id"]}
+    (ended,) = ask(handler, {"inputs": "hello", "parameters": stopped})
+    assert ended["details"]["finish_reason"] == "eos_token"
+    assert ended["details"]["generated_tokens"] <= 3
+    with_beams = ask(handler, {"inputs": "hello", "parameters": {**parameters, "num_beams": 2}})[0]["details"]
+    assert all(token["log_prob"] < 0 for token in with_beams["tokens"])
+
+
+def test_a_token_that_the_model_has_not_is_refused(load_task: LoadTask) -> None:
+    handler, _ = load_task("text-generation")
+    for name, value in {"forced_eos_token_id": 999, "bad_words_ids": [[5, 999]], "sequence_bias": [[[999], 1]]}.items():
+        with pytest.raises(RequestError, match=f"parameters.{name}: token id 999 is not in the vocabulary"):
+            ask(handler, {"inputs": "a", "parameters": {name: value}})
+
+
 # --- streams of static batches ---
 
 

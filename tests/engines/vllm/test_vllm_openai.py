@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +12,7 @@ import httpx
 import openai
 import pydantic
 import pytest
+from lmi_cases import check_refused_parameters, check_sampling_parameters, generated, refusal
 from product_helpers import Server, serving
 from vllm_helpers import make_tiny_model, vllm_server
 
@@ -226,6 +228,19 @@ def test_both_refuse_the_same_requests(ours: Server, theirs: httpx.Client) -> No
         refused = [client.post("/v1/chat/completions", json=chat | body) for client in (ours.http, theirs)]
         assert [reply.status_code for reply in refused] == [400, 400], [body, *(reply.text for reply in refused)]
         assert refused[0].json()["error"]["message"]
+
+
+# --- LMI's requests ---
+
+
+def test_sampling_parameters_change_the_text(ours: Server) -> None:
+    check_sampling_parameters(ours.http)
+    assert re.fullmatch("[xy]{3}", generated(ours.http, guided_regex="[xy]{3}"))
+
+
+def test_what_vllm_does_not_apply_is_refused(ours: Server) -> None:
+    check_refused_parameters(ours.http)
+    assert "typical_p is not supported by vLLM" in refusal(ours.http, typical_p=0.5)
 
 
 # --- OpenAI's SDK ---

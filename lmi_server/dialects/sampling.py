@@ -1,0 +1,85 @@
+"""The sampling parameters that LMI's requests and OpenAI's share: those of vLLM's SamplingParams.
+
+Every field of SamplingParams is in `FIELDS`. What no request can use here is refused by name, unless it has the value
+that changes nothing: an answer that silently leaves out a parameter is a wrong answer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lmi_server.contract.errors import RequestError
+from lmi_server.dialects import constraints, fields
+from lmi_server.dialects.fields import Field, Reader
+
+# Only the engine can check what these hold.
+_ENGINE_EXTRAS: dict[str, Reader] = {
+    "vllm_xargs": fields.mapping,
+    "kv_transfer_params": fields.mapping,
+    "ec_transfer_params": fields.mapping,
+    "repetition_detection": fields.mapping,
+    "cache_salt": fields.string,
+    "skip_reading_prefix_cache": fields.boolean,
+    "watermarking": fields.boolean,
+}
+# How vLLM's own server talks to its engine, or what would change the form of an answer beyond what the dialects write.
+_INTERNAL = (
+    "prompt_logprob_token_ids",
+    "prompt_logprob_start",
+    "logprob_token_ids",
+    "flat_logprobs",
+    "output_kind",
+    "skip_clone",
+    "output_text_buffer_length",
+    "extra_args",
+    "routed_experts_prompt_start",
+    "trace_decode_token_ids",
+)
+
+
+def unless(neutral: Any, remedy: str) -> Reader:
+    """Return the reader of a field that only the value `neutral` leaves without effect; any other is refused."""
+
+    def read(name: str, value: Any) -> None:
+        if value != neutral:
+            raise RequestError(f"{name} is not supported; {remedy}")
+
+    return read
+
+
+FIELDS: dict[str, Field] = {
+    "min_tokens": Field("min_tokens", fields.integer(0, 2**31 - 1), "min_tokens"),
+    "temperature": Field("temperature", fields.TEMPERATURE),
+    "top_p": Field("top_p", fields.PROBABILITY),
+    "top_k": Field("top_k", fields.top_k),
+    "min_p": Field("min_p", fields.MIN_P),
+    "typical_p": Field("typical_p", fields.PROBABILITY),
+    "presence_penalty": Field("presence_penalty", fields.PENALTY),
+    "frequency_penalty": Field("frequency_penalty", fields.PENALTY),
+    "repetition_penalty": Field("repetition_penalty", fields.REPETITION),
+    "logit_bias": Field("logit_bias", fields.logit_bias),
+    "seed": Field("seed", fields.SEED),
+    "stop": Field("stop", fields.stop_strings),
+    "stop_token_ids": Field("stop_token_ids", fields.token_ids),
+    "include_stop_str_in_output": Field("include_stop_str_in_output", fields.boolean),
+    "ignore_eos": Field("ignore_eos", fields.boolean),
+    "skip_special_tokens": Field("skip_special_tokens", fields.boolean),
+    "spaces_between_special_tokens": Field(
+        "spaces_between_special_tokens", fields.boolean, "engine_extras", neutral=True
+    ),
+    "bad_words": Field("bad_words", fields.strings, "bad_words"),
+    "allowed_token_ids": Field("allowed_token_ids", fields.token_ids, "allowed_token_ids"),
+    "prompt_logprobs": Field("prompt_logprobs", fields.LOGPROBS),
+    **constraints.FIELDS,
+    **{name: Field(name, read, "engine_extras") for name, read in _ENGINE_EXTRAS.items()},
+    "detokenize": Field(None, unless(True, "leave it out: the answer is the text")),
+    "thinking_token_budget": Field(None, fields.off("leave it out; chats take it if the model has a reasoning parser")),
+    "use_beam_search": Field(None, fields.off("leave it out")),
+    **{name: Field(None, fields.off("leave it out")) for name in _INTERNAL},
+}
+"""The fields by name; `n`, `max_tokens` and `logprobs` differ between the dialects."""
+
+
+def take_extras(values: dict[str, Any]) -> dict[str, Any]:
+    """Take the parameters that only the engine knows out of `values`."""
+    return {name: values.pop(name) for name in _ENGINE_EXTRAS if name in values}

@@ -1,0 +1,77 @@
+"""What LMI's requests get from any engine that decodes in a rolling batch. The model has a tokenizer of bytes."""
+
+from __future__ import annotations
+
+import json
+import string
+from typing import Any
+
+import httpx
+from tiny_models import byte_tokenizer
+
+IDS = dict(zip(string.ascii_lowercase, byte_tokenizer().encode(string.ascii_lowercase), strict=True))
+LETTERS = list(IDS.values())
+
+
+def generated(http: httpx.Client, inputs: Any = "hello", **parameters: Any) -> str:
+    """Return the text that a greedy request of 12 tokens gets."""
+    return str(answer(http, {"inputs": inputs, "parameters": {"max_new_tokens": 12, **parameters}})["generated_text"])
+
+
+def answer(http: httpx.Client, body: dict[str, Any]) -> Any:
+    reply = http.post("/invocations", json=body)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def refusal(http: httpx.Client, inputs: Any = "hello", **parameters: Any) -> str:
+    """Return the message with which a request is refused."""
+    reply = http.post("/invocations", json={"inputs": inputs, "parameters": parameters})
+    assert reply.status_code == 424, reply.text
+    return str(reply.json()["message"])
+
+
+def lines(http: httpx.Client, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the objects of a streamed answer in JSON lines."""
+    reply = http.post("/invocations", json={**body, "stream": True})
+    assert reply.status_code == 200, reply.text
+    return [json.loads(line) for line in reply.text.splitlines()]
+
+
+def check_sampling_parameters(http: httpx.Client) -> None:
+    """Hold that each parameter changes the text in the way that its name says."""
+    only_letters = {"allowed_token_ids": LETTERS}
+    text = generated(http, **only_letters)
+    assert len(text) == 12
+    assert text.isalpha()
+    assert generated(http, **only_letters, max_tokens=3, max_new_tokens=None) == text[:3]
+    assert generated(http, **only_letters, stop_strings=[text[2:4]]) == text[: text.index(text[2:4])]
+    assert text[0] not in generated(http, **only_letters, bad_words=[text[0]])
+    assert text[:3] not in generated(http, **only_letters, bad_words=[text[:3]])
+    assert generated(http, **only_letters, logit_bias={str(IDS["z"]): 100}) == "z" * 12
+    ended = answer(
+        http,
+        {
+            "inputs": "hello",
+            "parameters": {**only_letters, "max_new_tokens": 12, "eos_token_id": IDS[text[0]], "details": True},
+        },
+    )
+    assert ended["details"]["generated_tokens"] == 1
+    later = generated(http, allowed_token_ids=[*LETTERS, 258], logit_bias={"258": 100}, min_new_tokens=5)
+    assert len(later) == 5
+    assert generated(http, allowed_token_ids=[*LETTERS, 258], logit_bias={"258": 100}) == ""
+
+
+def check_refused_parameters(http: httpx.Client) -> None:
+    """Hold that a parameter that no engine applies is refused by its name."""
+    for name, value in {
+        "no_repeat_ngram_size": 2,
+        "bad_words_ids": [[5]],
+        "max_length": 20,
+        "flat_logprobs": True,
+        "suppress_tokens": [5],
+        "num_beams": 2,
+        "watermark": True,
+    }.items():
+        assert f"parameters.{name}" in refusal(http, **{name: value})
+    assert "allowed_token_ids" in refusal(http, allowed_token_ids=[])
