@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import MutableMapping
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -14,8 +15,8 @@ from frontend.adapters import AdapterManagement
 from frontend.inference import Receive, Relay, Scope, Send
 from frontend.management import Management
 from frontend.metrics import Metrics
-from frontend.responses import error_response, json_response, on_http_error, on_lmi_error
-from lmi_server.contract.errors import LmiServerError, ModelNotFoundError
+from frontend.responses import CACHE_HEADERS, error_response, json_response, on_http_error, on_lmi_error
+from lmi_server.contract.errors import LmiServerError, ModelNotFoundError, RouteNotFoundError
 from lmi_server.dialects import routes
 from lmi_server.serving.pool_settings import ModelStatus
 from lmi_server.serving.registry import Model, ModelRegistry
@@ -34,7 +35,10 @@ _EXACT = {
     "/tokenize": routes.TOKENIZE,
     "/detokenize": routes.DETOKENIZE,
 }
-_WITH_MODEL = ("/predictions/{model}", "/predictions/{model}/{version}", "/models/{model}/invoke")
+_ANY_METHOD = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
+
+Target = tuple[str, str | None, str | None]
+"""Where an inference request goes: its route, and the name and version of the model if the path has them."""
 
 
 class App:
@@ -52,10 +56,11 @@ class App:
         management_port: int | None = None,
         multi_status: bool = False,
     ) -> None:
+        self._models = models
         self._relay = relay
         self._management_port = management_port
         status = StatusEndpoints(models, metrics, multi_status)
-        serving, managing = _serving_routes(status, models, relay), _managing_routes(status, models)
+        serving, managing = _serving_routes(status), _managing_routes(status, models)
         if management_port is None:
             self._routes = _application([*_health(status), *serving, *managing])
         else:
@@ -66,44 +71,62 @@ class App:
         path = scope["path"]
         if path == "*":  # OPTIONS * asks about the server as a whole
             scope["path"] = "/"
-        elif path.endswith("/") and path != "/":
-            scope["path"] = path[:-1]
+        elif path.endswith("/"):
+            scope["path"] = path.rstrip("/") or "/"
         if self._management_port is not None and scope["server"][1] == self._management_port:
-            await self._management(scope, cast(Any, receive), cast(Any, send))
+            await self._answer(self._management, scope, receive, send)
             return
-        if scope["method"] == "POST":
-            # Most requests are one of these. A look-up in a dictionary is far cheaper than Starlette's list of regular
-            # expressions, and than the layers that Starlette puts around an endpoint.
-            route = _EXACT.get(scope["path"])
-            if route is not None:
-                await self._relay(route, None, None, scope, receive, send)
-                return
-        await self._routes(scope, cast(Any, receive), cast(Any, send))
+        # Most requests are for inference. This look-up is far cheaper than Starlette's list of regular expressions, and
+        # than the layers that Starlette puts around an endpoint.
+        target = self._target(scope["path"], scope["method"])
+        if target is None:
+            await self._answer(self._routes, scope, receive, send)
+        elif scope["method"] == "OPTIONS":
+            await self._answer(self._options(target), scope, receive, send)
+        else:
+            await self._relay(*target, scope, receive, send)
 
+    def _target(self, path: str, method: str) -> Target | None:
+        """Return where an inference request goes, None if the path is not for inference.
 
-class _Inference:
-    """An inference path: POST runs the model, OPTIONS answers whether the model exists."""
+        LMI's paths take any method, those of OpenAI and vLLM only POST (and OPTIONS).
+        """
+        route = _EXACT.get(path)
+        if route is not None:
+            return (route, None, None) if method in ("POST", "OPTIONS") or route == routes.INVOCATIONS else None
+        if path.startswith("/predictions/"):
+            _, _, name, *rest = path.split("/")
+            return routes.PREDICTIONS, name, rest[0] if rest else None
+        if path.startswith("/models/") and path.endswith("/invoke"):
+            _, _, name, *rest = path.split("/")
+            return (routes.INVOCATIONS, name, self._version_of(name, rest[0])) if rest else None
+        return None
 
-    def __init__(self, route: str, models: ModelRegistry, relay: Relay) -> None:
-        self._route = route
-        self._models = models
-        self._relay = relay
+    def _version_of(self, name: str, text: str) -> str | None:
+        """Return the version that /models/NAME/VERSION/invoke means. LMI ignores what is no version of the model."""
+        models = [model for endpoint in self._models.endpoints if endpoint.name == name for model in endpoint.models]
+        return text if any(model.version == text for model in models) else None
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        parameters = scope["path_params"]
-        name, version = parameters.get("model"), parameters.get("version")
-        if scope["method"] == "POST":
-            await self._relay(self._route, name, version, scope, receive, send)
-            return
-        await self._options(name, version)(cast(Any, scope), cast(Any, receive), cast(Any, send))
-
-    def _options(self, name: str | None, version: str | None) -> Response:
+    def _options(self, target: Target) -> Response:
+        """Answer whether the model of an inference path exists."""
+        _, name, version = target
         try:
             if name is not None:
                 self._models.named(name, version)
         except ModelNotFoundError as error:
             return error_response("", error)
         return json_response({})
+
+    async def _answer(self, application: Any, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer with a Starlette application or response, and add the headers that every answer has."""
+        request_id = self._relay.request_id(scope).encode("latin-1")
+
+        async def send_with_headers(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id), *CACHE_HEADERS]
+            await send(message)
+
+        await application(scope, receive, send_with_headers)
 
 
 class StatusEndpoints:
@@ -150,30 +173,29 @@ class StatusEndpoints:
         model = self._models.named_as_model(name)
         return json_response(_entry(name, model))
 
-    async def root_options(self, request: Request) -> Response:
+    async def root(self, request: Request) -> Response:
+        """Answer OPTIONS, which asks about the server as a whole; LMI has nothing else at this path."""
+        if request.method != "OPTIONS":
+            raise RouteNotFoundError(f"Requested resource is not found: {request.url.path}")
         return json_response({})
 
 
 def _health(status: StatusEndpoints) -> list[Route]:
-    """Return the routes of the health checks. LMI ignores the rest of a path behind /ping/."""
+    """Return the routes of the health checks. As in LMI, /ping takes any method, and any path behind it."""
     return [
-        Route("/ping", status.ping),
-        Route("/ping/{ignored:path}", status.ping),
+        *(Route(path, status.ping, methods=_ANY_METHOD) for path in ("/ping", "/ping/{ignored:path}")),
         Route("/health/live", status.live),
         Route("/health/ready", status.ready),
     ]
 
 
-def _serving_routes(status: StatusEndpoints, models: ModelRegistry, relay: Relay) -> list[Route]:
-    paths = [*_EXACT.items(), *((path, routes.PREDICTIONS) for path in _WITH_MODEL)]
+def _serving_routes(status: StatusEndpoints) -> list[Route]:
     return [
         Route("/v1/models", status.models),
         Route("/v1/models/{model:path}", status.model),
-        Route("/", status.root_options, methods=["OPTIONS"]),
-        *(
-            Route(path, cast(Any, _Inference(route, models, relay)), methods=["POST", "OPTIONS"])
-            for path, route in paths
-        ),
+        Route("/", status.root, methods=_ANY_METHOD),
+        # Only other methods than these get here, and are refused.
+        *(Route(path, status.root, methods=["POST", "OPTIONS"]) for path in _EXACT),
     ]
 
 

@@ -6,10 +6,13 @@ import asyncio
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, cast
+from uuid import uuid4
 
 import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from frontend.responses import CACHE_HEADERS
 
 _EXTENSION = "lmi_server.connection"
 _NAMES = "lmi_server.header_names"
@@ -165,11 +168,16 @@ class RelayProtocol(HttpToolsProtocol):
 
     def _refuse(self, status: HTTPStatus, kind: str, message: str) -> None:
         body = msgspec.json.encode({"code": int(status), "type": kind, "message": message})
-        head = (
-            f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        )
-        self.transport.write(head.encode() + body)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"connection", b"close"),
+            (b"x-request-id", str(uuid4()).encode()),
+            *CACHE_HEADERS,
+        ]
+        head = f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode()
+        lines = b"".join(b"%b: %b\r\n" % header for header in headers)
+        self.transport.write(b"%b%b\r\n%b" % (head, lines, body))
         self.transport.close()
 
 

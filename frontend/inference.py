@@ -1,7 +1,7 @@
 """The hot path: one inference request from ASGI to a worker pool and its answer back to the client.
 
 The front end relays bytes. It reads the path, the query and the headers. It reads the body in one case only: for the
-name of the model in an OpenAI request, if several models are served.
+name of the model, if several models are served and nothing else names one.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import msgspec
 from frontend.http_protocol import RelayProtocol, connection_of, header_names
 from frontend.lmi_metrics import CLIENT_GONE
 from frontend.metrics import Metrics
+from frontend.responses import CACHE_HEADERS
 from lmi_server.contract.errors import (
     BadParameterError,
     LmiServerError,
@@ -29,6 +30,8 @@ from lmi_server.contract.errors import (
 )
 from lmi_server.contract.protocol import CANCELLED, DEFAULT_PRIORITY, End, Error, Head, Input, Reply
 from lmi_server.dialects.errors import error_event, error_reply, is_openai
+from lmi_server.dialects.forms import form_fields, is_form
+from lmi_server.dialects.routes import PREDICTIONS
 from lmi_server.serving.registry import Model, ModelRegistry
 from lmi_server.supervisor.job import Job
 
@@ -40,12 +43,6 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
 _WITHOUT_BODY = frozenset({204, 304})
-_CACHE_HEADERS = [
-    (b"pragma", b"no-cache"),
-    (b"cache-control", b"no-cache; no-store, must-revalidate, private"),
-    (b"expires", b"Thu, 01 Jan 1970 00:00:00 UTC"),
-]
-
 
 # Bounded in length, because int() takes quadratic time in the number of digits.
 _INTEGER = re.compile(r"-?[0-9]{1,10}")
@@ -87,10 +84,13 @@ class Relay:
         model: Model | None = None
         try:
             query = _query(scope)
-            version = version or _last(query, "model_version") or properties.get("model_version")
-            model = self._choose(route, name, version, properties, query)
+            asked = version or _last(query, "model_version") or properties.get("model_version")
+            if name is not None and version is None and route == PREDICTIONS:
+                model = self._models.endpoint(name).choose_preferring(asked)
+            else:
+                model = self._choose(route, name, asked, properties, query)
             body = await self._body(scope, receive)
-            model = model or self._named_in(body, version)
+            model = model or self._named_in(body, asked, properties)
             content = [*query, ("data", body)]
             priority = parse_priority(properties.get("x-priority"))
             pool = model.loaded()
@@ -112,6 +112,11 @@ class Relay:
         if isinstance(terminal, Error) and terminal.kind != CANCELLED:
             self._metrics.failed(error_from_kind(terminal.kind, terminal.message))
 
+    def request_id(self, scope: Scope) -> str:
+        """Return the id that the client gives the request, or a new one."""
+        sent = _header(scope, self._request_id_header.encode("latin-1"))
+        return str(uuid4()) if sent is None else sent.decode("latin-1")
+
     def _choose(
         self,
         route: str,
@@ -126,14 +131,20 @@ class Relay:
             return self._models.named(name, version)
         if self._models.only is not None:
             return self._models.only.choose(version)
-        if self._models.default is not None and not is_openai(route):
+        if self._models.default is not None and not is_openai(route) and not _has_form(properties):
             return self._models.default.choose(version)
         return None
 
-    def _named_in(self, body: bytes, version: str | None) -> Model:
-        """Return the model that an OpenAI request names in its body, or the default one."""
-        name = model_named_in(body)
-        if name is not None:
+    def _named_in(self, body: bytes, version: str | None, properties: dict[str, str]) -> Model:
+        """Return the model that the body names, or the default one.
+
+        An OpenAI request names it in `model`, a form in `model_name`.
+        """
+        fields = form_fields(properties["content-type"], body) if _has_form(properties) else None
+        if fields is not None:
+            if name := _last(fields, "model_name"):
+                return self._models.named(name, version)
+        elif (name := model_named_in(body)) is not None:
             return self._models.named_as_model(name, version)
         if self._models.default is None:
             raise BadParameterError("Parameter model_name is required.")
@@ -228,7 +239,7 @@ class Response:
             {
                 "type": "http.response.start",
                 "status": status,
-                "headers": [*raw, *more, self._request_id, *_CACHE_HEADERS],
+                "headers": [*raw, *more, self._request_id, *CACHE_HEADERS],
             }
         )
 
@@ -295,6 +306,10 @@ def model_named_in(body: bytes) -> str | None:
         return None
 
 
+def _has_form(properties: dict[str, str]) -> bool:
+    return is_form(properties.get("content-type", ""))
+
+
 def _properties(scope: Scope) -> tuple[dict[str, str], str]:
     """Return the headers (names in lower case, the last of several wins) with SageMaker's custom attributes.
 
@@ -336,7 +351,8 @@ def _query(scope: Scope) -> list[tuple[str, bytes]]:
     query: bytes = scope["query_string"]
     if not query:
         return []
-    return [(name, value.encode()) for name, value in parse_qsl(query.decode("latin-1"), keep_blank_values=True)]
+    pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
+    return [(name, value.encode()) if name else (value, b"") for name, value in pairs]  # "=x" is a name, as in LMI
 
 
 def _last(entries: list[tuple[str, bytes]], key: str) -> str | None:

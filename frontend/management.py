@@ -62,7 +62,7 @@ class Management:
         one = {"GET": self.describe, "PUT": self.scale, "DELETE": self.unregister}
         return [
             method_route("/models", {"GET": self.list_models, "POST": self.register}),
-            method_route("/workflows", {"GET": self.list_workflows}),
+            method_route("/workflows", {"GET": self.list_workflows, "POST": self.register}),
             method_route("/server/logging", dict.fromkeys(("GET", "POST", "PUT"), self.set_log_level)),
             *(
                 method_route(f"/{kind}/{{model}}{version}", one)

@@ -12,6 +12,13 @@ from starlette.responses import Response
 from lmi_server.contract.errors import LmiServerError, MethodNotAllowedError, RouteNotFoundError
 from lmi_server.dialects.errors import error_reply
 
+CACHE_HEADERS = [
+    (b"pragma", b"no-cache"),
+    (b"cache-control", b"no-cache; no-store, must-revalidate, private"),
+    (b"expires", b"Thu, 01 Jan 1970 00:00:00 UTC"),
+]
+"""What DJL Serving adds to every answer, beside the id of the request."""
+
 
 def json_response(value: Any, status: int = 200) -> Response:
     body = msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"

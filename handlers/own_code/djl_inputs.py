@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
-from urllib.parse import parse_qsl
 
 from djl_python.inputs import Input, make_input, make_input_late
-from djl_python.optional_packages import needs
 from djl_python.properties import Properties
 
 from lmi_server.contract.errors import BadParameterError, RequestError
 from lmi_server.contract.protocol import Input as Request
+from lmi_server.dialects.forms import form_fields
 
-_URL_ENCODED = "application/x-www-form-urlencoded"
-# curl declares whatever `-d` sends a form. In a real form these characters are percent-encoded.
-_JSON_STARTS = (b"{", b"[")
 _ADAPTER = "adapter"  # a query parameter, or a field of a form
 # Properties that only the server sets, in lower case. User code opens files below model_dir and computes on device_id,
 # so a header or custom attribute of that name is not handed to it.
@@ -78,8 +73,8 @@ class InputBuilder:
     def content(self, request: Request) -> list[tuple[str, bytes]]:
         """Return the content of one request.
 
-        Raises BadParameterError if it sets `handler` without permission, RequestError if it names an unknown adapter or
-        is no valid form.
+        Raises BadParameterError if it sets `handler` without permission or is no valid form, RequestError if it names
+        an unknown adapter.
         """
         if not self._may_choose_handler and "handler" in request.properties:
             raise BadParameterError("The handler can't be overridden in a request")
@@ -111,43 +106,10 @@ def sent_properties(request: Request) -> dict[str, str]:
 def content_of(request: Request) -> list[tuple[str, bytes]]:
     """Return the query parameters and the body, or the fields of a form in its place, as (key, bytes).
 
-    Raises RequestError if the body is no valid form.
+    A form without any field leaves no content. Raises BadParameterError if the body is no valid form.
     """
-    content_type = request.properties.get("content-type", "")
-    form = content_type.partition(";")[0].strip().lower()
-    if form != _URL_ENCODED and not form.startswith("multipart/"):
+    content_type = request.properties.get("content-type")
+    if content_type is None:
         return request.content
-    *query, (_, body) = request.content
-    if form == _URL_ENCODED and body.lstrip().startswith(_JSON_STARTS):
-        return request.content
-    content = [*query, *(_url_encoded(body) if form == _URL_ENCODED else _multipart(content_type, body))]
-    return content or [("data", body)]  # an Input without any content means "load the model"
-
-
-def _url_encoded(body: bytes) -> list[tuple[str, bytes]]:
-    return [(name, value.encode()) for name, value in parse_qsl(body.decode("latin-1"), keep_blank_values=True)]
-
-
-def _multipart(content_type: str, body: bytes) -> list[tuple[str, bytes]]:
-    with needs("python-multipart", "forms"):
-        from python_multipart import multipart
-        from python_multipart.exceptions import FormParserError
-
-    found: list[tuple[str, bytes]] = []
-
-    def on_field(field: Any) -> None:
-        found.append(((field.field_name or b"").decode("utf-8", "replace"), field.value or b""))
-
-    def on_file(file: Any) -> None:
-        file.file_object.seek(0)
-        found.append(((file.field_name or b"").decode("utf-8", "replace"), file.file_object.read()))
-        file.close()
-
-    headers = {"Content-Type": content_type.encode("latin-1"), "Content-Length": str(len(body)).encode()}
-    try:
-        multipart.parse_form(headers, io.BytesIO(body), on_field, on_file)
-    except FormParserError as error:
-        raise RequestError(f"the body is no {content_type.partition(';')[0]}: {error}") from error
-    if body and not found:
-        raise RequestError(f"the body is no {content_type.partition(';')[0]}: there is no whole field in it")
-    return found
+    fields = form_fields(content_type, request.content[-1][1])
+    return request.content if fields is None else [*request.content[:-1], *fields]

@@ -8,6 +8,7 @@
     scores.py            vLLM's /score and /rerank
     routes.py            the names of the routes
     fields.py            reads and checks the fields of a body
+    forms.py             the fields of a form
     constraints.py       the fields that constrain the output: schemas, grammars, choices
     adapters.py          which LoRA adapter a request names
     errors.py            how an error reads in each dialect

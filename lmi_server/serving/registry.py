@@ -118,6 +118,10 @@ class Endpoint:
         self._turn += 1
         return able[self._turn % len(able)]
 
+    def choose_preferring(self, version: str | None) -> Model:
+        """Return the model of that version if there is one, otherwise what `choose` returns without a version."""
+        return self.choose(version if any(model.version == version for model in self.models) else None)
+
     def version(self, version: str | None) -> Model:
         for model in self.models:
             if model.version == version:

@@ -61,6 +61,9 @@ def test_requests_go_to_the_model_that_they_name(server: Server) -> None:
         assert server.http.post(path, json=body).json() == {"generated_text": " a b a"}
     nameless = server.http.post("/invocations", json=body)
     assert (nameless.status_code, nameless.json()["message"]) == (400, "Parameter model_name is required.")
+    for form in ({"data": {"model_name": "third"}}, {"files": {"model_name": (None, "third")}}):
+        named = server.http.post("/invocations", **form)
+        assert (named.status_code, named.json()["message"]) == (404, "Model or workflow not found: third")
     completion = {"model": "second", "prompt": "a", "max_tokens": 1}
     assert server.http.post("/v1/completions", json=completion).json()["model"] == "second"
     assert server.http.post("/v1/completions", json={**completion, "model": "third"}).status_code == 404
@@ -142,10 +145,14 @@ def test_versions_take_turns(server: Server, store: Path) -> None:
     for _ in range(3):
         server.http.post("/predictions/m/2", json=request("a"))
     server.http.post("/invocations?model_name=m&model_version=2", json=request("a"))
+    server.http.post("/predictions/m?model_version=2", json=request("a"))
+    server.http.post("/models/m/2/invoke", json=request("a"))
     text = server.http.get("/metrics").text
     assert 'lmi_requests_total{code="200",model="m:1"} 3.0' in text
-    assert 'lmi_requests_total{code="200",model="m:2"} 7.0' in text
+    assert 'lmi_requests_total{code="200",model="m:2"} 9.0' in text
     assert server.http.post("/predictions/m/3", json=request("a")).status_code == 404
+    assert server.http.post("/invocations?model_name=m&model_version=3", json=request("a")).status_code == 404
+    assert server.http.post("/predictions/m?model_version=3", json=request("a")).status_code == 200  # as in LMI
     assert [element["version"] for element in server.http.get("/models/m").json()] == ["1", "2"]
     assert [element["version"] for element in server.http.get("/models/m/2").json()] == ["2"]
     assert server.http.get("/ping").json().keys() == {"first", "second", "m"}

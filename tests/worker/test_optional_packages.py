@@ -8,7 +8,7 @@ import sys
 import pytest
 from paths import ROOT
 
-ABSENT = ("numpy", "PIL", "python_multipart", "boto3", "torch")
+ABSENT = ("numpy", "PIL", "boto3", "torch")
 MODULES = sorted(path.stem for path in (ROOT / "lmi_server/compat/djl_python").glob("[a-z]*.py"))
 
 NUMPY = "pip install numpy, or lmi-server[huggingface], which brings it along"
@@ -51,8 +51,3 @@ def test_a_call_that_needs_one_names_it_and_the_remedy(call: str, error: str) ->
     last = run_without_packages(code + call)
     assert last.startswith("ImportError: "), last
     assert last.endswith(error)
-
-
-def test_a_form_with_parts_names_its_package() -> None:
-    code = "from handlers.own_code.djl_inputs import _multipart; _multipart('multipart/form-data; boundary=a', b'')"
-    assert run_without_packages(code).endswith("pip install python-multipart")

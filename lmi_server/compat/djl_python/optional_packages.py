@@ -8,7 +8,6 @@ from contextlib import contextmanager
 _REMEDIES = {
     "numpy": "pip install numpy, or lmi-server[huggingface], which brings it along",
     "Pillow": 'pip install "lmi-server[tasks]"',
-    "python-multipart": "pip install python-multipart",
 }
 
 
