@@ -14,6 +14,7 @@ import msgspec
 
 from lmi_server.artifacts.archive import ArchiveLimits, content_root, extract_archive, visible_files
 from lmi_server.artifacts.hub import fetch_hub_model
+from lmi_server.artifacts.interpreter import Interpreters, WorkerPython
 from lmi_server.artifacts.location import (
     HubModel,
     LocalArchive,
@@ -49,10 +50,11 @@ class ArtifactSettings:
 
 @dataclass(frozen=True, slots=True)
 class Artifacts:
-    """What a worker needs: the local directory of its model, and directories to put first on its PYTHONPATH."""
+    """What a worker needs: the directory of its model, those to put first on its PYTHONPATH, and its interpreter."""
 
     model_id: str
     python_path: tuple[str, ...] = ()
+    python: str = sys.executable
 
 
 def artifact_settings(download_dir: str | None, environment: Mapping[str, str]) -> ArtifactSettings:
@@ -79,21 +81,26 @@ async def fetch_artifacts(
     settings: ArtifactSettings,
     *,
     revision: str | None = None,
+    python: WorkerPython | None = None,
     limit_s: float = 1800.0,
     on_progress: OnProgress = lambda progress: None,
 ) -> Artifacts:
-    """Fetch the model that `model_id` names, and install the `requirements.txt` of `model_dir`.
+    """Fetch the model that `model_id` names, and install the `requirements.txt` of `model_dir` for its `python`.
 
     `model_id` is a path (absolute, or relative to `model_dir`), an archive, a Hugging Face id (at `revision`) or
     s3://bucket/prefix. pip may take `limit_s` seconds. `on_progress` is called on this event loop. A cancellation stops
-    the download or pip. Raises ArtifactError; a later call never uses files that are incomplete.
+    the download or pip. Raises ArtifactError, and ConfigurationError if workers cannot run in
+    `python`; a later call never uses files that are incomplete.
     """
 
     def fetch(activity: Activity) -> Artifacts:
+        interpreters = Interpreters(settings.python, settings.environment, settings.root, activity)
+        interpreter = interpreters.prepare(python or WorkerPython(), model_dir)
         directory = _bring(_location(model_id, model_dir), revision, settings, activity)
-        installer = Installer(settings.python, settings.environment, limit_s, settings.root)
+        installer = Installer(interpreter.path, settings.environment, limit_s, settings.root)
         target = install_requirements(model_dir, installer, activity)
-        return Artifacts(str(directory), () if target is None else (str(target),))
+        python_path = (*(() if target is None else (str(target),)), *interpreter.python_path)
+        return Artifacts(str(directory), python_path, interpreter.path)
 
     return await _in_thread(fetch, on_progress)
 

@@ -23,10 +23,13 @@ from lmi_server.configuration.declaration import (
     Options,
     Unavailable,
 )
+from lmi_server.machine.devices import CUDA_VISIBLE_DEVICES
 from lmi_server.machine.inventory import Machine
 
 LONG_DTYPES: Mapping[str, str] = MappingProxyType({"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"})
 """What torch and the engines call the data types of option.dtype."""
+OWN_PYTHON = "python3"
+"""The value of option.pythonExecutable that means the interpreter of the server: LMI's default."""
 _SHORT_DTYPES = {long: short for short, long in LONG_DTYPES.items()}
 
 
@@ -59,6 +62,15 @@ def _environment_pairs(value: str) -> str:
     if not all(name.strip() and separator for name, separator, _ in (pair.partition("=") for pair in value.split(","))):
         raise ValueError("not NAME=VALUE pairs")
     return value
+
+
+def _names_devices(pairs: str) -> bool:
+    return CUDA_VISIBLE_DEVICES in _variables(pairs)
+
+
+def _variables(pairs: str) -> dict[str, str]:
+    split = (pair.partition("=") for pair in pairs.split(",") if pair)
+    return {name.strip(): value for name, _, value in split}
 
 
 PositiveInt = Annotated[int, Field(ge=1), Allowed("an integer of 1 or more")]
@@ -271,16 +283,17 @@ class ModelOptions(Options):
     handler: Annotated[str, Unavailable(lambda name: name != "handle", _REMOVE_IT)] = Field(
         "handle", description="Function of the entry point that takes the requests."
     )
-    python_executable: Annotated[
-        str, Key("pythonExecutable"), NoEffect("workers run in the server's own Python environment")
-    ] = Field("python3", description="Python interpreter of the workers.")
+    python_executable: Annotated[str, Key("pythonExecutable")] = Field(
+        OWN_PYTHON,
+        description="Python interpreter of the workers, 3.11 or later; python3 is that of the server.",
+    )
     env: Annotated[
         EnvironmentPairs | None,
-        Unavailable(lambda pairs: pairs is not None, "set the variables for the server; workers inherit them"),
+        Unavailable(lambda pairs: _names_devices(pairs or ""), "set load_on_devices, from which the server sets it"),
     ] = Field(None, description="Environment variables of the workers, A=1,B=2.")
-    enable_venv: Annotated[
-        bool, Unavailable.values(True, instead="install the packages into the server's environment")
-    ] = Field(False, description="Give the model a virtual environment of its own.")
+    enable_venv: bool = Field(
+        False, description="Give the model a virtual environment of its own, which also sees the server's packages."
+    )
     pipeline_parallel_degree: Annotated[
         PositiveInt, Unavailable(lambda degree: degree > 1, "use option.tensor_parallel_degree")
     ] = Field(1, description="Stages that the layers of one model are split into, each on devices of its own.")
@@ -396,6 +409,16 @@ class ModelOptions(Options):
         """Return the part of `passed_through` that the engine knows, as text; the handler converts it."""
         known = self.engine_names()
         return {name: raw for name, raw in self.passed_through.items() if name in known}
+
+    @property
+    def variables(self) -> Mapping[str, str]:
+        """Return the environment variables of option.env; they override those of the server."""
+        return _variables(self.env or "")
+
+    @property
+    def own_python(self) -> str | None:
+        """Return the interpreter that the model names; None if its workers run in the server's."""
+        return None if self.python_executable == OWN_PYTHON else self.python_executable
 
     @property
     def devices_per_worker(self) -> int | None:

@@ -155,6 +155,7 @@ def inspect_model(
         machine=machine,
         worker_environment=MappingProxyType(
             {name: environment.get(name, value) for name, value in options.worker_environment().items()}
+            | dict(options.variables)
         ),
         warnings=(*layers.warnings, *checks.warnings()),
         problems=tuple(checks.problems({**wrong_serving, **wrong_options})),
@@ -172,7 +173,10 @@ def _complete(options: ModelOptions, spec: HandlerSpec, location: str, merged: S
     prefixed = {key.removeprefix("option."): merged.unknown[key].raw for key in merged.unknown if key not in bare}
     written = {**bare, **prefixed}
     if spec.runs_user_code:
-        decided = {key.removeprefix("option."): source.raw for key, source in merged.known.items()}
+        told = {
+            key: source for key, source in merged.known.items() if key != "option.env"
+        }  # as in LMI: it may be secret
+        decided = {key.removeprefix("option."): source.raw for key, source in told.items()}
         written |= {**decided, "model_id": location}
     return options.model_copy(update={"model_id": location}).passing_through(written)
 

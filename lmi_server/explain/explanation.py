@@ -5,6 +5,7 @@ That is the command and the environment of a worker, the arguments of the engine
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -165,9 +166,10 @@ def _devices(
 
 
 def _command(options: ModelOptions, machine: Machine) -> Sequence[str]:
+    python = options.own_python or sys.executable
     if options.ranks is not None:
-        return mpi_worker_command(machine.mpirun or _ANY_MPIRUN, options.ranks, _GROUP_DIRECTORY)
-    return worker_command(_FD, _FD)
+        return mpi_worker_command(python, machine.mpirun or _ANY_MPIRUN, options.ranks, _GROUP_DIRECTORY)
+    return worker_command(python, _FD, _FD)
 
 
 def _rank_environment(options: ModelOptions) -> Mapping[str, str]:
@@ -193,7 +195,8 @@ def _reserved(found: Inspection) -> Sequence[str]:
 
 def _absent(found: Inspection) -> Sequence[str]:
     """Return a warning for each Python package that the handler needs and that is not installed, and for mpirun."""
-    missing = [name for name in found.spec.engines if name not in found.machine.engines]
+    here = found.options.own_python is None  # what another interpreter has is known when the model loads
+    missing = [name for name in found.spec.engines if here and name not in found.machine.engines]
     warnings = [f"{found.spec.title} needs the Python package {name}, which is not installed" for name in missing]
     if found.options.ranks is not None and found.machine.mpirun is None:
         warnings.append(NO_MPIRUN)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lmi_server.artifacts.fetch import ArtifactSettings, fetch_artifacts
+from lmi_server.artifacts.interpreter import WorkerPython
 from lmi_server.artifacts.progress import OnProgress
 from lmi_server.configuration.resolve import Inspection, ResolvedModel, inspect_model
 from lmi_server.contract.errors import ConfigurationError
@@ -17,9 +18,10 @@ Inspect = Callable[[Path, Mapping[str, str], Mapping[str, str]], Inspection]
 
 @dataclass(frozen=True, slots=True)
 class FetchedModel:
-    """A model whose `option.model_id` is a local directory, and what goes first on the PYTHONPATH of its workers."""
+    """A model whose `option.model_id` is a local directory, the interpreter of its workers, and their PYTHONPATH."""
 
     resolved: ResolvedModel
+    python: str
     python_path: tuple[str, ...]
 
 
@@ -46,10 +48,17 @@ async def fetch_model(
         found.location,
         settings,
         revision=found.options.revision,
+        python=_worker_python(found),
         limit_s=found.options.model_loading_timeout,
         on_progress=on_progress,
     )
     if artifacts.model_id != found.location:
         registration = {**registration, "option.model_id": artifacts.model_id}
         found = await asyncio.to_thread(inspect, model_dir, environment, registration)
-    return FetchedModel(found.resolved(), artifacts.python_path)
+    return FetchedModel(found.resolved(), artifacts.python, artifacts.python_path)
+
+
+def _worker_python(found: Inspection) -> WorkerPython:
+    modules = [name.partition(":")[0] for name in (found.spec.handler, found.spec.options) if name is not None]
+    options = found.options
+    return WorkerPython(options.own_python, options.enable_venv, found.spec.engines, tuple(modules))

@@ -205,6 +205,7 @@ class WorkerPool:
             {**self._settings.environment, **devices.environment},
             self._settings.mpi,
             self._on_metric,
+            self._settings.python,
         )
         self._roster.add(worker, number)
         return worker

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from enum import Enum
 
@@ -25,14 +26,15 @@ class ModelStatus(Enum):
 class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What the pool needs to know of a model. Times are in seconds; numbers of workers are those of each device set.
 
-    `version` distinguishes the versions of one model. `environment` is added to that of each worker; with an `mpi`
-    launcher each worker is a group of ranks. What a user may configure has no default here: the defaults are those of
-    `ServingOptions` and `ModelOptions`.
+    `version` distinguishes the versions of one model. `python` is the interpreter of the workers. `environment` is
+    added to that of each worker; with an `mpi` launcher each worker is a group of ranks. What a user may configure has
+    no default here: the defaults are those of `ServingOptions` and `ModelOptions`.
     """
 
     load: Load
     version: str | None = None
     device_sets: tuple[DeviceSet, ...] = (DeviceSet(),)
+    python: str = sys.executable
     environment: Mapping[str, str] = {}
     mpi: MpiLauncher | None = None
     adapters: tuple[RegisteredAdapter, ...] = ()

@@ -273,13 +273,14 @@ class ModelRegistry:
         try:
             fetched = await self._fetch(model.source)
             fetched_at = self._measure("DownloadModel", model, began)
-            resolved = replace(fetched.resolved, name=model.name)
+            fetched = replace(fetched, resolved=replace(fetched.resolved, name=model.name))
+            resolved = fetched.resolved
             self._claim_names(model, resolved)
             model.resolved = resolved
             for warning in resolved.warnings:
                 logger.warning("model %s: %s", model.label, warning)
             await asyncio.to_thread(self._check_memory, resolved.serving)
-            model.pool = WorkerPool(self._pool_settings(model.source, resolved, fetched.python_path), self._on_metric)
+            model.pool = WorkerPool(self._pool_settings(model.source, fetched), self._on_metric)
             model.pool.start()
             await model.pool.settled()
             if model.failure is None:
@@ -339,7 +340,8 @@ class ModelRegistry:
                 )
         self._aliases |= {alias: endpoint for alias in resolved.options.served_model_name if alias != endpoint.name}
 
-    def _pool_settings(self, source: ModelSource, resolved: ResolvedModel, python_path: Sequence[str]) -> PoolSettings:
+    def _pool_settings(self, source: ModelSource, fetched: FetchedModel) -> PoolSettings:
+        resolved = fetched.resolved
         serving, options = resolved.serving, resolved.options
         gpus = visible_gpus(self._environment, installed_gpus())
         return PoolSettings(
@@ -357,7 +359,8 @@ class ModelRegistry:
             ),
             version=source.version,
             device_sets=plan_devices(serving.load_on_devices, options.gpus_per_worker(len(gpus)), gpus),
-            environment={**resolved.worker_environment, **_worker_variables(python_path)},
+            python=fetched.python,
+            environment=_worker_variables(resolved.worker_environment, fetched.python_path),
             mpi=None if options.ranks is None else self._mpi_launcher(options.ranks),
             adapters=_adapters_beside(source, resolved),
             min_workers=serving.min_workers,
@@ -421,9 +424,9 @@ def _adapters_beside(source: ModelSource, resolved: ResolvedModel) -> tuple[Regi
     return adapters
 
 
-def _worker_variables(python_path: Sequence[str]) -> dict[str, str]:
-    """Return the variables with which workers find the packages of the model's requirements before all others."""
+def _worker_variables(own: Mapping[str, str], python_path: Sequence[str]) -> dict[str, str]:
+    """Return a model's `own` variables with a PYTHONPATH on which what is in `python_path` comes first."""
     if not python_path:
-        return {}
-    inherited = process_environment().get("PYTHONPATH")
-    return {"PYTHONPATH": os.pathsep.join([*python_path, *([inherited] if inherited else [])])}
+        return dict(own)
+    inherited = own.get("PYTHONPATH") or process_environment().get("PYTHONPATH")
+    return {**own, "PYTHONPATH": os.pathsep.join([*python_path, *([inherited] if inherited else [])])}

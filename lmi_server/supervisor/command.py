@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from lmi_server.machine.mpi import MpiRun
 
 
-def worker_command(link: str, progress: str) -> Sequence[str]:
-    """Return the command of a worker that is one process.
+def worker_command(python: str, link: str, progress: str) -> Sequence[str]:
+    """Return the command of a worker that is one process of the interpreter `python`.
 
     It inherits two file descriptors, "fd:N": its end of the link, and the page of its BatchProgress.
     """
-    return (sys.executable, "-m", "lmi_server.worker", "--link", link, "--progress", progress)
+    return (python, "-m", "lmi_server.worker", "--link", link, "--progress", progress)
 
 
-def mpi_worker_command(mpirun: MpiRun, ranks: int, directory: str) -> Sequence[str]:
+def mpi_worker_command(python: str, mpirun: MpiRun, ranks: int, directory: str) -> Sequence[str]:
     """Return the command of a worker that is a group of `ranks` processes, the first of which has the link.
 
     Each of them connects to the Unix socket in `directory`, which belongs to the group alone.
     """
     link, progress = f"unix:{socket_path(directory)}", f"file:{progress_path(directory)}"
-    return (*mpirun.command(ranks), *worker_command(link, progress))
+    return (*mpirun.command(ranks), *worker_command(python, link, progress))
 
 
 def socket_path(directory: str) -> str:

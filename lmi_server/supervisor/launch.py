@@ -53,9 +53,10 @@ class WorkerLaunch(ABC):
 
 
 class SingleProcess(WorkerLaunch):
-    """A worker that is one process."""
+    """A worker that is one process of the interpreter `python`."""
 
-    def __init__(self) -> None:
+    def __init__(self, python: str) -> None:
+        self._python = python
         self._pid: int | None = None
 
     @property
@@ -78,7 +79,9 @@ class SingleProcess(WorkerLaunch):
         self.progress, progress = BatchProgress.create()
         try:
             process = await _execute(
-                worker_command(f"fd:{link.fileno()}", f"fd:{progress}"), variables, (link.fileno(), progress)
+                worker_command(self._python, f"fd:{link.fileno()}", f"fd:{progress}"),
+                variables,
+                (link.fileno(), progress),
             )
         except BaseException:
             self.progress.close()
@@ -99,11 +102,13 @@ class MpiGroup(WorkerLaunch):
 
     def __init__(
         self,
+        python: str,
         mpirun: MpiRun,
         ranks: int,
         on_failed: Callable[[Failed], None],
         on_rank_lost: Callable[[int], None],
     ) -> None:
+        self._python = python
         self._mpirun = mpirun
         self._ranks = ranks
         self._on_failed = on_failed
@@ -132,7 +137,9 @@ class MpiGroup(WorkerLaunch):
             )
             inherited = {**process_environment(), **variables}
             own = {**group.environment(inherited), **self._mpirun.environment(group.directory)}
-            return await _execute(mpi_worker_command(self._mpirun, self._ranks, group.directory), {**variables, **own})
+            return await _execute(
+                mpi_worker_command(self._python, self._mpirun, self._ranks, group.directory), {**variables, **own}
+            )
         except BaseException:
             self.close()
             raise

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ class WorkerProcess:
     `on_items` gets what the worker sends for its requests and calls. `on_lost` is called once, as soon as a worker that
     was ready is dead. A worker that sends no Stats for `heartbeat_timeout_s` seconds is killed. `environment` is added
     to that of this process. With an `mpi` launcher the worker is a group of ranks, which lives while all of them do.
-    `on_metric` gets the metrics that it prints.
+    `on_metric` gets the metrics that it prints. `python` is its interpreter.
     """
 
     def __init__(
@@ -69,14 +70,15 @@ class WorkerProcess:
         environment: Mapping[str, str],
         mpi: MpiLauncher | None = None,
         on_metric: MetricSink = unrecorded,
+        python: str = sys.executable,
     ) -> None:
         self.name = name
         self.ready_at = 0.0  # time.time(); 0.0 before
         self.gauges: Mapping[str, float] = {}  # as the worker last reported them
         self.lost = asyncio.Event()
-        launch: WorkerLaunch = SingleProcess()
+        launch: WorkerLaunch = SingleProcess(python)
         if mpi is not None:
-            launch = MpiGroup(mpi.mpirun, mpi.ranks, self._on_message, self._on_rank_lost)
+            launch = MpiGroup(python, mpi.mpirun, mpi.ranks, self._on_message, self._on_rank_lost)
         self._link = worker_link(self._on_message, self._on_link_lost)
         self.requests = WorkerRequests(self._link, launch)
         self.controls = ControlCalls(self._link)

@@ -1,0 +1,218 @@
+"""The Python interpreter that the workers of a model run in.
+
+It is the server's own unless the model names another one or asks for a virtual environment of its own. The code of the
+workers is that of this server in each case. Another interpreter must bring the packages that this code imports.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lmi_server.artifacts.child_process import ChildTimeoutError, run_child
+from lmi_server.artifacts.progress import Activity
+from lmi_server.artifacts.store import claim, entry, file_errors
+from lmi_server.contract.errors import ArtifactError, ConfigurationError
+
+WORKER_PACKAGES: Mapping[str, str] = {"msgspec": "msgspec", "pydantic": "pydantic>=2.7", "uvloop": "uvloop"}
+"""What every worker imports beside the standard library, and how pip calls it."""
+
+_PIP_NAMES = {"sklearn": "scikit-learn", "tensorrt_llm": "tensorrt-llm", "transformers_neuronx": "transformers-neuronx"}
+_OLDEST = (3, 11)
+_OWN_PACKAGES = ("lmi_server", "handlers")
+_LIMIT_S = 120.0
+# Prints what an interpreter is and lacks. Engines are looked for and not imported, because that may take a minute.
+_PROBE = """
+import importlib, importlib.util, json, site, sys
+asked = json.loads(sys.argv[1])
+def found(name):
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:
+        return False
+broken = {}
+missing = [name for name in asked["packages"] if not found(name)]
+for name in asked["modules"] if not missing and sys.version_info[:2] >= tuple(asked["oldest"]) else ():
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        broken[name] = f"{type(error).__name__}: {error}"
+print(json.dumps({"version": list(sys.version_info[:3]), "missing": missing, "broken": broken,
+                  "sites": site.getsitepackages()}))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPython:
+    """What a model asks for: an interpreter, None for the server's, and maybe a virtual environment of its own.
+
+    `packages` are those of its engine, `modules` those of its handler.
+    """
+
+    executable: str | None = None
+    own_environment: bool = False
+    packages: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Interpreter:
+    """The path of an interpreter, and what must be on the PYTHONPATH for it to find the code of a worker."""
+
+    path: str
+    python_path: tuple[str, ...] = ()
+
+
+class _Venv(msgspec.Struct, frozen=True):
+    """The manifest of a virtual environment: the interpreter that it was made with, and the model."""
+
+    python: str
+    model_dir: str
+
+
+class Interpreters:
+    """Finds and makes interpreters. `own` is the server's, `root` the directory of downloads."""
+
+    def __init__(self, own: str, environment: Mapping[str, str], root: Path, activity: Activity) -> None:
+        self._own = own
+        self._environment = environment
+        self._root = root
+        self._activity = activity
+
+    def prepare(self, wanted: WorkerPython, model_dir: Path) -> Interpreter:
+        """Return the interpreter for the workers of a model.
+
+        Raises ConfigurationError if there is none, or if it lacks what a worker imports, and ArtifactError if the
+        virtual environment cannot be made.
+        """
+        if wanted.executable is None and not wanted.own_environment:
+            return Interpreter(self._own)
+        path = self._own if wanted.executable is None else self._find(wanted.executable, model_dir)
+        code = self._code()
+        if wanted.executable is not None:
+            self._check(wanted, path, code)
+        if wanted.own_environment:
+            path = self._venv(path, model_dir)
+        return Interpreter(path, (str(code),))
+
+    def _find(self, name: str, model_dir: Path) -> str:
+        """Return the absolute path of the program `name`: a path, also relative to the model, or a name on the PATH."""
+        beside = model_dir / name
+        searched = str(beside) if os.sep in name and beside.is_file() else name
+        path = shutil.which(searched, path=self._environment.get("PATH", os.defpath))
+        if path is None:
+            raise ConfigurationError(
+                f'option.pythonExecutable = "{name}": there is no such program; name a Python 3.11 or later, or remove '
+                "the key: workers then run in the Python of the server"
+            )
+        return os.path.abspath(path)
+
+    def _code(self) -> Path:
+        """Return a directory that holds nothing but the server's own packages.
+
+        The directory that they are installed in would bring the server's other packages along.
+        """
+        sources = {name: str(_directory_of(name)) for name in _OWN_PACKAGES}
+        digest = hashlib.sha256("\0".join(sources.values()).encode()).hexdigest()[:20]
+        directory = self._root / "worker-code" / digest
+        with file_errors(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            for name, source in sources.items():
+                if not (directory / name).exists():
+                    _link(directory / name, source)
+        return directory
+
+    def _check(self, wanted: WorkerPython, path: str, code: Path) -> None:
+        found = self._probe(
+            path, [*WORKER_PACKAGES, *wanted.packages], ["lmi_server.worker.__main__", *wanted.modules], code
+        )
+        place = f'option.pythonExecutable = "{wanted.executable}"'
+        version = tuple(found["version"])
+        if version[:2] < _OLDEST:
+            raise ConfigurationError(
+                f"{place}: it is Python {'.'.join(map(str, version))}; a worker needs Python 3.11 or later"
+            )
+        if found["missing"]:
+            names = " ".join(
+                f"'{WORKER_PACKAGES.get(name) or _PIP_NAMES.get(name, name)}'" for name in found["missing"]
+            )
+            raise ConfigurationError(
+                f"{place}: it lacks {', '.join(found['missing'])}, which a worker of this model imports; install them "
+                f"there: {path} -m pip install {names}"
+            )
+        for module, reason in found["broken"].items():
+            raise ConfigurationError(
+                f"{place}: a worker cannot import {module} there ({reason}); install what it lacks with "
+                f"{path} -m pip install, or remove the key"
+            )
+
+    def _probe(self, path: str, packages: Sequence[str], modules: Sequence[str], code: Path) -> dict[str, Any]:
+        asked = json.dumps({"packages": packages, "modules": modules, "oldest": _OLDEST})
+        inherited = self._environment.get("PYTHONPATH")
+        variables = {"PYTHONPATH": os.pathsep.join([str(code), *([inherited] if inherited else [])])}
+        ended = self._run([path, "-c", _PROBE, asked], variables)
+        found: dict[str, Any] = json.loads(ended)
+        return found
+
+    def _venv(self, python: str, model_dir: Path) -> str:
+        """Return the interpreter of the model's virtual environment, which also sees the packages of `python`."""
+        place = entry(self._root, "venv", f"{model_dir}\0{python}\0{Path(python).stat().st_mtime_ns}", "venv")
+        with claim(place, self._activity):
+            if place.manifest(_Venv) is None:
+                self._activity.report(f"making a virtual environment for {model_dir}")
+                place.discard_partial()
+                self._make_venv(python, place.partial_files)
+                with file_errors(place.directory):
+                    place.publish(_Venv(python, str(model_dir)))
+        return str(place.files / "bin" / "python")
+
+    def _make_venv(self, python: str, directory: Path) -> None:
+        self._run([python, "-m", "venv", "--without-pip", str(directory)], {})
+        sites = json.loads(
+            self._run([python, "-c", "import json, site; print(json.dumps(site.getsitepackages()))"], {})
+        )
+        packages = next(directory.glob("lib/python*/site-packages"))
+        # `venv --system-site-packages` would show the packages of the Python that made `python`, if that is itself one
+        # of a virtual environment.
+        lines = [f"import site; site.addsitedir({site!r})\n" for site in sites]
+        (packages / "of-the-server.pth").write_text("".join(lines))
+
+    def _run(self, command: Sequence[str], variables: Mapping[str, str]) -> str:
+        """Return what a command of an interpreter prints. Raises ArtifactError if it fails."""
+        try:
+            ended = run_child(
+                command,
+                environment={**self._environment, **variables},
+                activity=self._activity,
+                limit_s=_LIMIT_S,
+            )
+        except (ChildTimeoutError, OSError) as error:
+            raise ArtifactError(f"option.pythonExecutable: {command[0]} cannot be run: {error}") from error
+        if ended.code != 0:
+            last = (ended.stderr.strip().splitlines() or ["it gave no reason"])[-1]
+            raise ArtifactError(f"option.pythonExecutable: {command[0]} failed (exit code {ended.code}): {last}")
+        return ended.stdout
+
+
+def _directory_of(package: str) -> Path:
+    spec = find_spec(package)
+    assert spec is not None
+    assert spec.submodule_search_locations, package
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _link(link: Path, target: str) -> None:
+    """Make or replace the link in one step: other servers may use the directory."""
+    partial = link.with_name(f"{link.name}.{os.getpid()}")
+    partial.unlink(missing_ok=True)
+    partial.symlink_to(target)
+    partial.replace(link)
