@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.machine.inventory import Machine
@@ -95,25 +95,52 @@ def estimate(
     )
 
 
-def shortages(serving: ServingOptions, machine: Machine) -> Mapping[str, str]:
-    """Return a text for each key in full with which `serving` requires more memory than `machine` has free.
+def shortages(serving: ServingOptions, machine: Machine, estimated_mb: int = 0) -> Mapping[str, str]:
+    """Return a text for each key in full with which `serving` asks for more memory than `machine` has free.
 
-    A GPU whose memory is unknown passes.
+    A reserve counts if it is set, or if the model requires memory beside it. `estimated_mb` is what the model seems to
+    require if no key says so. A GPU whose memory is unknown passes.
     """
     free = [gpu.free_bytes for gpu in machine.gpus if gpu.free_bytes is not None]
-    wanted = {
-        "required_memory_mb": (serving.required_memory_mb, serving.reserved_memory_mb, machine.available_bytes),
-        "gpu.required_memory_mb": (
-            serving.gpu_required_memory_mb,
+    demands = (
+        _Demand("", serving.required_memory_mb or estimated_mb, serving.reserved_memory_mb, machine.available_bytes),
+        _Demand(
+            "gpu.",
+            serving.gpu_required_memory_mb or estimated_mb,
             serving.gpu_reserved_memory_mb,
             min(free, default=None),
         ),
-    }
+    )
+    given = serving.model_fields_set
     return {
-        key: f"with what stays reserved {required + reserved} MiB are needed, {available // 2**20} are free"
-        for key, (required, reserved, available) in wanted.items()
-        if required and available is not None and required + reserved > available // 2**20
+        f"{demand.prefix}{'required' if demand.required else 'reserved'}_memory_mb": demand.text
+        for demand in demands
+        if demand.is_unmet and (demand.required or f"{demand.prefix.replace('.', '_')}reserved_memory_mb" in given)
     }
+
+
+class _Demand(NamedTuple):
+    """What a model asks for on one kind of device: MiB that it requires, MiB that stay free, and free bytes."""
+
+    prefix: str
+    required: int
+    reserved: int
+    available: int | None
+
+    @property
+    def is_unmet(self) -> bool:
+        return self.available is not None and self.required + self.reserved > self.available // 2**20
+
+    @property
+    def text(self) -> str:
+        free = (self.available or 0) // 2**20
+        return f"with what stays reserved {self.required + self.reserved} MiB are needed, {free} are free"
+
+
+def estimate_of_files(directories: Collection[str]) -> int:
+    """Return the MiB that a model with these directories seems to need: LMI's estimate, 1.2 times its files."""
+    files = {path for directory in directories for path in Path(directory).rglob("*") if path.is_file()}
+    return sum(path.stat().st_size for path in files) * 12 // 10 // 2**20
 
 
 def gib(size: int | None) -> str:

@@ -195,13 +195,14 @@ class ServingOptions(Options):
         0, description="MiB of memory that loading the model needs; with less, the model fails with 507. 0: no check."
     )
     reserved_memory_mb: NonNegativeInt = Field(
-        500, description="MiB of memory that must stay free beside required_memory_mb."
+        500, description="MiB of memory that must stay free beside required_memory_mb; set alone, that must be free."
     )
     gpu_required_memory_mb: Annotated[NonNegativeInt, Key("gpu.required_memory_mb")] = Field(
         0, description="MiB that loading the model needs on each GPU; with less, the model fails with 507. 0: no check."
     )
     gpu_reserved_memory_mb: Annotated[NonNegativeInt, Key("gpu.reserved_memory_mb")] = Field(
-        0, description="MiB that must stay free on each GPU beside gpu.required_memory_mb."
+        0,
+        description="MiB that must stay free on each GPU beside gpu.required_memory_mb; set alone, that must be free.",
     )
     log_request_metric: Annotated[
         bool, Key(also=("option.log_request_metric",)), NoEffect("extra_logs=model_metric logs every request")

@@ -107,11 +107,17 @@ class ServerSettings(Options):
 
 
 # Keys of config.properties that set defaults for all models.
-_MODEL_DEFAULTS = ("job_queue_size", "batch_size", "max_batch_delay", "max_idle_time", "load_on_devices")
+_MODEL_DEFAULTS = (
+    "job_queue_size",
+    "batch_size",
+    "max_batch_delay",
+    "max_idle_time",
+    "load_on_devices",
+    "reserved_memory_mb",
+)
 # LMI's other keys, and what a user should know who sets one.
 _WITHOUT_EFFECT = {
     "model_url_pattern": "no request registers a model implicitly; POST it to /models",
-    "reserved_memory_mb": "set it in the serving.properties of the models",
     "opts": "there is no JVM; of its flags only log4j2.configurationFile has a meaning",
     "features": "installed engines are detected",
     "prometheus": "/metrics is always on",

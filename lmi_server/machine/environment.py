@@ -61,6 +61,7 @@ _GLOBAL_DEFAULTS = {
     "SERVING_MAX_BATCH_DELAY": "max_batch_delay",
     "SERVING_MAX_IDLE_TIME": "max_idle_time",
     "SERVING_LOAD_ON_DEVICES": "load_on_devices",
+    "SERVING_RESERVED_MEMORY_MB": "reserved_memory_mb",
     "SERVING_MIN_WORKERS": "minWorkers",
     "SERVING_MAX_WORKERS": "maxWorkers",
     "SERVING_RETRY_THRESHOLD": "retry_threshold",
@@ -91,6 +92,11 @@ class Variable:
 def process_environment() -> dict[str, str]:
     """Return a copy of this process's environment."""
     return dict(os.environ)
+
+
+def is_multi_model(environment: Mapping[str, str]) -> bool:
+    """Return whether SageMaker says that this server is one of a multi-model endpoint."""
+    return environment.get("SAGEMAKER_MULTI_MODEL", "").strip().lower() == "true"
 
 
 def sagemaker_overrides(environment: Mapping[str, str]) -> list[Variable]:

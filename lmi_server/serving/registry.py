@@ -18,8 +18,7 @@ from pathlib import Path
 from lmi_server.artifacts.fetch import ArtifactSettings, empty_directory, fetch_model_directory
 from lmi_server.artifacts.location import HubModel, parse_location
 from lmi_server.artifacts.progress import shown_progress
-from lmi_server.configuration.memory_estimate import shortages
-from lmi_server.configuration.options import ServingOptions
+from lmi_server.configuration.memory_estimate import estimate_of_files, shortages
 from lmi_server.configuration.resolve import ResolvedModel
 from lmi_server.contract.errors import (
     ConfigurationError,
@@ -33,7 +32,7 @@ from lmi_server.contract.errors import (
 from lmi_server.contract.metrics import Metric, MetricSink, unrecorded
 from lmi_server.contract.protocol import Load
 from lmi_server.machine.devices import installed_gpus, plan_devices, visible_gpus
-from lmi_server.machine.environment import process_environment
+from lmi_server.machine.environment import is_multi_model, process_environment
 from lmi_server.machine.inventory import this_machine, with_gpu_memory
 from lmi_server.machine.mpi import NO_MPIRUN, find_mpirun
 from lmi_server.serving.adapters import RegisteredAdapter, adapters_in
@@ -279,7 +278,7 @@ class ModelRegistry:
             model.resolved = resolved
             for warning in resolved.warnings:
                 logger.warning("model %s: %s", model.label, warning)
-            await asyncio.to_thread(self._check_memory, resolved.serving)
+            await asyncio.to_thread(self._check_memory, resolved)
             model.pool = WorkerPool(self._pool_settings(model.source, fetched), self._on_metric)
             model.pool.start()
             await model.pool.settled()
@@ -300,9 +299,18 @@ class ModelRegistry:
         self._on_metric(Metric(name, "Microseconds", round((now - since) * 1e6), (("Model", model.name),)))
         return now
 
-    def _check_memory(self, serving: ServingOptions) -> None:
-        machine = this_machine(self._environment)
-        missing = shortages(serving, with_gpu_memory(machine) if serving.gpu_required_memory_mb else machine)
+    def _check_memory(self, resolved: ResolvedModel) -> None:
+        """Raise ModelMemoryError if less memory is free than the model asks for.
+
+        SageMaker's multi-model endpoints load models until the server answers 507. So the need of a model that does not
+        say it is estimated there.
+        """
+        serving, machine = resolved.serving, this_machine(self._environment)
+        estimated = 0
+        if is_multi_model(self._environment) and not serving.required_memory_mb:
+            estimated = estimate_of_files({resolved.model_dir, resolved.options.model_id or resolved.model_dir})
+        on_gpus = estimated or serving.gpu_required_memory_mb or serving.gpu_reserved_memory_mb
+        missing = shortages(serving, with_gpu_memory(machine) if on_gpus else machine, estimated)
         if missing:
             raise ModelMemoryError("; ".join(f"{key}: {text}" for key, text in missing.items()))
 

@@ -328,6 +328,14 @@ def test_required_memory_that_is_not_there_is_a_warning(tmp_path: Path) -> None:
     assert not [warning for warning in found.warnings if " required_memory_mb" in warning]
 
 
+def test_reserved_memory_alone_counts_if_it_is_set(tmp_path: Path) -> None:
+    found = explained(tmp_path, "reserved_memory_mb=9000", NO_GPU)
+    assert [warning for warning in found.warnings if 'reserved_memory_mb = "9000": with what stays' in warning]
+    found = explained(tmp_path, "gpu.reserved_memory_mb=100000", FOUR_GPUS)
+    assert [warning for warning in found.warnings if 'gpu.reserved_memory_mb = "100000": ' in warning]
+    assert not [warning for warning in explained(tmp_path, "", NO_GPU).warnings if "memory_mb" in warning]
+
+
 def test_problems_are_in_the_order_of_the_file(tmp_path: Path) -> None:
     found = explained(tmp_path, "option.dtype=x\nminWorkers=x\noption.model_loading_timeout=x\nmaxWorkers=x", NO_GPU)
     assert [problem.split(":")[1] for problem in found.problems] == ["1", "2", "3", "4"]

@@ -27,6 +27,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model(directory / "failing", "fault_handlers:FailingHandler")
     make_model(directory / "greedy", "fault_handlers:GreedyHandler")
     make_model(directory / "huge", required_memory_mb="1000000000", reserved_memory_mb="0")
+    make_model(directory / "reserving", reserved_memory_mb="1000000000")
     make_model(directory / "wrong", job_queue_size="0")
     return directory
 
@@ -169,6 +170,7 @@ def test_versions_take_turns(server: Server, store: Path) -> None:
         ("failing", 500, "EngineException", "the weights are missing"),
         ("greedy", 507, "WlmOutOfMemoryException", "the weights do not fit: 17 GiB are not free"),
         ("huge", 507, "WlmOutOfMemoryException", "with what stays reserved 1000000000 MiB are needed, "),
+        ("reserving", 507, "WlmOutOfMemoryException", "reserved_memory_mb: with what stays reserved 1000000000 MiB"),
         ("wrong", 400, "IllegalConfigurationException", 'serving.properties:3: job_queue_size = "0" is not allowed'),
         ("nowhere", 404, "ModelNotFoundException", "there is no directory"),
     ],
@@ -363,3 +365,18 @@ def test_with_allow_multi_status_ping_answers_207(tmp_path: Path) -> None:
         register(server, tmp_path / "nowhere", synchronous="false")
         until_status(server, "nowhere", "FAILED")
         assert server.http.get("/ping").status_code == 207
+
+
+def test_a_multi_model_endpoint_estimates_memory_by_the_files(store: Path, tmp_path: Path) -> None:
+    """SageMaker unloads other models when loading one more is answered with 507."""
+    large = make_model(tmp_path / "large")
+    with (large / "weights.bin").open("wb") as weights:
+        weights.truncate(8 << 40)  # a sparse file of 8 TiB
+    variables = {"SAGEMAKER_MULTI_MODEL": "true"}
+    with running(store / "start" / "first", variables=variables) as server:
+        server.log_line(r"\] ready: process")
+        refused = register(server, large)
+        assert (refused.status_code, refused.json()["type"]) == (507, "WlmOutOfMemoryException")
+        assert re.search(r"required_memory_mb: .* 10\d{6} MiB are needed", refused.json()["message"])
+        assert register(server, store / "echo").status_code == 200
+        assert server.http.get("/ping").status_code == 200

@@ -34,4 +34,5 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     settings, _ = resolve_server({"SERVING_WAIT_MODEL_LOADING": "false", **os.environ}, {"port": 0})
     sources, _ = startup_sources(Startup(arguments.directories, model_store=arguments.model_store), {})
-    sys.exit(run(sources, settings, {}, inspect))
+    of_models = {name: value for name, value in os.environ.items() if name.startswith("SAGEMAKER_")}
+    sys.exit(run(sources, settings, of_models, inspect))
