@@ -12,10 +12,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from frontend.adapters import AdapterManagement
+from frontend.error_rates import ErrorRates
 from frontend.inference import Receive, Relay, Scope, Send
 from frontend.management import Management
 from frontend.metrics import Metrics
-from frontend.responses import CACHE_HEADERS, error_response, json_response, on_http_error, on_lmi_error
+from frontend.responses import error_response, json_response, on_http_error, on_lmi_error
+from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import LmiServerError, ModelNotFoundError, RouteNotFoundError
 from lmi_server.dialects import routes
 from lmi_server.serving.pool_settings import ModelStatus
@@ -45,7 +47,7 @@ class App:
     """The ASGI application.
 
     If `management_port` is given, models are managed on that port and requests are served on the other one, and only
-    the health checks are on both. `multi_status` is the setting `allow_multi_status`.
+    the health checks are on both.
     """
 
     def __init__(
@@ -53,13 +55,14 @@ class App:
         models: ModelRegistry,
         metrics: Metrics,
         relay: Relay,
+        settings: ServerSettings,
         management_port: int | None = None,
-        multi_status: bool = False,
     ) -> None:
         self._models = models
         self._relay = relay
         self._management_port = management_port
-        status = StatusEndpoints(models, metrics, multi_status)
+        self._takes_preflights = settings.cors_allowed_origin is not None
+        status = StatusEndpoints(models, metrics, relay.error_rates, settings.allow_multi_status)
         serving, managing = _serving_routes(status), _managing_routes(status, models)
         if management_port is None:
             self._routes = _application([*_health(status), *serving, *managing])
@@ -80,7 +83,8 @@ class App:
         # than the layers that Starlette puts around an endpoint.
         target = self._target(scope["path"], scope["method"])
         if target is None:
-            await self._answer(self._routes, scope, receive, send)
+            preflight = self._takes_preflights and _is_preflight(scope)
+            await self._answer(json_response({}) if preflight else self._routes, scope, receive, send)
         elif scope["method"] == "OPTIONS":
             await self._answer(self._options(target), scope, receive, send)
         else:
@@ -123,18 +127,24 @@ class App:
 
         async def send_with_headers(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id), *CACHE_HEADERS]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id), *self._relay.headers]
             await send(message)
 
         await application(scope, receive, send_with_headers)
 
 
+def _is_preflight(scope: Scope) -> bool:
+    """Return whether a browser asks which requests pages of another origin may send."""
+    return scope["method"] == "OPTIONS" and any(key == b"access-control-request-method" for key, _ in scope["headers"])
+
+
 class StatusEndpoints:
     """Health, metrics and the list of models."""
 
-    def __init__(self, models: ModelRegistry, metrics: Metrics, multi_status: bool) -> None:
+    def __init__(self, models: ModelRegistry, metrics: Metrics, error_rates: ErrorRates, multi_status: bool) -> None:
         self._models = models
         self._metrics = metrics
+        self._error_rates = error_rates
         self._multi_status = multi_status
 
     async def ping(self, request: Request) -> Response:
@@ -142,7 +152,7 @@ class StatusEndpoints:
         statuses = {endpoint.name: endpoint.status for endpoint in self._models.endpoints}
         body = {name: {"status": status.value} for name, status in statuses.items()}
         several = self._multi_status and len(set(statuses.values())) > 1 and ModelStatus.HEALTHY in statuses.values()
-        return json_response(body, _ping_code(self._at_startup(), several))
+        return json_response(body, 503 if self._error_rates.exceeded else _ping_code(self._at_startup(), several))
 
     async def live(self, request: Request) -> Response:
         """Return 500 if every model of the start has failed for good, so that only a new process helps; else 200."""

@@ -10,20 +10,24 @@ import codecs
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 from urllib.parse import parse_qsl
 from uuid import uuid4
 
 import msgspec
 
+from frontend.error_rates import ErrorRates
 from frontend.http_protocol import RelayProtocol, connection_of, header_names
+from frontend.implicit_registration import ImplicitRegistration
 from frontend.lmi_metrics import CLIENT_GONE
 from frontend.metrics import Metrics
-from frontend.responses import CACHE_HEADERS
+from frontend.responses import error_statuses, standard_headers
+from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import (
     BadParameterError,
     LmiServerError,
+    ModelNotFoundError,
     PayloadTooLargeError,
     RequestError,
     error_from_kind,
@@ -61,16 +65,22 @@ class ClientGoneError(Exception):
 
 
 class Relay:
-    """Answers inference requests. Set `draining` once the server shuts down."""
+    """Answers inference requests. Set `draining` once the server shuts down.
 
-    def __init__(
-        self, models: ModelRegistry, metrics: Metrics, max_request_size: int, request_id_header: str = "x-request-id"
-    ) -> None:
+    `headers` are added to every answer; `error_rates` counts errors.
+    """
+
+    def __init__(self, models: ModelRegistry, metrics: Metrics, settings: ServerSettings) -> None:
         self.draining = False
+        self.headers = standard_headers(settings)
+        self.error_rates = ErrorRates(settings.error_rates)
         self._models = models
         self._metrics = metrics
-        self._max_request_size = max_request_size
-        self._request_id_header = request_id_header.lower()
+        self._max_request_size = settings.max_request_size
+        self._request_id_header = settings.request_id_header.lower()
+        self._statuses = error_statuses(settings)
+        pattern = settings.model_url_pattern
+        self._implicit = None if pattern is None else ImplicitRegistration(models, pattern)
 
     async def __call__(
         self, route: str, name: str | None, version: str | None, scope: Scope, receive: Receive, send: Send
@@ -80,17 +90,27 @@ class Relay:
         properties, names = _properties(scope)
         request_id = properties.get(self._request_id_header) or str(uuid4())
         connection = connection_of(scope)
-        response = Response(connection, send, request_id)
+        response = Response(connection, send, request_id, self.headers)
         model: Model | None = None
+        body: bytes | None = None
         try:
             query = _query(scope)
             asked = version or _last(query, "model_version") or properties.get("model_version")
-            if name is not None and version is None and route == PREDICTIONS:
-                model = self._models.endpoint(name).choose_preferring(asked)
-            else:
-                model = self._choose(route, name, asked, properties, query)
-            body = await self._body(scope, receive)
-            model = model or self._named_in(body, asked, properties)
+            try:
+                if name is not None and version is None and route == PREDICTIONS:
+                    model = self._models.endpoint(name).choose_preferring(asked)
+                else:
+                    model = self._choose(route, name, asked, properties, query)
+                body = await self._body(scope, receive)
+                model = model or self._named_in(body, asked, properties)
+            except ModelNotFoundError as error:
+                if self._implicit is None:
+                    raise
+                body = await self._body(scope, receive) if body is None else body
+                fields = form_fields(properties.get("content-type", ""), body) or []
+                model = await self._implicit.register(name, version, properties, [*query, *fields])
+                if model is None:
+                    raise error from None
             content = [*query, ("data", body)]
             priority = parse_priority(properties.get("x-priority"))
             pool = model.loaded()
@@ -103,14 +123,20 @@ class Relay:
             return
         connection.watch(lambda: pool.cancel(job))
         try:
-            status = await _relay(route, job, response)
+            status = await _relay(route, job, response, self._statuses)
         finally:
             pool.cancel(job)
             connection.unwatch()
         self._metrics.of(model).answered(status, *_times(job, arrived))
-        terminal = job.reply.terminal
+        if status >= 424:
+            self._count_failure(status, job.reply.terminal)
+
+    def _count_failure(self, status: int, terminal: Reply | End | Error | None) -> None:
+        error = None
         if isinstance(terminal, Error) and terminal.kind != CANCELLED:
-            self._metrics.failed(error_from_kind(terminal.kind, terminal.message))
+            error = error_from_kind(terminal.kind, terminal.message)
+            self._metrics.failed(error)
+        self.error_rates.count(status, error)
 
     def request_id(self, scope: Scope) -> str:
         """Return the id that the client gives the request, or a new one."""
@@ -191,7 +217,7 @@ class Relay:
         scope: Scope,
         response: Response,
     ) -> None:
-        status, headers, data = error_reply(route, error)
+        status, headers, data = error_reply(route, error, self._statuses)
         # Close the connection if the body was not read to its end. That is so for a body that is too long, and for a
         # client that waits for "100 Continue" and may send its body or not: the parser would take what follows for a
         # request.
@@ -199,16 +225,21 @@ class Relay:
             headers.append(("connection", "close"))
         self._metrics.of(model).refused(status)
         self._metrics.failed(error)
+        self.error_rates.count(status, error)
         await response.whole(status, headers, data)
 
 
 class Response:
     """Writes the answer to one request as ASGI messages."""
 
-    __slots__ = ("_connection", "_request_id", "_send")
+    __slots__ = ("_connection", "_headers", "_request_id", "_send")
 
-    def __init__(self, connection: RelayProtocol, send: Send, request_id: str) -> None:
+    def __init__(
+        self, connection: RelayProtocol, send: Send, request_id: str, headers: list[tuple[bytes, bytes]]
+    ) -> None:
+        """`headers` are added to every answer."""
         self._connection = connection
+        self._headers = headers
         self._send = send
         self._request_id = (b"x-request-id", request_id.encode("latin-1"))
 
@@ -239,49 +270,52 @@ class Response:
             {
                 "type": "http.response.start",
                 "status": status,
-                "headers": [*raw, *more, self._request_id, *CACHE_HEADERS],
+                "headers": [*raw, *more, self._request_id, *self._headers],
             }
         )
 
 
-async def _relay(route: str, job: Job, response: Response) -> int:
+async def _relay(route: str, job: Job, response: Response, statuses: Mapping[type[LmiServerError], int]) -> int:
     """Send the answer of `job` as it arrives; return its status."""
     reply = job.reply
     await reply.wait()
     head = reply.head
     if head is None:
-        return await _send_whole(route, reply.terminal, response)
+        return await _send_whole(route, reply.terminal, response, statuses)
     await response.begin(head)
     while True:
         terminal = reply.terminal
         data = reply.take()
         if terminal is not None:
             await response.end(data + _ending(route, head, terminal))
-            return _status_of_end(route, terminal)
+            return _status_of_end(route, terminal, statuses)
         if data:
             await response.chunk(data)
         await reply.wait()
 
 
-async def _send_whole(route: str, terminal: Reply | End | Error | None, response: Response) -> int:
+async def _send_whole(
+    route: str, terminal: Reply | End | Error | None, response: Response, statuses: Mapping[type[LmiServerError], int]
+) -> int:
     if isinstance(terminal, Reply):
         await response.whole(terminal.status, terminal.headers, terminal.data, terminal.reason)
         return terminal.status
     assert isinstance(terminal, Error), "a stream has a head before its end"
     if terminal.kind == CANCELLED:
         return CLIENT_GONE
-    status, headers, data = error_reply(route, error_from_kind(terminal.kind, terminal.message, terminal.code))
+    error = error_from_kind(terminal.kind, terminal.message, terminal.code)
+    status, headers, data = error_reply(route, error, statuses)
     await response.whole(status, headers, data)
     return status
 
 
-def _status_of_end(route: str, terminal: Reply | End | Error) -> int:
+def _status_of_end(route: str, terminal: Reply | End | Error, statuses: Mapping[type[LmiServerError], int]) -> int:
     """Return the status under which the metrics count a stream: that of the error that ended it, if one did."""
     if not isinstance(terminal, Error):
         return terminal.status
     if terminal.kind == CANCELLED:
         return CLIENT_GONE
-    return error_reply(route, error_from_kind(terminal.kind, terminal.message, terminal.code))[0]
+    return error_reply(route, error_from_kind(terminal.kind, terminal.message, terminal.code), statuses)[0]
 
 
 def _ending(route: str, head: Head, terminal: Reply | End | Error) -> bytes:

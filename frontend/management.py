@@ -95,7 +95,7 @@ class Management:
 
     async def register(self, request: Request) -> Response:
         given = await parameters(request)
-        source = _source(given)
+        source = model_source(given)
         if truth(given, "synchronous", True):
             # In a task of its own, so that the registration is completed even if the client goes away meanwhile.
             await asyncio.shield(asyncio.ensure_future(self._models.register_and_load(source)))
@@ -156,7 +156,7 @@ def _path(request: Request) -> tuple[str, str | None]:
 # --- parameters ---
 
 
-def _source(given: Mapping[str, str]) -> ModelSource:
+def model_source(given: Mapping[str, str]) -> ModelSource:
     url = given.get("url", "").strip()
     if not url:
         raise BadParameterError("Parameter url is required.")

@@ -9,7 +9,17 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lmi_server.contract.errors import LmiServerError, MethodNotAllowedError, RouteNotFoundError
+from lmi_server.configuration.server_settings import ServerSettings
+from lmi_server.contract.errors import (
+    BadParameterError,
+    LmiServerError,
+    MethodNotAllowedError,
+    ModelNotReadyError,
+    PredictTimeoutError,
+    QueueFullError,
+    RouteNotFoundError,
+    WorkerDiedError,
+)
 from lmi_server.dialects.errors import error_reply
 
 CACHE_HEADERS = [
@@ -18,6 +28,28 @@ CACHE_HEADERS = [
     (b"expires", b"Thu, 01 Jan 1970 00:00:00 UTC"),
 ]
 """What DJL Serving adds to every answer, beside the id of the request."""
+
+
+def standard_headers(settings: ServerSettings) -> list[tuple[bytes, bytes]]:
+    """Return what is added to every answer beside the id of the request: no caching, and CORS where it is set."""
+    cors = {
+        b"access-control-allow-origin": settings.cors_allowed_origin,
+        b"access-control-allow-methods": settings.cors_allowed_methods,
+        b"access-control-allow-headers": settings.cors_allowed_headers,
+    }
+    return [*CACHE_HEADERS, *((name, value.encode("ascii")) for name, value in cors.items() if value is not None)]
+
+
+def error_statuses(settings: ServerSettings) -> dict[type[LmiServerError], int]:
+    """Return the statuses that the settings give to errors of inference requests."""
+    wlm = settings.wlm_error_http_code
+    return {
+        QueueFullError: settings.throttle_error_http_code,
+        ModelNotReadyError: wlm,
+        WorkerDiedError: wlm,
+        PredictTimeoutError: wlm,
+        BadParameterError: settings.bad_request_http_code,
+    }
 
 
 def json_response(value: Any, status: int = 200) -> Response:

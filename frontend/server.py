@@ -121,10 +121,10 @@ class _Server:
 
     async def serve(self) -> int:
         models, metrics = self._models, self._metrics
-        relay = Relay(models, metrics, self._settings.max_request_size, self._settings.request_id_header)
+        relay = Relay(models, metrics, self._settings)
         addresses = [listener.getsockname()[:2] for listener in self._listeners]
         management_port = addresses[1][1] if len(addresses) > 1 else None
-        app = App(models, metrics, relay, management_port, self._settings.allow_multi_status)
+        app = App(models, metrics, relay, self._settings, management_port)
         http = _HttpServer(AccessLog(app) if "access" in self._settings.written_logs else app, self._settings)
         self._listen_to_signals()
         serving = asyncio.create_task(http.serve(list(self._listeners)))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from lmi_server.configuration.check import build
 from lmi_server.configuration.declaration import Allowed, Key, Option, Options
@@ -49,6 +50,45 @@ ExtraLogs = Annotated[
 ]
 
 
+_DURATION = r"P(?:(?P<days>\d+)D)?(?:T(?:(?P<hours>\d+)H)?(?:(?P<minutes>\d+)M)?(?:(?P<seconds>\d+)S)?)?"
+_ERROR_RATE = re.compile(rf"(?P<errors>\d{{1,6}})(?:/{_DURATION})?", re.IGNORECASE | re.ASCII)
+_DEFAULT_WINDOW = timedelta(minutes=1)
+
+
+class ErrorRate(NamedTuple):
+    """How many errors are allowed within how many seconds."""
+
+    errors: int
+    seconds: float
+
+
+def _error_rate(value: Any) -> Any:
+    """Return the ErrorRate that a text such as "10/PT5M" means. Without a time (in ISO 8601's form) it is a minute."""
+    found = _ERROR_RATE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if found is None:
+        return value
+    parts = {unit: int(text) for unit, text in found.groupdict("0").items()}
+    errors = parts.pop("errors")
+    return ErrorRate(errors, (timedelta(**parts) or _DEFAULT_WINDOW).total_seconds())
+
+
+def _compilable(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(str(error)) from error
+    return pattern
+
+
+ErrorRateLimit = Annotated[
+    ErrorRate | None,
+    BeforeValidator(_error_rate),
+    Allowed("errors/time, such as 10/PT5M for ten in five minutes; without a time it is one minute"),
+]
+ErrorStatus = Annotated[int, Field(ge=400, le=599), Allowed("a status of an error, from 400 to 599")]
+HeaderValue = Annotated[str | None, Field(pattern=r"^[\x20-\x7e]+$"), Allowed("a text in ASCII, on one line")]
+
+
 class ServerSettings(Options):
     """Settings of the front end, with LMI's names if LMI has such a key."""
 
@@ -68,6 +108,31 @@ class ServerSettings(Options):
     )
     request_id_header: Annotated[str, Field(min_length=1), Key("request_id_header_key")] = Field(
         "x-request-id", description="Header with the id of a request."
+    )
+    cors_allowed_origin: HeaderValue = Field(None, description="Access-Control-Allow-Origin of every answer.")
+    cors_allowed_methods: HeaderValue = Field(None, description="Access-Control-Allow-Methods of every answer.")
+    cors_allowed_headers: HeaderValue = Field(None, description="Access-Control-Allow-Headers of every answer.")
+    throttle_error_http_code: ErrorStatus = Field(503, description="Status if the job queue of a model is full.")
+    wlm_error_http_code: ErrorStatus = Field(
+        503, description="Status if a model is not ready, or its worker ended or made no progress for predict_timeout."
+    )
+    bad_request_http_code: Annotated[ErrorStatus, Key(also=("bad_request_error_http_code",))] = Field(
+        400, description="Status if the server itself refuses an inference request, such as one that names no model."
+    )
+    error_rate_wlm: ErrorRateLimit = Field(
+        None,
+        description="More errors than this that have throttle_error_http_code or wlm_error_http_code make /ping answer "
+        "503 until a restart.",
+    )
+    error_rate_server: ErrorRateLimit = Field(
+        None, description="As error_rate_wlm, for other answers with status 500 and above."
+    )
+    error_rate_model: ErrorRateLimit = Field(None, description="As error_rate_wlm, for answers with status 424.")
+    error_rate_any: ErrorRateLimit = Field(None, description="As error_rate_wlm, for all these errors together.")
+    model_url_pattern: Annotated[str | None, AfterValidator(_compilable), Allowed("a regular expression")] = Field(
+        None,
+        description="A request for an unknown model registers it if its header, query or form has a model_url that "
+        "matches this as a whole.",
     )
     model_store: str | None = Field(
         None,
@@ -101,6 +166,17 @@ class ServerSettings(Options):
     )
 
     @property
+    def error_rates(self) -> dict[str, ErrorRate]:
+        """Return the limits that are set, by the end of their keys."""
+        limits = {
+            "wlm": self.error_rate_wlm,
+            "server": self.error_rate_server,
+            "model": self.error_rate_model,
+            "any": self.error_rate_any,
+        }
+        return {kind: limit for kind, limit in limits.items() if limit is not None}
+
+    @property
     def written_logs(self) -> tuple[str, ...]:
         """Return which of LMI's logs are written."""
         return self.extra_logs if self.extra_logs is not None else EXTRA_LOGS if self.log_dir else ()
@@ -117,7 +193,6 @@ _MODEL_DEFAULTS = (
 )
 # LMI's other keys, and what a user should know who sets one.
 _WITHOUT_EFFECT = {
-    "model_url_pattern": "no request registers a model implicitly; POST it to /models",
     "opts": "there is no JVM; of its flags only log4j2.configurationFile has a meaning",
     "features": "installed engines are detected",
     "prometheus": "/metrics is always on",
@@ -129,20 +204,8 @@ _WITHOUT_EFFECT = {
         ("keystore", "keystore_pass", "keystore_type", "private_key_file", "certificate_file"),
         "let a proxy in front do TLS",
     ),
-    **dict.fromkeys(
-        ("cors_allowed_origin", "cors_allowed_methods", "cors_allowed_headers"),
-        "let a proxy in front do CORS",
-    ),
-    **dict.fromkeys(
-        tuple(
-            f"{kind}_http_code" for kind in ("bad_request", "wlm_error", "throttle_error", "timeout", "server_error")
-        ),
-        "the status codes of errors are fixed",
-    ),
-    **dict.fromkeys(
-        tuple(f"error_rate_{kind}" for kind in ("wlm", "server", "model", "any")),
-        "watch lmi_requests_total at /metrics",
-    ),
+    "timeout_http_code": "wlm_error_http_code is the status of a request that made no progress",
+    "server_error_http_code": "an error of the server itself is a 500",
     **dict.fromkeys(("grpc_address", "grpc_port"), "the server does not speak gRPC"),
 }
 _CONFIG = "config.properties"

@@ -5,6 +5,7 @@ The worker and the front end both use it, so that an error reads the same wherev
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from lmi_server.contract import errors
@@ -68,23 +69,29 @@ def _openai_body(error: LmiServerError) -> dict[str, object]:
     return {"error": {"message": error.message, "type": row.openai_type, "param": None, "code": row.openai_code}}
 
 
-def _lmi_body(error: LmiServerError) -> dict[str, object]:
+def _lmi_body(error: LmiServerError, status: int | None = None) -> dict[str, object]:
     row = _row(error)
     if isinstance(error, errors.HandlerError) and error.code is not None:
         return {"error": error.message, "code": error.code}
     # LMI's Java server writes `message` and its Python process `error`, so clients may read either.
-    return {"code": row.lmi_status, "type": row.lmi_type, "message": error.message, "error": error.message}
+    return {"code": status or row.lmi_status, "type": row.lmi_type, "message": error.message, "error": error.message}
 
 
-def error_reply(route: str, error: LmiServerError) -> tuple[int, list[tuple[str, str]], bytes]:
-    """Return status, headers and body of the answer to a request that fails before the first byte of an answer."""
+def error_reply(
+    route: str, error: LmiServerError, statuses: Mapping[type[LmiServerError], int] = {}
+) -> tuple[int, list[tuple[str, str]], bytes]:
+    """Return status, headers and body of the answer to a request that fails before the first byte of an answer.
+
+    `statuses` are those of error classes that take the place of the usual ones.
+    """
     row = _row(error)
+    status = statuses.get(type(error))
     headers = [("content-type", "application/json")]
     if error.retry_after is not None:
         headers.append(("retry-after", str(error.retry_after)))
     if is_openai(route):
-        return row.openai_status, headers, encode(_openai_body(error))
-    return row.lmi_status, headers, encode(_lmi_body(error))
+        return status or row.openai_status, headers, encode(_openai_body(error))
+    return status or row.lmi_status, headers, encode(_lmi_body(error, status))
 
 
 def error_event(route: str, content_type: str, error: LmiServerError) -> bytes:

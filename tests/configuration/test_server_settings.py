@@ -115,3 +115,26 @@ def test_what_kubernetes_says_of_a_service_is_no_setting() -> None:
     }
     settings, warnings = resolve_server(variables, {})
     assert (settings.port, warnings) == (8080, ())
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"), [("10/PT5M", (10, 300.0)), ("3", (3, 60.0)), ("1/P1DT1H", (1, 90000.0)), ("0/pt2s", (0, 2.0))]
+)
+def test_limits_on_errors(text: str, rate: tuple[int, float]) -> None:
+    settings, warnings = resolve_server({"SERVING_ERROR_RATE_ANY": text}, {})
+    assert (settings.error_rates, warnings) == ({"any": rate}, ())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("error_rate_any", "often"),
+        ("error_rate_wlm", "1/5M"),
+        ("cors_allowed_origin", "a\nb"),
+        ("model_url_pattern", "("),
+        ("wlm_error_http_code", "200"),
+    ],
+)
+def test_settings_that_cannot_be_honoured_are_refused(key: str, value: str) -> None:
+    with pytest.raises(ConfigurationError, match=f'{key} = "'):
+        resolve_server({f"SERVING_{key.upper()}": value}, {})

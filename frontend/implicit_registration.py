@@ -1,0 +1,53 @@
+"""Registers a model with the first request for it, if the request has a `model_url` that the server allows."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+
+from frontend.management import model_source
+from lmi_server.contract.errors import ModelNotFoundError
+from lmi_server.serving.registry import Model, ModelRegistry
+
+# LMI's names in requests, and the parameters of a registration that they stand for.
+_PARAMETERS = {
+    "model_url": "url",
+    "model_name": "model_name",
+    "model_version": "model_version",
+    "engine_name": "engine",
+    "device": "device",
+}
+
+
+class ImplicitRegistration:
+    """What LMI's `model_url_pattern` switches on. A URL must match the whole pattern, wherever the request has it."""
+
+    def __init__(self, models: ModelRegistry, pattern: str) -> None:
+        self._models = models
+        self._pattern = re.compile(pattern)
+
+    async def register(
+        self,
+        name: str | None,
+        version: str | None,
+        properties: Mapping[str, str],
+        content: Sequence[tuple[str, bytes]],
+    ) -> Model | None:
+        """Register and load the model that a request describes; return it, None if the request has no `model_url`.
+
+        `name` and `version` are those of the path. Headers go before `content`, the query and the fields of a form.
+        Raises ModelNotFoundError if the URL does not match, or what the registration raises.
+        """
+        sent = {key: value.decode("utf-8", "replace") for key, value in content}
+        sent |= properties
+        given = {parameter: sent[key] for key, parameter in _PARAMETERS.items() if sent.get(key)}
+        given |= {"model_name": name} if name else {}
+        given |= {"model_version": version} if version else {}
+        if "url" not in given:
+            return None
+        if self._pattern.fullmatch(given["url"]) is None:
+            raise ModelNotFoundError(f"model_url {given['url']} does not match the model_url_pattern of the server")
+        # In a task of its own, so that the registration is completed even if the client goes away meanwhile.
+        registration = asyncio.ensure_future(self._models.register_and_load(model_source(given)))
+        return await asyncio.shield(registration)
