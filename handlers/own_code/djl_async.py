@@ -109,7 +109,7 @@ def _whole(result: Any) -> Response:
 def _alone(piece: _Piece) -> Response:
     """Return the answer that consists of `piece` alone."""
     if piece.error is not None:
-        return piece_error(piece.error, piece.code)
+        return piece_error(piece.error, piece.code, headers_of(piece.output.properties))
     output = piece.output
     return Response(
         status=piece.code if piece.code in range(200, 300) else 200,

@@ -17,7 +17,8 @@ from lmi_server.contract.handler import Response
 logger = logging.getLogger(__name__)
 
 _CODES = range(200, 600)
-FAILED, OUT_OF_MEMORY = 424, 507
+FAILED, OUT_OF_MEMORY, _UNANSWERED = 424, 507, 400
+STEP_FAILED = "Batch inference failed"
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _IN_BATCH = re.compile(r"batch_(\d+)\.(.*)", re.DOTALL)
 _PROPERTY_IN_BATCH = re.compile(r"batch_(\d+)[._](.*)", re.DOTALL)
@@ -61,7 +62,7 @@ def split(output: Any, count: int) -> list[Response]:
     if not isinstance(output, Output) or whole.status >= 300:
         outcomes = [replace(whole, after=None) for _ in range(count)]  # LMI gives an error of the whole batch to each
     elif whole.stream is not None:
-        outcomes = [failed("add_stream_content answers one request, not a batch; set batch_size=1")] * count
+        outcomes = [_unanswered("add_stream_content answers one request, not a batch; set batch_size=1")] * count
     else:
         outcomes = _parts(output, count, whole)
     outcomes[-1] = replace(outcomes[-1], after=whole.after)  # once for the batch, after its last answer
@@ -90,7 +91,7 @@ def _part(
     index: int, keys: list[str | None], values: list[Any], properties: dict[str, Any], whole: Response
 ) -> Response:
     if not keys:
-        return failed(f"the handler added no content batch_{index}.<key> for request {index} of the batch")
+        return _unanswered(f"the handler added no content batch_{index}.<key> for request {index} of the batch")
     code = str(properties.pop("code", whole.status))
     if not code.isdecimal() or int(code) not in _CODES:
         return failed(f"batch_{index}_code is {code!r}; set a status from {_CODES.start} to {_CODES.stop - 1}")
@@ -165,10 +166,25 @@ def failed(error: str, code: int = FAILED, message: str = ERROR_MESSAGE) -> Resp
     return Response(status=code, headers=[("content-type", "application/json")], data=data, reason=message)
 
 
-def piece_error(error: str, code: int) -> Response:
-    """Return LMI's answer to a request that failed in a rolling batch, or asynchronously, before its first byte."""
+def piece_error(error: str, code: int, headers: list[tuple[str, str]]) -> Response:
+    """Return LMI's answer to a request that its code ended with an error before the first byte.
+
+    It happens in a rolling batch and asynchronously. `headers` are those that the code set with the error.
+    """
     body = json.dumps({"error": error, "code": code}).encode()
-    return Response(status=code, headers=[("content-type", "application/json")], data=body, reason=_reason(error))
+    return Response(status=code, headers=headers, data=body, reason=_reason(error))
+
+
+def step_error(error: str, code: int) -> Response:
+    """Return LMI's answer to a request that was in a step of a rolling batch that failed; it has no headers."""
+    return Response(status=code, data=error_body(code, STEP_FAILED, error))
+
+
+def _unanswered(message: str) -> Response:
+    """Return LMI's answer to a request of a batch for which the handler's Output has none."""
+    body = {"code": _UNANSWERED, "type": "TranslateException", "message": message, "error": message}
+    headers = [("content-type", "application/json")]
+    return Response(status=_UNANSWERED, headers=headers, data=json.dumps(body, indent=2).encode())
 
 
 def error_body(code: int, message: str, error: str) -> bytes:

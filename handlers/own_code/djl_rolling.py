@@ -16,8 +16,16 @@ from djl_python.inputs import Input, make_input
 from djl_python.outputs import Output
 
 from handlers.own_code.djl_adapters import AdapterFunctions
-from handlers.own_code.djl_inputs import content_of, sent_properties
-from handlers.own_code.djl_outputs import FAILED, OUT_OF_MEMORY, headers_of, in_batch, piece_error
+from handlers.own_code.djl_inputs import sent_properties
+from handlers.own_code.djl_outputs import (
+    FAILED,
+    OUT_OF_MEMORY,
+    STEP_FAILED,
+    headers_of,
+    in_batch,
+    piece_error,
+    step_error,
+)
 from handlers.own_code.user_function import UserFunction
 from handlers.user_code import format_user_error
 from lmi_server.contract.errors import (
@@ -35,8 +43,7 @@ from lmi_server.contract.protocol import Input as Request
 
 logger = logging.getLogger(__name__)
 
-_STEP_FAILED = "exception occurred during rolling batch inference"
-_BATCH_FAILED = "Batch inference failed"
+_RAISED = "exception occurred during rolling batch inference"
 _SEEDS = 1 << 31
 
 
@@ -49,6 +56,7 @@ class _Step(NamedTuple):
     error: str | None = None
     code: int = FAILED
     failure: LmiServerError | None = None
+    of_all: bool = False  # an error of the step, not of this request
 
 
 class _RunningRequest:
@@ -102,9 +110,9 @@ class RollingFunction(AsyncRequestHandler):
             step = await running.steps.get()
         if step.failure is not None:
             raise step.failure
-        if step.error is not None:
-            return piece_error(step.error, step.code)
         headers = headers_of(step.headers)
+        if step.error is not None:
+            return step_error(step.error, step.code) if step.of_all else piece_error(step.error, step.code, headers)
         if step.last:
             return Response(headers=headers, data=step.data.encode())
         return Response(headers=headers, stream=_rest(step, running))
@@ -145,7 +153,7 @@ class RollingFunction(AsyncRequestHandler):
                 "a step of the rolling batch raised: %s", format_user_error(error, self._function.model_dir)
             )
             # LMI reports no cause. An exception that is no Exception is rare enough to name it.
-            told = _STEP_FAILED if isinstance(error, Exception) else f"{_STEP_FAILED}: {describe(error)}"
+            told = _RAISED if isinstance(error, Exception) else f"{_RAISED}: {describe(error)}"
             self._end_all(told, OUT_OF_MEMORY if is_out_of_memory(error) else FAILED)
             return
         for one, step in zip(running, steps, strict=True):
@@ -159,7 +167,7 @@ class RollingFunction(AsyncRequestHandler):
         After a failed step nobody knows which requests the function still holds, so the batch starts anew.
         """
         for one in self._running:
-            one.steps.put_nowait(_Step("", True, {}, error, code, failure))
+            one.steps.put_nowait(_Step("", True, {}, error, code, failure, of_all=True))
         self._running = []
         self._reset = True
 
@@ -172,7 +180,8 @@ class RollingFunction(AsyncRequestHandler):
                 content.append((prefix + "data", b""))
                 continue
             properties |= {prefix + name: value for name, value in sent_properties(one.request).items()}
-            content += [(prefix + key, value) for key, value in content_of(one.request)]
+            # LMI hands over the body alone, without the query, and a form as it is.
+            content.append((prefix + "data", one.request.body()))
             content.append((prefix + "seed", str(random.randrange(_SEEDS)).encode()))
         properties["batch_size"] = str(len(self._running))
         if self._reset:
@@ -199,9 +208,9 @@ def _steps(output: Any, count: int) -> Iterator[_Step]:
     if not isinstance(output, Output):
         raise HandlerError(f"Invalid output type: {type(output)}")
     if output.code != 200:
-        raise HandlerError(f"{_BATCH_FAILED}: {output.message}", output.code if output.code >= 400 else FAILED)
+        raise HandlerError(f"{STEP_FAILED}: {output.message}", output.code if output.code >= 400 else FAILED)
     if output.content.size() != count:
-        raise HandlerError(f"{_BATCH_FAILED}: {output.content.size()} results for {count} requests")
+        raise HandlerError(f"{STEP_FAILED}: {output.content.size()} results for {count} requests")
     headers = in_batch(output.properties, count)
     for value, own in zip(output.content.values, headers, strict=True):
         yield _step(bytes(value), own)

@@ -158,7 +158,9 @@ def test_an_exception_of_any_class_ends_its_request_alone(server: Server, kind: 
         answer = ask(server, kind, error)
         last = pool.submit(ask, server, kind, "a")
     assert answer.status_code == 424, answer.text
-    assert answer.headers["content-type"] == "application/json"
+    assert answer.json()["error"]
+    # As with LMI, the error of a step has no content type: in a rolling batch the code sets the headers.
+    assert answer.headers.get("content-type") == (None if kind == "rolling" else "application/json")
     if kind == "rolling":  # a step that raises ends all its requests
         assert error == "StopIteration" or error in answer.text
         assert {other.result().status_code for other in others} <= {200, 424}

@@ -41,6 +41,9 @@ def made(code, inputs):
 def batched(inputs):
     return None if inputs.is_empty() else made(201, inputs)
 
+def halved(inputs):
+    return None if inputs.is_empty() else Output().add("b", batch_index=0)
+
 def rolling(inputs):
     if inputs.is_empty():
         return None
@@ -48,13 +51,16 @@ def rolling(inputs):
     if inputs.get_property("reset_rollingbatch"):
         LIVE.clear()
     for item in inputs.get_batches()[len(LIVE):]:
-        LIVE.append([item.get_property("x-case"), sorted(item.get_properties())])
+        keys = [["data", item.get_as_string()], *[key for key in item.content.keys if key != "data"]]
+        LIVE.append([item.get_property("x-case"), sorted(item.get_properties()), keys])
     for index, one in enumerate(LIVE):
         case, told = one[0], {"data": "t", "last": False}
         if case == "memory":
             raise MemoryError("17 GiB")
         if case == "names":
             told = {"data": json.dumps(one[1]), "last": True}
+        if case == "content":
+            told = {"data": json.dumps(one[2]), "last": True}
         if case == "ending":
             told = {"data": "", "last": True, "code": 500, "error": "late"}
         if case == "late":
@@ -270,3 +276,19 @@ def test_requests_have_ids_in_every_mode(rolling: Server, asynchronous: Server) 
     assert answer.headers["request_tracking_id"]
     assert "x-request-id" not in {name.lower() for name in answer.json()}
     assert json.loads(answer.text) == answer.json()
+
+
+def test_a_rolling_batch_gets_the_body_alone(rolling: Server) -> None:
+    """LMI drops the query, and hands over a form as it is."""
+    answer = rolling.http.post("/invocations?q=1", data={"a": "b"}, headers={"X-Case": "content"})
+    assert answer.json() == [["data", "a=b"], "seed"]
+
+
+def test_a_request_of_a_batch_without_an_answer_is_400(tmp_path: Any) -> None:
+    with serving_own(tmp_path, CODE, batch_size=2, max_batch_delay=300, handler="halved") as server:
+        with ThreadPoolExecutor() as threads:
+            answers = list(threads.map(lambda _: server.http.post("/invocations"), range(2)))
+        assert sorted(answer.status_code for answer in answers) == [200, 400]
+        refused = next(answer.json() for answer in answers if answer.status_code == 400)
+        assert refused["type"] == "TranslateException"
+        assert "no content batch_1" in refused["message"]

@@ -75,6 +75,8 @@ def from_npz(encoded: bytes | bytearray) -> list[Array]:
 def _encode(array: Array, encoded: bytearray) -> None:
     import numpy as np
 
+    if array.dtype.hasobject:
+        raise TypeError("an NDList holds numbers; an array of Python objects cannot be written")
     little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
     _put_text(_MAGIC, encoded)
     encoded += struct.pack(">iB", _VERSION, 0)

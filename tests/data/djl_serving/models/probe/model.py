@@ -460,7 +460,7 @@ def decode(i):
 
     value = decode(i, i.get_property("content-type"))
     is_image = isinstance(value, dict) and hasattr(value.get("inputs"), "getbands")
-    return Output().add(f"{type(value).__name__}:{'img' if is_image else repr(value)}")
+    return Output().add(f"{type(value).__name__}:{'img' if is_image else value!r}")
 
 
 @command
