@@ -1,0 +1,25 @@
+"""The small model that kernels are compiled with needs all of them, whatever its random weights are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from handlers.huggingface.kernel_compilation import save_small_llama
+from handlers.rolling_batch.cpu_kernels import intrinsics
+from handlers.rolling_batch.model_runner import ModelRunner
+
+pytestmark = pytest.mark.slow
+
+
+def test_every_part_of_the_small_model_is_fused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intrinsics, "TILES_ARE_FASTEST", True)  # as on processors with products in bfloat16
+    for seed in (0, 3, 7):
+        torch.manual_seed(seed)
+        save_small_llama(tmp_path, torch.bfloat16)
+        runner = ModelRunner(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16))
+        runner.prepare(4, 512)
+        assert (runner.fused["decoder_layers"], runner.fused["models"]) == (2, 1), f"seed {seed}"
