@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping
+from importlib.metadata import version
 from typing import Any
 
 from starlette.applications import Starlette
@@ -18,7 +19,7 @@ from frontend.management import Management
 from frontend.metrics import Metrics
 from frontend.responses import error_response, json_response, on_http_error, on_lmi_error
 from lmi_server.configuration.server_settings import ServerSettings
-from lmi_server.contract.errors import LmiServerError, ModelNotFoundError, RouteNotFoundError
+from lmi_server.contract.errors import BadParameterError, LmiServerError, ModelNotFoundError, RouteNotFoundError
 from lmi_server.dialects import routes
 from lmi_server.serving.pool_settings import ModelStatus
 from lmi_server.serving.registry import Model, ModelRegistry
@@ -36,6 +37,9 @@ _EXACT = {
     "/v2/rerank": routes.RERANK,
     "/tokenize": routes.TOKENIZE,
     "/detokenize": routes.DETOKENIZE,
+    "/": routes.TGI,
+    "/generate": routes.GENERATE,
+    "/generate_stream": routes.GENERATE_STREAM,
 }
 _ANY_METHOD = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 
@@ -167,6 +171,18 @@ class StatusEndpoints:
     def _at_startup(self) -> set[ModelStatus]:
         return {model.status for model in self._models.models if model.at_startup}
 
+    async def info(self, request: Request) -> Response:
+        """Return text-generation-inference's description of the model; `model_name` chooses one of several."""
+        name = request.query_params.get("model_name")
+        endpoint = self._models.default if name is None else self._models.endpoint(name)
+        if endpoint is None:
+            raise BadParameterError("Parameter model_name is required.")
+        return json_response(_tgi_info(endpoint.name, endpoint.choose(None)))
+
+    async def version(self, request: Request) -> Response:
+        """Return the version of the server, as vLLM does."""
+        return json_response({"version": version("lmi-server")})
+
     async def metrics(self, request: Request) -> Response:
         """Return all metrics, or only those that the parameters `name[]` name."""
         names = request.query_params.getlist("name[]")
@@ -194,6 +210,7 @@ def _health(status: StatusEndpoints) -> list[Route]:
     """Return the routes of the health checks. As in LMI, /ping takes any method, and any path behind it."""
     return [
         *(Route(path, status.ping, methods=_ANY_METHOD) for path in ("/ping", "/ping/{ignored:path}")),
+        Route("/health", status.ready),  # that of text-generation-inference and vLLM
         Route("/health/live", status.live),
         Route("/health/ready", status.ready),
     ]
@@ -201,6 +218,8 @@ def _health(status: StatusEndpoints) -> list[Route]:
 
 def _serving_routes(status: StatusEndpoints) -> list[Route]:
     return [
+        Route("/info", status.info),
+        Route("/version", status.version),
         Route("/v1/models", status.models),
         Route("/v1/models/{model:path}", status.model),
         Route("/", status.root, methods=_ANY_METHOD),
@@ -252,6 +271,22 @@ def _entry(name: str, model: Model) -> dict[str, Any]:
     if model.pool is not None and model.pool.max_model_len:
         entry["max_model_len"] = model.pool.max_model_len
     return entry
+
+
+def _tgi_info(name: str, model: Model) -> dict[str, Any]:
+    """Return what text-generation-inference's clients read in /info; lengths once the model has loaded."""
+    longest = None if model.pool is None else model.pool.max_model_len or None
+    return {
+        "model_id": _place(name, model),
+        "model_sha": None,
+        "model_pipeline_tag": "text-generation",
+        "max_concurrent_requests": None if model.resolved is None else model.resolved.serving.job_queue_size,
+        "max_input_tokens": None if longest is None else longest - 1,
+        "max_total_tokens": longest,
+        "max_client_batch_size": 1,
+        "router": "lmi-server",
+        "version": version("lmi-server"),
+    }
 
 
 def _place(name: str, model: Model) -> str:

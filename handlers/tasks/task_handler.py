@@ -58,6 +58,7 @@ class TaskHandler(RequestHandler):
         self._name = ""
         self._served: ServedModel
         self._streams = False
+        self._routes = routes.LMI_ROUTES
 
     @abstractmethod
     def load_task(self, task: str, model_dir: str, options: Any) -> Task:
@@ -69,6 +70,8 @@ class TaskHandler(RequestHandler):
         self._name = options.task
         self._served = ServedModel(name=self.served_names[0], served_names=tuple(self.served_names))
         self._streams = options.streams and generates(options.task)
+        # Hugging Face's clients send `inputs` of any task to the root.
+        self._routes = routes.LMI_ROUTES | {routes.TGI} | ({routes.GENERATE} if generates(options.task) else set())
         self._task = self._load(options.task, model_dir, options)
         details = {"task": options.task, **self._task.details()}
         return ModelInfo(max_model_len=self._task.max_length, details=details)
@@ -98,14 +101,22 @@ class TaskHandler(RequestHandler):
     def _read(self, request: Input) -> ParsedRequest:
         if request.route == routes.EMBEDDINGS:
             return self._read_embeddings(request, fields.json_object(request))
-        if request.route not in routes.LMI_ROUTES:
-            raise RequestError(
-                f"the model serves {self._name}, which /v1/{request.route} is not for; send inputs to /invocations"
-            )
+        if request.route not in self._routes:
+            path = request.route if request.route in routes.TGI_ROUTES else f"v1/{request.route}"
+            raise RequestError(f"the model serves {self._name}, which /{path} is not for; send inputs to /invocations")
         body = content.parse_body(request)
+        if request.route in routes.TGI_ROUTES:
+            body = self._as_with_tgi(body)
         if "input" in body and "inputs" not in body and self._name == "text-embedding":
             return self._read_embeddings(request, body)
         return self._read_lmi(request, body)
+
+    def _as_with_tgi(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the body of a request to one of text-generation-inference's paths, which leave out the prompt."""
+        parameters = body.get("parameters")
+        if "return_full_text" not in self._task.parameters or not isinstance(parameters, Mapping | None):
+            return body
+        return {**body, "parameters": {"return_full_text": False, **(parameters or {})}}
 
     def _read_embeddings(self, request: Input, body: Mapping[str, Any]) -> ParsedRequest:
         if self._name != "text-embedding":
@@ -129,6 +140,7 @@ class TaskHandler(RequestHandler):
 
     def _read_lmi(self, request: Input, body: Mapping[str, Any]) -> ParsedRequest:
         value, single = self._inputs(body)
+        single = single or request.route == routes.GENERATE
         task = self._task
         kind = content.accepted_type(request, content.JSON)
         parameters = self._parameters(body)

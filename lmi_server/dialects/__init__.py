@@ -40,6 +40,8 @@ def parse(request: Input, served: ServedModel) -> Exchange:
             return openai.parse_completion(request, fields.json_object(request), served)
         case routes.RESPONSES:
             return openai.parse_response(request, fields.json_object(request), served)
+    if request.route in routes.TGI_ROUTES:
+        return lmi.parse_tgi(request, fields.json_object(request), served)
     if request.route in routes.POOLING_ROUTES:
         raise RequestError(
             f"this model generates text and does not serve /{request.route}; serve a model of embeddings or classes,"

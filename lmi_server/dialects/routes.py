@@ -12,6 +12,9 @@ SCORE = "score"
 RERANK = "rerank"
 TOKENIZE = "tokenize"
 DETOKENIZE = "detokenize"
+TGI = "tgi"
+GENERATE = "generate"
+GENERATE_STREAM = "generate_stream"
 
 LMI_ROUTES = frozenset({INVOCATIONS, PREDICTIONS})
 """The routes that take a body of any dialect, and whose errors have LMI's form."""
@@ -21,6 +24,9 @@ POOLING_ROUTES = frozenset({EMBEDDINGS, SCORE, RERANK})
 
 TOKEN_ROUTES = frozenset({TOKENIZE, DETOKENIZE})
 """The routes between text and token ids, which generate nothing."""
+
+TGI_ROUTES = frozenset({TGI, GENERATE, GENERATE_STREAM})
+"""text-generation-inference's own paths: `/`, /generate and /generate_stream."""
 
 OPENAI_ROUTES = frozenset({COMPLETIONS, CHAT_COMPLETIONS, RESPONSES}) | POOLING_ROUTES | TOKEN_ROUTES
 """The routes of OpenAI's API and of vLLM's additions to it; their errors have OpenAI's form."""

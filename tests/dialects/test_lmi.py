@@ -402,6 +402,42 @@ def test_a_stream_that_fails_ends_in_an_error() -> None:
     assert (error["error"], error["code"]) == ("the engine broke", 424)
 
 
+# --- text-generation-inference's paths ---
+
+
+def tgi(route: str, served: ServedModel = SERVED, stream: bool | None = None, **parameters: Any) -> Exchange:
+    body = {"inputs": "Hello", "parameters": parameters} | ({} if stream is None else {"stream": stream})
+    return parse(request(route, body), served)
+
+
+@pytest.mark.parametrize("served", [SERVED, TGI, formatted("jsonlines"), formatted("none")])
+def test_whole_answers_of_tgi(served: ServedModel) -> None:
+    assert json.loads(answer(tgi("generate", served), DELTAS)) == {"generated_text": TEXT}
+    assert json.loads(answer(tgi("generate", served, stream=True), DELTAS)) == {"generated_text": TEXT}
+    assert json.loads(answer(tgi("tgi", served), DELTAS)) == [{"generated_text": TEXT}]
+    details = json.loads(answer(tgi("generate", served, details=True, seed=7), DELTAS))["details"]
+    assert (details["finish_reason"], details["generated_tokens"], details["seed"]) == ("eos_token", 4, 7)
+    assert details["tokens"][0] == {"id": 10, "text": " Par", "logprob": -0.5, "special": False}
+
+
+@pytest.mark.parametrize("served", [SERVED, TGI, formatted("json")])
+@pytest.mark.parametrize(("route", "stream"), [("generate_stream", None), ("generate_stream", False), ("tgi", True)])
+def test_streams_of_tgi(route: str, stream: bool | None, served: ServedModel) -> None:
+    exchange = tgi(route, served, stream)
+    assert exchange.content_type.startswith("text/event-stream")
+    *lines, last = events(answer(exchange, DELTAS))
+    assert lines[0]["token"] == {"id": 10, "text": " Par", "logprob": -0.5, "special": False}
+    assert [line["generated_text"] for line in lines] == [None] * 3
+    assert (last["index"], last["generated_text"], last["details"]) == (4, TEXT, None)
+    with_details = events(answer(tgi("generate_stream", served, details=True), DELTAS))
+    assert with_details[-1]["details"]["finish_reason"] == "eos_token"
+
+
+def test_an_adapter_on_the_paths_of_tgi() -> None:
+    served = ServedModel(name="model", adapters={"french"})
+    assert tgi("generate", served, adapter_id="french").requests[0].adapter == "french"
+
+
 # --- huggingface_hub ---
 
 

@@ -413,3 +413,33 @@ class NeverLeaves(random.Random):
 
     def random(self) -> float:
         return 0.9
+
+
+# --- text-generation-inference and vLLM ---
+
+
+def test_paths_of_text_generation_inference(server: Server) -> None:
+    body = request("a b", 2)
+    assert server.http.post("/generate", json=body).json() == {"generated_text": " a b"}
+    assert server.http.post("/", json=body).json() == [{"generated_text": " a b"}]
+    for path, wish in (("/generate_stream", False), ("/", True)):
+        stream = server.http.post(path, json={**body, "stream": wish})
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        assert json.loads(stream.text.split("\n\n")[-2].removeprefix("data:"))["generated_text"] == " a b"
+    refused = server.http.post("/generate", json={"inputs": 5})
+    assert (refused.status_code, refused.json()["error"]) == (424, refused.json()["message"])
+    assert server.http.get("/health").status_code == 200
+    info = server.http.get("/info").json()
+    assert info["max_total_tokens"] == info["max_input_tokens"] + 1
+    assert server.http.get("/info?model_name=other").status_code == 404
+    assert server.http.get("/version").json() == {"version": info["version"]}
+
+
+def test_the_hub_s_client_at_the_root(server: Server) -> None:
+    from huggingface_hub import InferenceClient
+
+    with InferenceClient(base_url=str(server.http.base_url)) as client:
+        assert client.text_generation("a b", max_new_tokens=2) == " a b"
+        assert list(client.text_generation("a b", max_new_tokens=2, stream=True)) == [" a", " b"]
+        details = client.text_generation("a b", max_new_tokens=2, details=True).details
+    assert (details.finish_reason, details.generated_tokens) == ("length", 2)

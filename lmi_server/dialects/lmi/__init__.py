@@ -1,7 +1,8 @@
 """LMI's dialect: `inputs`, `parameters` and `stream` in; JSON, JSON lines or server-sent events out.
 
 Shapes and semantics are those of LMI's rolling batch. With `option.tgi_compat` the answers have the shapes of
-text-generation-inference, which `huggingface_hub.InferenceClient.text_generation` reads.
+text-generation-inference, which `huggingface_hub.InferenceClient.text_generation` reads; on the paths of that server
+(`routes.TGI_ROUTES`) they always have.
 
     request.py      the fields of a request -> a GenerationRequest
     formatters.py   option.output_formatter -> the form of the answer
@@ -11,6 +12,6 @@ text-generation-inference, which `huggingface_hub.InferenceClient.text_generatio
 
 from lmi_server.dialects.lmi.answer import token_texts
 from lmi_server.dialects.lmi.formatters import FORMATTER_NAMES
-from lmi_server.dialects.lmi.request import NO_EFFECT, PARAMETERS, parse, parse_text
+from lmi_server.dialects.lmi.request import NO_EFFECT, PARAMETERS, parse, parse_text, parse_tgi
 
-__all__ = ["FORMATTER_NAMES", "NO_EFFECT", "PARAMETERS", "parse", "parse_text", "token_texts"]
+__all__ = ["FORMATTER_NAMES", "NO_EFFECT", "PARAMETERS", "parse", "parse_text", "parse_tgi", "token_texts"]

@@ -29,7 +29,8 @@ class AnswerOptions(msgspec.Struct, frozen=True):
     """What the request asks of the form of its answer.
 
     `full_text`: the answer begins with the prompt. `prefill`: `details` lists the prompt's tokens. `top_n`: the number
-    of alternatives per token. `tgi`: the shapes are those of text-generation-inference.
+    of alternatives per token. `tgi`: the shapes are those of text-generation-inference. `as_list`: one JSON object is a
+    list of one.
     """
 
     prompt: str
@@ -38,6 +39,7 @@ class AnswerOptions(msgspec.Struct, frozen=True):
     prefill: bool
     top_n: int
     tgi: bool
+    as_list: bool
     seed: int | None
 
 
@@ -112,7 +114,7 @@ class _Collected:
 
 
 class JsonExchange(Exchange):
-    """One JSON object at the end; with tgi_compat a list of one, because InferenceClient expects a list."""
+    """One JSON object at the end, or a list of one, as text-generation-inference answers `POST /`."""
 
     stream = False
     content_type = "application/json"
@@ -134,7 +136,7 @@ class JsonExchange(Exchange):
         answer = WholeAnswer(self._collected.text())
         if self._options.details:
             answer.details = self._details()
-        return encode([answer] if self._options.tgi else answer)
+        return encode([answer] if self._options.as_list else answer)
 
     def _details(self) -> Details:
         details = self._collected.details()
@@ -228,8 +230,10 @@ class LinesExchange(Exchange):
         top = collected.alternatives(token) if self._options.top_n else UNSET
         line = TgiLine(self._index, collected.token(token, text), top)
         if last:
-            line.generated_text, line.details = collected.text(), collected.details()
-            line.details.top_tokens = UNSET  # each line has had its own
+            line.generated_text = collected.text()
+            if self._options.details:
+                line.details = collected.details()
+                line.details.top_tokens = UNSET  # each line has had its own
         return line
 
     def error_chunk(self, error: LmiServerError) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from lmi_server.contract.protocol import Input
 from lmi_server.dialects.base import ServedModel
 from lmi_server.dialects.framing import JSON_LINES, SSE, Framing
+from lmi_server.dialects.routes import TGI_ROUTES
 
 TEXT_ONLY = "none"  # the generated text alone, without JSON around it
 _FRAMINGS: dict[str, Framing | None] = {"json": None, "jsonlines": JSON_LINES, "sse": SSE}
@@ -16,8 +17,11 @@ FORMATTER_NAMES = (*_FRAMINGS, *_CHAT_FORMATTERS, TEXT_ONLY)
 def choose_framing(request: Input, served: ServedModel, stream: bool) -> tuple[Framing | None, tuple[str, ...]]:
     """Return the framing of a streamed answer, or None for one JSON object; and the warnings.
 
-    `stream` is the request's own wish. option.output_formatter overrules it, as with LMI.
+    `stream` is the request's own wish. option.output_formatter overrules it, as with LMI, except on
+    text-generation-inference's paths.
     """
+    if request.route in TGI_ROUTES:
+        return (SSE if stream else None), ()
     name = served.output_formatter
     if name is not None and name in _FRAMINGS:
         return _FRAMINGS[name], ()

@@ -8,7 +8,7 @@ from uuid import uuid4
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import GenerationRequest, SamplingParameters
 from lmi_server.contract.protocol import Input
-from lmi_server.dialects import constraints, fields, sampling
+from lmi_server.dialects import constraints, fields, routes, sampling
 from lmi_server.dialects.adapters import adapter_name, registered_adapter
 from lmi_server.dialects.base import Exchange, ServedModel
 from lmi_server.dialects.fields import Field
@@ -146,6 +146,12 @@ def parse(request: Input, body: dict[str, Any], served: ServedModel) -> Exchange
     return _exchange(request, served, values, fields.unknown_warnings(unknown, _BODY))
 
 
+def parse_tgi(request: Input, body: dict[str, Any], served: ServedModel) -> Exchange:
+    """Parse a request to one of text-generation-inference's paths, two of which stream or not whatever it says."""
+    stream = {routes.GENERATE: False, routes.GENERATE_STREAM: True}.get(request.route)
+    return parse(request, body if stream is None else {**body, "stream": stream}, served)
+
+
 def _exchange(request: Input, served: ServedModel, values: dict[str, Any], warnings: tuple[str, ...]) -> Exchange:
     parameters, further = fields.read_fields(
         values.get("parameters", {}), PARAMETERS, "parameters.", features=served.features
@@ -156,7 +162,7 @@ def _exchange(request: Input, served: ServedModel, values: dict[str, Any], warni
     stream = values.get("stream", False)
     framing, formatter_warnings = choose_framing(request, served, stream)
     prompt = values["inputs"]
-    options = _answer_options(prompt, parameters, served.tgi_compat)
+    options = _answer_options(request.route, prompt, parameters, served.tgi_compat)
     if not options.details and parameters.get("decoder_input_details"):
         warnings += ("parameters.decoder_input_details has no effect without parameters.details",)
     generation = GenerationRequest(
@@ -167,7 +173,7 @@ def _exchange(request: Input, served: ServedModel, values: dict[str, Any], warni
         adapter=values["adapter"],
     )
     warnings += formatter_warnings
-    if served.output_formatter == TEXT_ONLY:
+    if served.output_formatter == TEXT_ONLY and request.route not in routes.TGI_ROUTES:
         return TextExchange(generation, options, warnings, stream)
     if framing is None:
         return JsonExchange(generation, options, warnings)
@@ -183,16 +189,20 @@ def _further_warnings(names: list[str]) -> tuple[str, ...]:
     )
 
 
-def _answer_options(prompt: str, parameters: dict[str, Any], tgi: bool) -> AnswerOptions:
+def _answer_options(route: str, prompt: str, parameters: dict[str, Any], tgi_compat: bool) -> AnswerOptions:
     """Take out of `parameters` what concerns the form of the answer only."""
-    details = parameters.pop("details", tgi) or tgi
+    on_tgi_path = route in routes.TGI_ROUTES
+    # LMI gives details with tgi_compat, asked for or not; text-generation-inference itself does not.
+    always = tgi_compat and not on_tgi_path
+    details = parameters.pop("details", always) or always
     return AnswerOptions(
         prompt=prompt,
         full_text=parameters.pop("return_full_text", False),
         details=details,
         prefill=details and parameters.get("decoder_input_details", False),
         top_n=parameters.pop("top_n_tokens", 0),
-        tgi=tgi,
+        tgi=tgi_compat or on_tgi_path,
+        as_list=always or route == routes.TGI,
         seed=parameters.get("seed"),
     )
 

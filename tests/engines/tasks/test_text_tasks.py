@@ -52,6 +52,16 @@ def test_prompts_are_continued_as_by_the_model_alone(load_task: LoadTask) -> Non
     assert [content_of(outcome) for outcome in outcomes] == [[{"generated_text": text}] for text in expected]
 
 
+def test_paths_of_text_generation_inference_take_static_batches(load_task: LoadTask) -> None:
+    handler, directory = load_task("text-generation")
+    text = decoded(generated(directory, "hello", max_new_tokens=8))
+    body = {"inputs": "hello", "parameters": {"max_new_tokens": 8}}
+    assert ask(handler, body, "generate") == {"generated_text": text}
+    assert ask(handler, body, "tgi") == [{"generated_text": text}]
+    with pytest.raises(RequestError, match=r"which /generate_stream is not for; send inputs to /invocations"):
+        ask(handler, body, "generate_stream")
+
+
 def test_without_a_number_thirty_tokens_are_written(load_task: LoadTask) -> None:
     handler, _ = load_task("text-generation")
     body = {"inputs": "hello", "parameters": {"return_full_text": False}}
