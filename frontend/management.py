@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import quote
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,6 +14,7 @@ from starlette.routing import Route
 
 from frontend.parameters import integer, page, parameters, truth
 from frontend.responses import json_response
+from lmi_server.artifacts.location import archive_stem
 from lmi_server.contract.errors import BadParameterError
 from lmi_server.contract.protocol import LOG_OFF
 from lmi_server.serving.model_store import ModelSource, name_of
@@ -23,6 +25,7 @@ from lmi_server.supervisor.replicas import ReplicaSet
 
 _UNCHANGED = -1
 _ALL_DEVICES = "*"
+_DEFAULTS = ("0", "-1")  # numbers that mean "as configured" in a registration, as in LMI
 
 # Parameters of a registration that stand for a key of serving.properties.
 _SETTINGS = {
@@ -77,7 +80,7 @@ class Management:
             {
                 "modelName": model.name,
                 **_version(model),
-                "modelUrl": model.source.url,
+                "modelUrl": _url(model),
                 "status": _LISTED_STATUS.get(model.status, "READY"),
             }
             for endpoint in page
@@ -143,10 +146,14 @@ class Management:
 
 
 def method_route(path: str, handlers: Mapping[str, Handler]) -> Route:
-    async def call(request: Request) -> Response:
-        return await handlers["GET" if request.method == "HEAD" else request.method](request)
+    """Return a route that takes these methods. LMI's management API does not take HEAD, which Starlette adds to GET."""
 
-    return Route(path, call, methods=list(handlers))
+    async def call(request: Request) -> Response:
+        return await handlers[request.method](request)
+
+    route = Route(path, call, methods=list(handlers))
+    route.methods = set(handlers)
+    return route
 
 
 def _path(request: Request) -> tuple[str, str | None]:
@@ -165,14 +172,17 @@ def model_source(given: Mapping[str, str]) -> ModelSource:
             raise BadParameterError(f'Parameter {name} is "{given[name]}"; no path reaches a name with a slash')
     for name in ("min_worker", "max_worker"):
         _count(given, name)
-    unchanged = {name for name in ("min_worker", "max_worker") if given.get(name, "").strip() == str(_UNCHANGED)}
-    settings = {
-        key: given[name]
-        for name, key in _SETTINGS.items()
-        if given.get(name) and name not in unchanged and given[name] != _ALL_DEVICES
-    }
+    settings = {key: given[name] for name, key in _SETTINGS.items() if given.get(name) and not _is_default(name, given)}
     settings |= {name: value for name, value in given.items() if name.startswith("option.")}
     return ModelSource(url, given.get("model_name") or name_of(url), given.get("model_version") or None, settings)
+
+
+def _is_default(name: str, given: Mapping[str, str]) -> bool:
+    """Return whether a parameter of a registration leaves the key as it is configured."""
+    text = given[name].strip()
+    if name in ("engine", "device"):
+        return text == _ALL_DEVICES
+    return text in _DEFAULTS and (name, text) != ("min_worker", "0")  # no worker before the first request
 
 
 def _count(given: Mapping[str, str], name: str) -> int | None:
@@ -203,6 +213,14 @@ def _description(model: Model) -> dict[str, Any]:
     return {"workflowName": model.name, **_version(model), "models": [_details(model)]}
 
 
+def _url(model: Model) -> str:
+    """Return the URL of a model; for a path of the start the one that LMI shows, with a slash after a directory."""
+    url = model.source.url
+    if not model.at_startup or not url.startswith("/"):
+        return url
+    return f"file:{quote(url)}{'/' if archive_stem(url) is None else ''}"
+
+
 def _version(model: Model) -> dict[str, str]:
     return {} if model.version is None else {"version": model.version}
 
@@ -212,7 +230,7 @@ def _details(model: Model) -> dict[str, Any]:
     reason = {} if failure is None else {"reason": failure.message}
     return {
         "modelName": model.name,
-        "modelUrl": model.source.url,
+        "modelUrl": _url(model),
         **_serving(model),
         "requestInQueue": 0 if model.pool is None else model.pool.queued,
         "status": model.status.value,
@@ -246,7 +264,7 @@ def _replicas(replicas: ReplicaSet, pool: WorkerPool) -> dict[str, Any]:
             {
                 "id": pool.worker_number(worker) + 1,
                 "startTime": _timestamp(worker.ready_at),
-                "status": "UNLOADING" if pool.is_leaving(worker) else "READY",
+                "status": "READY" if pool.is_ready(worker) else "UNLOADING",
                 "pid": worker.pid,
                 "requestsInFlight": len(worker.requests.in_flight),
             }

@@ -58,7 +58,7 @@ def page(query: Mapping[str, str], everything: Sequence[T]) -> tuple[Sequence[T]
     """Return the entries of the page that the query asks for, and the token of the next page, if there is one."""
     limit = integer(query, "limit", _PAGE)
     start = max(0, integer(query, "next_page_token", 0))
-    if not 1 <= limit <= _PAGE:
+    if not 0 <= limit <= _PAGE:
         limit = _PAGE
     end = start + limit
     return everything[start:end], {"nextPageToken": str(end)} if end < len(everything) else {}

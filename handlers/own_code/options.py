@@ -38,6 +38,10 @@ class OwnCodeOptions(ModelOptions):
     output_formatter: str | None = Field(None, description="For the code to read.")
     input_formatter: str | None = Field(None, description="For the code to read.")
 
+    def gpus_per_worker(self, available: int) -> int | None:
+        """Return how many GPUs one worker takes; without GPUs the code runs on the CPU, whatever the degree is."""
+        return super().gpus_per_worker(available) if available else None
+
     @property
     def given(self) -> Mapping[str, str]:
         """Return the values of all keys that a layer sets, by key without "option."; also those of the model server."""

@@ -19,6 +19,7 @@ from lmi_server.configuration.handler_choice import Choice, Model
 from lmi_server.configuration.handlers import HandlerSpec, HandlerTable, load_options_type
 from lmi_server.configuration.layers import Given, SortedKeys, nearest_key, spellings, unknown_key_warning
 from lmi_server.configuration.options import ModelOptions, ServingOptions
+from lmi_server.machine.inventory import Machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class ModelChecks:
     merged: SortedKeys
     serving: ServingOptions
     options: ModelOptions
+    machine: Machine
 
     def problems(self, wrong: Mapping[str, str]) -> Iterator[str]:
         """Yield a line for each error; `wrong` are those of single values, by key in full."""
@@ -103,6 +105,17 @@ class ModelChecks:
         yield from value_warnings(self.serving, known)
         yield from value_warnings(self.options, known)
         yield from combination_warnings(self.options, known)
+        yield from self._degree_without_gpus()
+
+    def _degree_without_gpus(self) -> Iterator[str]:
+        degree = self.options.tensor_parallel_degree
+        runs_on_cpu = self.spec.runs_user_code and self.machine.device_kind == "cpu" and self.options.ranks is None
+        if runs_on_cpu and degree != "max" and degree > 1:
+            key = "option.tensor_parallel_degree"
+            yield (
+                f"{describe_source(self.merged.known[key], key)} gives no GPU to a worker, because none is visible; "
+                "the code reads the value and runs on the CPU"
+            )
 
 
 def declared_options(spec: HandlerSpec) -> Sequence[Option]:

@@ -77,6 +77,9 @@ PositiveInt = Annotated[int, Field(ge=1), Allowed("an integer of 1 or more")]
 NonNegativeInt = Annotated[int, Field(ge=0), Allowed("an integer of 0 or more")]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), Allowed("a number above 0")]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False), Allowed("a number, 0 or more")]
+# A number that LMI keeps in 32 bits.
+Count = Annotated[int, Field(ge=1, le=2147483647), Allowed("an integer from 1 to 2147483647")]
+CountOrZero = Annotated[int, Field(ge=0, le=2147483647), Allowed("an integer from 0 to 2147483647")]
 Fraction = Annotated[float, Field(gt=0, lt=1), Allowed("a number between 0 and 1")]
 Share = Annotated[float, Field(gt=0, le=1), Allowed("a number above 0, at most 1")]
 Names = Annotated[tuple[str, ...], BeforeValidator(_comma_separated), Allowed("names separated by commas")]
@@ -144,40 +147,42 @@ class ServingOptions(Options):
         DeprecatedValue("DeepSpeed", "use engine=MPI with option.entryPoint=djl_python.deepspeed"),
         Unavailable(lambda engine: engine not in ("Python", "MPI", "DeepSpeed"), "use engine=Python"),
     ] = Field("Python", description="Runtime of the model's code; MPI starts one process per device.")
-    job_queue_size: PositiveInt = Field(
+    job_queue_size: Count = Field(
         1000, description="Requests that may wait for a worker; the server refuses further ones with 503."
     )
-    min_workers: Annotated[PositiveInt, Key("minWorkers")] = Field(
-        1, description="Worker processes that always run; each holds the whole model."
+    min_workers: Annotated[CountOrZero, Key("minWorkers")] = Field(
+        1, description="Worker processes that always run, each with the whole model; 0: the first request starts one."
     )
-    max_workers: Annotated[PositiveInt, Key("maxWorkers")] = Field(
-        1, description="Most worker processes that may run; minWorkers if only that is given."
+    max_workers: Annotated[Count, Key("maxWorkers")] = Field(
+        1,
+        description="Most worker processes that may run, more than minWorkers under load; minWorkers if only that is "
+        "given, but at least cores / OMP_NUM_THREADS (2 if that is not set) for own code on the CPU.",
     )
-    cpu_min_workers: Annotated[PositiveInt | None, Key("cpu.minWorkers")] = Field(
+    cpu_min_workers: Annotated[CountOrZero | None, Key("cpu.minWorkers")] = Field(
         None, description="minWorkers on a machine without accelerator."
     )
-    cpu_max_workers: Annotated[PositiveInt | None, Key("cpu.maxWorkers")] = Field(
+    cpu_max_workers: Annotated[Count | None, Key("cpu.maxWorkers")] = Field(
         None, description="maxWorkers on a machine without accelerator."
     )
-    gpu_min_workers: Annotated[PositiveInt | None, Key("gpu.minWorkers")] = Field(
+    gpu_min_workers: Annotated[CountOrZero | None, Key("gpu.minWorkers")] = Field(
         None, description="minWorkers on a machine with GPUs."
     )
-    gpu_max_workers: Annotated[PositiveInt | None, Key("gpu.maxWorkers")] = Field(
+    gpu_max_workers: Annotated[Count | None, Key("gpu.maxWorkers")] = Field(
         None, description="maxWorkers on a machine with GPUs."
     )
-    nc_min_workers: Annotated[PositiveInt | None, Key("nc.minWorkers")] = Field(
+    nc_min_workers: Annotated[CountOrZero | None, Key("nc.minWorkers")] = Field(
         None, description="minWorkers on a machine with Neuron cores."
     )
-    nc_max_workers: Annotated[PositiveInt | None, Key("nc.maxWorkers")] = Field(
+    nc_max_workers: Annotated[Count | None, Key("nc.maxWorkers")] = Field(
         None, description="maxWorkers on a machine with Neuron cores."
     )
-    batch_size: Annotated[PositiveInt, Key(also=("max_dynamic_batch_size", "option.batch_size"))] = Field(
+    batch_size: Annotated[Count, Key(also=("max_dynamic_batch_size", "option.batch_size"))] = Field(
         1, description="Most requests in one dynamic batch; not for text generation."
     )
-    max_batch_delay: Annotated[NonNegativeInt, Key(also=("option.max_batch_delay",))] = Field(
+    max_batch_delay: Annotated[CountOrZero, Key(also=("option.max_batch_delay",))] = Field(
         100, description="Milliseconds that the first request of a dynamic batch waits for others."
     )
-    max_idle_time: Annotated[PositiveInt, Key(also=("option.max_idle_time",))] = Field(
+    max_idle_time: Annotated[Count, Key(also=("option.max_idle_time",))] = Field(
         60, description="Seconds without work after which a worker beyond minWorkers is stopped."
     )
     max_worker_memory_mb: NonNegativeInt = Field(

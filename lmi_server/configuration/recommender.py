@@ -16,6 +16,7 @@ _BATCH_SIZES = next(option.keys for option in ServingOptions.declared() if optio
 _DEGREE = "option.tensor_parallel_degree"
 # LMI runs a model with adapters or sessions in one worker on the first GPU.
 _ONE_WORKER_OF_ONE_GPU = ("option.enable_lora", "option.enable_stateful_sessions")
+_ONE_WORKER = (*_ONE_WORKER_OF_ONE_GPU, "option.mpi_mode")
 # What pydantic takes for true. Keys are read here before they are validated.
 _TRUE = ("true", "1", "yes", "on", "t", "y")
 
@@ -54,13 +55,23 @@ def recommend(spec: HandlerSpec, given: Given, task: str | None, machine: Machin
     options_type = load_options_type(spec)
     recommended = {**_for_task(spec, given, task), **options_type.recommended(machine)}
     recommended |= _for_handler(spec, given, machine)
-    if "minWorkers" in given and given["minWorkers"].raw.isdecimal() and "maxWorkers" not in given:
-        recommended["maxWorkers"] = given["minWorkers"].raw
+    if "maxWorkers" not in given:
+        recommended |= _most_workers(spec, given, machine)
     if machine.gpus and any(_says_true(given, key) for key in _ONE_WORKER_OF_ONE_GPU):
         recommended |= {"load_on_devices": "0", "maxWorkers": "1"}
     if any(_says_true(given, key) for key in options_type.one_worker_keys):
         recommended["maxWorkers"] = "1"
     return recommended
+
+
+def _most_workers(spec: HandlerSpec, given: Given, machine: Machine) -> Mapping[str, str]:
+    """Return maxWorkers: as many as minWorkers, and for code of users on the CPU as many as LMI starts under load."""
+    asked = given["minWorkers"].raw if "minWorkers" in given else ""
+    least = [int(asked)] if asked.isdecimal() else []
+    shares_cpu = spec.runs_user_code and machine.device_kind == "cpu"
+    if shares_cpu and not any(_says_true(given, key) for key in _ONE_WORKER):
+        least.append(machine.cpu_workers)
+    return {"maxWorkers": str(max(1, *least))} if least else {}
 
 
 def with_max_resolved(known: Given, machine: Machine) -> Given:

@@ -141,7 +141,7 @@ def inspect_model(
     merged = merge_layers(layers, spec, declared, inferred_task, machine)
     serving, wrong_serving = build(ServingOptions, merged.known)
     options, wrong_options = build(load_options_type(spec), merged.known)
-    checks = ModelChecks(model, location, misplaced, choice, spec, handlers, merged, serving, options)
+    checks = ModelChecks(model, location, misplaced, choice, spec, handlers, merged, serving, options, machine)
     return Inspection(
         name=model_name(model_dir),
         model_dir=str(model_dir),
@@ -166,19 +166,24 @@ def inspect_model(
 def _complete(options: ModelOptions, spec: HandlerSpec, location: str, merged: SortedKeys) -> ModelOptions:
     """Return the options with the model's location, and with the texts that the engine or the user's code reads.
 
-    The user's code also reads the keys of the model server, as it does under LMI.
+    The user's code also reads the keys of the model server that somebody wrote, as it does under LMI.
     """
     # If a key is given with and without "option.", the former wins; a declared key wins over both.
     bare = {key: source.raw for key, source in merged.unknown.items() if not key.startswith("option.")}
     prefixed = {key.removeprefix("option."): merged.unknown[key].raw for key in merged.unknown if key not in bare}
     written = {**bare, **prefixed}
     if spec.runs_user_code:
-        told = {
-            key: source for key, source in merged.known.items() if key != "option.env"
-        }  # as in LMI: it may be secret
-        decided = {key.removeprefix("option."): source.raw for key, source in told.items()}
+        decided = {
+            key.removeprefix("option."): source.raw for key, source in merged.known.items() if _is_told(key, source)
+        }
         written |= {**decided, "model_id": location}
     return options.model_copy(update={"model_id": location}).passing_through(written)
+
+
+def _is_told(key: str, source: Source) -> bool:
+    """Return whether the user's code gets a value: not the variables of option.env, which LMI keeps to itself because
+    they may be secret, and no advice about the model server."""
+    return key != "option.env" and (key.startswith("option.") or source.layer != "recommender")
 
 
 def model_name(model_dir: Path) -> str:

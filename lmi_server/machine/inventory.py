@@ -35,12 +35,14 @@ class Gpu:
 class Machine:
     """Main memory in bytes, visible GPUs, the Python packages of engines that are installed, the MPI launcher.
 
-    `cores` is the number of cores that a process may use at once.
+    `cores` is the number of cores that a process may use at once. `cpu_workers` is LMI's number of workers that share
+    the cores under load: cores / OMP_NUM_THREADS, or 2 if that is not set.
     """
 
     total_bytes: int
     available_bytes: int
     cores: int = 1
+    cpu_workers: int = 1
     gpus: tuple[Gpu, ...] = ()
     neuron_devices: int = 0
     engines: frozenset[str] = frozenset()
@@ -60,10 +62,12 @@ def this_machine(environment: Mapping[str, str], engines: Iterable[str] = ()) ->
     `engines` are the Python packages to look for.
     """
     available, total = free_and_total()
+    cores, threads = _cores(), _threads(environment)
     return Machine(
         total_bytes=total,
         available_bytes=available,
-        cores=_cores(environment),
+        cores=min(cores, threads or cores),
+        cpu_workers=max(1, cores // threads) if threads else 2,
         gpus=tuple(Gpu(name) for name in visible_gpus(environment, installed_gpus())),
         neuron_devices=len(list(Path("/dev").glob("neuron[0-9]*"))),
         engines=frozenset(name for name in engines if _is_installed(name)),
@@ -89,16 +93,19 @@ def _gpu_memory() -> Iterator[tuple[str, Gpu]]:
                 yield name, Gpu(name, int(total) * _MIB, int(free) * _MIB)
 
 
-def _cores(environment: Mapping[str, str]) -> int:
-    """Return the number of cores that affinity, the container's quota and OMP_NUM_THREADS allow."""
+def _cores() -> int:
+    """Return the number of cores that affinity and the container's quota allow."""
     limits = [len(os.sched_getaffinity(0))]
-    asked = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    if asked.isdecimal():
-        limits.append(int(asked))
     quota, _, period = (_CONTAINER_QUOTA.read_text() if _CONTAINER_QUOTA.is_file() else "max").strip().partition(" ")
     if quota.isdecimal() and period.isdecimal():
         limits.append(math.ceil(int(quota) / int(period)))
     return max(1, min(limits))
+
+
+def _threads(environment: Mapping[str, str]) -> int | None:
+    """Return how many threads each process should use at most; None if OMP_NUM_THREADS does not say."""
+    asked = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(asked) if asked.isdecimal() and int(asked) else None
 
 
 def _is_installed(package: str) -> bool:

@@ -78,14 +78,15 @@ class WorkerPool:
     def status(self) -> ModelStatus:
         if self.failure is not None:
             return ModelStatus.FAILED
-        if self._roster.ready:
+        if self._roster.ready or self._starts_on_demand:
             return ModelStatus.HEALTHY
-        if not self.was_ready:
-            return ModelStatus.PENDING
-        # The next request starts a worker of a model that is scaled to zero, unless no set may have any.
+        return ModelStatus.UNHEALTHY if self.was_ready else ModelStatus.PENDING
+
+    @property
+    def _starts_on_demand(self) -> bool:
+        """Return whether the next request starts a worker, because none has to run and some may."""
         asleep = all(replicas.min_workers == 0 for replicas in self.replica_sets)
-        may_wake = any(replicas.max_workers for replicas in self.replica_sets)
-        return ModelStatus.HEALTHY if asleep and may_wake else ModelStatus.UNHEALTHY
+        return asleep and any(replicas.max_workers for replicas in self.replica_sets)
 
     @property
     def queued(self) -> int:
@@ -111,9 +112,9 @@ class WorkerPool:
         """Return the number of a worker that is not reaped yet; no two have the same."""
         return self._roster.number_of(worker)
 
-    def is_leaving(self, worker: WorkerProcess) -> bool:
-        """Return whether a worker only finishes what it holds."""
-        return worker in self._roster.leaving
+    def is_ready(self, worker: WorkerProcess) -> bool:
+        """Return whether a worker takes requests; otherwise it finishes those that it holds, or ends."""
+        return worker in self._roster.ready
 
     async def settled(self) -> ModelStatus:
         """Wait until the model is loaded, or cannot be; return the status."""
@@ -146,7 +147,7 @@ class WorkerPool:
         """Return why the model takes no requests, None if it does. It takes some while a worker is being restarted."""
         if self.failure is not None:
             return self._not_ready(self.failure.message)
-        if not self.was_ready:
+        if not self.was_ready and not self._starts_on_demand:
             return self._not_ready("it is loading")
         enabled = [replicas for replicas in self.replica_sets if replicas.max_workers]
         if not enabled:
@@ -165,10 +166,13 @@ class WorkerPool:
     # --- the number of workers ---
 
     def start(self) -> None:
-        """Spawn the workers; `settled` returns once they are loaded."""
+        """Spawn the workers; `settled` returns once they are loaded, or at once if the first request starts one."""
         for replicas in self.replica_sets:
             replicas.scale(self._settings.min_workers, self._settings.max_workers)
         self._watch.start()
+        if self._starts_on_demand:
+            logger.info("model %s: minWorkers is 0, so that the first request starts a worker", self.label)
+            self._settled.set()
 
     async def scale(self, min_workers: int | None, max_workers: int | None, device: int | None = None) -> None:
         """Set the bounds of each device set (of the one whose first device is `device`); None keeps a bound.

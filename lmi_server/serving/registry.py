@@ -200,7 +200,9 @@ class ModelRegistry:
     def register(self, source: ModelSource, at_startup: bool = False) -> Model:
         """Add a model and begin to load it. Raises ModelExistsError if it is registered already."""
         endpoint = self._endpoints.get(source.name) or Endpoint(source.name)
-        if source.name in self._aliases or any(model.label == source.label for model in self.models):
+        # Nothing could name a model without a version that stands beside its versions.
+        taken = any(model.label == source.label for model in self.models)
+        if taken or source.name in self._aliases or (source.version is None and endpoint.models):
             raise ModelExistsError(f"Workflow {source.label} is already registered.")
         model = Model(source, at_startup)
         endpoint.models.append(model)
@@ -270,7 +272,7 @@ class ModelRegistry:
     async def _load(self, model: Model) -> None:
         began = time.monotonic()
         try:
-            fetched = await self._fetch(model.source)
+            fetched = await self._fetch(model)
             fetched_at = self._measure("DownloadModel", model, began)
             fetched = replace(fetched, resolved=replace(fetched.resolved, name=model.name))
             resolved = fetched.resolved
@@ -318,12 +320,18 @@ class ModelRegistry:
         logger.error("model %s could not be loaded: %s", model.label, error)
         model.failed = error
 
-    async def _fetch(self, source: ModelSource) -> FetchedModel:
+    async def _fetch(self, model: Model) -> FetchedModel:
         """Fetch everything that the model needs, and read its configuration."""
+        source = model.source
         try:
             location = await asyncio.to_thread(parse_location, source.url, Path.cwd())
         except ValueError as error:
             raise ModelNotFoundError(f'url = "{source.url}" {error}') from error
+        if isinstance(location, HubModel) and "/" not in source.url and not model.at_startup:
+            raise ModelNotFoundError(
+                f'url = "{source.url}" is not allowed; there is no such directory, and a registration '
+                "names a model of the Hugging Face Hub by owner/name"
+            )
         settings = dict(source.settings)
         environment = {**self._environment, **source.variables}
         with shown_progress(source.label, sys.stderr) as on_progress:

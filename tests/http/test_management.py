@@ -73,7 +73,8 @@ def test_requests_go_to_the_model_that_they_name(server: Server) -> None:
 
 def test_the_list_and_its_pages(server: Server, store: Path) -> None:
     rows = [
-        {"modelName": name, "modelUrl": str(store / "start" / name), "status": "READY"} for name in ("first", "second")
+        {"modelName": name, "modelUrl": f"file:{store}/start/{name}/", "status": "READY"}
+        for name in ("first", "second")
     ]
     assert server.http.get("/models").json() == {"models": rows}
     page = server.http.get("/models", params={"limit": 1}).json()
@@ -94,7 +95,7 @@ def test_the_description(server: Server, store: Path) -> None:
     assert element == {"workflowName": "first", "models": [model]}
     assert model == {
         "modelName": "first",
-        "modelUrl": str(store / "start" / "first"),
+        "modelUrl": f"file:{store}/start/first/",
         "batchSize": 1,
         "maxBatchDelayMillis": 100,
         "maxIdleSeconds": 60,
@@ -136,11 +137,25 @@ def test_a_registration_in_json(server: Server, store: Path) -> None:
     assert server.http.delete("/models/json").status_code == 200
 
 
+def test_zero_and_minus_one_leave_a_number_as_it_is_configured(server: Server, store: Path) -> None:
+    numbers = ("batch_size", "job_queue_size", "max_batch_delay", "max_idle_time", "max_worker")
+    for value in (0, -1):
+        response = register(server, store / "echo", **dict.fromkeys(numbers, value), min_worker=-1)
+        assert (response.status_code, response.text) == (200, '{\n  "status": "Model \\"echo\\" registered."\n}\n')
+        model = described(server, "echo")
+        assert [model[key] for key in ("batchSize", "queueSize", "maxBatchDelayMillis", "maxIdleSeconds")] == [
+            *(1, 1000, 100, 60)
+        ]
+        assert (model["workerGroups"][0]["minWorkers"], model["workerGroups"][0]["maxWorkers"]) == (1, 1)
+        server.http.delete("/models/echo")
+
+
 def test_versions_take_turns(server: Server, store: Path) -> None:
     for version in ("1", "2"):
         assert register(server, store / "echo", model_name="m", model_version=version).status_code == 200
-    again = register(server, store / "echo", model_name="m", model_version="2")
-    assert (again.status_code, again.json()["message"]) == (409, "Workflow m:2 is already registered.")
+    for version, label in {"2": "m:2", "": "m"}.items():
+        again = register(server, store / "echo", model_name="m", model_version=version)
+        assert (again.status_code, again.json()["message"]) == (409, f"Workflow {label} is already registered.")
     for _ in range(6):
         server.http.post("/predictions/m", json=request("a"))
     for _ in range(3):
@@ -213,6 +228,8 @@ def test_bad_parameters(server: Server, store: Path) -> None:
         (400, http.post("/models", content=b"{", headers={"content-type": "application/json"}), "not a JSON object"),
         (400, register(server, echo, min_worker="two"), 'Parameter min_worker is "two"; it takes an integer'),
         (400, register(server, echo, batch_size="abc"), 'registration: batch_size = "abc" is not allowed'),
+        (400, register(server, echo, batch_size="99999999999"), "allowed: an integer from 1 to 2147483647"),
+        (404, register(server, "nope"), "names a model of the Hugging Face Hub by owner/name"),
         (400, register(server, echo, synchronous="perhaps"), "it takes true or false"),
         (400, http.put("/models/first?min_worker=3&max_worker=2"), "min_worker is 3, max_worker 2"),
         (400, http.put("/models/first?min_worker=-2"), "0 or more, or -1 for no change"),
@@ -227,7 +244,7 @@ def test_bad_parameters(server: Server, store: Path) -> None:
         (400, register(server, echo, model_name="a/b"), "no path reaches a name with a slash"),
         (400, register(server, echo, model_version="1/2"), "no path reaches a name with a slash"),
         (400, http.get("/server/logging?level=loud"), 'Parameter level is "loud"; it takes trace, debug, info'),
-        (405, http.patch("/models/first"), "use DELETE, GET, HEAD, PUT"),
+        (405, http.patch("/models/first"), "use DELETE, GET, PUT"),
     ]
     for status, response, message in calls:
         assert (response.status_code, response.json()["code"]) == (status, status)

@@ -27,7 +27,7 @@ def make_own(directory: Path, code: str | Path, **options: Any) -> Path:
 @contextlib.contextmanager
 def serving_own(directory: Path, code: str | Path, workers: int = 1, **options: Any) -> Iterator[Server]:
     """Serve a model named "model" with this model.py; returns once every worker is ready."""
-    options = {"minWorkers": workers, "parallel_loading": "true", **options}
+    options = {"minWorkers": workers, "maxWorkers": workers, "parallel_loading": "true", **options}
     with running(make_own(directory / "model", code, **options)) as server:
         for _ in range(workers):
             server.log_line(r"\] ready: process")
