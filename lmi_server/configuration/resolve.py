@@ -181,8 +181,10 @@ def _complete(options: ModelOptions, spec: HandlerSpec, location: str, merged: S
 
 
 def _is_told(key: str, source: Source) -> bool:
-    """Return whether the user's code gets a value: not the variables of option.env, which LMI keeps to itself because
-    they may be secret, and no advice about the model server."""
+    """Return whether the user's code gets a value: no advice about the model server, and as in LMI no option.env.
+
+    The variables of option.env may be secret.
+    """
     return key != "option.env" and (key.startswith("option.") or source.layer != "recommender")
 
 
