@@ -30,7 +30,7 @@ from frontend.metrics import Metrics
 from frontend.server_log import BackgroundLog, background_log
 from lmi_server.artifacts.fetch import artifact_settings
 from lmi_server.configuration.resolve import inspect_model
-from lmi_server.configuration.server_settings import ServerSettings
+from lmi_server.configuration.server_settings import ServerSettings, server_home
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.metrics import Metric
 from lmi_server.machine.environment import process_environment
@@ -64,7 +64,7 @@ def run(
     """
     logging.getLogger().setLevel(settings.log_level.upper())
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    directory = None if settings.log_dir is None else Path(settings.log_dir)
+    directory = None if settings.log_dir is None else server_home(environment, Path.cwd()) / settings.log_dir
     with background_log(_standard_error()) as log:
         try:
             with log_files(settings.written_logs, directory):

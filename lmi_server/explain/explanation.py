@@ -5,9 +5,11 @@ That is the command and the environment of a worker, the arguments of the engine
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from lmi_server.configuration.check import describe_source
@@ -68,6 +70,10 @@ class Explanation:
     def as_json_values(self) -> dict[str, Any]:
         """Return the explanation as dictionaries, lists and plain values."""
         return asdict(self)
+
+
+def _is_program(name: str, model_dir: str) -> bool:
+    return shutil.which(name) is not None or Path(model_dir, name).is_file()
 
 
 def explain(found: Inspection) -> Explanation:
@@ -198,6 +204,8 @@ def _absent(found: Inspection) -> Sequence[str]:
     here = found.options.own_python is None  # what another interpreter has is known when the model loads
     missing = [name for name in found.spec.engines if here and name not in found.machine.engines]
     warnings = [f"{found.spec.title} needs the Python package {name}, which is not installed" for name in missing]
+    if not here and not _is_program(found.options.python_executable, found.model_dir):
+        warnings.append(f'option.pythonExecutable = "{found.options.python_executable}": there is no such program')
     if found.options.ranks is not None and found.machine.mpirun is None:
         warnings.append(NO_MPIRUN)
     return warnings

@@ -336,6 +336,14 @@ def test_reserved_memory_alone_counts_if_it_is_set(tmp_path: Path) -> None:
     assert not [warning for warning in explained(tmp_path, "", NO_GPU).warnings if "memory_mb" in warning]
 
 
+def test_an_interpreter_that_is_not_there_is_a_warning(tmp_path: Path) -> None:
+    found = explained(tmp_path, "option.pythonExecutable=/no/such/python", NO_GPU)
+    assert 'option.pythonExecutable = "/no/such/python": there is no such program' in found.warnings
+    assert found.worker_command[0] == "/no/such/python"
+    found = explained(tmp_path, "option.pythonExecutable=python3", NO_GPU)
+    assert found.worker_command[0] == sys.executable
+
+
 def test_problems_are_in_the_order_of_the_file(tmp_path: Path) -> None:
     found = explained(tmp_path, "option.dtype=x\nminWorkers=x\noption.model_loading_timeout=x\nmaxWorkers=x", NO_GPU)
     assert [problem.split(":")[1] for problem in found.problems] == ["1", "2", "3", "4"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -201,3 +203,14 @@ def test_the_logs_of_metrics(logging_server: LoggingServer) -> None:
     logging_server.wait_for_line("server_metric", r"DJLServingStart\.Count:1\|#Version:0\.1\.0")
     logging_server.wait_for_line("server_metric", rf"StartupLatency\.Microseconds:\d+\|#Host:{re.escape(HOST)}")
     assert not any("ACCESS_LOG" in line or "server_metric" in line for line in logging_server.server.lines)
+
+
+def test_a_directory_for_logs_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    code = (
+        "from frontend.server import run; from lmi_server.configuration.server_settings import ServerSettings\n"
+        "raise SystemExit(run([], ServerSettings(port=0, log_dir='file/logs'), {'MODEL_SERVER_HOME': %r}))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code % str(tmp_path)], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert f'log_dir = "{tmp_path}/file/logs": Not a directory; name a directory' in ended.stderr
