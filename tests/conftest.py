@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 from paths import BUILT_MODELS, TESTS
+from process_log import last_lines
 
 from lmi_server.commands.demo_model import build_demo_model
 from lmi_server.contract.handler import RequestHandler
@@ -92,6 +93,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark each test with its area, the folder of tests/ that it lies in: `pytest -m configuration` selects it."""
     for item in items:
         item.add_marker(item.path.relative_to(TESTS).parts[0])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show the last lines of the running servers' logs with a test that failed."""
+    report = yield
+    if report.failed and (logged := last_lines()):
+        report.sections.append(("Log of the servers", logged))
+    return report
 
 
 @pytest.fixture(scope="session")

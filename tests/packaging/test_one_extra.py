@@ -78,16 +78,31 @@ CASES = {
     "tasks": Case(("huggingface", "tasks"), "dynamic-batching", classifier, {"inputs": "the fox"}, ()),
     "sklearn": Case(("sklearn",), "sklearn", forest, ROW, ()),
     "xgboost": Case(("xgboost",), "xgboost", booster, ROW, ()),
-    "vllm": Case(("vllm",), "vllm", llama_for_vllm, changes=(*SMALL[:2], ("option.dtype", "fp32"))),
+    "vllm": Case(
+        ("vllm",),
+        "vllm",
+        llama_for_vllm,
+        changes=(*SMALL[:2], ("option.dtype", "fp32"), ("option.enforce_eager", "true")),
+    ),
     "mpi": Case(("huggingface", "mpi"), "huggingface-mpi", llama),
     "deepspeed": Case(("deepspeed", "huggingface", "mpi"), "deepspeed-task", classifier, {"inputs": "the fox"}, ()),
     "bitsandbytes": Case(("huggingface", "bitsandbytes"), "huggingface-bitsandbytes", llama),
 }
 
 
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory in which every test makes its environment anew.
+
+    All environments have one path, so that they share the bytecode of the modules that they share: compiling torch and
+    transformers again for each of them would take most of the time.
+    """
+    return tmp_path_factory.mktemp("extras")
+
+
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_an_extra_serves_its_sample(case: Case, distributions: tuple[Path, Path], tmp_path: Path) -> None:
-    commands = make_environment(tmp_path / "venv", distributions[1], *case.extras)
+def test_an_extra_serves_its_sample(case: Case, distributions: tuple[Path, Path], place: Path, tmp_path: Path) -> None:
+    commands = make_environment(place / "venv", distributions[1], *case.extras)
     model = tmp_path / "model"
     case.make(model)
     sample = (SAMPLES / f"{case.sample}.properties").read_text()
@@ -97,6 +112,7 @@ def test_an_extra_serves_its_sample(case: Case, distributions: tuple[Path, Path]
         "\n".join([*lines, *(f"{key}={value}" for key, value in changes.items())])
     )
     variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    with running(Server(model, commands, {**variables, "VLLM_CPU_KVCACHE_SPACE": "1"})) as server:
+    own = {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPYCACHEPREFIX": str(place / "bytecode")}
+    with running(Server(model, commands, {**variables, **own})) as server:
         answer = server.http.post("/invocations", json=case.request)
         assert answer.status_code == 200, answer.text

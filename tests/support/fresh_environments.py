@@ -41,7 +41,7 @@ def build(directory: Path) -> tuple[Path, Path]:
 
 def make_environment(directory: Path, wheel: Path, *extras: str) -> Path:
     """Install `wheel` with `extras` into a new virtual environment; return its directory of commands."""
-    uv("venv", "--quiet", "--python", sys.executable, directory)
+    uv("venv", "--quiet", "--clear", "--python", sys.executable, directory)
     wanted = f"{wheel}[{','.join(extras)}]" if extras else str(wheel)
     script = setup_script()
     pins = ("--constraint", script.CONSTRAINTS, "--overrides", script.OVERRIDES)

@@ -5,10 +5,19 @@ from __future__ import annotations
 import re
 import threading
 import time
+import weakref
+from collections import deque
 from queue import Empty, SimpleQueue
 from typing import IO
 
 _LIMIT_S = 300.0
+_REPORTED_LINES = 60
+_open_logs: weakref.WeakSet[ProcessLog] = weakref.WeakSet()
+
+
+def last_lines() -> str:
+    """Return the last lines of every log that is still read, for the report of a test that failed."""
+    return "\n".join("".join(log.tail) for log in _open_logs)
 
 
 class ProcessLog:
@@ -21,13 +30,16 @@ class ProcessLog:
         assert stream is not None
         self.lines: list[str] = []
         """The lines that `wait_for` has seen; after `close`, all of them."""
+        self.tail: deque[str] = deque(maxlen=_REPORTED_LINES)
         self._stream = stream
         self._unseen: SimpleQueue[str | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
+        _open_logs.add(self)
 
     def _read(self) -> None:
         for line in self._stream:
+            self.tail.append(line)
             self._unseen.put(line)
         self._unseen.put(None)
 
@@ -53,6 +65,7 @@ class ProcessLog:
         """Read what is left, to the end of the stream, once its process has ended."""
         self._thread.join()
         self._stream.close()
+        _open_logs.discard(self)
         while (line := self._unseen.get()) is not None:
             self.lines.append(line)
         self._unseen.put(None)

@@ -36,6 +36,8 @@ from lmi_server.machine.environment import process_environment
 pytestmark = pytest.mark.slow
 
 SETTINGS = {"rolling_batch": "vllm", "dtype": "fp32", "max_rolling_batch_size": "32", "kv_cache_memory_gb": "1"}
+# Compiling takes a minute of both cores. Compiled code with LoRA and on several ranks runs in test_lmi_dist.py.
+UNCOMPILED = {**SETTINGS, "enforce_eager": "true"}
 
 
 @pytest.fixture(scope="module")
@@ -325,7 +327,7 @@ def test_adapters_share_a_batch_and_are_replaced(tmp_path: Path) -> None:
     model = tiny_llama()
     for name, seed in (("one", 1), ("two", 2), ("other", 3)):
         save_adapter(model, tmp_path / name, seed, r=8)
-    settings = {**SETTINGS, "enable_lora": "true", "max_lora_rank": "8", "max_loras": "2", "max_cpu_loras": "4"}
+    settings = {**UNCOMPILED, "enable_lora": "true", "max_lora_rank": "8", "max_loras": "2", "max_cpu_loras": "4"}
     without_template = make_tiny_model(tmp_path / "bare", chat_template=None)
     with serving(tmp_path, without_template, **settings) as server:
 
@@ -381,7 +383,7 @@ def write(output: TextGenerationOutput) -> str:
 
 
 def test_formatters_get_vllms_tokenizer(tiny_model: Path, tmp_path: Path) -> None:
-    with serving(tmp_path, tiny_model, _COUNTING, **SETTINGS, enforce_eager="true") as server:
+    with serving(tmp_path, tiny_model, _COUNTING, **UNCOMPILED) as server:
         response = server.http.post("/invocations", json={"ask": "Hi"})
     prompt = "user: Hi\n"
     assert (response.status_code, response.text) == (200, f"{prompt!r} {len(prompt)} {len(prompt)}")
@@ -391,7 +393,7 @@ def test_formatters_get_vllms_tokenizer(tiny_model: Path, tmp_path: Path) -> Non
 
 
 def test_an_engine_in_its_own_process_is_served_and_replaced_when_it_dies(tiny_model: Path, tmp_path: Path) -> None:
-    with serving(tmp_path, tiny_model, **SETTINGS, engine_process="own") as server:
+    with serving(tmp_path, tiny_model, **UNCOMPILED, engine_process="own") as server:
         before = complete(server, max_tokens=8).json()["choices"][0]["text"]
         worker = psutil.Process(server.worker_pid())
         engine = next(child for child in worker.children(recursive=True) if "EngineCore" in child.name())
@@ -404,7 +406,7 @@ def test_an_engine_in_its_own_process_is_served_and_replaced_when_it_dies(tiny_m
 def test_a_model_split_over_two_processes_gives_the_tokens_of_one(tiny_model: Path, tmp_path: Path) -> None:
     model = tiny_llama()
     prompts = [f"{index} once " * (index + 1) for index in range(6)]
-    with serving(tmp_path, tiny_model, **SETTINGS, tensor_parallel_degree="2") as server:
+    with serving(tmp_path, tiny_model, **UNCOMPILED, tensor_parallel_degree="2") as server:
 
         def answer(prompt: str) -> list[int]:
             response = complete(server, prompt=prompt, max_tokens=24, ignore_eos=True, return_token_ids=True).json()

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 SAMPLE = SAMPLES / "vllm-embedding.properties"
 MINILM = BUILT_MODELS / "all-minilm-l6-v2"
 TEXTS = ["A man is eating food.", "Someone eats.", "The girl is carrying a baby.", "word " * 100]
-SETTINGS = {"rolling_batch": "vllm", "dtype": "fp32"}
+SETTINGS = {"rolling_batch": "vllm", "dtype": "fp32", "enforce_eager": "true"}
 
 
 @pytest.fixture(scope="module")
