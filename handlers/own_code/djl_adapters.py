@@ -10,7 +10,7 @@ from typing import Any
 from djl_python.inputs import Input, make_input
 from djl_python.outputs import Output
 
-from handlers.own_code.djl_outputs import DEFAULT_MESSAGES
+from handlers.own_code.djl_outputs import DEFAULT_MESSAGES, chunk_fields
 from lmi_server.contract.errors import (
     BadParameterError,
     HandlerError,
@@ -110,6 +110,11 @@ def _message(output: Any) -> str:
         raise HandlerError(f"Invalid output type: {type(output)}")
     if output.code >= 300:
         raise _ERRORS.get(output.code, RequestError)(_reason(output))
+    fields = chunk_fields(output)  # LMI's asynchronous services answer in the form of a piece
+    if fields is not None and "error" in fields:
+        raise _ERRORS.get(int(fields.get("code", 0)), RequestError)(fields["error"])
+    if fields is not None:
+        return fields["data"]
     return "" if output.message in DEFAULT_MESSAGES else output.message
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from djl_python.outputs import Output
 
 from handlers.own_code.djl_adapters import AdapterFunctions
-from handlers.own_code.djl_outputs import body_of, failed, headers_of, piece_error, reason_of, respond
+from handlers.own_code.djl_outputs import body_of, chunk_fields, failed, headers_of, piece_error, reason_of, respond
 from handlers.own_code.user_function import UserFunction
 from lmi_server.contract.errors import EXITS, HandlerError, LmiServerError
 from lmi_server.contract.handler import AsyncRequestHandler, Response
@@ -86,17 +86,6 @@ def _piece(item: Any) -> _Piece:
     code = int(fields.get("code", 424 if error is not None else 200))
     failed = error is not None or code >= 300
     return _Piece(item, fields["data"].encode(), fields.get("last") == "True", (error or "") if failed else None, code)
-
-
-def chunk_fields(output: Output) -> dict[str, str] | None:
-    """Return the fields that `create_stream_chunk_output` wrote into `output`; None if it did not make `output`."""
-    if not output.content.values:
-        return None
-    try:
-        fields = Output.binary_decode(output.content.values[0])
-    except (ValueError, TypeError):
-        return None
-    return fields if "data" in fields else None
 
 
 def _whole(result: Any) -> Response:

@@ -12,7 +12,7 @@ from lmi_server.contract.errors import BadParameterError, RequestError
 from lmi_server.contract.protocol import Input as Request
 from lmi_server.dialects.forms import form_fields
 
-_ADAPTER = "adapter"  # a query parameter, or a field of a form
+ADAPTER = "adapter"  # a query parameter, or a field of a form
 # Properties that only the server sets, in lower case. User code opens files below model_dir and computes on device_id,
 # so a header or custom attribute of that name is not handed to it.
 _SERVER_PROPERTIES = frozenset(
@@ -85,7 +85,7 @@ class InputBuilder:
 
     def _check_adapter(self, content: Sequence[tuple[str, bytes]], adapters: Container[str]) -> None:
         for key, value in content:
-            name = value.decode(errors="replace") if key == _ADAPTER else ""
+            name = value.decode(errors="replace") if key == ADAPTER else ""
             if name and name not in adapters:
                 raise RequestError(f"The adapter {name} has not been registered")
 

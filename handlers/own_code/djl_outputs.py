@@ -113,6 +113,17 @@ def body_of(output: Output) -> bytes:
     return _body(output.content.keys, output.content.values) if output.content.keys else b""
 
 
+def chunk_fields(output: Output) -> dict[str, str] | None:
+    """Return the fields that `create_stream_chunk_output` wrote into `output`; None if it did not make `output`."""
+    if not output.content.values:
+        return None
+    try:
+        fields = Output.binary_decode(output.content.values[0])
+    except (ValueError, TypeError):
+        return None
+    return fields if "data" in fields else None
+
+
 def in_batch(properties: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     """Return for each of `count` requests the properties `batch_<index>_<name>` that are its own, by <name>."""
     own = [dict[str, Any]() for _ in range(count)]

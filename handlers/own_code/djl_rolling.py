@@ -16,7 +16,7 @@ from djl_python.inputs import Input, make_input
 from djl_python.outputs import Output
 
 from handlers.own_code.djl_adapters import AdapterFunctions
-from handlers.own_code.djl_inputs import sent_properties
+from handlers.own_code.djl_inputs import ADAPTER, sent_properties
 from handlers.own_code.djl_outputs import (
     FAILED,
     OUT_OF_MEMORY,
@@ -180,7 +180,8 @@ class RollingFunction(AsyncRequestHandler):
                 content.append((prefix + "data", b""))
                 continue
             properties |= {prefix + name: value for name, value in sent_properties(one.request).items()}
-            # LMI hands over the body alone, without the query, and a form as it is.
+            # LMI hands over the body alone, a form as it is. Of the query only the adapter is handed over.
+            content += [(prefix + key, value) for key, value in one.request.content if key == ADAPTER]
             content.append((prefix + "data", one.request.body()))
             content.append((prefix + "seed", str(random.randrange(_SEEDS)).encode()))
         properties["batch_size"] = str(len(self._running))

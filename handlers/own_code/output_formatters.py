@@ -115,6 +115,7 @@ class _Stepwise(Exchange):
         self._unfinished = len(self.requests)
         sequences = {index: Sequence() for index in range(len(self.requests))}
         self._output = TextGenerationOutput(self.requests[0].request_id, given, False, sequences)
+        self._output.other_sequences_indices = list(range(1, len(sequences)))
 
     def add(self, index: int, delta: Delta) -> bytes:
         fresh = self._take(index, delta)

@@ -71,6 +71,12 @@ def rolling(inputs):
     LIVE[:] = [one for one in LIVE if one[0]]
     return output
 
+async def register_adapter(inputs):
+    told = {"data": f"Adapter {inputs.get_property('alias')} registered"}
+    if inputs.get_property("name") == "refused":
+        told = {"data": "", "last": True, "code": 424, "error": "no room to pin"}
+    return Output().add(Output.binary_encode(told), key="data")
+
 async def streaming(inputs):
     if inputs.is_empty():
         return None
@@ -250,7 +256,7 @@ def rolling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def asynchronous(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving_own(tmp_path_factory.mktemp("own"), CODE, handler="streaming") as server:
+    with serving_own(tmp_path_factory.mktemp("own"), CODE, handler="streaming", enable_lora="true") as server:
         yield server
 
 
@@ -292,3 +298,12 @@ def test_a_request_of_a_batch_without_an_answer_is_400(tmp_path: Any) -> None:
         refused = next(answer.json() for answer in answers if answer.status_code == 400)
         assert refused["type"] == "TranslateException"
         assert "no content batch_1" in refused["message"]
+
+
+def test_adapter_functions_answer_as_lmis_services_do(asynchronous: Server, tmp_path: Any) -> None:
+    answers = [
+        asynchronous.http.post("/models/model/adapters", params={"name": name, "src": str(tmp_path)})
+        for name in ("first", "refused")
+    ]
+    assert (answers[0].status_code, "Adapter first registered" in answers[0].text) == (200, True)
+    assert (answers[1].status_code, "no room to pin" in answers[1].text) == (424, True)

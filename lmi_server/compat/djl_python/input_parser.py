@@ -1,14 +1,20 @@
-"""Decorators for the functions of a `model.py` that replace parts of a built-in handler.
+"""Decorators for the functions of a `model.py` that replace parts of a built-in handler, and LMI's parser of requests.
 
-Of several functions with the same decorator, the first in the file counts.
+Of several functions with the same decorator, the first in the file counts. The parser is for code that batches itself,
+and for an input formatter that changes a part of what LMI reads. It is imported when it is called.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+__all__ = ["SAGEMAKER_ADAPTER_IDENTIFIER_HEADER", "init_handler", "input_formatter", "prediction_handler"]
+
 F = TypeVar("F", bound=Callable[..., Any])
+
+SAGEMAKER_ADAPTER_IDENTIFIER_HEADER = "X-Amzn-SageMaker-Adapter-Identifier"
 
 
 def input_formatter(function: F) -> F:
@@ -27,3 +33,11 @@ def init_handler(function: F) -> F:
     """Mark the function that loads a scikit-learn or XGBoost model: `fn(model_dir) -> model`."""
     function.is_init_handler = True  # type: ignore[attr-defined]
     return function
+
+
+def __getattr__(name: str) -> Any:
+    """Find the functions of LMI's parser, which most models do not need, in the module that has them."""
+    parser = importlib.import_module("djl_python.request_parser")
+    if name not in parser.__all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(parser, name)

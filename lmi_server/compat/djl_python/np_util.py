@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-_MAGIC = "NDAR"
-_VERSION = 3
+MAGIC_NUMBER = "NDAR"
+VERSION = 3
 _DENSE = "default"
 _ZIP = b"PK"
 
@@ -78,8 +78,8 @@ def _encode(array: Array, encoded: bytearray) -> None:
     if array.dtype.hasobject:
         raise TypeError("an NDList holds numbers; an array of Python objects cannot be written")
     little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
-    _put_text(_MAGIC, encoded)
-    encoded += struct.pack(">iB", _VERSION, 0)
+    _put_text(MAGIC_NUMBER, encoded)
+    encoded += struct.pack(">iB", VERSION, 0)
     _put_text(_DENSE, encoded)
     _put_text(array.dtype.name.upper(), encoded)
     encoded += struct.pack(f">i{array.ndim}q", array.ndim, *array.shape)
@@ -120,11 +120,11 @@ def _decode(reader: _Reader) -> Array:
         import numpy as np
 
     magic = reader.text()
-    if magic != _MAGIC:
-        raise ValueError(f"the bytes are no NDList: they begin with {magic!r} instead of {_MAGIC!r}")
+    if magic != MAGIC_NUMBER:
+        raise ValueError(f"the bytes are no NDList: they begin with {magic!r} instead of {MAGIC_NUMBER!r}")
     version = reader.integer(">i")
-    if version != _VERSION:
-        raise ValueError(f"an NDList of version {version} is not supported; send version {_VERSION}")
+    if version != VERSION:
+        raise ValueError(f"an NDList of version {version} is not supported; send version {VERSION}")
     if reader.integer(">B"):
         reader.text()  # its name
     sparse = reader.text()

@@ -43,9 +43,20 @@ class Sequence:
     top_tokens: list[list[Token]] = field(default_factory=list)
     cumulative_log_prob: float = 0.0
     finish_reason: str | None = None
+    _last_token_index: int | None = None
     stop_reason: str | None = None
-    _read: int = field(default=0, repr=False)
-    _top_read: int = field(default=0, repr=False)
+    _read: int = field(default=0, init=False, repr=False)
+    _top_read: int = field(default=0, init=False, repr=False)
+
+    def set_next_token(self, token: Token, is_last_token: bool = False) -> None:
+        """Append a token."""
+        if is_last_token:
+            self._last_token_index = len(self.tokens)
+        self.tokens.append(token)
+
+    def set_next_top_tokens(self, top_tokens: list[Token]) -> None:
+        """Append the most probable tokens at the next position."""
+        self.top_tokens.append(top_tokens)
 
     def has_next_token(self) -> bool:
         """Return whether there is a token that `get_next_token` has not returned yet."""
@@ -54,10 +65,10 @@ class Sequence:
     def get_next_token(self) -> tuple[Token | None, int, bool, bool]:
         """Return the next token, its index, and whether it is the first and the last of the sequence.
 
-        Returns (None, -1, False, False) if there is no further token yet.
+        Returns (None, 0, False, False) if there is no further token yet.
         """
         if not self.has_next_token():
-            return None, -1, False, False
+            return None, 0, False, False
         index = self._read
         self._read += 1
         return self.tokens[index], index, index == 0, self._is_last(index)
@@ -69,20 +80,23 @@ class Sequence:
 
     def get_last_token(self) -> Token | None:
         """Return the last token of a finished sequence; None before its end."""
+        if self._last_token_index is not None:
+            return self.tokens[self._last_token_index]
         return self.tokens[-1] if self.finish_reason is not None and self.tokens else None
 
     def has_next_top_tokens(self) -> bool:
         return self._top_read < len(self.top_tokens)
 
-    def get_next_top_tokens(self) -> tuple[list[Token] | None, int, bool, bool]:
-        """Return the most probable tokens at the next position, otherwise what `get_next_token` returns."""
+    def get_next_top_tokens(self) -> list[Token] | None:
+        """Return the most probable tokens at the next position; None if there are none yet."""
         if not self.has_next_top_tokens():
-            return None, -1, False, False
-        index = self._top_read
+            return None
         self._top_read += 1
-        return self.top_tokens[index], index, index == 0, self._is_last(index)
+        return self.top_tokens[self._top_read - 1]
 
     def _is_last(self, index: int) -> bool:
+        if self._last_token_index is not None:
+            return index == self._last_token_index
         return self.finish_reason is not None and index == len(self.tokens) - 1
 
 
@@ -127,18 +141,44 @@ class TextGenerationOutput(RequestOutput):
     sequences: dict[int, Sequence] = field(default_factory=dict)
     best_sequence_index: int = 0
     prompt_tokens_details: list[Token] = field(default_factory=list)
+    other_sequences_indices: list[int] = field(default_factory=list)
 
-    @property
-    def other_sequences_indices(self) -> list[int]:
-        return [index for index in self.sequences if index != self.best_sequence_index]
+    def __post_init__(self) -> None:
+        self.sequences.setdefault(self.best_sequence_index, Sequence())
 
     @property
     def best_sequence(self) -> Sequence:
         return self.sequences[self.best_sequence_index]
 
-    def get_tokens_as_dict(self, sequence_index: int) -> list[dict[str, Any]]:
-        """Return the tokens of a sequence in the form of LMI's answers."""
-        return [token.as_dict() for token in self.sequences[sequence_index].tokens]
+    def set_best_sequence_index(self, sequence_index: int) -> None:
+        self.best_sequence_index = sequence_index
+
+    def set_next_token(
+        self, token: Token, sequence_index: int = 0, is_last_token: bool = False, finish_reason: str | None = None
+    ) -> None:
+        """Append a token to a sequence."""
+        sequence = self.sequences.setdefault(sequence_index, Sequence())
+        sequence.set_next_token(token, is_last_token)
+        if finish_reason:
+            sequence.finish_reason = finish_reason
+
+    def set_next_top_tokens(self, top_tokens: list[Token], sequence_index: int) -> None:
+        """Append the most probable tokens at the next position of a sequence."""
+        self.sequences[sequence_index].set_next_top_tokens(top_tokens)
+
+    def set_finish_reason(self, finish_reason: str, sequence_index: int = 0) -> None:
+        self.sequences[sequence_index].finish_reason = finish_reason
+
+    def get_tokens_as_dict(self, sequence_index: int = 0) -> list[dict[str, Any]]:
+        """Return the tokens of a sequence in the form of the answers."""
+        return [self._as_dict(token) for token in self.sequences[sequence_index].tokens]
 
     def get_prompt_tokens_as_dict(self) -> list[dict[str, Any]]:
-        return [token.as_dict() for token in self.prompt_tokens_details]
+        return [self._as_dict(token) for token in self.prompt_tokens_details]
+
+    def get_top_tokens_as_dict(self, sequence_index: int = 0) -> list[list[dict[str, Any]]]:
+        """Return the most probable tokens at each position of a sequence."""
+        return [[self._as_dict(token) for token in tokens] for tokens in self.sequences[sequence_index].top_tokens]
+
+    def _as_dict(self, token: Token) -> dict[str, Any]:
+        return token.as_tgi_dict() if getattr(self.input, "tgi_compat", False) else token.as_dict()

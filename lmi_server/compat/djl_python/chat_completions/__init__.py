@@ -1,0 +1,1 @@
+"""Chat completions in OpenAI's form, for code that reads them itself."""

@@ -1,0 +1,1 @@
+"""The base class of a rolling batch that user code brings."""
