@@ -71,6 +71,8 @@ class RollingBatchEngine:
             raise RequestError("the prompt has no tokens; send at least one character")
         room = min(self._max_len, self._scheduler.limits.kv_tokens) - len(prompt)
         wanted = parameters.max_new_tokens if parameters.max_new_tokens is not None else max(room, 1)
+        if parameters.fit_context and room > 0:
+            wanted = min(wanted, room)
         if wanted > room:
             raise ContextLengthError(
                 f"the prompt has {len(prompt)} tokens and max_new_tokens is {wanted}, but the model's context holds"
@@ -248,7 +250,7 @@ class RollingBatchEngine:
             text,
             (self._token(sampled, piece),),
             reason,
-            Usage(sequence.prompt_len, sequence.generated, sequence.cached) if reason else None,
+            self._usage(request) if reason else None,
             request.prompt_text if first else None,
             tuple(request.prompt_tokens) if first and parameters.prompt_logprobs is not None else None,
             sequence.tokens[: sequence.prompt_len] if first else None,
@@ -258,6 +260,13 @@ class RollingBatchEngine:
             del self._requests[sequence.request_id]
             self._scheduler.remove(request.sequence)
         request.emit(delta)
+
+    @staticmethod
+    def _usage(request: _Request) -> Usage:
+        sequence, asked = request.sequence, request.parameters.max_new_tokens
+        lowered = asked is not None and sequence.max_new_tokens < asked
+        room = sequence.max_new_tokens if lowered else None
+        return Usage(sequence.prompt_len, sequence.generated, sequence.cached, room=room)
 
     def _finish_reason(self, request: _Request, token: int, stopped: bool) -> FinishReason | None:
         parameters, sequence = request.parameters, request.sequence

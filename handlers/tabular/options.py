@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from lmi_server.configuration.declaration import NoEffect
 from lmi_server.configuration.options import ModelOptions, Names
 
 
@@ -15,6 +16,9 @@ class TreeModelOptions(ModelOptions):
     rolling_batch: Literal["disable", "auto"] = Field("disable", description="There are no tokens to batch by.")
     trust_insecure_model_files: bool = Field(
         False, description="Load files that can run code (pickle and similar formats)."
+    )
+    async_mode: Annotated[bool, NoEffect("requests run together as a dynamic batch (batch_size)")] = Field(
+        False, description="Answer in the shape of LMI's asynchronous service."
     )
     default_accept: Literal["application/json", "text/csv"] = Field(
         "application/json", description="Content type of an answer if the request accepts any."

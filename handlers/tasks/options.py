@@ -84,7 +84,7 @@ class PipelineOptions(TransformersOptions):
 
     def warnings(self, given: Collection[str]) -> Iterator[Conflict]:
         formats = ("option.output_formatter", "option.input_formatter", "option.tgi_compat")
-        rolling_only = ("option.max_rolling_batch_size", *formats)
+        rolling_only = ("option.max_rolling_batch_size", "option.async_mode", *formats)
         yield from without_effect(given, "a rolling batch", rolling_only)
         if self.task != "text-embedding":
             embedding_only = ("option.pooling", "option.normalize")

@@ -68,7 +68,9 @@ class DeltaBuilder:
             if isinstance(ended, LmiServerError):
                 return ended
             reason = ended
-            usage = Usage(len(output.prompt_token_ids), self._completion_tokens, output.num_cached_tokens or 0)
+            usage = Usage(
+                len(output.prompt_token_ids), self._completion_tokens, output.num_cached_tokens or 0, room=self._room()
+            )
         tokens = self._tokens(ids, completion.logprobs)
         stop = completion.stop_reason
         if self._prompt_text is None:
@@ -84,6 +86,13 @@ class DeltaBuilder:
             prompt_token_ids=tuple(output.prompt_token_ids),
             stop_reason=stop,
         )
+
+    def _room(self) -> int | None:
+        """Return how many tokens the context had room for, if the request asks for more."""
+        asked = self._sampling.max_new_tokens
+        if asked is None or not self._sampling.fit_context or self.parameters.max_tokens == asked:
+            return None
+        return int(self.parameters.max_tokens)
 
     def _tokens(self, ids: Sequence[int], logprobs: Sequence[Mapping[int, Any]] | None) -> tuple[Token, ...]:
         if logprobs is None:

@@ -130,6 +130,8 @@ def sampling_params(
         raise RequestError("typical_p is not supported by vLLM; leave it out or send 1.0")
     room = max_model_len - prompt_len
     max_tokens = sampling.max_new_tokens if sampling.max_new_tokens is not None else max(room, 1)
+    if sampling.fit_context and room > 0:
+        max_tokens = min(max_tokens, room)
     if max_tokens > room:
         raise ContextLengthError(
             f"the prompt has {prompt_len} tokens and max_new_tokens is {max_tokens}, but the model's context holds"

@@ -125,6 +125,7 @@ MPI_MODE_DESCRIPTION = (
 
 _JAVA_ONLY = NoEffect("only LMI's engines in Java read it")
 _REMOVE_IT = "remove the key"
+_ASYNC_SERVICE = "djl_python.lmi_vllm.vllm_async_service"  # an entry point
 
 
 class ServingOptions(Options):
@@ -306,8 +307,11 @@ class ModelOptions(Options):
     cluster_size: Annotated[PositiveInt, Unavailable(lambda size: size > 1, "use one machine")] = Field(
         1, description="Machines that one model is spread over."
     )
-    async_mode: Annotated[bool, NoEffect("requests are always handled concurrently")] = Field(
-        False, description="Handle requests concurrently in the worker instead of one batch at a time."
+    async_mode: bool = Field(
+        False,
+        description="Answer in the shape of LMI's asynchronous service, as"
+        " option.entryPoint=djl_python.lmi_vllm.vllm_async_service does, unless option.output_formatter or"
+        " option.tgi_compat asks for another.",
     )
     input_formatter: Annotated[FunctionName | None, Allowed("the name of a function in model.py")] = Field(
         None, description="Function of model.py that parses requests; if not set, the one marked @input_formatter."
@@ -325,8 +329,10 @@ class ModelOptions(Options):
     is_peft_model: Annotated[bool, Unavailable.values(True, instead="merge the adapter into the model")] = Field(
         False, description="The checkpoint is a PEFT adapter; LMI detects it."
     )
-    enable_stateful_sessions: bool = Field(
-        False, description="Let requests open and close sessions; a request with an unknown session is refused."
+    enable_stateful_sessions: bool | None = Field(
+        None,
+        description="Let requests open and close sessions; a request with an unknown session is refused. If not set,"
+        " only LMI's asynchronous service does so.",
     )
     sessions_path: str | None = Field(None, description="Directory for sessions; /dev/shm/djl_sessions if not set.")
     sessions_expiration: PositiveInt = Field(1200, description="Seconds after which a session ends.")
@@ -425,6 +431,17 @@ class ModelOptions(Options):
     def own_python(self) -> str | None:
         """Return the interpreter that the model names; None if its workers run in the server's."""
         return None if self.python_executable == OWN_PYTHON else self.python_executable
+
+    @property
+    def is_async_service(self) -> bool:
+        """Whether the model stands in for LMI's asynchronous service of vLLM."""
+        return self.async_mode or self.entry_point == _ASYNC_SERVICE
+
+    @property
+    def has_sessions(self) -> bool:
+        """Whether requests open and close stateful sessions."""
+        asked = self.enable_stateful_sessions
+        return self.is_async_service if asked is None else asked
 
     @property
     def devices_per_worker(self) -> int | None:

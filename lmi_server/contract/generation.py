@@ -49,6 +49,7 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     max_new_tokens: int | None = 30  # None: as many as the context has room for
+    fit_context: bool = False  # as many as it has room for too if `max_new_tokens` are more; otherwise that is refused
     do_sample: bool = False
     temperature: float = 1.0
     top_k: int = 0
@@ -147,6 +148,7 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     cached_tokens: int = 0  # prompt tokens whose KV cache was reused
     reasoning_tokens: int | None = None  # None if the handler does not parse the model's reasoning
+    room: int | None = None  # tokens that the context had room for, if `max_new_tokens` were more
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True):

@@ -9,6 +9,8 @@
     routes.py            the names of the routes
     fields.py            reads and checks the fields of a body
     forms.py             the fields of a form
+    sampling.py          the sampling parameters that LMI and OpenAI share
+    choices.py           several sequences for one prompt
     constraints.py       the fields that constrain the output: schemas, grammars, choices
     adapters.py          which LoRA adapter a request names
     errors.py            how an error reads in each dialect
@@ -56,6 +58,8 @@ def parse(request: Input, served: ServedModel) -> Exchange:
 
 def _by_keys(request: Input, served: ServedModel) -> Exchange:
     body = fields.json_object(request)
+    if served.async_service and body.get("prompt") is not None:  # that service looks for a prompt first
+        return openai.parse_completion(request, body, served)
     # The order is LMI's: a body that has messages is a chat, whatever else it has.
     if body.get("messages") is not None:
         return openai.parse_chat(request, body, served)

@@ -41,7 +41,7 @@ class GenerationProcessor(RequestProcessor):
     async def start(self) -> ModelInfo:
         options = self._loading.options
         self._formats = Formats(self._loading, self._handler)
-        if options.enable_stateful_sessions:
+        if options.has_sessions:
             self._sessions = _session_requests(options)
         info = await self._handler.start(self._loading.model_dir, options)
         self._served = self._loading.served_model(info, self._handler.adapters)

@@ -28,12 +28,17 @@ class Loading:
 
     def served_model(self, info: ModelInfo, adapters: Mapping[str, Adapter]) -> ServedModel:
         """Return what the dialects may know of the model. `adapters` are those of the handler, which may change."""
-        formatter = self.options.output_formatter
+        options = self.options
+        formatter = options.output_formatter if options.output_formatter in FORMATTER_NAMES else None
+        asynchronous = options.is_async_service
+        names = tuple(self.load.served_names)
         return ServedModel(
             name=self.load.model_name,
-            served_names=tuple(self.load.served_names),
-            output_formatter=formatter if formatter in FORMATTER_NAMES else None,  # or a function of model.py
-            tgi_compat=self.options.tgi_compat,
+            # The service calls a model without another name "lmi". The first name is that of the answers.
+            served_names=(*(names[1:] or ("lmi",)), names[0]) if asynchronous else names,
+            output_formatter=formatter,  # None too if it is a function of model.py
+            tgi_compat=options.tgi_compat,
+            async_service=asynchronous and formatter is None and not options.tgi_compat,
             adapters=adapters,
             features=info.features,
             sampling_defaults=info.sampling_defaults,

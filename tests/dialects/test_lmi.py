@@ -51,7 +51,7 @@ def events(data: bytes) -> list[Any]:
 def test_defaults() -> None:
     exchange = parse(request("invocations", {"inputs": "Hello"}), SERVED)
     assert exchange.requests[0].prompt == "Hello"
-    assert exchange.requests[0].sampling == SamplingParameters(max_new_tokens=30, do_sample=False)
+    assert exchange.requests[0].sampling == SamplingParameters(max_new_tokens=30, fit_context=True)
     assert exchange.requests[0].priority == 3
     assert (exchange.stream, exchange.content_type, exchange.warnings) == (False, "application/json", ())
 
@@ -84,6 +84,7 @@ def test_every_parameter() -> None:
     assert exchange.warnings == ()
     assert exchange.requests[0].sampling == SamplingParameters(
         max_new_tokens=7,
+        fit_context=True,
         do_sample=True,
         temperature=0.7,
         top_k=0,

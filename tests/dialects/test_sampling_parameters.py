@@ -129,4 +129,4 @@ def test_the_own_name_wins_over_an_alias() -> None:
 def test_what_changes_nothing_is_taken() -> None:
     neutral = {"no_repeat_ngram_size": 0, "guidance_scale": 1.0, "detokenize": True, "bad_words_ids": [], "n": 1}
     exchange = parse(request("invocations", {"inputs": "a", "parameters": neutral}), SERVED)
-    assert exchange.requests[0].sampling == SamplingParameters()
+    assert exchange.requests[0].sampling == SamplingParameters(fit_context=True)

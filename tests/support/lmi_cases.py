@@ -7,7 +7,7 @@ import string
 from typing import Any
 
 import httpx
-from tiny_models import byte_tokenizer
+from tiny_models import CONTEXT, byte_tokenizer
 
 IDS = dict(zip(string.ascii_lowercase, byte_tokenizer().encode(string.ascii_lowercase), strict=True))
 LETTERS = list(IDS.values())
@@ -75,3 +75,42 @@ def check_refused_parameters(http: httpx.Client) -> None:
     }.items():
         assert f"parameters.{name}" in refusal(http, **{name: value})
     assert "allowed_token_ids" in refusal(http, allowed_token_ids=[])
+
+
+def check_several_sequences(http: httpx.Client) -> None:
+    """Hold that `n` gives different sequences with sampling, and is refused without."""
+    parameters = {"n": 3, "do_sample": True, "temperature": 2.0, "seed": 3, "max_new_tokens": 6, "ignore_eos": True}
+    whole = answer(http, {"inputs": "hello", "parameters": parameters})
+    texts = [whole["generated_text"], *(other["generated_text"] for other in whole["details"]["best_of_sequences"])]
+    assert len(set(texts)) == 3
+    assert lines(http, {"inputs": "hello", "parameters": parameters})[-1]["generated_text"] == texts[0]
+    assert "parameters.n: 3 is not allowed; send do_sample=true" in refusal(http, n=3)
+
+
+def check_prompts(http: httpx.Client) -> None:
+    """Hold that a prompt is a text, its tokens, or a list of one of them."""
+    tokens = byte_tokenizer().encode("hello")
+    text = generated(http, return_full_text=True)
+    for prompt in (["hello"], tokens, [tokens]):
+        assert generated(http, prompt, return_full_text=True) == text
+    assert "send one request for each prompt" in refusal(http, ["a", "b"])
+
+
+def check_length(http: httpx.Client) -> None:
+    """Hold that more new tokens than the context has room for become fewer, and that the details say so."""
+    long = {"max_new_tokens": 9000, "ignore_eos": True, "details": True}
+    details = answer(http, {"inputs": "hello" * 50, "parameters": long})["details"]
+    assert details["generated_tokens"] == CONTEXT - 250
+    assert details["note"].startswith(f"max_new_tokens was lowered to {CONTEXT - 250}: the prompt has 250 tokens")
+    assert lines(http, {"inputs": "hello" * 50, "parameters": long})[-1]["details"]["note"] == details["note"]
+    assert "note" not in answer(http, {"inputs": "hello", "parameters": {"details": True}})["details"]
+    assert http.post("/invocations", json={"inputs": "a" * 300}).status_code == 424
+
+
+def check_prompt_logprobs(http: httpx.Client) -> None:
+    """Hold that prompt_logprobs shows the log probabilities of the prompt."""
+    parameters = {"prompt_logprobs": 1, "details": True, "max_new_tokens": 1}
+    prefill = answer(http, {"inputs": "hello", "parameters": parameters})["details"]["prefill"]
+    assert [token["id"] for token in prefill] == byte_tokenizer().encode("hello")
+    assert prefill[0]["log_prob"] is None
+    assert all(token["log_prob"] < 0 for token in prefill[1:])

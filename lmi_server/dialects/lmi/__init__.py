@@ -7,6 +7,7 @@ text-generation-inference, which `huggingface_hub.InferenceClient.text_generatio
     request.py      the fields of a request -> a GenerationRequest
     formatters.py   option.output_formatter -> the form of the answer
     answer.py       deltas -> bytes, one Exchange per form
+    async_answer.py the same in the shape of the asynchronous service
     objects.py      the JSON objects of which answers consist
 """
 

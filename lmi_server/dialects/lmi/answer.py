@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.generation import Delta, FinishReason, GenerationRequest, Token, Usage
@@ -22,18 +25,28 @@ from lmi_server.dialects.lmi.objects import (
 )
 from lmi_server.dialects.routes import INVOCATIONS
 
-_NO_TOKEN = Token(-1, "")  # LMI's token of a line that carries text and no token
+NO_TOKEN = Token(-1, "")
+"""LMI's token of a line that carries text and no token."""
+
+
+class _Likely(Protocol):
+    @property
+    def likelihood(self) -> float: ...
+
+
+_Candidate = TypeVar("_Candidate", bound=_Likely)
 
 
 class AnswerOptions(msgspec.Struct, frozen=True):
     """What the request asks of the form of its answer.
 
-    `full_text`: the answer begins with the prompt. `prefill`: `details` lists the prompt's tokens. `top_n`: the number
-    of alternatives per token. `tgi`: the shapes are those of text-generation-inference. `as_list`: one JSON object is a
-    list of one.
+    `prompt`: None if the request has token ids, whose text comes with the first delta. `full_text`: the answer begins
+    with the prompt. `prefill`: `details` lists the prompt's tokens. `top_n`: the number of alternatives per token.
+    `tgi`: the shapes are those of text-generation-inference. `as_list`: one JSON object is a list of one. `n`: the
+    sequences in the answer; `candidates` are generated, and if `best_of` asks for that, the likeliest come first.
     """
 
-    prompt: str
+    prompt: str | None
     full_text: bool
     details: bool
     prefill: bool
@@ -41,6 +54,9 @@ class AnswerOptions(msgspec.Struct, frozen=True):
     tgi: bool
     as_list: bool
     seed: int | None
+    n: int = 1
+    candidates: int = 1
+    best_of: bool = False
 
 
 def token_texts(delta: Delta) -> list[str]:
@@ -58,12 +74,25 @@ def token_texts(delta: Delta) -> list[str]:
     return [""] * (len(tokens) - 1) + [delta.text]
 
 
+def room_note(usage: Usage | None) -> str | UnsetType:
+    """Return the note of an answer that could not have as many tokens as the request asks for; UNSET for any other."""
+    if usage is None or usage.room is None:
+        return UNSET
+    return (
+        f"max_new_tokens was lowered to {usage.room}: the prompt has {usage.prompt_tokens} tokens, and the context"
+        f" holds {usage.prompt_tokens + usage.room}"
+    )
+
+
 class _Collected:
     """What the deltas of a sequence add up to."""
 
     def __init__(self, options: AnswerOptions) -> None:
         self._options = options
         self._token_type: type[LmiToken] | type[TgiToken] = TgiToken if options.tgi else LmiToken
+        self.prompt = options.prompt
+        self.tokens: list[AnyToken] = []
+        self._logprob = 0.0
         self._texts: list[str] = []
         self._top: list[list[AnyToken]] = []
         self._prompt_tokens: tuple[Token, ...] = ()
@@ -76,11 +105,23 @@ class _Collected:
         self._count += len(delta.tokens)
         if self._options.top_n:
             self._top += [self.alternatives(token) for token in delta.tokens]
+        if self.prompt is None:
+            self.prompt = delta.prompt_text
         if delta.prompt_tokens is not None:
             self._prompt_tokens = delta.prompt_tokens
         if delta.finish_reason is not None:
             self._finish_reason = delta.finish_reason
             self._usage = delta.usage
+
+    def add_tokens(self, delta: Delta) -> None:
+        """Keep the tokens of a delta for `whole_details`."""
+        self.tokens += map(self.token, delta.tokens, token_texts(delta))
+        self._logprob += sum(token.logprob or 0.0 for token in delta.tokens)
+
+    @property
+    def likelihood(self) -> float:
+        """The mean log probability per token, by which text-generation-inference chooses the best sequence."""
+        return self._logprob / max(self._count, 1)
 
     def token(self, token: Token, text: str) -> AnyToken:
         """Return the JSON object of `token`, with `text` instead of its own."""
@@ -90,7 +131,7 @@ class _Collected:
         return [self._token_type(top.id, top.text, top.logprob, False) for top in token.top[: self._options.top_n]]
 
     def text(self) -> str:
-        return (self._options.prompt if self._options.full_text else "") + "".join(self._texts)
+        return ((self.prompt or "") if self._options.full_text else "") + "".join(self._texts)
 
     def details(self) -> Details:
         """Return the `details` that every form of answer has."""
@@ -100,11 +141,26 @@ class _Collected:
             details.seed = options.seed
         if self._usage and options.tgi:
             details.input_length = self._usage.prompt_tokens
-        details.inputs = options.prompt
+        details.inputs = self.prompt or ""
+        details.note = room_note(self._usage)
         if options.prefill:
             details.prefill = self._prefill()
         if options.top_n:
             details.top_tokens = self._top
+        return details
+
+    def whole_details(self) -> Details:
+        """Return the `details` of an answer that is not streamed, with the tokens."""
+        details = self.details()
+        details.tokens = self.tokens
+        if self._options.tgi and details.prefill is UNSET:
+            details.prefill = []  # text-generation-inference always writes the key
+        return details
+
+    def as_other(self) -> Details:
+        """Return this sequence as one of `best_of_sequences`."""
+        details = self.whole_details()
+        details.inputs, details.generated_text = UNSET, self.text()
         return details
 
     def _prefill(self) -> list[AnyToken] | list[PrefillToken]:
@@ -113,37 +169,42 @@ class _Collected:
         return [self.token(token, token.text) for token in self._prompt_tokens]
 
 
+def ranked(sequences: Sequence[_Candidate], options: AnswerOptions) -> list[_Candidate]:
+    """Return the sequences of the answer, the best one first."""
+    if not options.best_of:
+        return list(sequences)
+    return sorted(sequences, key=lambda sequence: -sequence.likelihood)[: options.n]
+
+
 class JsonExchange(Exchange):
     """One JSON object at the end, or a list of one, as text-generation-inference answers `POST /`."""
 
     stream = False
     content_type = "application/json"
 
-    def __init__(self, request: GenerationRequest, options: AnswerOptions, warnings: tuple[str, ...]) -> None:
-        self.requests = (request,)
+    def __init__(
+        self, requests: tuple[GenerationRequest, ...], options: AnswerOptions, warnings: tuple[str, ...]
+    ) -> None:
+        self.requests = requests
         self.warnings = warnings
         self._options = options
-        self._collected = _Collected(options)
-        self._tokens: list[AnyToken] = []
+        self._sequences = [_Collected(options) for _ in requests]
 
     def add(self, index: int, delta: Delta) -> bytes:
-        self._collected.add(delta)
+        sequence = self._sequences[index]
+        sequence.add(delta)
         if self._options.details and delta.tokens:
-            self._tokens += map(self._collected.token, delta.tokens, token_texts(delta))
+            sequence.add_tokens(delta)
         return b""
 
     def body(self) -> bytes:
-        answer = WholeAnswer(self._collected.text())
+        best, *others = ranked(self._sequences, self._options)
+        answer = WholeAnswer(best.text())
         if self._options.details:
-            answer.details = self._details()
+            answer.details = best.whole_details()
+            if others:
+                answer.details.best_of_sequences = [other.as_other() for other in others]
         return encode([answer] if self._options.as_list else answer)
-
-    def _details(self) -> Details:
-        details = self._collected.details()
-        details.tokens = self._tokens
-        if self._options.tgi and details.prefill is UNSET:
-            details.prefill = []  # text-generation-inference always writes the key
-        return details
 
     def error_chunk(self, error: LmiServerError) -> bytes:
         return error_event(INVOCATIONS, self.content_type, error)
@@ -164,10 +225,12 @@ class TextExchange(Exchange):
         self._collected = _Collected(options)
 
     def first(self) -> bytes:
-        return self._options.prompt.encode() if self._options.full_text else b""
+        return (self._options.prompt or "").encode() if self._options.full_text else b""
 
     def add(self, index: int, delta: Delta) -> bytes:
         self._collected.add(delta)
+        if delta.prompt_text and self._options.full_text and self._options.prompt is None:
+            return (delta.prompt_text + delta.text).encode()
         return delta.text.encode()
 
     def body(self) -> bytes:
@@ -184,9 +247,13 @@ class LinesExchange(Exchange):
     stream = True
 
     def __init__(
-        self, request: GenerationRequest, options: AnswerOptions, warnings: tuple[str, ...], framing: Framing
+        self,
+        requests: tuple[GenerationRequest, ...],
+        options: AnswerOptions,
+        warnings: tuple[str, ...],
+        framing: Framing,
     ) -> None:
-        self.requests = (request,)
+        self.requests = requests
         self.warnings = warnings
         self.content_type = framing.content_type
         self._framing = framing
@@ -213,7 +280,7 @@ class LinesExchange(Exchange):
         """Return the line of a delta without tokens, or nothing if it has no text and does not end the sequence."""
         if not delta.text and delta.finish_reason is None:
             return b""
-        return self._framing.frame(self._line(_NO_TOKEN, delta.text, delta.finish_reason is not None))
+        return self._framing.frame(self._line(NO_TOKEN, delta.text, delta.finish_reason is not None))
 
     def _line(self, token: Token, text: str, last: bool) -> Line | TgiLine:
         collected = self._collected
@@ -221,8 +288,11 @@ class LinesExchange(Exchange):
             return self._tgi_line(token, text, last)
         if not last:
             return Line(LmiToken(token.id, text, token.logprob, token.special))
-        details = collected.details() if self._options.details else UNSET
+        details = self._details() if self._options.details else UNSET
         return Line(collected.token(token, text), collected.text(), details)
+
+    def _details(self) -> Details:
+        return self._collected.details()
 
     def _tgi_line(self, token: Token, text: str, last: bool) -> TgiLine:
         collected = self._collected
@@ -232,9 +302,41 @@ class LinesExchange(Exchange):
         if last:
             line.generated_text = collected.text()
             if self._options.details:
-                line.details = collected.details()
+                line.details = self._details()
                 line.details.top_tokens = UNSET  # each line has had its own
         return line
 
     def error_chunk(self, error: LmiServerError) -> bytes:
         return error_event(INVOCATIONS, self.content_type, error)
+
+
+class BestLinesExchange(LinesExchange):
+    """The lines of the best of several sequences, all at the end; the last line has the others in its details."""
+
+    def __init__(
+        self,
+        requests: tuple[GenerationRequest, ...],
+        options: AnswerOptions,
+        warnings: tuple[str, ...],
+        framing: Framing,
+    ) -> None:
+        super().__init__(requests, options, warnings, framing)
+        self._sequences = [_Collected(options) for _ in requests]
+        self._deltas: list[list[Delta]] = [[] for _ in requests]
+        self._others: list[_Collected] = []
+
+    def add(self, index: int, delta: Delta) -> bytes:
+        self._sequences[index].add(delta)
+        self._sequences[index].add_tokens(delta)
+        self._deltas[index].append(delta)
+        return b""
+
+    def last(self) -> bytes:
+        best, *self._others = ranked(self._sequences, self._options)
+        add = super().add
+        return b"".join(add(0, delta) for delta in self._deltas[self._sequences.index(best)])
+
+    def _details(self) -> Details:
+        details = super()._details()
+        details.best_of_sequences = [other.as_other() for other in self._others]
+        return details

@@ -41,7 +41,7 @@ class PrefillToken(msgspec.Struct):
 
 
 class Details(msgspec.Struct):
-    """What `parameters.details` asks for."""
+    """What `parameters.details` asks for. `best_of_sequences` are the others, if several were generated."""
 
     finish_reason: FinishReason | None
     generated_tokens: int
@@ -51,6 +51,9 @@ class Details(msgspec.Struct):
     tokens: list[AnyToken] | UnsetType = UNSET
     prefill: list[AnyToken] | list[PrefillToken] | UnsetType = UNSET
     top_tokens: list[list[AnyToken]] | UnsetType = UNSET
+    generated_text: str | UnsetType = UNSET  # of one of `best_of_sequences`
+    best_of_sequences: list[Details] | UnsetType = UNSET
+    note: str | UnsetType = UNSET
 
 
 class WholeAnswer(msgspec.Struct):
@@ -76,3 +79,50 @@ class TgiLine(msgspec.Struct):
     top_tokens: list[AnyToken] | UnsetType
     generated_text: str | None = None
     details: Details | None = None
+
+
+class AsyncToken(msgspec.Struct):
+    """A token as LMI's asynchronous service writes it."""
+
+    id: int
+    text: str
+    logprob: float | None
+
+
+class AsyncDetails(msgspec.Struct):
+    """The details of an answer of the asynchronous service that is not streamed."""
+
+    finish_reason: str | None
+    generated_tokens: int
+    seed: int | None
+    prefill: list[AsyncToken]
+    tokens: list[AsyncToken]
+    generated_text: str | UnsetType = UNSET  # of one of `best_of_sequences`
+    best_of_sequences: list[AsyncDetails] | UnsetType = UNSET
+    note: str | UnsetType = UNSET
+
+
+class AsyncAnswer(msgspec.Struct):
+    """An answer of the asynchronous service that is not streamed."""
+
+    generated_text: str
+    details: AsyncDetails | UnsetType = UNSET
+
+
+class AsyncLineDetails(msgspec.Struct):
+    """The details on the last line of a stream of the asynchronous service."""
+
+    finish_reason: str | None
+    seed: int | None
+    generated_tokens: int
+    input_length: int
+    note: str | UnsetType = UNSET
+
+
+class AsyncLine(msgspec.Struct):
+    """A line of a stream of the asynchronous service: every key on every line; `index` is that of the sequence."""
+
+    index: int
+    token: AsyncToken
+    generated_text: str | None = None
+    details: AsyncLineDetails | None = None

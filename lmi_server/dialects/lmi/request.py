@@ -11,16 +11,23 @@ from lmi_server.contract.protocol import Input
 from lmi_server.dialects import constraints, fields, routes, sampling
 from lmi_server.dialects.adapters import adapter_name, registered_adapter
 from lmi_server.dialects.base import Exchange, ServedModel
+from lmi_server.dialects.choices import CHOICES, choices_of
 from lmi_server.dialects.fields import Field
-from lmi_server.dialects.lmi.answer import AnswerOptions, JsonExchange, LinesExchange, TextExchange
+from lmi_server.dialects.lmi.answer import AnswerOptions, BestLinesExchange, JsonExchange, LinesExchange, TextExchange
+from lmi_server.dialects.lmi.async_answer import AsyncJsonExchange, AsyncLinesExchange
 from lmi_server.dialects.lmi.formatters import TEXT_ONLY, choose_framing
 
 # --- fields ---
 
 
-def _inputs(name: str, value: Any) -> str:
-    if isinstance(value, list):
-        raise fields.not_allowed(name, value, "send one request for each prompt, with the prompt as a string")
+def _inputs(name: str, value: Any) -> str | tuple[int, ...]:
+    """Read the prompt: a text or its token ids, or a list of one of these."""
+    if isinstance(value, list) and value and isinstance(value[0], (str, list)):
+        if len(value) > 1:
+            raise fields.not_allowed(name, value, "send one request for each prompt, with the prompt as a string")
+        value = value[0]
+    if isinstance(value, list) and value:
+        return fields.token_ids(name, value)
     if not isinstance(value, str) or not value:
         raise fields.not_allowed(name, value, "send the prompt as a string that is not empty")
     return value
@@ -32,7 +39,6 @@ def _parameters(name: str, value: Any) -> dict[str, Any]:
     return value
 
 
-_ONE_SEQUENCE = "send 1 or leave it out: one sequence is generated per request"
 _BEAMS = "send 1 or leave it out: beam search is not supported"
 _STATIC = "leave it out, or serve the model in static batches with option.rolling_batch=disable"
 
@@ -107,9 +113,9 @@ PARAMETERS: dict[str, Field] = {
     "logprobs": Field("logprobs", fields.LOGPROBS),
     "truncate": Field("truncate", fields.MAX_TOKENS),
     "truncate_prompt_tokens": Field("truncate", fields.MAX_TOKENS),
-    "n": Field(None, fields.one(_ONE_SEQUENCE)),
-    "best_of": Field(None, fields.one(_ONE_SEQUENCE)),
-    "num_return_sequences": Field(None, fields.one(_ONE_SEQUENCE)),
+    "n": Field("n", CHOICES),
+    "num_return_sequences": Field("num_return_sequences", CHOICES),
+    "best_of": Field("best_of", CHOICES),
     "num_beams": Field(None, fields.one(_BEAMS)),
     "max_length": Field(None, fields.off("send max_new_tokens, which does not count the prompt")),
     "bad_words_ids": Field(None, fields.off("send bad_words with the texts")),
@@ -162,22 +168,48 @@ def _exchange(request: Input, served: ServedModel, values: dict[str, Any], warni
     stream = values.get("stream", False)
     framing, formatter_warnings = choose_framing(request, served, stream)
     prompt = values["inputs"]
-    options = _answer_options(request.route, prompt, parameters, served.tgi_compat)
-    if not options.details and parameters.get("decoder_input_details"):
-        warnings += ("parameters.decoder_input_details has no effect without parameters.details",)
+    options = _answer_options(request.route, prompt, parameters, served)
+    if not options.details:
+        warnings += tuple(
+            f"parameters.{name} has no effect without parameters.details"
+            for name in ("decoder_input_details", "prompt_logprobs")
+            if parameters.pop(name, None)
+        )
+    asynchronous = served.async_service and request.route not in routes.TGI_ROUTES
+    streams = framing is not None or (asynchronous and stream)
     generation = GenerationRequest(
         request_id=uuid4().hex,
         prompt=prompt,
-        sampling=_sampling(parameters, options, framing is not None),
+        sampling=_sampling(parameters, options, streams),
         priority=request.priority,
         adapter=values["adapter"],
     )
+    requests = (generation,) if options.candidates == 1 else choices_of(generation, options.candidates)
+    if asynchronous:
+        return (
+            AsyncLinesExchange(requests, options, warnings)
+            if stream
+            else AsyncJsonExchange(requests, options, warnings)
+        )
     warnings += formatter_warnings
     if served.output_formatter == TEXT_ONLY and request.route not in routes.TGI_ROUTES:
         return TextExchange(generation, options, warnings, stream)
     if framing is None:
-        return JsonExchange(generation, options, warnings)
-    return LinesExchange(generation, options, warnings, framing)
+        return JsonExchange(requests, options, warnings)
+    lines = LinesExchange if options.candidates == 1 else BestLinesExchange
+    return lines(requests, options, warnings, framing)
+
+
+def _check_count(counts: dict[str, int], parameters: dict[str, Any], text_only: bool) -> None:
+    """Raise RequestError for several sequences that would be the same, or for which the answer has no room."""
+    name, count = max(counts.items(), key=lambda item: item[1])
+    samples = parameters.get("do_sample", "temperature" in parameters) and parameters.get("temperature") != 0
+    if not samples:
+        raise fields.not_allowed(f"parameters.{name}", count, "send do_sample=true with it: greedy texts are the same")
+    if text_only:
+        raise fields.not_allowed(
+            f"parameters.{name}", count, f"send 1: the answer of option.output_formatter={TEXT_ONLY} is one text"
+        )
 
 
 def _further_warnings(names: list[str]) -> tuple[str, ...]:
@@ -189,21 +221,38 @@ def _further_warnings(names: list[str]) -> tuple[str, ...]:
     )
 
 
-def _answer_options(route: str, prompt: str, parameters: dict[str, Any], tgi_compat: bool) -> AnswerOptions:
-    """Take out of `parameters` what concerns the form of the answer only."""
+_COUNTS = ("n", "num_return_sequences", "best_of")
+
+
+def _answer_options(
+    route: str, prompt: str | tuple[int, ...], parameters: dict[str, Any], served: ServedModel
+) -> AnswerOptions:
+    """Take out of `parameters` what concerns the form of the answer only. Raises RequestError."""
     on_tgi_path = route in routes.TGI_ROUTES
     # LMI gives details with tgi_compat, asked for or not; text-generation-inference itself does not.
-    always = tgi_compat and not on_tgi_path
-    details = parameters.pop("details", always) or always
+    always = served.tgi_compat and not on_tgi_path
+    counts: dict[str, int] = {name: parameters.pop(name) for name in _COUNTS if name in parameters}
+    best_of = counts.get("best_of")
+    n = counts.get("n") or counts.get("num_return_sequences") or best_of or 1
+    if best_of is not None and best_of < n:
+        raise fields.not_allowed("parameters.best_of", best_of, f"send at least n, which is {n}")
+    candidates = best_of or n
+    if candidates > 1:
+        _check_count(counts, parameters, served.output_formatter == TEXT_ONLY and not on_tgi_path)
+    details = parameters.pop("details", False) or always or candidates > 1
+    prefill = details and (parameters.get("decoder_input_details", False) or "prompt_logprobs" in parameters)
     return AnswerOptions(
-        prompt=prompt,
+        prompt=prompt if isinstance(prompt, str) else None,
         full_text=parameters.pop("return_full_text", False),
         details=details,
-        prefill=details and parameters.get("decoder_input_details", False),
+        prefill=prefill,
         top_n=parameters.pop("top_n_tokens", 0),
-        tgi=tgi_compat or on_tgi_path,
+        tgi=served.tgi_compat or on_tgi_path,
         as_list=always or route == routes.TGI,
         seed=parameters.get("seed"),
+        n=n,
+        candidates=candidates,
+        best_of=best_of is not None,
     )
 
 
@@ -228,4 +277,6 @@ def _sampling(parameters: dict[str, Any], options: AnswerOptions, lines: bool) -
     if options.prefill:
         parameters.setdefault("prompt_logprobs", 0)
     constraint = constraints.take(parameters)
-    return SamplingParameters(extra=sampling.take_extras(parameters), structured_outputs=constraint, **parameters)
+    return SamplingParameters(
+        fit_context=True, extra=sampling.take_extras(parameters), structured_outputs=constraint, **parameters
+    )

@@ -9,14 +9,13 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from lmi_server.contract.errors import LmiServerError
-from lmi_server.contract.generation import Delta, FinishReason, GenerationRequest, Token, TopToken, Usage
+from lmi_server.contract.generation import Delta, GenerationRequest, Token, TopToken, Usage
 from lmi_server.dialects.base import Exchange
 from lmi_server.dialects.errors import error_event
 from lmi_server.dialects.framing import Framing
 from lmi_server.dialects.openai.request import AnswerOptions, Envelope
 from lmi_server.dialects.routes import COMPLETIONS
 
-FINISH: dict[FinishReason, str] = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
 _LEAST_LOGPROB = -9999.0  # OpenAI writes it for log probabilities that are not finite: JSON has no infinity
 
 

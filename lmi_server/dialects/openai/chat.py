@@ -11,6 +11,7 @@ from lmi_server.contract.generation import GenerationRequest
 from lmi_server.contract.protocol import Input
 from lmi_server.dialects import fields
 from lmi_server.dialects.base import Exchange, ServedModel
+from lmi_server.dialects.choices import choices_of
 from lmi_server.dialects.errors import is_openai
 from lmi_server.dialects.fields import Field
 from lmi_server.dialects.framing import JSON_LINES, SSE, Framing
@@ -23,10 +24,10 @@ from lmi_server.dialects.openai.request import (
     UNSUPPORTED,
     Envelope,
     answer_options,
-    choices_of,
     envelope_of,
     generation_request,
     read,
+    stream_framing,
 )
 
 
@@ -116,7 +117,7 @@ def _chat_framing(request: Input, served: ServedModel, stream: bool) -> tuple[Fr
 
     option.output_formatter is LMI's, so that it has no effect on OpenAI's own routes.
     """
-    by_stream = SSE if stream else None
+    by_stream = stream_framing(request, served) if stream else None
     if is_openai(request.route):
         return by_stream, ()
     match served.output_formatter:

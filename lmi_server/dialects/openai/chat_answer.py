@@ -16,9 +16,9 @@ from lmi_server.contract.generation import (
     ToolCallDelta,
     TopToken,
 )
+from lmi_server.dialects.choices import FINISH
 from lmi_server.dialects.framing import Framing, encode, encode_line
 from lmi_server.dialects.openai.answer import (
-    FINISH,
     Chunks,
     OpenAIExchange,
     Parsed,

@@ -13,10 +13,10 @@ from lmi_server.contract.generation import Delta, GenerationRequest, Token
 from lmi_server.contract.protocol import Input
 from lmi_server.dialects import fields
 from lmi_server.dialects.base import Exchange, ServedModel
+from lmi_server.dialects.choices import CHOICES, FINISH, choices_of
 from lmi_server.dialects.fields import Field
-from lmi_server.dialects.framing import SSE, encode, encode_line
+from lmi_server.dialects.framing import Framing, encode, encode_line
 from lmi_server.dialects.openai.answer import (
-    FINISH,
     Chunks,
     OpenAIExchange,
     Parsed,
@@ -27,16 +27,15 @@ from lmi_server.dialects.openai.answer import (
     token_label,
 )
 from lmi_server.dialects.openai.request import (
-    CHOICES,
     SHARED_FIELDS,
     UNSUPPORTED,
     AnswerOptions,
     Envelope,
     answer_options,
-    choices_of,
     envelope_of,
     generation_request,
     read,
+    stream_framing,
 )
 
 _MAX_PROMPTS = 2048
@@ -105,7 +104,7 @@ def parse_completion(request: Input, body: dict[str, Any], served: ServedModel) 
         )
     ]
     parsed = Parsed(tuple(requests), envelope, warnings, options)
-    return CompletionStream(parsed, form) if stream else CompletionBody(parsed, form)
+    return CompletionStream(parsed, form, stream_framing(request, served)) if stream else CompletionBody(parsed, form)
 
 
 def _generation(
@@ -303,13 +302,13 @@ class CompletionStream(OpenAIExchange):
     """The chunks of a completion; the last one of each choice has the finish reason."""
 
     stream = True
-    content_type = SSE.content_type
 
-    def __init__(self, parsed: Parsed, form: _CompletionOptions) -> None:
+    def __init__(self, parsed: Parsed, form: _CompletionOptions, framing: Framing) -> None:
         options = parsed.options
+        self.content_type = framing.content_type
         super().__init__(parsed, form.candidates)
         self._choice_text = [_ChoiceText(request, options, form) for request in parsed.requests]
-        self._chunks = Chunks("text_completion", parsed.envelope, SSE, options.include_usage)
+        self._chunks = Chunks("text_completion", parsed.envelope, framing, options.include_usage)
         self._around = [self._chunks.around_text(_Choice(i, "", None, None)) for i in range(len(parsed.requests))]
         self._text_only = options.text_only
 

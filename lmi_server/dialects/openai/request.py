@@ -15,10 +15,10 @@ from lmi_server.contract.protocol import Input
 from lmi_server.dialects import constraints, fields, sampling
 from lmi_server.dialects.adapters import adapter_name, registered_adapter
 from lmi_server.dialects.base import ServedModel
+from lmi_server.dialects.choices import CHOICES
 from lmi_server.dialects.errors import is_openai
 from lmi_server.dialects.fields import Field
-
-_MAX_CHOICES = 128  # OpenAI's own bound on n
+from lmi_server.dialects.framing import JSON_LINES, SSE, Framing
 
 
 def _stream_options(name: str, value: Any) -> tuple[bool, bool]:
@@ -33,7 +33,8 @@ def _stream_options(name: str, value: Any) -> tuple[bool, bool]:
 
 
 UNSUPPORTED = fields.off("leave it out")
-CHOICES = fields.integer(1, _MAX_CHOICES)
+
+_LMI = "lmi"  # LMI's name of a model that has no other
 
 # Accepted without a warning: they do not change what this server answers, and SDKs send them unasked.
 _IGNORED = (
@@ -119,9 +120,14 @@ def read(
     return values, warnings + other
 
 
+def stream_framing(request: Input, served: ServedModel) -> Framing:
+    """Return the framing of a stream: OpenAI's events, or JSON lines where LMI's asynchronous service writes these."""
+    return JSON_LINES if served.async_service and not is_openai(request.route) else SSE
+
+
 def model_warnings(request: Input, model: str | None, served: ServedModel) -> tuple[str, ...]:
     """Return the warning about a model that is not served. OpenAI's routes raise ModelNotFoundError instead."""
-    if model is None or model == served.name or model in served.served_names or model in served.adapters:
+    if model in (None, served.name, _LMI) or model in served.served_names or model in served.adapters:
         return ()
     names = ", ".join(dict.fromkeys((*served.served_names, served.name, *sorted(served.adapters))))
     if is_openai(request.route):
@@ -180,28 +186,6 @@ def generation_request(
         priority=priority,
         adapter=adapter,
     )
-
-
-def choices_of(generation: GenerationRequest, count: int) -> tuple[GenerationRequest, ...]:
-    """Return the requests for `count` choices of one prompt.
-
-    With the same seed every choice would be the same text. So the first has the request's seed and the others count up
-    from it, as with vLLM.
-    """
-    return tuple(
-        msgspec.structs.replace(
-            generation,
-            request_id=f"{generation.request_id}-{index}",
-            sampling=_with_seed_of_choice(generation.sampling, index),
-        )
-        for index in range(count)
-    )
-
-
-def _with_seed_of_choice(sampling: SamplingParameters, index: int) -> SamplingParameters:
-    if not index or sampling.seed is None:
-        return sampling
-    return msgspec.structs.replace(sampling, seed=sampling.seed + index)
 
 
 def _sampling(values: dict[str, Any], max_tokens: int | None, defaults: Mapping[str, Any]) -> SamplingParameters:

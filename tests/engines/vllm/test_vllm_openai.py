@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import httpx
+import lmi_cases
 import openai
 import pydantic
 import pytest
-from lmi_cases import check_refused_parameters, check_sampling_parameters, generated, refusal
+from lmi_cases import generated, refusal
 from product_helpers import Server, serving
 from vllm_helpers import make_tiny_model, vllm_server
 
@@ -234,13 +235,26 @@ def test_both_refuse_the_same_requests(ours: Server, theirs: httpx.Client) -> No
 
 
 def test_sampling_parameters_change_the_text(ours: Server) -> None:
-    check_sampling_parameters(ours.http)
+    lmi_cases.check_sampling_parameters(ours.http)
     assert re.fullmatch("[xy]{3}", generated(ours.http, guided_regex="[xy]{3}"))
 
 
 def test_what_vllm_does_not_apply_is_refused(ours: Server) -> None:
-    check_refused_parameters(ours.http)
+    lmi_cases.check_refused_parameters(ours.http)
     assert "typical_p is not supported by vLLM" in refusal(ours.http, typical_p=0.5)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        lmi_cases.check_several_sequences,
+        lmi_cases.check_prompts,
+        lmi_cases.check_length,
+        lmi_cases.check_prompt_logprobs,
+    ],
+)
+def test_requests_of_lmi_get_what_the_rolling_batch_gives_them(ours: Server, check: Callable[..., None]) -> None:
+    check(ours.http)
 
 
 # --- OpenAI's SDK ---
