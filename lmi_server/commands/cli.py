@@ -148,14 +148,17 @@ def explain(
 def check(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Model directory with a serving.properties.")],
 ) -> None:
-    """Check the configuration of a model. Exit codes: 0 valid, 1 wrong, 2 valid but not served by this version."""
+    """Check configuration and files of a model, without loading it.
+
+    Exit codes: 0 valid, 1 wrong, 2 valid but not served by this version or on this machine.
+    """
     found = _explain(directory)
     console = Console(stderr=True)
     for line in found.warnings:
         console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
-    for line in (*found.problems, *found.unavailable):
+    for line in (*found.problems, *found.unavailable, *found.files):
         console.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
-    if found.problems:
+    if found.problems or found.files:
         raise typer.Exit(1)
     if not found.can_be_served:
         raise typer.Exit(2)

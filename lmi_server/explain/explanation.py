@@ -21,6 +21,7 @@ from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.configuration.resolve import Inspection
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.ranks import RankGroup
+from lmi_server.explain.checkpoint_files import file_faults
 from lmi_server.machine.devices import DeviceSet, plan_devices
 from lmi_server.machine.inventory import Machine
 from lmi_server.machine.mpi import NO_MPIRUN, OPEN_MPI, MpiRun
@@ -29,6 +30,7 @@ from lmi_server.supervisor.command import mpi_worker_command, worker_command
 # Placeholders: the numbers of descriptors and the directory of a group of ranks are made when a worker starts.
 _FD = "fd:N"
 _GROUP_DIRECTORY = "GROUP"
+_ANY_FORMAT = Source("default", "auto")
 _ANY_MPIRUN = MpiRun("mpirun", OPEN_MPI, "5")
 
 
@@ -48,7 +50,10 @@ class Explained:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """All that `lmi-server explain` reports of one model, in values that JSON knows."""
+    """All that `lmi-server explain` reports of one model, in values that JSON knows.
+
+    `problems` are wrong values, `unavailable` is what cannot be served here, `files` what is wrong with files.
+    """
 
     name: str
     model_dir: str
@@ -66,6 +71,7 @@ class Explanation:
     warnings: tuple[str, ...]
     problems: tuple[str, ...]
     unavailable: tuple[str, ...]
+    files: tuple[str, ...]
 
     def as_json_values(self) -> dict[str, Any]:
         """Return the explanation as dictionaries, lists and plain values."""
@@ -80,6 +86,8 @@ def explain(found: Inspection) -> Explanation:
     """Explain the configuration that `inspect_model` found."""
     device_sets, shortage = _devices(found.serving, found.options, found.machine)
     needed = memory_of(found)
+    absent, may_come = _absent(found)
+    faults = _file_faults(found)
     return Explanation(
         name=found.name,
         model_dir=found.model_dir,
@@ -87,7 +95,9 @@ def explain(found: Inspection) -> Explanation:
         model=found.location,
         can_be_served=bool(device_sets)
         and not found.problems
+        and not faults
         and not found.unavailable
+        and not absent
         and found.spec.handler is not None,
         options=tuple(_explained(found)),
         unknown=tuple(_unknown(found, key, source) for key, source in found.unknown.items()),
@@ -101,9 +111,10 @@ def explain(found: Inspection) -> Explanation:
         engine_arguments=found.options.engine_arguments(),
         memory=_memory(needed),
         machine=_machine(found.machine),
-        warnings=(*found.warnings, *shortage, *needed.warnings(), *_reserved(found), *_absent(found)),
+        warnings=(*found.warnings, *shortage, *needed.warnings(), *_reserved(found), *may_come),
         problems=found.problems,
-        unavailable=found.unavailable,
+        unavailable=(*found.unavailable, *absent),
+        files=faults,
     )
 
 
@@ -199,13 +210,26 @@ def _reserved(found: Inspection) -> Sequence[str]:
     return [f"{describe_source(found.sources[key], key)}: {text}" for key, text in missing.items()]
 
 
-def _absent(found: Inspection) -> Sequence[str]:
-    """Return a warning for each Python package that the handler needs and that is not installed, and for mpirun."""
+def _absent(found: Inspection) -> tuple[Sequence[str], Sequence[str]]:
+    """Return errors, one for each package that the handler needs and that is not installed, and warnings.
+
+    A package that the model's requirements.txt may bring is only worth a warning.
+    """
     here = found.options.own_python is None  # what another interpreter has is known when the model loads
     missing = [name for name in found.spec.engines if here and name not in found.machine.engines]
-    warnings = [f"{found.spec.title} needs the Python package {name}, which is not installed" for name in missing]
+    lines = [f"{found.spec.title} needs the Python package {name}, which is not installed" for name in missing]
+    programs = [NO_MPIRUN] if found.options.ranks is not None and found.machine.mpirun is None else []
     if not here and not _is_program(found.options.python_executable, found.model_dir):
-        warnings.append(f'option.pythonExecutable = "{found.options.python_executable}": there is no such program')
-    if found.options.ranks is not None and found.machine.mpirun is None:
-        warnings.append(NO_MPIRUN)
-    return warnings
+        programs.append(f'option.pythonExecutable = "{found.options.python_executable}": there is no such program')
+    if Path(found.model_dir, "requirements.txt").is_file():
+        return (), [*lines, *programs]
+    return lines, programs
+
+
+def _file_faults(found: Inspection) -> tuple[str, ...]:
+    """Return a line for each fault of the model's files, if they are here and are a checkpoint."""
+    directory = Path(found.location)
+    is_checkpoint = found.spec.reads_checkpoint and bool(found.config) and directory.is_dir()
+    if not is_checkpoint or found.sources.get("option.load_format", _ANY_FORMAT).raw == "dummy":  # vLLM's: no weights
+        return ()
+    return tuple(file_faults(directory, needs_tokenizer=found.spec.formats_text))

@@ -32,6 +32,7 @@ def print_explanation(explanation: Explanation, console: Console) -> None:
     _lines(console, "Worker environment", variables)
     _lines(console, "Warnings", explanation.warnings, "yellow")
     _lines(console, "Not available in this version", explanation.unavailable, "red")
+    _lines(console, "Files", explanation.files, "red")
     _lines(console, "Problems", explanation.problems, "red")
 
 

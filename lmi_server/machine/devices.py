@@ -115,14 +115,14 @@ def _named(text: str, per_worker: int | None, available: int) -> tuple[int, ...]
             f'load_on_devices: "{text}" is not allowed; allowed: *, cpu, or GPUs as 0, gpu1 or gpu0+gpu1, '
             "separated by semicolons"
         )
-    size = per_worker or (len(listed) if len(listed) > 1 else available)
+    size = per_worker or (len(listed) if len(listed) > 1 else max(1, available))
     indices = listed if len(listed) > 1 else tuple(range(listed[0], listed[0] + size))
     if len(indices) != size:
         raise ConfigurationError(f'load_on_devices: "{text}" names {len(indices)} GPUs, and a worker takes {size}')
     if max(indices) >= available:
         raise ConfigurationError(
             f'load_on_devices: "{text}" with {size} GPUs to a worker needs GPU {max(indices)}, and {available} are '
-            "visible (counted from 0)"
+            "visible (counted from 0); use * or cpu, or show more of them in CUDA_VISIBLE_DEVICES"
         )
     return indices
 

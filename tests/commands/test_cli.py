@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import subprocess
 import sys
 from importlib.metadata import version
@@ -125,7 +126,10 @@ LLAMA = '{"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_
 
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
+    """Return a directory with a configuration, a tokenizer, and weights of no tensors."""
     (tmp_path / "config.json").write_text(LLAMA)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
     return tmp_path
 
 
@@ -162,6 +166,7 @@ def test_check_prints_all_errors_at_once(model_dir: Path) -> None:
         ("", 0, "no problem"),
         ("option.dtpye=fp16", 0, "did you mean option.dtype?"),
         ("engine=MPI\noption.rolling_batch=lmi-dist", 0, "no problem"),
+        ("load_on_devices=0\noption.tensor_parallel_degree=max", 2, "and 0 are visible (counted from 0); use * or cpu"),
         ("option.rolling_batch=trtllm", 2, "is not available in this version; missing: tensorrt_llm"),
     ],
 )
@@ -170,6 +175,16 @@ def test_what_check_returns(model_dir: Path, properties: str, code: int, text: s
     result = lmi_server("check", str(model_dir))
     assert result.returncode == code
     assert text in result.stdout + result.stderr
+
+
+def test_check_looks_at_the_files_of_the_model(model_dir: Path) -> None:
+    (model_dir / "model.safetensors").write_bytes(struct.pack("<Q", 2))
+    (model_dir / "tokenizer.json").unlink()
+    result = lmi_server("check", str(model_dir))
+    assert result.returncode == 1
+    cut, missing = result.stderr.splitlines()
+    assert cut == f"{model_dir}/model.safetensors: is cut within its header, or is no safetensors file; copy it again"
+    assert missing.startswith(f"{model_dir}: holds no tokenizer")
 
 
 def test_serve_refuses_a_missing_handler_in_one_line(model_dir: Path) -> None:

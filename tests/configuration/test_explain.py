@@ -376,4 +376,14 @@ def test_an_installed_engine_is_found(entry_point: str, package: str, tmp_path: 
     (tmp_path / "serving.properties").write_text(f"option.entryPoint={entry_point}")
     found = explain(inspect_model(tmp_path, {}))
     missing = f"{entry_point} needs the Python package {package}, which is not installed"
-    assert (missing in found.warnings) == (find_spec(package) is None)
+    assert (missing in found.unavailable) == (not found.can_be_served) == (find_spec(package) is None)
+
+
+def test_a_package_that_is_not_installed_is_an_error_unless_the_model_brings_it(tmp_path: Path) -> None:
+    (tmp_path / "serving.properties").write_text("option.entryPoint=sklearn")
+    lines = ("sklearn needs the Python package sklearn, which is not installed",)
+    found = explain(inspect_model(tmp_path, {}, machine=NO_GPU))
+    assert (found.unavailable, found.warnings, found.can_be_served) == (lines, (), False)
+    (tmp_path / "requirements.txt").write_text("scikit-learn")
+    found = explain(inspect_model(tmp_path, {}, machine=NO_GPU))
+    assert (found.unavailable, found.warnings, found.can_be_served) == ((), lines, True)

@@ -111,7 +111,7 @@ def test_its_values_are_checked_and_explained(model_dir: Path, handlers: Handler
     assert found.handler == "tiny"
     assert found.problems == (f'{file}:2: option.repeats = "0" is not allowed; allowed: an integer of 1 or more',)
     assert f"{file}:3: unknown key option.repeat, it is ignored; did you mean option.repeats?" in found.warnings
-    assert "tiny needs the Python package no_such_library, which is not installed" in found.warnings
+    assert "tiny needs the Python package no_such_library, which is not installed" in found.unavailable
     assert handlers.engines() - HANDLERS.engines() == {"no_such_library"}
 
 

@@ -1,0 +1,92 @@
+"""Finds what is missing, cut or only a pointer among the files of a checkpoint, from names, sizes and headers alone."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+# Parts of the names that files of tokenizers have: tokenizer.json, vocab.txt, merges.txt, spiece.model, qwen.tiktoken.
+_TOKENIZER = ("token", "vocab", "merges", "spiece", "sentencepiece", ".spm")
+_POINTER = b"version https://git-lfs"
+_HEADER_LIMIT = 100_000_000  # the format's own limit, in bytes
+_ZIP, _END_OF_ZIP = b"PK\x03\x04", b"PK\x05\x06"
+_END_BYTES = 1 << 16
+
+
+def file_faults(directory: Path, needs_tokenizer: bool) -> Iterator[str]:
+    """Yield a line for each file of the checkpoint in `directory` that is missing or cannot be what it should be."""
+    yield from _pointers(directory)
+    weights = sorted({path for pattern in _WEIGHTS for path in directory.glob(pattern)})
+    named = [path for index in _INDEXES for path in _shards(directory / index)]
+    if not weights and not named:
+        yield f"{directory}: holds no weights ({', '.join(_WEIGHTS)}); copy them into it, or set option.model_id"
+    for path in sorted({*weights, *named}):
+        fault = _fault(path)
+        if fault is not None:
+            yield f"{path}: {fault}"
+    if needs_tokenizer and not any(part in path.name.lower() for path in directory.iterdir() for part in _TOKENIZER):
+        yield f"{directory}: holds no tokenizer (tokenizer.json, tokenizer.model or others); copy its files into it"
+
+
+def _pointers(directory: Path) -> Iterator[str]:
+    """Yield a line for each small file that only says where Git LFS has the real one."""
+    for path in sorted(directory.iterdir()):
+        if path.is_file() and path.stat().st_size < 1024 and _beginning(path, len(_POINTER)) == _POINTER:
+            yield f"{path}: is a pointer of Git LFS and not the file itself; run git lfs pull where it was cloned"
+
+
+def _shards(index: Path) -> list[Path]:
+    """Return the files that an index names; none if there is no index that can be read."""
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+    return [index.parent / str(name) for name in names]
+
+
+def _fault(path: Path) -> str | None:
+    if not path.is_file():
+        return "is missing, and the index of the weights names it; copy it again"
+    if _beginning(path, len(_POINTER)) == _POINTER:
+        return None  # reported as a pointer
+    return _safetensors_fault(path) if path.suffix == ".safetensors" else _zip_fault(path)
+
+
+def _safetensors_fault(path: Path) -> str | None:
+    """Compare the size of the file with the end of the last tensor that its header names."""
+    size = path.stat().st_size
+    if size < 8:
+        return f"has {size} bytes and no header; copy it again"
+    (length,) = struct.unpack("<Q", _beginning(path, 8))
+    if length > min(size - 8, _HEADER_LIMIT):
+        return "is cut within its header, or is no safetensors file; copy it again"
+    try:
+        header = json.loads(_beginning(path, 8 + length)[8:])
+        ends = _ends(header)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "has a header that cannot be read; copy it again"
+    end = 8 + length + max(ends, default=0)
+    return None if size == end else f"has {size} bytes, and by its header it should have {end}; copy it again"
+
+
+def _ends(header: Mapping[str, Any]) -> Sequence[int]:
+    return [int(tensor["data_offsets"][1]) for name, tensor in header.items() if name != "__metadata__"]
+
+
+def _zip_fault(path: Path) -> str | None:
+    """Look for the end of the archive that torch.save writes; a file of another kind passes."""
+    if _beginning(path, len(_ZIP)) != _ZIP:
+        return None
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _END_BYTES))
+        return None if _END_OF_ZIP in file.read() else "is cut: the end of the archive is missing; copy it again"
+
+
+def _beginning(path: Path, length: int) -> bytes:
+    with path.open("rb") as file:
+        return file.read(length)
