@@ -25,9 +25,6 @@ JSON_LINES = "application/jsonlines"
 ND_LIST = "tensor/ndlist"
 NPZ = "tensor/npz"
 
-_TEXT_COLUMNS = ("inputs",)
-_QUESTION_COLUMNS = ("question", "context")
-
 
 def parse_body(request: Input) -> Mapping[str, Any]:
     """Return the body as an object with `inputs` and `parameters`, or with the fields of a single input.
@@ -36,32 +33,14 @@ def parse_body(request: Input) -> Mapping[str, Any]:
     """
     kind = fields.media_type(request)
     if kind == CSV:
-        return {"inputs": _csv_inputs(_text(request))}
+        return {"inputs": fields.csv_inputs(request)}
     if kind == TEXT:
-        return {"inputs": [_text(request)]}
+        return {"inputs": [fields.plain_text(request).removeprefix("\ufeff")]}
     if kind.startswith(("image/", "audio/")):
         if not request.body():
             raise RequestError(f"the body is empty; send the bytes of an {kind.partition('/')[0]} file")
         return {"inputs": request.body()}
     return fields.json_object(request)
-
-
-def _text(request: Input) -> str:
-    return fields.plain_text(request).removeprefix("\ufeff")
-
-
-def _csv_inputs(text: str) -> list[Any]:
-    reader = csv.DictReader(io.StringIO(text), strict=True)
-    try:
-        columns, rows = tuple(reader.fieldnames or ()), list(reader)
-    except csv.Error as error:
-        raise RequestError(f"the body is not valid CSV: {error}; quote fields that hold commas or lines") from None
-    if not set(_QUESTION_COLUMNS) - set(columns):
-        return [{name: row[name] for name in _QUESTION_COLUMNS} for row in rows]
-    if not set(_TEXT_COLUMNS) - set(columns):
-        return [row["inputs"] for row in rows]
-    shown = fields.show(", ".join(columns))
-    raise RequestError(f"the first line of the CSV is {shown}; begin with a line `inputs` or `question,context`")
 
 
 def accepted_type(request: Input, default: str, known: Collection[str] = ()) -> str:

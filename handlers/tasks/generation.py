@@ -20,9 +20,10 @@ from handlers.rolling_batch.detokenizer import IncrementalDetokenizer, StopMatch
 from handlers.tasks.options import TRANSLATION, PipelineOptions
 from handlers.tasks.task import Task, named, read_text
 from lmi_server.contract.errors import ContextLengthError, RequestError
-from lmi_server.contract.generation import LEAST_TEMPERATURE, FinishReason
+from lmi_server.contract.generation import LEAST_TEMPERATURE, FinishReason, Usage
 from lmi_server.dialects import fields
 from lmi_server.dialects.fields import Field
+from lmi_server.dialects.lmi.answer import room_note
 from lmi_server.dialects.lmi.objects import Details, LmiToken
 
 _COUNT = fields.integer(1)
@@ -114,9 +115,11 @@ _TOKENS = frozenset(
     {"bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "eos_token_id"}
     | {"forced_bos_token_id", "forced_eos_token_id"}
 )
+_LOWERED = "tokens of the longest prompt"  # set by `fitted` alone: no request can name it
 # Parameters that this module applies itself; generate() does not get them.
 _OUR_OWN = frozenset(
     {"seed", "stop", "include_stop_str_in_output", "return_full_text", "src_lang", "tgt_lang", "ignore_eos", "details"}
+    | {_LOWERED}
 )
 _NO_TOKEN = -1  # as the end of a sequence: no token is
 _SAMPLING = frozenset({"temperature", "top_k", "top_p", "top_h", "typical_p", "min_p", "epsilon_cutoff", "eta_cutoff"})
@@ -365,6 +368,8 @@ class GenerationTask(Task):
         result = self.result(prompt, "".join(pieces) + text.flush(), parameters)
         if new.log_probs is not None:
             result["details"] = self._details(prompt, new.log_probs[: text.tokens], new.ids, text)
+            if _LOWERED in parameters:
+                result["details"].note = room_note(Usage(parameters[_LOWERED], 0, room=parameters["max_new_tokens"]))
         return result
 
     def _details(self, prompt: Prompt, log_probs: list[float], ids: list[int], text: _GrowingText) -> Details:
@@ -413,13 +418,21 @@ class TextGeneration(GenerationTask):
         ids = self._tokenizer(text)["input_ids"]
         if not ids:
             raise RequestError("inputs: an empty text is not allowed; send a prompt")
-        new = parameters.get("max_new_tokens", max(0, parameters.get("max_length", 0) - len(ids)) or 1)
-        if self.max_length and len(ids) + new > self.max_length:
+        if self.max_length and len(ids) >= self.max_length:
             raise ContextLengthError(
-                f"the prompt has {len(ids)} tokens and {new} new ones are asked for, but the model's context has "
-                f"{self.max_length}; shorten the prompt or lower max_new_tokens"
+                f"the prompt has {len(ids)} tokens, but the model's context has {self.max_length}; shorten the prompt"
             )
         return Prompt(text, ids)
+
+    def fitted(self, inputs: Sequence[Prompt], parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Lower max_new_tokens to what the context has room for behind the longest prompt, as LMI's engines do."""
+        longest = max(len(prompt.ids) for prompt in inputs)
+        unasked = 1 if self._limits_itself() else self.default_new_tokens
+        asked = parameters.get("max_new_tokens", parameters.get("max_length", longest + unasked) - longest)
+        if not self.max_length or longest + asked <= self.max_length:
+            return parameters
+        lowered = {name: value for name, value in parameters.items() if name != "max_length"}
+        return {**lowered, "max_new_tokens": self.max_length - longest, _LOWERED: longest}
 
     def result(self, prompt: Prompt, text: str, parameters: Mapping[str, Any]) -> Any:
         before = prompt.text if parameters.get("return_full_text", True) else ""

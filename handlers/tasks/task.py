@@ -69,6 +69,10 @@ class Task(ABC):
         """Raise RequestError for parameters that this model cannot be given."""
         return
 
+    def fitted(self, inputs: Sequence[Any], parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the parameters with which the inputs of one request fit the model."""
+        return parameters
+
     def to_plain(self, result: Any) -> Any:
         """Return a result as plain values or numpy's, in the form of LMI's answers."""
         return result

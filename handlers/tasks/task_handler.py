@@ -29,6 +29,7 @@ from lmi_server.contract.handler import ModelInfo, RequestHandler, Response
 from lmi_server.contract.protocol import Input
 from lmi_server.dialects import fields, openai, routes
 from lmi_server.dialects.base import ServedModel
+from lmi_server.dialects.framing import JSON_LINES, SSE, Framing
 from lmi_server.dialects.openai import embeddings as openai_embeddings
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class ParsedRequest:
     inputs: Sequence[Any]
     parameters: Mapping[str, Any]
     write: Callable[[Sequence[Any]], Response]
-    streams: bool = False
+    framing: Framing | None = None  # of a stream; None for a whole answer
 
 
 class TaskHandler(RequestHandler):
@@ -142,22 +143,28 @@ class TaskHandler(RequestHandler):
         value, single = self._inputs(body)
         single = single or request.route == routes.GENERATE
         task = self._task
-        kind = content.accepted_type(request, content.JSON)
+        framing = _framing(request) if generates(self._name) else None
+        kind = content.JSON if framing is not None else content.accepted_type(request, content.JSON)
         parameters = self._parameters(body)
         task.check(parameters)
         items = value if isinstance(value, list) else [value]
         if not items:
             raise RequestError("inputs: a list of 0 is not allowed; send at least one")
         inputs = [task.read(item, parameters) for item in items]
+        parameters = task.fitted(inputs, parameters)
 
         def write(results: Sequence[Any]) -> Response:
             shown = [item for result in results for item in task.items(result)]
             return content.encode_response(shown[0] if single else shown, kind)
 
-        streams = self._streams and body.get("stream") is not False
+        wanted = body.get("stream")
+        # A client that reads events wants a stream, whatever the model's default is.
+        streams = self._streams or framing is not None
+        if wanted is not None:
+            streams = fields.boolean("stream", wanted) and streams
         if streams:
             task.check_stream(parameters)
-        return ParsedRequest(inputs, parameters, write, streams)
+        return ParsedRequest(inputs, parameters, write, (framing or JSON_LINES) if streams else None)
 
     def _inputs(self, body: Mapping[str, Any]) -> tuple[Any, bool]:
         """Return `inputs` as sent, and whether it is one object, whose answer is the bare result instead of a list."""
@@ -183,13 +190,13 @@ class TaskHandler(RequestHandler):
         """Return lists of the requests that run together."""
         groups: dict[Any, list[int]] = {}
         for index, call in calls.items():
-            key = None if call.streams else self._task.group_of(call.parameters)
+            key = None if call.framing is not None else self._task.group_of(call.parameters)
             groups.setdefault(("alone", index) if key is None else key, []).append(index)
         return list(groups.values())
 
     def _answers(self, calls: Sequence[ParsedRequest]) -> Sequence[Response | LmiServerError]:
-        if calls[0].streams:
-            return [self._stream(calls[0])]
+        if calls[0].framing is not None:
+            return [self._stream(calls[0], calls[0].framing)]
         inputs = [item for call in calls for item in call.inputs]
         try:
             results = self._task.run(inputs, calls[0].parameters)
@@ -216,14 +223,19 @@ class TaskHandler(RequestHandler):
         logger.error("the model failed", exc_info=error)
         return HandlerError(text)
 
-    def _stream(self, call: ParsedRequest) -> Response:
-        """Return a stream of JSON lines, one per step, each with what the step adds to the text of every input."""
+    def _stream(self, call: ParsedRequest, framing: Framing) -> Response:
+        """Return a stream of lines or events, one per step, each with what it adds to the text of every input."""
 
         def lines() -> Iterator[bytes]:
             for pieces in self._task.stream(call.inputs, call.parameters):
-                yield content.encode_json({"outputs": pieces}) + b"\n"
+                yield framing.frame({"outputs": pieces})
 
-        return Response(headers=[("content-type", content.JSON_LINES)], stream=lines())
+        return Response(headers=[("content-type", framing.content_type)], stream=lines())
+
+
+def _framing(request: Input) -> Framing | None:
+    """Return the framing of the stream that the header Accept asks for; None if it asks for none."""
+    return SSE if SSE.content_type in request.properties.get("accept", "") else None
 
 
 def _split(results: Sequence[Any], calls: Sequence[ParsedRequest]) -> Iterator[Sequence[Any]]:

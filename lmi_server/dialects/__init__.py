@@ -51,8 +51,11 @@ def parse(request: Input, served: ServedModel) -> Exchange:
         )
     if request.route not in routes.LMI_ROUTES:
         raise RouteNotFoundError(f"no dialect serves the route {fields.show(request.route)}")
-    if fields.media_type(request) == "text/plain":
-        return lmi.parse_text(request, served)
+    match fields.media_type(request):
+        case "text/plain":
+            return lmi.parse_text(request, served)
+        case "text/csv":
+            return lmi.parse_csv(request, served)
     return _by_keys(request, served)
 
 

@@ -7,7 +7,9 @@ readers: they take the name and the value of one field, and return the value to 
 from __future__ import annotations
 
 import codecs
+import csv
 import difflib
+import io
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -108,6 +110,27 @@ def plain_text(request: Input) -> str:
         raise RequestError(f"the body is not valid UTF-8: {error}; send the prompt in UTF-8") from None
 
 
+_QUESTION_COLUMNS = ("question", "context")
+
+
+def csv_inputs(request: Input) -> list[Any]:
+    """Return the rows of a body in CSV: its column `inputs`, or objects of `question` and `context`.
+
+    Raises RequestError.
+    """
+    reader = csv.DictReader(io.StringIO(plain_text(request).removeprefix("\ufeff")), strict=True)
+    try:
+        columns, rows = tuple(reader.fieldnames or ()), list(reader)
+    except csv.Error as error:
+        raise RequestError(f"the body is not valid CSV: {error}; quote fields that hold commas or lines") from None
+    if not set(_QUESTION_COLUMNS) - set(columns):
+        return [{name: row[name] for name in _QUESTION_COLUMNS} for row in rows]
+    if "inputs" in columns:
+        return [row["inputs"] for row in rows]
+    shown = show(", ".join(columns))
+    raise RequestError(f"the first line of the CSV is {shown}; begin with a line `inputs` or `question,context`")
+
+
 # --- fields ---
 
 
@@ -157,12 +180,12 @@ def _unknown_warning(name: str, known: list[str], prefix: str) -> str:
 
 
 def integer(minimum: int, maximum: int | None = None) -> Reader:
-    """Return the reader of an integer within bounds; 3.0 counts as 3, and true is no number."""
+    """Return the reader of an integer within bounds; 3.0 and "3" count as 3, and true is no number."""
     remedy = f"send an integer >= {minimum}" if maximum is None else f"send an integer from {minimum} to {maximum}"
 
     def read(name: str, value: Any) -> int:
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
+        if not isinstance(value, int):
+            value = _as_integer(value)
         if not isinstance(value, int) or isinstance(value, bool):
             raise not_allowed(name, value, remedy)
         if value < minimum or (maximum is not None and value > maximum):
@@ -172,16 +195,16 @@ def integer(minimum: int, maximum: int | None = None) -> Reader:
     return read
 
 
-def integer_or_text(minimum: int, maximum: int) -> Reader:
-    """Return the reader of an integer, also as decimal text: LMI writes seeds as text, and clients send them back."""
-    read_integer = integer(minimum, maximum)
+def _as_integer(value: Any) -> Any:
+    """Return a whole number that is written as a float or as text as an integer, and anything else unchanged.
 
-    def read(name: str, value: Any) -> Any:
-        if isinstance(value, str) and len(value) <= 20 and value.isascii() and value.removeprefix("-").isdecimal():
-            value = int(value)
-        return read_integer(name, value)
-
-    return read
+    LMI reads requests with pydantic, which takes numbers and switches as text too.
+    """
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, str) and len(value) <= 20 and value.isascii() and value.removeprefix("-").isdecimal():
+        return int(value)
+    return value
 
 
 def number(allowed: Callable[[float], bool], description: str) -> Reader:
@@ -189,6 +212,8 @@ def number(allowed: Callable[[float], bool], description: str) -> Reader:
     remedy = f"send {description}"
 
     def read(name: str, value: Any) -> float:
+        if isinstance(value, str):
+            value = _as_number(value)
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise not_allowed(name, value, remedy)
         if not -_FLOAT_LIMIT < value < _FLOAT_LIMIT or not allowed(value):
@@ -198,10 +223,29 @@ def number(allowed: Callable[[float], bool], description: str) -> Reader:
     return read
 
 
+def _as_number(text: str) -> float | str:
+    try:
+        return float(text) if len(text) <= _LONGEST_NUMBER else text
+    except ValueError:
+        return text
+
+
+_LONGEST_NUMBER = 40  # characters
+_SWITCHES = {
+    **dict.fromkeys(("true", "yes", "on", "1", "t", "y"), True),
+    **dict.fromkeys(("false", "no", "off", "0", "f", "n"), False),
+}
+
+
 def boolean(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise not_allowed(name, value, "send true or false")
-    return value
+    """Read true or false, also as the texts and the numbers 0 and 1 that LMI takes for them."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, (str, int)):
+        found = _SWITCHES.get(str(value).lower())
+        if found is not None:
+            return found
+    raise not_allowed(name, value, "send true or false")
 
 
 def string(name: str, value: Any) -> str:
@@ -266,7 +310,7 @@ def logit_bias(name: str, value: Any) -> dict[int, float]:
     return {int(_BIAS_TOKEN(name, token)): _BIAS(f"{name}.{token[:20]}", bias) for token, bias in value.items()}
 
 
-_BIAS_TOKEN = integer_or_text(0, 2**31 - 1)
+_BIAS_TOKEN = integer(0, 2**31 - 1)
 _BIAS = number(lambda value: -100 <= value <= 100, "a number from -100 to 100")
 
 
@@ -303,7 +347,7 @@ def ignored(name: str, value: Any) -> None:
 # Readers of the fields that several dialects have.
 LOGPROBS = integer(0, 20)
 MAX_TOKENS = integer(1, 2**31 - 1)
-SEED = integer_or_text(-(2**63), 2**64 - 1)
+SEED = integer(-(2**63), 2**64 - 1)
 TEMPERATURE = number(lambda value: value >= 0, "a number >= 0 (0 is greedy)")
 PROBABILITY = number(lambda value: 0 < value <= 1, "a number above 0 and up to 1")
 MIN_P = number(lambda value: 0 <= value <= 1, "a number from 0 to 1")

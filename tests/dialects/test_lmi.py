@@ -147,7 +147,7 @@ def test_log_probabilities_are_requested_only_if_the_answer_shows_them() -> None
         ({"inputs": 3}, "inputs: 3 is not allowed"),
         ({"inputs": ["a", "b"]}, "send one request for each prompt"),
         ({"inputs": "a", "parameters": []}, "parameters: a list of 0"),
-        ({"inputs": "a", "stream": "yes"}, 'stream: "yes" is not allowed; send true or false'),
+        ({"inputs": "a", "stream": "ja"}, 'stream: "ja" is not allowed; send true or false'),
         ({"inputs": "a", "adapters": ["french", "german"]}, "adapters: a list of 2 is not allowed"),
     ],
 )
@@ -163,7 +163,7 @@ def test_bad_bodies(body: Any, expected: str) -> None:
         ("max_new_tokens", 0),
         ("max_new_tokens", 1.5),
         ("max_new_tokens", True),
-        ("max_new_tokens", "12"),
+        ("max_new_tokens", "12 tokens"),
         ("max_new_tokens", 10**400),
         ("temperature", -0.1),
         ("temperature", "hot"),
@@ -183,8 +183,8 @@ def test_bad_bodies(body: Any, expected: str) -> None:
         ("stop_sequences", ["a", 1]),
         ("stop_token_ids", 3),
         ("stop_token_ids", [-1]),
-        ("ignore_eos", 1),
-        ("details", "true"),
+        ("ignore_eos", 2),
+        ("details", "maybe"),
         ("top_n_tokens", 21),
         ("truncate", 0),
         ("n", 2),
@@ -200,6 +200,26 @@ def test_bad_parameters_are_refused_by_name(name: str, value: Any) -> None:
         lmi(**{name: value})
     assert caught.value.message.startswith(f"parameters.{name}")
     assert "; " in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "field", "expected"),
+    [
+        ("max_new_tokens", "8", "max_new_tokens", 8),
+        ("temperature", "0.5", "temperature", 0.5),
+        ("temperature", "0", "temperature", 0.0),
+        ("top_k", "5", "top_k", 5),
+        ("ignore_eos", "yes", "ignore_eos", True),
+        ("ignore_eos", "OFF", "ignore_eos", False),
+        ("skip_special_tokens", "no", "skip_special_tokens", False),
+        ("skip_special_tokens", "0", "skip_special_tokens", False),
+        ("do_sample", 1, "do_sample", True),
+    ],
+)
+def test_numbers_and_switches_are_read_from_texts_as_by_lmi(name: str, value: Any, field: str, expected: Any) -> None:
+    assert getattr(sampling(**{name: value}), field) == expected
+    assert parse(request("invocations", {"inputs": "a", "stream": "true"}), SERVED).stream
+    assert not parse(request("invocations", {"inputs": "a", "stream": "no"}), SERVED).stream
 
 
 def test_one_sequence_may_be_asked_for() -> None:
@@ -233,8 +253,25 @@ def test_plain_text_is_the_prompt() -> None:
 def test_content_types() -> None:
     for kind in ("", "application/json; charset=utf-8", "APPLICATION/JSON"):
         assert parse(request("invocations", {"inputs": "a"}, content_type=kind), SERVED).requests
-    with pytest.raises(RequestError, match="text/csv"):
-        parse(request("invocations", {"inputs": "a"}, content_type="text/csv"), SERVED)
+    with pytest.raises(RequestError, match="image/png"):
+        parse(request("invocations", {"inputs": "a"}, content_type="image/png"), SERVED)
+
+
+def test_csv_has_the_prompt_in_a_column() -> None:
+    def prompt(body: str) -> Any:
+        return parse(request("invocations", body.encode(), content_type="text/csv"), SERVED).requests[0].prompt
+
+    assert prompt("inputs\nHello there\n") == "Hello there"
+    assert prompt('id,inputs\n1,"one, two"\n') == "one, two"
+    for body, message in {
+        "inputs\na\nb\n": "send one request for each prompt",
+        "inputs\n": "inputs",
+        "text\na\n": "begin with a line `inputs`",
+        'inputs\n"a\n': "not valid CSV",
+        "question,context\na,b\n": "inputs",
+    }.items():
+        with pytest.raises(RequestError, match=message):
+            prompt(body)
 
 
 @pytest.mark.parametrize("kind", ["application/octet-stream", "application/x-www-form-urlencoded"])

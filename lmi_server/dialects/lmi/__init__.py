@@ -13,6 +13,6 @@ text-generation-inference, which `huggingface_hub.InferenceClient.text_generatio
 
 from lmi_server.dialects.lmi.answer import token_texts
 from lmi_server.dialects.lmi.formatters import FORMATTER_NAMES
-from lmi_server.dialects.lmi.request import NO_EFFECT, PARAMETERS, parse, parse_text, parse_tgi
+from lmi_server.dialects.lmi.request import NO_EFFECT, PARAMETERS, parse, parse_csv, parse_text, parse_tgi
 
-__all__ = ["FORMATTER_NAMES", "NO_EFFECT", "PARAMETERS", "parse", "parse_text", "parse_tgi", "token_texts"]
+__all__ = ["FORMATTER_NAMES", "NO_EFFECT", "PARAMETERS", "parse", "parse_csv", "parse_text", "parse_tgi", "token_texts"]

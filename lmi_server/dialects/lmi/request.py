@@ -143,6 +143,12 @@ def parse_text(request: Input, served: ServedModel) -> Exchange:
     return _exchange(request, served, {"inputs": prompt, "adapter": registered_adapter(request, {}, served)}, ())
 
 
+def parse_csv(request: Input, served: ServedModel) -> Exchange:
+    """Parse a text/csv body: the prompt is the one row of its column `inputs`. Raises RequestError."""
+    prompt = _inputs("inputs", fields.csv_inputs(request))
+    return _exchange(request, served, {"inputs": prompt, "adapter": registered_adapter(request, {}, served)}, ())
+
+
 def parse(request: Input, body: dict[str, Any], served: ServedModel) -> Exchange:
     """Parse `{"inputs": str, "parameters": object, "stream": bool}`. Raises RequestError."""
     values, unknown = fields.read_fields(body, _BODY)

@@ -92,7 +92,7 @@ def test_a_stop_sequence_ends_a_text(load_task: LoadTask) -> None:
 @pytest.mark.parametrize(
     ("body", "error", "message"),
     [
-        ({"inputs": "a" * 250, "parameters": {"max_new_tokens": 10}}, ContextLengthError, "has 250 tokens and 10 new"),
+        ({"inputs": "a" * 256, "parameters": {"max_new_tokens": 1}}, ContextLengthError, "has 256 tokens, but"),
         ({"inputs": ""}, RequestError, "an empty text is not allowed"),
         ({"inputs": "a", "parameters": {"max_new_tokens": 0}}, RequestError, "max_new_tokens: 0 is not allowed"),
         ({"inputs": "a", "parameters": {"custom_generate": "x/y"}}, RequestError, "custom_generate is not known"),
@@ -169,6 +169,17 @@ def test_details_have_the_tokens_and_why_they_end(load_task: LoadTask) -> None:
     assert all(token["log_prob"] < 0 for token in with_beams["tokens"])
 
 
+def test_the_length_is_lowered_to_what_the_context_holds(load_task: LoadTask) -> None:
+    handler, _ = load_task("text-generation")
+    parameters = {"max_new_tokens": 100, "details": True, "ignore_eos": True, "return_full_text": False}
+    outcomes = handler.handle([request({"inputs": text, "parameters": parameters}) for text in ("a" * 250, "hello")])
+    long, short = (content_of(outcome)[0]["details"] for outcome in outcomes)
+    assert (long["generated_tokens"], short["generated_tokens"]) == (6, 100)
+    assert long["note"] == "max_new_tokens was lowered to 6: the prompt has 250 tokens, and the context holds 256"
+    assert "note" not in short
+    assert ask(handler, {"inputs": "a" * 250})  # 30 tokens are too many here, too
+
+
 def test_a_token_that_the_model_has_not_is_refused(load_task: LoadTask) -> None:
     handler, _ = load_task("text-generation")
     for name, value in {"forced_eos_token_id": 999, "bad_words_ids": [[5, 999]], "sequence_bias": [[[999], 1]]}.items():
@@ -196,6 +207,26 @@ def test_a_stream_adds_up_to_the_whole_answer(load_task: LoadTask, task: str, mo
     assert len(steps) > 2
     whole = ask(handler, {**body, "stream": False})
     assert [{"generated_text": "".join(pieces)} for pieces in zip(*steps, strict=True)] == whole
+
+
+def test_a_client_that_reads_events_gets_a_stream(load_task: LoadTask) -> None:
+    handler, _ = load_task("text-generation")
+    body = {"inputs": "hello", "parameters": {"max_new_tokens": 8, "return_full_text": False}}
+    (outcome,) = handler.handle([request(body, accept="text/event-stream")])
+    assert not isinstance(outcome, LmiServerError)
+    assert outcome.stream is not None
+    assert dict(outcome.headers) == {"content-type": "text/event-stream"}
+    events = b"".join(outcome.stream).decode().split("\n\n")
+    pieces = [json.loads(event.removeprefix("data: "))["outputs"][0] for event in events if event]
+    assert [{"generated_text": "".join(pieces)}] == ask(handler, body)
+    assert ask(handler, {**body, "stream": "no"}, accept="text/event-stream") == ask(handler, body)
+
+
+def test_what_a_stream_has_no_room_for_is_refused(load_task: LoadTask) -> None:
+    handler, _ = load_task("text-generation", enable_streaming="true")
+    for name, value in {"details": True, "num_return_sequences": 2}.items():
+        with pytest.raises(RequestError, match=f"parameters.{name}: a stream of a static batch has the texts alone"):
+            ask(handler, {"inputs": "a", "parameters": {name: value, "do_sample": True}})
 
 
 def test_a_stream_whose_reader_goes_ends_at_the_next_step(load_task: LoadTask) -> None:
