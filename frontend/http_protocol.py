@@ -20,9 +20,12 @@ _MAX_HEAD = 64 * 1024  # bytes of request line and headers
 
 _TOO_LONG = "Request line and headers are longer than 64 KiB."
 _INVALID = "Invalid HTTP message."
+_OTHER_VERSION = "Only HTTP/1.0 and HTTP/1.1 are spoken here."
+# As uvicorn sets them, and HTTP/1.2 and later are served as HTTP/1.1 (RFC 9110, section 2.5).
+_LENIENCIES = {"lenient_data_after_close": True, "lenient_version": True}
 
 
-class _HeadTooLongError(Exception):
+class _RefusedError(Exception):
     """Raised through the parser, to stop it."""
 
 
@@ -39,6 +42,7 @@ class RelayProtocol(HttpToolsProtocol):
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
+        self.parser.set_dangerous_leniencies(**_LENIENCIES)
         self._on_gone: Callable[[], None] | None = None
         self._answering: RequestResponseCycle | None = None
         self._names: list[bytes] = []  # of the headers of the request that arrives
@@ -47,7 +51,7 @@ class RelayProtocol(HttpToolsProtocol):
         self._head_began = False  # in this read
         self._first_read = 0  # bytes of the read in which the head began; not all of them need be its own
         self._head_read = 0  # bytes of the head in the whole reads after that one
-        self._head_too_long = False
+        self._refusal: tuple[HTTPStatus, str] | None = None  # why the head of a request is refused
         self._rejected = False  # what arrived is not HTTP; nothing that follows can be
 
     def watch(self, on_gone: Callable[[], None]) -> None:
@@ -82,10 +86,8 @@ class RelayProtocol(HttpToolsProtocol):
             self._serve_without_upgrade(data[upgrade.args[0] :])
             return
         except httptools.HttpParserError:
-            if self._head_too_long:
-                self._reject(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "BadRequestException", _TOO_LONG)
-            else:
-                self.send_400_response(_INVALID)
+            status, text = self._refusal or (HTTPStatus.BAD_REQUEST, _INVALID)
+            self._reject(status, "BadRequestException", text)
             return
         if self._in_head and not self._head_began:
             self._head_read += len(data)
@@ -104,7 +106,7 @@ class RelayProtocol(HttpToolsProtocol):
         head = [b"%b %b HTTP/%b\r\n" % (method, self.url, self.parser.get_http_version().encode())]
         head += [b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade"]
         self.parser = httptools.HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn sets them
+        self.parser.set_dangerous_leniencies(**_LENIENCIES)
         self.data_received(b"".join([*head, b"\r\n", rest]))
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -116,8 +118,11 @@ class RelayProtocol(HttpToolsProtocol):
         self._in_head = False
         bound = self._first_read + self._head_read + (0 if self._head_began else self._read_size)
         if bound > _MAX_HEAD and self._head_size() > _MAX_HEAD:
-            self._head_too_long = True
-            raise _HeadTooLongError
+            self._refusal = (HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, _TOO_LONG)
+            raise _RefusedError
+        if not self.parser.get_http_version().startswith("1."):
+            self._refusal = (HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, _OTHER_VERSION)
+            raise _RefusedError
         super().on_headers_complete()
 
     def _head_size(self) -> int:

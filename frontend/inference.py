@@ -27,15 +27,17 @@ from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import (
     BadParameterError,
     LmiServerError,
+    MalformedUrlError,
     ModelNotFoundError,
     PayloadTooLargeError,
     RequestError,
+    RouteNotFoundError,
     error_from_kind,
 )
 from lmi_server.contract.protocol import CANCELLED, DEFAULT_PRIORITY, End, Error, Head, Input, Reply
 from lmi_server.dialects.errors import error_event, error_reply, is_openai
 from lmi_server.dialects.forms import form_fields, is_form
-from lmi_server.dialects.routes import PREDICTIONS
+from lmi_server.dialects.routes import PREDICTIONS, TGI
 from lmi_server.serving.registry import Model, ModelRegistry
 from lmi_server.supervisor.job import Job
 
@@ -50,6 +52,8 @@ _WITHOUT_BODY = frozenset({204, 304})
 
 # Bounded in length, because int() takes quadratic time in the number of digits.
 _INTEGER = re.compile(r"-?[0-9]{1,10}")
+_SHORT_BODY = 64 * 1024
+_MALFORMED = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 _PRIORITIES = range(-(2**31), 2**31)
 
 
@@ -102,7 +106,7 @@ class Relay:
                 else:
                     model = self._choose(route, name, asked, properties, query)
                 body = await self._body(scope, receive)
-                model = model or self._named_in(body, asked, properties)
+                model = model or self._named_in(route, body, asked, properties)
             except ModelNotFoundError as error:
                 if self._implicit is None:
                     raise
@@ -116,7 +120,9 @@ class Relay:
             pool = model.loaded()
             job = pool.submit(Input(route, properties, content, request_id, priority, names), connection.abort)
         except LmiServerError as error:
-            await self._refuse(model, route, error, scope, response)
+            closes = self.draining or isinstance(error, PayloadTooLargeError)
+            closes = closes or (body is None and not await self._skips_body(scope, receive))
+            await self._refuse(model, route, error, closes, response)
             return
         except ClientGoneError:
             self._metrics.of(model).refused(CLIENT_GONE)
@@ -161,7 +167,7 @@ class Relay:
             return self._models.default.choose(version)
         return None
 
-    def _named_in(self, body: bytes, version: str | None, properties: dict[str, str]) -> Model:
+    def _named_in(self, route: str, body: bytes, version: str | None, properties: dict[str, str]) -> Model:
         """Return the model that the body names, or the default one.
 
         An OpenAI request names it in `model`, a form in `model_name`.
@@ -172,6 +178,8 @@ class Relay:
                 return self._models.named(name, version)
         elif (name := model_named_in(body)) is not None:
             return self._models.named_as_model(name, version)
+        if self._models.default is None and route == TGI:
+            raise RouteNotFoundError("Requested resource is not found: /; with several models, send model_name with it")
         if self._models.default is None:
             raise BadParameterError("Parameter model_name is required.")
         return self._models.default.choose(version)
@@ -189,6 +197,21 @@ class Relay:
         if len(body) > self._max_request_size:
             raise self._too_large()
         return body
+
+    async def _skips_body(self, scope: Scope, receive: Receive) -> bool:
+        """Return whether the connection can serve another request although the body of this one was not read.
+
+        It cannot if the client waits for "100 Continue" and may send its body or not: the parser would take what
+        follows for a request. A short body is asked for then; a long one is not worth its way.
+        """
+        if _header(scope, b"expect") is None:
+            return True
+        if int(_header(scope, b"content-length") or _SHORT_BODY + 1) > _SHORT_BODY:
+            return False
+        while True:
+            message = await receive()
+            if not message.get("more_body"):
+                return bool(message["type"] == "http.request")
 
     async def _rest_of_body(self, start: bytes, receive: Receive) -> bytes:
         parts = [start]
@@ -214,14 +237,11 @@ class Relay:
         model: Model | None,
         route: str,
         error: LmiServerError,
-        scope: Scope,
+        closes: bool,
         response: Response,
     ) -> None:
         status, headers, data = error_reply(route, error, self._statuses)
-        # Close the connection if the body was not read to its end. That is so for a body that is too long, and for a
-        # client that waits for "100 Continue" and may send its body or not: the parser would take what follows for a
-        # request.
-        if self.draining or isinstance(error, PayloadTooLargeError) or _header(scope, b"expect") is not None:
+        if closes:
             headers.append(("connection", "close"))
         self._metrics.of(model).refused(status)
         self._metrics.failed(error)
@@ -382,7 +402,11 @@ def _header(scope: Scope, name: bytes) -> bytes | None:
 
 
 def _query(scope: Scope) -> list[tuple[str, bytes]]:
+    """Return the query parameters. Raises MalformedUrlError if path or query is not percent-encoded."""
     query: bytes = scope["query_string"]
+    for part in (scope["raw_path"], query):
+        if b"%" in part and _MALFORMED.search(part):
+            raise MalformedUrlError(f"a percent sign in {part[:60].decode('latin-1')} encodes no byte; send it as %25")
     if not query:
         return []
     pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True)

@@ -58,6 +58,8 @@ def respond(output: Any) -> Response:
 
 def split(output: Any, count: int) -> list[Response]:
     """Return the responses that the handler's `output` means for the `count` requests of a batch, in order."""
+    if output is None and count > 1:
+        return [_unanswered("the handler returned None; return an Output with content for each request")] * count
     whole = respond(output)
     if not isinstance(output, Output) or whole.status >= 300:
         outcomes = [replace(whole, after=None) for _ in range(count)]  # LMI gives an error of the whole batch to each

@@ -12,6 +12,7 @@
     │   ├── PayloadTooLargeError
     │   ├── ModelNotFoundError
     │   ├── RouteNotFoundError
+    │   ├── MalformedUrlError
     │   └── MethodNotAllowedError
     └── ServingError            a sound request that the server failed to serve
         ├── QueueFullError      the job queue holds `job_queue_size` requests
@@ -84,6 +85,10 @@ class ModelNotFoundError(RequestError):
 
 class RouteNotFoundError(RequestError):
     """No such path."""
+
+
+class MalformedUrlError(RequestError):
+    """A percent sign in the URL does not encode a byte."""
 
 
 class MethodNotAllowedError(RequestError):

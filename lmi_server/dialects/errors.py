@@ -33,6 +33,7 @@ _ROWS: dict[type[LmiServerError], _Row] = {
     errors.PayloadTooLargeError: _Row(413, "invalid_request_error", None, 413, "PayloadTooLargeException"),
     errors.ModelNotFoundError: _Row(404, "invalid_request_error", "model_not_found", 404, "ModelNotFoundException"),
     errors.RouteNotFoundError: _Row(404, "invalid_request_error", "unknown_url", 404, "ResourceNotFoundException"),
+    errors.MalformedUrlError: _Row(400, "invalid_request_error", "malformed_url", 409, "IllegalArgumentException"),
     errors.MethodNotAllowedError: _Row(
         405, "invalid_request_error", "method_not_supported", 405, "MethodNotAllowedException"
     ),
@@ -66,7 +67,10 @@ def _row(error: LmiServerError) -> _Row:
 
 def _openai_body(error: LmiServerError) -> dict[str, object]:
     row = _row(error)
-    return {"error": {"message": error.message, "type": row.openai_type, "param": None, "code": row.openai_code}}
+    body = {"message": error.message, "type": row.openai_type, "param": None, "code": row.openai_code}
+    if isinstance(error, errors.RouteNotFoundError):  # it is a path of neither API, so clients of both can read it
+        return {**_lmi_body(error), "error": body}
+    return {"error": body}
 
 
 def _lmi_body(error: LmiServerError, status: int | None = None) -> dict[str, object]:

@@ -157,6 +157,31 @@ def test_a_body_under_the_limit_in_pieces(server: Server) -> None:
     assert response.json() == {"generated_text": " " + "a" * 90_000}
 
 
+@pytest.mark.parametrize(("length", "status", "closes"), [(2, b"100 Continue", False), (70_000, b"404", True)])
+def test_a_refused_request_is_asked_for_a_short_body_only(
+    server: Server, length: int, status: bytes, closes: bool
+) -> None:
+    head = b"POST /predictions/nope HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: %d\r\n\r\n" % length
+    with connect(server, head) as connection:
+        first = received(connection, b"\r\n\r\n")
+        assert first.startswith(b"HTTP/1.1 " + status)
+        assert (b"connection: close" in first) == closes
+        if not closes:
+            connection.sendall(b"{}" + raw_request("a", close=True))
+            assert received(connection).count(b"HTTP/1.1 ") == 2
+
+
+@pytest.mark.parametrize(("version", "status"), [("1.2", b"200"), ("2.0", b"505"), ("3.1", b"505")])
+def test_versions_of_http(server: Server, version: str, status: bytes) -> None:
+    with connect(server, f"GET /ping HTTP/{version}\r\nhost: x\r\nconnection: close\r\n\r\n".encode()) as connection:
+        assert received(connection).startswith(b"HTTP/1.1 " + status)
+
+
+def test_an_unknown_path_below_v1_reads_in_both_forms(server: Server) -> None:
+    body = server.http.get("/v1/nope").json()
+    assert (body["code"], body["type"], body["error"]["message"]) == (404, "ResourceNotFoundException", body["message"])
+
+
 def test_expect_continue_over_the_limit_closes(server: Server) -> None:
     head = b"POST /invocations HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 100001\r\n\r\n"
     with connect(server, head) as connection:

@@ -81,12 +81,15 @@ def read_expected(path: Path) -> dict[str, str]:
 
 
 def replay(address: Address, recordings: Iterable[Recording]) -> dict[str, list[str]]:
-    """Send recorded requests again, one after the other; return what differs by the name of the recording."""
-    found = {}
-    for _, group in groupby(recordings, key=lambda recording: recording.together or recording.name):
-        together = list(group)
+    """Send recorded requests again, one after the other; return what differs by the name of the recording.
+
+    Recordings of one name count as one.
+    """
+    found: dict[str, list[str]] = {}
+    for _, group in groupby(enumerate(recordings), key=lambda numbered: numbered[1].together or numbered[0]):
+        together = [recording for _, recording in group]
         for recording, answers in zip(together, _ask_together(address, together), strict=True):
-            found[recording.name] = list(_differences(recording, answers))
+            found.setdefault(recording.name, []).extend(_differences(recording, answers))
     return found
 
 

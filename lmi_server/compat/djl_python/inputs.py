@@ -23,13 +23,13 @@ _IN_BATCH = re.compile(r"batch_(\d+)[._](.*)", re.DOTALL)
 class Input:
     """`properties` are the headers of the request; `content` has its query parameters, then its body under "data"."""
 
-    properties: Properties
+    properties: dict[str, Any]
     content: PairList
     function_name: str | None
 
     def __init__(self) -> None:
         self.function_name = None
-        self.properties = Properties()
+        self.properties = {}
         self.content = PairList()
 
     def __getattr__(self, name: str) -> Any:
@@ -49,13 +49,14 @@ class Input:
     def get_function_name(self) -> str | None:
         return self.function_name
 
-    def get_properties(self) -> Properties:
+    def get_properties(self) -> dict[str, Any]:
         """Return the properties themselves; the caller may change them."""
         return self.properties
 
     def get_property(self, key: str) -> Any:
         """Return a property, whatever the case of its name; None if it is missing."""
-        return self.properties.get(key)
+        properties = self.properties
+        return (properties if isinstance(properties, Properties) else Properties(properties)).get(key)
 
     # --- batches ---
 
@@ -69,7 +70,7 @@ class Input:
         """Return each request of the batch as an Input; this Input alone if it is not a batch."""
         if not self.is_batch():
             return [self]
-        batches = [Input() for _ in range(self.get_batch_size())]
+        batches = [make_input({}, [], None) for _ in range(self.get_batch_size())]
         for key, value in self.properties.items():
             found = _IN_BATCH.fullmatch(key)
             if found is not None and key != "batch_size":
