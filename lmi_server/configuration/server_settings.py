@@ -94,7 +94,7 @@ class ServerSettings(Options):
 
     host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for all interfaces.")
     port: Annotated[int, Field(ge=0, le=65535), Allowed("an integer from 0 to 65535")] = Field(
-        8080, description="Port to listen on; 0 lets the system choose one."
+        8080, description="Port to listen on; 0 lets the system choose one. SAGEMAKER_BIND_TO_PORT sets it, too."
     )
     management_host: str | None = Field(
         None, description="Address of the management API, if it differs from that for requests."

@@ -146,8 +146,8 @@ def default_variables(environment: Mapping[str, str]) -> list[Variable]:
 def server_variables(environment: Mapping[str, str]) -> list[Variable]:
     """Return `SERVING_*` settings of the server itself by their lower-cased names, and those of other variables.
 
-    The others are SageMaker's limit of requests, and the logs that a flag of LMI's JVM asks for. Kubernetes gives every
-    container variables about its services; those about one called "serving" are no settings.
+    The others are SageMaker's port and limit of requests, and the logs that a flag of LMI's JVM asks for. Kubernetes
+    gives every container variables about its services; those about one called "serving" are no settings.
     """
     found = [
         Variable(name, name.removeprefix("SERVING_").lower(), value)
@@ -156,7 +156,8 @@ def server_variables(environment: Mapping[str, str]) -> list[Variable]:
         for value in _given(environment, name)
         if not _ABOUT_A_SERVICE.fullmatch(f"{name}={value}")
     ]
-    return [*_sagemaker_request_limit(environment), *found, *_logs_of_jvm_flags(environment)]
+    ports = _named(environment, {"SAGEMAKER_BIND_TO_PORT": "port"})
+    return [*ports, *_sagemaker_request_limit(environment), *found, *_logs_of_jvm_flags(environment)]
 
 
 def _logs_of_jvm_flags(environment: Mapping[str, str]) -> Iterator[Variable]:

@@ -36,6 +36,12 @@ def test_the_command_line_is_above_the_environment_and_that_above_the_file(tmp_p
     assert (settings.port, settings.drain_timeout, settings.log_level) == (3, 2.0, "debug")
 
 
+def test_sagemaker_chooses_the_port(tmp_path: Path) -> None:
+    path = config(tmp_path, "inference_address=http://0.0.0.0:8080")
+    settings, warnings = resolve_server({"SAGEMAKER_BIND_TO_PORT": "9000", "SERVING_PORT": "8081"}, {}, path)
+    assert (settings.host, settings.port, warnings) == ("0.0.0.0", 9000, ())
+
+
 @pytest.mark.parametrize("management", ["http://127.0.0.1:8081", "http://127.0.0.1:8081/"])
 def test_management_elsewhere(tmp_path: Path, management: str) -> None:
     path = config(tmp_path, "inference_address=http://0.0.0.0:8080", f"management_address={management}")
