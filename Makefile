@@ -17,7 +17,7 @@ SETUP_SOURCES := setup.cfg constraints.txt scripts/setup_environment.py scripts/
 .DEFAULT_GOAL := help
 # The recipes share one virtual environment.
 .NOTPARALLEL:
-.PHONY: help setup demo-model embedding-model run image lint test-unit check test coverage bench
+.PHONY: help setup demo-model embedding-model run image test-image lint test-unit check test coverage bench
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,9 +34,15 @@ run: $(RUN_SETUP) demo-model ## Serve the demo model on 127.0.0.1:8080
 # podman and buildah build it as well.
 DOCKER ?= docker
 IMAGE ?= lmi-server
+# The engines of the image, as extras of setup.cfg.
+EXTRAS ?= huggingface
 
 image: ## Build the container image lmi-server
-	$(DOCKER) build -f docker/Dockerfile -t $(IMAGE) $(if $(TORCH_ARGS),--build-arg TORCH_ARGS="$(TORCH_ARGS)") .
+	$(DOCKER) build -f docker/Dockerfile -t $(IMAGE) --build-arg EXTRAS="$(EXTRAS)" \
+	  $(if $(TORCH_ARGS),--build-arg TORCH_ARGS="$(TORCH_ARGS)") .
+
+test-image: $(SETUP) demo-model image ## Build the container image and test its containers
+	LMI_TEST_IMAGE=$(IMAGE) LMI_TEST_DOCKER=$(DOCKER) $(BIN)/python -m pytest -m image tests/packaging
 
 lint: $(SETUP) ## Run ruff and mypy
 	$(BIN)/ruff check .

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import configparser
+import contextlib
 import fnmatch
+import http.server
 import json
+import os
 import subprocess
+import sys
+import threading
+from collections.abc import Iterator
 from pathlib import PurePosixPath
 
+import pytest
 from paths import ROOT
 
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
@@ -80,6 +87,37 @@ def test_signals_reach_the_server_and_an_argument_replaces_serve() -> None:
     (entry_point,), (command,) = instructions("ENTRYPOINT"), instructions("CMD")
     assert json.loads(entry_point)[-1] == "lmi-server"  # a list: there is no shell between
     assert json.loads(command) == ["serve"]
+
+
+@pytest.mark.parametrize(("status", "is_healthy"), [(200, True), (503, False)])
+def test_the_health_check_asks_the_port_of_the_server(status: int, is_healthy: bool) -> None:
+    (check,) = instructions("HEALTHCHECK")
+    python, *arguments = json.loads(check[check.index("[") :])
+    assert python == "python"
+    with answering(status) as port:
+        environment = {**os.environ, "SERVING_PORT": str(port)}
+        done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, check=False)
+    assert (done.returncode == 0) is is_healthy
+
+
+@contextlib.contextmanager
+def answering(status: int) -> Iterator[int]:
+    """Answer GET /ping with a status; give the port."""
+
+    class Ping(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status if self.path == "/ping" else 404)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Keep the standard error of the tests clean."""
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Ping) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
 
 
 def test_all_that_is_written_is_below_one_directory() -> None:

@@ -1,0 +1,143 @@
+"""Containers of the built image, as docker, SageMaker and Kubernetes start them. `make test-image` runs these tests.
+
+The image is that of LMI_TEST_IMAGE; the program that runs it is that of LMI_TEST_DOCKER, docker if it is not set. Both
+take docker's command line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from paths import BUILT_MODELS
+from waiting import wait_until
+
+IMAGE = os.environ.get("LMI_TEST_IMAGE", "")
+DOCKER = os.environ.get("LMI_TEST_DOCKER", "docker")
+DEMO_MODEL = BUILT_MODELS / "smollm2-135m-instruct"
+# Nothing can be written but /tmp and the caches; no privilege but those of the user.
+HARDENED = ("--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--security-opt", "no-new-privileges")
+LIST_KERNELS = ("sh", "-c", "find /var/cache/lmi-server/numba -type f -printf '%p %t\n' | sort")
+QUESTION = {"inputs": "The capital of France is", "parameters": {"max_new_tokens": 8}}
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.image,
+    pytest.mark.skipif(not IMAGE, reason="needs the built image: make test-image"),
+]
+
+
+def docker(*arguments: str) -> str:
+    done = subprocess.run([DOCKER, *arguments], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+class Container:
+    """A container that has been started and serves, or has ended."""
+
+    def __init__(self, *options: str, arguments: tuple[str, ...] = ()) -> None:
+        common = ("--detach", "--no-healthcheck", "--publish", "127.0.0.1::8080")
+        self.name = docker("run", *common, *options, IMAGE, *arguments)
+
+    @contextlib.contextmanager
+    def client(self) -> Iterator[httpx.Client]:
+        """Wait until the server is ready; give a client of it."""
+        with httpx.Client(base_url=f"http://{docker('port', self.name, '8080/tcp')}", timeout=60) as http:
+            wait_until(lambda: answers(http) or self.ended, f"{self.name} serves", 300)
+            assert not self.ended, self.log
+            yield http
+
+    @property
+    def ended(self) -> bool:
+        return docker("inspect", "--format", "{{.State.Running}}", self.name) == "false"
+
+    @property
+    def log(self) -> str:
+        done = subprocess.run([DOCKER, "logs", self.name], capture_output=True, text=True, timeout=60, check=False)
+        return done.stdout + done.stderr
+
+    def stop(self) -> int:
+        """Send SIGTERM, and SIGKILL after 30 seconds; return the exit code."""
+        docker("stop", "-t", "30", self.name)
+        return self.exit_code()
+
+    def exit_code(self) -> int:
+        return int(docker("wait", self.name))
+
+
+def answers(http: httpx.Client) -> bool:
+    try:
+        return http.get("/ping").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@contextlib.contextmanager
+def container(*options: str, arguments: tuple[str, ...] = ()) -> Iterator[Container]:
+    started = Container(*options, arguments=arguments)
+    try:
+        yield started
+    finally:
+        docker("rm", "--force", "--volumes", started.name)
+
+
+def model_at(directory: Path) -> tuple[str, str]:
+    return "--volume", f"{directory}:/opt/ml/model:ro"
+
+
+def health_check() -> list[str]:
+    """Return the command that the image has for it; docker and podman show it in different places."""
+    found = json.loads(docker("image", "inspect", IMAGE))[0]
+    kind, *command = (found.get("Healthcheck") or found["Config"]["Healthcheck"])["Test"]
+    assert kind == "CMD"
+    return command
+
+
+@pytest.fixture(scope="module")
+def kernels_of_the_image() -> str:
+    """Return the compiled kernels with their times."""
+    return docker("run", "--rm", "--entrypoint", LIST_KERNELS[0], IMAGE, *LIST_KERNELS[1:])
+
+
+@pytest.mark.parametrize("user", ["lmi-server", "root", "12345"])
+def test_the_demo_model_is_served_with_a_read_only_root(user: str, kernels_of_the_image: str) -> None:
+    caches = ("--volume", "/var/cache/lmi-server")  # a new volume, which is filled from the image
+    options = (*HARDENED, *caches, "--user", user, *model_at(DEMO_MODEL))
+    with container(*options, arguments=("serve",)) as server, server.client() as http:
+        assert "Paris" in http.post("/invocations", json=QUESTION).json()["generated_text"]
+        chat = {"model": "model", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+        assert http.post("/v1/chat/completions", json=chat).status_code == 200
+        assert docker("exec", server.name, *health_check()) == ""
+        assert docker("exec", server.name, *LIST_KERNELS) == kernels_of_the_image
+        assert server.stop() == 0, server.log
+
+
+def test_the_server_has_no_privileges_unless_it_is_asked_for() -> None:
+    with container(*model_at(DEMO_MODEL), "--entrypoint", "id") as started:
+        assert started.exit_code() == 0
+        assert "uid=1000(lmi-server) gid=0(root)" in started.log
+
+
+def test_code_of_ones_own_is_served(tmp_path: Path) -> None:
+    code = "from djl_python import Input, Output\n\ndef handle(inputs: Input):\n"
+    code += "    return None if inputs.is_empty() else Output().add_as_json(inputs.get_as_json())\n"
+    (tmp_path / "model.py").write_text(code)
+    tmp_path.chmod(0o755)
+    with container(*HARDENED, *model_at(tmp_path)) as server, server.client() as http:
+        assert http.post("/invocations", json=[1]).json() == [1]
+        assert server.stop() == 0, server.log
+
+
+def test_a_wrong_key_ends_the_container_with_a_line_that_names_it(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    (tmp_path / "serving.properties").write_text("option.model_id=x\noption.dtype=float7\n")
+    with container(*model_at(tmp_path)) as server:
+        assert server.exit_code() == 1
+        assert "option.dtype" in server.log
