@@ -68,9 +68,9 @@ class TransformersOptions(ModelOptions):
     load_in_8bit: Annotated[
         bool, Deprecated("use option.quantize=bitsandbytes8", becomes=("option.quantize", "bitsandbytes8"))
     ] = Field(False, description="Quantise the weights to 8 bits.")
-    disable_flash_attn: Annotated[bool, Unavailable.values(False, instead="remove the key")] = Field(
-        True, description="Do not use the flash attention of transformers."
-    )
+    disable_flash_attn: Annotated[
+        bool, NoEffect("attention runs on torch's kernels, which take flash attention where they can")
+    ] = Field(True, description="Do not use the flash attention of transformers.")
     save_mp_checkpoint_path: str | None = Field(
         None, description="Directory to write quantised weights to while the model loads."
     )

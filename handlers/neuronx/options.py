@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key
 from lmi_server.configuration.options import ModelOptions, ParallelDegree, PositiveInt, lower, short_dtype
@@ -33,6 +34,12 @@ _LOADER_OF_TNX = (
 )
 
 
+def _graph_path(text: str | None) -> str | None:
+    if text is not None and not text.startswith("s3://") and not os.path.isdir(text):
+        raise ValueError("no such directory")
+    return text
+
+
 class NeuronxOptions(ModelOptions):
     """Keys of serving.properties for a model on AWS Inferentia and Trainium."""
 
@@ -48,7 +55,7 @@ class NeuronxOptions(ModelOptions):
     )
     n_positions: PositiveInt = Field(128, description="Maximum number of tokens of prompt and output together.")
     load_in_8bit: bool = Field(False, description="Quantise the weights to 8 bits.")
-    unroll: str | None = Field(
+    unroll: Annotated[str | None, Field(pattern=r"^[1-9]\d*$"), Allowed("an integer of 1 or more")] = Field(
         None, description="Number of layers per compiled graph; without it the compiler chooses."
     )
     neuron_optimize_level: Annotated[
@@ -59,7 +66,9 @@ class NeuronxOptions(ModelOptions):
         False, description="Load weights one by one instead of taking twice the model's memory."
     )
     load_split_model: bool = Field(False, description="The checkpoint has been split for Neuron.")
-    compiled_graph_path: str | None = Field(None, description="Directory or s3:// address of the compiled graph.")
+    compiled_graph_path: Annotated[
+        str | None, AfterValidator(_graph_path), Allowed("s3://bucket/prefix, or a directory that exists")
+    ] = Field(None, description="Directory or s3:// address of the compiled graph.")
     group_query_attention: (
         Literal["shard-over-heads", "shard-over-batch", "replicated-heads", "all-gather-heads"] | None
     ) = Field(None, description="How to split the KV cache of grouped-query attention.")

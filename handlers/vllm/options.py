@@ -291,8 +291,19 @@ class VllmEngineOptions(ModelOptions):
         if self.mpi_mode:
             yield Conflict(("option.mpi_mode",), "engine=Python without option.mpi_mode; vLLM starts its own processes")
         yield from self.parser_conflicts()
+        yield from self._unknown_to_vllm()
         if self.pipeline_parallel_degree != 1 and "option.rolling_batch" in given and self.rolling_batch == "vllm":
             yield Conflict(("option.pipeline_parallel_degree",), "1 with option.rolling_batch=vllm")
+
+    def _unknown_to_vllm(self) -> Iterator[Conflict]:
+        """Yield the values that vLLM would refuse when it loads the model, as far as its version is known here."""
+        for key, value, (file, name) in (
+            ("option.quantize", self.quantize, _QUANTIZATIONS),
+            ("option.load_format", self.load_format, _LOAD_FORMATS),
+        ):
+            known = _names_of_literal(file, name)
+            if value is not None and known and value not in known:
+                yield Conflict((key,), ", ".join(sorted(known)))
 
     def parser_conflicts(self) -> Iterator[Conflict]:
         """Yield the options that require a parser, if none is named."""
@@ -377,6 +388,27 @@ _JSON_TEXTS = ("limit_mm_per_prompt", "kv_transfer_config", "speculative_config"
 _NOT_PASSED_ON = ("model", "served_model_name")  # this server decides them
 
 
+# Where vLLM's source lists the values of an option: the file, and the name of a Literal in it.
+_QUANTIZATIONS = ("model_executor/layers/quantization/__init__.py", "QuantizationMethods")
+_LOAD_FORMATS = ("model_executor/model_loader/__init__.py", "LoadFormats")
+
+
+@cache
+def _names_of_literal(file: str, name: str) -> frozenset[str]:
+    """Return the values of a Literal in vLLM's source; nothing if vLLM is not installed or has no such Literal."""
+    for node in _source(file).body:
+        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [name]:
+            return frozenset(str(found.value) for found in ast.walk(node.value) if isinstance(found, ast.Constant))
+    return frozenset()
+
+
+def _source(file: str) -> ast.Module:
+    """Return a file of vLLM, parsed; an empty module if it is not there."""
+    spec = find_spec("vllm")
+    path = None if spec is None or spec.origin is None else Path(spec.origin).parent / file
+    return ast.Module([], []) if path is None or not path.is_file() else ast.parse(path.read_text(encoding="utf-8"))
+
+
 @cache
 def _names_of_engine_args() -> frozenset[str]:
     """Return the names of all fields of vLLM's EngineArgs; nothing if vLLM is not installed.
@@ -384,12 +416,11 @@ def _names_of_engine_args() -> frozenset[str]:
     They are read from vLLM's source, because `explain` and the front end need them too, and importing vLLM takes
     seconds and starts CUDA.
     """
-    spec = find_spec("vllm")
-    if spec is None or spec.origin is None:
-        return frozenset()
-    source = Path(spec.origin).parent / "engine" / "arg_utils.py"
-    tree = ast.parse(source.read_text(encoding="utf-8")) if source.is_file() else ast.Module([], [])
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name.endswith("EngineArgs")]
+    classes = [
+        node
+        for node in _source("engine/arg_utils.py").body
+        if isinstance(node, ast.ClassDef) and node.name.endswith("EngineArgs")
+    ]
     fields = [node.target for found in classes for node in found.body if isinstance(node, ast.AnnAssign)]
     names = {target.id for target in fields if isinstance(target, ast.Name) and not target.id.startswith("_")}
     return frozenset(names.difference(_NOT_PASSED_ON))

@@ -25,6 +25,7 @@ from lmi_server.machine import environment as env
 from lmi_server.machine.inventory import Machine
 
 SERVING_PROPERTIES = "serving.properties"
+_MODEL_ID, _OLD_MODEL_ID = "option.model_id", "option.s3url"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,15 @@ def read_layers(model_dir: Path, environment: Mapping[str, str], registration: M
         from_variables("environment", env.text_generation_inference_variables(environment)),
     )
     lower = from_variables("environment default", env.default_variables(environment))
-    return ModelLayers(upper, lower, tuple(warnings))
+    return ModelLayers(tuple(map(_with_new_names, upper)), lower, tuple(warnings))
+
+
+def _with_new_names(layer: Given) -> Given:
+    """Return the layer with option.s3url, which is LMI's old name of option.model_id, under the new name."""
+    if _OLD_MODEL_ID not in layer or _MODEL_ID in layer:
+        return layer
+    renamed = replace(layer[_OLD_MODEL_ID], spelling=_OLD_MODEL_ID)
+    return {_MODEL_ID: renamed, **{key: source for key, source in layer.items() if key != _OLD_MODEL_ID}}
 
 
 def _read_file(path: Path) -> tuple[Given, list[str]]:

@@ -239,7 +239,11 @@ class ModelOptions(Options):
     model_id: str | None = Field(
         None, description="Local directory or Hugging Face id of the model; the model directory itself if not set."
     )
-    revision: str | None = Field(None, description="Branch, tag or commit of a Hugging Face model.")
+    revision: Annotated[
+        str | None,
+        Field(pattern=r"^[^\s~^:?*\[\\-][^\s~^:?*\[\\]*$"),
+        Allowed("the name of a branch or tag, or a commit"),
+    ] = Field(None, description="Branch, tag or commit of a Hugging Face model.")
     trust_remote_code: bool = Field(False, description="Run the Python code in the repository of a Hugging Face model.")
     entry_point: Annotated[str | None, Key("entryPoint")] = Field(
         None, description="Handler of the model, for example djl_python.huggingface."

@@ -117,7 +117,9 @@ def _for_handler(spec: HandlerSpec, given: Given, machine: Machine) -> Mapping[s
         recommended["option.rolling_batch"] = spec.rolling_batches[0]
     if spec.takes_all_gpus and machine.gpus:
         recommended[_DEGREE] = str(max(1, len(machine.gpus) // _stages(given)))
-    if spec.needs_mpi and "engine" not in given:
+    # As with LMI, such a rolling batch means MPI, whatever the engine is called.
+    named = rolling is not None and rolling.raw.lower() in spec.rolling_batches
+    if spec.needs_mpi and (named or "engine" not in given):
         recommended["option.mpi_mode"] = "true"
     return recommended
 

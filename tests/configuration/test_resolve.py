@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -211,14 +212,14 @@ def test_a_warning_on_a_variable_names_it(write: Write) -> None:
 
 
 def test_every_bad_value_is_reported_in_a_line_of_its_own(write: Write) -> None:
-    directory = write("option.dtype=fp64\n# ok\njob_queue_size=none\noption.disable_flash_attn=false\n")
+    directory = write("option.dtype=fp64\n# ok\njob_queue_size=none\noption.revision=a b\n")
     file = directory / "serving.properties"
     assert sorted(refusal(directory, {"OPTION_THREADS": "many"})) == sorted(
         [
             f'{file}:1: option.dtype = "fp64" is not allowed; '
             "allowed: auto, fp32 (float32), fp16 (float16), bf16 (bfloat16), int8",
             f'{file}:3: job_queue_size = "none" is not allowed; allowed: an integer from 1 to 2147483647',
-            f'{file}:4: option.disable_flash_attn = "false" is not available in this version; remove the key',
+            f'{file}:4: option.revision = "a b" is not allowed; allowed: the name of a branch or tag, or a commit',
             'variable OPTION_THREADS: option.threads = "many" is not allowed; allowed: an integer of 1 or more',
         ]
     )
@@ -627,6 +628,48 @@ def test_tensor_parallel_degree_by_handler(write: Write, properties: str, degree
     assert inspect_model(write(properties), {}, machine=FOUR_GPUS).options.tensor_parallel_degree == degree
 
 
+@pytest.mark.parametrize("engine", ["", "engine=Python\n", "engine=MPI\n"])
+@pytest.mark.parametrize(("rolling_batch", "title"), [("lmi-dist", "lmi-dist"), ("trtllm", "tensorrt_llm")])
+def test_some_rolling_batches_mean_mpi_whatever_the_engine_is(
+    write: Write, engine: str, rolling_batch: str, title: str
+) -> None:
+    found = inspect_model(write(f"{engine}option.rolling_batch={rolling_batch}"), {}, machine=FOUR_GPUS)
+    assert (found.spec.title, found.options.ranks, found.problems) == (title, 4, ())
+
+
+def test_the_old_name_of_model_id(write: Write) -> None:
+    directory = write("option.s3url=s3://bucket/prefix")
+    found = inspect_model(directory, {"OPTION_MODEL_ID": "other"})
+    assert (found.location, found.problems, found.warnings) == ("s3://bucket/prefix", (), ())
+    (directory / "serving.properties").write_text("option.s3url=ftp://x")
+    (problem,) = refusal(directory)
+    assert 'option.s3url = "ftp://x" is not available' in problem
+
+
+@pytest.mark.parametrize(
+    ("properties", "text"),
+    [
+        (
+            "option.rolling_batch=vllm\noption.quantize=awqq",
+            'option.quantize = "awqq" is not allowed; allowed: auto_awq',
+        ),
+        (
+            "option.rolling_batch=vllm\noption.load_format=foo",
+            'option.load_format = "foo" is not allowed; allowed: auto,',
+        ),
+        ("option.entryPoint=transformers_neuronx\noption.unroll=x", "allowed: an integer of 1 or more"),
+        (
+            "option.entryPoint=transformers_neuronx\noption.compiled_graph_path=/no",
+            "allowed: s3://bucket/prefix, or a dir",
+        ),
+    ],
+)
+def test_what_the_engine_would_refuse_is_refused_before(write: Write, properties: str, text: str) -> None:
+    (problem,) = inspect_model(write(properties), {}).problems
+    if "vllm" not in properties or find_spec("vllm") is not None:
+        assert text in problem
+
+
 def test_a_handler_that_is_missing_is_one_line(write: Write) -> None:
     directory = write("engine=MPI\noption.rolling_batch=trtllm\noption.tensor_parallel_degree=8")
     (problem,) = refusal(directory)
@@ -648,8 +691,7 @@ def test_a_handler_that_is_missing_is_one_line(write: Write) -> None:
             "option.rotary_scaling_factor",
             "only together",
         ),
-        ("engine=Python\noption.rolling_batch=trtllm", "option.rolling_batch", "only with engine=MPI"),
-        ("engine=Python\noption.rolling_batch=lmi-dist", "option.rolling_batch", "only with engine=MPI"),
+        ("option.rolling_batch=lmi-dist\noption.mpi_mode=false", "option.mpi_mode", "only with engine=MPI"),
         (
             "option.entryPoint=djl_python.deepspeed\noption.quantize=smoothquant\noption.dtype=bf16",
             "option.quantize",
