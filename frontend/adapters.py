@@ -110,8 +110,10 @@ class AdapterManagement:
         if wanted.pin and not wanted.preload:
             raise RequestError("preload=false is not allowed with pin=true; leave one of them out")
         assert model.resolved is not None
-        directory = await fetch_adapter(source, model.resolved.model_dir, self._models.artifacts)
-        return RegisteredAdapter(adapter=msgspec.structs.replace(wanted, directory=str(directory)), source=source)
+        resolved = model.resolved
+        own_code = resolved.spec.runs_user_code
+        directory = await fetch_adapter(source, resolved.model_dir, self._models.artifacts, own_code)
+        return RegisteredAdapter(adapter=msgspec.structs.replace(wanted, directory=directory), source=source)
 
     def _check_name(self, name: str, model: Model) -> None:
         if "/" in name:

@@ -34,7 +34,7 @@ def load_entry_point(entry_point: str | None, model_dir: str) -> ModuleType:
 
 
 def load_file(path: Path) -> ModuleType:
-    """Execute a Python file as a module, once.
+    """Execute a Python file as a module, once. It can import what lies beside it.
 
     The module is named after the file, so that child processes can import it and pickles can refer to it. If another
     module has that name already, the name also has a hash of the path. Raises whatever the file raises.
@@ -42,6 +42,8 @@ def load_file(path: Path) -> ModuleType:
     for module in list(sys.modules.values()):
         if getattr(module, "__file__", None) == str(path):
             return module
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
     name = path.stem
     if not name.isidentifier() or name in sys.modules:
         name = f"{name}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"

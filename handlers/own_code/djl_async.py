@@ -45,7 +45,7 @@ class AsyncFunction(AsyncRequestHandler):
         try:
             tracked = {_TRACKING_ID: request.request_id}
             result = await _resolved(self._function.call(self._function.inputs.one(request, **tracked)))
-            response = await _streamed(result) if isinstance(result, AsyncIterator) else _whole(result)
+            response = await response_of(result)
             if isinstance(result, Output | AsyncIterator):
                 response.headers = [*response.headers, (_TRACKING_ID, request.request_id)]
             return response
@@ -56,6 +56,11 @@ class AsyncFunction(AsyncRequestHandler):
         if isinstance(outcome, LmiServerError):
             raise outcome
         return outcome
+
+
+async def response_of(result: Any) -> Response:
+    """Return the answer that the result of a function means: an Output, or an asynchronous iterator of them."""
+    return await _streamed(result) if isinstance(result, AsyncIterator) else _whole(result)
 
 
 async def _resolved(result: Any) -> Any:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 from djl_python.request_io import RequestInput, Sequence, TextGenerationOutput, Token
 
 from lmi_server.contract.errors import HandlerError, LmiServerError
-from lmi_server.contract.generation import Delta, GenerationRequest
+from lmi_server.contract.generation import Delta, GenerationRequest, Usage
 from lmi_server.contract.generation import Token as GeneratedToken
 from lmi_server.dialects.base import Exchange
 from lmi_server.dialects.errors import error_event
@@ -27,8 +28,11 @@ from lmi_server.dialects.routes import INVOCATIONS
 _OUTPUT_TYPES = ("RequestOutput", "TextGenerationOutput")
 _TOKEN_ARGUMENTS = 5  # of the oldest form
 
-Write = Callable[[Exchange, RequestInput, bool], Exchange]
-"""Wraps the Exchange of a dialect: gets it, the request as formatters see it, and whether the client streams."""
+Write = Callable[[Exchange, RequestInput, bool, str], Exchange]
+"""Wraps the Exchange of a dialect: gets it, the request as formatters see it, whether the client streams, the model."""
+
+_OPENAI_FIELDS = frozenset({"choices", "created", "id", "model", "object", "usage"})
+_FINISH_REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
 
 
 def exchange_writer(function: Callable[..., Any]) -> Write:
@@ -44,14 +48,14 @@ def exchange_writer(function: Callable[..., Any]) -> Write:
     annotation = parameters[0].annotation if parameters else None
     name = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
     if name.rpartition(".")[2] in _OUTPUT_TYPES:
-        return lambda inner, given, streams: _Stepwise(inner, given, streams, _Reading(function))
+        return lambda inner, given, streams, _: _Stepwise(inner, given, streams, _Reading(function))
     if len(parameters) >= _TOKEN_ARGUMENTS:
         ids = itertools.count()  # LMI numbers its requests, and some functions tell them apart by the number
         with_id = len(parameters) > _TOKEN_ARGUMENTS
-        return lambda inner, given, streams: _Stepwise(
+        return lambda inner, given, streams, _: _Stepwise(
             inner, given, streams, _Tokenwise(function, next(ids) if with_id else None)
         )
-    return lambda inner, given, streams: _Rewritten(inner, function)
+    return lambda inner, given, streams, model: _Rewritten(inner, function, model)
 
 
 class _Reading:
@@ -166,6 +170,9 @@ class AttributeDict(dict[str, Any]):
         except KeyError:
             raise AttributeError(name) from None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
     def model_dump(self, **_: Any) -> dict[str, Any]:
         """Return the object as plain values."""
         return msgspec.json.decode(msgspec.json.encode(self))  # type: ignore[no-any-return]
@@ -181,10 +188,34 @@ def _attribute_dict(value: Any) -> Any:
     return [_attribute_dict(item) for item in value] if isinstance(value, list) else value
 
 
+class _LmiAnswer(AttributeDict):
+    """An answer in LMI's form. It gets the fields of OpenAI's form, too, if the function looks for one of them.
+
+    LMI's asynchronous handler hands over vLLM's own object, which has that form.
+    """
+
+    def __init__(self, fields: Mapping[str, Any], completion: Callable[[str], dict[str, Any]]) -> None:
+        super().__init__(fields)
+        object.__setattr__(self, "_completion", completion)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OPENAI_FIELDS and name not in self:
+            self.update(_attribute_dict(self._completion(self["generated_text"])))
+        return super().__getattr__(name)
+
+    def follow_choice(self) -> None:
+        """Have the generated text be that of the first choice, which the function may have changed."""
+        if "choices" in self:
+            self["generated_text"] = self["choices"][0]["text"]
+
+
 class _Rewritten(Exchange):
     """Calls a function with the finished answer of a dialect, or with each chunk of it if the client streams."""
 
-    def __init__(self, inner: Exchange, function: Callable[..., Any]) -> None:
+    def __init__(self, inner: Exchange, function: Callable[..., Any], model: str) -> None:
+        self._model = model
+        self._finish_reason: str | None = None
+        self._usage: Usage | None = None
         self.requests = inner.requests
         self.warnings = inner.warnings
         self.stream = inner.stream
@@ -196,13 +227,39 @@ class _Rewritten(Exchange):
         return self._chunk(self._inner.first())
 
     def add(self, index: int, delta: Delta) -> bytes:
+        if delta.finish_reason is not None and index == 0:
+            self._finish_reason, self._usage = delta.finish_reason, delta.usage
         return self._chunk(self._inner.add(index, delta))
 
     def last(self) -> bytes:
         return self._chunk(self._inner.last())
 
     def body(self) -> bytes:
-        return _bytes(self._function(_attribute_dict(msgspec.json.decode(self._inner.body()))))
+        answer = _attribute_dict(msgspec.json.decode(self._inner.body()))
+        if isinstance(answer, dict) and "generated_text" in answer:
+            answer = _LmiAnswer(answer, self._completion)
+        written = self._function(answer)
+        if isinstance(written, _LmiAnswer):
+            written.follow_choice()
+        return _bytes(written)
+
+    def _completion(self, text: str) -> dict[str, Any]:
+        """Return the fields that the answer has in OpenAI's form."""
+        usage = self._usage or Usage(0, 0)
+        total = usage.prompt_tokens + usage.completion_tokens
+        reason = _FINISH_REASONS.get(self._finish_reason or "")
+        return {
+            "id": f"cmpl-{self.requests[0].request_id}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": self._model,
+            "choices": [{"index": 0, "text": text, "logprobs": None, "finish_reason": reason}],
+            "usage": {
+                "prompt_tokens": usage.prompt_tokens,
+                "completion_tokens": usage.completion_tokens,
+                "total_tokens": total,
+            },
+        }
 
     def _chunk(self, data: bytes) -> bytes:
         return _bytes(self._function(data.decode())) if data else data

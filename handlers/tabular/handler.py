@@ -128,13 +128,18 @@ class TabularHandler(RequestHandler):
         formatter, function = self._own.get("output_formatter"), self._own.get("output_fn")
         if formatter is None and function is None:
             return _written(predictions, self._accepted(request))
-        accept = request.properties.get("accept", self._default)
+        accept = self._accept(request)
         result = formatter(predictions) if formatter is not None else _sagemaker_output(function, predictions, accept)
-        kind = accept if function is not None and "*" not in accept else _kind_of(result, self._default)
+        kind = accept if function is not None else _kind_of(result, self._default)
         data = result.encode() if isinstance(result, str) else result
         return Response(
             headers=[("content-type", kind)], data=data if isinstance(data, bytes) else content.encode_json(data)
         )
+
+    def _accept(self, request: Input) -> str:
+        """Return what the client accepts; the default type if it takes any."""
+        accept = request.properties.get("accept") or self._default
+        return self._default if "*" in accept else accept
 
     # --- many requests at a time ---
 

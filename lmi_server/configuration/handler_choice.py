@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Final
 
 from lmi_server.artifacts.location import refuse_remote_entry_point
 from lmi_server.configuration.check import describe_source
@@ -29,6 +30,7 @@ _ALIASES: Mapping[str, Mapping[str, str]] = {
     "DeepSpeed": {MPI_MODE: "true", ENTRY_POINT: "djl_python.deepspeed"},
     "MPI": {MPI_MODE: "true", ENTRY_POINT: "djl_python.huggingface"},
 }
+_ALIAS: Final = "engine alias"  # the layer of what an engine stands for
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
@@ -55,12 +57,13 @@ class Choice:
         return f"{place} is not available in this version; missing: {self.spec.title}; served are {served}"
 
 
-def engine_alias(engine: Source | None) -> Given:
-    """Return the values that an engine stands for, engine=MPI for example."""
+def engine_alias(engine: Source | None, own_code: bool = False) -> Given:
+    """Return the values that an engine stands for, engine=MPI for example; with `own_code` all but the entry point."""
     if engine is None:
         return {}
-    visible = replace(engine, layer="engine alias", spelling="engine", written=engine.raw)
-    return {key: replace(visible, raw=raw) for key, raw in _ALIASES.get(engine.raw, {}).items()}
+    visible = replace(engine, layer=_ALIAS, spelling="engine", written=engine.raw)
+    values = _ALIASES.get(engine.raw, {})
+    return {key: replace(visible, raw=raw) for key, raw in values.items() if not (own_code and key == ENTRY_POINT)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,10 @@ def choose_handler(given: Given, model: Model, machine: Machine, handlers: Handl
     if served_elsewhere is not None:
         return Choice(served_elsewhere, "engine", engine)
     entry_point = given.get(ENTRY_POINT)
+    if entry_point is not None and entry_point.layer == _ALIAS and _is_handler_file(model.directory, given, handlers):
+        entry_point = (
+            None  # as with LMI, a model.py that takes requests wins over the handler that an engine stands for
+        )
     chosen = (
         _by_files(given, model.directory, handlers)
         if entry_point is None

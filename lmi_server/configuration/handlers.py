@@ -97,7 +97,8 @@ class HandlerTable:
     """Every handler: `specs` are those that an entry point or a file can mean.
 
     `default` serves a model without an entry point, `user_code` code of the user's own, `java` what LMI serves with an
-    engine in Java. `formatters` is "module:function" that loads the formatters of a model.py.
+    engine in Java. `formatters` and `custom_handler` are "module:function" that load the formatters, or the function
+    `handle`, of a model.py beside a built-in handler.
     """
 
     specs: tuple[HandlerSpec, ...]
@@ -105,6 +106,7 @@ class HandlerTable:
     user_code: HandlerSpec
     java: HandlerSpec
     formatters: str
+    custom_handler: str
 
     def __iter__(self) -> Iterator[HandlerSpec]:
         """Iterate over every handler, `java` and `user_code` last."""
@@ -308,6 +310,7 @@ HANDLERS = HandlerTable(
     user_code=_OWN_CODE,
     java=_JAVA,
     formatters="handlers.own_code.formatting:load_formatting",
+    custom_handler="handlers.own_code.custom_handler:load_custom_handler",
 )
 
 

@@ -93,7 +93,7 @@ def merge_layers(
     upper = [sort_keys(layer, declared) for layer in layers.upper]
     lower = sort_keys(layers.lower, declared)
     written = merge([layer.known for layer in upper])
-    alias = sort_keys(engine_alias(written.get("engine")), declared)
+    alias = sort_keys(engine_alias(written.get("engine"), spec.runs_user_code), declared)
     # Above the recommender: its advice depends on these values. Below it: variables that only set defaults.
     above = _with_replacements_of_deprecated(merge([written, alias.known]), declared)
     above = _with_workers_of_device_kind(above, machine)

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_FETCHED = "s3://"  # what the server brings to this machine, whoever reads it
+
 
 class RegisteredAdapter(msgspec.Struct, frozen=True, kw_only=True):
     """An adapter as it was registered; `source` is the URL, path or hub id that its files came from."""
@@ -190,15 +192,18 @@ def _first_message(outcomes: Sequence[LmiServerError | str]) -> str:
     return next((outcome for outcome in outcomes if isinstance(outcome, str) and outcome), "")
 
 
-async def fetch_adapter(source: str, model_dir: str, settings: ArtifactSettings) -> Path:
+async def fetch_adapter(source: str, model_dir: str, settings: ArtifactSettings, own_code: bool = False) -> str:
     """Fetch an adapter and return its directory.
 
     `source` is a directory or archive (relative paths are relative to `model_dir`), s3://bucket/prefix, or a hub id.
-    Raises RequestError if there is none, or it cannot be fetched.
+    With `own_code` the model's own code keeps its adapters, and gets any other source as it is, as with LMI. Raises
+    RequestError if there is none, or it cannot be fetched.
     """
     beside = await asyncio.to_thread(lambda: Path(model_dir, source).exists())
+    if own_code and not beside and not source.startswith(_FETCHED):
+        return source
     try:
-        return await fetch_model_directory(str(Path(model_dir, source)) if beside else source, settings)
+        return str(await fetch_model_directory(str(Path(model_dir, source)) if beside else source, settings))
     except ArtifactError as error:
         raise RequestError(f"src = {source}: {error.message}") from error
 

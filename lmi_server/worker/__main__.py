@@ -59,7 +59,7 @@ def _lead(link: socket.socket, progress: BatchProgress | None) -> int:
     link.setblocking(False)
     try:
         handler, loading = make_handler(load)
-        if own_rank().directory:
+        if own_rank().size > 1:
             check_follows(handler)
     except BaseException as error:  # noqa: BLE001 - the border to handlers, which raise anything; the load fails
         return uvloop.run(_serve(link, Worker(load, _BrokenHandler(error))))

@@ -15,10 +15,12 @@ from lmi_server.contract.protocol import CANCELLED, AddAdapter, Command, GetMetr
 from lmi_server.dialects import routes, tokens
 from lmi_server.dialects.base import Exchange, ServedModel
 from lmi_server.dialects.errors import error_reply
+from lmi_server.worker.custom_handler import CustomHandler, load_custom_handler
 from lmi_server.worker.formats import Formats
 from lmi_server.worker.frame_buffer import ResponseWriter
 from lmi_server.worker.handler_loading import Loading
 from lmi_server.worker.request_processor import BURST, RequestProcessor, is_cancelled
+from lmi_server.worker.response_processor import call_after, send_response
 from lmi_server.worker.service import CANCELLED_MESSAGE
 
 if TYPE_CHECKING:
@@ -34,8 +36,11 @@ class GenerationProcessor(RequestProcessor):
         self._handler = handler
         self._loading = loading
         self._max_sequences = loading.options.max_rolling_batch_size  # of one request at once
-        self._served: ServedModel  # once it is loaded
+        self._served: ServedModel | None = None  # once it is loaded
+        self._began = False  # the handler has to stop, also if it could not load
+        self._loading_late = asyncio.Lock()
         self._formats: Formats
+        self._custom: CustomHandler | None = None
         self._sessions: SessionRequests | None = None
 
     async def start(self) -> ModelInfo:
@@ -43,16 +48,34 @@ class GenerationProcessor(RequestProcessor):
         self._formats = Formats(self._loading, self._handler)
         if options.has_sessions:
             self._sessions = _session_requests(options)
-        info = await self._handler.start(self._loading.model_dir, options)
+        self._custom = load_custom_handler(self._loading)
+        if self._custom is not None and await self._custom.answers_load():
+            return ModelInfo(max_model_len=0)  # a custom handler may have an engine of its own
+        return await self._load_model()
+
+    async def _load_model(self) -> ModelInfo:
+        self._began = True
+        info = await self._handler.start(self._loading.model_dir, self._loading.options)
         self._served = self._loading.served_model(info, self._handler.adapters)
         return info
+
+    async def _loaded(self) -> ServedModel:
+        """Return the model; load it if a custom handler has left that to the first request which needs it."""
+        async with self._loading_late:
+            if self._served is None:
+                await self._load_model()
+        assert self._served is not None
+        return self._served
 
     async def stop(self) -> None:
         if self._sessions is not None:
             await asyncio.to_thread(self._sessions.save)
-        await self._handler.stop()
+        if self._began:
+            await self._handler.stop()
 
     async def control(self, command: Command) -> bytes:
+        if self._served is None:
+            await self._loaded()
         match command:
             case AddAdapter(adapter):
                 await self._handler.add_adapter(self._formats.with_formatting(adapter))
@@ -63,17 +86,20 @@ class GenerationProcessor(RequestProcessor):
         return b""
 
     def stats(self) -> Mapping[str, float]:
-        return self._handler.stats()
+        return {} if self._served is None else self._handler.stats()
 
     async def process(self, request: Input, writer: ResponseWriter) -> None:
         exchange: Exchange | None = None
         try:
             if await self._is_about_session(request, writer):
                 return
-            if request.route in routes.TOKEN_ROUTES:
-                writer.reply(200, [("content-type", "application/json")], await self._tokens(request))
+            if self._custom is not None and await self._is_answered(self._custom, request, writer):
                 return
-            exchange = self._formats.parse(request, self._served)
+            served = self._served or await self._loaded()
+            if request.route in routes.TOKEN_ROUTES:
+                writer.reply(200, [("content-type", "application/json")], await self._tokens(request, served))
+                return
+            exchange = self._formats.parse(request, served)
             _log_warnings(request, exchange.warnings)
             if exchange.stream:
                 await self._stream(exchange, writer)
@@ -105,13 +131,24 @@ class GenerationProcessor(RequestProcessor):
             writer.reply(response.status, response.headers, response.data)
         return response is not None
 
-    async def _tokens(self, request: Input) -> bytes:
+    async def _is_answered(self, custom: CustomHandler, request: Input, writer: ResponseWriter) -> bool:
+        """Send what the model's own code answers, if it does; return whether it did."""
+        response = None if request.route in routes.TOKEN_ROUTES else await custom.answer(request)
+        if response is None:
+            return False
+        try:
+            await send_response(response, writer)
+        finally:
+            call_after(response)
+        return True
+
+    async def _tokens(self, request: Input, served: ServedModel) -> bytes:
         """Return the body of an answer that contains tokens or their text; nothing is generated."""
         if request.route == routes.TOKENIZE:
-            generation, warnings = tokens.parse_tokenize(request, self._served)
+            generation, warnings = tokens.parse_tokenize(request, served)
             _log_warnings(request, warnings)
-            return tokens.tokens_body(await self._handler.tokenize(generation), self._served)
-        ids, warnings = tokens.parse_detokenize(request, self._served)
+            return tokens.tokens_body(await self._handler.tokenize(generation), served)
+        ids, warnings = tokens.parse_detokenize(request, served)
         _log_warnings(request, warnings)
         return tokens.text_body(await self._handler.detokenize(ids))
 

@@ -40,7 +40,7 @@ class ResponseProcessor(RequestProcessor):
         response: Response | None = None
         try:
             response = await self._handler.handle(request)
-            await _send(response, writer)
+            await send_response(response, writer)
         except asyncio.CancelledError:
             if is_cancelled():  # otherwise the handler's own code raised it
                 writer.error(CANCELLED, CANCELLED_MESSAGE)
@@ -72,7 +72,8 @@ class ResponseProcessor(RequestProcessor):
         await self._handler.stop()
 
 
-async def _send(response: Response, writer: ResponseWriter) -> None:
+async def send_response(response: Response, writer: ResponseWriter) -> None:
+    """Send an answer, piece by piece if it is a stream. Raises whatever the stream raises."""
     if response.stream is None:
         writer.reply(response.status, response.headers, response.data, response.reason)
         return

@@ -324,6 +324,18 @@ def test_a_model_py_that_takes_requests_is_the_handler(write: Write, code: str, 
     assert resolve_model(directory, {"OPTION_ENTRYPOINT": "huggingface"}).options.entry_point == "huggingface"
 
 
+@pytest.mark.parametrize("engine", ["MPI", "DeepSpeed"])
+def test_a_model_py_that_takes_requests_wins_over_what_an_engine_stands_for(write: Write, engine: str) -> None:
+    directory = write(f"engine={engine}")
+    (directory / "model.py").write_text("def handle(inputs): ...")
+    model = resolve_model(directory, {})
+    assert model.handler == HANDLERS.user_code.handler
+    assert model.options.entry_point is None
+    assert model.options.mpi_mode
+    (directory / "model.py").write_text("def helper(): ...")
+    assert resolve_model(directory, {}).handler != HANDLERS.user_code.handler
+
+
 @pytest.mark.parametrize("key", ["option.output_formatter", "option.input_formatter"])
 def test_a_formatter_that_nothing_defines_is_refused(write: Write, key: str) -> None:
     directory = write(f"{key}=mine")

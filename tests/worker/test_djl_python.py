@@ -14,7 +14,7 @@ from own_code_helpers import serving_own
 from server_helpers import Server, connect, received
 
 CODE = """
-import copy, io, json, os, pickle, subprocess, sys
+import copy, io, json, os, pickle, subprocess, sys, time
 import djl_python
 from djl_python import Input, Output
 from djl_python.encode_decode import decode
@@ -57,6 +57,12 @@ def rolling(inputs):
         case, told = one[0], {"data": "t", "last": False}
         if case == "memory":
             raise MemoryError("17 GiB")
+        if case.startswith("/"):  # each step waits until its client has the one before
+            steps = one.count("stepped")
+            while steps and not os.path.exists(f"{case}/{steps}"):
+                time.sleep(0.002)
+            one.append("stepped")
+            told = {"data": f"{steps} ", "last": steps == 3}
         if case == "names":
             told = {"data": json.dumps(one[1]), "last": True}
         if case == "content":
@@ -307,3 +313,17 @@ def test_adapter_functions_answer_as_lmis_services_do(asynchronous: Server, tmp_
     ]
     assert (answers[0].status_code, "Adapter first registered" in answers[0].text) == (200, True)
     assert (answers[1].status_code, "no room to pin" in answers[1].text) == (424, True)
+
+
+def test_each_step_of_a_rolling_batch_is_sent_before_the_next_one(rolling: Server, tmp_path: Any) -> None:
+    with rolling.http.stream("POST", "/invocations", content=b"a", headers={"X-Case": str(tmp_path)}) as answer:
+        pieces = answer.iter_text()
+        for step in range(4):
+            assert next(pieces) == f"{step} "
+            (tmp_path / str(step + 1)).touch()
+
+
+@pytest.mark.slow
+def test_a_handle_beside_an_engine_of_ranks_serves(tmp_path: Any) -> None:
+    with serving_own(tmp_path, CODE, engine="MPI") as server:
+        assert ask(server, "[os.environ['RANK'], os.environ['WORLD_SIZE']]").json() == ["0", "1"]

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from paths import MODEL_CODE
 from server_helpers import Server, make_model, running
@@ -37,8 +38,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     half = make_adapter(store / "adapted" / "adapters" / "half") / "model.py"
     half.write_text((CODE / "old_formatters.py").read_text() + "\nwhole.is_output_formatter = True\n")
     shutil.copy(CODE / "formatters.py", make_adapter(store / "adapted" / "adapters" / "own") / "model.py")
+    make(store / "completion", "completion_formatter")
+    (store / "completion" / "wording.py").write_text("def shout(text): return text.upper()\n")
+    make(store / "wrapped", "custom_handler")
+    make(store / "instead", "custom_handler", own_engine="true")
     with running("--model-store", store) as server:
-        for _ in range(8):
+        for _ in range(11):
             server.log_line(r"\] ready: process")
         yield server
 
@@ -200,3 +205,38 @@ def test_an_adapter_whose_code_cannot_be_loaded_is_refused(tmp_path: Path) -> No
         assert reply.status_code == 424
         assert "no_such_package" in reply.json()["message"]
         assert server.http.get("/adapters").json() == {"adapters": []}
+
+
+def test_a_formatter_reads_and_changes_the_object_that_lmis_example_reads(server: Server) -> None:
+    """It also imports a module from the directory of the model."""
+    answer = server.http.post("/predictions/completion", json={"inputs": "a b", "parameters": {"max_new_tokens": 2}})
+    told = answer.json()
+    assert told["choices"][0]["text"] == " A B"
+    assert told["generated_text"] == " A B"
+    assert (told["model"], told["object"], told["usage"]["completion_tokens"]) == ("completion", "text_completion", 2)
+    untouched = server.http.post(
+        "/predictions/completion", json={"inputs": "quiet", "parameters": {"max_new_tokens": 1}}
+    )
+    assert untouched.json() == {"generated_text": " quiet"}
+    body = {"messages": [{"role": "user", "content": "a b"}], "max_tokens": 2}
+    assert server.http.post("/predictions/completion", json=body).json()["choices"][0]["message"]["content"].isupper()
+
+
+def ask(server: Server, model: str, prompt: str, path: str = "/predictions/{}") -> httpx.Response:
+    return server.http.post(path.format(model), json={"inputs": prompt, "parameters": {"max_new_tokens": 2}})
+
+
+def test_a_handle_beside_a_built_in_handler_gets_every_request_first(server: Server) -> None:
+    custom = ask(server, "wrapped", "custom")
+    assert (custom.status_code, custom.json()) == (200, {"custom_handler_used": True})
+    assert ask(server, "wrapped", "stream").text == "one two"
+    assert ask(server, "wrapped", "a b").json() == {"generated_text": " a b"}
+    failed = ask(server, "wrapped", "raise")
+    assert (failed.status_code, failed.json()["error"]) == (424, "Custom handler failed: not today")
+
+
+def test_a_handle_that_loads_an_engine_of_its_own_keeps_the_built_in_one_from_loading(server: Server) -> None:
+    """The first request that it leaves to the built-in handler loads that one."""
+    assert ask(server, "instead", "custom").json() == {"custom_handler_used": True}
+    assert server.metric("fault_steps", "instead") is None
+    assert ask(server, "instead", "a b").json() == {"generated_text": " a b"}

@@ -113,6 +113,20 @@ def test_code_without_the_functions_takes_none(tmp_path: Path) -> None:
         assert server.http.post("/invocations?adapter=first", content="a").status_code == 424
 
 
+def test_code_gets_a_source_that_it_fetches_itself_as_it_is(tmp_path: Path) -> None:
+    code = (
+        "from djl_python import Output\nsources = []\n"
+        "def register_adapter(inputs): sources.append(inputs.get_property('src'))\n"
+        "def handle(inputs): return Output().add_as_json(sources)"
+    )
+    with serving_own(tmp_path, code, enable_lora="true") as server:
+        for index, source in enumerate(("dummy_weights", "owner/adapter", "tf://anything", ".")):
+            assert register(server, f"a{index}", source=source).status_code == 200
+        assert server.http.post("/invocations").json() == [
+            "dummy_weights", "owner/adapter", "tf://anything", str(tmp_path / "model"),
+        ]  # fmt: skip
+
+
 def test_without_enable_lora_the_parameter_is_the_codes_own(tmp_path: Path) -> None:
     code = "from djl_python import Output\ndef handle(inputs): return Output().add(inputs.get_as_bytes('adapter'))"
     with serving_own(tmp_path, code) as server:

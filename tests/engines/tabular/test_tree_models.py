@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import shutil
 from collections.abc import Callable
@@ -264,6 +265,10 @@ def test_functions_as_sagemaker_names_them_take_over(tmp_path: Path) -> None:
     handler = serve(tmp_path, SKLEARN, save_skops)
     expected = forest().predict_proba(ROWS[:2]).round(3).tolist()
     assert ask(handler, {"inputs": ROWS[:2].tolist()}, accept="application/json") == expected
+    anything = handler.handle([request({"inputs": ROWS[:2].tolist()}, accept="*/*")])[0]
+    assert not isinstance(anything, LmiServerError)
+    assert dict(anything.headers)["content-type"] == "application/json"
+    assert json.loads(anything.data) == [expected, "application/json"]  # what output_fn was told
     outcomes = handler.handle([request({"inputs": [[1.0]]}), request({"inputs": ROWS[:1].tolist()})])
     assert isinstance(outcomes[0], LmiServerError)
     assert "model.py:6: ValueError: four columns, please" in outcomes[0].message
