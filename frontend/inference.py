@@ -17,6 +17,7 @@ from uuid import uuid4
 
 import msgspec
 
+from frontend.compression import decoded_body
 from frontend.error_rates import ErrorRates
 from frontend.http_protocol import RelayProtocol, connection_of, header_names
 from frontend.implicit_registration import ImplicitRegistration
@@ -37,7 +38,7 @@ from lmi_server.contract.errors import (
 from lmi_server.contract.protocol import CANCELLED, DEFAULT_PRIORITY, End, Error, Head, Input, Reply
 from lmi_server.dialects.errors import error_event, error_reply, is_openai
 from lmi_server.dialects.forms import form_fields, is_form
-from lmi_server.dialects.routes import PREDICTIONS, TGI
+from lmi_server.dialects.routes import ANY_MODEL, PREDICTIONS, TGI
 from lmi_server.serving.registry import Model, ModelRegistry
 from lmi_server.supervisor.job import Job
 
@@ -106,6 +107,8 @@ class Relay:
                 else:
                     model = self._choose(route, name, asked, properties, query)
                 body = await self._body(scope, receive)
+                if "content-encoding" in properties and (model is None or not model.runs_user_code):
+                    body = await decoded_body(body, properties, self._max_request_size)
                 model = model or self._named_in(route, body, asked, properties)
             except ModelNotFoundError as error:
                 if self._implicit is None:
@@ -176,13 +179,17 @@ class Relay:
         if fields is not None:
             if name := _last(fields, "model_name"):
                 return self._models.named(name, version)
-        elif (name := model_named_in(body)) is not None:
+        elif (name := model_named_in(body)) is not None and not self._means_default(name):
             return self._models.named_as_model(name, version)
         if self._models.default is None and route == TGI:
             raise RouteNotFoundError("Requested resource is not found: /; with several models, send model_name with it")
         if self._models.default is None:
             raise BadParameterError("Parameter model_name is required.")
         return self._models.default.choose(version)
+
+    def _means_default(self, name: str) -> bool:
+        """Return whether `name` is one that clients send to a server with one model, and no model has it."""
+        return name in ANY_MODEL and name not in self._models.names and self._models.default is not None
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         length = _header(scope, b"content-length")

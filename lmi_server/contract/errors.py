@@ -10,6 +10,7 @@
     │   ├── ModelExistsError    a model of that name and version is registered
     │   ├── ContextLengthError  prompt and new tokens do not fit in the model's context
     │   ├── PayloadTooLargeError
+    │   ├── UnsupportedEncodingError
     │   ├── ModelNotFoundError
     │   ├── RouteNotFoundError
     │   ├── MalformedUrlError
@@ -77,6 +78,10 @@ class ContextLengthError(RequestError):
 
 class PayloadTooLargeError(RequestError):
     """The body is longer than `max_request_size`."""
+
+
+class UnsupportedEncodingError(RequestError):
+    """The body has a Content-Encoding that the server does not decode."""
 
 
 class ModelNotFoundError(RequestError):

@@ -31,6 +31,7 @@ _ROWS: dict[type[LmiServerError], _Row] = {
         400, "invalid_request_error", "context_length_exceeded", 424, "BadRequestException"
     ),
     errors.PayloadTooLargeError: _Row(413, "invalid_request_error", None, 413, "PayloadTooLargeException"),
+    errors.UnsupportedEncodingError: _Row(415, "invalid_request_error", None, 415, "UnsupportedMediaTypeException"),
     errors.ModelNotFoundError: _Row(404, "invalid_request_error", "model_not_found", 404, "ModelNotFoundException"),
     errors.RouteNotFoundError: _Row(404, "invalid_request_error", "unknown_url", 404, "ResourceNotFoundException"),
     errors.MalformedUrlError: _Row(400, "invalid_request_error", "malformed_url", 409, "IllegalArgumentException"),
@@ -93,6 +94,8 @@ def error_reply(
     headers = [("content-type", "application/json")]
     if error.retry_after is not None:
         headers.append(("retry-after", str(error.retry_after)))
+    if isinstance(error, errors.UnsupportedEncodingError):
+        headers.append(("accept-encoding", "gzip, deflate"))
     if is_openai(route):
         return status or row.openai_status, headers, encode(_openai_body(error))
     return status or row.lmi_status, headers, encode(_lmi_body(error, status))

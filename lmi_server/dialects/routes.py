@@ -19,6 +19,9 @@ GENERATE_STREAM = "generate_stream"
 LMI_ROUTES = frozenset({INVOCATIONS, PREDICTIONS})
 """The routes that take a body of any dialect, and whose errors have LMI's form."""
 
+ANY_MODEL = frozenset({"lmi", "tgi", "dummy"})
+"""What clients send as `model` to a server with one model: LMI's examples, and those of text-generation-inference."""
+
 POOLING_ROUTES = frozenset({EMBEDDINGS, SCORE, RERANK})
 """The routes for vectors and scores of texts; a model that generates text serves none of them."""
 

@@ -82,6 +82,11 @@ class Model:
         return self.failed or (None if self.pool is None else self.pool.failure)
 
     @property
+    def runs_user_code(self) -> bool:
+        """Return whether the user's own code gets the bytes of a request as they were sent."""
+        return self.resolved is not None and self.resolved.spec.runs_user_code
+
+    @property
     def adapter_names(self) -> list[str]:
         return [] if self.pool is None else self.pool.adapters.names
 

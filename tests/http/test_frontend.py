@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
 import os
 import random
@@ -134,7 +135,7 @@ def test_errors_are_json_and_keep_the_connection(server: Server) -> None:
         assert response.json().get("code", status) == status
         assert "connection" not in response.headers
     assert calls[3][1].headers["allow"] == "OPTIONS, POST"
-    assert calls[4][1].headers["allow"] == "GET, HEAD, POST"
+    assert calls[4][1].headers["allow"] == "GET, POST"
     assert server.http.get("/v1/nope").json()["error"]["code"] == "unknown_url"
     assert server.invoke("a").status_code == 200
 
@@ -438,6 +439,25 @@ class NeverLeaves(random.Random):
 
     def random(self) -> float:
         return 0.9
+
+
+# --- what clients send ---
+
+
+def test_compressed_bodies(server: Server) -> None:
+    body = json.dumps(request("a b")).encode()
+    sent = server.http.post("/invocations", content=gzip.compress(body), headers={"content-encoding": "gzip"})
+    assert (sent.status_code, sent.json()) == (200, {"generated_text": " a b a"})
+    bomb = server.http.post("/invocations", content=gzip.compress(b" " * 100_001), headers={"content-encoding": "gzip"})
+    assert (bomb.status_code, bomb.json()["type"]) == (413, "PayloadTooLargeException")
+    other = server.http.post("/invocations", content=body, headers={"content-encoding": "br"})
+    assert (other.status_code, other.headers["accept-encoding"]) == (415, "gzip, deflate")
+
+
+@pytest.mark.parametrize("name", ["tgi", "dummy", "lmi", "model"])
+def test_names_that_mean_the_only_model(server: Server, name: str) -> None:
+    completion = {"model": name, "prompt": "a", "max_tokens": 1}
+    assert server.http.post("/v1/completions", json=completion).status_code == 200
 
 
 # --- text-generation-inference and vLLM ---

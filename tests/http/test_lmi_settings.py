@@ -89,6 +89,9 @@ def test_a_request_registers_a_model_whose_url_is_allowed(server: Server, direct
     assert "there is no directory" in missing.json()["message"]
     unnamed = server.http.post("/invocations", json=body)
     assert unnamed.status_code == 200, "the only model of the start stays the default one"
+    completion = {"prompt": "a", "max_tokens": 1}
+    assert server.http.post("/v1/completions", json={**completion, "model": "tgi"}).status_code == 200
+    assert server.http.post("/v1/completions", json={**completion, "model": "gpt"}).status_code == 404
     broken = server.http.post("/invocations", content=b"x", headers={"content-type": "multipart/form-data; boundary=a"})
     assert (broken.status_code, broken.json()["type"]) == (422, "BadRequestException")
 

@@ -19,6 +19,7 @@ from lmi_server.dialects.choices import CHOICES
 from lmi_server.dialects.errors import is_openai
 from lmi_server.dialects.fields import Field
 from lmi_server.dialects.framing import JSON_LINES, SSE, Framing
+from lmi_server.dialects.routes import ANY_MODEL
 
 
 def _stream_options(name: str, value: Any) -> tuple[bool, bool]:
@@ -34,7 +35,6 @@ def _stream_options(name: str, value: Any) -> tuple[bool, bool]:
 
 UNSUPPORTED = fields.off("leave it out")
 
-_LMI = "lmi"  # LMI's name of a model that has no other
 
 # Accepted without a warning: they do not change what this server answers, and SDKs send them unasked.
 _IGNORED = (
@@ -127,7 +127,9 @@ def stream_framing(request: Input, served: ServedModel) -> Framing:
 
 def model_warnings(request: Input, model: str | None, served: ServedModel) -> tuple[str, ...]:
     """Return the warning about a model that is not served. OpenAI's routes raise ModelNotFoundError instead."""
-    if model in (None, served.name, _LMI) or model in served.served_names or model in served.adapters:
+    if model is None or model == served.name or model in ANY_MODEL:
+        return ()
+    if model in served.served_names or model in served.adapters:
         return ()
     names = ", ".join(dict.fromkeys((*served.served_names, served.name, *sorted(served.adapters))))
     if is_openai(request.route):
