@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -164,8 +165,13 @@ def _directory_source(directory: Path) -> ModelSource:
 
 
 def _visible(directory: Path) -> list[Path]:
-    """Return the entries, sorted, without dot-files."""
-    return sorted(entry for entry in directory.iterdir() if not entry.name.startswith("."))
+    """Return the entries, sorted, without dot-files. Raises ConfigurationError if they cannot be read."""
+    try:
+        return sorted(entry for entry in directory.iterdir() if not entry.name.startswith("."))
+    except OSError as error:
+        raise ConfigurationError(
+            f"{directory}: cannot be read: {error.strerror}; this server runs as the user {os.getuid()}"
+        ) from error
 
 
 def _nested(entry: Path) -> Path:

@@ -75,6 +75,32 @@ def test_a_tar_is_extracted_with_its_links(tmp_path: Path, suffix: str) -> None:
     assert (target / "sub/top").read_bytes() == b"{}"
 
 
+def test_a_tar_is_extracted_by_a_python_without_filters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.11.2, which Debian 12 has."""
+    newer = tarfile.TarFile.extract
+
+    def extract_of_3_11_2(
+        tar: tarfile.TarFile, member: tarfile.TarInfo, path: str = "", set_attrs: bool = True
+    ) -> None:
+        newer(tar, member, path, set_attrs)
+
+    monkeypatch.setattr(tarfile.TarFile, "extract", extract_of_3_11_2)
+    assert (extract(write_tar(tmp_path / "model.tar", file("a/b"))) / "a/b").read_bytes() == b"x"
+
+
+def test_modes_are_kept_without_what_others_may_write(tmp_path: Path) -> None:
+    entries = [file("run", mode=0o4777), file("data", mode=0o200), file("plain", mode=0o644)]
+    target = extract(write_tar(tmp_path / "model.tar", *entries))
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in target.iterdir()}
+    assert modes == {"run": 0o755, "data": 0o600, "plain": 0o644}
+
+
+def test_a_later_entry_replaces_an_earlier_one_and_not_its_links(tmp_path: Path) -> None:
+    archive = write_tar(tmp_path / "model.tar", file("a", b"1"), hard_link("b", "a"), file("a", b"2"))
+    target = extract(archive)
+    assert ((target / "a").read_bytes(), (target / "b").read_bytes()) == (b"2", b"1")
+
+
 @pytest.mark.parametrize("suffix", ["zip", "mar"])
 def test_a_zip_is_extracted(tmp_path: Path, suffix: str) -> None:
     archive = tmp_path / f"model.{suffix}"

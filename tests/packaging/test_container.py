@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import subprocess
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,8 +24,15 @@ DOCKER = os.environ.get("LMI_TEST_DOCKER", "docker")
 DEMO_MODEL = BUILT_MODELS / "smollm2-135m-instruct"
 # Nothing can be written but /tmp and the caches; no privilege but those of the user.
 HARDENED = ("--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--security-opt", "no-new-privileges")
+CACHES = ("--volume", "/var/cache/lmi-server")  # a new volume, which is filled from the image
 LIST_KERNELS = ("sh", "-c", "find /var/cache/lmi-server/numba -type f -printf '%p %t\n' | sort")
 QUESTION = {"inputs": "The capital of France is", "parameters": {"max_new_tokens": 8}}
+OWN_CODE = """
+from djl_python import Input, Output
+
+def handle(inputs: Input):
+    return None if inputs.is_empty() else Output().add_as_json(inputs.get_as_json())
+"""
 
 pytestmark = [
     pytest.mark.slow,
@@ -108,8 +116,7 @@ def kernels_of_the_image() -> str:
 
 @pytest.mark.parametrize("user", ["lmi-server", "root", "12345"])
 def test_the_demo_model_is_served_with_a_read_only_root(user: str, kernels_of_the_image: str) -> None:
-    caches = ("--volume", "/var/cache/lmi-server")  # a new volume, which is filled from the image
-    options = (*HARDENED, *caches, "--user", user, *model_at(DEMO_MODEL))
+    options = (*HARDENED, *CACHES, "--user", user, *model_at(DEMO_MODEL))
     with container(*options, arguments=("serve",)) as server, server.client() as http:
         assert "Paris" in http.post("/invocations", json=QUESTION).json()["generated_text"]
         chat = {"model": "model", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
@@ -125,12 +132,15 @@ def test_the_server_has_no_privileges_unless_it_is_asked_for() -> None:
         assert "uid=1000(lmi-server) gid=0(root)" in started.log
 
 
-def test_code_of_ones_own_is_served(tmp_path: Path) -> None:
-    code = "from djl_python import Input, Output\n\ndef handle(inputs: Input):\n"
-    code += "    return None if inputs.is_empty() else Output().add_as_json(inputs.get_as_json())\n"
-    (tmp_path / "model.py").write_text(code)
+@pytest.mark.parametrize("is_archive", [False, True])
+def test_code_of_ones_own_is_served(tmp_path: Path, is_archive: bool) -> None:
+    (tmp_path / "model.py").write_text(OWN_CODE)
+    if is_archive:
+        with tarfile.open(tmp_path / "model.tar.gz", "w:gz") as archive:
+            archive.add(tmp_path / "model.py", "model.py")
+        (tmp_path / "model.py").unlink()
     tmp_path.chmod(0o755)
-    with container(*HARDENED, *model_at(tmp_path)) as server, server.client() as http:
+    with container(*HARDENED, *CACHES, *model_at(tmp_path)) as server, server.client() as http:
         assert http.post("/invocations", json=[1]).json() == [1]
         assert server.stop() == 0, server.log
 

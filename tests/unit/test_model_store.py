@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -216,3 +220,22 @@ def test_a_spec_without_url() -> None:
 )
 def test_names(url: str, name: str) -> None:
     assert name_of(url) == name
+
+
+@contextlib.contextmanager
+def without_privileges() -> Iterator[None]:
+    """Be a user to whom modes of files apply, if root runs the tests."""
+    before = os.geteuid()
+    if before == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(before)
+
+
+def test_a_store_that_cannot_be_read_is_named() -> None:
+    with tempfile.TemporaryDirectory() as store:  # not tmp_path, whose parents are root's alone
+        Path(store).chmod(0)
+        with without_privileges(), pytest.raises(ConfigurationError, match=f"{store}: cannot be read: Permission"):
+            startup_sources(Startup(model_store=Path(store)), {})
