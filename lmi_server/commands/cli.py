@@ -131,16 +131,19 @@ def _startup(
 @app.command()
 def explain(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Model directory with a serving.properties.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON: every key, and machine-readable values.")
+    ] = False,
+    with_defaults: Annotated[bool, typer.Option("--all", help="Show the keys that have their defaults too.")] = False,
 ) -> None:
-    """Show the value and the source of every key, and what follows from them; loads no model."""
+    """Show the handler, the value and the source of every key that is set, and what follows; loads no model."""
     explanation = _explain(directory)
     if as_json:
         typer.echo(json.dumps(explanation.as_json_values(), indent=2, default=sorted))
     else:
-        from lmi_server.explain.table import print_explanation
+        from lmi_server.explain.report import print_explanation
 
-        print_explanation(explanation, Console())
+        print_explanation(explanation, Console(), with_defaults)
     raise typer.Exit(1 if explanation.problems else 0)
 
 

@@ -46,6 +46,17 @@ class Choice:
     source: Source | None = None
     problem: str | None = None
 
+    def reason(self, model: Model, handlers: HandlerTable) -> str:
+        """Return what chose the handler: a key with its place, a file of the model, or what is known of the model."""
+        if self.source is not None and self.key is not None:
+            return describe_source(self.source, self.key)
+        if self.spec is handlers.user_code:
+            return f"{MODEL_CODE} takes the requests"
+        if self.spec is handlers.by_files(model.directory):
+            return "the model directory holds a file of its kind"
+        suits = ", ".join(model.architectures) or model.task or "a model of which nothing is known"
+        return f"no key names one, and it suits {suits} on this machine"
+
     def missing(self, model_dir: Path, handlers: HandlerTable) -> str | None:
         """Return why this version cannot serve with the handler; None if it can."""
         if self.spec is None or self.spec.handler is not None:
@@ -100,7 +111,16 @@ def choose_handler(given: Given, model: Model, machine: Machine, handlers: Handl
     chosen = _variant(chosen, workload, handlers)
     if chosen.spec is not None and chosen.spec.rolling_batch_decides:
         chosen = _variant(_by_rolling_batch(chosen, given, model, machine, handlers), workload, handlers)
-    return chosen
+    return _with_rolling_batch_as_reason(chosen, given)
+
+
+def _with_rolling_batch_as_reason(chosen: Choice, given: Given) -> Choice:
+    """Return the choice with option.rolling_batch as its reason, if that has left no other handler to choose."""
+    rolling = given.get(ROLLING_BATCH)
+    decides = chosen.source is None and chosen.spec is not None and chosen.spec.reads_checkpoint
+    if rolling is None or rolling.raw.lower() == "auto" or not decides:
+        return chosen
+    return replace(chosen, key=ROLLING_BATCH, source=rolling)
 
 
 def _workload(given: Given, task: str | None) -> Workload:

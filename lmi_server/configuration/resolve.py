@@ -64,6 +64,7 @@ class Inspection:
 
     - `problems`: a line for each wrong value. `options` and `serving` hold the default in its place.
     - `unavailable`: a line for each valid value that this version cannot serve.
+    - `handler_reason`: what chose the handler, as a text.
     - `sources`: the source of each declared key, by key in full; `unknown`: the same for undeclared keys.
     - `location`: a directory, a Hugging Face id or an s3:// address.
     - `config`: the model's config.json, empty if it is not on this machine.
@@ -73,6 +74,7 @@ class Inspection:
     name: str
     model_dir: str
     spec: HandlerSpec
+    handler_reason: str
     options: ModelOptions
     serving: ServingOptions
     sources: Given
@@ -146,6 +148,7 @@ def inspect_model(
         name=model_name(model_dir),
         model_dir=str(model_dir),
         spec=spec,
+        handler_reason=choice.reason(model, handlers),
         options=_complete(options, spec, location, merged),
         serving=serving,
         sources=MappingProxyType({**_default_sources(declared), **merged.known}),

@@ -58,6 +58,7 @@ class Explanation:
     name: str
     model_dir: str
     handler: str
+    handler_reason: str
     model: str
     can_be_served: bool
     options: tuple[Explained, ...]
@@ -92,6 +93,7 @@ def explain(found: Inspection) -> Explanation:
         name=found.name,
         model_dir=found.model_dir,
         handler=found.spec.title,
+        handler_reason=found.handler_reason,
         model=found.location,
         can_be_served=bool(device_sets)
         and not found.problems

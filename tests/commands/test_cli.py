@@ -133,13 +133,34 @@ def model_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_explain_prints_tables(model_dir: Path) -> None:
+def test_explain_prints_values_with_their_places(model_dir: Path) -> None:
     (model_dir / "serving.properties").write_text("option.dtype=bf16\n")
     result = lmi_server("explain", str(model_dir), columns="200")
     assert (result.returncode, result.stderr) == (0, "")
     (line,) = [line for line in result.stdout.splitlines() if line.split()[:1] == ["option.dtype"]]
     assert line.split()[1:3] == ["bf16", "serving.properties:1"]
     assert "-m lmi_server.worker" in result.stdout
+
+
+@pytest.mark.parametrize("columns", ["80", "200"])
+def test_explain_reads_well_in_a_pipe(model_dir: Path, columns: str) -> None:
+    (model_dir / "serving.properties").write_text(f"option.rolling_batch=scheduler\noption.quantize={'x' * 90}\n")
+    result = lmi_server("explain", str(model_dir), columns=columns)
+    lines = result.stdout.splitlines()
+    assert lines[0] == f"{model_dir.name}: {model_dir}"
+    assert lines[1] == f'handler huggingface: {model_dir}/serving.properties:1: option.rolling_batch = "scheduler"'
+    titles = [line for line in lines if line and not line.startswith(" ")][2:-1]
+    assert titles == [
+        *("Decided", "Problems", "Worker command", "Worker environment", "Engine arguments"),
+        "Memory of one worker, on each of its devices",
+    ]
+    whole = lmi_server("explain", str(model_dir), "--all", columns=columns).stdout
+    first_words = {line.split()[0] for line in whole.splitlines() if line}
+    keys = [option["key"] for option in json.loads(lmi_server("explain", str(model_dir), "--json").stdout)["options"]]
+    assert first_words.issuperset(keys), "no key is broken"
+    assert "option.model_loading_timeout" not in result.stdout
+    told = [line for line in whole.splitlines() if line.startswith("      ")]
+    assert max(map(len, told)) <= int(columns), "meanings are wrapped"
 
 
 def test_explain_prints_json_alone(model_dir: Path) -> None:
