@@ -93,6 +93,14 @@ def quantization_details(model: Any) -> dict[str, Any]:
     }
 
 
+def rounds_activations(config: Any) -> bool:
+    """Return whether layers of a checkpoint round their inputs, as compressed-tensors' W8A8 does."""
+    declared = getattr(config, "quantization_config", None)
+    values = declared if isinstance(declared, dict) else declared.to_dict() if declared is not None else {}
+    groups = values.get("config_groups") or {}
+    return any(isinstance(group, dict) and bool(group.get("input_activations")) for group in groups.values())
+
+
 def keep_activations(model: Any) -> int:
     """Replace bitsandbytes' 8-bit layers on the CPU by layers that do not round activations; return how many."""
     if find_spec("bitsandbytes") is None:

@@ -32,20 +32,21 @@ def load(path: str, options: DeepSpeedOptions) -> LoadedModel:
     shards = find_shards(path, options, rank)
     model = _model(path, config, options, shards, rank.size)
     tokenizer = load_tokenizer(path, reading)
-    # LoadCheck keeps the logits of the whole model, to compare them with those after DeepSpeed. Shards come without a
-    # whole model, and quantised weights change the logits on purpose.
-    check = None if shards or options.quantize else LoadCheck(model)
+    # LoadCheck keeps the logits of the whole model, to compare them with those after DeepSpeed and quantisation. Shards
+    # come without a whole model.
+    max_len = _max_len(model, options)
+    check = None if shards else LoadCheck(model, max_len, rounds_activations=options.quantize is not None)
     communicator = initialize(model, options, rank)
     if shards is not None:
         shards.fill(model)
     details = quantize(model, tokenizer, options)
     if shards is not None and shards.quantization is not None:
         details = {"quantization": shards.quantization}
+        check = LoadCheck(model, max_len, rounds_activations=True)
     if options.save_mp_checkpoint_path is not None:
         save_shards(model, options, rank, details.get("quantization"))
     details = {"engine": "deepspeed", **details}
-    max_len, weights = _max_len(model, options), model_bytes(model)
-    return LoadedModel(model, tokenizer, max_len, weights, communicator, check, details=details)
+    return LoadedModel(model, tokenizer, max_len, model_bytes(model), communicator, check, details=details)
 
 
 def _model(path: str, config: Any, options: DeepSpeedOptions, shards: Shards | None, ranks: int) -> Any:

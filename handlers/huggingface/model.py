@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM
 
-from handlers.checkpoints.quantization import quantization_details
+from handlers.checkpoints.quantization import quantization_details, rounds_activations
 from handlers.checkpoints.transformers_loading import load_config, load_model, load_tokenizer, set_threads
 from handlers.huggingface.options import HuggingFaceOptions
 from handlers.rolling_batch.communicator import Communicator
@@ -35,11 +35,14 @@ def load(path: str, options: HuggingFaceOptions) -> LoadedModel:
 def _load_whole(path: str, options: HuggingFaceOptions) -> LoadedModel:
     model = load_model(AutoModelForCausalLM, path, options)
     _refuse_spreading(model, options)
+    max_len = _max_len(model, options)
+    check = LoadCheck(model, max_len, rounds_activations=True) if rounds_activations(model.config) else None
     return LoadedModel(
         model,
         load_tokenizer(path, options),
-        _max_len(model, options),
+        max_len,
         local_bytes(model),
+        check=check,
         details=quantization_details(model),
     )
 
@@ -53,7 +56,7 @@ def _load_part(path: str, options: HuggingFaceOptions, rank: Rank) -> LoadedMode
     model = load_model(AutoModelForCausalLM, path, options, **loading_arguments(rank.size))
     weights, max_len = local_bytes(model), _max_len(model, options)
     # The check takes the logits of transformers' own split modules, so it comes before they are replaced.
-    communicator, check = Communicator(rank), LoadCheck(model)
+    communicator, check = Communicator(rank), LoadCheck(model, max_len)
     is_local = make_local(model, communicator)
     return LoadedModel(model, load_tokenizer(path, options), max_len, weights, communicator, check, is_local)
 

@@ -85,7 +85,7 @@ class LoadedModel:
 
     def runner(self) -> ModelRunner:
         """Return the runner of the model's steps. Raises UnsupportedAttentionError."""
-        return ModelRunner(self.model, self.communicator, self.check, self.is_local)
+        return ModelRunner(self.model, self.max_len, self.communicator, self.check, self.is_local)
 
 
 def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -> LoadedEngine:
@@ -100,6 +100,7 @@ def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -
         runner = loaded.runner()
         limits, max_len = _limits(runner, loaded, options)
         _refuse_unsteady_rope(model.config, max_len)
+        _refuse_chunked_attention(model.config, max_len)
         runner.prepare(limits.slots, max_len)
     except UnsupportedAttentionError as error:
         raise ModelLoadError(f"{type(model).__name__} cannot run under the rolling batch: {error}") from error
@@ -155,6 +156,22 @@ def _refuse_unsteady_rope(config: Any, max_len: int) -> None:
     if kinds & {"dynamic", "longrope"} and max_len > steady:
         raise UnsupportedAttentionError(
             f"its rotary embeddings change with the length; set option.max_model_len={steady}"
+        )
+
+
+def _refuse_chunked_attention(config: Any, max_len: int) -> None:
+    """Refuse contexts longer than the chunks within which layers attend (Llama 4).
+
+    The kernels know windows, which move with each token, but no chunks. Raises UnsupportedAttentionError.
+    """
+    text_config = config.get_text_config()
+    if "chunked_attention" not in (getattr(text_config, "layer_types", None) or ()):
+        return
+    chunk = int(text_config.attention_chunk_size)
+    if max_len > chunk:
+        raise UnsupportedAttentionError(
+            f"its layers attend in chunks of {chunk} tokens; set option.max_model_len={chunk}, or"
+            " option.rolling_batch=vllm"
         )
 
 

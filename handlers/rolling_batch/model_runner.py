@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +29,11 @@ from handlers.rolling_batch.slots import Copy
 from handlers.rolling_batch.step_messages import Pass, Prepare, Stop, decode, encode
 from lmi_server.contract.errors import RequestError
 
+_log = logging.getLogger(__name__)
+
 _runner_ids = itertools.count()
+_ROUNDED_LIMIT = 0.6
+_NEAR = 10  # likeliest tokens
 
 _ROW_STEPS = ((16, 1), (64, 4), (256, 16))  # (rows up to, padded to multiples of)
 _LAST_ROW_STEP = 32
@@ -56,6 +61,7 @@ class ModelRunner:
     def __init__(
         self,
         model: Any,
+        max_len: int,
         communicator: Communicator | None = None,
         check: LoadCheck | None = None,
         is_local: bool = True,
@@ -65,13 +71,13 @@ class ModelRunner:
         self._dtype: torch.dtype = model.dtype
         self._attention_name = f"lmi_rolling_batch_{next(_runner_ids)}"
         self.vocabulary = _vocabulary(model)
-        self._check = check or LoadCheck(model)
+        self._check = check or LoadCheck(model, max_len)
         self._attention_layers = probe_layers(model, f"{self._attention_name}_probe")
         self._communicator = communicator
         on_cpu = self._device.type == "cpu" and self._dtype in (torch.bfloat16, torch.float32)
         # The check and the probe come first: both need the modules as they were loaded.
         self.fused: dict[str, int] = fuse(model) if on_cpu and is_local else {}
-        self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._keeps_rows = _keeps_rows(model)
         self.cache: KVCache
         self._attention: SlotAttention
         self._decoder: DecoderModel | None = None
@@ -234,7 +240,7 @@ class ModelRunner:
 
 
 class LoadCheck:
-    """Compares a model under the rolling batch with the model as it was loaded, on a few random tokens.
+    """Compares a model under the rolling batch with the model as it was loaded, on random tokens.
 
     The rolling batch serves any architecture that transformers has, unseen. One that keeps more than keys and values
     from token to token (a recurrent state, a convolution), or that a fused module does not fit, would generate nonsense
@@ -242,43 +248,54 @@ class LoadCheck:
     prefix and of decoding have to equal them before the model serves.
     """
 
-    _TOKENS = 16
-    _PROMPT = 13
+    _LEAST = 16  # tokens
+    _DECODED = 3  # of them; the others are the prompt
 
-    def __init__(self, model: Any) -> None:
-        vocabulary = _vocabulary(model)
+    def __init__(self, model: Any, max_len: int, rounds_activations: bool = False) -> None:
+        """Compute the logits of the untouched model, beyond every window that is shorter than `max_len` tokens.
+
+        `rounds_activations`: layers of the served model round their inputs to 8 bits or fewer. Then the slightest
+        difference grows from layer to layer, and equal logits cannot be asked for; see `_judge_rounded`.
+        """
+        self._rounds_activations = rounds_activations
+        window = max((window for window in windows(model.config) if window + self._LEAST <= max_len), default=0)
+        lengths = sorted({self._LEAST, window + self._LEAST})
+        if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+            model.set_attn_implementation("eager")  # transformers' other functions leave the soft cap out
         generator = torch.Generator().manual_seed(0)
-        self._ids = torch.randint(vocabulary, (1, self._TOKENS), generator=generator)
-        with torch.inference_mode():
-            self._expected = model(input_ids=self._ids.to(model.device), use_cache=False).logits[0].float()
+        self._ids = torch.randint(_vocabulary(model), (1, lengths[-1]), generator=generator)
+        rows = torch.tensor([row for length in lengths for row in range(length - self._DECODED - 1, length)])
+        logits = _logits(model, self._ids, rows).split(self._DECODED + 1)
+        self._expected = dict(zip(lengths, logits, strict=True))
 
     def compare(self, runner: ModelRunner) -> None:
         """Compute a chunk in one slot, a second one that continues from it in another slot, and decode the rest there.
 
         Raises UnsupportedAttentionError if the logits differ by more than rounding.
         """
-        if runner.cache.max_len < self._TOKENS:
+        length = max((length for length in self._expected if length <= runner.cache.max_len), default=0)
+        if not length:
             return
-        ids = self._ids[0].tolist()
-        sequence = Sequence("check", ids[: self._PROMPT], self._PROMPT, self._TOKENS - self._PROMPT)
+        ids, prompt = self._ids[0, :length].tolist(), length - self._DECODED
+        sequence = Sequence("check", ids[:prompt], prompt, self._DECODED)
         sequence.slot, other = 0, runner.cache.slots - 1
-        half = self._PROMPT // 2
+        half = prompt // 2
         runner.run(StepPlan([], [Chunk(sequence, 0, half)]), set())
         sequence.slot = other
-        second = StepPlan([], [Chunk(sequence, half, self._PROMPT)], copies=[Copy(0, other, half)] if other else [])
+        second = StepPlan([], [Chunk(sequence, half, prompt)], copies=[Copy(0, other, half)] if other else [])
         logits = [runner.run(second, set()).logits]
-        for position in range(self._PROMPT, self._TOKENS):
+        for position in range(prompt, length):
             sequence.tokens.append(ids[position])
             sequence.computed = position
             logits.append(runner.run(StepPlan([sequence], []), set()).logits)
         for slot in {0, other}:
             runner.cache.trim(slot, 0)
-        self._judge(torch.cat(logits).float(), runner.dtype)
+        judge = self._judge_rounded if self._rounds_activations else self._judge
+        judge(torch.cat(logits).float(), self._expected[length], runner.dtype)
 
-    def _judge(self, logits: torch.Tensor, dtype: torch.dtype) -> None:
-        expected = self._expected[self._PROMPT - 1 :]
-        spread = expected - expected.mean(dim=-1, keepdim=True)
-        error = float((logits - expected).norm() / spread.norm())
+    @staticmethod
+    def _judge(logits: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+        error = _relative_error(logits, expected)
         # Rounding to bfloat16 in every layer adds up to several per cent. Without its state a model is off by about 1.
         limit = 1e-3 if dtype == torch.float32 else 0.25
         if not error <= limit:  # NaN is an error too
@@ -286,6 +303,51 @@ class LoadCheck:
                 f"its logits over a KV cache differ from its own by {error:.2g} of their spread; it keeps more than"
                 " keys and values from token to token"
             )
+
+    @staticmethod
+    def _judge_rounded(logits: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+        """Judge by the error, which is above 1 for a model without its state, and by the likeliest tokens."""
+        error = _relative_error(logits, expected)
+        best = expected.argmax(dim=-1, keepdim=True)
+        same = int((logits.argmax(dim=-1, keepdim=True) == best).sum())
+        near = int((logits.topk(min(_NEAR, logits.shape[-1]), dim=-1).indices == best).any(dim=-1).sum())
+        _log.info(
+            "its layers round their inputs: on random tokens the logits differ by %.2g of their spread, and %d of %d"
+            " likeliest tokens are the same",
+            error, same, len(best),
+        )  # fmt: skip
+        if not error <= _ROUNDED_LIMIT or 2 * near < len(best):
+            raise UnsupportedAttentionError(
+                f"with rounded inputs of its layers its logits differ from its own by {error:.2g} of their spread, and"
+                f" only {near} of {len(best)} likeliest tokens are among its {_NEAR} likeliest; serve it unquantised"
+            )
+
+
+def _relative_error(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return how far logits are off, as a share of the spread of the expected ones."""
+    spread = expected - expected.mean(dim=-1, keepdim=True)
+    return float((logits - expected).norm() / spread.norm())
+
+
+def windows(config: Any) -> set[int]:
+    """Return the numbers of tokens before its own that layers of the model see at most, where these are declared."""
+    text_config = config.get_text_config()
+    kinds = getattr(text_config, "layer_types", None)
+    declared = getattr(text_config, "sliding_window", None)
+    return {int(declared)} if declared and (kinds is None or "sliding_attention" in kinds) else set()
+
+
+def _logits(model: Any, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return the logits that the model as it is has for some rows of a sequence."""
+    inputs = {"input_ids": ids.to(model.device), "use_cache": False}
+    with torch.inference_mode():
+        if _keeps_rows(model):
+            return model(**inputs, logits_to_keep=rows.to(model.device)).logits[0].float()
+        return model(**inputs).logits[0, rows].float()
+
+
+def _keeps_rows(model: Any) -> bool:
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
 def _vocabulary(model: Any) -> int:

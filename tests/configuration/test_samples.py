@@ -106,6 +106,15 @@ def test_a_sample_runs(name: str, tiny_llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_sample_in_8_bits_serves_the_demo_model(demo_model_dir: Path, tmp_path: Path) -> None:
+    """Its layers round their inputs, so that its logits over a KV cache are not exactly its own."""
+    sample = SAMPLES / "deepspeed-smoothquant.properties"
+    (tmp_path / "serving.properties").write_text(sample.read_text(encoding="utf-8"), encoding="utf-8")
+    model = resolve_model(tmp_path, {}, {"option.model_id": str(demo_model_dir)})
+    assert asyncio.run(generate(model.handler, model.model_dir, model.options)) == 4
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(PIPELINES))
 def test_a_sample_of_a_task_runs(name: str, tmp_path: Path) -> None:
     from tiny_tasks import make_task_model

@@ -58,7 +58,7 @@ class Engine:
         self.model = model
         self.reference = copy.deepcopy(model)
         self.tokenizer = byte_tokenizer()
-        runner = ModelRunner(model)
+        runner = ModelRunner(model, CONTEXT)
         runner.prepare(2 * slots, CONTEXT)
         self.fused = runner.fused
         self.scheduler = Scheduler(SchedulerLimits(slots, kv_tokens, chunk, chunk, 2 * slots, **limits))

@@ -20,6 +20,6 @@ def test_every_part_of_the_small_model_is_fused(tmp_path: Path, monkeypatch: pyt
     for seed in (0, 3, 7):
         torch.manual_seed(seed)
         save_small_llama(tmp_path, torch.bfloat16)
-        runner = ModelRunner(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16))
+        runner = ModelRunner(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16), 512)
         runner.prepare(4, 512)
         assert (runner.fused["decoder_layers"], runner.fused["models"]) == (2, 1), f"seed {seed}"

@@ -27,7 +27,7 @@ def tiles_on_any_processor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def runner_of(model: Any) -> ModelRunner:
-    runner = ModelRunner(model)
+    runner = ModelRunner(model, CONTEXT)
     runner.prepare(4, CONTEXT)
     return runner
 

@@ -1,0 +1,102 @@
+"""A model is served only if its logits beyond every window are those of the model as it was loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rolling_batch_helpers import Received, generated
+from tiny_models import CONTEXT, VOCABULARY, byte_tokenizer, random_model, tiny_model
+from transformers import Llama4TextConfig, PreTrainedModel
+
+from handlers.huggingface import model as transformers_model
+from handlers.huggingface.options import HuggingFaceOptions
+from handlers.rolling_batch.attention import UnsupportedAttentionError
+from handlers.rolling_batch.engine_loading import LoadedEngine, load_engine
+from handlers.rolling_batch.model_runner import LoadCheck, ModelRunner
+from lmi_server.contract.errors import ModelLoadError
+from lmi_server.contract.generation import SamplingParameters
+
+pytestmark = pytest.mark.slow
+
+CHUNK = 32
+
+
+def saved(model: PreTrainedModel, directory: Path) -> Path:
+    model.save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def load(directory: Path, **options: Any) -> LoadedEngine:
+    chosen = HuggingFaceOptions(dtype="fp32", kv_cache_memory_gb=0.01, **options)
+    return load_engine(lambda: transformers_model.load(str(directory), chosen), chosen)
+
+
+def tokens(loaded: LoadedEngine, prompt: list[int], count: int) -> list[int]:
+    answer = Received()
+    parameters = SamplingParameters(max_new_tokens=count, ignore_eos=True)
+    loaded.engine.add("a", prompt, parameters, "", 3, answer.take)
+    while loaded.engine.has_work:
+        loaded.engine.step()
+    return answer.tokens
+
+
+def test_chunked_attention_is_refused_beyond_a_chunk(tmp_path: Path) -> None:
+    config = Llama4TextConfig(
+        vocab_size=VOCABULARY, max_position_embeddings=CONTEXT, attention_chunk_size=CHUNK, no_rope_layers=[1, 0],
+        hidden_size=64, intermediate_size=96, intermediate_size_mlp=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_local_experts=2, num_experts_per_tok=1, moe_layers=[],
+        bos_token_id=257, eos_token_id=258, pad_token_id=None,
+    )  # fmt: skip
+    model = random_model(config)
+    directory = saved(model, tmp_path)
+    with pytest.raises(ModelLoadError, match=f"in chunks of {CHUNK} tokens; set option.max_model_len={CHUNK}"):
+        load(directory)
+    prompt = list(range(20))
+    assert tokens(load(directory, max_model_len=CHUNK), prompt, 12) == generated(model, prompt, 12)
+
+
+def test_soft_caps_are_compared_with_eager_attention(tmp_path: Path) -> None:
+    """The library's default attention leaves the soft cap out, so that the right logits looked wrong."""
+    model = tiny_model("gemma2_with_soft_caps")
+    loaded = load(saved(model, tmp_path))
+    prompt = list(range(40))
+    assert tokens(loaded, prompt, 8) == generated(model, prompt, 8)
+
+
+def test_the_check_goes_beyond_a_window_that_the_engine_does_not_keep() -> None:
+    def runner(kept: int) -> ModelRunner:
+        model = tiny_model("mistral_with_window")
+        model.config.sliding_window = 40  # beyond the 16 tokens that are compared in any case
+        check = LoadCheck(model, CONTEXT)
+        model.config.sliding_window = kept  # what the rolling batch reads
+        return ModelRunner(model, CONTEXT, check=check)
+
+    runner(40).prepare(4, CONTEXT)
+    with pytest.raises(UnsupportedAttentionError, match="differ from its own"):
+        runner(60).prepare(4, CONTEXT)
+
+
+def test_layers_that_round_their_inputs_are_judged_by_their_error(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model("llama")
+    check = LoadCheck(model, CONTEXT, rounds_activations=True)
+    for parameter in model.parameters():
+        parameter.data *= 1 + 0.02 * torch.randn_like(parameter)
+    with caplog.at_level("INFO"):
+        ModelRunner(model, CONTEXT, check=check).prepare(4, CONTEXT)
+    assert "its layers round their inputs: on random tokens the logits differ by" in caplog.text
+    other = tiny_model("llama")
+    for parameter in other.parameters():
+        parameter.data = torch.randn_like(parameter) * 0.15
+    with pytest.raises(UnsupportedAttentionError, match="serve it unquantised"):
+        ModelRunner(other, CONTEXT, check=check).prepare(4, CONTEXT)
+
+
+def test_a_window_as_long_as_the_context_costs_nothing() -> None:
+    model = tiny_model("mistral_with_window")
+    model.config.sliding_window = CONTEXT
+    assert list(LoadCheck(model, CONTEXT)._expected) == [16]
+    assert torch.equal(LoadCheck(model, 24)._ids, LoadCheck(model, CONTEXT)._ids)
