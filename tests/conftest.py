@@ -61,6 +61,7 @@ _NEEDED_PACKAGES = {
     "engines/tasks": ("pandas", "soundfile"),
     "engines/vllm": ("vllm",),
     "engines/vllm/test_lmi_dist.py": ("mpi4py",),
+    "http/test_client_libraries.py": ("vllm",),
     "http/test_clients.py": ("vllm",),
     "http/test_djl_serving_recordings.py": ("numpy", "PIL"),
     "worker/test_mpi_group.py": ("mpi4py",),

@@ -51,6 +51,16 @@ def client_of(deltas: Any, served: ServedModel = SERVED, breaks: bool = False) -
 # --- requests ---
 
 
+@pytest.mark.parametrize("name", ["tiny", "lmi", "tgi", "dummy"])
+def test_names_that_mean_the_only_model(name: str) -> None:
+    assert chat(model=name).requests[0].messages == MESSAGES
+
+
+def test_a_model_that_is_not_served() -> None:
+    with pytest.raises(ModelNotFoundError, match='"other" does not exist; served here: tiny'):
+        chat(model="other")
+
+
 def test_chat_defaults() -> None:
     generation = chat().requests[0]
     assert generation.prompt is None

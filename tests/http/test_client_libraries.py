@@ -1,0 +1,87 @@
+"""The code of docs/clients.md as it stands, each client in the version that is installed, against the real server.
+
+A client that is not installed is skipped. The extra `clients` has them all; CLIENTS_PYTHON may name the interpreter of
+another environment that has them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+from product_helpers import Server, serving
+
+pytestmark = pytest.mark.slow
+
+PYTHON = os.environ.get("CLIENTS_PYTHON", sys.executable)
+PAGE = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
+_CODE = re.compile(r"(?:^(?: {4}.*)?\n)+", re.MULTILINE)
+_PACKAGE = re.compile(r"^(?:from|import) (\w+)", re.MULTILINE)
+# What the first line of a script imports names its client. Each prints what the server answered.
+CLIENTS = {
+    "openai": "Paris",
+    "huggingface_hub": "Paris",
+    "langchain_openai": "Paris",
+    "langchain_huggingface": "Paris",
+    "litellm": "Paris",
+    "instructor": "country=",
+    "pydantic_ai": "country=",
+}
+
+
+def scripts() -> dict[str, str]:
+    """Return the Python code of the page, by the client that it imports."""
+    found = {}
+    for match in _CODE.finditer(PAGE):
+        code = textwrap.dedent(match[0]).strip()
+        imported = _PACKAGE.findall(code)
+        client = next(
+            (name for name in CLIENTS if name in imported and (name != "openai" or imported == ["openai"])), ""
+        )
+        if client:
+            found[client] = code
+    return found
+
+
+SCRIPTS = scripts()
+
+
+def is_installed(package: str) -> bool:
+    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
+    return subprocess.run([PYTHON, "-c", code], check=False).returncode == 0
+
+
+@pytest.fixture(scope="module")
+def server(demo_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    settings = {
+        "rolling_batch": "vllm",
+        "enforce_eager": "true",  # nothing is compiled beside the test
+        "kv_cache_memory_gb": "0.5",
+        "served_model_name": "smollm2_135m_instruct",
+    }
+    with serving(tmp_path_factory.mktemp("served"), demo_model_dir, **settings) as server:
+        yield server
+
+
+def test_the_page_has_each_client() -> None:
+    assert sorted(SCRIPTS) == sorted(CLIENTS)
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_client_works_as_the_page_says(server: Server, client: str) -> None:
+    if not is_installed(client):
+        pytest.skip(f"{client} is not installed; it is in the extra clients")
+    code = SCRIPTS[client].replace("http://127.0.0.1:8080", server.url)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # it would ask the internet for prices
+    command = [PYTHON, "-W", "ignore", "-c", code]
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert CLIENTS[client] in ran.stdout
