@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +15,8 @@ from handlers.vllm import library
 from handlers.vllm.chats import ChatRenderer, RenderedRequest
 from lmi_server.contract.errors import ContextLengthError, RequestError
 from lmi_server.contract.generation import GenerationRequest, SamplingParameters
+
+logger = logging.getLogger(__name__)
 
 _CACHE_SALT = "cache_salt"  # part of vLLM's prompt, not of its sampling parameters
 # Tokens per output of a request whose answer does not stream. Each output costs a pass through the handler and the
@@ -118,6 +122,12 @@ class PromptRenderer:
         )
 
 
+@functools.cache
+def _warn_of_typical_p() -> None:
+    """Warn once, not refuse: LangChain's HuggingFaceEndpoint sends it with every request."""
+    logger.warning("typical_p is ignored, because vLLM has no such parameter; top_p is the nearest")
+
+
 def sampling_params(
     sampling: SamplingParameters, stream: bool, prompt_len: int, max_model_len: int
 ) -> library.SamplingParams:
@@ -127,7 +137,7 @@ def sampling_params(
     fit into the context, RequestError if vLLM refuses a value.
     """
     if sampling.typical_p != 1.0:
-        raise RequestError("typical_p is not supported by vLLM; leave it out or send 1.0")
+        _warn_of_typical_p()
     room = max_model_len - prompt_len
     max_tokens = sampling.max_new_tokens if sampling.max_new_tokens is not None else max(room, 1)
     if sampling.fit_context and room > 0:

@@ -85,3 +85,21 @@ def test_a_client_works_as_the_page_says(server: Server, client: str) -> None:
     ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert ran.returncode == 0, ran.stderr
     assert CLIENTS[client] in ran.stdout
+
+
+def test_lm_eval(server: Server, demo_model_dir: Path) -> None:
+    if not is_installed("lm_eval"):
+        pytest.skip("lm_eval is not installed; it is in the extra clients")
+    arguments = {
+        "model": "smollm2_135m_instruct",
+        "base_url": f"{server.url}/v1/completions",
+        "num_concurrent": "4",
+        "tokenizer": str(demo_model_dir),
+    }
+    tasks = ["--tasks", "little_choice,little_text", "--include_path", str(ROOT / "tests" / "data" / "lm_eval")]
+    model_args = ",".join(f"{name}={value}" for name, value in arguments.items())
+    command = [PYTHON, "-m", "lm_eval", "--model", "local-completions", *tasks, "--model_args", model_args]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert re.search(r"little_choice.*\|acc +\|↑ +\| *0\.75\|", ran.stdout), ran.stdout

@@ -13,7 +13,7 @@ import lmi_cases
 import openai
 import pydantic
 import pytest
-from lmi_cases import generated, refusal
+from lmi_cases import generated
 from product_helpers import Server, serving
 from vllm_helpers import make_tiny_model, vllm_server
 
@@ -241,7 +241,12 @@ def test_sampling_parameters_change_the_text(ours: Server) -> None:
 
 def test_what_vllm_does_not_apply_is_refused(ours: Server) -> None:
     lmi_cases.check_refused_parameters(ours.http)
-    assert "typical_p is not supported by vLLM" in refusal(ours.http, typical_p=0.5)
+
+
+def test_typical_p_is_ignored_with_a_warning(ours: Server) -> None:
+    """LangChain's HuggingFaceEndpoint sends it with every request."""
+    assert generated(ours.http, typical_p=0.5) == generated(ours.http)
+    ours.log_line("typical_p is ignored, because vLLM has no such parameter")
 
 
 @pytest.mark.parametrize(
