@@ -7,6 +7,7 @@ take docker's command line.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import subprocess
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from paths import BUILT_MODELS
+from paths import BUILT_MODELS, ROOT
 from waiting import wait_until
 
 IMAGE = os.environ.get("LMI_TEST_IMAGE", "")
@@ -51,13 +52,13 @@ class Container:
     """A container that has been started and serves, or has ended."""
 
     def __init__(self, *options: str, arguments: tuple[str, ...] = ()) -> None:
-        common = ("--detach", "--no-healthcheck", "--publish", "127.0.0.1::8080")
+        common = ("--detach", "--no-healthcheck", "--publish", "127.0.0.1::8080", "--publish", "127.0.0.1::9000")
         self.name = docker("run", *common, *options, IMAGE, *arguments)
 
     @contextlib.contextmanager
-    def client(self) -> Iterator[httpx.Client]:
-        """Wait until the server is ready; give a client of it."""
-        with httpx.Client(base_url=f"http://{docker('port', self.name, '8080/tcp')}", timeout=60) as http:
+    def client(self, port: int = 8080) -> Iterator[httpx.Client]:
+        """Wait until the server is ready on its `port`; give a client of it."""
+        with httpx.Client(base_url=f"http://{docker('port', self.name, f'{port}/tcp')}", timeout=60) as http:
             wait_until(lambda: answers(http) or self.ended, f"{self.name} serves", 300)
             assert not self.ended, self.log
             yield http
@@ -126,6 +127,19 @@ def test_the_demo_model_is_served_with_a_read_only_root(user: str, kernels_of_th
         assert server.stop() == 0, server.log
 
 
+def test_the_image_holds_the_code_of_the_tree() -> None:
+    """A builder that takes a step from its cache by mistake makes an image of former code."""
+    code = "cd /opt/lmi-server/.venv/lib/python3*/site-packages && find lmi_server handlers frontend -name '*.py'"
+    sums = docker("run", "--rm", "--entrypoint", "sh", IMAGE, "-c", f"{code} -exec sha256sum {{}} +")
+    found = {path: digest for digest, path in map(str.split, sums.splitlines())}
+    expected = {
+        path.relative_to(ROOT).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for package in ("lmi_server", "handlers", "frontend")
+        for path in (ROOT / package).rglob("*.py")
+    }
+    assert found == expected
+
+
 def test_the_server_has_no_privileges_unless_it_is_asked_for() -> None:
     with container(*model_at(DEMO_MODEL), "--entrypoint", "id") as started:
         assert started.exit_code() == 0
@@ -142,6 +156,35 @@ def test_code_of_ones_own_is_served(tmp_path: Path, is_archive: bool) -> None:
     tmp_path.chmod(0o755)
     with container(*HARDENED, *CACHES, *model_at(tmp_path)) as server, server.client() as http:
         assert http.post("/invocations", json=[1]).json() == [1]
+        assert server.stop() == 0, server.log
+
+
+def test_a_multi_model_endpoint_of_sagemaker(tmp_path: Path) -> None:
+    """As "Create a Container for Multi-Model Endpoints" of SageMaker's guide has it."""
+    (tmp_path / "a" / "model").mkdir(parents=True)
+    (tmp_path / "a" / "model" / "model.py").write_text(OWN_CODE)
+    tmp_path.chmod(0o755)
+    variables = ("--env", "SAGEMAKER_MULTI_MODEL=true", "--env", "SAGEMAKER_BIND_TO_PORT=9000")
+    models = ("--volume", f"{tmp_path}:/opt/ml/models:ro")
+    with container(*HARDENED, *variables, *models, arguments=("serve",)) as server, server.client(9000) as http:
+        model = {"model_name": "a", "url": "/opt/ml/models/a/model"}
+        assert http.post("/models", json=model).status_code == 200
+        (listed,) = http.get("/models").json()["models"]
+        assert (listed["modelName"], listed["modelUrl"]) == ("a", "/opt/ml/models/a/model")
+        assert http.post("/models", json=model).status_code == 409
+        assert http.post("/models/a/invoke", json=[1]).json() == [1]
+        assert http.delete("/models/a").status_code == 200
+        assert http.post("/models/a/invoke", json=[1]).status_code == 404
+        assert server.stop() == 0, server.log
+
+
+def test_the_server_is_configured_as_in_the_containers_of_lmi(tmp_path: Path) -> None:
+    (tmp_path / "config.properties").write_text("job_queue_size=5\n")
+    (tmp_path / "model.py").write_text(OWN_CODE)
+    tmp_path.chmod(0o755)
+    configured = ("--volume", f"{tmp_path}:/opt/djl/conf:ro")
+    with container(*HARDENED, *configured, *model_at(tmp_path)) as server, server.client() as http:
+        assert http.get("/models/model").json()[0]["models"][0]["queueSize"] == 5
         assert server.stop() == 0, server.log
 
 
