@@ -50,6 +50,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
 _WITHOUT_BODY = frozenset({204, 304})
+_SET_HERE = frozenset({"cache-control", "expires", "pragma", "x-request-id"})  # whatever a handler says
 
 # Bounded in length, because int() takes quadratic time in the number of digits.
 _INTEGER = re.compile(r"-?[0-9]{1,10}")
@@ -292,7 +293,11 @@ class Response:
         await self._send({"type": "http.response.body", "body": data})
 
     async def _start(self, status: int, headers: list[tuple[str, str]], *more: tuple[bytes, bytes]) -> None:
-        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
+        raw = [
+            (name.encode("latin-1"), value.encode("latin-1"))
+            for name, value in headers
+            if name.lower() not in _SET_HERE
+        ]
         await self._send(
             {
                 "type": "http.response.start",

@@ -22,12 +22,11 @@ STEP_FAILED = "Batch inference failed"
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _IN_BATCH = re.compile(r"batch_(\d+)\.(.*)", re.DOTALL)
 _PROPERTY_IN_BATCH = re.compile(r"batch_(\d+)[._](.*)", re.DOTALL)
-# The server itself decides how an answer is sent and cached. Handlers that copy a request's headers into
+# The server itself decides how an answer is sent. Handlers that copy a request's headers into
 # their answer set these.
 _SERVER_HEADERS = frozenset(
     {
-        "cache-control", "connection", "content-length", "expires", "keep-alive", "pragma", "te", "trailer",
-        "transfer-encoding", "upgrade", "x-request-id",
+        "connection", "content-length", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade",
     }
 )  # fmt: skip
 DEFAULT_MESSAGES = ("", "OK", "No content", None)

@@ -207,3 +207,45 @@ def test_a_model_streams_without_a_handler(named: Any) -> None:
     assert 1 <= len(sampled) <= 6
     assert "".join(streamed[1] + streamed[2] if len(streamed) > 2 else []) in "".join(steps)
     assert streamed[0] == ["abc"]
+
+
+def test_a_model_is_tested_without_a_server(named: Any, tmp_path: Path) -> None:
+    tools = named("djl_python.test_model")
+    (tmp_path / "serving.properties").write_text("option.greeting=hello\n")
+    (tmp_path / "tested.py").write_text(
+        "from djl_python import Output\n"
+        "first = {}\n"
+        "def handle(inputs):\n"
+        "    if inputs.is_empty():\n"
+        "        first.update(inputs.get_properties())\n"
+        "        return None\n"
+        "    output = Output()\n"
+        "    for index, item in enumerate(inputs.get_batches()):\n"
+        "        told = [first['greeting'], item.get_as_json(), item.get_property('X-MINE')]\n"
+        "        output.add_as_json(told, batch_index=index if inputs.is_batch() else None)\n"
+        "    return output\n"
+    )
+    handler = tools.TestHandler("tested.py", str(tmp_path))
+    request = tools.create_json_request({"a": 1})
+    request.properties = {"x-mine": "2"}  # a plain dict is searched in any case, too
+    assert json.loads(tools.extract_output_as_string(handler.inference(request))) == ["hello", {"a": 1}, "2"]
+    batch = handler.inference_batch([1, 2], [{"x-mine": "a"}, {}])
+    assert [json.loads(value) for value in batch.content.values] == [["hello", 1, "a"], ["hello", 2, None]]
+    array = tools.create_numpy_request([named("numpy").array([1, 2])])
+    assert array.get_as_numpy()[0].tolist() == [1, 2]
+    assert tools.create_request(["{}"], ["x=1"]).get_property("content-type") == "application/json"
+
+
+def test_a_handler_calls_the_functions_of_a_model_py(named: Any, tmp_path: Path) -> None:
+    handling = named("djl_python.custom_formatter_handling")
+    reads = "def input_fn(request_body, content_type): return [request_body, content_type]\n"
+    (tmp_path / "model.py").write_text(reads + "async def handle(inputs): 1 / 0\n")
+    formatters = handling.CustomFormatterHandler()
+    formatters.load_formatters(str(tmp_path))
+    request = named("djl_python.test_model").create_text_request("a")
+    assert formatters.is_sagemaker_script
+    assert formatters.apply_input_formatter(request, content_type="text/plain") == [b"a", "text/plain"]
+    service = named("djl_python.custom_handler_service").CustomHandlerService({"model_dir": str(tmp_path)})
+    failed = asyncio.run(service.handle(request))
+    decode = named("djl_python.outputs").Output.binary_decode
+    assert decode(failed.content.values[0])["error"] == "Custom handler failed: division by zero"
