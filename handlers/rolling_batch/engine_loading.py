@@ -103,7 +103,10 @@ def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -
         _refuse_chunked_attention(model.config, max_len)
         runner.prepare(limits.slots, max_len)
     except UnsupportedAttentionError as error:
-        raise ModelLoadError(f"{type(model).__name__} cannot run under the rolling batch: {error}") from error
+        raise ModelLoadError(
+            f"{type(model).__name__} cannot run under the rolling batch: {error}; other ways to serve it are"
+            " option.rolling_batch=disable, for static batches, and option.rolling_batch=vllm"
+        ) from error
     engine = RollingBatchEngine(runner, Scheduler(limits), tokenizer, eos_token_ids(model, tokenizer), max_len)
     prompts = PromptEncoder(tokenizer)
     _warm_up(engine, prompts)
@@ -170,8 +173,7 @@ def _refuse_chunked_attention(config: Any, max_len: int) -> None:
     chunk = int(text_config.attention_chunk_size)
     if max_len > chunk:
         raise UnsupportedAttentionError(
-            f"its layers attend in chunks of {chunk} tokens; set option.max_model_len={chunk}, or"
-            " option.rolling_batch=vllm"
+            f"its layers attend in chunks of {chunk} tokens; set option.max_model_len={chunk}"
         )
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,23 +87,43 @@ def test_a_sample_is_right(sample: Path, tmp_path: Path) -> None:
     assert sample.read_text(encoding="utf-8").startswith("# ")
 
 
-@pytest.fixture(scope="module")
-def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tiny_models import byte_tokenizer, llama_of_whole_blocks
+# The family of each model that a sample names; tests serve a small model of it.
+FAMILIES = {
+    "EleutherAI/pythia-6.9b": "gpt_neox",
+    "HuggingFaceTB/SmolLM2-135M-Instruct": "llama",
+    "Qwen/Qwen2.5-0.5B-Instruct": "qwen2",
+    "TheBloke/Llama-2-7B-fp16": "llama",
+    "facebook/opt-6.7b": "opt",
+    "meta-llama/Llama-2-7b-hf": "llama",
+}
 
-    directory = tmp_path_factory.mktemp("tiny") / "llama"
-    llama_of_whole_blocks().save_pretrained(directory)
-    byte_tokenizer().save_pretrained(directory)
-    return directory
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that saves a small model of a family."""
+    from tiny_models import byte_tokenizer, llama_of_whole_blocks, tiny_model
+
+    @functools.cache
+    def save(family: str) -> Path:
+        directory = tmp_path_factory.mktemp("tiny") / family
+        model = llama_of_whole_blocks() if family == "llama" else tiny_model(family)  # 4-bit layers need whole blocks
+        model.save_pretrained(directory)
+        byte_tokenizer().save_pretrained(directory)
+        return directory
+
+    return save
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(HANDLER.keys() - NOT_YET - VLLM - PIPELINES - {*TREE_MODELS} - {"own-handler"}))
-def test_a_sample_runs(name: str, tiny_llama: Path, tmp_path: Path) -> None:
+def test_a_sample_runs(name: str, tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """A small model of the same class takes the place of the sample's own, which would have to be downloaded."""
     sample = SAMPLES / f"{name}.properties"
     (tmp_path / "serving.properties").write_text(sample.read_text(encoding="utf-8"), encoding="utf-8")
-    # A small model takes the place of the sample's own, which would have to be downloaded.
-    instead = {"option.model_id": str(tiny_llama), "option.max_model_len": "128", "option.trust_remote_code": "false"}
+    named = re.search(r"^option\.model_id=(.*)$", sample.read_text(encoding="utf-8"), re.MULTILINE)
+    instead = {"option.max_model_len": "128"}
+    if named is not None:
+        instead["option.model_id"] = str(tiny(FAMILIES[named[1]]))
     model = resolve_model(tmp_path, {}, instead)
     assert asyncio.run(generate(model.handler, model.model_dir, model.options)) == 4
 
