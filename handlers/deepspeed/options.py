@@ -113,7 +113,7 @@ class DeepSpeedOptions(RollingBatchOptions):
     checkpoint: str | None = Field(
         None,
         description="Manifest, in the model directory, of weights that `lmi-server partition` has split or quantised;"
-        " for the rolling batch.",
+        " for the rolling batch. Without option.dtype their data type counts.",
     )
     save_mp_checkpoint_path: str | None = Field(
         None, description="Directory to which each rank writes its weights while the model loads."
@@ -199,10 +199,6 @@ class DeepSpeedOptions(RollingBatchOptions):
     def conflicts(self, given: Collection[str]) -> Iterator[Conflict]:
         if self.quantize == "smoothquant" and self.dtype == "bf16":
             yield Conflict(("option.quantize", "option.dtype"), "smoothquant only with option.dtype=fp16 or fp32")
-        if self.checkpoint is not None and self.dtype == "auto":
-            yield Conflict(
-                ("option.checkpoint", "option.dtype"), "a checkpoint only with option.dtype=fp32, fp16, bf16 or int8"
-            )
         if self.checkpoint is not None and self.quantize is not None:
             yield Conflict(("option.checkpoint",), "a checkpoint only without option.quantize")
 

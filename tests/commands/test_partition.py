@@ -102,7 +102,7 @@ def test_8_bit_weights_are_only_loaded(method: str, weights: Path, tmp_path: Pat
     model = load(str(weights), save).model
     for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(weights / name, tmp_path)
-    kept = load(str(tmp_path), DeepSpeedOptions(dtype="fp32", checkpoint="ds_inference_config.json"))
+    kept = load(str(tmp_path), DeepSpeedOptions(checkpoint="ds_inference_config.json"))
     assert same_tokens(kept.model, model)
     assert kept.details["quantization"] == method
 

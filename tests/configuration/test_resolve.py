@@ -710,11 +710,6 @@ def test_a_handler_that_is_missing_is_one_line(write: Write) -> None:
             "smoothquant only with option.dtype=fp16 or fp32",
         ),
         (
-            "option.entryPoint=djl_python.deepspeed\noption.checkpoint=c.json",
-            "option.checkpoint",
-            "only with option.dt",
-        ),
-        (
             "option.entryPoint=djl_python.transformers_neuronx\noption.fuse_qkv=true\noption.partition_schema=optimum",
             "option.partition_schema",
             "optimum only with option.model_loader=optimum",

@@ -276,14 +276,16 @@ def test_a_checkpoint_of_deepspeeds_kernels_is_refused(weights: Path, tmp_path: 
     [
         ({"tp_size": 2}, r"was split for option\.tensor_parallel_degree=2, but the degree is 1; split the model again"),
         ({"dtype": "bfloat16"}, r"is in bfloat16, but option\.dtype=fp32"),
+        ({"dtype": "float16", "asked": "auto"}, r"is in float16, and DeepSpeed has no fp16 on the CPU"),
     ],
 )
 def test_a_checkpoint_that_was_split_otherwise_is_refused(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
+    asked = changes.get("asked", "fp32")
     content = {"type": "lmi-server ranks", "tp_size": 1, "dtype": "float32", "quantization": None, **changes}
     (tmp_path / "ds_inference_config.json").write_text(json.dumps({**content, "checkpoints": {"tp": [[]]}}))
-    options = DeepSpeedOptions(checkpoint="ds_inference_config.json", dtype="fp32")
+    options = DeepSpeedOptions(checkpoint="ds_inference_config.json", dtype=asked)
     with pytest.raises(ModelLoadError, match=message):
         find_shards(str(tmp_path), options, ALONE)
 
