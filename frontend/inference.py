@@ -416,13 +416,18 @@ def _header(scope: Scope, name: bytes) -> bytes | None:
 def _query(scope: Scope) -> list[tuple[str, bytes]]:
     """Return the query parameters. Raises MalformedUrlError if path or query is not percent-encoded."""
     query: bytes = scope["query_string"]
-    for part in (scope["raw_path"], query):
-        if b"%" in part and _MALFORMED.search(part):
-            raise MalformedUrlError(f"a percent sign in {part[:60].decode('latin-1')} encodes no byte; send it as %25")
+    if b"%" in query or b"%" in scope["raw_path"]:
+        _check_percent_signs(scope["raw_path"], query)
     if not query:
         return []
     pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
     return [(name, value.encode()) if name else (value, b"") for name, value in pairs]  # "=x" is a name, as in LMI
+
+
+def _check_percent_signs(*parts: bytes) -> None:
+    for part in parts:
+        if _MALFORMED.search(part):
+            raise MalformedUrlError(f"a percent sign in {part[:60].decode('latin-1')} encodes no byte; send it as %25")
 
 
 def _last(entries: list[tuple[str, bytes]], key: str) -> str | None:
