@@ -172,6 +172,8 @@ def _labels(metric: Metric) -> _Labels:
 
 def _label_name(name: str) -> str:
     clean = _NOT_A_NAME.sub("_", name)
+    if clean.startswith("__"):  # Prometheus keeps such labels to itself
+        return f"_{clean.lstrip('_')}"
     return f"_{clean}" if clean[:1].isdigit() or clean == "le" else clean
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import socket
 import subprocess
@@ -12,9 +13,12 @@ from pathlib import Path
 import httpx
 import pytest
 from own_code_helpers import make_own
+from prometheus_client.parser import text_string_to_metric_families
 from server_helpers import Server, running
 from waiting import wait_until
 
+from frontend.lmi_metrics import LmiMetrics
+from frontend.metrics import Metrics
 from lmi_server.contract.metrics import Metric, parse_metric
 
 HOST = socket.gethostname()
@@ -177,6 +181,42 @@ def test_a_line_reads_as_it_is_written(text: str) -> None:
 )
 def test_a_line_that_is_no_metric(text: str) -> None:
     assert parse_metric(text) is None
+
+
+def test_whatever_is_printed_the_text_can_be_read() -> None:
+    metrics = Metrics(list)
+    for text in (
+        "1st.Count:1|#le:a,__x:b,Model:m|c",
+        "Same.Count:1|#Model:m|c",
+        "Same_total.Bytes:7|g",  # would be a second family with the samples of the first
+        "Odd Name.Bytes:1|#A b:c d\\",
+        "Took.Seconds:0.2|#Model:m|h",
+        "Took.Seconds:2000|#Model:m|h",
+        "Size.Count/Item:3|#Model:m|h",
+    ):
+        metric = parse_metric(text)
+        assert metric is not None, text
+        metrics.record(metric)
+    printed = asyncio.run(metrics.text()).decode()
+    families = {family.name: family for family in text_string_to_metric_families(printed)}
+    heads = re.findall(r"^# TYPE (\S+)", printed, re.MULTILINE)
+    assert len(heads) == len(set(heads))
+    assert [sample.value for sample in families["Same"].samples] == [1.0]
+    assert families["Odd_Name"].samples[0].labels == {"A_b": "c d\\"}
+    assert families["_1st"].samples[0].labels == {"_le": "a", "_x": "b", "Model": "m"}
+    buckets = {sample.labels.get("le"): sample.value for sample in families["Took"].samples}
+    assert (buckets["0.1"], buckets["0.25"], buckets["600.0"], buckets["+Inf"]) == (0, 1, 1, 2)
+
+
+def test_printed_series_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    metrics = LmiMetrics()
+    for number in range(3000):
+        metrics.record(Metric("Request", "Count", 1, (("Id", str(number)),)))
+    (family,) = [family for family in metrics.families({}, []) if family.name == "Request"]
+    assert len(family.samples) == 2000
+    assert [record.message for record in caplog.records] == [
+        "metric Request is not counted: there are 2000 series already; print fewer names and dimensions"
+    ]
 
 
 def test_values_without_a_kind() -> None:
