@@ -51,7 +51,7 @@ class DeepSpeedTaskHandler(TaskHandler):
     def handle(self, requests: Sequence[Input]) -> Sequence[Response | LmiServerError]:
         if self._communicator is None:
             return super().handle(requests)
-        from handlers.deepspeed.batch_messages import Batch, encode
+        from handlers.batch_messages import Batch, encode
 
         batch = Batch(secrets.randbits(63), list(requests))
         self._communicator.broadcast(encode(batch))
@@ -59,7 +59,7 @@ class DeepSpeedTaskHandler(TaskHandler):
 
     def follow(self, model_dir: str, options: DeepSpeedOptions) -> None:
         self.start(model_dir, options)
-        from handlers.deepspeed.batch_messages import Batch, decode
+        from handlers.batch_messages import Batch, decode
 
         assert self._communicator is not None
         while isinstance(message := decode(self._communicator.receive()), Batch):
@@ -67,7 +67,7 @@ class DeepSpeedTaskHandler(TaskHandler):
 
     def stop(self) -> None:
         if self._communicator is not None:
-            from handlers.deepspeed.batch_messages import Stop, encode
+            from handlers.batch_messages import Stop, encode
 
             self._communicator.broadcast(encode(Stop()))
 

@@ -43,6 +43,7 @@ def main() -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the front end decides
     end_with_parent()
+    sys.path.insert(0, str(_COMPAT))
     if arguments.link.startswith("unix:"):
         rank, link = join_group(arguments.link.removeprefix("unix:"))
         if rank.rank > 0:
@@ -55,7 +56,6 @@ def _lead(link: socket.socket, progress: BatchProgress | None) -> int:
     """Serve the model, as the only process of the worker or as rank 0 of its group; return the exit code."""
     load = read_load(link)
     logging.getLogger().setLevel(load.log_level)
-    sys.path.insert(0, str(_COMPAT))
     link.setblocking(False)
     try:
         handler, loading = make_handler(load)

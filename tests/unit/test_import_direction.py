@@ -46,7 +46,7 @@ HANDLERS_MAY_IMPORT = (
     "lmi_server.configuration.tasks",
 )
 # Folders and modules of handlers/ that several handlers share.
-SHARED = {"checkpoints", "content", "rolling_batch", "step_loop", "tasks", "user_code"}
+SHARED = {"batch_messages", "checkpoints", "content", "rolling_batch", "step_loop", "tasks", "user_code"}
 
 
 def name_of(path: Path) -> str:

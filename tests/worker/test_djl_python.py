@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from own_code_helpers import serving_own
 from server_helpers import Server, connect, received
+from waiting import wait_until
 
 CODE = """
 import copy, io, json, os, pickle, subprocess, sys, time
@@ -327,3 +328,41 @@ def test_each_step_of_a_rolling_batch_is_sent_before_the_next_one(rolling: Serve
 def test_a_handle_beside_an_engine_of_ranks_serves(tmp_path: Any) -> None:
     with serving_own(tmp_path, CODE, engine="MPI") as server:
         assert ask(server, "[os.environ['RANK'], os.environ['WORLD_SIZE']]").json() == ["0", "1"]
+
+
+RANKS = """
+import os, time
+from djl_python import Output
+
+def handle(inputs):
+    note("loads" if inputs.is_empty() else inputs.get_as_string())
+    if inputs.is_empty():
+        return None
+    words = inputs.get_as_string().split()
+    return Output().add_stream_content(stream(words), None) if len(words) > 1 else Output().add(words[0])
+
+def stream(words):
+    for word in words:
+        note(word)
+        time.sleep(0.05)
+        yield word
+
+def note(text):
+    with open(f"rank-{os.environ['RANK']}", "a") as file:
+        file.write(text + ";")
+"""
+
+
+@pytest.mark.slow
+def test_all_ranks_call_the_code_and_rank_0_answers(tmp_path: Any) -> None:
+    """A stream runs to its end on every rank, also if its client leaves."""
+    with serving_own(tmp_path, RANKS, engine="MPI", tensor_parallel_degree=2) as server:
+        assert server.http.post("/invocations", content="one").text == "one"
+        assert server.http.post("/invocations", content="a b").text == "ab"
+        with server.http.stream("POST", "/invocations", content="c d e f") as answer:
+            next(answer.iter_raw())
+        assert server.http.post("/invocations", content="last").text == "last"
+        notes = "loads;one;a b;a;b;c d e f;c;d;e;f;last;"
+        directory = tmp_path / "model"
+        assert (directory / "rank-0").read_text() == notes
+        wait_until(lambda: (directory / "rank-1").read_text() == notes, "rank 1 has done the same")

@@ -1,4 +1,4 @@
-"""The messages from rank 0 of a group that serves whole tasks to the other ranks: msgpack, one message per batch."""
+"""The messages from rank 0 of a group that serves batch after batch to the other ranks: msgpack, one per batch."""
 
 from __future__ import annotations
 
