@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from handlers.checkpoints.options import TransformersOptions
+from handlers.huggingface.unbatched import UNBATCHED
 from handlers.rolling_batch.options import RollingBatchOptions
 from lmi_server.configuration.declaration import Conflict, Deprecated, NoEffect, Unavailable
 from lmi_server.configuration.options import MPI_MODE_DESCRIPTION, Fraction, ParallelDegree, PositiveInt
@@ -65,4 +66,6 @@ def runs_as_pipeline(workload: Workload) -> bool:
     asked = workload.rolling_batch or "auto"
     if asked not in ("auto", "disable") or workload.under_mpi:
         return False
+    if UNBATCHED.intersection(workload.architectures):
+        return True
     return workload.task not in (None, TEXT_GENERATION) or asked == "disable" or workload.batches_statically

@@ -38,13 +38,14 @@ _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 class Choice:
     """The handler, and the `key` and `source` that decided it; no key if nobody named a handler.
 
-    If the entry point names no handler, `spec` is None and `problem` says why.
+    If the entry point names no handler, `spec` is None and `problem` says why. `note` is a warning about the choice.
     """
 
     spec: HandlerSpec | None
     key: str | None = None
     source: Source | None = None
     problem: str | None = None
+    note: str | None = None
 
     def reason(self, model: Model, handlers: HandlerTable) -> str:
         """Return what chose the handler: a key with its place, a file of the model, or what is known of the model."""
@@ -111,6 +112,7 @@ def choose_handler(given: Given, model: Model, machine: Machine, handlers: Handl
     chosen = _variant(chosen, workload, handlers)
     if chosen.spec is not None and chosen.spec.rolling_batch_decides:
         chosen = _variant(_by_rolling_batch(chosen, given, model, machine, handlers), workload, handlers)
+        chosen = _without_rolling_batch(chosen, replace(workload, architectures=model.architectures), handlers)
     return _with_rolling_batch_as_reason(chosen, given)
 
 
@@ -136,6 +138,19 @@ def _workload(given: Given, task: str | None) -> Workload:
 def _variant(chosen: Choice, workload: Workload, handlers: HandlerTable) -> Choice:
     title = None if chosen.spec is None else chosen.spec.variant_for(workload)
     return chosen if title is None else replace(chosen, spec=handlers.by_title(title))
+
+
+def _without_rolling_batch(chosen: Choice, workload: Workload, handlers: HandlerTable) -> Choice:
+    """Return the variant for an architecture that the rolling batch of the chosen handler cannot serve, with a note."""
+    other = _variant(chosen, workload, handlers)
+    if other.spec is chosen.spec:
+        return chosen
+    note = (
+        f"{', '.join(workload.architectures)} cannot run under the rolling batch of transformers and is served in"
+        " static batches; option.rolling_batch=disable says so without this warning, and option.rolling_batch=vllm"
+        " serves it if vLLM can"
+    )
+    return replace(other, note=note)
 
 
 def _by_files(given: Given, model_dir: Path, handlers: HandlerTable) -> Choice:

@@ -100,6 +100,8 @@ class ModelChecks:
     def warnings(self) -> Iterator[str]:
         """Yield a line for each value that is deprecated, has no effect, or is undeclared."""
         known = self.merged.known
+        if self.choice.note is not None:
+            yield self.choice.note
         yield from self.merged.warnings
         yield from _unknown_key_warnings(self.merged.unknown, self.spec, self.handlers)
         yield from value_warnings(self.serving, known)

@@ -47,13 +47,15 @@ class Workload:
     """What a configuration asks for, as far as it decides between a handler and its variant.
 
     `task` is None if it is unknown, `rolling_batch` (in lower case) if the key is not given; `batches_statically` is
-    true if requests are collected to batches that run together from start to end.
+    true if requests are collected to batches that run together from start to end. `architectures` are those of the
+    model if the handler's own rolling batch would serve it.
     """
 
     task: str | None
     rolling_batch: str | None
     under_mpi: bool
     batches_statically: bool
+    architectures: tuple[str, ...] = ()
 
 
 def canonical_task(name: Any) -> Any:

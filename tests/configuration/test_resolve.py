@@ -872,6 +872,23 @@ def test_variables_of_text_generation_inference(write: Write) -> None:
     assert (found.problems, found.warnings) == ((), ())
 
 
+@pytest.mark.parametrize("lines", [(), ("option.rolling_batch=auto",), ("option.entryPoint=djl_python.huggingface",)])
+def test_auto_avoids_a_rolling_batch_that_cannot_run_the_architecture(write: Write, lines: tuple[str, ...]) -> None:
+    gptj = {"architectures": ["GPTJForCausalLM"], "model_type": "gptj"}
+    found = inspect_model(write(*lines, config=gptj), {}, machine=NO_GPU)
+    assert (found.spec.title, found.problems) == ("huggingface pipeline", ())
+    (warning,) = found.warnings
+    assert warning.startswith(
+        "GPTJForCausalLM cannot run under the rolling batch of transformers and is served in static"
+    )
+
+
+def test_a_rolling_batch_that_was_asked_for_is_chosen_for_any_architecture(write: Write) -> None:
+    gptj = {"architectures": ["GPTJForCausalLM"], "model_type": "gptj"}
+    asked = inspect_model(write("option.rolling_batch=scheduler", config=gptj), {}, machine=NO_GPU)
+    assert (asked.spec.title, asked.warnings) == ("huggingface", ())
+
+
 def test_a_variable_of_text_generation_inference_without_effect_gives_a_warning(write: Write) -> None:
     (warning,) = inspect_model(write(), {"CUDA_MEMORY_FRACTION": "0.8"}, machine=NO_GPU).warnings
     assert warning == "variable CUDA_MEMORY_FRACTION is ignored, because the handler has no such option"

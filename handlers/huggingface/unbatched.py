@@ -1,0 +1,29 @@
+"""Architectures of transformers that cannot run under the rolling batch; option.rolling_batch=auto avoids it for them.
+
+The load itself refuses any other model that the rolling batch does not serve exactly.
+"""
+
+from __future__ import annotations
+
+# fmt: off
+_WITH_STATE = frozenset(
+    {
+        "BambaForCausalLM", "DeepseekV4ForCausalLM", "FalconH1ForCausalLM", "FalconMambaForCausalLM",
+        "GraniteMoeHybridForCausalLM", "JambaForCausalLM", "KimiLinearForCausalLM", "Mamba2ForCausalLM",
+        "MambaForCausalLM", "NemotronHForCausalLM", "OlmoHybridForCausalLM", "Qwen3NextForCausalLM",
+        "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen4ExpForCausalLM", "RecurrentGemmaForCausalLM",
+        "RwkvForCausalLM", "Zamba2ForCausalLM", "ZambaForCausalLM", "ZayaForCausalLM", "xLSTMForCausalLM",
+    }
+)
+_WITHOUT_INTERFACE = frozenset(
+    {
+        "BigBirdForCausalLM", "BloomForCausalLM", "CodeGenForCausalLM", "CpmAntForCausalLM", "FalconForCausalLM",
+        "GPTJForCausalLM", "GPTNeoForCausalLM", "GPTNeoXJapaneseForCausalLM", "GotOcr2ForConditionalGeneration",
+        "MegatronBertForCausalLM", "MptForCausalLM", "MvpForCausalLM", "OpenAIGPTLMHeadModel",
+        "ProphetNetForCausalLM", "ReformerModelWithLMHead", "RemBertForCausalLM", "RoFormerForCausalLM",
+        "TrOCRForCausalLM", "XGLMForCausalLM", "XLMWithLMHeadModel", "XLNetLMHeadModel",
+    }
+)
+# fmt: on
+UNBATCHED = _WITH_STATE | _WITHOUT_INTERFACE
+"""Those that keep a state beside keys and values, and those without transformers' attention interface."""

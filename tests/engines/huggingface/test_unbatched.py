@@ -1,0 +1,42 @@
+"""Models that the rolling batch cannot run, served as LMI serves them without one."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from product_helpers import COMMANDS, serving
+from rolling_batch_helpers import generated
+from tiny_models import CONTEXT, VOCABULARY, byte_tokenizer, random_model
+from transformers import GPTJConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from handlers.huggingface.unbatched import UNBATCHED
+
+pytestmark = pytest.mark.slow
+
+
+def test_the_listed_architectures_exist() -> None:
+    assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()) >= UNBATCHED
+
+
+def test_gptj_is_served_in_static_batches_unless_a_rolling_batch_is_asked_for(tmp_path: Path) -> None:
+    config = GPTJConfig(
+        vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, rotary_dim=8, n_positions=CONTEXT, bos_token_id=257,
+        eos_token_id=258,
+    )  # fmt: skip
+    model, directory = random_model(config), tmp_path / "gptj"
+    model.save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+    with serving(tmp_path, directory) as server:
+        assert any("GPTJForCausalLM cannot run under the rolling batch" in line for line in server.lines)
+        body = {"inputs": "hello", "parameters": {"max_new_tokens": 4, "details": True}}
+        (answer,) = server.http.post("/invocations", json=body).json()
+        tokens = [token["id"] for token in answer["details"]["tokens"]]
+        assert tokens == generated(model, byte_tokenizer().encode("hello"), 4)
+    (directory / "serving.properties").write_text("option.rolling_batch=scheduler")
+    command = [str(COMMANDS / "lmi-server"), "serve", str(directory), "--port", "0"]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert refused.returncode == 1
+    assert "option.rolling_batch=disable, for static batches, and option.rolling_batch=vllm" in refused.stderr
