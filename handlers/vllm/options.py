@@ -49,7 +49,9 @@ class VllmEngineOptions(ModelOptions):
     one_worker_keys: ClassVar[tuple[str, ...]] = ("option.lmcache_auto_config",)
 
     max_rolling_batch_size: Annotated[PositiveInt, Key(also=("option.max_num_seqs",), must_agree=True)] = Field(
-        32, description="Maximum number of requests that the engine decodes together."
+        32,
+        description="Maximum number of requests that the engine decodes together. If nothing sets it, 256 counts: as "
+        "in LMI, because vLLM's paged KV cache takes as many as fit.",
     )
     load_format: str = Field("auto", description="Format of the checkpoint; auto prefers safetensors to bin files.")
     max_model_len: PositiveInt | None = Field(
