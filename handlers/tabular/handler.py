@@ -129,8 +129,11 @@ class TabularHandler(RequestHandler):
         if formatter is None and function is None:
             return _written(predictions, self._accepted(request))
         accept = self._accept(request)
-        result = formatter(predictions) if formatter is not None else _sagemaker_output(function, predictions, accept)
-        kind = accept if function is not None else _kind_of(result, self._default)
+        if formatter is None:
+            result, kind = _sagemaker_output(function, predictions, accept)
+        else:
+            result = formatter(predictions)
+            kind = _kind_of(result, self._default)
         data = result.encode() if isinstance(result, str) else result
         return Response(
             headers=[("content-type", kind)], data=data if isinstance(data, bytes) else content.encode_json(data)
@@ -245,9 +248,10 @@ def _own_functions(model_dir: str) -> Mapping[str, Callable[..., Any]]:
     }
 
 
-def _sagemaker_output(function: Any, predictions: Any, accept: str) -> Any:
+def _sagemaker_output(function: Any, predictions: Any, accept: str) -> tuple[Any, str]:
+    """Return the body and the content type that `output_fn` gives: it may return the body alone."""
     result = function(predictions, accept)
-    return result[0] if isinstance(result, tuple) else result  # SageMaker also allows (body, content type)
+    return result if isinstance(result, tuple) else (result, accept)
 
 
 def _kind_of(result: Any, default: str) -> str:

@@ -256,7 +256,9 @@ def predict_fn(input_data, model):
     return model.predict_proba(input_data)
 
 def output_fn(prediction, accept):
-    return json.dumps(prediction.round(3).tolist()), accept
+    if accept == "text/plain":
+        return json.dumps(prediction.round(3).tolist()), "application/x-own"
+    return json.dumps(prediction.round(3).tolist())
 """
 
 
@@ -268,7 +270,11 @@ def test_functions_as_sagemaker_names_them_take_over(tmp_path: Path) -> None:
     anything = handler.handle([request({"inputs": ROWS[:2].tolist()}, accept="*/*")])[0]
     assert not isinstance(anything, LmiServerError)
     assert dict(anything.headers)["content-type"] == "application/json"
-    assert json.loads(anything.data) == [expected, "application/json"]  # what output_fn was told
+    assert json.loads(anything.data) == expected
+    named = handler.handle([request({"inputs": ROWS[:2].tolist()}, accept="text/plain")])[0]
+    assert not isinstance(named, LmiServerError)
+    assert dict(named.headers)["content-type"] == "application/x-own"
+    assert json.loads(named.data) == expected
     outcomes = handler.handle([request({"inputs": [[1.0]]}), request({"inputs": ROWS[:1].tolist()})])
     assert isinstance(outcomes[0], LmiServerError)
     assert "model.py:6: ValueError: four columns, please" in outcomes[0].message
