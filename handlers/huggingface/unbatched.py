@@ -25,5 +25,7 @@ _WITHOUT_INTERFACE = frozenset(
     }
 )
 # fmt: on
-UNBATCHED = _WITH_STATE | _WITHOUT_INTERFACE
-"""Those that keep a state beside keys and values, and those without transformers' attention interface."""
+_WITH_INDEXER = frozenset({"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"})
+UNBATCHED = _WITH_STATE | _WITHOUT_INTERFACE | _WITH_INDEXER
+"""Those that keep a state beside keys and values, those without transformers' attention interface, and those whose
+attention asks an index which tokens it sees."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,7 @@ from handlers.rolling_batch.model_runner import LoadCheck, ModelRunner
 from handlers.rolling_batch.options import RollingBatchOptions
 from handlers.rolling_batch.prompts import PromptEncoder
 from handlers.rolling_batch.scheduler import Scheduler, SchedulerLimits
-from lmi_server.contract.errors import ModelLoadError
+from lmi_server.contract.errors import LmiServerError, ModelLoadError, describe, is_out_of_memory
 from lmi_server.contract.generation import SamplingParameters
 from lmi_server.machine.environment import own_rank
 from lmi_server.machine.memory import free_and_total
@@ -96,17 +97,12 @@ def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -
     began = time.perf_counter()
     loaded = load()
     model, tokenizer = loaded.model, loaded.tokenizer
-    try:
+    with _refusals(model):
         runner = loaded.runner()
         limits, max_len = _limits(runner, loaded, options)
         _refuse_unsteady_rope(model.config, max_len)
         _refuse_chunked_attention(model.config, max_len)
         runner.prepare(limits.slots, max_len)
-    except UnsupportedAttentionError as error:
-        raise ModelLoadError(
-            f"{type(model).__name__} cannot run under the rolling batch: {error}; other ways to serve it are"
-            " option.rolling_batch=disable, for static batches, and option.rolling_batch=vllm"
-        ) from error
     engine = RollingBatchEngine(runner, Scheduler(limits), tokenizer, eos_token_ids(model, tokenizer), max_len)
     prompts = PromptEncoder(tokenizer)
     _warm_up(engine, prompts)
@@ -127,6 +123,23 @@ def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -
         "load_seconds": round(time.perf_counter() - began, 1),
     }
     return LoadedEngine(engine, prompts, max_len, limits.kv_tokens, details)
+
+
+@contextmanager
+def _refusals(model: Any) -> Iterator[None]:
+    """Turn what a model under the rolling batch raises into a ModelLoadError that names the other ways to serve it."""
+    try:
+        yield
+    except LmiServerError:
+        raise
+    except Exception as error:  # the border to the code of any model: it may need what the rolling batch leaves out
+        if is_out_of_memory(error):
+            raise
+        reason = str(error) if isinstance(error, UnsupportedAttentionError) else f"its code raised {describe(error)}"
+        raise ModelLoadError(
+            f"{type(model).__name__} cannot run under the rolling batch: {reason}; other ways to serve it are"
+            " option.rolling_batch=disable, for static batches, and option.rolling_batch=vllm"
+        ) from error
 
 
 def follow(loaded: LoadedModel) -> None:

@@ -64,6 +64,13 @@ class ModelChecks:
         missing = "holds no config.json, and option.model_id (or HF_MODEL_ID) names no other model"
         if (directory / "MAR-INF").is_dir():
             missing = "is an archive of TorchServe (MAR-INF), which is not served; put a model.py beside its files"
+        gguf = next(iter(sorted(directory.glob("*.gguf"))), None)
+        if gguf is not None:
+            missing = (
+                f"holds a model in GGUF ({gguf.name}), which is not served; name the original checkpoint in"
+                " option.model_id, or convert the file with transformers (from_pretrained with gguf_file, then"
+                " save_pretrained)"
+            )
         yield f"{directory}: {missing}"
 
     def unavailable(self) -> Iterator[str]:

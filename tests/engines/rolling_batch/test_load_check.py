@@ -9,7 +9,7 @@ import pytest
 import torch
 from rolling_batch_helpers import Received, generated
 from tiny_models import CONTEXT, VOCABULARY, byte_tokenizer, random_model, tiny_model
-from transformers import Llama4TextConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GlmMoeDsaConfig, Llama4TextConfig, PreTrainedModel
 
 from handlers.huggingface import model as transformers_model
 from handlers.huggingface.options import HuggingFaceOptions
@@ -93,6 +93,17 @@ def test_layers_that_round_their_inputs_are_judged_by_their_error(caplog: pytest
         parameter.data = torch.randn_like(parameter) * 0.15
     with pytest.raises(UnsupportedAttentionError, match="serve it unquantised"):
         ModelRunner(other, CONTEXT, check=check).prepare(4, CONTEXT)
+
+
+def test_what_the_code_of_a_model_raises_is_a_refusal(tmp_path: Path) -> None:
+    config = GlmMoeDsaConfig(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+        topk_group=1, q_lora_rank=32, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
+        first_k_dense_replace=1, max_position_embeddings=CONTEXT, index_n_heads=2, index_head_dim=16, index_topk=8,
+    )  # fmt: skip
+    with pytest.raises(ModelLoadError, match=r"its code raised TypeError.*option\.rolling_batch=disable"):
+        load(saved(AutoModelForCausalLM.from_config(config), tmp_path))
 
 
 def test_a_window_as_long_as_the_context_costs_nothing() -> None:
