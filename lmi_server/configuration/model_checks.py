@@ -18,6 +18,7 @@ from lmi_server.configuration.declaration import Option
 from lmi_server.configuration.handler_choice import Choice, Model
 from lmi_server.configuration.handlers import HandlerSpec, HandlerTable, load_options_type
 from lmi_server.configuration.layers import Given, SortedKeys, nearest_key, spellings, unknown_key_warning
+from lmi_server.configuration.model_code import MODEL_CODE, defines
 from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.machine.inventory import Machine
 
@@ -115,6 +116,14 @@ class ModelChecks:
         yield from value_warnings(self.options, known)
         yield from combination_warnings(self.options, known)
         yield from self._degree_without_gpus()
+        yield from self._handle_without_effect()
+
+    def _handle_without_effect(self) -> Iterator[str]:
+        """Only a handler that generates text leaves its requests to a `handle` first."""
+        path = self.model.directory / MODEL_CODE
+        named = self.choice.source is not None and not self.spec.runs_user_code
+        if named and not self.spec.formats_text and path.is_file() and defines(path, "handle"):
+            yield f"{path}: handle has no effect on {self.spec.title}; remove option.entryPoint to have it serve"
 
     def _degree_without_gpus(self) -> Iterator[str]:
         degree = self.options.tensor_parallel_degree

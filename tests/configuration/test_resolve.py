@@ -336,6 +336,15 @@ def test_a_model_py_that_takes_requests_wins_over_what_an_engine_stands_for(writ
     assert resolve_model(directory, {}).handler != HANDLERS.user_code.handler
 
 
+def test_a_handle_beside_a_handler_that_does_not_ask_it_is_reported(write: Write) -> None:
+    directory = write("option.entryPoint=djl_python.huggingface\noption.task=fill-mask")
+    (directory / "model.py").write_text("def handle(inputs): ...")
+    warnings = "\n".join(resolve_model(directory, {}).warnings)
+    assert f"{directory / 'model.py'}: handle has no effect on huggingface pipeline" in warnings
+    (directory / "serving.properties").write_text("option.entryPoint=djl_python.huggingface")
+    assert "no effect" not in "\n".join(resolve_model(directory, {}).warnings)
+
+
 @pytest.mark.parametrize("key", ["option.output_formatter", "option.input_formatter"])
 def test_a_formatter_that_nothing_defines_is_refused(write: Write, key: str) -> None:
     directory = write(f"{key}=mine")
