@@ -130,6 +130,10 @@ FIELDS: dict[str, Field] = {
 }
 
 
+NAMES = frozenset(FIELDS)
+"""Their names."""
+
+
 def take(values: dict[str, Any]) -> StructuredOutputs | None:
     """Take the fields of this module out of the `values` of a request; return None if nothing constrains the output.
 

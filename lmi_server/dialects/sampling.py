@@ -80,6 +80,10 @@ FIELDS: dict[str, Field] = {
 """The fields by name; `n`, `max_tokens` and `logprobs` differ between the dialects."""
 
 
+EXTRAS = frozenset(_ENGINE_EXTRAS)
+"""The parameters that only the engine knows."""
+
+
 def take_extras(values: dict[str, Any]) -> dict[str, Any]:
     """Take the parameters that only the engine knows out of `values`."""
     return {name: values.pop(name) for name in _ENGINE_EXTRAS if name in values}

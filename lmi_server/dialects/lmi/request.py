@@ -164,6 +164,9 @@ def parse_tgi(request: Input, body: dict[str, Any], served: ServedModel) -> Exch
     return parse(request, body if stream is None else {**body, "stream": stream}, served)
 
 
+_NEED_DETAILS = frozenset({"decoder_input_details", "prompt_logprobs"})
+
+
 def _exchange(request: Input, served: ServedModel, values: dict[str, Any], warnings: tuple[str, ...]) -> Exchange:
     parameters, further = fields.read_fields(
         values.get("parameters", {}), PARAMETERS, "parameters.", features=served.features
@@ -175,10 +178,10 @@ def _exchange(request: Input, served: ServedModel, values: dict[str, Any], warni
     framing, formatter_warnings = choose_framing(request, served, stream)
     prompt = values["inputs"]
     options = _answer_options(request.route, prompt, parameters, served)
-    if not options.details:
+    if not options.details and not _NEED_DETAILS.isdisjoint(parameters):
         warnings += tuple(
             f"parameters.{name} has no effect without parameters.details"
-            for name in ("decoder_input_details", "prompt_logprobs")
+            for name in sorted(_NEED_DETAILS)
             if parameters.pop(name, None)
         )
     asynchronous = served.async_service and request.route not in routes.TGI_ROUTES
@@ -206,15 +209,11 @@ def _exchange(request: Input, served: ServedModel, values: dict[str, Any], warni
     return lines(requests, options, warnings, framing)
 
 
-def _check_count(counts: dict[str, int], parameters: dict[str, Any], text_only: bool) -> None:
-    """Raise RequestError for several sequences that would be the same, or for which the answer has no room."""
-    name, count = max(counts.items(), key=lambda item: item[1])
-    samples = parameters.get("do_sample", "temperature" in parameters) and parameters.get("temperature") != 0
-    if not samples:
-        raise fields.not_allowed(f"parameters.{name}", count, "send do_sample=true with it: greedy texts are the same")
+def _refuse_one_text(count: int, text_only: bool) -> None:
+    """Raise RequestError for several sequences if the answer is one text."""
     if text_only:
         raise fields.not_allowed(
-            f"parameters.{name}", count, f"send 1: the answer of option.output_formatter={TEXT_ONLY} is one text"
+            "parameters.n", count, f"send 1: the answer of option.output_formatter={TEXT_ONLY} is one text"
         )
 
 
@@ -227,7 +226,21 @@ def _further_warnings(names: list[str]) -> tuple[str, ...]:
     )
 
 
-_COUNTS = ("n", "num_return_sequences", "best_of")
+_COUNTS = frozenset({"n", "num_return_sequences", "best_of"})
+
+
+def _counts(parameters: dict[str, Any]) -> tuple[int, int | None]:
+    """Take how many sequences the answer has, and of how many these are the best. Raises RequestError."""
+    counts: dict[str, int] = {name: parameters.pop(name) for name in sorted(_COUNTS & parameters.keys())}
+    best_of = counts.get("best_of")
+    n = counts.get("n") or counts.get("num_return_sequences") or best_of or 1
+    if best_of is not None and best_of < n:
+        raise fields.not_allowed("parameters.best_of", best_of, f"send at least n, which is {n}")
+    name, count = max(counts.items(), key=lambda item: item[1])
+    samples = parameters.get("do_sample", "temperature" in parameters) and parameters.get("temperature") != 0
+    if count > 1 and not samples:
+        raise fields.not_allowed(f"parameters.{name}", count, "send do_sample=true with it: greedy texts are the same")
+    return n, best_of
 
 
 def _answer_options(
@@ -237,14 +250,10 @@ def _answer_options(
     on_tgi_path = route in routes.TGI_ROUTES
     # LMI gives details with tgi_compat, asked for or not; text-generation-inference itself does not.
     always = served.tgi_compat and not on_tgi_path
-    counts: dict[str, int] = {name: parameters.pop(name) for name in _COUNTS if name in parameters}
-    best_of = counts.get("best_of")
-    n = counts.get("n") or counts.get("num_return_sequences") or best_of or 1
-    if best_of is not None and best_of < n:
-        raise fields.not_allowed("parameters.best_of", best_of, f"send at least n, which is {n}")
+    n, best_of = (1, None) if _COUNTS.isdisjoint(parameters) else _counts(parameters)
     candidates = best_of or n
     if candidates > 1:
-        _check_count(counts, parameters, served.output_formatter == TEXT_ONLY and not on_tgi_path)
+        _refuse_one_text(candidates, served.output_formatter == TEXT_ONLY and not on_tgi_path)
     details = parameters.pop("details", False) or always or candidates > 1
     prefill = details and (parameters.get("decoder_input_details", False) or "prompt_logprobs" in parameters)
     return AnswerOptions(
@@ -270,6 +279,20 @@ def _sampling(parameters: dict[str, Any], options: AnswerOptions, lines: bool) -
     # A stream and `details` give every token its log probability, asked for or not.
     alternatives = max(parameters.pop("logprobs", 0), options.top_n)
     parameters["logprobs"] = alternatives if lines or options.details else None
+    if not _TRANSLATED.isdisjoint(parameters):  # a set operation: most requests have none of them
+        _translate(parameters)
+    if options.prefill:
+        parameters.setdefault("prompt_logprobs", 0)
+    return SamplingParameters(fit_context=True, **parameters)
+
+
+_TRANSLATED = (
+    frozenset({"max_tokens", "stop_sequences", "stop_strings", "end_tokens"}) | constraints.NAMES | sampling.EXTRAS
+)
+
+
+def _translate(parameters: dict[str, Any]) -> None:
+    """Turn the parameters whose names or forms are not those of SamplingParameters into these, in place."""
     max_tokens = parameters.pop("max_tokens", None)
     if max_tokens is not None:
         parameters.setdefault("max_new_tokens", max_tokens)
@@ -280,9 +303,5 @@ def _sampling(parameters: dict[str, Any], options: AnswerOptions, lines: bool) -
     if end_tokens is not None:  # these, in place of the model's own
         parameters["ignore_eos"] = True
         parameters["stop_token_ids"] = (*parameters.get("stop_token_ids", ()), *end_tokens)
-    if options.prefill:
-        parameters.setdefault("prompt_logprobs", 0)
-    constraint = constraints.take(parameters)
-    return SamplingParameters(
-        fit_context=True, extra=sampling.take_extras(parameters), structured_outputs=constraint, **parameters
-    )
+    parameters["structured_outputs"] = constraints.take(parameters)
+    parameters["extra"] = sampling.take_extras(parameters)
