@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
 import shutil
+import sys
 import tempfile
 import zipfile
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
-from paths import BUILT_MODELS, TESTS
+from paths import BUILT_MODELS, ROOT, TESTS
 from process_log import last_lines
 
 from lmi_server.commands.demo_model import build_demo_model
@@ -144,3 +147,15 @@ def load_task(tmp_path_factory: pytest.TempPathFactory) -> LoadTask:
         return started(directory, **options), directory
 
     return loaded
+
+
+@pytest.fixture(scope="module")
+def named() -> Iterator[Callable[[str], ModuleType]]:
+    """Import a module of djl_python as a worker does."""
+    sys.path.insert(0, str(ROOT / "lmi_server/compat"))
+    try:
+        yield importlib.import_module
+    finally:
+        sys.path.remove(str(ROOT / "lmi_server/compat"))
+        for name in [name for name in sys.modules if name.partition(".")[0] == "djl_python"]:
+            del sys.modules[name]

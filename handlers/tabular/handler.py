@@ -65,6 +65,11 @@ class TabularHandler(RequestHandler):
             raise ModelLoadError(f"{path}: cannot be loaded as {model_format}: {error}") from error
         return ModelInfo(max_model_len=0, details={"model": type(self._model).__name__, "file": path.name})
 
+    @property
+    def model(self) -> Any:
+        """Return the model, once it is loaded: code of a model.py may use it."""
+        return self._model
+
     def handle(self, requests: Sequence[Input]) -> Sequence[Response | LmiServerError]:
         if self._own:  # the contract of these functions is one request a call
             return [self._outcome(request) for request in requests]

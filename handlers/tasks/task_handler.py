@@ -77,6 +77,11 @@ class TaskHandler(RequestHandler):
         details = {"task": options.task, **self._task.details()}
         return ModelInfo(max_model_len=self._task.max_length, details=details)
 
+    @property
+    def task(self) -> Task:
+        """Return the task, once it is loaded: code of a model.py may use its model and its tokenizer."""
+        return self._task
+
     def handle(self, requests: Sequence[Input]) -> Sequence[Response | LmiServerError]:
         outcomes: dict[int, Response | LmiServerError] = {}
         calls: dict[int, ParsedRequest] = {}

@@ -94,6 +94,11 @@ def process_environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def set_variables(values: Mapping[str, str]) -> None:
+    """Set environment variables of this process, for libraries that read them later."""
+    os.environ.update(values)
+
+
 def is_multi_model(environment: Mapping[str, str]) -> bool:
     """Return whether SageMaker says that this server is one of a multi-model endpoint."""
     return environment.get("SAGEMAKER_MULTI_MODEL", "").strip().lower() == "true"

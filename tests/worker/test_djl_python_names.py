@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import importlib
 import inspect
 import json
+import os
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,23 +18,14 @@ from typing import Any
 import pytest
 from paths import ROOT
 
-from lmi_server import worker
-
-COMPAT = Path(worker.__file__).parent.parent / "compat"
+COMPAT = ROOT / "lmi_server/compat"
 TABLE: Mapping[str, Mapping[str, str]] = json.loads((ROOT / "tests/data/djl_python_signatures.json").read_text())
 """By module and name the signature of LMI's function, as Python writes it; "" for classes and constants."""
-
-
-@pytest.fixture(scope="module")
-def named() -> Iterator[Any]:
-    """Import a module of djl_python as a worker does."""
-    sys.path.insert(0, str(COMPAT))
-    try:
-        yield importlib.import_module
-    finally:
-        sys.path.remove(str(COMPAT))
-        for name in [name for name in sys.modules if name.partition(".")[0] == "djl_python"]:
-            del sys.modules[name]
+NAMES: Mapping[str, list[str]] = json.loads((ROOT / "tests/data/djl_python_names.json").read_text())
+"""Every public name of LMI 0.36, by module, and the services of earlier releases."""
+MADE_OF_ENGINES = {"PEFT_MODEL_TASK_TO_CLS": "transformers", "VLLM_GENERATION_PARAMS": "vllm"}
+"""Names whose values are an engine's, which is imported for them."""
+ENGINES = ("transformers", "vllm", "torch", "tensorrt_llm", "deepspeed", "sklearn", "xgboost", "skops", "joblib")
 
 
 def found(module: Any, name: str) -> Any:
@@ -80,6 +72,27 @@ def test_signatures_are_lmis(named: Any, module: str) -> None:
         own, lmis = comparable(own_arguments(value)), comparable(arguments(signature))
         assert own[: len(lmis)] == lmis, f"{module}.{name}"
         assert all(default is not inspect.Parameter.empty for _, default in own[len(lmis) :]), f"{module}.{name}"
+
+
+def test_every_name_can_be_imported_without_any_engine() -> None:
+    names = {module: sorted(set(listed) - MADE_OF_ENGINES.keys()) for module, listed in NAMES.items()}
+    code = (
+        f"import sys; sys.modules |= dict.fromkeys({ENGINES!r}); from importlib import import_module\n"
+        f"names = {names!r}\n"
+        "print([(module, name) for module in names for name in names[module]"
+        " if not hasattr(import_module(module), name)])"
+    )
+    environment = {"PYTHONPATH": f"{COMPAT}:{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "engine"), MADE_OF_ENGINES.items())
+def test_names_of_an_engine_take_it(named: Any, name: str, engine: str) -> None:
+    pytest.importorskip(engine)
+    module = next(module for module, names in NAMES.items() if name in names)
+    assert len(getattr(named(module), name)) > 4
 
 
 def test_what_every_model_imports_is_light() -> None:
@@ -236,6 +249,30 @@ def test_a_model_is_tested_without_a_server(named: Any, tmp_path: Path) -> None:
     assert tools.create_request(["{}"], ["x=1"]).get_property("content-type") == "application/json"
 
 
+def test_a_model_is_tested_from_the_command_line(
+    named: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = "from djl_python import Output\nfirst = {}\n"
+    code += "def handle(inputs):\n    first.update(inputs.properties) if inputs.is_empty() else None\n"
+    code += "def mine(inputs): return Output(message=first['greeting'] + inputs.get_as_string())\n"
+    (tmp_path / "by_line.py").write_text(code)
+    monkeypatch.setenv("OPTION_GREETING", "hello ")
+    command = [
+        "test",
+        "--model-dir",
+        str(tmp_path),
+        "--entry-point",
+        "by_line.py",
+        "--handler",
+        "mine",
+        "--input",
+        "you",
+    ]
+    monkeypatch.setattr(sys, "argv", command)
+    named("djl_python.test_model").run()
+    assert '"message": "hello you"' in capsys.readouterr().out
+
+
 def test_a_handler_calls_the_functions_of_a_model_py(named: Any, tmp_path: Path) -> None:
     handling = named("djl_python.custom_formatter_handling")
     reads = "def input_fn(request_body, content_type): return [request_body, content_type]\n"
@@ -249,3 +286,194 @@ def test_a_handler_calls_the_functions_of_a_model_py(named: Any, tmp_path: Path)
     failed = asyncio.run(service.handle(request))
     decode = named("djl_python.outputs").Output.binary_decode
     assert decode(failed.content.values[0])["error"] == "Custom handler failed: division by zero"
+
+
+def test_the_arguments_of_lmis_commands(named: Any) -> None:
+    parser = named("djl_python.arg_parser").ArgParser
+    given = "--model-dir /m --sock-type unix --tensor-parallel-degree 2 --no-async-mode"
+    worker = parser.python_engine_args().parse_args(given.split())
+    assert (worker.model_dir, worker.tensor_parallel_degree, worker.device_id) == ("/m", 2, "-1")
+    assert (worker.async_mode, worker.log_level, worker.entry_point) == (False, "info", None)
+    tested = parser.test_model_args().parse_args(["--parameters", "a=1", "b=2"])
+    assert (tested.handler, tested.input, tested.parameters) == ("handle", ["input.txt"], ["a=1", "b=2"])
+
+
+def test_a_request_and_an_answer_over_a_socket(named: Any) -> None:
+    """The bytes are those between LMI's front end and its worker."""
+    inputs, outputs = named("djl_python.inputs"), named("djl_python.outputs")
+    front, worker = socket.socketpair()
+    with front, worker:
+        text = outputs.Output.write_utf8
+        sent = bytearray(b"\x00\x01")
+        text(sent, "handler")
+        text(sent, "mine")
+        sent += b"\x00\x02"
+        for name in ("data", None):
+            text(sent, name)
+            sent += b"\x00\x00\x00\x03\x00\xff\x01"
+        front.sendall(sent)
+        given = inputs.Input()
+        given.read(worker)
+        assert (given.get_function_name(), given.content.keys) == ("mine", ["data", None])
+        assert given.get_as_bytes() == b"\x00\xff\x01"
+        outputs.Output(201, "made").add_property("a", 1).add("x").send(worker)
+        assert inputs.retrieve_short(front) == 201
+        assert [inputs.retrieve_utf8(front), inputs.retrieve_short(front)] == ["made", 1]
+        assert [inputs.retrieve_utf8(front) for _ in range(2)] == ["a", "1"]
+        assert [inputs.retrieve_short(front), inputs.retrieve_utf8(front)] == [1, None]
+        assert inputs.retrieve_buffer(front, inputs.retrieve_int(front)) == b"x"
+
+        def pieces() -> Any:
+            yield "ab"
+            raise ValueError("in the stream")
+
+        outputs.Output().add_stream_content(pieces(), None).send(worker)
+        worker.close()
+        head = b"\x00\xc8\x00\x00\x00\x02OK\x00\x00\xff\xff"
+        assert inputs.retrieve_buffer(front, len(head)) == head
+        assert inputs.retrieve_buffer(front, 7) == b"\x01\x00\x00\x00\x02ab"
+        assert inputs.retrieve_buffer(front, 18) == b"\x00\x00\x00\x00\x0din the stream"
+        with pytest.raises(ValueError, match="closed after 0 of 4 bytes"):
+            inputs.retrieve_int(front)
+
+
+def test_the_parts_of_an_ndlist(named: Any) -> None:
+    parts = named("djl_python.np_util")
+    data = parts.set_int(-2) + parts.set_long(2**40) + parts.set_str("é") + parts.set_char("?") + b"\x07ab"
+    read, at = [], 0
+    for name in ("int", "long", "str", "char", "byte_as_int"):
+        value, at = getattr(parts, f"get_{name}")(data, at)
+        read.append(value)
+    assert (read, parts.get_bytes(data, at, 2)) == ([-2, 2**40, "é", "?", 7], (b"ab", len(data)))
+
+
+def test_a_request_in_bedrocks_form(named: Any) -> None:
+    parse = named("djl_python.three_p.three_p_utils").parse_3p_request
+    body = {"prompt": "a", "temperature": 0, "max_gen_len": 3}
+    prompt, parameters = parse(body, True, None, "InvokeEndpoint")
+    assert (prompt, body, parameters["max_new_tokens"], "do_sample" in parameters) == ("a", {}, 3, False)
+    streamed = parse({"prompt": "a"}, True, None, "InvokeEndpointWithResponseStream")[1]
+    assert (streamed["stream"], streamed["output_formatter"], streamed["do_sample"]) == (True, "3p_stream", True)
+
+
+def test_caches_of_lmcache(named: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = named("djl_python.lmcache_utils")
+    free = sizes.get_available_cpu_memory()
+    assert sizes.calculate_cpu_cache_size({"tensor_parallel_degree": "2"}, 0) == pytest.approx(0.4 * free, rel=0.2)
+    assert sizes.calculate_cpu_cache_size({}, free) == 0
+    with pytest.raises(RuntimeError, match="has no weights"):
+        sizes.get_model_size_gb(str(tmp_path))
+    (tmp_path / "a.safetensors").write_bytes(bytes(2**20))
+    (tmp_path / "b.bin").write_bytes(bytes(2**20))
+    assert sizes.get_model_size_gb(str(tmp_path)) == 2**-10
+    assert sizes.apply_lmcache_auto_config(str(tmp_path), {"a": "b"}) == {"a": "b"}
+    asked = {"lmcache_auto_config": "true"}
+    for refused in ({"enable_expert_parallel": "true"}, {"lmcache_config_file": "f"}):
+        with pytest.raises(RuntimeError, match=next(iter(refused))):
+            sizes.apply_lmcache_auto_config(str(tmp_path), asked | refused)
+    monkeypatch.setenv("LMCACHE_MAX_LOCAL_CPU_SIZE", "1")  # so that what the call sets ends with the test
+    for name in ("LMCACHE_MAX_LOCAL_DISK_SIZE", "LMCACHE_LOCAL_DISK", "LMCACHE_ENABLE_LAZY_MEMORY_ALLOCATOR"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("LMCACHE_EXTRA_CONFIG", "")
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    told = sizes.apply_lmcache_auto_config(str(tmp_path), asked)
+    assert json.loads(told["kv_transfer_config"])["kv_connector"] == "LMCacheConnectorV1"
+    assert os.environ["LMCACHE_LOCAL_DISK"] == "file:///tmp/lmcache/"
+
+
+def test_properties_of_the_engines(named: Any) -> None:
+    hugging_face = named("djl_python.properties_manager.hf_properties")
+    made = hugging_face.HuggingFaceProperties
+    common = {"model_dir": "/m", "rolling_batch": "disable"}
+    told = made(**common, device_id="1", revision="r", trust_remote_code="true", dtype="auto")
+    assert (told.device, told.model_id_or_path) == ("cuda:1", "/m")
+    assert told.kwargs == {"trust_remote_code": True, "revision": "r", "torch_dtype": "auto"}
+    mapped = made(**common, device_id="1", device_map="auto", load_in_8bit="true")
+    assert (mapped.device, mapped.quantize, mapped.kwargs["load_in_8bit"]) == (None, "bitsandbytes8", True)
+    assert made(model_dir="/m", rolling_batch="vllm", quantize="bitsandbytes8").quantize == "bitsandbytes"
+    with pytest.raises(ValueError, match=r"set option\.device_map=auto"):
+        made(**common, quantize="bitsandbytes4")
+    with pytest.raises(ValueError, match="dtype 'float' is not allowed"):
+        hugging_face.get_torch_dtype_from_str("float")
+    vllm = named("djl_python.properties_manager.vllm_rb_properties")
+    given = vllm.VllmRbProperties(**common, engine="Python", dtype="bf16", quantization="awq", seed="7")
+    assert (given.dtype, given.quantize, given.get_additional_vllm_engine_args()["seed"]) == ("bfloat16", "awq", "7")
+    with pytest.raises(NotImplementedError, match=r"set option\.rolling_batch=vllm"):
+        given.get_engine_args()
+    arguments = vllm.construct_vllm_args_list({"a": "true", "b": False, "c": 1, "d": [2, 3], "e": []})
+    assert arguments == ["--a", "--no-b", "--c", "1", "--d", "2", "3"]
+    trt = named("djl_python.properties_manager.trt_properties").TensorRtLlmProperties
+    assert trt(model_dir="/m", rolling_batch="TRTLLM").rolling_batch.value == "trtllm"
+
+
+@pytest.mark.slow
+def test_data_types_are_torchs(named: Any) -> None:
+    torch = pytest.importorskip("torch")
+    dtype = named("djl_python.properties_manager.hf_properties").get_torch_dtype_from_str
+    assert [dtype(name) for name in ("fp16", "bf16", None)] == [torch.float16, torch.bfloat16, None]
+
+
+def test_an_adapter_brings_formatters(named: Any, tmp_path: Path) -> None:
+    mixin = named("djl_python.adapter_formatter_mixin").AdapterFormatterMixin
+    make, decode = named("djl_python.inputs").make_input, named("djl_python.outputs").Output.binary_decode
+    (tmp_path / "good").mkdir()
+    (tmp_path / "bad").mkdir()
+    formatter = "from djl_python.output_formatter import output_formatter\n@output_formatter\n"
+    (tmp_path / "good/model.py").write_text(formatter + "def mine(text): return text.upper()\n")
+    (tmp_path / "bad/model.py").write_text("1 / 0\n")
+
+    class Service(mixin):  # type: ignore[misc]
+        async def add_lora(self, *described: str) -> bool:
+            return True
+
+        async def remove_lora(self, *described: str) -> None: ...
+
+        async def pin_lora(self, *described: str) -> None: ...
+
+    async def streamed(name: str | None) -> list[str]:
+        async def pieces() -> Any:
+            yield "a"
+
+        return [item async for item in service.apply_output_formatter_streaming_raw(pieces(), name)]
+
+    service = Service()
+    register = {name: make({"name": name, "src": str(tmp_path / name)}, [], None) for name in ("good", "bad")}
+    assert "data" in decode(asyncio.run(service.register_adapter(register["good"])).content.values[0])
+    refused = decode(asyncio.run(service.register_adapter(register["bad"])).content.values[0])
+    assert (refused["code"], "division by zero" in refused["error"]) == ("424", True)
+    assert list(service.adapter_registry) == ["good"]
+    assert [service.apply_output_formatter("a", name) for name in ("good", "other", None)] == ["A", "a", "a"]
+    assert [asyncio.run(streamed(name)) for name in ("good", None)] == [["A"], ["a"]]
+    asyncio.run(service.unregister_adapter(register["good"]))
+    assert service.apply_output_formatter("a", "good") == "a"
+
+
+def test_telemetry_and_events_are_logged(
+    named: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
+    telemetry = named("djl_python.telemetry")
+    manager = telemetry.TelemetryManager()
+    data = {"mean_acceptance": 2.0, "acceptance_history_len": 3}
+    with caplog.at_level("INFO"):
+        manager.record_speculative(data)
+        assert caplog.text == ""
+        manager.speculative_sent_time -= telemetry.SPECULATIVE_FREQUENCY_SEC + 1
+        manager.record_speculative({**data, "mean_acceptance": 4.0})
+        assert "ModelServerTelemetry: Speculative Decoding Mean Acceptance: 3.0 rate" in caplog.text
+        events = named("djl_python.aws.cloud_watch").CloudWatch()
+        events.client = None
+        events.post("created")
+        assert "created: 1" in caplog.text
+        events.client = SimpleNamespace(put_metric_data=lambda **_: 1 / 0)
+        events.post("lost")
+    assert "lost is not counted in CloudWatch: division by zero" in caplog.text
+
+
+def test_a_chat_of_texts(named: Any) -> None:
+    parse = named("djl_python.lmi_trtllm.trtllm_async_service").parse_chat_message_content
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert parse({"role": "user", "content": parts}) == [{"role": "user", "content": "a\nb"}]
+    assert (parse({"role": "user"}), parse({"role": "user", "content": "a"})[0]["content"]) == ([], "a")
+    with pytest.raises(NotImplementedError, match="image_url"):
+        parse({"role": "user", "content": [{"type": "image_url"}]})

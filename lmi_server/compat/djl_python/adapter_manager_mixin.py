@@ -33,7 +33,7 @@ class AdapterManagerMixin(ABC):
     async def register_adapter(self, inputs: Input) -> Output:
         """Register an adapter: properties `name`, `alias`, `src`; contents `preload` (true) and `pin` (false)."""
         name, alias, path = _described(inputs)
-        inputs.properties["has_custom_code"] = _has_code(path)
+        inputs.properties["has_custom_code"] = has_code(path)
         loaded = False
         try:
             _check_path(path)
@@ -97,7 +97,8 @@ def _flag(inputs: Input, key: str, default: bool) -> bool:
     return bool(inputs.get_as_string(key).lower() == "true") if inputs.contains_key(key) else default
 
 
-def _has_code(path: str) -> str:
+def has_code(path: str) -> str:
+    """Return "true" if an adapter has a model.py of its own, otherwise "false". Not part of LMI's interface."""
     return "true" if os.path.isfile(os.path.join(path, "model.py")) else "false"
 
 

@@ -149,6 +149,16 @@ class Input:
         """Return the rows of a CSV file as dicts with the names in its first line."""
         return list(csv.DictReader(io.StringIO(self.get_as_string(key))))
 
+    def read(self, conn: Any) -> None:
+        """Read a request from the socket of LMI's front end, for code that stands in for its worker."""
+        for _ in range(retrieve_short(conn)):
+            key, value = retrieve_utf8(conn), retrieve_utf8(conn)
+            self.properties[str(key)] = value
+        for _ in range(retrieve_short(conn)):
+            name, length = retrieve_utf8(conn), retrieve_int(conn)
+            self.content.add(name, retrieve_buffer(conn, length))
+        self.function_name = self.properties.get("handler")
+
     def __str__(self) -> str:
         lines = [f"properties: {dict(self.properties)}"]
         lines += [f"{key}: {self.get_data(key) if key is not None else value!r}" for key, value in self._pairs()]
@@ -172,3 +182,31 @@ def make_input_late(
     made.content = PairList([key for key, _ in content], [bytearray(value) for _, value in content])
     made.__dict__["_properties"] = properties
     return made
+
+
+# --- what LMI's front end sends over a socket: big-endian numbers, and texts after their length ---
+
+
+def retrieve_buffer(conn: Any, length: int) -> bytearray:
+    """Read `length` bytes from a socket. Raises ValueError if it is closed before."""
+    data = bytearray()
+    while len(data) < length:
+        part = conn.recv(length - len(data))
+        if not part:
+            raise ValueError(f"the connection was closed after {len(data)} of {length} bytes")
+        data += part
+    return data
+
+
+def retrieve_int(conn: Any) -> int:
+    return int.from_bytes(retrieve_buffer(conn, 4), "big", signed=True)
+
+
+def retrieve_short(conn: Any) -> int:
+    return int.from_bytes(retrieve_buffer(conn, 2), "big", signed=True)
+
+
+def retrieve_utf8(conn: Any) -> str | None:
+    """Read a text; None if its length is below 0."""
+    length = retrieve_int(conn)
+    return None if length < 0 else retrieve_buffer(conn, length).decode()

@@ -72,6 +72,58 @@ def from_npz(encoded: bytes | bytearray) -> list[Array]:
         return [archive[name] for name in archive.files]
 
 
+# --- the parts of an NDList, for code that reads or writes one itself ---
+
+
+def set_int(value: int) -> bytes:
+    return struct.pack(">i", value)
+
+
+def set_long(value: int) -> bytes:
+    return struct.pack(">q", value)
+
+
+def set_str(value: str) -> bytes:
+    data = value.encode()
+    return struct.pack(">h", len(data)) + data
+
+
+def set_char(value: str) -> bytes:
+    return struct.pack(">h", ord(value))
+
+
+def get_byte_as_int(encoded: bytes | bytearray, idx: int) -> tuple[int, int]:
+    """Return the value at an index, and the index after it, as every function of this kind does."""
+    return encoded[idx], idx + 1
+
+
+def get_bytes(encoded: bytes | bytearray, idx: int, length: int) -> tuple[bytes | bytearray, int]:
+    return encoded[idx : idx + length], idx + length
+
+
+def get_char(encoded: bytes | bytearray, idx: int) -> tuple[str, int]:
+    code, after = _unpacked(">h", encoded, idx)
+    return chr(code), after
+
+
+def get_str(encoded: bytes | bytearray, idx: int) -> tuple[str, int]:
+    length, begin = _unpacked(">h", encoded, idx)
+    data, after = get_bytes(encoded, begin, length)
+    return data.decode(), after
+
+
+def get_int(encoded: bytes | bytearray, idx: int) -> tuple[int, int]:
+    return _unpacked(">i", encoded, idx)
+
+
+def get_long(encoded: bytes | bytearray, idx: int) -> tuple[int, int]:
+    return _unpacked(">q", encoded, idx)
+
+
+def _unpacked(form: str, encoded: bytes | bytearray, idx: int) -> tuple[int, int]:
+    return struct.unpack_from(form, encoded, idx)[0], idx + struct.calcsize(form)
+
+
 def _encode(array: Array, encoded: bytearray) -> None:
     import numpy as np
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ERROR_MESSAGE = "invoke handler failure"
+_STREAMED = -1  # as number of contents: pieces follow
 
 
 def _outputs_line(item: Any) -> bytes:
@@ -144,6 +145,42 @@ class Output:
                 yield bytes(sent)
             else:
                 yield _json(sent)
+
+    def send(self, cl_socket: Any) -> None:
+        """Write the answer to the socket of LMI's front end, for code that stands in for its worker."""
+        head = bytearray(struct.pack(">h", self.code))
+        self.write_utf8(head, self.message)
+        head += struct.pack(">h", len(self.properties))
+        for key, value in self.properties.items():
+            self.write_utf8(head, key)
+            self.write_utf8(head, str(value))
+        if self.stream_content is not None:
+            cl_socket.sendall(head + struct.pack(">h", _STREAMED))
+            self._send_stream(cl_socket)
+            return
+        head += struct.pack(">h", len(self.content.keys))
+        for name, data in zip(self.content.keys, self.content.values, strict=True):
+            self.write_utf8(head, name)
+            head += struct.pack(">i", len(data)) + data
+        cl_socket.sendall(head)
+
+    def _send_stream(self, cl_socket: Any) -> None:
+        last = b""
+        try:
+            for piece in self.stream():
+                cl_socket.sendall(struct.pack(">?i", True, len(piece)) + piece)
+        except OSError:
+            raise
+        except Exception as error:  # the border to the user's code; LMI's last piece has the message
+            logger.exception("the stream raised")
+            last = str(error).encode()
+        cl_socket.sendall(struct.pack(">?i", False, len(last)) + last)
+
+    @staticmethod
+    def write_utf8(msg: bytearray, val: str | None) -> None:
+        """Append a text after its length; -1 stands for None."""
+        data = b"" if val is None else val.encode()
+        msg += struct.pack(">i", -1 if val is None else len(data)) + data
 
     # --- afterwards ---
 

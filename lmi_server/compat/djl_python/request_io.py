@@ -35,6 +35,24 @@ class Token:
         return fields
 
 
+class Iterator:
+    """Counts the positions of a sequence that were read."""
+
+    def __init__(self) -> None:
+        self._index = 0
+
+    def get_index(self) -> int:
+        """Return the position that `next_index` will return."""
+        return self._index
+
+    def next_index(self) -> int:
+        self._index += 1
+        return self._index - 1
+
+    def __repr__(self) -> str:
+        return f"Iterator(_index={self._index})"
+
+
 @dataclass
 class Sequence:
     """One generated sequence. `get_next_token` reads its tokens in order, while others are still generated."""

@@ -33,6 +33,7 @@ DEFAULT_EXPIRATION_S = 1200
 
 _EXPIRATION = ".expiration_ts"  # the key of the end of a session, in seconds since the epoch
 _PICKLE_START = b"\x80"  # of every pickle since protocol 2
+UUID_PATTERN = re.compile("[0-9a-f-]{36}")  # LMI's, which is wider than the ids that are made
 _SESSION_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+from djl_python.arg_parser import ArgParser
 from djl_python.inputs import Input
-from djl_python.np_util import from_nd_list, from_npz, to_nd_list, to_npz
+from djl_python.np_util import from_nd_list, from_npz, get_int, to_nd_list, to_npz
 from djl_python.outputs import Output
 from djl_python.pair_list import PairList
 from djl_python.service_loader import load_model_service
+from lmi_server.machine.environment import process_environment
 
 _TYPES = {
     ".json": "application/json",
@@ -111,6 +115,23 @@ def extract_output_as_npz(outputs: Output, key: str | None = None) -> Any:
     return from_npz(extract_output_as_bytes(outputs, key))
 
 
+def retrieve_int(bytearr: bytes | bytearray, start_iter: int) -> tuple[int, int]:
+    """Return the number at a place, and the place after it."""
+    return get_int(bytearr, start_iter)
+
+
+def retrieve_short(bytearr: bytes | bytearray, start_iter: int) -> tuple[int, int]:
+    return int.from_bytes(bytearr[start_iter : start_iter + 2], "big", signed=True), start_iter + 2
+
+
+def retrieve_utf8(bytearr: bytes | bytearray, start_iter: int) -> tuple[str | None, int]:
+    """Return the text at a place (None if its length is below 0), and the place after it."""
+    length, begin = get_int(bytearr, start_iter)
+    if length < 0:
+        return None, begin
+    return bytearr[begin : begin + length].decode(), begin + length
+
+
 def decode_encoded_output_binary(binary: bytes | bytearray) -> dict[str, str]:
     return Output.binary_decode(binary)
 
@@ -126,6 +147,17 @@ def load_properties(properties_dir: str) -> dict[str, str]:
     return {name.strip().removeprefix("option."): value.strip() for name, value in pairs}
 
 
+def update_properties_with_env_vars(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Add the values of HF_MODEL_ID and of variables OPTION_<NAME> for keys that are missing."""
+    for variable, value in process_environment().items():
+        if variable == "HF_MODEL_ID":
+            kwargs.setdefault("model_id", value)
+        elif variable.startswith("OPTION_"):
+            key = variable.removeprefix("OPTION_").lower()
+            kwargs.setdefault("entryPoint" if key == "entrypoint" else key, value)
+    return kwargs
+
+
 class TestHandler:
     """Calls a model.py (its module, or the name of one) as a worker does. `serving_properties` are the model's."""
 
@@ -134,7 +166,8 @@ class TestHandler:
     def __init__(self, entry_point: str | ModuleType, model_dir: str | None = None) -> None:
         self.serving_properties: dict[str, Any] = {}
         if isinstance(entry_point, str) and model_dir is not None:
-            self.serving_properties = load_properties(model_dir) | {"model_dir": model_dir}
+            properties = update_properties_with_env_vars(load_properties(model_dir))
+            self.serving_properties = properties | {"model_dir": model_dir}
             self.service: Any = load_model_service(model_dir, entry_point, "-1").module
         else:
             self.service = importlib.import_module(entry_point) if isinstance(entry_point, str) else entry_point
@@ -176,6 +209,16 @@ class TestHandler:
         return texts
 
 
+def run() -> None:
+    """Send the request that the command line describes to a model.py, and print the answer."""
+    logging.basicConfig(stream=sys.stdout, format="%(message)s", level=logging.INFO)
+    arguments = ArgParser.test_model_args().parse_args()
+    request = create_request(arguments.input, arguments.parameters)
+    handler = TestHandler(arguments.entry_point, arguments.model_dir)
+    request.function_name = arguments.handler
+    print(f"output: {handler.inference(request)}")
+
+
 def _text(step: Mapping[str, str]) -> str:
     return json.dumps({"error": step["error"]}) if step.get("error") else step["data"]
 
@@ -198,3 +241,7 @@ def _type_of(source: str) -> str:
     if os.path.exists(source):
         return _TYPES.get(os.path.splitext(source)[1], "application/octet-stream")
     return "application/json" if source.startswith("{") and source.endswith("}") else "text/plain"
+
+
+if __name__ == "__main__":
+    run()

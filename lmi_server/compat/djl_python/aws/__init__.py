@@ -1,0 +1,1 @@
+"""Access to services of AWS."""

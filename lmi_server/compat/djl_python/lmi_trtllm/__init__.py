@@ -1,0 +1,1 @@
+"""LMI's service of TensorRT-LLM, which this server does not have."""

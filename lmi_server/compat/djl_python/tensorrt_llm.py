@@ -1,0 +1,12 @@
+"""The names of LMI's service of TensorRT-LLM. This server does not have the engine, so they refuse to run."""
+
+from __future__ import annotations
+
+from djl_python.not_here import TENSORRT_LLM, ServiceNotHere, function_not_here
+
+
+class TRTLLMService(ServiceNotHere):
+    instead = TENSORRT_LLM
+
+
+handle = function_not_here("handle", TENSORRT_LLM)

@@ -1,0 +1,1 @@
+"""The form of requests that Amazon Bedrock sends to models of third parties."""
