@@ -80,9 +80,9 @@ class CustomHandler:
             raise
         except BaseException as error:  # the border to the user's code
             logger.exception("request %s: %s", request.request_id, format_user_error(error, self._model_dir))
-            told = message_of(error) if isinstance(error, Exception) else describe(error)
+            reason = message_of(error) if isinstance(error, Exception) else describe(error)
             code = OUT_OF_MEMORY if is_out_of_memory(error) else FAILED
-            return piece_error(f"Custom handler failed: {told}", code, _JSON)
+            return piece_error(f"Custom handler failed: {reason}", code, _JSON)
 
 
 def _properties(options: ModelOptions) -> dict[str, str]:

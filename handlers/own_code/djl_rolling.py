@@ -153,8 +153,8 @@ class RollingFunction(AsyncRequestHandler):
                 "a step of the rolling batch raised: %s", format_user_error(error, self._function.model_dir)
             )
             # LMI reports no cause. An exception that is no Exception is rare enough to name it.
-            told = _RAISED if isinstance(error, Exception) else f"{_RAISED}: {describe(error)}"
-            self._end_all(told, OUT_OF_MEMORY if is_out_of_memory(error) else FAILED)
+            reason = _RAISED if isinstance(error, Exception) else f"{_RAISED}: {describe(error)}"
+            self._end_all(reason, OUT_OF_MEMORY if is_out_of_memory(error) else FAILED)
             return
         for one, step in zip(running, steps, strict=True):
             one.is_new = False

@@ -129,9 +129,9 @@ class PredictTimeoutError(ServingError):
 
 
 class HandlerError(ServingError):
-    """The handler raised while serving the request, or told an error.
+    """The handler raised while serving the request, or reported an error.
 
-    `code` is the status that the handler told with it; None if it told none.
+    `code` is the status that the handler gave with it; None if it gave none.
     """
 
     def __init__(self, message: str, code: int | None = None) -> None:

@@ -159,8 +159,8 @@ def test_explain_reads_well_in_a_pipe(model_dir: Path, columns: str) -> None:
     keys = [option["key"] for option in json.loads(lmi_server("explain", str(model_dir), "--json").stdout)["options"]]
     assert first_words.issuperset(keys), "no key is broken"
     assert "option.model_loading_timeout" not in result.stdout
-    told = [line for line in whole.splitlines() if line.startswith("      ")]
-    assert max(map(len, told)) <= int(columns), "meanings are wrapped"
+    meanings = [line for line in whole.splitlines() if line.startswith("      ")]
+    assert max(map(len, meanings)) <= int(columns), "meanings are wrapped"
 
 
 def test_explain_prints_json_alone(model_dir: Path) -> None:

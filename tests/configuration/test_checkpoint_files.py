@@ -79,8 +79,8 @@ def test_an_archive_of_torch_that_is_cut(checkpoint: Path) -> None:
 def test_pointers_of_git_lfs(checkpoint: Path) -> None:
     for name in ("a.safetensors", "tokenizer.json"):
         (checkpoint / name).write_text(POINTER)
-    told = "is a pointer of Git LFS and not the file itself; run git lfs pull where it was cloned"
-    assert faults(checkpoint) == [f"/a.safetensors: {told}", f"/tokenizer.json: {told}"]
+    message = "is a pointer of Git LFS and not the file itself; run git lfs pull where it was cloned"
+    assert faults(checkpoint) == [f"/a.safetensors: {message}", f"/tokenizer.json: {message}"]
 
 
 def test_a_missing_tokenizer(checkpoint: Path) -> None:

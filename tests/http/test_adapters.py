@@ -90,7 +90,7 @@ def test_one_that_is_not_registered_fails_its_request_alone(server: Server) -> N
 
 
 @pytest.mark.parametrize(
-    ("parameters", "status", "told"),
+    ("parameters", "status", "message"),
     [
         ({"src": "."}, 400, "Parameter name is required."),
         ({"name": "x"}, 400, "Parameter src is required."),
@@ -106,10 +106,10 @@ def test_one_that_is_not_registered_fails_its_request_alone(server: Server) -> N
         ({"name": "too-big", "src": "."}, 507, "no room for it"),
     ],
 )
-def test_what_cannot_be_registered(server: Server, parameters: dict[str, str], status: int, told: str) -> None:
+def test_what_cannot_be_registered(server: Server, parameters: dict[str, str], status: int, message: str) -> None:
     reply = server.http.post("/models/model/adapters", params=parameters)
     assert reply.status_code == status
-    assert told in reply.json()["message"]
+    assert message in reply.json()["message"]
     assert [entry["name"] for entry in server.http.get("/adapters").json()["adapters"]] == ["beside"]
 
 

@@ -47,8 +47,8 @@ class Served:
     def compare(self, names: list[str], length: int) -> None:
         wanted = [(name, prompt, length) for prompt in PROMPTS for name in names]
         with ThreadPoolExecutor(len(wanted)) as pool:
-            told = list(pool.map(lambda each: self.answer(*each), wanted))
-        assert told == [self.expected(*each) for each in wanted]
+            answers = list(pool.map(lambda each: self.answer(*each), wanted))
+        assert answers == [self.expected(*each) for each in wanted]
 
 
 @pytest.fixture(scope="module")

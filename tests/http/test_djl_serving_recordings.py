@@ -45,7 +45,7 @@ def differences(address: tuple[str, int]) -> dict[str, dict[str, list[str]]]:
         model = threads.submit(replay, address, files["model"])
         modes = [threads.submit(replay, address, group) for group in by_model(files["modes"])]
         found["model"] = model.result()
-        found["modes"] = {name: told for part in modes for name, told in part.result().items()}
+        found["modes"] = {name: lines for part in modes for name, lines in part.result().items()}
     return found
 
 
@@ -62,11 +62,11 @@ def by_model(recordings: list[Recording]) -> list[list[Recording]]:
 
 @pytest.mark.parametrize("file", FILES)
 def test_answers_are_those_of_djl_serving(file: str, differences: dict[str, dict[str, list[str]]]) -> None:
-    assert {name: told for name, told in differences[file].items() if told and name not in EXPECTED} == {}
+    assert {name: lines for name, lines in differences[file].items() if lines and name not in EXPECTED} == {}
 
 
 def test_listed_differences_are_differences(differences: dict[str, dict[str, list[str]]]) -> None:
-    found = {name for told in differences.values() for name, lines in told.items() if lines}
+    found = {name for file in differences.values() for name, lines in file.items() if lines}
     assert sorted(EXPECTED.keys() - found) == []
 
 

@@ -70,9 +70,9 @@ def test_the_openai_sdk_chats_and_streams(exact: Server) -> None:
 
 
 def test_tokens_and_their_text(exact: Server) -> None:
-    told = exact.http.post("/tokenize", json={"prompt": "The capital of France"}).json()
-    assert told == {"count": len(told["tokens"]), "max_model_len": 8192, "tokens": told["tokens"]}
-    text = exact.http.post("/detokenize", json={"tokens": told["tokens"]}).json()
+    tokenized = exact.http.post("/tokenize", json={"prompt": "The capital of France"}).json()
+    assert tokenized == {"count": len(tokenized["tokens"]), "max_model_len": 8192, "tokens": tokenized["tokens"]}
+    text = exact.http.post("/detokenize", json={"tokens": tokenized["tokens"]}).json()
     assert text == {"prompt": "The capital of France"}
     chat = exact.http.post("/tokenize", json={"messages": QUESTION}).json()
     asked = exact.http.post("/v1/chat/completions", json={"messages": QUESTION, "max_tokens": 1}).json()

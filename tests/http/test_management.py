@@ -353,8 +353,8 @@ def test_the_log_level_changes_at_run_time(tmp_path: Path) -> None:
         server.http.post("/server/logging")
         server.invoke("after")
         assert server.stop() == 0
-        told = [line.rpartition(" ")[2].strip() for line in server.lines if "fault_handlers: " in line]
-        assert told == ["started", "between"][::-1]
+        order = [line.rpartition(" ")[2].strip() for line in server.lines if "fault_handlers: " in line]
+        assert order == ["started", "between"][::-1]
         assert not any("ERROR" in line for line in server.lines)
 
 

@@ -45,7 +45,7 @@ def register(server: Server, directory: Path, **options: Any) -> httpx.Response:
     return server.http.post("/models", params={"url": str(directory)})
 
 
-def told(server: Server, name: str) -> dict[str, Any]:
+def process_of(server: Server, name: str) -> dict[str, Any]:
     answer = server.http.post(f"/predictions/{name}", content=b"{}")
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
@@ -63,12 +63,12 @@ def virtual_environment(directory: Path) -> Path:
 
 def test_the_variables_of_a_model_are_those_of_its_workers(server: Server, tmp_path: Path) -> None:
     assert register(server, tmp_path / "variables", env="A=1,B=x=y,HOME_OF_TEST=model").status_code == 200
-    found = told(server, "variables")
-    inherited = told(server, "model")["variables"]["PYTHONPATH"].rpartition(os.pathsep)[0]
+    found = process_of(server, "variables")
+    inherited = process_of(server, "model")["variables"]["PYTHONPATH"].rpartition(os.pathsep)[0]
     path = os.pathsep.join([inherited, str(tmp_path / "variables")])
     assert found["variables"] == {"A": "1", "B": "x=y", "HOME_OF_TEST": "model", "PYTHONPATH": path}
     assert "env" not in found["handler_sees"]
-    assert told(server, "model")["variables"]["HOME_OF_TEST"] == "server"
+    assert process_of(server, "model")["variables"]["HOME_OF_TEST"] == "server"
 
 
 def test_the_server_itself_sets_the_devices(server: Server, tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_the_worker_runs_in_the_interpreter_that_the_model_names(server: Server,
     (directory / "model.py").write_text(CODE)
     (directory / "serving.properties").write_text("option.pythonExecutable=python/bin/python")  # beside the model
     assert server.http.post("/models", params={"url": str(directory)}).status_code == 200
-    found = told(server, "named")
+    found = process_of(server, "named")
     assert found["executable"] == str(python)
     assert not any(entry in found["path"] for entry in site.getsitepackages()), "the server's packages"
 
@@ -124,7 +124,7 @@ def test_the_worker_runs_in_the_interpreter_that_the_model_names(server: Server,
 def test_a_virtual_environment_for_each_model(server: Server, tmp_path: Path) -> None:
     for name in ("first", "second"):
         assert register(server, tmp_path / name, enable_venv="true").status_code == 200
-    first, second = told(server, "first"), told(server, "second")
+    first, second = process_of(server, "first"), process_of(server, "second")
     assert len({first["prefix"], second["prefix"], sys.prefix}) == 3
     assert first["executable"].startswith(first["prefix"])
     # What is installed there is the model's alone; what the server has is there for all.
@@ -138,11 +138,11 @@ def test_a_virtual_environment_for_each_model(server: Server, tmp_path: Path) ->
 def test_an_environment_is_made_once(server: Server, tmp_path: Path) -> None:
     directory = tmp_path / "again"
     assert register(server, directory, enable_venv="true").status_code == 200
-    prefix = told(server, "again")["prefix"]
+    prefix = process_of(server, "again")["prefix"]
     (Path(prefix) / "kept").touch()
     assert server.http.delete("/models/again").status_code == 200
     assert server.http.post("/models", params={"url": str(directory)}).status_code == 200
-    assert told(server, "again")["prefix"] == prefix
+    assert process_of(server, "again")["prefix"] == prefix
     assert (Path(prefix) / "kept").exists()
 
 

@@ -4,8 +4,8 @@
 def with_id(token, first_token, last_token, details, generated_text, id):  # noqa: A002 - LMI's name
     assert isinstance(id, int)
     begin = "<" if first_token else ""
-    told = f"|{details['finish_reason']}|{details['generated_tokens']}" if details and last_token else ""
-    return f"{begin}{token.text}{f'|{generated_text}{told}>' if last_token else ''}"
+    end = f"|{details['finish_reason']}|{details['generated_tokens']}" if details and last_token else ""
+    return f"{begin}{token.text}{f'|{generated_text}{end}>' if last_token else ''}"
 
 
 def without_id(token, first_token, last_token, details, generated_text):

@@ -39,8 +39,8 @@ class RankHandler(EchoHandler):
             if marker.exists():
                 marker.unlink()
                 os.kill(os.getpid(), number)
-        told = [os.environ.get(name, "") for name in _VARIABLES]
-        (directory / f"rank-{rank}").write_text(" ".join([str(os.getpid()), *told]))
+        values = [os.environ.get(name, "") for name in _VARIABLES]
+        (directory / f"rank-{rank}").write_text(" ".join([str(os.getpid()), *values]))
         from mpi4py import MPI
 
         self._world = MPI.COMM_WORLD

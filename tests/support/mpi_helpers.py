@@ -87,9 +87,9 @@ def assert_tokens_of_the_model_itself(server: Server, model: Any) -> None:
             leaving = [asyncio.create_task(leave_after_a_token(client, f"leaves {index}")) for index in range(6)]
             asked = zip(prompts, counts, strict=True)
             sent = (client.post("/invocations", json=body(prompt, count)) for prompt, count in asked)
-            told = [answered(answer) for answer in await asyncio.gather(*sent)]
+            found = [answered(answer) for answer in await asyncio.gather(*sent)]
             await asyncio.gather(*leaving)
-            return told
+            return found
 
     expected = [generated(model, prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
     assert asyncio.run(ask()) == expected

@@ -26,12 +26,12 @@ class Server:
         self._log = ProcessLog(self.process.stderr)
         self.lines = self._log.lines
         self.url = self.log_line(r"listening on (http://\S+)")[1]
-        told = self.log_line(r"\] ready: process|could not be loaded: .*")
-        if "could not" in told[0]:
+        line = self.log_line(r"\] ready: process|could not be loaded: .*")
+        if "could not" in line[0]:
             self.process.kill()
             self._log.close()
             self.process.wait(60)
-            raise AssertionError(told.string)
+            raise AssertionError(line.string)
         self.model = directory.name.replace("-", "_")
         self.http = httpx.Client(base_url=self.url, timeout=120)
 

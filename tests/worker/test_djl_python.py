@@ -55,7 +55,7 @@ def rolling(inputs):
         keys = [["data", item.get_as_string()], *[key for key in item.content.keys if key != "data"]]
         LIVE.append([item.get_property("x-case"), sorted(item.get_properties()), keys])
     for index, one in enumerate(LIVE):
-        case, told = one[0], {"data": "t", "last": False}
+        case, result = one[0], {"data": "t", "last": False}
         if case == "memory":
             raise MemoryError("17 GiB")
         if case.startswith("/"):  # each step waits until its client has the one before
@@ -63,26 +63,26 @@ def rolling(inputs):
             while steps and not os.path.exists(f"{case}/{steps}"):
                 time.sleep(0.002)
             one.append("stepped")
-            told = {"data": f"{steps} ", "last": steps == 3}
+            result = {"data": f"{steps} ", "last": steps == 3}
         if case == "names":
-            told = {"data": json.dumps(one[1]), "last": True}
+            result = {"data": json.dumps(one[1]), "last": True}
         if case == "content":
-            told = {"data": json.dumps(one[2]), "last": True}
+            result = {"data": json.dumps(one[2]), "last": True}
         if case == "ending":
-            told = {"data": "", "last": True, "code": 500, "error": "late"}
+            result = {"data": "", "last": True, "code": 500, "error": "late"}
         if case == "late":
             one[0] = "ending"
-        output.add(Output.binary_encode(told), batch_index=index)
-        if told["last"]:
+        output.add(Output.binary_encode(result), batch_index=index)
+        if result["last"]:
             one[0] = None
     LIVE[:] = [one for one in LIVE if one[0]]
     return output
 
 async def register_adapter(inputs):
-    told = {"data": f"Adapter {inputs.get_property('alias')} registered"}
+    result = {"data": f"Adapter {inputs.get_property('alias')} registered"}
     if inputs.get_property("name") == "refused":
-        told = {"data": "", "last": True, "code": 424, "error": "no room to pin"}
-    return Output().add(Output.binary_encode(told), key="data")
+        result = {"data": "", "last": True, "code": 424, "error": "no room to pin"}
+    return Output().add(Output.binary_encode(result), key="data")
 
 async def streaming(inputs):
     if inputs.is_empty():
@@ -92,8 +92,8 @@ async def streaming(inputs):
         yield Output().add(Output.binary_encode({"data": "", "last": True, "code": 500, "error": "late"}))
     if inputs.get_property("x-case") == "late":
         return pieces()
-    told = {"data": json.dumps(sorted(inputs.get_properties())), "last": True}
-    return Output().add(Output.binary_encode(told))
+    result = {"data": json.dumps(sorted(inputs.get_properties())), "last": True}
+    return Output().add(Output.binary_encode(result))
 """
 
 

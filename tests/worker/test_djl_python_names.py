@@ -139,7 +139,7 @@ def test_a_rolling_batch_of_user_code(named: Any) -> None:
 
     text, stream = b'{"inputs": "a b"}', b'{"inputs": "c d", "stream": true}'
     first = step(text, stream)
-    assert [told["last"] for told in first] == ["False", "False"]
+    assert [result["last"] for result in first] == ["False", "False"]
     assert (first[0]["data"], json.loads(first[1]["data"])["token"]["text"]) == ("", "c")
     second = step(b"", b"")
     assert json.loads(second[0]["data"]) == {"generated_text": "ab"}
@@ -169,8 +169,8 @@ def test_adapters_of_user_code(named: Any, tmp_path: Path) -> None:
 
     service = Service()
     call = make({"name": "a", "src": str(tmp_path)}, [], None)
-    told = asyncio.run(service.register_adapter(call))
-    assert decode(told.content.values[0]) == {"data": "Adapter a registered"}
+    result = asyncio.run(service.register_adapter(call))
+    assert decode(result.content.values[0]) == {"data": "Adapter a registered"}
     assert calls == [("add", "a", str(tmp_path))]
     pinned = make({"name": "b", "src": str(tmp_path)}, [("pin", b"true")], None)
     assert decode(asyncio.run(service.register_adapter(pinned)).content.values[0])["error"] == "no room to pin"
@@ -234,8 +234,8 @@ def test_a_model_is_tested_without_a_server(named: Any, tmp_path: Path) -> None:
         "        return None\n"
         "    output = Output()\n"
         "    for index, item in enumerate(inputs.get_batches()):\n"
-        "        told = [first['greeting'], item.get_as_json(), item.get_property('X-MINE')]\n"
-        "        output.add_as_json(told, batch_index=index if inputs.is_batch() else None)\n"
+        "        result = [first['greeting'], item.get_as_json(), item.get_property('X-MINE')]\n"
+        "        output.add_as_json(result, batch_index=index if inputs.is_batch() else None)\n"
         "    return output\n"
     )
     handler = tools.TestHandler("tested.py", str(tmp_path))

@@ -210,10 +210,14 @@ def test_an_adapter_whose_code_cannot_be_loaded_is_refused(tmp_path: Path) -> No
 def test_a_formatter_reads_and_changes_the_object_that_lmis_example_reads(server: Server) -> None:
     """It also imports a module from the directory of the model."""
     answer = server.http.post("/predictions/completion", json={"inputs": "a b", "parameters": {"max_new_tokens": 2}})
-    told = answer.json()
-    assert told["choices"][0]["text"] == " A B"
-    assert told["generated_text"] == " A B"
-    assert (told["model"], told["object"], told["usage"]["completion_tokens"]) == ("completion", "text_completion", 2)
+    answered = answer.json()
+    assert answered["choices"][0]["text"] == " A B"
+    assert answered["generated_text"] == " A B"
+    assert (answered["model"], answered["object"], answered["usage"]["completion_tokens"]) == (
+        "completion",
+        "text_completion",
+        2,
+    )
     untouched = server.http.post(
         "/predictions/completion", json={"inputs": "quiet", "parameters": {"max_new_tokens": 1}}
     )

@@ -36,9 +36,9 @@ def test_the_ranks_know_who_they_are_and_share_the_cores(tmp_path: Path) -> None
     directory = model(tmp_path, 3)
     with clean(directory) as server:
         wait_for_group(server)
-        told = [(directory / f"rank-{rank}").read_text().split()[1:] for rank in range(3)]
+        written = [(directory / f"rank-{rank}").read_text().split()[1:] for rank in range(3)]
         threads = str(max(1, len(os.sched_getaffinity(0)) // 3))
-        assert told == [[str(rank), str(rank), "3", "3", "127.0.0.1", threads] for rank in range(3)]
+        assert written == [[str(rank), str(rank), "3", "3", "127.0.0.1", threads] for rank in range(3)]
         members = group_members(server.process.pid)
         assert len(members) == 4
         assert len(litter(server.process.pid)) == 1

@@ -28,8 +28,8 @@ async def handle_async(inputs: Input):
 def handle_rolling(inputs: Input):
     output = Output()
     for index, item in enumerate(inputs.get_batches()):
-        told = {{"data": str(seen(item)), "last": True}}
-        output.add(Output.binary_encode(told), key="data", batch_index=index)
+        result = {{"data": str(seen(item)), "last": True}}
+        output.add(Output.binary_encode(result), key="data", batch_index=index)
     return None if inputs.is_empty() else output
 """
 SENT = dict.fromkeys(NAMES, "/etc") | {"Model_Dir": "/etc", "requestid": "7", "x-mine": "1"}

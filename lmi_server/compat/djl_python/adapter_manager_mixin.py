@@ -1,4 +1,4 @@
-"""A base class for handlers that keep LoRA adapters: it reads LMI's calls and tells what came of them."""
+"""A base class for handlers that keep LoRA adapters: it reads LMI's calls and answers them."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ def _refused(error: Exception) -> Output:
     """Return the answer to a call that failed. Raises MemoryError if there is no room for the adapter."""
     if any(text in str(error) for text in _NO_ROOM):
         raise MemoryError(str(error)) from error
-    told = {"data": "", "last": True, "code": 424, "error": str(error)}
-    return Output().add(Output.binary_encode(told), key="data")
+    answer = {"data": "", "last": True, "code": 424, "error": str(error)}
+    return Output().add(Output.binary_encode(answer), key="data")
 
 
 def _told(text: str) -> Output:

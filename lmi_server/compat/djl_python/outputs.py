@@ -230,5 +230,5 @@ class Output:
         types = {
             str(key): f"type: {type(value)}" for key, value in zip(self.content.keys, self.content.values, strict=True)
         }
-        told = {"code": self.code, "message": self.message, "properties": self.properties, "content": types}
-        return json.dumps(told, indent=2, default=str)
+        shown = {"code": self.code, "message": self.message, "properties": self.properties, "content": types}
+        return json.dumps(shown, indent=2, default=str)

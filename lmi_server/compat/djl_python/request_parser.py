@@ -61,9 +61,9 @@ def parse_input_with_formatter(inputs: Input, **kwargs: Any) -> ParsedInput:
             add_server_maintained_params(given, item, **kwargs)
             parsed.requests.append(Request(given))
         except Exception as error:  # the border to formatters, which raise anything; the other requests go on
-            told = f"Invalid Request Property: {error}" if isinstance(error, KeyError) else str(error)
-            parsed.errors[index] = _FAILED + told
-            logger.warning("request %s: %s", item.get_property("requestId"), _FAILED + told, exc_info=True)
+            reason = f"Invalid Request Property: {error}" if isinstance(error, KeyError) else str(error)
+            parsed.errors[index] = _FAILED + reason
+            logger.warning("request %s: %s", item.get_property("requestId"), _FAILED + reason, exc_info=True)
     return parsed
 
 

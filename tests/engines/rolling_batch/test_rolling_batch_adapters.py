@@ -66,8 +66,8 @@ class Adapted:
         with torch.inference_mode():
             logits = reference(input_ids=torch.tensor([prompt + answer.tokens])).logits[0].log_softmax(-1)
         expected = [float(logits[row, token]) for row, token in enumerate(answer.tokens, len(prompt) - 1)]
-        told = [token.logprob for delta in answer.deltas for token in delta.tokens]
-        assert told == pytest.approx(expected, abs=1e-3), name
+        logprobs = [token.logprob for delta in answer.deltas for token in delta.tokens]
+        assert logprobs == pytest.approx(expected, abs=1e-3), name
 
     def run_staggered(self, names: list[str], count: int = 24) -> None:
         """Requests arrive while others run; each is compared with peft's own generation."""
@@ -109,8 +109,8 @@ def test_every_kind_of_linear_layer_takes_adapters(family: str, tmp_path: Path) 
 def test_adapters_differ_from_the_model_and_from_each_other(llama: Adapted) -> None:
     answers = [llama.add(name, [1, 2, 3], 1)[1] for name in ("", *CONFIGS)]
     llama.batch.run()
-    told = [answer.deltas[0].tokens[0].logprob for answer in answers]
-    assert len({round(logprob, 3) for logprob in told if logprob is not None}) == len(answers)
+    logprobs = [answer.deltas[0].tokens[0].logprob for answer in answers]
+    assert len({round(logprob, 3) for logprob in logprobs if logprob is not None}) == len(answers)
 
 
 def test_a_removed_adapter_serves_those_that_run_with_it(llama: Adapted) -> None:
@@ -157,7 +157,7 @@ def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "message"),
     [
         ({"use_dora": True}, "use_dora = True is not supported"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
@@ -171,12 +171,12 @@ def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
     ],
 )
 def test_what_of_peft_is_not_supported_is_refused_by_name(
-    llama: Adapted, tmp_path: Path, config: dict[str, Any], told: str
+    llama: Adapted, tmp_path: Path, config: dict[str, Any], message: str
 ) -> None:
     directory = save_adapter(llama.batch.reference, tmp_path)
     file = directory / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | config))
-    with pytest.raises(RequestError, match=told):
+    with pytest.raises(RequestError, match=message):
         read_adapter(str(directory))
 
 
@@ -190,16 +190,19 @@ def test_an_adapter_of_another_model_is_refused_with_layer_and_widths(llama: Ada
     directory = save_adapter(llama.batch.reference, tmp_path)
     file = directory / "adapter_model.safetensors"
     weights = load_file(str(file))
-    for name, told in (("q_proj", r"q_proj.*64 inputs and 7 outputs.*has 64 and 64"), ("x_proj", r"x_proj.*no linear")):
+    for name, message in (
+        ("q_proj", r"q_proj.*64 inputs and 7 outputs.*has 64 and 64"),
+        ("x_proj", r"x_proj.*no linear"),
+    ):
         other = {key.replace("q_proj", name): value for key, value in weights.items()}
         other = {key: value[:7] if "q_proj.lora_B" in key else value for key, value in other.items()}
         save_file(other, str(file))
-        with pytest.raises(RequestError, match=told):
+        with pytest.raises(RequestError, match=message):
             llama.batch.engine.load_adapter(read_adapter(str(directory)))
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "message"),
     [
         ("adapter_config.json", None, "no adapter_config.json"),
         ("adapter_config.json", b"{", "cannot be read"),
@@ -207,12 +210,14 @@ def test_an_adapter_of_another_model_is_refused_with_layer_and_widths(llama: Ada
         ("adapter_model.safetensors", b"\0" * 64, "cannot be read"),
     ],
 )
-def test_broken_files_are_refused(llama: Adapted, tmp_path: Path, name: str, content: bytes | None, told: str) -> None:
+def test_broken_files_are_refused(
+    llama: Adapted, tmp_path: Path, name: str, content: bytes | None, message: str
+) -> None:
     directory = save_adapter(llama.batch.reference, tmp_path)
     (directory / name).unlink()
     if content is not None:
         (directory / name).write_bytes(content)
-    with pytest.raises(RequestError, match=told):
+    with pytest.raises(RequestError, match=message):
         read_adapter(str(directory))
 
 

@@ -89,9 +89,9 @@ def test_the_tokens_are_those_of_one_rank_while_others_come_and_leave(
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{sharded.port}", timeout=60) as client:
             leaving = [asyncio.create_task(leave_after_a_token(client, f"leaves {index}")) for index in range(6)]
             asked = zip(prompts, counts, strict=True)
-            told = await asyncio.gather(*(tokens(client, prompt, count) for prompt, count in asked))
+            answers = await asyncio.gather(*(tokens(client, prompt, count) for prompt, count in asked))
             await asyncio.gather(*leaving)
-            return told
+            return answers
 
     expected = [generated(reference[1], prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
     assert asyncio.run(ask()) == expected

@@ -55,8 +55,8 @@ def _answer(output: Output, item: Input, index: int | None) -> None:
             )
         case "data":
             data = item.get_data()
-            told = data.size if hasattr(data, "size") and hasattr(data, "convert") else data
-            output.add({"type": type(data).__name__, "data": _plain(told)}, batch_index=index)
+            value = data.size if hasattr(data, "size") and hasattr(data, "convert") else data
+            output.add({"type": type(data).__name__, "data": _plain(value)}, batch_index=index)
         case "decoded":
             output.add(_plain(decode(item, item.get_property("Content-Type"))), batch_index=index)
         case _:

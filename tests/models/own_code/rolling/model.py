@@ -27,11 +27,11 @@ def handle(inputs: Input) -> Output | None:
         word = words.pop(0) if words else ""
         if word == "raise":
             raise ValueError("in a step")
-        told = {"data": str(most) if word == "most" else word + " ", "last": not words}
+        result = {"data": str(most) if word == "most" else word + " ", "last": not words}
         if word == "error":
-            told |= {"data": "", "last": True, "error": "this one is refused", "code": 424}
+            result |= {"data": "", "last": True, "error": "this one is refused", "code": 424}
             words.clear()
-        output.add(Output.binary_encode(told), key="data", batch_index=index)
+        output.add(Output.binary_encode(result), key="data", batch_index=index)
         output.add_property(f"batch_{index}_Content-Type", "text/plain")
     live[:] = [words for words in live if words]
     return output
