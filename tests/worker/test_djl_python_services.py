@@ -146,6 +146,29 @@ def test_a_table_service_predicts(named: Any, tmp_path: Path) -> None:
         module.handle(tools.create_json_request({"x": 1}))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "name", "engine"),
+    [("huggingface", "HuggingFaceService", "transformers"), ("deepspeed", "DeepSpeedService", "deepspeed")],
+)
+def test_a_batch_of_texts(named: Any, tmp_path: Path, module: str, name: str, engine: str) -> None:
+    pytest.importorskip(engine)
+    from tiny_tasks import make_task_model  # it imports torch
+
+    directory = make_task_model("fill-mask", tmp_path / "model")
+    (directory / "serving.properties").write_text("")
+    service, tools = getattr(named(f"djl_python.{module}"), name)(), named("djl_python.test_model")
+    service.initialize({"model_dir": str(directory), "device_id": "-1"})
+    assert service.model_config.model_type == "bert"
+    text = {"inputs": "a [MASK]"}
+    alone = tools.extract_output_as_bytes(service.inference(tools.create_json_request(text)))
+    batch = service.inference(tools.create_concurrent_batch_request([text, {"x": 1}, text]))
+    first, refused, last = batch.content.values
+    assert json.loads(first)[0][0]["token_str"] == json.loads(last)[0][0]["token_str"]
+    assert json.loads(first)[0][0]["token"] == json.loads(alone)[0][0]["token"]
+    assert "inputs is missing" in json.loads(refused)["error"]
+
+
 SUBCLASS = """
 from djl_python import Output
 from djl_python.huggingface import HuggingFaceService
