@@ -54,10 +54,10 @@ lint: $(SETUP) ## Run ruff and mypy
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 2
 
-test-unit: $(SETUP) ## Run the tests that start no server and load no model (one minute)
+test-unit: $(SETUP) ## Run the tests that start no server and load no model (half a minute)
 	$(PYTEST) -m "not slow" tests/unit tests/configuration tests/dialects
 
-check: lint ## Run ruff, mypy and the tests that are not slow (two minutes)
+check: lint ## Run ruff, mypy and the tests that are not slow (three minutes)
 	$(PYTEST) -m "not slow"
 
 test: lint demo-model embedding-model ## Run ruff, mypy and every test (half an hour)

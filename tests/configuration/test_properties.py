@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lmi_server.configuration.properties import edited_properties, parse_properties, read_properties
@@ -223,8 +223,8 @@ class JavaLines:
                 line += character
                 escaped = not escaped if character == "\\" else False
                 continue
-            if is_comment or not line:
-                is_comment, is_new, skip_blanks, line = False, True, True, ""
+            if is_comment or not line:  # since Java 9 a backslash at the end of a comment is a part of it
+                is_comment, is_new, skip_blanks, escaped, line = False, True, True, False, ""
                 continue
             if escaped:
                 line, skip_blanks, after_continuation, escaped = line[:-1], True, True, False
@@ -271,6 +271,7 @@ class JavaLines:
 
 
 @given(st.text(st.sampled_from("\\\\\\ab =:#! \t\f\n\r"), max_size=60))
+@example("#\\\r\\\\")
 def test_every_text_is_read_as_java_reads_it(text: str) -> None:
     assert values(text) == JavaLines(text).entries
 

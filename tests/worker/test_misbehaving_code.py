@@ -61,7 +61,7 @@ def handle(inputs):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     store = tmp_path_factory.mktemp("store")
-    make_own(store / "bad", CODE, predict_timeout=3, max_worker_memory_mb=300)
+    make_own(store / "bad", CODE, predict_timeout=3, max_worker_memory_mb=300, maxWorkers=1)
     make_own(store / "good", CODE)
     make_own(store / "loud", CODE)
     with running("--model-store", str(store)) as server:
