@@ -85,11 +85,8 @@ class _Sequence:
         return self._end
 
 
-class AsyncJsonExchange(Exchange):
-    """One JSON object at the end."""
-
-    stream = False
-    content_type = "application/json"
+class _AsyncExchange(Exchange):
+    """What answers with and without a stream have in common."""
 
     def __init__(
         self, requests: tuple[GenerationRequest, ...], options: AnswerOptions, warnings: tuple[str, ...]
@@ -98,6 +95,16 @@ class AsyncJsonExchange(Exchange):
         self.warnings = warnings
         self._options = options
         self._sequences = [_Sequence(options) for _ in requests]
+
+    def error_chunk(self, error: LmiServerError) -> bytes:
+        return error_event(INVOCATIONS, self.content_type, error)
+
+
+class AsyncJsonExchange(_AsyncExchange):
+    """One JSON object at the end."""
+
+    stream = False
+    content_type = "application/json"
 
     def add(self, index: int, delta: Delta) -> bytes:
         self._sequences[index].add(delta)
@@ -114,23 +121,12 @@ class AsyncJsonExchange(Exchange):
                 answer.details.best_of_sequences = [other.as_other() for other in others]
         return encode(answer)
 
-    def error_chunk(self, error: LmiServerError) -> bytes:
-        return error_event(INVOCATIONS, self.content_type, error)
 
-
-class AsyncLinesExchange(Exchange):
+class AsyncLinesExchange(_AsyncExchange):
     """A line per token of each sequence; the last line of a sequence has its text, and `details` if they are wanted."""
 
     stream = True
     content_type = JSON_LINES.content_type
-
-    def __init__(
-        self, requests: tuple[GenerationRequest, ...], options: AnswerOptions, warnings: tuple[str, ...]
-    ) -> None:
-        self.requests = requests
-        self.warnings = warnings
-        self._options = options
-        self._sequences = [_Sequence(options) for _ in requests]
 
     def add(self, index: int, delta: Delta) -> bytes:
         self._sequences[index].add(delta)
@@ -155,6 +151,3 @@ class AsyncLinesExchange(Exchange):
         line.generated_text = sequence.text()
         if self._options.details:
             line.details = sequence.line_details()
-
-    def error_chunk(self, error: LmiServerError) -> bytes:
-        return error_event(INVOCATIONS, self.content_type, error)
