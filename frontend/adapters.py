@@ -113,6 +113,7 @@ class AdapterManagement:
         resolved = model.resolved
         own_code = resolved.spec.runs_user_code
         directory = await fetch_adapter(source, resolved.model_dir, self._models.artifacts, own_code)
+        await asyncio.to_thread(self._models.refuse_unsafe_adapter, directory)
         return RegisteredAdapter(adapter=msgspec.structs.replace(wanted, directory=directory), source=source)
 
     def _check_name(self, name: str, model: Model) -> None:

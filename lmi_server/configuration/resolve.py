@@ -22,6 +22,7 @@ from lmi_server.configuration.layers import Given, SortedKeys, Source
 from lmi_server.configuration.model_checks import ModelChecks, declared_options
 from lmi_server.configuration.model_layers import SERVING_PROPERTIES, merge_layers, read_layers
 from lmi_server.configuration.options import ModelOptions, ServingOptions
+from lmi_server.configuration.secure_mode import secure_mode, secure_mode_warnings
 from lmi_server.configuration.tasks import infer_task
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.inventory import Machine, this_machine
@@ -127,9 +128,10 @@ def inspect_model(
     """Read and check the configuration of the model in `directory` for `machine` (None: this one).
 
     `registration` holds the values of the registration call, by key in full. Raises ConfigurationError only if a file
-    cannot be read.
+    or SageMaker's variables of secure mode cannot be read.
     """
     model_dir = _checked_directory(directory)
+    secure = secure_mode(environment)
     machine = machine or this_machine(environment, handlers.engines())
     layers = read_layers(model_dir, environment, registration)
     given = layers.as_written()
@@ -144,6 +146,8 @@ def inspect_model(
     serving, wrong_serving = build(ServingOptions, merged.known)
     options, wrong_options = build(load_options_type(spec), merged.known)
     checks = ModelChecks(model, location, misplaced, choice, spec, handlers, merged, serving, options, machine)
+    everything = {**merged.known, **merged.unknown}
+    forbidden = () if secure is None else secure.problems(everything, options.adapters, model_dir, location)
     return Inspection(
         name=model_name(model_dir),
         model_dir=str(model_dir),
@@ -160,8 +164,8 @@ def inspect_model(
             {name: environment.get(name, value) for name, value in options.worker_environment().items()}
             | dict(options.variables)
         ),
-        warnings=(*layers.warnings, *checks.warnings()),
-        problems=tuple(checks.problems({**wrong_serving, **wrong_options})),
+        warnings=(*secure_mode_warnings(environment), *layers.warnings, *checks.warnings()),
+        problems=(*checks.problems({**wrong_serving, **wrong_options}), *forbidden),
         unavailable=tuple(checks.unavailable()),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from lmi_server.artifacts.fetch import ArtifactSettings, fetch_artifacts
 from lmi_server.artifacts.interpreter import WorkerPython
 from lmi_server.artifacts.progress import OnProgress
 from lmi_server.configuration.resolve import Inspection, ResolvedModel, inspect_model
+from lmi_server.configuration.secure_mode import secure_mode
 from lmi_server.contract.errors import ConfigurationError
 
 Inspect = Callable[[Path, Mapping[str, str], Mapping[str, str]], Inspection]
@@ -52,10 +53,24 @@ async def fetch_model(
         limit_s=found.options.model_loading_timeout,
         on_progress=on_progress,
     )
+    fetched = [model_dir] if model_dir.is_relative_to(settings.root) else []
     if artifacts.model_id != found.location:
         registration = {**registration, "option.model_id": artifacts.model_id}
         found = await asyncio.to_thread(inspect, model_dir, environment, registration)
+        fetched.append(Path(artifacts.model_id))
+    await asyncio.to_thread(_refuse_unsafe_files, fetched, environment)
     return FetchedModel(found.resolved(), artifacts.python, artifacts.python_path)
+
+
+def _refuse_unsafe_files(fetched: Sequence[Path], environment: Mapping[str, str]) -> None:
+    """Raise ConfigurationError if secure mode forbids a file that was fetched.
+
+    SageMaker's list of untrusted channels cannot have these directories, because the server has just made them.
+    """
+    secure = secure_mode(environment)
+    problems = [] if secure is None else list(secure.file_problems(fetched))
+    if problems:
+        raise ConfigurationError("\n".join(problems))
 
 
 def _worker_python(found: Inspection) -> WorkerPython:

@@ -20,6 +20,7 @@ from lmi_server.artifacts.location import HubModel, parse_location
 from lmi_server.artifacts.progress import shown_progress
 from lmi_server.configuration.memory_estimate import estimate_of_files, shortages
 from lmi_server.configuration.resolve import ResolvedModel
+from lmi_server.configuration.secure_mode import secure_mode
 from lmi_server.contract.errors import (
     ConfigurationError,
     LmiServerError,
@@ -199,6 +200,17 @@ class ModelRegistry:
     def named(self, name: str, version: str | None = None) -> Model:
         """Return the model that a request names. Raises ModelNotFoundError."""
         return self.endpoint(name).choose(version)
+
+    def refuse_unsafe_adapter(self, directory: str) -> None:
+        """Raise ConfigurationError if secure mode forbids the adapter in `directory`."""
+        secure = secure_mode(self._environment)
+        if secure is None:
+            return
+        if not os.path.isdir(directory):
+            raise ConfigurationError(f"src = {directory} is not allowed in secure mode; allowed: a directory")
+        problems = list(secure.adapter_problems(Path(directory)))
+        if problems:
+            raise ConfigurationError("\n".join(problems))
 
     # --- registration ---
 
