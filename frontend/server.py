@@ -38,6 +38,7 @@ from lmi_server.machine.inventory import this_machine, with_gpu_memory
 from lmi_server.serving.fetch_model import Inspect
 from lmi_server.serving.model_store import ModelSource
 from lmi_server.serving.registry import Model, ModelRegistry
+from lmi_server.supervisor.orphans import Orphans
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +114,7 @@ class _Server:
         self._began = time.monotonic()
         logs = settings.written_logs
         self._metrics = Metrics(lambda: self._models.models, MetricLog(logs) if logs else None)
+        self._orphans = Orphans()
         self._failed = False  # a model of the start could not be loaded
         artifacts = artifact_settings(settings.download_dir, environment)
         self._models = ModelRegistry(
@@ -127,6 +129,7 @@ class _Server:
         app = App(models, metrics, relay, self._settings, management_port)
         http = _HttpServer(AccessLog(app) if "access" in self._settings.written_logs else app, self._settings)
         self._listen_to_signals()
+        self._orphans.start()
         serving = asyncio.create_task(http.serve(list(self._listeners)))
         starting = [models.register(source, at_startup=True) for source in self._sources]
         watches = [asyncio.create_task(self._measure_start(starting))]
@@ -143,6 +146,7 @@ class _Server:
         await models.drain(self._settings.drain_timeout)
         await serving
         await models.stop()
+        self._orphans.end()
         logger.info("stopped")
         return 1 if failed else 0
 
@@ -195,6 +199,7 @@ class _Server:
         if self._signals > 1:
             logger.warning("second signal: ending at once")
             self._models.kill()
+            self._orphans.end()
             self._log.close()
             os._exit(1)
 

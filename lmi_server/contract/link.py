@@ -1,7 +1,8 @@
 """The link between the front end and one worker: messages of `lmi_server.contract.protocol` over a Unix socket.
 
 On the wire a message is a 4-byte big-endian length and that many bytes of msgpack. End of file means that the other
-side is dead: the kernel closes the socket of a process that ends, however it ends, so that no timeout is needed.
+side is dead: the kernel closes the socket of a process that ends, however it ends, so that no timeout is needed. A
+process that the worker leaves behind may hold its end open, so that the front end also looks at the process itself.
 """
 
 from __future__ import annotations
@@ -95,6 +96,11 @@ class Link(asyncio.Protocol, Generic[M]):
         if self._transport is not None:
             self._transport.close()
 
+    def abort(self) -> None:
+        """Close this end, whatever is still to be written."""
+        if self._transport is not None:
+            self._transport.abort()
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=_WRITE_HIGH_WATER)
@@ -118,7 +124,7 @@ class Link(asyncio.Protocol, Generic[M]):
             messages = self._take_messages()
         except msgspec.DecodeError:
             logger.exception("the other side of the link sent a frame that is not a message; closing the link")
-            self._abort()
+            self.abort()
             return
         for message in messages:
             self._on_message(message)
@@ -142,10 +148,6 @@ class Link(asyncio.Protocol, Generic[M]):
                 start = body + length
         del incoming[:start]
         return messages
-
-    def _abort(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
 
 
 WorkerLink = Link[FromWorker]

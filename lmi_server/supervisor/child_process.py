@@ -1,10 +1,12 @@
-"""The operating system's side of a worker: its process is spawned, its output logged, and its whole session killed."""
+"""The operating system's side of a worker: its process is spawned, its output logged, its whole family killed."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
+import os
 import signal
 from asyncio.subprocess import Process
 from collections.abc import Callable, Mapping
@@ -13,7 +15,7 @@ from pathlib import Path
 from lmi_server.contract.link import WorkerLink
 from lmi_server.contract.metrics import MetricSink
 from lmi_server.contract.protocol import Load
-from lmi_server.machine.process_tree import kill_session
+from lmi_server.machine.process_tree import WORKER_VARIABLE, kill_family
 from lmi_server.supervisor.launch import WorkerLaunch
 from lmi_server.supervisor.log import WorkerLog
 
@@ -21,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 EXIT_GRACE_S = 1.0  # from the end of the link to the end of the process
 _VMSTAT = Path("/proc/vmstat")
+_numbers = itertools.count(1)
 
 
 class ChildProcess:
@@ -36,6 +39,7 @@ class ChildProcess:
         self.killed = False
         self.exited = asyncio.Event()
         self._name = name
+        self._mark = f"{os.getpid()}-{next(_numbers)}"
         self._launch = launch
         self._on_exit = on_exit
         self._on_metric = on_metric
@@ -51,7 +55,9 @@ class ChildProcess:
     async def spawn(self, link: WorkerLink, load: Load, environment: Mapping[str, str]) -> None:
         """Start the process and connect `link`. Raises OSError; `link` is closed then."""
         self._oom_kills = _oom_kills()
-        self._starting = asyncio.create_task(self._launch.start(link, load, environment))
+        self._starting = asyncio.create_task(
+            self._launch.start(link, load, {**environment, WORKER_VARIABLE: self._mark})
+        )
         self._starting.add_done_callback(lambda starting: self._on_started(starting, link))
         # Without the shield, a cancellation could hit between fork and the return of the process: nobody would know of
         # the child that exists already. `reap` waits for the start instead, however early the stop comes.
@@ -78,7 +84,7 @@ class ChildProcess:
 
     async def _wait_exit(self, process: Process) -> None:
         code = await process.wait()
-        self._kill_session(process.pid)  # children that the worker left behind
+        self._kill_family(process.pid)  # children that the worker left behind
         self.exited.set()
         # The kernel does not say whom its OOM killer ended. A SIGKILL that is not ours, while the machine's counter of
         # OOM kills has grown since the start, is the best evidence that a process without privileges can get.
@@ -95,15 +101,15 @@ class ChildProcess:
             # may be none left.
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
-            self._kill_session(self._process.pid)
+            self._kill_family(self._process.pid)
 
-    def _kill_session(self, pid: int) -> None:
+    def _kill_family(self, pid: int) -> None:
         """Kill the worker and what it started; try again later if a lack of file descriptors prevents it now."""
         try:
-            kill_session(pid)
+            kill_family(pid, self._mark)
         except OSError as error:
             logger.warning("[%s] cannot look for the processes that it started: %s; trying again", self._name, error)
-            asyncio.get_running_loop().call_later(EXIT_GRACE_S, self._kill_session, pid)
+            asyncio.get_running_loop().call_later(EXIT_GRACE_S, self._kill_family, pid)
 
     async def exit_within(self, limit_s: float) -> None:
         """Wait for the end of the process, for at most `limit_s` seconds."""
@@ -123,7 +129,7 @@ class ChildProcess:
         await self.exit_within(EXIT_GRACE_S)
         self.kill()
         await self.exited.wait()
-        # A process that escaped the session may hold the pipes open for ever, so that their end is not waited for.
+        # A process that escaped may hold the pipes open for ever, so that their end is not waited for.
         _, open_pipes = await asyncio.wait(self._tasks, timeout=EXIT_GRACE_S)
         for task in open_pipes:
             task.cancel()

@@ -174,6 +174,8 @@ class WorkerProcess:
             self._fail_loading(ModelMemoryError(f"{text}: the machine or its container ran out of memory"))
         else:
             self._fail_loading(ModelLoadError(text))
+        # A process that it has left behind may hold the link open. What the worker itself sent is read until then.
+        self._loop.call_later(EXIT_GRACE_S, self._link.abort)
 
     def _on_hung(self, reason: str) -> None:
         self._fail_loading(ModelLoadError(f"{reason} while it loaded the model"))

@@ -18,6 +18,7 @@ import uvloop
 from lmi_server.contract.batch_progress import BatchProgress
 from lmi_server.contract.handler import RequestHandler
 from lmi_server.contract.link import FrontendLink, frontend_link, read_load
+from lmi_server.machine.descriptors import keep_from_children
 from lmi_server.machine.environment import own_rank
 from lmi_server.machine.process_tree import end_with_parent
 from lmi_server.worker.concurrent_service import ConcurrentService
@@ -80,12 +81,9 @@ def _arguments() -> argparse.Namespace:
 
 
 def _inherited(value: str) -> int:
-    """Return the file descriptor of "fd:N", so that processes which a handler starts do not inherit it.
-
-    A child with a copy of the link would keep it open after the worker has died, and the front end would not notice.
-    """
+    """Return the file descriptor of "fd:N", so that processes which a handler starts do not inherit it."""
     fd = int(value.removeprefix("fd:"))
-    os.set_inheritable(fd, False)
+    keep_from_children(fd)
     return fd
 
 

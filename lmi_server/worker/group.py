@@ -14,6 +14,7 @@ from lmi_server.contract.handler import LLMHandler, RequestHandler
 from lmi_server.contract.link import frame, read_load
 from lmi_server.contract.protocol import Failed
 from lmi_server.contract.ranks import RANK_BYTES, Rank
+from lmi_server.machine.descriptors import keep_from_children
 from lmi_server.machine.environment import own_rank, take_rank
 from lmi_server.worker.handler_loading import load_failure, make_handler
 
@@ -27,6 +28,7 @@ def join_group(path: str) -> tuple[Rank, socket.socket]:
     """
     rank = take_rank(str(Path(path).parent))
     link = socket.socket(socket.AF_UNIX)
+    keep_from_children(link.fileno())
     link.connect(path)
     link.sendall(rank.rank.to_bytes(RANK_BYTES, "big"))
     return rank, link

@@ -1,0 +1,154 @@
+"""Workers that end in bad ways: their requests end soon, what they started goes with them, and the next one serves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from mpi_helpers import is_running
+from own_code_helpers import make_own
+from server_helpers import Server, running
+from waiting import wait_until
+
+CODE = """
+import ctypes, multiprocessing, os, signal, subprocess, sys, time
+from djl_python import Output
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(3600)"]
+
+LINK = os.readlink(f"/proc/self/fd/{sys.orig_argv[sys.orig_argv.index('--link') + 1].removeprefix('fd:')}")
+
+def links():
+    return [name for name in os.listdir("/proc/self/fd") if is_link(name)]
+
+def is_link(name):
+    try:
+        return os.readlink(f"/proc/self/fd/{name}") == LINK
+    except OSError:
+        return False
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def detached(keeps_link):
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        time.sleep(3600)
+    return pid
+
+def daemon():
+    ours, theirs = os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(3600)
+        os.write(theirs, str(pid).encode())
+        os._exit(0)
+    os.wait()
+    return int(os.read(ours, 20))
+
+def count_links(pipe):
+    pipe.send(len(links()))
+
+def handle(inputs):
+    if inputs.is_empty():
+        return None
+    match inputs.get_property("x-case"):
+        case "pid":
+            return Output().add(str(os.getpid()))
+        case "raw fork and die":  # what C code does: Python's hooks do not run
+            if ctypes.CDLL(None).fork() == 0:
+                os.setsid()
+                time.sleep(3600)
+            die()
+        case "setsid":
+            return Output().add(str(subprocess.Popen(SLEEP, start_new_session=True).pid))
+        case "clean setsid":
+            return Output().add(str(subprocess.Popen(SLEEP, start_new_session=True, env={}).pid))
+        case "daemon":
+            return Output().add(str(daemon()))
+        case "links in a fork":
+            ours, theirs = os.pipe()
+            if os.fork() == 0:
+                os.write(theirs, str(len(links())).encode())
+                os._exit(0)
+            os.wait()
+            return Output().add(os.read(ours, 20))
+        case "links in a program":
+            listed = subprocess.run(["ls", "-l", "/proc/self/fd"], close_fds=False, capture_output=True).stdout
+            return Output().add(str(listed.decode().count(LINK)))
+        case "links in multiprocessing":
+            ours, theirs = multiprocessing.get_context("fork").Pipe()
+            process = multiprocessing.get_context("fork").Process(target=count_links, args=(theirs,))
+            process.start()
+            process.join()
+            return Output().add(str(ours.recv()))
+        case "die":
+            print("the last words")
+            die()
+        case "sleep":
+            time.sleep(float(inputs.get_property("x-s")))
+    return Output().add("fine")
+"""
+
+
+left_behind: list[int] = []
+"""Processes that must be gone once the server has ended."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    store = tmp_path_factory.mktemp("store")
+    make_own(store / "bad", CODE, maxWorkers=1, predict_timeout=20)
+    make_own(store / "other", CODE, maxWorkers=1)
+    with running("--model-store", str(store), variables={"SERVING_RETRY_THRESHOLD": "1000"}) as server:
+        for _ in range(2):
+            server.log_line(r"\] ready: process")
+        yield server
+        server.stop()
+        assert not [pid for pid in left_behind if is_running(pid)]
+
+
+def ask(server: Server, case: str, model: str = "bad", **headers: str) -> httpx.Response:
+    return server.http.post(f"/predictions/{model}", headers={"x-case": case, **headers})
+
+
+def test_a_child_that_keeps_the_link_open_does_not_hide_the_end(server: Server) -> None:
+    began = time.monotonic()
+    answer = ask(server, "raw fork and die")
+    assert (answer.status_code, time.monotonic() - began < 5) == (503, True), answer.text
+    assert ask(server, "").text == "fine"
+
+
+@pytest.mark.parametrize("kind", ["a fork", "a program", "multiprocessing"])
+def test_children_do_not_inherit_the_link(server: Server, kind: str) -> None:
+    assert ask(server, f"links in {kind}").text == "0"
+
+
+@pytest.mark.parametrize("case", ["setsid", "daemon"])
+def test_processes_that_left_the_session_end_with_their_worker(server: Server, case: str) -> None:
+    left, of_other = int(ask(server, case).text), int(ask(server, case, "other").text)
+    left_behind.append(of_other)
+    os.kill(int(ask(server, "pid").text), signal.SIGKILL)
+    wait_until(lambda: not is_running(left), "the worker's process has ended", limit_s=10)
+    assert is_running(of_other)
+    assert ask(server, "").text == "fine"
+
+
+def test_processes_without_the_environment_of_their_worker_end_with_the_server(server: Server) -> None:
+    left_behind.append(int(ask(server, "clean setsid").text))
+    os.kill(int(ask(server, "pid").text), signal.SIGKILL)
+    assert ask(server, "").text == "fine"
+
+
+def test_orphans_that_have_ended_are_collected(server: Server) -> None:
+    orphan = int(ask(server, "daemon").text)
+    os.kill(orphan, signal.SIGKILL)
+    wait_until(lambda: not Path(f"/proc/{orphan}").exists(), "its parent has asked for its exit code", limit_s=10)
