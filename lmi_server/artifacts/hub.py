@@ -56,13 +56,13 @@ def _hub_error(repo_id: str, revision: str | None, error: Exception) -> Artifact
             "the model is gated; accept its licence on the hub and set HF_TOKEN to a token of that account"
         ),
         errors.RepositoryNotFoundError: (
-            "the hub has no such model, or it is private; check option.model_id, "
+            "there is no such directory, and the hub has no such model, or it is private; check the name, "
             "or set HF_TOKEN to a token that may read it"
         ),
         errors.RevisionNotFoundError: f"the model has no revision {revision!r}; check option.revision",
         errors.IncompleteSnapshotError: "the hub cannot be reached, and the cached copy is incomplete; " + _CONNECT,
         errors.LocalEntryNotFoundError: "the hub cannot be reached, and the model is not in the cache; " + _CONNECT,
-        errors.HFValidationError: "is no valid model id; check option.model_id",
+        errors.HFValidationError: "is no valid model id; check the name",
     }
     for kind, remedy in remedies.items():
         if isinstance(error, kind):

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+# What a user may name as a model, for messages.
+MODEL_FORMS = "a directory, an archive, owner/name of the Hugging Face Hub, s3://bucket/prefix, or a file: URL"
 ARCHIVE_SUFFIXES = (".tar.gz", ".tgz", ".tar", ".zip", ".mar")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -62,6 +64,11 @@ def parse_location(text: str, base: Path) -> Location:
     if os.path.exists(base / text) or _HUB_ID.fullmatch(text) is None or archive_stem(text) is not None:
         return _local(text, base)
     return HubModel(text)
+
+
+def is_hub_id(text: str) -> bool:
+    """Return whether `text` has the form owner/name, as models of the Hugging Face Hub have."""
+    return "/" in text and _HUB_ID.fullmatch(text) is not None and archive_stem(text) is None
 
 
 def archive_stem(name: str) -> str | None:

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from frontend.server_log import LOG_FORMAT
-from lmi_server.artifacts.location import archive_stem
+from lmi_server.artifacts.location import MODEL_FORMS, archive_stem
 from lmi_server.configuration.handlers import HANDLERS
 from lmi_server.configuration.resolve import inspect_model
 from lmi_server.configuration.server_settings import (
@@ -35,6 +35,7 @@ from lmi_server.serving.model_store import ModelSource, Startup, is_spec, startu
 app = typer.Typer(name="lmi-server", no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
 
 _log = logging.getLogger(__name__)
+_ONE_MODEL = f"Model: {MODEL_FORMS}. It is fetched first if it is not on this machine."
 _HELP = {option.field: f"{option.description} (default: {option.default})" for option in ServerSettings.declared()}
 
 
@@ -52,7 +53,11 @@ def _refuse_other_systems() -> None:
 def serve(
     directories: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[DIR]...", help="Model directories with a serving.properties."),
+        typer.Argument(
+            metavar="[MODEL]...",
+            help=f"Models: {MODEL_FORMS}. A name may stand before it, name=MODEL. A directory that exists wins over a "
+            "model of the Hub with the same name.",
+        ),
     ] = None,
     model_store: Annotated[str | None, typer.Option("--model-store", "-s", help=_HELP["model_store"])] = None,
     models: Annotated[
@@ -76,7 +81,7 @@ def serve(
     ] = False,
     log_level: Annotated[str | None, typer.Option(help=_HELP["log_level"])] = None,
 ) -> None:
-    """Serve models until SIGTERM or SIGINT: from directories, a model store, --models and HF_MODEL_ID."""
+    """Serve models until SIGTERM or SIGINT: those of the arguments, a model store, --models and HF_MODEL_ID."""
     # Imported late: `explain` and `check` need neither the front end nor uvicorn.
     from frontend.server import run
 
@@ -130,14 +135,14 @@ def _startup(
 
 @app.command()
 def explain(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Model directory with a serving.properties.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=_ONE_MODEL)],
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON: every key, and machine-readable values.")
     ] = False,
     with_defaults: Annotated[bool, typer.Option("--all", help="Show the keys that have their defaults too.")] = False,
 ) -> None:
     """Show the handler, the value and the source of every key that is set, and what follows; loads no model."""
-    explanation = _explain(directory)
+    explanation = _explain(model)
     if as_json:
         typer.echo(json.dumps(explanation.as_json_values(), indent=2, default=sorted))
     else:
@@ -149,13 +154,13 @@ def explain(
 
 @app.command()
 def check(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Model directory with a serving.properties.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=_ONE_MODEL)],
 ) -> None:
     """Check configuration and files of a model, without loading it.
 
     Exit codes: 0 valid, 1 wrong, 2 valid but not served by this version or on this machine.
     """
-    found = _explain(directory)
+    found = _explain(model)
     console = Console(stderr=True)
     for line in found.warnings:
         console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
@@ -165,14 +170,17 @@ def check(
         raise typer.Exit(1)
     if not found.can_be_served:
         raise typer.Exit(2)
-    typer.echo(f"{directory}: {len(found.warnings)} warnings, no problem")
+    typer.echo(f"{model}: {len(found.warnings)} warnings, no problem")
 
 
-def _explain(directory: Path) -> Explanation:
+def _explain(argument: str) -> Explanation:
+    from lmi_server.commands.local_model import inspect_local, local_model
+
     environment = process_environment()
     with _plain_configuration_errors():
+        model = local_model(argument, environment)
         machine = with_gpu_memory(this_machine(environment, HANDLERS.engines()))
-        return explain_model(inspect_model(directory, environment, machine=machine))
+        return explain_model(inspect_local(model, environment, machine))
 
 
 @app.command("test-model")
@@ -200,16 +208,18 @@ def try_model(
 
 @app.command("partition")
 def partition_model(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Model directory with a serving.properties.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=_ONE_MODEL)],
     save: Annotated[Path, typer.Option(help="Model directory to create.")],
 ) -> None:
     """Split or quantise the weights of a model ahead of time, so that a later start only loads."""
+    from lmi_server.commands.local_model import local_model
     from lmi_server.commands.partition import partition
 
     _log_to_stderr("info")
+    environment = process_environment()
     with _plain_configuration_errors():
         try:
-            partition(directory, save, process_environment())
+            partition(local_model(model, environment), save, environment)
         except LmiServerError as error:
             raise ConfigurationError(error.message) from error
     typer.echo(f"{save}: serve it with lmi-server serve {save}")

@@ -10,11 +10,13 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import uvloop
 
 from lmi_server.artifacts.fetch import ArtifactSettings, artifact_settings
+from lmi_server.commands.local_model import inspect_local
 from lmi_server.configuration.model_layers import SERVING_PROPERTIES
 from lmi_server.configuration.properties import decode_properties, edited_properties
 from lmi_server.configuration.resolve import ResolvedModel, inspect_model
@@ -30,22 +32,22 @@ _SAVE = "option.save_mp_checkpoint_path"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
 
 
-def partition(directory: Path, target: Path, environment: Mapping[str, str]) -> None:
-    """Write the model of `directory` to `target`, with its weights as the workers hold them.
+def partition(model: ModelSource, target: Path, environment: Mapping[str, str]) -> None:
+    """Write the local `model` to `target`, with its weights as the workers hold them.
 
     Raises ConfigurationError if there is nothing to split or quantise or if `target` is taken, LmiServerError if the
     model cannot be loaded. In each case `target` does not exist afterwards.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigurationError(f"--save {target}: exists already; name a new directory")
-    changes = _changes(directory, environment)
+    changes = _changes(model, environment)
     # Beside the target, so that the rename at the end stays on one file system, and is atomic.
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     one_worker = {"minWorkers": "1", "maxWorkers": "1"}
     if this_machine(environment).gpus:
         one_worker["load_on_devices"] = "0"  # the first device set: one worker, on as many GPUs as it needs
     settings = {_SAVE: str(partial.absolute()), **one_worker}
-    source = ModelSource(str(directory), "model", settings=settings)
+    source = replace(model, name="model", settings={**model.settings, **settings})
     try:
         resolved = uvloop.run(_load(source, environment, artifact_settings(None, environment)))
         _complete(partial, resolved, changes)
@@ -57,13 +59,13 @@ def partition(directory: Path, target: Path, environment: Mapping[str, str]) -> 
     logger.info("%s: %.1f MiB, ready to be served", target, _bytes(target) / 2**20)
 
 
-def _changes(directory: Path, environment: Mapping[str, str]) -> Mapping[str, str | None]:
+def _changes(model: ModelSource, environment: Mapping[str, str]) -> Mapping[str, str | None]:
     """Return the changes to serving.properties, by key in full; None removes a key. Raises ConfigurationError."""
-    found = inspect_model(directory, environment)
+    found = inspect_local(model, environment)
     found.resolved()
     partitioned = found.options.partitioned()
     if isinstance(partitioned, str):
-        raise ConfigurationError(f"{directory}: nothing to split or quantise ahead of time: {partitioned}")
+        raise ConfigurationError(f"{found.location}: nothing to split or quantise ahead of time: {partitioned}")
     return partitioned
 
 

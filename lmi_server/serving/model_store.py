@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from lmi_server.artifacts.location import archive_stem
+from lmi_server.artifacts.location import archive_stem, is_hub_id
 from lmi_server.contract.errors import ConfigurationError
 
 HUB_VARIABLES = ("HF_MODEL_ID", "HF_REVISION", "HF_TASK")
@@ -84,7 +84,9 @@ def startup_sources(startup: Startup, environment: Mapping[str, str]) -> tuple[l
             named = [*found, *named]
     sources = _distinct([*_with_hub_model(plain, named, environment), *named])
     if not sources and startup.load_models.strip().upper() != LOAD_NONE:
-        warnings.append("no model is named; name a DIR, --model-store, --models or HF_MODEL_ID, or POST it to /models")
+        warnings.append(
+            "no model is named; name a MODEL, --model-store, --models or HF_MODEL_ID, or POST it to /models"
+        )
     return sources, warnings
 
 
@@ -116,9 +118,17 @@ def is_one_model(store: Path) -> bool:
 
 
 def is_spec(text: str) -> bool:
-    """Return whether an argument of the command line is a spec of a model, and not the path of a directory."""
-    named = text.startswith(("[", "file:")) or "=" in text or "://" in text
+    """Return whether an argument of the command line is a spec of a model, and not the path of a directory.
+
+    What exists is a path, even if a model of the Hugging Face Hub has the same name.
+    """
+    named = text.startswith(("[", "file:")) or "=" in text or "://" in text or is_hub_id(text)
     return named and not Path(text).exists()
+
+
+def named_source(argument: str) -> ModelSource:
+    """Return the one model that an argument of the command line names: a path, or a spec without a store."""
+    return parse_spec(argument) if is_spec(argument) else _directory_source(Path(argument))
 
 
 def parse_spec(text: str, store: Path | None = None) -> ModelSource:

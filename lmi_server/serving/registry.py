@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lmi_server.artifacts.fetch import ArtifactSettings, empty_directory, fetch_model_directory
+from lmi_server.artifacts.fetch import ArtifactSettings
 from lmi_server.artifacts.location import HubModel, parse_location
 from lmi_server.artifacts.progress import shown_progress
 from lmi_server.configuration.memory_estimate import estimate_of_files, shortages
@@ -37,7 +37,7 @@ from lmi_server.machine.environment import is_multi_model, process_environment
 from lmi_server.machine.inventory import this_machine, with_gpu_memory
 from lmi_server.machine.mpi import NO_MPIRUN, find_mpirun
 from lmi_server.serving.adapters import RegisteredAdapter, adapters_in
-from lmi_server.serving.fetch_model import FetchedModel, Inspect, fetch_model
+from lmi_server.serving.fetch_model import FetchedModel, Inspect, fetch_directory, fetch_model
 from lmi_server.serving.model_store import HUB_VARIABLES, ModelSource
 from lmi_server.serving.pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus, PoolSettings
@@ -349,16 +349,10 @@ class ModelRegistry:
                 f'url = "{source.url}" is not allowed; there is no such directory, and a registration '
                 "names a model of the Hugging Face Hub by owner/name"
             )
-        settings = dict(source.settings)
         environment = {**self._environment, **source.variables}
         with shown_progress(source.label, sys.stderr) as on_progress:
-            if isinstance(
-                location, HubModel
-            ):  # the model is an empty directory whose option.model_id names the weights
-                settings["option.model_id"] = location.repo_id
-                directory = await asyncio.to_thread(empty_directory, self.artifacts)
-            else:
-                directory = await fetch_model_directory(source.url, self.artifacts, on_progress=on_progress)
+            directory, more = await fetch_directory(location, source.url, self.artifacts, on_progress)
+            settings = {**source.settings, **more}
             return await fetch_model(
                 directory, environment, settings, self.artifacts, inspect=self._inspect, on_progress=on_progress
             )

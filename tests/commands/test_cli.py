@@ -81,7 +81,11 @@ def test_bad_flags_are_printed_plainly(tmp_path: Path, arguments: list[str], pro
 
 def test_a_missing_directory_is_printed_plainly(tmp_path: Path) -> None:
     result = lmi_server("serve", str(tmp_path / "nowhere"))
-    assert (result.returncode, result.stderr) == (1, f"{tmp_path / 'nowhere'}: there is no such directory\n")
+    assert result.returncode == 1
+    assert result.stderr == (
+        f"{tmp_path / 'nowhere'}: there is no such directory; a model is a directory, an archive, owner/name of the "
+        "Hugging Face Hub, s3://bucket/prefix, or a file: URL\n"
+    )
 
 
 def test_serve_takes_models_as_lmi_does(tmp_path: Path) -> None:

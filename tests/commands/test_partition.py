@@ -17,6 +17,7 @@ from handlers.huggingface.options import HuggingFaceOptions
 from lmi_server.commands.partition import partition
 from lmi_server.configuration.resolve import resolve_model
 from lmi_server.contract.errors import ConfigurationError, ModelLoadError
+from lmi_server.serving.model_store import named_source
 
 pytestmark = pytest.mark.slow
 
@@ -153,19 +154,19 @@ def test_keys_that_are_done_with_are_removed(
 def test_what_cannot_be_prepared_is_refused(text: str, message: str, weights: Path, tmp_path: Path) -> None:
     directory = write(tmp_path / "model", text, weights)
     with pytest.raises(ConfigurationError, match=message):
-        partition(directory, tmp_path / "target", {})
+        partition(named_source(str(directory)), tmp_path / "target", {})
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_a_directory_that_is_there_is_kept(weights: Path, tmp_path: Path) -> None:
     directory = write(tmp_path / "model", SMOOTH, weights)
     with pytest.raises(ConfigurationError, match="exists already"):
-        partition(directory, directory, {})
+        partition(named_source(str(directory)), directory, {})
     assert (directory / "serving.properties").exists()
 
 
 def test_nothing_is_left_of_a_model_that_cannot_be_loaded(weights: Path, tmp_path: Path) -> None:
     directory = write(tmp_path / "model", SMOOTH.replace("fp32", "fp16"), weights)
     with pytest.raises(ModelLoadError, match="DeepSpeed has no fp16 on the CPU"):
-        partition(directory, tmp_path / "target", {})
+        partition(named_source(str(directory)), tmp_path / "target", {})
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -66,7 +66,7 @@ def test_an_empty_directory_is_reported(tmp_path: Path) -> None:
     assert warnings == [
         f"{tmp_path}/lost+found: is empty and is no model",
         f"model_store {tmp_path} holds no model",
-        "no model is named; name a DIR, --model-store, --models or HF_MODEL_ID, or POST it to /models",
+        "no model is named; name a MODEL, --model-store, --models or HF_MODEL_ID, or POST it to /models",
     ]
 
 
@@ -115,10 +115,15 @@ def test_of_the_store_only_the_specs_are_loaded(tmp_path: Path) -> None:
     }
 
 
-def test_a_missing_directory_is_no_spec(tmp_path: Path) -> None:
+def test_what_is_a_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path that exists is none, even if it reads like one; nor is a path that does not exist."""
     path = model(tmp_path / "a=b")
-    specs = ["x=/m", "[x:1]=/m", "file:/m", "s3://b/p", str(tmp_path / "missing"), "models/a", str(path)]
-    assert [is_spec(text) for text in specs] == [True, True, True, True, False, False, False]
+    model(tmp_path / "Owner" / "Model")
+    monkeypatch.chdir(tmp_path)
+    specs = ["x=/m", "[x:1]=/m", "file:/m", "s3://b/p", "Owner/Other", "x=Owner/Model"]
+    assert all(is_spec(text) for text in specs)
+    paths = [str(tmp_path / "missing"), "missing", "./Owner/Other", "Owner/Other/", "a/b/c", "a/b.zip", "Owner/Model"]
+    assert not any(is_spec(text) for text in (*paths, str(path)))
 
 
 def test_a_path_with_a_comma(tmp_path: Path) -> None:

@@ -1,0 +1,55 @@
+"""Brings the model that an argument names to this machine, for commands that read its files and serve nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from lmi_server.artifacts.fetch import ArtifactSettings, artifact_settings, fetch_artifacts
+from lmi_server.artifacts.location import HubModel, parse_location
+from lmi_server.artifacts.progress import shown_progress
+from lmi_server.configuration.resolve import Inspection, inspect_model
+from lmi_server.contract.errors import ArtifactError, ConfigurationError
+from lmi_server.machine.inventory import Machine
+from lmi_server.serving.fetch_model import fetch_directory
+from lmi_server.serving.model_store import ModelSource, is_spec, named_source
+
+
+def local_model(argument: str, environment: Mapping[str, str]) -> ModelSource:
+    """Return the model that `argument` names, with a local directory as its URL.
+
+    `argument` is what `lmi-server serve` takes. What is not on this machine is fetched into the caches of a server, so
+    that the server finds it there. Raises ConfigurationError.
+    """
+    source = named_source(argument)
+    if not is_spec(argument) and not Path(source.url).is_file():
+        return source  # a directory; if it is missing, the reader of its configuration says so
+    try:
+        return asyncio.run(_fetched(source, environment, artifact_settings(None, environment)))
+    except ValueError as error:
+        raise ConfigurationError(f'model "{source.url}" {error}') from error
+    except ArtifactError as error:
+        raise ConfigurationError(error.message) from error
+
+
+async def _fetched(source: ModelSource, environment: Mapping[str, str], artifacts: ArtifactSettings) -> ModelSource:
+    location = parse_location(source.url, Path.cwd())
+    with shown_progress(source.label, sys.stderr) as on_progress:
+        directory, more = await fetch_directory(location, source.url, artifacts, on_progress)
+        local = replace(source, url=str(directory), settings={**source.settings, **more})
+        if not isinstance(location, HubModel):
+            return local
+        revision = inspect_local(local, environment).options.revision
+        weights = await fetch_artifacts(
+            directory, location.repo_id, artifacts, revision=revision, on_progress=on_progress
+        )
+    return replace(local, settings={**local.settings, "option.model_id": weights.model_id})
+
+
+def inspect_local(source: ModelSource, environment: Mapping[str, str], machine: Machine | None = None) -> Inspection:
+    """Read and check the configuration of a model that `local_model` returned. Raises ConfigurationError."""
+    found = inspect_model(Path(source.url), {**environment, **source.variables}, source.settings, machine)
+    return replace(found, name=source.name)
