@@ -74,10 +74,7 @@ class RollingBatchEngine:
         if parameters.fit_context and room > 0:
             wanted = min(wanted, room)
         if wanted > room:
-            raise ContextLengthError(
-                f"the prompt has {len(prompt)} tokens and max_new_tokens is {wanted}, but the model's context holds"
-                f" {len(prompt) + room}; shorten the prompt or lower max_new_tokens to {max(room, 0)} at most"
-            )
+            raise ContextLengthError.of(len(prompt), wanted, len(prompt) + room)
         if len(parameters.stop) > _MOST_STOPS or any(len(stop) > _LONGEST_STOP for stop in parameters.stop):
             raise RequestError(
                 f"stop takes up to {_MOST_STOPS} sequences of up to {_LONGEST_STOP} characters each;"

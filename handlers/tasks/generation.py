@@ -419,9 +419,7 @@ class TextGeneration(GenerationTask):
         if not ids:
             raise RequestError("inputs: an empty text is not allowed; send a prompt")
         if self.max_length and len(ids) >= self.max_length:
-            raise ContextLengthError(
-                f"the prompt has {len(ids)} tokens, but the model's context has {self.max_length}; shorten the prompt"
-            )
+            raise ContextLengthError.of(len(ids), 1, self.max_length)
         return Prompt(text, ids)
 
     def fitted(self, inputs: Sequence[Prompt], parameters: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -56,7 +56,7 @@ class PromptRenderer:
         try:
             rendered = await self._render(request)
         except CLIENT_ERRORS as error:
-            raise as_request_error(error) from error
+            raise as_request_error(error, self._max_model_len) from error
         salt = request.sampling.extra.get(_CACHE_SALT)
         if salt is not None:
             rendered.prompt[_CACHE_SALT] = salt
@@ -143,10 +143,7 @@ def sampling_params(
     if sampling.fit_context and room > 0:
         max_tokens = min(max_tokens, room)
     if max_tokens > room:
-        raise ContextLengthError(
-            f"the prompt has {prompt_len} tokens and max_new_tokens is {max_tokens}, but the model's context holds"
-            f" {max_model_len}; shorten the prompt or lower max_new_tokens to {max(room, 0)} at most"
-        )
+        raise ContextLengthError.of(prompt_len, max_tokens, max_model_len)
     try:
         return library.SamplingParams(
             temperature=0.0 if sampling.greedy else sampling.temperature,
@@ -195,12 +192,15 @@ def _extra(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return extra
 
 
-def as_request_error(error: Exception) -> RequestError:
+def as_request_error(error: Exception, max_model_len: int = 0) -> RequestError:
     """Return the error for the client, of what vLLM raised for its request."""
     # The text of a VLLMClientError also repeats the parameter and its value; its first argument is the message alone.
     message = str(error.args[0]) if isinstance(error, library.VLLMClientError) and error.args else error_message(error)
-    if getattr(error, "parameter", None) in ("input_tokens", "input_text"):
-        return ContextLengthError(message)
+    match getattr(error, "parameter", None):
+        case "input_tokens":
+            return ContextLengthError(message, int(getattr(error, "value", 0)), 0, max_model_len)
+        case "input_text":  # so long that vLLM does not count its tokens
+            return ContextLengthError(message)
     return RequestError(message)
 
 

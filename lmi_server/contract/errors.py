@@ -73,7 +73,30 @@ class ModelExistsError(RequestError):
 
 
 class ContextLengthError(RequestError):
-    """Prompt and new tokens do not fit in the model's context."""
+    """Prompt and new tokens do not fit in the model's context.
+
+    The counts are in tokens; a dialect may put them in words of its own. They are 0 if they are not known.
+    """
+
+    def __init__(self, message: str, prompt: int = 0, new: int = 0, limit: int = 0) -> None:
+        """`new` is how many tokens the request asks for, `limit` how many the context holds."""
+        super().__init__(message)
+        self.prompt = prompt
+        self.new = new
+        self.limit = limit
+
+    @classmethod
+    def of(cls, prompt: int, new: int, limit: int) -> ContextLengthError:
+        """Return the error in OpenAI's words, by which clients recognise it and choose another model."""
+        message = f"This model's maximum context length is {limit} tokens. However, "
+        if prompt >= limit:
+            message += f"the prompt has {prompt} tokens, which leaves no room for an answer. Please shorten the prompt."
+        else:
+            message += (
+                f"you requested {prompt + new} tokens ({prompt} in the prompt, {new} in the completion)."
+                f" Please shorten the prompt, or ask for {limit - prompt} new tokens at most."
+            )
+        return cls(message, prompt, new, limit)
 
 
 class PayloadTooLargeError(RequestError):

@@ -180,7 +180,10 @@ def test_prompt_log_probabilities_span_chunks(llama: Engine) -> None:
 
 
 def test_what_cannot_fit_is_refused_by_its_numbers(llama: Engine) -> None:
-    with pytest.raises(ContextLengthError, match=f"250 tokens.*holds {CONTEXT}.*at most"):
+    too_many = (
+        f"length is {CONTEXT} tokens. However, you requested 257 tokens .250 in the prompt.*for 6 new tokens at most"
+    )
+    with pytest.raises(ContextLengthError, match=too_many):
         llama.add([1] * 250, max_new_tokens=7)
     with pytest.raises(RequestError, match="no tokens"):
         llama.add([], max_new_tokens=7)

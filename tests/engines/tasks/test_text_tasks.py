@@ -92,7 +92,11 @@ def test_a_stop_sequence_ends_a_text(load_task: LoadTask) -> None:
 @pytest.mark.parametrize(
     ("body", "error", "message"),
     [
-        ({"inputs": "a" * 256, "parameters": {"max_new_tokens": 1}}, ContextLengthError, "has 256 tokens, but"),
+        (
+            {"inputs": "a" * 256, "parameters": {"max_new_tokens": 1}},
+            ContextLengthError,
+            "prompt has 256 tokens, which leaves no room",
+        ),
         ({"inputs": ""}, RequestError, "an empty text is not allowed"),
         ({"inputs": "a", "parameters": {"max_new_tokens": 0}}, RequestError, "max_new_tokens: 0 is not allowed"),
         ({"inputs": "a", "parameters": {"custom_generate": "x/y"}}, RequestError, "custom_generate is not known"),
