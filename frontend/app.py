@@ -29,6 +29,8 @@ _EXACT = {
     "/v1/completions": routes.COMPLETIONS,
     "/v1/chat/completions": routes.CHAT_COMPLETIONS,
     "/v1/responses": routes.RESPONSES,
+    "/v1/messages": routes.MESSAGES,
+    "/v1/messages/count_tokens": routes.COUNT_TOKENS,
     "/v1/embeddings": routes.EMBEDDINGS,
     "/score": routes.SCORE,
     "/v1/score": routes.SCORE,

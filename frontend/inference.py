@@ -36,9 +36,9 @@ from lmi_server.contract.errors import (
     error_from_kind,
 )
 from lmi_server.contract.protocol import CANCELLED, DEFAULT_PRIORITY, End, Error, Head, Input, Reply
-from lmi_server.dialects.errors import error_event, error_reply, is_openai
+from lmi_server.dialects.errors import error_event, error_reply
 from lmi_server.dialects.forms import form_fields, is_form
-from lmi_server.dialects.routes import ANY_MODEL, PREDICTIONS, TGI
+from lmi_server.dialects.routes import ANTHROPIC_ROUTES, ANY_MODEL, MODEL_IN_BODY, PREDICTIONS, TGI
 from lmi_server.serving.registry import Model, ModelRegistry
 from lmi_server.supervisor.job import Job
 
@@ -96,7 +96,10 @@ class Relay:
         properties, names = _properties(scope)
         request_id = properties.get(self._request_id_header) or str(uuid4())
         connection = connection_of(scope)
-        response = Response(connection, send, request_id, self.headers)
+        headers = self.headers
+        if route in ANTHROPIC_ROUTES:
+            headers = [(b"request-id", request_id.encode("latin-1")), *headers]  # by which Anthropic's clients log it
+        response = Response(connection, send, request_id, headers)
         model: Model | None = None
         body: bytes | None = None
         try:
@@ -167,7 +170,7 @@ class Relay:
             return self._models.named(name, version)
         if self._models.only is not None:
             return self._models.only.choose(version)
-        if self._models.default is not None and not is_openai(route) and not _has_form(properties):
+        if self._models.default is not None and route not in MODEL_IN_BODY and not _has_form(properties):
             return self._models.default.choose(version)
         return None
 
@@ -248,7 +251,7 @@ class Relay:
         closes: bool,
         response: Response,
     ) -> None:
-        status, headers, data = error_reply(route, error, self._statuses)
+        status, headers, data = error_reply(route, error, self._statuses, response.request_id)
         if closes:
             headers.append(("connection", "close"))
         self._metrics.of(model).refused(status)
@@ -260,7 +263,7 @@ class Relay:
 class Response:
     """Writes the answer to one request as ASGI messages."""
 
-    __slots__ = ("_connection", "_headers", "_request_id", "_send")
+    __slots__ = ("_connection", "_headers", "_send", "request_id")
 
     def __init__(
         self, connection: RelayProtocol, send: Send, request_id: str, headers: list[tuple[bytes, bytes]]
@@ -269,7 +272,7 @@ class Response:
         self._connection = connection
         self._headers = headers
         self._send = send
-        self._request_id = (b"x-request-id", request_id.encode("latin-1"))
+        self.request_id = request_id
 
     async def whole(self, status: int, headers: list[tuple[str, str]], data: bytes, reason: str = "") -> None:
         if reason:
@@ -302,7 +305,7 @@ class Response:
             {
                 "type": "http.response.start",
                 "status": status,
-                "headers": [*raw, *more, self._request_id, *self._headers],
+                "headers": [*raw, *more, (b"x-request-id", self.request_id.encode("latin-1")), *self._headers],
             }
         )
 
@@ -319,7 +322,7 @@ async def _relay(route: str, job: Job, response: Response, statuses: Mapping[typ
         terminal = reply.terminal
         data = reply.take()
         if terminal is not None:
-            await response.end(data + _ending(route, head, terminal))
+            await response.end(data + _ending(route, head, terminal, response.request_id))
             return _status_of_end(route, terminal, statuses)
         if data:
             await response.chunk(data)
@@ -336,7 +339,7 @@ async def _send_whole(
     if terminal.kind == CANCELLED:
         return CLIENT_GONE
     error = error_from_kind(terminal.kind, terminal.message, terminal.code)
-    status, headers, data = error_reply(route, error, statuses)
+    status, headers, data = error_reply(route, error, statuses, response.request_id)
     await response.whole(status, headers, data)
     return status
 
@@ -350,12 +353,13 @@ def _status_of_end(route: str, terminal: Reply | End | Error, statuses: Mapping[
     return error_reply(route, error_from_kind(terminal.kind, terminal.message, terminal.code), statuses)[0]
 
 
-def _ending(route: str, head: Head, terminal: Reply | End | Error) -> bytes:
+def _ending(route: str, head: Head, terminal: Reply | End | Error, request_id: str) -> bytes:
     """Return the bytes after the last chunk of a stream: an error event if an error ended it, otherwise nothing."""
     if not isinstance(terminal, Error):
         return b""
     content_type = next((value for name, value in head.headers if name == "content-type"), "")
-    return error_event(route, content_type, error_from_kind(terminal.kind, terminal.message, terminal.code))
+    error = error_from_kind(terminal.kind, terminal.message, terminal.code)
+    return error_event(route, content_type, error, request_id)
 
 
 def model_named_in(body: bytes) -> str | None:

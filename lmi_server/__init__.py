@@ -8,7 +8,7 @@ artifacts/      downloads and unpacks models before their workers start
 serving/        the queue side, in the front end's process: models, job queues, pools
 supervisor/     starts, watches and ends worker processes
 worker/         what runs inside a worker process
-dialects/       LMI's and OpenAI's requests and answers: pure functions
+dialects/       LMI's, OpenAI's and Anthropic's requests and answers: pure functions
 compat/         `djl_python`, on the path of workers only
 commands/       the command line
 

@@ -11,7 +11,7 @@ from lmi_server.contract.errors import RequestError
 from lmi_server.contract.protocol import Input
 from lmi_server.dialects import fields
 from lmi_server.dialects.base import ServedModel
-from lmi_server.dialects.routes import OPENAI_ROUTES
+from lmi_server.dialects.routes import MODEL_IN_BODY
 
 _HEADER = "x-amzn-sagemaker-adapter-identifier"
 ALIAS_HEADER = "x-amzn-sagemaker-adapter-alias"
@@ -64,7 +64,7 @@ def _in_body(route: str, body: Mapping[str, Any], served: ServedModel) -> Iterat
             yield adapter_name(key, body[key])
     # `parameters` belongs to LMI's requests, `model` to OpenAI's. A body of neither form is one that only code of the
     # model or the adapter can read; it may use both.
-    is_openai = route in OPENAI_ROUTES or body.get("messages") is not None
+    is_openai = route in MODEL_IN_BODY or body.get("messages") is not None
     is_lmi = not is_openai and body.get("inputs") is not None
     is_openai = is_openai or (not is_lmi and body.get("prompt") is not None)
     parameters = body.get("parameters")

@@ -64,6 +64,14 @@ def not_allowed(name: str, value: Any, remedy: str) -> RequestError:
     return RequestError(f"{name}: {show(value)} is not allowed; {remedy}")
 
 
+def unsupported(name: str) -> RequestError:
+    """Return the error about a field that needs a feature which the model's handler lacks."""
+    return RequestError(
+        f"{name} is not supported by the handler that serves this model; leave it out, or serve the model with"
+        " option.rolling_batch=vllm"
+    )
+
+
 # --- the body ---
 
 
@@ -152,10 +160,7 @@ def read_fields(
             continue
         read = field.read(prefix + name, value)
         if field.needs is not None and field.lacks(read, features):
-            raise RequestError(
-                f"{prefix}{name} is not supported by the handler that serves this model; leave it out, or serve the"
-                " model with option.rolling_batch=vllm"
-            )
+            raise unsupported(prefix + name)
         if field.target is not None:
             values[field.target] = read
     return values, unknown

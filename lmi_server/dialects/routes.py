@@ -7,6 +7,8 @@ PREDICTIONS = "predictions"
 COMPLETIONS = "completions"
 CHAT_COMPLETIONS = "chat/completions"
 RESPONSES = "responses"
+MESSAGES = "messages"
+COUNT_TOKENS = "messages/count_tokens"
 EMBEDDINGS = "embeddings"
 SCORE = "score"
 RERANK = "rerank"
@@ -25,11 +27,17 @@ ANY_MODEL = frozenset({"lmi", "tgi", "dummy"})
 POOLING_ROUTES = frozenset({EMBEDDINGS, SCORE, RERANK})
 """The routes for vectors and scores of texts; a model that generates text serves none of them."""
 
-TOKEN_ROUTES = frozenset({TOKENIZE, DETOKENIZE})
-"""The routes between text and token ids, which generate nothing."""
+TOKEN_ROUTES = frozenset({TOKENIZE, DETOKENIZE, COUNT_TOKENS})
+"""The routes that only read or count tokens, and generate nothing."""
 
 TGI_ROUTES = frozenset({TGI, GENERATE, GENERATE_STREAM})
 """text-generation-inference's own paths: `/`, /generate and /generate_stream."""
 
-OPENAI_ROUTES = frozenset({COMPLETIONS, CHAT_COMPLETIONS, RESPONSES}) | POOLING_ROUTES | TOKEN_ROUTES
+OPENAI_ROUTES = frozenset({COMPLETIONS, CHAT_COMPLETIONS, RESPONSES, TOKENIZE, DETOKENIZE}) | POOLING_ROUTES
 """The routes of OpenAI's API and of vLLM's additions to it; their errors have OpenAI's form."""
+
+ANTHROPIC_ROUTES = frozenset({MESSAGES, COUNT_TOKENS})
+"""The routes of Anthropic's API; their errors have Anthropic's form."""
+
+MODEL_IN_BODY = OPENAI_ROUTES | ANTHROPIC_ROUTES
+"""The routes whose bodies name the model; one that is not served is refused."""

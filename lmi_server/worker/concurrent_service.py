@@ -36,7 +36,7 @@ class ConcurrentService(WorkerService):
         return Ready(info.max_model_len, dict(info.details))
 
     def submit(self, submit: Submit) -> None:
-        writer = ResponseWriter(self._buffer, submit.id, submit.input.route)
+        writer = ResponseWriter(self._buffer, submit.id, submit.input.route, submit.input.request_id)
         task = asyncio.create_task(self._processor.process(submit.input, writer))
         self._requests[submit.id] = task
         self.writers[submit.id] = writer

@@ -116,16 +116,29 @@ class ResponseWriter:
     stream produces between two flushes leaves as one chunk.
     """
 
-    __slots__ = ("_head", "_pieces", "_prefix", "_queued", "_route", "buffer", "ended", "id", "progressed", "started")
+    __slots__ = (
+        "_head",
+        "_name",
+        "_pieces",
+        "_prefix",
+        "_queued",
+        "_route",
+        "buffer",
+        "ended",
+        "id",
+        "progressed",
+        "started",
+    )
 
-    def __init__(self, buffer: FrameBuffer, request_id: int, route: str) -> None:
-        """`route` is that of the Input; it decides the form of errors."""
-        self.id = request_id
+    def __init__(self, buffer: FrameBuffer, number: int, route: str, request_id: str = "") -> None:
+        """`route` and `request_id` are those of the Input; the form of errors depends on them."""
+        self.id = number
         self.started = False
         self.ended = False
         self.progressed = False  # set when the handler yields something; whoever reports it clears it
         self.buffer = buffer
         self._route = route
+        self._name = request_id
         self._head: Head | None = None
         self._prefix = b""
         self._pieces: list[bytes] = []
@@ -167,7 +180,7 @@ class ResponseWriter:
         if self.started:
             self.error(error.kind, error.message, error.code if isinstance(error, HandlerError) else None)
         else:
-            self.reply(*error_reply(self._route, error))
+            self.reply(*error_reply(self._route, error, request_id=self._name))
 
     def move_to(self, items: list[Item]) -> int:
         """Move what the stream produced to `items`; return its bytes without the prefix. Called by the flush."""

@@ -27,6 +27,7 @@ _PACKAGE = re.compile(r"^(?:from|import) (\w+)", re.MULTILINE)
 # What the first line of a script imports names its client. Each prints what the server answered.
 CLIENTS = {
     "openai": "Paris",
+    "anthropic": "Paris",
     "huggingface_hub": "Paris",
     "langchain_openai": "Paris",
     "langchain_huggingface": "Paris",

@@ -69,6 +69,56 @@ def test_the_openai_sdk_chats_and_streams(exact: Server) -> None:
             client.chat.completions.create(**chat | {"max_tokens": 9000})
 
 
+def test_the_anthropic_sdk_chats_and_streams(exact: Server) -> None:
+    import anthropic
+
+    with anthropic.Anthropic(base_url=exact.url, api_key="none", max_retries=0) as client:
+        greedy = {"temperature": 0}  # the SDK has no argument for it
+        ask = {"model": exact.model, "messages": QUESTION, "max_tokens": 20, "extra_body": greedy}
+        counted = client.messages.count_tokens(model=exact.model, messages=QUESTION).input_tokens
+        raw = client.messages.with_raw_response.create(**ask)
+        whole = raw.parse()
+        assert (whole.content[0].text, whole.stop_reason) == (ANSWER, "end_turn")
+        assert whole.usage.input_tokens + whole.usage.cache_read_input_tokens == counted
+        assert raw.headers["request-id"] == raw.headers["x-request-id"] == whole._request_id
+        with client.messages.stream(**ask) as stream:
+            assert "".join(stream.text_stream) == ANSWER
+            assert stream.get_final_message().usage.output_tokens == whole.usage.output_tokens
+        stopped = client.messages.create(**ask, stop_sequences=[" is"])
+        assert (stopped.content[0].text, stopped.stop_sequence) == ("The capital of France", " is")
+        begun = [*QUESTION, {"role": "assistant", "content": "The capital of France is"}]
+        assert client.messages.create(**ask | {"messages": begun}).content[0].text.startswith(" Paris")
+        cut = client.messages.create(**ask | {"max_tokens": 2}, system=[{"type": "text", "text": "You help."}])
+        assert (cut.stop_reason, cut.usage.output_tokens) == ("max_tokens", 2)
+        for stream in (False, True):
+            with pytest.raises(
+                anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 8192 maximum"
+            ) as long:
+                client.messages.create(
+                    **ask | {"messages": [{"role": "user", "content": "word " * 9000}]}, stream=stream
+                )
+            assert long.value.type == "invalid_request_error"
+            assert long.value.body["request_id"] == long.value.request_id
+        with pytest.raises(anthropic.BadRequestError, match=r"exceed context limit: 37 \+ 9000 > 8192"):
+            client.messages.create(**ask | {"max_tokens": 9000})
+        with pytest.raises(anthropic.NotFoundError, match="does not exist"):
+            client.messages.create(**ask | {"model": "another"})
+        with pytest.raises(anthropic.NotFoundError):
+            client.messages.count_tokens(model="another", messages=QUESTION)
+        with pytest.raises(anthropic.BadRequestError, match=r"tools is not supported .*option\.rolling_batch=vllm"):
+            client.messages.create(**ask, tools=[{"name": "clock", "input_schema": {"type": "object"}}])
+    refused = exact.http.get("/v1/messages")
+    assert (refused.status_code, refused.json()["type"]) == (405, "error")
+
+
+def test_a_client_of_anthropics_api_that_leaves_frees_its_place(exact: Server) -> None:
+    body = {"messages": QUESTION, "max_tokens": 4000, "system": "Count without end.", "stream": True}
+    with exact.http.stream("POST", "/v1/messages", json=body) as reply:
+        assert next(reply.iter_lines()) == "event: message_start"
+    exact.wait_for("lmi_requests_in_flight", 0)
+    exact.wait_for("lmi_handler_running_requests", 0)
+
+
 def test_tokens_and_their_text(exact: Server) -> None:
     tokenized = exact.http.post("/tokenize", json={"prompt": "The capital of France"}).json()
     assert tokenized == {"count": len(tokenized["tokens"]), "max_model_len": 8192, "tokens": tokenized["tokens"]}

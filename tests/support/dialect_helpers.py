@@ -76,7 +76,7 @@ def serving(served: ServedModel, deltas: Sequence[Delta], breaks: bool = False) 
             body = self.rfile.read(int(self.headers["content-length"]))
             headers = {name.lower(): value for name, value in self.headers.items()}
             route = self.path.strip("/").removeprefix("v1/")
-            self._send(*reply(route, Input(route, headers, [("data", body)])))
+            self._send(*reply(route, Input(route, headers, [("data", body)], "request-1")))
 
         def _send(self, status: int, headers: list[tuple[str, str]], data: bytes) -> None:
             self.send_response(status)
@@ -92,7 +92,7 @@ def serving(served: ServedModel, deltas: Sequence[Delta], breaks: bool = False) 
         try:
             exchange = parse(received, served)
         except LmiServerError as error:
-            return error_reply(route, error)
+            return error_reply(route, error, request_id=received.request_id)
         return 200, [("content-type", exchange.content_type)], _data(exchange)
 
     def _data(exchange: Exchange) -> bytes:

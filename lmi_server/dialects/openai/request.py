@@ -19,7 +19,7 @@ from lmi_server.dialects.choices import CHOICES
 from lmi_server.dialects.errors import is_openai
 from lmi_server.dialects.fields import Field
 from lmi_server.dialects.framing import JSON_LINES, SSE, Framing
-from lmi_server.dialects.routes import ANY_MODEL
+from lmi_server.dialects.routes import ANY_MODEL, MODEL_IN_BODY
 
 
 def _stream_options(name: str, value: Any) -> tuple[bool, bool]:
@@ -126,13 +126,13 @@ def stream_framing(request: Input, served: ServedModel) -> Framing:
 
 
 def model_warnings(request: Input, model: str | None, served: ServedModel) -> tuple[str, ...]:
-    """Return the warning about a model that is not served. OpenAI's routes raise ModelNotFoundError instead."""
+    """Return the warning about a model that is not served. The routes of public APIs raise ModelNotFoundError."""
     if model is None or model == served.name or model in ANY_MODEL:
         return ()
     if model in served.served_names or model in served.adapters:
         return ()
     names = ", ".join(dict.fromkeys((*served.served_names, served.name, *sorted(served.adapters))))
-    if is_openai(request.route):
+    if request.route in MODEL_IN_BODY:
         raise ModelNotFoundError(f"The model {fields.show(model)} does not exist; served here: {names}")
     return (f"model {fields.show(model)} is ignored; served here: {names}",)
 
