@@ -26,7 +26,7 @@ from collections.abc import Callable
 
 from lmi_server.contract.errors import LmiServerError, WorkerDiedError
 from lmi_server.contract.metrics import GAUGE, Metric, MetricSink, unrecorded
-from lmi_server.contract.protocol import CANCELLED, RECALLED, Chunk, Error, Head, Input, Item, Reply
+from lmi_server.contract.protocol import CANCELLED, RECALLED, Chunk, End, Error, Head, Input, Item, Reply
 from lmi_server.serving.batch_forming import BatchForming
 from lmi_server.serving.job_queue import JobQueue
 from lmi_server.serving.pool_settings import PoolSettings
@@ -164,6 +164,8 @@ class Dispatcher:
                         continue
                 if isinstance(item, Reply | Head):
                     self._sessions.answered(item.headers, worker)
+                if isinstance(item, Reply | End):
+                    requests.has_answered = True
             reply = job.reply
             reply.put(item, now)
             if reply.unread > _MAX_UNREAD:

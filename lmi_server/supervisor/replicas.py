@@ -25,14 +25,14 @@ _RETIREMENT_S = 600.0  # for the requests that a worker holds when its model is 
 
 
 class Backoff:
-    """The pause before a restart: doubles each time; starts over after a worker that was healthy for a minute."""
+    """The pause before a restart: doubles each time; starts over after a worker that was of use."""
 
     def __init__(self) -> None:
         self._next_s = _FIRST_BACKOFF_S
 
-    def pause_s(self, healthy_s: float) -> float:
-        """Return the pause in seconds after a worker that was ready for `healthy_s` seconds."""
-        if healthy_s >= _HEALTHY_AFTER_S:
+    def pause_s(self, was_of_use: bool) -> float:
+        """Return the pause in seconds after a worker has ended."""
+        if was_of_use:
             self._next_s = _FIRST_BACKOFF_S
         pause, self._next_s = self._next_s, min(2 * self._next_s, _LONGEST_BACKOFF_S)
         return pause
@@ -227,17 +227,17 @@ class ReplicaSet:
         """Keep one worker running, until the replica is closed or given up: this is the whole life of a replica."""
         backoff = Backoff()
         while True:
-            healthy_s = 0.0
+            was_of_use = False
             worker = self._owner.new_worker(self.devices)
             try:
-                healthy_s = await self._run(worker, replica)
+                was_of_use = await self._run(worker, replica)
                 error = None
             except ModelLoadError as failed:
                 replica.failed = True
                 error = failed
             if replica.closing or self._owner.stopping or self._give_up(worker, error):
                 return
-            pause_s = backoff.pause_s(healthy_s)
+            pause_s = backoff.pause_s(was_of_use)
             logger.warning("[%s] restarting it in %.1f seconds", worker.name, pause_s)
             await asyncio.sleep(pause_s)
 
@@ -254,13 +254,16 @@ class ReplicaSet:
             logger.error("[%s] could not load the model again: %s", worker.name, error)
             self._owner.cannot_add(error)
         if error is not None and self.size > self.min_workers:
-            self._no_growth_before = time.monotonic() + self._growth.pause_s(0.0)
+            self._no_growth_before = time.monotonic() + self._growth.pause_s(was_of_use=False)
             return True
         self._owner.died()
         return False
 
-    async def _run(self, worker: WorkerProcess, replica: _Replica) -> float:
-        """Run `worker` to its end; return for how many seconds it was ready. Raises ModelLoadError."""
+    async def _run(self, worker: WorkerProcess, replica: _Replica) -> bool:
+        """Run `worker` to its end; return whether it answered a request, or was ready for a minute.
+
+        Raises ModelLoadError.
+        """
         try:
             async with self._owner.loading_turns:
                 ready = await worker.load(self._plan.load, self._plan.timeout_s)
@@ -270,7 +273,8 @@ class ReplicaSet:
             self._owner.admit(worker, ready)
             ready_at = time.monotonic()
             await worker.lost.wait()
-            return time.monotonic() - ready_at
+            # A request that ends its worker now and then must not have the others wait longer each time.
+            return worker.requests.has_answered or time.monotonic() - ready_at >= _HEALTHY_AFTER_S
         finally:
             replica.worker = None
             await worker.reap()

@@ -18,13 +18,15 @@ class WorkerRequests:
     """The requests of one worker.
 
     `in_flight` has its jobs by id. `batch_size` is the number of requests that its handler takes at once, one such
-    batch after the other; None if it serves requests concurrently. `progressed_at` (time.monotonic()) is the last time
-    at which the worker went on with any request, or got one while it had none.
+    batch after the other; None if it serves requests concurrently. `has_answered` is set once an answer is complete.
+    `progressed_at` (time.monotonic()) is the last time at which the worker went on with any request, or got one while
+    it had none.
     """
 
     def __init__(self, link: WorkerLink, launch: WorkerLaunch) -> None:
         self.in_flight: dict[int, Job] = {}
         self.batch_size: int | None = None
+        self.has_answered = False
         self.progressed_at = time.monotonic()
         self._link = link
         self._launch = launch

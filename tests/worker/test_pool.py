@@ -541,9 +541,9 @@ async def test_the_worker_ends_with_exit_code_0_and_leaves_nothing(
 
 def test_the_pause_between_restarts() -> None:
     backoff = Backoff()
-    pauses = [backoff.pause_s(healthy_s=0) for _ in range(10)]
+    pauses = [backoff.pause_s(was_of_use=False) for _ in range(10)]
     assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0]
-    assert backoff.pause_s(healthy_s=61) == 0.1
+    assert backoff.pause_s(was_of_use=True) == 0.1
 
 
 def children() -> list[str]:

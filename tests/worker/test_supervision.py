@@ -152,3 +152,12 @@ def test_orphans_that_have_ended_are_collected(server: Server) -> None:
     orphan = int(ask(server, "daemon").text)
     os.kill(orphan, signal.SIGKILL)
     wait_until(lambda: not Path(f"/proc/{orphan}").exists(), "its parent has asked for its exit code", limit_s=10)
+
+
+def test_the_pause_before_a_restart_does_not_grow_while_other_requests_are_served(server: Server) -> None:
+    pauses = []
+    for _ in range(4):
+        assert ask(server, "die").status_code == 503
+        pauses.append(server.log_line(r"\[bad-0\] restarting it in (\S+) seconds")[1])
+        assert ask(server, "").text == "fine"
+    assert pauses == ["0.1"] * 4
