@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -18,10 +19,14 @@ class _Controller:
     limit: str
     used: str
     reclaimable: str  # a field of memory.stat
+    events: str  # the file that counts OOM kills
 
 
-_V1 = _Controller("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2 = _Controller("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
+_V1 = _Controller(
+    "sys/fs/cgroup/memory",
+    *("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "memory.oom_control"),
+)
+_V2 = _Controller("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file", "memory.events")
 
 
 def free_and_total(root: Path = _ROOT) -> tuple[int, int]:
@@ -38,6 +43,25 @@ def free_and_total(root: Path = _ROOT) -> tuple[int, int]:
         total = min(total, limit)
         free = min(free, max(0, limit - used))
     return free, total
+
+
+def oom_kills(root: Path = _ROOT) -> int:
+    """Return how many processes the kernel has killed because memory ran out; 0 if that is unknown.
+
+    They are those of the control group of this process, or without one those of the machine.
+    """
+    with contextlib.suppress(OSError):  # no file descriptor is free
+        return _oom_kills(root)
+    return 0
+
+
+def _oom_kills(root: Path) -> int:
+    controller, group = _own_group(root)
+    mount = root / controller.mount
+    counters = [mount.joinpath(*below.parts[1:], controller.events) for below in (group, *group.parents)]
+    counter = next((file for file in counters if file.is_file()), root / "proc/vmstat")
+    lines = counter.read_text().splitlines() if counter.is_file() else ()
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
 def _limits(root: Path) -> Iterator[tuple[int, int]]:

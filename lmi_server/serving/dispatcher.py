@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from lmi_server.contract.errors import LmiServerError, WorkerDiedError
+from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.metrics import GAUGE, Metric, MetricSink, unrecorded
 from lmi_server.contract.protocol import CANCELLED, RECALLED, Chunk, End, Error, Head, Input, Item, Reply
 from lmi_server.serving.batch_forming import BatchForming
@@ -195,23 +195,22 @@ class Dispatcher:
         """Take the jobs of a dead worker: retry once those of which no client has seen a byte, and fail the rest."""
         self._sessions.forget(worker)
         jobs = worker.requests.take_all()
-        if jobs:
-            logger.error("[%s] the worker process ended with %d requests in flight", worker.name, len(jobs))
         for job in reversed(jobs):  # each goes to the head of the queue, so the oldest must be last
-            self._retry_or_fail(worker.requests, job)
+            self._retry_or_fail(worker, job)
         self.dispatch()
 
-    def _retry_or_fail(self, requests: WorkerRequests, job: Job) -> None:
+    def _retry_or_fail(self, worker: WorkerProcess, job: Job) -> None:
         """Put `job` back into the queue, or fail it.
 
         A job that the handler had not begun cannot have killed the worker, so that it may be tried as often as needed.
         One that was running may have: it gets one more try. A batch that was running gets none, because its requests
         may have had effects that the pool knows nothing of.
         """
+        requests = worker.requests
         if not requests.has_begun(job):
             self._requeue(job)
         elif job.retried or job.reply.head is not None or requests.batch_size is not None:
-            job.fail(WorkerDiedError("The worker process ended while it held the request"))
+            job.fail(worker.cause)
         else:
             job.retried = True
             self._requeue(job)

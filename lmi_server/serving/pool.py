@@ -204,6 +204,7 @@ class WorkerPool:
         worker = WorkerProcess(
             f"{self.label}-{number}",
             self._dispatcher.on_items,
+            self.leave,
             self._on_lost,
             self._settings.heartbeat_timeout_s,
             {**self._settings.environment, **devices.environment},
@@ -218,7 +219,7 @@ class WorkerPool:
         await self.adapters.equip(worker)
 
     def admit(self, worker: WorkerProcess, ready: Ready) -> None:
-        if worker.lost.is_set():
+        if worker.is_ending:
             raise ModelLoadError("the worker process ended right after it had loaded the model")
         details = " ".join(f"{key}={value}" for key, value in ready.details.items())
         logger.info(

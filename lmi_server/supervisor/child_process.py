@@ -9,12 +9,12 @@ import logging
 import os
 import signal
 from asyncio.subprocess import Process
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 
 from lmi_server.contract.link import WorkerLink
 from lmi_server.contract.metrics import MetricSink
 from lmi_server.contract.protocol import Load
+from lmi_server.machine.memory import oom_kills
 from lmi_server.machine.process_tree import WORKER_VARIABLE, kill_family
 from lmi_server.supervisor.launch import WorkerLaunch
 from lmi_server.supervisor.log import WorkerLog
@@ -22,7 +22,6 @@ from lmi_server.supervisor.log import WorkerLog
 logger = logging.getLogger(__name__)
 
 EXIT_GRACE_S = 1.0  # from the end of the link to the end of the process
-_VMSTAT = Path("/proc/vmstat")
 _numbers = itertools.count(1)
 
 
@@ -42,11 +41,16 @@ class ChildProcess:
         self._mark = f"{os.getpid()}-{next(_numbers)}"
         self._launch = launch
         self._on_exit = on_exit
-        self._on_metric = on_metric
         self._starting: asyncio.Task[Process] | None = None
         self._process: Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._oom_kills = 0  # of the whole machine, before the process was there
+        self._log = WorkerLog(name, launch.rank_of_line, on_metric)
+        self._oom_kills = 0  # before the process was there
+
+    @property
+    def last_lines(self) -> Sequence[str]:
+        """Return the last lines that it wrote."""
+        return list(self._log.last_lines)
 
     @property
     def pid(self) -> int | None:
@@ -54,7 +58,7 @@ class ChildProcess:
 
     async def spawn(self, link: WorkerLink, load: Load, environment: Mapping[str, str]) -> None:
         """Start the process and connect `link`. Raises OSError; `link` is closed then."""
-        self._oom_kills = _oom_kills()
+        self._oom_kills = oom_kills()
         self._starting = asyncio.create_task(
             self._launch.start(link, load, {**environment, WORKER_VARIABLE: self._mark})
         )
@@ -75,20 +79,19 @@ class ChildProcess:
     def _watch(self, process: Process) -> None:
         assert process.stdout is not None
         assert process.stderr is not None
-        log = WorkerLog(self._name, self._launch.rank_of_line, self._on_metric)
         self._tasks = [
             asyncio.create_task(self._wait_exit(process)),
-            asyncio.create_task(log.forward(process.stdout)),
-            asyncio.create_task(log.forward(process.stderr)),
+            asyncio.create_task(self._log.forward(process.stdout)),
+            asyncio.create_task(self._log.forward(process.stderr)),
         ]
 
     async def _wait_exit(self, process: Process) -> None:
         code = await process.wait()
         self._kill_family(process.pid)  # children that the worker left behind
         self.exited.set()
-        # The kernel does not say whom its OOM killer ended. A SIGKILL that is not ours, while the machine's counter of
-        # OOM kills has grown since the start, is the best evidence that a process without privileges can get.
-        out_of_memory = code == -signal.SIGKILL and not self.killed and _oom_kills() > self._oom_kills
+        # The kernel does not say whom its OOM killer ended. A SIGKILL that is not ours, while the counter of OOM kills
+        # has grown since the start, is the best evidence that a process without privileges can get.
+        out_of_memory = code == -signal.SIGKILL and not self.killed and oom_kills() > self._oom_kills
         reason = _exit_reason(code)
         self._on_exit(reason, out_of_memory)
         logger.info("[%s] process %d %s", self._name, process.pid, reason)
@@ -134,15 +137,6 @@ class ChildProcess:
         for task in open_pipes:
             task.cancel()
         self._launch.close()
-
-
-def _oom_kills() -> int:
-    """Return how many processes the kernel has killed because memory ran out since it started; 0 if that is unknown."""
-    try:
-        counters = _VMSTAT.read_text(encoding="ascii")
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in counters.splitlines() if line.startswith("oom_kill ")), 0)
 
 
 def _exit_reason(code: int) -> str:

@@ -41,7 +41,7 @@ class WorkerLaunch(ABC):
     @property
     @abstractmethod
     def pids(self) -> Sequence[int]:
-        """Return the processes that compute, as far as they are known."""
+        """Return the processes that the worker cannot do without, as far as they are known."""
 
     def rank_of_line(self, line: str) -> tuple[int | None, str]:
         """Return the rank that wrote a line of the log (None if there are no ranks), and the line without its mark."""
@@ -115,6 +115,7 @@ class MpiGroup(WorkerLaunch):
         self._on_rank_lost = on_rank_lost
         self._links: dict[int, WorkerLink] = {}
         self._pids: dict[int, int] = {}
+        self._launcher: int | None = None
         self._group: RankGroup | None = None
         self._server: asyncio.Server | None = None
         self._link: WorkerLink
@@ -122,7 +123,7 @@ class MpiGroup(WorkerLaunch):
 
     @property
     def pids(self) -> Sequence[int]:
-        return list(self._pids.values())
+        return [*(() if self._launcher is None else (self._launcher,)), *self._pids.values()]
 
     def rank_of_line(self, line: str) -> tuple[int | None, str]:
         return rank_of_line(line)
@@ -137,12 +138,14 @@ class MpiGroup(WorkerLaunch):
             )
             inherited = {**process_environment(), **variables}
             own = {**group.environment(inherited), **self._mpirun.environment(group.directory)}
-            return await _execute(
+            process = await _execute(
                 mpi_worker_command(self._python, self._mpirun, self._ranks, group.directory), {**variables, **own}
             )
         except BaseException:
             self.close()
             raise
+        self._launcher = process.pid
+        return process
 
     def _arrived(self, rank: int, pid: int) -> WorkerLink:
         """Return the link of a rank that has connected, and send it the Load."""

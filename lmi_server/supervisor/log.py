@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 
 from lmi_server.contract.metrics import MetricSink, parse_metric, unrecorded
@@ -15,6 +16,7 @@ _METRICS = b"[METRICS]"
 _LONGEST_LINE = 64 * 1024
 _BYTES_PER_S = 256 * 1024  # that one worker may log
 _REPORT_AFTER_S = 1.0
+_KEPT_LINES = 20
 _BURST = 4 * _BYTES_PER_S  # that it may log at once after a quiet time
 
 
@@ -25,6 +27,8 @@ class WorkerLog:
 
     If a worker writes faster than `_BYTES_PER_S`, its output is still read, but dropped. So it neither fills the memory
     of this process nor takes its time from other models, and the worker itself does not block on a full pipe.
+
+    `last_lines` are those that were logged last.
     """
 
     def __init__(
@@ -33,6 +37,7 @@ class WorkerLog:
         rank_of_line: Callable[[str], tuple[int | None, str]] = lambda line: (None, line),
         on_metric: MetricSink = unrecorded,
     ) -> None:
+        self.last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._name = name
         self._on_metric = on_metric
         self._rank_of_line = rank_of_line
@@ -81,6 +86,7 @@ class WorkerLog:
         if _METRICS in line and self._is_metric(line):
             return
         rank, text = self._rank_of_line(line.decode(errors="replace").rstrip())
+        self.last_lines.append(text)
         name = self._name if rank is None else f"{self._name} rank {rank}"
         level = logging.getLevelName(text.partition(" ")[0])  # lines of the worker's own logger begin with their level
         logger.log(level if isinstance(level, int) else logging.INFO, "[%s] %s", name, text)

@@ -20,7 +20,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from lmi_server.contract.errors import ModelLoadError, ModelMemoryError, error_from_kind
+from lmi_server.contract.errors import (
+    LmiServerError,
+    ModelLoadError,
+    ModelMemoryError,
+    WorkerDiedError,
+    error_from_kind,
+)
 from lmi_server.contract.link import worker_link
 from lmi_server.contract.metrics import MetricSink, unrecorded
 from lmi_server.contract.protocol import (
@@ -37,6 +43,7 @@ from lmi_server.contract.protocol import (
 from lmi_server.machine.mpi import MpiRun
 from lmi_server.supervisor.child_process import EXIT_GRACE_S, ChildProcess
 from lmi_server.supervisor.control_calls import ControlCalls
+from lmi_server.supervisor.crash_report import crash_report, requests_inside
 from lmi_server.supervisor.health import HealthChecks
 from lmi_server.supervisor.launch import MpiGroup, SingleProcess, WorkerLaunch
 from lmi_server.supervisor.worker_requests import WorkerRequests
@@ -55,16 +62,18 @@ class MpiLauncher:
 class WorkerProcess:
     """A worker.
 
-    `on_items` gets what the worker sends for its requests and calls. `on_lost` is called once, as soon as a worker that
-    was ready is dead. A worker that sends no Stats for `heartbeat_timeout_s` seconds is killed. `environment` is added
-    to that of this process. With an `mpi` launcher the worker is a group of ranks, which lives while all of them do.
-    `on_metric` gets the metrics that it prints. `python` is its interpreter.
+    `on_items` gets what the worker sends for its requests and calls. Both other callbacks are called once if a worker
+    that was ready ends: `on_ending` as soon as it can take nothing more, `on_lost` when it is dead. A worker that sends
+    no Stats for `heartbeat_timeout_s` seconds is killed. `environment` is added to that of this process. With an `mpi`
+    launcher the worker is a group of ranks, which lives while all of them do. `on_metric` gets the metrics that it
+    prints. `python` is its interpreter. `cause` is the error of the requests that it held at its end.
     """
 
     def __init__(
         self,
         name: str,
         on_items: Callable[[WorkerProcess, list[Item]], None],
+        on_ending: Callable[[WorkerProcess], None],
         on_lost: Callable[[WorkerProcess], None],
         heartbeat_timeout_s: float,
         environment: Mapping[str, str],
@@ -75,7 +84,9 @@ class WorkerProcess:
         self.name = name
         self.ready_at = 0.0  # time.time(); 0.0 before
         self.gauges: Mapping[str, float] = {}  # as the worker last reported them
+        self.is_ending = False
         self.lost = asyncio.Event()
+        self.cause: LmiServerError = WorkerDiedError("The worker process ended while it held the request")
         launch: WorkerLaunch = SingleProcess(python)
         if mpi is not None:
             launch = MpiGroup(python, mpi.mpirun, mpi.ranks, self._on_message, self._on_rank_lost)
@@ -85,12 +96,15 @@ class WorkerProcess:
         self._child = ChildProcess(name, launch, self._on_exit, on_metric)
         self._health = HealthChecks(name, launch, heartbeat_timeout_s, self._on_hung)
         self._on_items = on_items
+        self._on_ending = on_ending
         self._on_lost = on_lost
         self._environment = environment
         self._loop = asyncio.get_running_loop()
         self._loaded: asyncio.Future[Ready] = self._loop.create_future()
         self._loaded.add_done_callback(_mark_retrieved)
         self._retiring = False
+        self._end = "did not end in time"
+        self._report: Callable[[], str] | None = None  # of a worker that has crashed
 
     @property
     def pid(self) -> int | None:
@@ -148,6 +162,9 @@ class WorkerProcess:
         await self._child.wait_started()
         self._health.stop()
         await self._child.reap()
+        if self._report is not None:
+            logger.error("[%s] %s", self.name, self._report())
+            self._report = None
 
     # --- what arrives ---
 
@@ -169,13 +186,19 @@ class WorkerProcess:
     # --- what ends ---
 
     def _on_exit(self, reason: str, out_of_memory: bool) -> None:
+        self._end = reason
         text = f"the worker process {reason} while it loaded the model"
         if out_of_memory:
+            self._end += ", because the machine or its container ran out of memory"
             self._fail_loading(ModelMemoryError(f"{text}: the machine or its container ran out of memory"))
+            self.cause = ModelMemoryError("The worker process ran out of memory while it held the request")
         else:
             self._fail_loading(ModelLoadError(text))
-        # A process that it has left behind may hold the link open. What the worker itself sent is read until then.
-        self._loop.call_later(EXIT_GRACE_S, self._link.abort)
+        if self.is_ending:
+            self._bury()
+        else:
+            # A process that it has left behind may hold the link open. What the worker itself sent is read until then.
+            self._loop.call_later(EXIT_GRACE_S, self._link.abort)
 
     def _on_hung(self, reason: str) -> None:
         self._fail_loading(ModelLoadError(f"{reason} while it loaded the model"))
@@ -197,6 +220,21 @@ class WorkerProcess:
             # The exit code says more than the end of the link, so it gets a moment to arrive.
             self._loop.call_later(EXIT_GRACE_S, self.kill)
             return
+        self.is_ending = True
+        self._on_ending(self)
+        # How the process ends decides what its requests are told.
+        if self._child.exited.is_set():
+            self._bury()
+        else:
+            self._loop.call_later(EXIT_GRACE_S, self._bury)
+
+    def _bury(self) -> None:
+        """Report the death of a worker that was ready."""
+        if self.lost.is_set():
+            return
+        if not self._retiring:
+            inside = requests_inside(self.requests.in_flight.values(), time.monotonic())
+            self._report = lambda: crash_report(self._end, inside, self._child.last_lines)
         self.lost.set()
         self.controls.fail_all()
         self._on_lost(self)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lmi_server.machine.memory import free_and_total
+from lmi_server.machine.memory import free_and_total, oom_kills
 
 GIB = 1 << 30
 UNLIMITED_V1 = 9223372036854771712
@@ -73,3 +73,19 @@ def test_a_system_without_proc(tmp_path: Path) -> None:
 def test_this_machine() -> None:
     free, total = free_and_total()
     assert 0 < free <= total
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "kills"),
+    [
+        ("", {}, 0),
+        ("0::/\n", {"proc/vmstat": "allocstall 1\noom_kill 7\n"}, 7),
+        ("0::/\n", {"sys/fs/cgroup/memory.events": "oom 3\noom_kill 2\n", "proc/vmstat": "oom_kill 7\n"}, 2),
+        ("0::/on/the/host\n", {"sys/fs/cgroup/memory.events": "oom 3\noom_kill 2\n"}, 2),
+        (V1, {"sys/fs/cgroup/memory/docker/abc/memory.oom_control": "under_oom 0\noom_kill 4\n"}, 4),
+    ],
+)
+def test_oom_kills_are_those_of_the_control_group(
+    tmp_path: Path, cgroup: str, files: dict[str, str], kills: int
+) -> None:
+    assert oom_kills(machine(tmp_path, cgroup, files)) == kills

@@ -62,15 +62,16 @@ def test_a_rank_that_dies_or_is_stopped_ends_the_group_and_the_next_one_serves(
         assert not any(map(is_running, first))
 
 
-def test_the_launcher_killed_takes_its_ranks_with_it(tmp_path: Path) -> None:
+def test_the_launcher_killed_or_stopped_takes_its_ranks_with_it(tmp_path: Path) -> None:
     directory = model(tmp_path)
     with clean(directory) as server:
         wait_for_group(server)
-        first = group_members(server.process.pid)
-        os.kill(server.worker_pid(), signal.SIGKILL)
-        server.log_line(r"process \d+ was ended")
-        wait_for_group(server)
-        assert not any(map(is_running, first))
+        for number in (signal.SIGKILL, signal.SIGSTOP):
+            first = group_members(server.process.pid)
+            os.kill(server.worker_pid(), number)
+            server.log_line(r"process \d+ was ended")
+            wait_for_group(server)
+            assert not any(map(is_running, first))
 
 
 @pytest.mark.parametrize("fault", ["stop-0", "stop-1", "die-1"])

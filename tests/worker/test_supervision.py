@@ -35,13 +35,6 @@ def is_link(name):
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
-def detached(keeps_link):
-    pid = os.fork()
-    if pid == 0:
-        os.setsid()
-        time.sleep(3600)
-    return pid
-
 def daemon():
     ours, theirs = os.pipe()
     if os.fork() == 0:
@@ -93,8 +86,8 @@ def handle(inputs):
         case "die":
             print("the last words")
             die()
-        case "sleep":
-            time.sleep(float(inputs.get_property("x-s")))
+        case "take all memory":
+            taken = [bytearray(os.urandom(1 << 20)) for _ in range(1000)]
     return Output().add("fine")
 """
 
@@ -161,3 +154,45 @@ def test_the_pause_before_a_restart_does_not_grow_while_other_requests_are_serve
         pauses.append(server.log_line(r"\[bad-0\] restarting it in (\S+) seconds")[1])
         assert ask(server, "").text == "fine"
     assert pauses == ["0.1"] * 4
+
+
+def test_a_crash_is_reported(server: Server) -> None:
+    ask(server, "die", **{"x-request-id": "the-killer"})
+    server.log_line(r"    the-killer on predictions, 0\.\d s after it was sent")
+    report = server.lines[-3:]
+    assert report[0].endswith("crash report: the worker process was ended by SIGKILL\n")
+    assert report[1] == "requests inside: 1\n"
+    server.log_line("last lines of its log:")
+    server.log_line("    the last words")
+
+
+CGROUPS = Path("/sys/fs/cgroup/memory")
+
+
+@pytest.fixture
+def little_memory(server: Server) -> Iterator[None]:
+    """Put the server into a control group with 200 MiB for what it starts from now on."""
+    group = CGROUPS / f"lmi-server-{server.process.pid}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(200 << 20))
+    except OSError:
+        pytest.skip("needs to make control groups of version 1")
+    before = next(line for line in Path("/proc/self/cgroup").read_text().splitlines() if ":memory:" in line)
+    (group / "cgroup.procs").write_text(str(server.process.pid))
+    yield
+    outside = CGROUPS / before.rpartition(":")[2].lstrip("/") / "cgroup.procs"
+    for pid in (group / "cgroup.procs").read_text().split():
+        outside.write_text(pid)
+    group.rmdir()
+
+
+@pytest.mark.usefixtures("little_memory")
+def test_a_worker_that_the_kernel_ended_for_its_memory_answers_507(server: Server, tmp_path: Path) -> None:
+    make_own(tmp_path / "greedy", CODE, maxWorkers=1)
+    assert server.http.post("/models", params={"url": str(tmp_path / "greedy")}).status_code == 200
+    answer = ask(server, "take all memory", "greedy")
+    assert (answer.status_code, answer.json()["type"]) == (507, "WlmOutOfMemoryException"), answer.text
+    server.log_line("crash report: .* because the machine or its container ran out of memory")
+    assert ask(server, "", "greedy").text == "fine"
+    assert server.http.delete("/models/greedy").status_code == 200
