@@ -13,7 +13,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from frontend.management import method_route
-from frontend.parameters import page, parameters, truth
+from frontend.management_access import RegistrationLimits
+from frontend.parameters import check_name, page, parameters, truth
 from frontend.responses import json_response
 from lmi_server.contract.errors import BadParameterError, RequestError
 from lmi_server.contract.protocol import Adapter
@@ -35,8 +36,9 @@ class AdapterManagement:
     parameter `model_version` names one.
     """
 
-    def __init__(self, models: ModelRegistry) -> None:
+    def __init__(self, models: ModelRegistry, limits: RegistrationLimits) -> None:
         self._models = models
+        self._limits = limits
 
     def routes(self) -> list[Route]:
         """Return the routes. They must precede those of models, in which "adapters" would be taken for a version."""
@@ -65,6 +67,7 @@ class AdapterManagement:
         source = _required(given, "src")
         self._check_name(name, model)
         adapters.refuse_known(name)
+        self._check_source(model, source, request)
         alias = request.headers.get(ALIAS_HEADER, name)
         wanted = Adapter(
             name=name,
@@ -82,14 +85,16 @@ class AdapterManagement:
         given = await parameters(request)
         model, adapters = self._model(request), self._adapters(request)
         before = adapters.get(request.path_params["adapter"])
-        source = given.get("src", "").strip() or before.source
+        source = given.get("src", "").strip()
+        if source:
+            self._check_source(model, source, request)
         wanted = msgspec.structs.replace(
             before.adapter,
             preload=truth(given, "preload", before.adapter.preload),
             pin=truth(given, "pin", before.adapter.pin),
             options={**before.adapter.options, **_options(given)},
         )
-        status = await _to_the_end(self._update(model, adapters, wanted, source))
+        status = await _to_the_end(self._update(model, adapters, wanted, source or before.source))
         _warn_of_options(model, wanted)
         return json_response({"status": status or f"Adapter {before.alias} updated"})
 
@@ -116,9 +121,12 @@ class AdapterManagement:
         await asyncio.to_thread(self._models.refuse_unsafe_adapter, directory)
         return RegisteredAdapter(adapter=msgspec.structs.replace(wanted, directory=directory), source=source)
 
+    def _check_source(self, model: Model, source: str, request: Request) -> None:
+        assert model.resolved is not None
+        self._limits.check_adapter(source, model.resolved.model_dir, request.scope)
+
     def _check_name(self, name: str, model: Model) -> None:
-        if "/" in name:
-            raise BadParameterError(f'Parameter name is "{name}"; it takes a name without "/"')
+        check_name("name", name)
         if name in self._models.names:
             raise BadParameterError(f'Parameter name is "{name}", which is the name of a model; choose another')
 

@@ -13,9 +13,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from frontend.adapters import AdapterManagement
+from frontend.clients import shown_path
 from frontend.error_rates import ErrorRates
 from frontend.inference import Receive, Relay, Scope, Send
 from frontend.management import Management
+from frontend.management_access import ManagementAccess
 from frontend.metrics import Metrics
 from frontend.responses import error_response, json_response, on_http_error, on_lmi_error
 from lmi_server.configuration.server_settings import ServerSettings
@@ -62,6 +64,7 @@ class App:
         metrics: Metrics,
         relay: Relay,
         settings: ServerSettings,
+        access: ManagementAccess,
         management_port: int | None = None,
     ) -> None:
         self._models = models
@@ -69,7 +72,7 @@ class App:
         self._management_port = management_port
         self._takes_preflights = settings.cors_allowed_origin is not None
         status = StatusEndpoints(models, metrics, relay.error_rates, settings.allow_multi_status)
-        serving, managing = _serving_routes(status), _managing_routes(status, models)
+        serving, managing = _serving_routes(status), _managing_routes(status, models, access)
         if management_port is None:
             self._routes = _application([*_health(status), *serving, *managing])
         else:
@@ -179,7 +182,7 @@ class StatusEndpoints:
         endpoint = self._models.default if name is None else self._models.endpoint(name)
         if endpoint is None:
             raise BadParameterError("Parameter model_name is required.")
-        return json_response(_tgi_info(endpoint.name, endpoint.choose(None)))
+        return json_response(_tgi_info(endpoint.name, endpoint.choose(None), request.scope))
 
     async def version(self, request: Request) -> Response:
         """Return the version of the server, as vLLM does."""
@@ -192,14 +195,15 @@ class StatusEndpoints:
 
     async def models(self, request: Request) -> Response:
         """Return OpenAI's list of models, in which adapters are models too."""
-        entries = [_entry(name, self._models.named(name)) for name in self._models.names]
-        entries += [_entry(name, parent) for parent in self._models.models for name in parent.adapter_names]
+        named = [(name, self._models.named(name)) for name in self._models.names]
+        named += [(name, parent) for parent in self._models.models for name in parent.adapter_names]
+        entries = [_entry(name, model, request.scope) for name, model in named]
         return json_response({"object": "list", "data": entries})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model"]
         model = self._models.named_as_model(name)
-        return json_response(_entry(name, model))
+        return json_response(_entry(name, model, request.scope))
 
     async def root(self, request: Request) -> Response:
         """Answer OPTIONS, which asks about the server as a whole; LMI has nothing else at this path."""
@@ -230,12 +234,12 @@ def _serving_routes(status: StatusEndpoints) -> list[Route]:
     ]
 
 
-def _managing_routes(status: StatusEndpoints, models: ModelRegistry) -> list[Route]:
+def _managing_routes(status: StatusEndpoints, models: ModelRegistry, access: ManagementAccess) -> list[Route]:
+    managing = [*AdapterManagement(models, access.limits).routes(), *Management(models, access.limits).routes()]
     return [
-        Route("/metrics", status.metrics),
+        Route("/metrics", status.metrics),  # Prometheus is on another machine
         Route("/server/metrics", status.metrics),  # the path in LMI
-        *AdapterManagement(models).routes(),
-        *Management(models).routes(),
+        *access.guard.protect(managing),
     ]
 
 
@@ -261,25 +265,25 @@ def _ping_code(at_startup: set[ModelStatus], several: bool) -> int:
     return 503 if ModelStatus.PENDING in at_startup else 200
 
 
-def _entry(name: str, model: Model) -> dict[str, Any]:
+def _entry(name: str, model: Model, scope: Scope) -> dict[str, Any]:
     """Return OpenAI's model object, with the additional fields of vLLM that its clients read.
 
-    `root` is the path or hub id of the weights, as far as it is known. `max_model_len` is there once the model has
-    loaded. An adapter names its `parent`.
+    `root` is the path or hub id of the weights, as far as it is known, and this client may know it. `max_model_len` is
+    there once the model has loaded. An adapter names its `parent`.
     """
     entry: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "lmi-server"}
-    entry["root"] = _place(name, model)
+    entry["root"] = _place(name, model, scope)
     entry["parent"] = model.name if name in model.adapter_names else None
     if model.pool is not None and model.pool.max_model_len:
         entry["max_model_len"] = model.pool.max_model_len
     return entry
 
 
-def _tgi_info(name: str, model: Model) -> dict[str, Any]:
+def _tgi_info(name: str, model: Model, scope: Scope) -> dict[str, Any]:
     """Return what text-generation-inference's clients read in /info; lengths once the model has loaded."""
     longest = None if model.pool is None else model.pool.max_model_len or None
     return {
-        "model_id": _place(name, model),
+        "model_id": _place(name, model, scope),
         "model_sha": None,
         "model_pipeline_tag": "text-generation",
         "max_concurrent_requests": None if model.resolved is None else model.resolved.serving.job_queue_size,
@@ -291,7 +295,8 @@ def _tgi_info(name: str, model: Model) -> dict[str, Any]:
     }
 
 
-def _place(name: str, model: Model) -> str:
+def _place(name: str, model: Model, scope: Scope) -> str:
     if model.pool is not None and name in model.pool.adapters:
-        return model.pool.adapters.get(name).source
-    return model.name if model.resolved is None else model.resolved.options.model_id or model.name
+        return shown_path(model.pool.adapters.get(name).source, name, scope)
+    place = None if model.resolved is None else model.resolved.options.model_id
+    return shown_path(place or model.name, model.name, scope)

@@ -17,6 +17,7 @@ from uuid import uuid4
 
 import msgspec
 
+from frontend.clients import shown_error
 from frontend.compression import decoded_body
 from frontend.error_rates import ErrorRates
 from frontend.http_protocol import RelayProtocol, connection_of, header_names
@@ -99,7 +100,7 @@ class Relay:
         headers = self.headers
         if route in ANTHROPIC_ROUTES:
             headers = [(b"request-id", request_id.encode("latin-1")), *headers]  # by which Anthropic's clients log it
-        response = Response(connection, send, request_id, headers)
+        response = Response(connection, send, request_id, headers, scope)
         model: Model | None = None
         body: bytes | None = None
         try:
@@ -251,7 +252,7 @@ class Relay:
         closes: bool,
         response: Response,
     ) -> None:
-        status, headers, data = error_reply(route, error, self._statuses, response.request_id)
+        status, headers, data = error_reply(route, response.shown(error), self._statuses, response.request_id)
         if closes:
             headers.append(("connection", "close"))
         self._metrics.of(model).refused(status)
@@ -263,16 +264,21 @@ class Relay:
 class Response:
     """Writes the answer to one request as ASGI messages."""
 
-    __slots__ = ("_connection", "_headers", "_send", "request_id")
+    __slots__ = ("_connection", "_headers", "_scope", "_send", "request_id")
 
     def __init__(
-        self, connection: RelayProtocol, send: Send, request_id: str, headers: list[tuple[bytes, bytes]]
+        self, connection: RelayProtocol, send: Send, request_id: str, headers: list[tuple[bytes, bytes]], scope: Scope
     ) -> None:
         """`headers` are added to every answer."""
         self._connection = connection
         self._headers = headers
         self._send = send
         self.request_id = request_id
+        self._scope = scope
+
+    def shown(self, error: LmiServerError) -> LmiServerError:
+        """Return the error as the client may read it."""
+        return shown_error(error, self._scope)
 
     async def whole(self, status: int, headers: list[tuple[str, str]], data: bytes, reason: str = "") -> None:
         if reason:
@@ -322,7 +328,7 @@ async def _relay(route: str, job: Job, response: Response, statuses: Mapping[typ
         terminal = reply.terminal
         data = reply.take()
         if terminal is not None:
-            await response.end(data + _ending(route, head, terminal, response.request_id))
+            await response.end(data + _ending(route, head, terminal, response))
             return _status_of_end(route, terminal, statuses)
         if data:
             await response.chunk(data)
@@ -339,7 +345,7 @@ async def _send_whole(
     if terminal.kind == CANCELLED:
         return CLIENT_GONE
     error = error_from_kind(terminal.kind, terminal.message, terminal.code)
-    status, headers, data = error_reply(route, error, statuses, response.request_id)
+    status, headers, data = error_reply(route, response.shown(error), statuses, response.request_id)
     await response.whole(status, headers, data)
     return status
 
@@ -353,13 +359,13 @@ def _status_of_end(route: str, terminal: Reply | End | Error, statuses: Mapping[
     return error_reply(route, error_from_kind(terminal.kind, terminal.message, terminal.code), statuses)[0]
 
 
-def _ending(route: str, head: Head, terminal: Reply | End | Error, request_id: str) -> bytes:
+def _ending(route: str, head: Head, terminal: Reply | End | Error, response: Response) -> bytes:
     """Return the bytes after the last chunk of a stream: an error event if an error ended it, otherwise nothing."""
     if not isinstance(terminal, Error):
         return b""
     content_type = next((value for name, value in head.headers if name == "content-type"), "")
     error = error_from_kind(terminal.kind, terminal.message, terminal.code)
-    return error_event(route, content_type, error, request_id)
+    return error_event(route, content_type, response.shown(error), response.request_id)
 
 
 def model_named_in(body: bytes) -> str | None:

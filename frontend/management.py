@@ -12,7 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from frontend.parameters import integer, page, parameters, truth
+from frontend.management_access import RegistrationLimits
+from frontend.parameters import check_name, integer, page, parameters, truth
 from frontend.responses import json_response
 from lmi_server.artifacts.location import archive_stem
 from lmi_server.contract.errors import BadParameterError
@@ -57,8 +58,9 @@ Handler = Callable[[Request], Awaitable[Response]]
 class Management:
     """The endpoints. Each raises LmiServerError, which the application turns into an answer."""
 
-    def __init__(self, models: ModelRegistry) -> None:
+    def __init__(self, models: ModelRegistry, limits: RegistrationLimits) -> None:
         self._models = models
+        self._limits = limits
 
     def routes(self) -> list[Route]:
         """Return the routes. LMI accepts "workflows" in place of "models"."""
@@ -99,6 +101,7 @@ class Management:
     async def register(self, request: Request) -> Response:
         given = await parameters(request)
         source = model_source(given)
+        self._limits.check_model(source, request.scope)
         if truth(given, "synchronous", True):
             # In a task of its own, so that the registration is completed even if the client goes away meanwhile.
             await asyncio.shield(asyncio.ensure_future(self._models.register_and_load(source)))
@@ -168,8 +171,8 @@ def model_source(given: Mapping[str, str]) -> ModelSource:
     if not url:
         raise BadParameterError("Parameter url is required.")
     for name in ("model_name", "model_version"):
-        if "/" in given.get(name, ""):
-            raise BadParameterError(f'Parameter {name} is "{given[name]}"; no path reaches a name with a slash')
+        if given.get(name):
+            check_name(name, given[name])
     for name in ("min_worker", "max_worker"):
         _count(given, name)
     settings = {key: given[name] for name, key in _SETTINGS.items() if given.get(name) and not _is_default(name, given)}

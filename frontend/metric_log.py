@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from frontend.lmi_metrics import HOST, response_name
-from frontend.server_log import BackgroundLog
+from frontend.server_log import BackgroundLog, LineFormatter
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.metrics import HISTOGRAM, Metric
 
@@ -25,7 +25,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _LOGGERS = {"access": "ACCESS_LOG", "model_metric": "model_metric", "server_metric": "server_metric"}
-_FILE_FORMAT = logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S")
+_FILE_FORMAT = LineFormatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S")
 _FILE_BYTES = 10 << 20
 _FILES = 5
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
@@ -12,6 +13,7 @@ from lmi_server.contract.errors import BadParameterError
 
 T = TypeVar("T")
 
+_NAME = re.compile(r"\w[\w.:@+=-]{0,254}")
 _PAGE = 100  # entries on a page at most
 
 
@@ -35,6 +37,18 @@ def _from_json(body: bytes) -> dict[str, str]:
 
 def _text(value: str | bool | int | float) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def check_name(parameter: str, name: str) -> None:
+    """Raise BadParameterError if `name` cannot be the name of a model, a version or an adapter.
+
+    A path must reach it, and a line of the log must show it as it is.
+    """
+    if _NAME.fullmatch(name) is None:
+        raise BadParameterError(
+            f'Parameter {parameter} is "{name[:100]}"; it takes up to 255 letters, digits and _ . : @ + = -, '
+            "of which the first is a letter, a digit or _; no path reaches a name with a slash"
+        )
 
 
 def integer(given: Mapping[str, str], name: str, default: int) -> int:

@@ -9,6 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from frontend.clients import shown_error
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import (
     BadParameterError,
@@ -75,4 +76,4 @@ async def on_http_error(request: Request, raised: Exception) -> Response:
 
 async def on_lmi_error(request: Request, raised: Exception) -> Response:
     assert isinstance(raised, LmiServerError)
-    return error_response(request.url.path, raised)
+    return error_response(request.url.path, shown_error(raised, request.scope))

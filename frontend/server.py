@@ -25,6 +25,7 @@ from frontend.app import App
 from frontend.http_protocol import RelayProtocol
 from frontend.inference import Relay
 from frontend.lmi_metrics import HOST
+from frontend.management_access import ManagementAccess
 from frontend.metric_log import AccessLog, MetricLog, log_files
 from frontend.metrics import Metrics
 from frontend.server_log import BackgroundLog, background_log
@@ -113,6 +114,7 @@ class _Server:
         self._ending = asyncio.Event()
         self._began = time.monotonic()
         logs = settings.written_logs
+        self._access = ManagementAccess.of(settings, environment)
         self._metrics = Metrics(lambda: self._models.models, MetricLog(logs) if logs else None)
         self._orphans = Orphans()
         self._failed = False  # a model of the start could not be loaded
@@ -126,7 +128,7 @@ class _Server:
         relay = Relay(models, metrics, self._settings)
         addresses = [listener.getsockname()[:2] for listener in self._listeners]
         management_port = addresses[1][1] if len(addresses) > 1 else None
-        app = App(models, metrics, relay, self._settings, management_port)
+        app = App(models, metrics, relay, self._settings, self._access, management_port)
         http = _HttpServer(AccessLog(app) if "access" in self._settings.written_logs else app, self._settings)
         self._listen_to_signals()
         self._orphans.start()

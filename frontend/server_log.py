@@ -18,9 +18,22 @@ from logging.handlers import QueueHandler, QueueListener
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
+# What would let a text from a client look like lines of the log, or control the terminal that shows it.
+_ESCAPES = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
+_ESCAPES |= {0x2028: "\\u2028", 0x2029: "\\u2029", ord("\n"): "\n  "}
+
 _CAPACITY = 16 << 20  # bytes: a hundred thousand lines of the usual length
 _RECORD_BYTES = 512  # of a record beside its text, roughly
 _CLOSE_LIMIT_S = 1.0
+
+
+class LineFormatter(logging.Formatter):
+    """Escapes control characters in a message and indents its further lines, so that nobody can forge a record."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name is that of logging
+        if not record.message.isprintable():
+            record.message = record.message.translate(_ESCAPES)
+        return super().formatMessage(record)
 
 
 @contextlib.contextmanager
@@ -154,7 +167,7 @@ class _DescriptorHandler(logging.Handler):
     def __init__(self, fd: int) -> None:
         super().__init__()
         self._fd = fd
-        self.setFormatter(logging.Formatter(LOG_FORMAT))
+        self.setFormatter(LineFormatter(LOG_FORMAT))
 
     def createLock(self) -> None:  # noqa: N802 - the name is that of logging
         self.lock = None

@@ -77,15 +77,23 @@ def find_marked(module: ModuleType, marks: Sequence[str]) -> Mapping[str, Callab
 
 
 def format_user_error(error: BaseException, model_dir: str) -> str:
-    """Return "file:line: Class: message", where the line is the innermost one in `model_dir`, if there is one."""
+    """Return "file:line: Class: message" with the innermost line in `model_dir`, if there is one.
+
+    The file is relative to `model_dir`.
+    """
     what = describe(error)
     if isinstance(error, SyntaxError) and error.filename is not None:
-        return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
+        return f"{_inside(error.filename, model_dir)}:{error.lineno}: {type(error).__name__}: {error.msg}"
     place = place_of(error, model_dir)
     return f"{place}: {what}" if place else what
 
 
 def place_of(error: BaseException, model_dir: str) -> str:
-    """Return "file:line" of the innermost frame in the model directory; "" if there is none."""
+    """Return "file:line" of the innermost frame in the model directory, relative to it; "" if there is none."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(model_dir)]
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"{_inside(frames[-1].filename, model_dir)}:{frames[-1].lineno}" if frames else ""
+
+
+def _inside(filename: str, model_dir: str) -> str:
+    """Return a path as seen from the model directory: clients read it, whom the rest does not concern."""
+    return filename.removeprefix(model_dir).lstrip("/") if filename.startswith(model_dir) else filename

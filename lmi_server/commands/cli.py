@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from frontend.server_log import LOG_FORMAT
+from frontend.server_log import LOG_FORMAT, LineFormatter
 from lmi_server.artifacts.location import MODEL_FORMS, archive_stem
 from lmi_server.configuration.handlers import HANDLERS
 from lmi_server.configuration.resolve import inspect_model
@@ -255,7 +255,9 @@ def _plain_configuration_errors() -> Iterator[None]:
 
 
 def _log_to_stderr(level: str) -> None:
-    logging.basicConfig(level=level.upper(), stream=sys.stderr, format=LOG_FORMAT)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LineFormatter(LOG_FORMAT))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
 if __name__ == "__main__":

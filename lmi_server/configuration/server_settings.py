@@ -37,7 +37,7 @@ LogLevel = Annotated[
 EXTRA_LOGS = ("access", "model_metric", "server_metric")
 
 
-def _log_names(value: Any) -> Any:
+def _names(value: Any) -> Any:
     if isinstance(value, str):
         return tuple(name for name in re.split(r"[,\s]+", value.strip()) if name)
     return value
@@ -45,10 +45,12 @@ def _log_names(value: Any) -> Any:
 
 ExtraLogs = Annotated[
     tuple[Literal["access", "model_metric", "server_metric"], ...],
-    BeforeValidator(_log_names),
+    BeforeValidator(_names),
     Allowed(f"names separated by commas: {', '.join(EXTRA_LOGS)}"),
 ]
 
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_names), Allowed("texts separated by commas")]
 
 _DURATION = r"P(?:(?P<days>\d+)D)?(?:T(?:(?P<hours>\d+)H)?(?:(?P<minutes>\d+)M)?(?:(?P<seconds>\d+)S)?)?"
 _ERROR_RATE = re.compile(rf"(?P<errors>\d{{1,6}})(?:/{_DURATION})?", re.IGNORECASE | re.ASCII)
@@ -101,6 +103,17 @@ class ServerSettings(Options):
     )
     management_port: Annotated[int | None, Field(ge=0, le=65535), Allowed("an integer from 0 to 65535")] = Field(
         None, description="Port of the management API; if not set, the port for requests serves both."
+    )
+    management_clients: Literal["local", "any"] = Field(
+        "local", description="Who may manage models: clients on this machine, or any."
+    )
+    allowed_hosts: Names = Field(
+        (), description="Further names under which the management API is called (header Host); * for any."
+    )
+    registration_sources: Names | None = Field(
+        None,
+        description="What a registration may name, * for everything: directories, s3://bucket/prefix, hub ids, owner/. "
+        "If not set, clients on this machine may name everything, others what is in model_store.",
     )
     max_request_size: PositiveInt = Field(67108864, description="Largest request body in bytes.")
     drain_timeout: Annotated[float, Field(ge=0, allow_inf_nan=False), Allowed("a number of seconds, 0 or more")] = (

@@ -8,6 +8,7 @@
     ├── RequestError            the request cannot be served as sent (the client's fault)
     │   ├── BadParameterError   a parameter of the path, the query or a management call
     │   ├── ModelExistsError    a model of that name and version is registered
+    │   ├── PermissionDeniedError  this client may not do that
     │   ├── ContextLengthError  prompt and new tokens do not fit in the model's context
     │   ├── PayloadTooLargeError
     │   ├── UnsupportedEncodingError
@@ -70,6 +71,10 @@ class BadParameterError(RequestError):
 
 class ModelExistsError(RequestError):
     """A model of that name and version is registered already."""
+
+
+class PermissionDeniedError(RequestError):
+    """The client may not do what it asks for."""
 
 
 class ContextLengthError(RequestError):

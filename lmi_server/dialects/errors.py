@@ -40,6 +40,7 @@ _ROWS: dict[type[LmiServerError], _Row] = {
     ),
     errors.BadParameterError: _Row(400, "invalid_request_error", None, 400, "BadRequestException"),
     errors.ModelExistsError: _Row(409, "invalid_request_error", "model_exists", 409, "BadRequestException"),
+    errors.PermissionDeniedError: _Row(403, "invalid_request_error", "forbidden", 403, "ForbiddenException"),
     errors.RequestError: _Row(400, "invalid_request_error", None, 424, "BadRequestException"),
     errors.QueueFullError: _Row(503, "service_unavailable_error", "queue_full", 503, "WlmCapacityException"),
     errors.ModelNotReadyError: _Row(503, "service_unavailable_error", "model_not_ready", 503, "WlmException"),

@@ -96,7 +96,7 @@ def test_one_that_is_not_registered_fails_its_request_alone(server: Server) -> N
         ({"name": "x"}, 400, "Parameter src is required."),
         ({"name": "x", "src": "."} | {"preload": "maybe"}, 400, "Parameter preload"),
         ({"name": "x", "src": ".", "preload": "false", "pin": "true"}, 424, "preload=false is not allowed"),
-        ({"name": "a/b", "src": "."}, 400, "without"),
+        ({"name": "a/b", "src": "."}, 400, "no path reaches a name with a slash"),
         ({"name": "model", "src": "."}, 400, "the name of a model"),
         ({"name": "beside", "src": "."}, 409, "Adapter beside is already registered."),
         ({"name": "x", "src": "/no/such/place"}, 424, "/no/such/place"),

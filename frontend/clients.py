@@ -1,0 +1,45 @@
+"""What is known of a client, and what a client on another machine is not told: where this machine keeps its files."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from collections.abc import MutableMapping
+from typing import Any
+
+from lmi_server.contract.errors import LmiServerError, error_from_kind
+
+Scope = MutableMapping[str, Any]
+
+_PROXIED = frozenset({b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via"})  # what proxies add
+_DIRECTORIES = re.compile(r"(?<![\w./:])/([\w.@+~-]+)/(?:[\w.@+~-]+/)*")
+
+
+def is_local(scope: Scope) -> bool:
+    """Return whether the client is on this machine, as far as the connection shows: a proxy here may serve others."""
+    client = scope["client"]
+    if any(name in _PROXIED for name, _ in scope["headers"]):
+        return False
+    return client is None or ipaddress.ip_address(client[0]).is_loopback
+
+
+def shown_error(error: LmiServerError, scope: Scope) -> LmiServerError:
+    """Return the error as this client may read it: paths keep only their last part on another machine."""
+    if "/" not in error.message or is_local(scope):
+        return error
+    shown = error_from_kind(error.kind, without_directories(error.message), getattr(error, "code", None))
+    return shown if type(shown) is type(error) else error
+
+
+def without_directories(text: str) -> str:
+    """Return the text with local paths cut to their last part.
+
+    A path of a URL (/v1/models) stays: no such directory is on this machine.
+    """
+    return _DIRECTORIES.sub(lambda found: "" if os.path.isdir(f"/{found[1]}") else found[0], text)
+
+
+def shown_path(place: str, name: str, scope: Scope) -> str:
+    """Return `place`, or `name` instead if it is a local path and the client is on another machine."""
+    return name if place.startswith("/") and not is_local(scope) else place

@@ -1,0 +1,194 @@
+"""Who may manage models, and which files a registration may name.
+
+Whoever registers a model runs its code. So the management API must answer neither other machines unasked, nor a web
+page that the user of this machine happens to have open. A page can send a POST without asking first (no preflight), but
+its browser adds Origin or Sec-Fetch-Site, and a page that reaches the server by a name of its own (DNS rebinding) has
+that name in Host.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from starlette.routing import Route
+
+from frontend.clients import Scope, is_local
+from lmi_server.configuration.server_settings import ServerSettings, server_home
+from lmi_server.contract.errors import PermissionDeniedError
+from lmi_server.machine.environment import is_multi_model
+from lmi_server.serving.model_store import ModelSource
+
+_Application = Callable[[Any, Any, Any], Awaitable[None]]
+
+ANY = "*"
+_OTHER_SITES = (b"cross-site", b"same-site")
+# Keys of a registration that make the server run or load what they name, beside the URL of the model.
+_PATH_KEYS = ("option.model_id", "option.entryPoint", "option.pythonExecutable", "option.speculative_draft_model")
+
+
+class ManagementGuard:
+    """Refuses calls of the management API.
+
+    SageMaker's multi-model endpoints call it from another machine in a network of their own, so nothing is refused
+    there.
+    """
+
+    def __init__(self, settings: ServerSettings, environment: Mapping[str, str]) -> None:
+        self._off = is_multi_model(environment)
+        self._takes_all_clients = settings.management_clients == "any"
+        self._hosts = {name.lower() for name in settings.allowed_hosts}
+        self._hosts |= {name.lower() for name in (settings.host, settings.management_host) if name}
+        self._origin = settings.cors_allowed_origin
+
+    def protect(self, routes: list[Route]) -> list[Route]:
+        """Return the routes, which refuse from now on what `check` refuses."""
+        for route in routes:
+            route.app = self._checked(route.app)
+        return routes
+
+    def _checked(self, application: _Application) -> _Application:
+        async def call(scope: Scope, receive: Any, send: Any) -> None:
+            self.check(scope)
+            await application(scope, receive, send)
+
+        return call
+
+    def check(self, scope: Scope) -> None:
+        """Raise PermissionDeniedError if this client may not manage models."""
+        if self._off:
+            return
+        if not self._takes_all_clients and not is_local(scope):
+            raise PermissionDeniedError(
+                "Models are managed from the machine of the server alone; management_clients=any lets others do it"
+            )
+        headers = dict(scope["headers"])
+        host = headers.get(b"host", b"").decode("latin-1").lower()
+        if not self._is_own_host(host):
+            raise PermissionDeniedError(
+                f"Header Host is {host[:100]!r}, which is no name of this server; allowed_hosts names further ones"
+            )
+        self._check_page(headers, host)
+
+    def _check_page(self, headers: Mapping[bytes, bytes], host: str) -> None:
+        """Refuse a web page that is not of this server."""
+        origin = headers.get(b"origin")
+        if origin is None:
+            if headers.get(b"sec-fetch-site") in _OTHER_SITES:
+                raise PermissionDeniedError("Models are not managed by web pages of other sites")
+            return
+        text = origin.decode("latin-1")
+        if urlsplit(text).netloc.lower() != host and text != self._origin:
+            raise PermissionDeniedError(
+                f"Header Origin is {text[:100]!r}; web pages of other sites manage no models, "
+                "unless cors_allowed_origin names theirs"
+            )
+
+    def _is_own_host(self, host: str) -> bool:
+        """Return whether a browser could not have been led here by this name: nobody owns a name without a dot."""
+        if not host or ANY in self._hosts:
+            return True
+        name = urlsplit(f"//{host}").hostname or ""
+        return _is_address(name) or "." not in name or name.endswith(".localhost") or name in self._names()
+
+    def _names(self) -> set[str]:
+        return self._hosts | {socket.gethostname().lower()}
+
+
+class RegistrationLimits:
+    """Which models, adapters and entry points a registration may name.
+
+    A client on this machine may name everything, as with LMI, unless `registration_sources` is set. Others may name
+    what that lists, by default what is in the model store. `*` in it is everything.
+    """
+
+    def __init__(self, settings: ServerSettings, environment: Mapping[str, str]) -> None:
+        self._given = settings.registration_sources is not None
+        self._unlimited = is_multi_model(environment) or ANY in (settings.registration_sources or ())
+        home = server_home(environment, Path.cwd())
+        store = () if settings.model_store is None else (settings.model_store,)
+        allowed = store if settings.registration_sources is None else settings.registration_sources
+        self._directories = [os.path.realpath(home / entry) for entry in allowed if not _is_remote(entry)]
+        self._prefixes = tuple(entry for entry in allowed if _is_remote(entry))
+
+    def check_model(self, source: ModelSource, scope: Scope) -> None:
+        """Raise PermissionDeniedError if the registration names something that this client may not use."""
+        if not self._apply_to(scope):
+            return
+        for name, value in _named(source):
+            if not self._allows(value):
+                raise self._refusal(name, value)
+        if "option.env" in source.settings:
+            raise self._refusal("option.env", source.settings["option.env"])
+
+    def check_adapter(self, src: str, model_dir: str, scope: Scope) -> None:
+        """Raise PermissionDeniedError if this client may not register an adapter of `src`."""
+        beside = os.path.realpath(os.path.join(model_dir, src))
+        if self._apply_to(scope) and not _is_below(beside, os.path.realpath(model_dir)) and not self._allows(src):
+            raise self._refusal("src", src)
+
+    def _apply_to(self, scope: Scope) -> bool:
+        return not self._unlimited and (self._given or not is_local(scope))
+
+    def _allows(self, text: str) -> bool:
+        if _is_remote(text) and not os.path.exists(text):
+            return text.startswith(self._prefixes)
+        path = unquote(urlsplit(text).path) if text.startswith("file:") else text
+        return any(_is_below(os.path.realpath(path), directory) for directory in self._directories)
+
+    def _refusal(self, name: str, value: str) -> PermissionDeniedError:
+        return PermissionDeniedError(
+            f'Parameter {name} is "{value[:200]}", which a registration may not name; '
+            "use a model of the model store, or allow it by registration_sources"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ManagementAccess:
+    """What limits the management API."""
+
+    guard: ManagementGuard
+    limits: RegistrationLimits
+
+    @classmethod
+    def of(cls, settings: ServerSettings, environment: Mapping[str, str]) -> ManagementAccess:
+        return cls(ManagementGuard(settings, environment), RegistrationLimits(settings, environment))
+
+
+def _named(source: ModelSource) -> Iterator[tuple[str, str]]:
+    yield "url", source.url
+    for key in _PATH_KEYS:
+        value = source.settings.get(key)
+        # What lies in the directory of the model is as allowed as the model; so is a handler of this server.
+        if value and not (key == "option.entryPoint" and _stays_inside(value)):
+            yield key, value
+
+
+def _stays_inside(entry_point: str) -> bool:
+    return not os.path.isabs(entry_point) and ".." not in Path(entry_point).parts and ":" not in entry_point
+
+
+def _is_remote(text: str) -> bool:
+    """Return whether a text is no path: s3://bucket/prefix, the id of a model on the Hub, or the owner of one (me/)."""
+    if "://" in text:
+        return not text.startswith("file:")
+    owner, slash, rest = text.partition("/")
+    return bool(owner) and not owner.startswith((".", "~")) and bool(slash) and "/" not in rest
+
+
+def _is_below(path: str, directory: str) -> bool:
+    return Path(path).is_relative_to(directory)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,213 @@
+"""Who may manage models, what a registration may name, and what strangers and the log get to see."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from own_code_helpers import make_own
+from server_helpers import Server, make_model, request, running
+from waiting import wait_until
+
+from frontend.clients import is_local, shown_error, without_directories
+from frontend.server_log import LineFormatter
+from lmi_server.contract.errors import HandlerError
+
+REMOTE = {"x-forwarded-for": "203.0.113.7"}  # what a proxy on this machine says of a client elsewhere
+RAISING = "def handle(inputs):\n    if not inputs.is_empty():\n        raise ValueError('not this')\n"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("access")
+    make_model(directory / "store" / "first")
+    make_own(directory / "store" / "raising", RAISING)
+    make_model(directory / "store" / "third")
+    make_model(directory / "elsewhere")
+    (directory / "store" / "broken").mkdir()
+    (directory / "store" / "broken" / "serving.properties").write_text("option.dtype=nothing")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def server(home: Path) -> Iterator[Server]:
+    """Serve models of a store to clients of this machine, the default."""
+    with running(home / "store" / "first", home / "store" / "raising", home / "store" / "broken") as server:
+        for _ in range(2):
+            server.log_line(r"\] ready: process")
+        yield server
+
+
+@pytest.fixture(scope="module")
+def opened(home: Path) -> Iterator[Server]:
+    """Serve with a management API that is open to all clients, under one more name."""
+    variables = {
+        "SERVING_MANAGEMENT_CLIENTS": "any",
+        "SERVING_ALLOWED_HOSTS": "models.example.com",
+        "SERVING_MODEL_STORE": str(home / "store"),
+        "SERVING_CORS_ALLOWED_ORIGIN": "https://console.example.com",
+    }
+    with running(home / "store" / "first", variables=variables) as server:
+        server.log_line(r"\] ready: process")
+        yield server
+
+
+def refusal(server: Server, method: str, path: str, headers: dict[str, str], **more: Any) -> str:
+    reply = server.http.request(method, path, headers=headers, **more)
+    assert reply.status_code == 403, reply.text
+    assert reply.json()["type"] == "ForbiddenException"
+    return str(reply.json()["message"])
+
+
+@pytest.mark.parametrize(
+    ("headers", "named"),
+    [
+        ({"origin": "https://evil.example"}, "Origin"),
+        ({"origin": "null"}, "Origin"),
+        ({"origin": "http://127.0.0.1:1"}, "Origin"),
+        ({"sec-fetch-site": "cross-site"}, "other sites"),
+        ({"sec-fetch-site": "same-site"}, "other sites"),
+        ({"host": "evil.example:8080"}, "Host"),
+        ({"host": "evil.example", "origin": "http://evil.example"}, "Host"),
+        (REMOTE, "management_clients=any"),
+        ({"forwarded": "for=203.0.113.7"}, "management_clients=any"),
+    ],
+)
+def test_a_page_or_another_machine_manages_nothing(
+    server: Server, home: Path, headers: dict[str, str], named: str
+) -> None:
+    url = f"/models?url={home / 'elsewhere'}&option.entryPoint={home / 'x.py'}"
+    assert named in refusal(server, "POST", url, headers)
+    assert server.http.get("/models/elsewhere").status_code == 404
+    for method, path in (
+        ("GET", "/models"),
+        ("GET", "/models/first"),
+        ("PUT", "/models/first?min_worker=2"),
+        ("DELETE", "/models/first"),
+        ("GET", "/server/logging?level=debug"),
+        ("GET", "/workflows"),
+        ("POST", "/models/first/adapters?name=a&src=."),
+    ):
+        assert named in refusal(server, method, path, headers)
+
+
+def test_what_is_no_management_is_answered_all_the_same(server: Server) -> None:
+    for headers in ({"origin": "https://evil.example"}, {"host": "evil.example"}, REMOTE):
+        assert server.http.post("/predictions/first", json=request("a"), headers=headers).status_code == 200
+        for path in ("/ping", "/health/live", "/metrics", "/v1/models"):
+            assert server.http.get(path, headers=headers).status_code in (200, 500), path
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"host": "localhost"},
+        {"host": "lmi.localhost:8080"},
+        {"host": "[::1]:8080"},
+        {"host": "lmi-server"},
+        {"host": "127.0.0.1:8080", "origin": "http://127.0.0.1:8080", "sec-fetch-site": "same-origin"},
+    ],
+)
+def test_clients_of_this_machine_manage_as_before(server: Server, home: Path, headers: dict[str, str]) -> None:
+    url = str(home / "elsewhere")
+    assert server.http.post("/models", params={"url": url}, headers=headers).status_code == 200
+    assert server.http.delete("/models/elsewhere", headers=headers).status_code == 200
+
+
+def test_an_open_management_api_still_checks_hosts_and_pages(opened: Server) -> None:
+    page = {**REMOTE, "origin": "https://console.example.com", "sec-fetch-site": "cross-site"}
+    for headers in (REMOTE, {**REMOTE, "host": "models.example.com"}, page):
+        assert opened.http.get("/models", headers=headers).status_code == 200
+    assert "allowed_hosts" in refusal(opened, "GET", "/models", {**REMOTE, "host": "evil.example"})
+    assert "Origin" in refusal(opened, "GET", "/models", {**REMOTE, "origin": "https://evil.example"})
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"url": "{home}/elsewhere"},
+        {"url": "file://{home}/elsewhere"},
+        {"url": "{home}/store/../elsewhere"},
+        {"url": "{home}/store/link"},
+        {"url": "s3://bucket/model"},
+        {"url": "owner/model"},
+        {"url": "{home}/store/third", "option.model_id": "{home}/elsewhere"},
+        {"url": "{home}/store/third", "option.entryPoint": "{home}/elsewhere/model.py"},
+        {"url": "{home}/store/third", "option.entryPoint": "../../elsewhere/model.py"},
+        {"url": "{home}/store/third", "option.pythonExecutable": "/bin/sh"},
+        {"url": "{home}/store/third", "option.env": "LD_PRELOAD=x"},
+    ],
+)
+def test_others_register_what_is_in_the_store(opened: Server, home: Path, parameters: dict[str, str]) -> None:
+    if not (home / "store" / "link").exists():
+        (home / "store" / "link").symlink_to(home / "elsewhere")
+    given = {name: value.format(home=home) for name, value in parameters.items()}
+    assert "registration_sources" in refusal(opened, "POST", "/models", REMOTE, params=given)
+
+
+def test_the_store_can_be_registered_by_others_and_everything_from_here(opened: Server, home: Path) -> None:
+    for name, headers in (("store/third", REMOTE), ("elsewhere", {})):
+        assert opened.http.post("/models", params={"url": str(home / name)}, headers=headers).status_code == 200
+        assert opened.http.delete(f"/models/{Path(name).name}").status_code == 200
+
+
+@pytest.mark.parametrize("name", ["a b", "a\nb", "-a", "a%b", "<b>", "", "a" * 256, "a/b", "a;b", '"'])
+def test_names_are_of_one_pattern(server: Server, home: Path, name: str) -> None:
+    parameters = {"url": str(home / "elsewhere"), "model_name": name or "?"}
+    reply = server.http.post("/models", params=parameters)
+    assert (reply.status_code, "Parameter model_name is" in reply.text) == (400, True)
+
+
+def test_strangers_read_no_local_paths(server: Server, home: Path) -> None:
+    wait_until(lambda: server.http.get("/ping").json()["broken"]["status"] == "FAILED", "the model has failed")
+    for headers, shown in ((REMOTE, False), ({}, True)):
+        answers = [
+            server.http.get("/v1/models", headers=headers),
+            server.http.get("/info?model_name=first", headers=headers),
+            server.http.post("/predictions/broken", json=request("a"), headers=headers),
+        ]
+        assert [str(home) in answer.text for answer in answers] == [shown, shown, shown]
+    raised = server.http.post("/predictions/raising", content=b"x", headers=REMOTE)
+    assert (raised.status_code, str(home) in raised.text, "not this" in raised.text) == (424, False, True)
+    assert "serving.properties:1: option.dtype" in server.http.post("/predictions/broken", headers=REMOTE).text
+
+
+def test_paths_of_urls_stay(tmp_path: Path) -> None:
+    text = f"{tmp_path}/a.py:3: use POST /v1/models/x at http://host/tmp/b, not /no-such-directory/c"
+    assert without_directories(text) == "a.py:3: use POST /v1/models/x at http://host/tmp/b, not /no-such-directory/c"
+    error = shown_error(HandlerError(f"{tmp_path}/a", 418), {"client": ("10.0.0.1", 1), "headers": []})
+    assert isinstance(error, HandlerError)
+    assert (error.message, error.code) == ("a", 418)
+
+
+@pytest.mark.parametrize(
+    ("client", "local"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.8.8", True),
+        ("::1", True),
+        (None, True),
+        ("10.0.0.1", False),
+        ("2001:db8::1", False),
+    ],
+)
+def test_local_clients(client: str | None, local: bool) -> None:
+    assert is_local({"client": None if client is None else (client, 1), "headers": []}) is local
+
+
+def test_texts_of_clients_forge_no_lines_of_the_log(server: Server) -> None:
+    forged = "x\n2026-01-01 00:00:00,000 ERROR root: all is lost\r\x1b[2J"
+    server.http.post("/models", params={"url": f"/nowhere/{forged}", "model_name": "forged", "synchronous": "false"})
+    server.log_line("model forged could not be loaded")
+    server.log_line(r"^  2026-01-01 00:00:00,000 ERROR root: all is lost\\x0d\\x1b\[2J")
+    assert not any(line.startswith("2026-01-01") or "\x1b" in line for line in server.lines)
+    server.http.delete("/models/forged")
+
+
+def test_ordinary_lines_are_logged_as_they_are() -> None:
+    record = logging.LogRecord("a", logging.INFO, "", 0, "größer 漢字\ttab", None, None)
+    assert LineFormatter("%(message)s").format(record) == "größer 漢字\ttab"
