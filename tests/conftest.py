@@ -28,6 +28,8 @@ from lmi_server.machine.environment import VARIABLES
 if TYPE_CHECKING:
     from pipeline_helpers import LoadTask
 
+pytest_plugins = ["cpu_times"]
+
 _HUGGING_FACE = {"HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_ENDPOINT", "HF_TOKEN", "HF_HUB_CACHE"}
 
 # How long an example takes says nothing on a machine whose cores are shared.
