@@ -23,6 +23,7 @@ from process_log import last_lines
 
 from lmi_server.commands.demo_model import build_demo_model
 from lmi_server.contract.handler import RequestHandler
+from lmi_server.machine import model_imports
 from lmi_server.machine.environment import VARIABLES
 
 if TYPE_CHECKING:
@@ -46,6 +47,9 @@ def pytest_configure() -> None:
     """
     # Threads that wait for work would spin on cores that another process of the tests could use.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # A machine may switch bytecode off. Each server would then compile the sources of this project again.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    model_imports.prepare()
     ours = {name for layer in VARIABLES.values() for name in layer}
     for name in list(os.environ):
         if name in ours or name in _HUGGING_FACE or name.startswith(("OPTION_", "ARGS_", "SERVING_")):

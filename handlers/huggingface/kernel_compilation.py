@@ -15,16 +15,13 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
 from handlers.huggingface.handler import HuggingFaceHandler
 from handlers.huggingface.options import HuggingFaceOptions
 from lmi_server.contract.generation import GenerationRequest, SamplingParameters
+from lmi_server.machine import model_imports
 
 _CONTEXT = 512
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # names in option.dtype, and of torch
 
 
 def compile_kernels(dtypes: Sequence[str]) -> None:
@@ -36,8 +33,12 @@ def compile_kernels(dtypes: Sequence[str]) -> None:
             asyncio.run(_generate(directory, options))
 
 
-def save_small_llama(directory: Path, dtype: torch.dtype) -> None:
+def save_small_llama(directory: Path, dtype: str) -> None:
     """Save a model with random weights, of which the rolling batch fuses every part."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
     words = {str(number): number for number in range(254)} | {"<s>": 254, "</s>": 255}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -54,7 +55,7 @@ def save_small_llama(directory: Path, dtype: torch.dtype) -> None:
         bos_token_id=254,
         eos_token_id=255,
     )
-    LlamaForCausalLM(config).to(dtype).save_pretrained(directory)
+    LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(directory)
 
 
 async def _generate(directory: str, options: HuggingFaceOptions) -> None:
@@ -70,4 +71,5 @@ async def _generate(directory: str, options: HuggingFaceOptions) -> None:
 
 
 if __name__ == "__main__":
+    model_imports.prepare()
     compile_kernels(sys.argv[1:] or tuple(_DTYPES))

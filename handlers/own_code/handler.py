@@ -21,6 +21,7 @@ from handlers.user_code import find_class, find_marked, load_entry_point
 from lmi_server.contract.errors import LmiServerError, ModelLoadError, RequestError
 from lmi_server.contract.handler import AsyncRequestHandler, LLMHandler, ModelInfo, RequestHandler, Response
 from lmi_server.contract.protocol import Adapter, Input
+from lmi_server.machine import model_imports
 from lmi_server.machine.environment import extend_python_path, own_rank
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class OwnCodeHandler(RequestHandler):
 
     def follow(self, model_dir: str, options: OwnCodeOptions) -> None:
         self.start(model_dir, options)
+        model_imports.loaded()
         assert self._communicator is not None
         while isinstance(message := decode(self._communicator.receive()), Batch):
             _run_to_the_end(self._code.handle(message.requests))

@@ -22,6 +22,7 @@ from handlers.rolling_batch.prompts import PromptEncoder
 from handlers.rolling_batch.scheduler import Scheduler, SchedulerLimits
 from lmi_server.contract.errors import LmiServerError, ModelLoadError, describe, is_out_of_memory
 from lmi_server.contract.generation import SamplingParameters
+from lmi_server.machine import model_imports
 from lmi_server.machine.environment import own_rank
 from lmi_server.machine.memory import free_and_total
 
@@ -144,7 +145,9 @@ def _refusals(model: Any) -> Iterator[None]:
 
 def follow(loaded: LoadedModel) -> None:
     """Run a rank other than 0: compute the passes that rank 0 sends with this rank's part of the model, until Stop."""
-    loaded.runner().follow()
+    runner = loaded.runner()
+    model_imports.loaded()
+    runner.follow()
 
 
 def set_kernel_threads() -> None:

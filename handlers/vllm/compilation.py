@@ -22,12 +22,14 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from handlers.vllm import compiled_code
-from handlers.vllm.compiled_code import UncompiledModel
+from lmi_server.machine import model_imports
 from lmi_server.machine.memory import free_and_total
 from lmi_server.machine.process_tree import end_with_parent
+
+if TYPE_CHECKING:
+    from handlers.vllm.compiled_code import UncompiledModel
 
 _log = logging.getLogger(__name__)
 
@@ -121,6 +123,8 @@ def compile_models(arguments: Mapping[str, Any], directory: Path) -> None:
     compile at a time: workers that start together would all compile the same model, and the first one's code serves
     all of them.
     """
+    from handlers.vllm import compiled_code  # imported late: vLLM takes seconds, and a worker may end meanwhile
+
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -131,8 +135,9 @@ def main() -> None:
     """Compile the job read from stdin at the lowest priority. Arguments: directory of the code, worker's process id."""
     directory, worker = Path(sys.argv[1]), int(sys.argv[2])
     end_with_parent()
-    if os.getppid() != worker:  # it ended while this process imported vLLM, before end_with_parent could see it
+    if os.getppid() != worker:  # it ended before end_with_parent could see it
         return
+    model_imports.prepare()
     os.nice(19)  # requests have the first claim on the cores
     with contextlib.suppress(OSError):
         _OOM_SCORE_ADJ.write_text("1000")  # and on the memory: the kernel kills this process before the worker

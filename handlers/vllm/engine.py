@@ -27,6 +27,7 @@ from handlers.vllm.statistics import Statistics
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.generation import Feature, GenerationRequest
 from lmi_server.contract.handler import ModelInfo
+from lmi_server.machine import model_imports
 from lmi_server.machine.environment import own_rank, process_environment
 
 _log = logging.getLogger(__name__)
@@ -99,6 +100,7 @@ def follow(model_dir: str, options: VllmEngineOptions) -> None:
     config = create_engine_config(model_dir, options)
     with load_errors(CANNOT_LOAD):
         core = ranks.following_core(config)
+    model_imports.loaded()
     ranks.follow(core, Communicator(own_rank()))
 
 

@@ -28,6 +28,7 @@ from lmi_server.configuration.server_settings import (
 from lmi_server.contract.errors import ConfigurationError, LmiServerError
 from lmi_server.explain.explanation import Explanation
 from lmi_server.explain.explanation import explain as explain_model
+from lmi_server.machine import model_imports
 from lmi_server.machine.environment import process_environment
 from lmi_server.machine.inventory import this_machine, with_gpu_memory
 from lmi_server.serving.model_store import ModelSource, Startup, is_spec, startup_sources
@@ -232,6 +233,7 @@ def demo_model(
     """Build the demo model, SmolLM2-135M-Instruct, as a Hugging Face directory with a serving.properties."""
     from lmi_server.commands.demo_model import build_demo_model
 
+    model_imports.prepare()
     with _plain_configuration_errors():
         built = build_demo_model(directory)
     typer.echo(f"{directory}: {'built' if built else 'complete, nothing to do'}")

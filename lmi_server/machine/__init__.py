@@ -1,4 +1,6 @@
 """What this computer has: processors, GPUs, memory, MPI launchers, environment variables, process trees.
 
+`model_imports.py` says how a process that loads a model imports the libraries for it.
+
 Imports only `contract`.
 """

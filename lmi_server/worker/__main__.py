@@ -18,6 +18,7 @@ import uvloop
 from lmi_server.contract.batch_progress import BatchProgress
 from lmi_server.contract.handler import RequestHandler
 from lmi_server.contract.link import FrontendLink, frontend_link, read_load
+from lmi_server.machine import model_imports
 from lmi_server.machine.descriptors import keep_from_children
 from lmi_server.machine.environment import own_rank
 from lmi_server.machine.process_tree import end_with_parent
@@ -44,6 +45,7 @@ def main() -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the front end decides
     end_with_parent()
+    model_imports.prepare()
     sys.path.insert(0, str(_COMPAT))
     if arguments.link.startswith("unix:"):
         rank, link = join_group(arguments.link.removeprefix("unix:"))

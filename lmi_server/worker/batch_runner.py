@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import time
@@ -25,6 +24,7 @@ from lmi_server.contract.errors import (
 )
 from lmi_server.contract.handler import RequestHandler, Response
 from lmi_server.contract.protocol import CANCELLED, RECALLED, AddAdapter, Command, Input, Ready, RemoveAdapter, Submit
+from lmi_server.machine import model_imports
 from lmi_server.worker.frame_buffer import FrameBuffer, ResponseWriter
 from lmi_server.worker.response_processor import call_after
 from lmi_server.worker.runner import Runner
@@ -116,8 +116,7 @@ class BatchRunner(Runner):
     # --- the handler's thread ---
 
     def run(self, on_ready: Callable[[Ready], None]) -> None:
-        gc.collect()
-        gc.freeze()  # what is loaded stays: no collection needs to look at it again
+        model_imports.loaded()
         on_ready(self._ready)
         while (entry := self._queue.get()) is not None:
             if isinstance(entry, _ControlCall):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 from collections.abc import Mapping
 
 from lmi_server.contract.protocol import CANCELLED, Command, Ready, Submit
+from lmi_server.machine import model_imports
 from lmi_server.worker.frame_buffer import FrameBuffer, ResponseWriter
 from lmi_server.worker.request_processor import RequestProcessor
 from lmi_server.worker.service import CANCELLED_MESSAGE, WorkerService
@@ -29,10 +29,7 @@ class ConcurrentService(WorkerService):
     async def load(self) -> Ready:
         info = await self._processor.start()
         self._loaded = True
-        gc.collect()
-        # What is loaded stays until the end. Without the freeze, every full collection would walk all objects of the
-        # engine's libraries, and all streams would stop for that long.
-        gc.freeze()
+        model_imports.loaded()
         return Ready(info.max_model_len, dict(info.details))
 
     def submit(self, submit: Submit) -> None:

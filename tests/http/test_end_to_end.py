@@ -39,6 +39,8 @@ def test_the_readmes_curl(exact: Server) -> None:
     assert reply.status_code == 200
     assert reply.headers["content-type"] == "application/json"
     assert " Paris" in reply.json()["generated_text"]
+    # Importing scikit-learn, and with it scipy and pandas, would take a quarter of the worker's start.
+    assert "/sklearn/" not in Path(f"/proc/{exact.worker_pid()}/maps").read_text()
 
 
 def test_the_openai_sdk_chats_and_streams(exact: Server) -> None:

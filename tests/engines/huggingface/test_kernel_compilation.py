@@ -19,7 +19,7 @@ def test_every_part_of_the_small_model_is_fused(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(intrinsics, "TILES_ARE_FASTEST", True)  # as on processors with products in bfloat16
     for seed in (0, 3, 7):
         torch.manual_seed(seed)
-        save_small_llama(tmp_path, torch.bfloat16)
+        save_small_llama(tmp_path, "bfloat16")
         runner = ModelRunner(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16), 512)
         runner.prepare(4, 512)
         assert (runner.fused["decoder_layers"], runner.fused["models"]) == (2, 1), f"seed {seed}"

@@ -1,0 +1,56 @@
+"""What model_imports changes around the imports of a worker: nothing that a model could notice."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from lmi_server.machine import model_imports
+
+
+@pytest.fixture(autouse=True)
+def usual_collector() -> Iterator[None]:
+    thresholds = gc.get_threshold()
+    yield
+    gc.set_threshold(*thresholds)
+    gc.unfreeze()
+
+
+def test_the_garbage_collector_works_as_usual_once_a_model_is_loaded() -> None:
+    usual = model_imports._SERVING
+    model_imports.prepare()
+    assert gc.get_threshold() > usual
+    model_imports.loaded()
+    assert gc.get_threshold() == usual
+    assert gc.get_freeze_count() > 0
+
+
+def test_the_thresholds_that_a_model_sets_stay() -> None:
+    model_imports.prepare()
+    gc.set_threshold(5000, 5, 5)
+    model_imports.loaded()
+    assert gc.get_threshold() == (5000, 5, 5)
+
+
+@pytest.mark.slow
+def test_speculative_decoding_finds_scikit_learn_when_it_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from tiny_models import tiny_model
+    from transformers.generation import candidate_generator
+
+    asked = []
+    monkeypatch.setattr(
+        candidate_generator,
+        "roc_curve",
+        lambda *arguments, original=candidate_generator.roc_curve: asked.append(original(*arguments)) or asked[-1],
+    )
+    model, assistant = tiny_model("llama"), tiny_model("llama")
+    with torch.no_grad():
+        assistant.lm_head.weight.add_(torch.randn_like(assistant.lm_head.weight), alpha=0.02)
+    assistant.generation_config.assistant_confidence_threshold = 0.001
+    prompt = torch.tensor([[79, 110, 99, 101]])
+    wanted = model.generate(prompt, max_new_tokens=40, do_sample=False)
+    assert model.generate(prompt, assistant_model=assistant, max_new_tokens=40, do_sample=False).equal(wanted)
+    assert asked
