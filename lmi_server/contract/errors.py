@@ -11,6 +11,7 @@
     │   ├── PermissionDeniedError  this client may not do that
     │   ├── ContextLengthError  prompt and new tokens do not fit in the model's context
     │   ├── PayloadTooLargeError
+    │   ├── QuarantinedError    it has ended its worker process twice
     │   ├── UnsupportedEncodingError
     │   ├── ModelNotFoundError
     │   ├── RouteNotFoundError
@@ -106,6 +107,10 @@ class ContextLengthError(RequestError):
 
 class PayloadTooLargeError(RequestError):
     """The body is longer than `max_request_size`."""
+
+
+class QuarantinedError(RequestError):
+    """The request has ended its worker process twice, and is refused for `quarantine_time` seconds."""
 
 
 class UnsupportedEncodingError(RequestError):

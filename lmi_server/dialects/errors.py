@@ -31,6 +31,9 @@ _ROWS: dict[type[LmiServerError], _Row] = {
         400, "invalid_request_error", "context_length_exceeded", 424, "BadRequestException"
     ),
     errors.PayloadTooLargeError: _Row(413, "invalid_request_error", None, 413, "PayloadTooLargeException"),
+    errors.QuarantinedError: _Row(
+        422, "invalid_request_error", "request_quarantined", 422, "RequestQuarantinedException"
+    ),
     errors.UnsupportedEncodingError: _Row(415, "invalid_request_error", None, 415, "UnsupportedMediaTypeException"),
     errors.ModelNotFoundError: _Row(404, "invalid_request_error", "model_not_found", 404, "ModelNotFoundException"),
     errors.RouteNotFoundError: _Row(404, "invalid_request_error", "unknown_url", 404, "ResourceNotFoundException"),

@@ -22,7 +22,7 @@ import itertools
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.metrics import GAUGE, Metric, MetricSink, unrecorded
@@ -30,6 +30,7 @@ from lmi_server.contract.protocol import CANCELLED, RECALLED, Chunk, End, Error,
 from lmi_server.serving.batch_forming import BatchForming
 from lmi_server.serving.job_queue import JobQueue
 from lmi_server.serving.pool_settings import PoolSettings
+from lmi_server.serving.quarantine import Quarantine, fingerprint
 from lmi_server.serving.roster import WorkerRoster
 from lmi_server.serving.sticky_sessions import StickySessions
 from lmi_server.supervisor.job import Job
@@ -63,6 +64,7 @@ class Dispatcher:
         self._dimensions = (("Model", settings.load.model_name),)
         self._ids = itertools.count(1)
         self._sessions = StickySessions()
+        self._quarantine = Quarantine(settings.quarantine_s)
         self._idle = asyncio.Event()
         self._draining = False
         self._forming = BatchForming(
@@ -80,8 +82,10 @@ class Dispatcher:
     # --- requests ---
 
     def submit(self, request: Input, on_overflow: Callable[[], None]) -> Job:
-        """Accept one request. Raises QueueFullError; nothing was accepted then."""
+        """Accept one request. Raises QueueFullError and QuarantinedError; nothing was accepted then."""
         job = Job(next(self._ids), request, on_overflow)
+        if self._quarantine:
+            job.fingerprint = self._quarantine.check(request, time.monotonic())
         self._queue.push(job)
         self.dispatch()
         return job
@@ -166,6 +170,8 @@ class Dispatcher:
                     self._sessions.answered(item.headers, worker)
                 if isinstance(item, Reply | End):
                     requests.has_answered = True
+                    if job.fingerprint is not None:
+                        self._quarantine.acquit(job.fingerprint)
             reply = job.reply
             reply.put(item, now)
             if reply.unread > _MAX_UNREAD:
@@ -195,9 +201,20 @@ class Dispatcher:
         """Take the jobs of a dead worker: retry once those of which no client has seen a byte, and fail the rest."""
         self._sessions.forget(worker)
         jobs = worker.requests.take_all()
+        if not worker.is_retiring:
+            self._suspect([job for job in jobs if not job.cancelled and worker.requests.has_begun(job)])
         for job in reversed(jobs):  # each goes to the head of the queue, so the oldest must be last
             self._retry_or_fail(worker, job)
         self.dispatch()
+
+    def _suspect(self, jobs: Sequence[Job]) -> None:
+        """Record that a worker died while it served `jobs`."""
+        for job in jobs:
+            job.fingerprint = fingerprint(job.request)
+        quarantined = self._quarantine.record([job.fingerprint for job in jobs if job.fingerprint], time.monotonic())
+        for job in jobs:
+            if job.fingerprint == quarantined:
+                logger.error("request %s has ended its worker twice; it is quarantined", job.request.request_id)
 
     def _retry_or_fail(self, worker: WorkerProcess, job: Job) -> None:
         """Put `job` back into the queue, or fail it.

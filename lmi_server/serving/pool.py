@@ -126,8 +126,8 @@ class WorkerPool:
     def submit(self, request: Input, on_overflow: Callable[[], None]) -> Job:
         """Accept one request; its answer arrives in `job.reply`.
 
-        `on_overflow` is called if the client reads so slowly that the answer is given up. Raises QueueFullError and
-        ModelNotReadyError; nothing was accepted then.
+        `on_overflow` is called if the client reads so slowly that the answer is given up. Raises QueueFullError,
+        QuarantinedError and ModelNotReadyError; nothing was accepted then.
         """
         self._check_open()
         return self._dispatcher.submit(request, on_overflow)

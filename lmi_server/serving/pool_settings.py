@@ -48,5 +48,6 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_idle_s: float
     parallel_loading: bool
     retry_threshold: int
+    quarantine_s: float
     heartbeat_timeout_s: float = 30.0
     death_window_s: float = 600.0

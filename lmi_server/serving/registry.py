@@ -400,6 +400,7 @@ class ModelRegistry:
             max_idle_s=serving.max_idle_time,
             parallel_loading=options.parallel_loading,
             retry_threshold=serving.retry_threshold,
+            quarantine_s=serving.quarantine_time,
         )
 
     def set_log_level(self, level: str) -> None:

@@ -72,12 +72,14 @@ class ReplySlot:
 class Job:
     """One accepted request. `priority`: lower runs sooner. Times are those of time.monotonic(), 0.0 before the event.
 
-    `on_overflow` is called if the answer is given up because its client reads too slowly.
+    `on_overflow` is called if the answer is given up because its client reads too slowly. `fingerprint` identifies the
+    request to the quarantine; None while that has no need of it.
     """
 
     __slots__ = (
         "batch",
         "cancelled",
+        "fingerprint",
         "holder",
         "id",
         "on_overflow",
@@ -99,6 +101,7 @@ class Job:
         self.batch = 0  # the number of its batch in that worker
         self.retried = False
         self.cancelled = False
+        self.fingerprint: bytes | None = None
         self.queued_at = time.monotonic()
         self.sent_at = 0.0  # when a worker got it
 

@@ -102,7 +102,7 @@ class WorkerProcess:
         self._loop = asyncio.get_running_loop()
         self._loaded: asyncio.Future[Ready] = self._loop.create_future()
         self._loaded.add_done_callback(_mark_retrieved)
-        self._retiring = False
+        self.is_retiring = False
         self._end = "did not end in time"
         self._report: Callable[[], str] | None = None  # of a worker that has crashed
 
@@ -143,7 +143,7 @@ class WorkerProcess:
 
     def retire(self, deadline_s: float) -> None:
         """Let the worker finish what it holds within `deadline_s` seconds, and then exit by itself."""
-        self._retiring = True
+        self.is_retiring = True
         self._link.send(Shutdown(deadline_s))
 
     async def shutdown(self, deadline_s: float) -> None:
@@ -208,7 +208,7 @@ class WorkerProcess:
         """End the group when its first rank ends, unless the whole group is about to end by itself."""
         if self._child.exited.is_set() or self._child.killed:
             return
-        if self._retiring or not self._loaded.done():
+        if self.is_retiring or not self._loaded.done():
             self._loop.call_later(EXIT_GRACE_S, self.kill)
             return
         logger.error("[%s] rank %d has ended; killing the others", self.name, rank)
@@ -232,7 +232,7 @@ class WorkerProcess:
         """Report the death of a worker that was ready."""
         if self.lost.is_set():
             return
-        if not self._retiring:
+        if not self.is_retiring:
             inside = requests_inside(self.requests.in_flight.values(), time.monotonic())
             self._report = lambda: crash_report(self._end, inside, self._child.last_lines)
         self.lost.set()

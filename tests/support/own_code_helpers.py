@@ -11,7 +11,10 @@ from paths import MODEL_CODE
 from server_helpers import Server, running
 
 MODELS = MODEL_CODE / "own_code"
-SERVING = {"batch_size", "max_batch_delay", "minWorkers", "maxWorkers", "job_queue_size", "max_worker_memory_mb"}
+SERVING = {
+    *("batch_size", "job_queue_size", "max_batch_delay", "max_worker_memory_mb", "maxWorkers", "minWorkers"),
+    *("quarantine_time", "retry_threshold"),
+}
 
 
 def make_own(directory: Path, code: str | Path, **options: Any) -> Path:

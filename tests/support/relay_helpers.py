@@ -39,6 +39,7 @@ def pool_settings(load: Load, **changes: Any) -> PoolSettings:
         "max_idle_s": 60.0,
         "parallel_loading": False,
         "retry_threshold": 10,
+        "quarantine_s": 600.0,
     }
     return PoolSettings(load=load, **{**settings, **changes})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -99,10 +100,11 @@ left_behind: list[int] = []
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     store = tmp_path_factory.mktemp("store")
-    make_own(store / "bad", CODE, maxWorkers=1, predict_timeout=20)
+    make_own(store / "bad", CODE, maxWorkers=1, predict_timeout=20, quarantine_time=0, retry_threshold=100)
+    make_own(store / "careful", CODE, maxWorkers=1)
     make_own(store / "other", CODE, maxWorkers=1)
-    with running("--model-store", str(store), variables={"SERVING_RETRY_THRESHOLD": "1000"}) as server:
-        for _ in range(2):
+    with running("--model-store", str(store)) as server:
+        for _ in range(3):
             server.log_line(r"\] ready: process")
         yield server
         server.stop()
@@ -196,3 +198,17 @@ def test_a_worker_that_the_kernel_ended_for_its_memory_answers_507(server: Serve
     server.log_line("crash report: .* because the machine or its container ran out of memory")
     assert ask(server, "", "greedy").text == "fine"
     assert server.http.delete("/models/greedy").status_code == 200
+
+
+def test_a_request_that_ended_its_worker_twice_is_quarantined(server: Server) -> None:
+    for _ in range(2):
+        assert ask(server, "die", "careful").status_code == 503
+    server.log_line("has ended its worker twice; it is quarantined")
+    refused = ask(server, "die", "careful", **{"x-request-id": "another"})
+    assert (refused.status_code, refused.json()["type"]) == (422, "RequestQuarantinedException")
+    assert re.fullmatch(
+        r"The request is refused for \d+ seconds, because it has ended its worker process 2 times "
+        r"\(quarantine_time=600\); see the crash reports in the log",
+        refused.json()["message"],
+    )
+    assert ask(server, "", "careful").text == "fine"
