@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from lmi_server.configuration.declaration import (
     Allowed,
+    Conflict,
     Deprecated,
     DeprecatedValue,
     Documented,
     NoEffect,
-    Unavailable,
 )
 from lmi_server.configuration.options import ModelOptions, ParallelDegree, PositiveInt
 from lmi_server.machine.threads import THREAD_VARIABLES
@@ -33,22 +35,51 @@ _QUANTIZATION: Mapping[str, Mapping[str, Any]] = {
     "bitsandbytes": {"load_in_8bit": True},
 }
 
+STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
+"""Values of option.device_map with which accelerate chooses the devices of the layers."""
+
+_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
+_PLACE = re.compile(r"cpu|disk|cuda:\d+|\d+")
+
+
+def _checked_map(value: str) -> str:
+    if not value.startswith("{"):
+        if value not in STRATEGIES and _DEVICE.fullmatch(value) is None:
+            raise ValueError("not a strategy and not a device")
+        return value
+    places = json.loads(value)
+    if not places or not all(_PLACE.fullmatch(str(place)) for place in places.values()):
+        raise ValueError("a map of modules to what is no device")
+    return value
+
+
 DeviceMap = Annotated[
     str,
-    Field(pattern=r"^(auto|balanced|balanced_low_0|sequential|cpu|cuda(:\d+)?)$"),
-    Allowed("auto, balanced, balanced_low_0, sequential, cpu, cuda, cuda:N"),
+    AfterValidator(_checked_map),
+    Allowed(
+        f"{', '.join(STRATEGIES)}, cpu, cuda, cuda:N, or a JSON object of modules and devices such as"
+        ' {"model.embed_tokens": 0, "model.layers": 1, "model.norm": 1, "lm_head": "cpu"}'
+    ),
 ]
 
 
 class TransformersOptions(ModelOptions):
     """Keys of serving.properties for a model that transformers loads."""
 
-    tensor_parallel_degree: Annotated[
-        ParallelDegree, Unavailable(lambda degree: degree not in (1, -1, "max"), "use 1")
-    ] = Field(-1, description="Devices that one model is split over; max means all GPUs of the machine, -1 one.")
+    degree_counts_gpus = True
+
+    tensor_parallel_degree: ParallelDegree = Field(
+        -1,
+        description="GPUs of one worker, over which option.device_map spreads the layers; max means all GPUs of the"
+        " machine, -1 one.",
+    )
     device_map: Annotated[
-        DeviceMap | None, Documented("auto", "a worker with a GPU loads the whole model on it, as auto would")
-    ] = Field(None, description="Placement of the layers on devices, as transformers defines it.")
+        DeviceMap | None, Documented("auto", "it is auto if a worker has several GPUs; one GPU gets the whole model")
+    ] = Field(
+        None,
+        description="Placement of the layers on the GPUs of a worker, which count from 0, as accelerate defines it;"
+        " what is on cpu beside GPUs, or on disk, is read for each pass.",
+    )
     device_id: Annotated[
         int, Field(ge=-1), Allowed("an integer of 0 or more, or -1"), NoEffect("the server sets it")
     ] = Field(-1, description="GPU of the worker.")
@@ -76,6 +107,36 @@ class TransformersOptions(ModelOptions):
     )
     threads: PositiveInt | None = Field(None, description="Threads that a worker uses inside an operation on the CPU.")
 
+    @property
+    def placement(self) -> str | Mapping[str, str | int] | None:
+        """Return option.device_map as transformers takes it."""
+        if self.device_map is not None and self.device_map.startswith("{"):
+            return json.loads(self.device_map)  # type: ignore[no-any-return]
+        return self.device_map
+
+    @property
+    def mapped_gpus(self) -> frozenset[int]:
+        """Return the GPUs of the worker that option.device_map names."""
+        places = self.placement.values() if isinstance(self.placement, Mapping) else [self.placement]
+        numbers = (re.fullmatch(r"(?:cuda:?)?(\d*)", str(place)) for place in places)
+        return frozenset(int(number[1] or 0) for number in numbers if number is not None)
+
+    def division(self, gpus: int) -> str | None:
+        one_device = self.device_map is not None and _DEVICE.fullmatch(self.device_map) is not None
+        if self.ranks is not None or gpus < 2 or one_device:
+            return super().division(gpus)
+        return (
+            f"accelerate places whole layers on the {gpus} GPUs of a worker (device_map={self.device_map or 'auto'}),"
+            " which compute one after the other; the KV cache of a layer is on its GPU"
+        )
+
+    def conflicts(self, given: Collection[str]) -> Iterator[Conflict]:
+        gpus = self.devices_per_worker
+        if gpus is not None and self.ranks is None and max(self.mapped_gpus, default=0) >= gpus:
+            yield Conflict(
+                ("option.device_map",), f"GPUs 0 to {gpus - 1}, because option.tensor_parallel_degree gives {gpus}"
+            )
+
     def worker_environment(self) -> Mapping[str, str]:
         return THREAD_VARIABLES
 
@@ -85,7 +146,7 @@ class TransformersOptions(ModelOptions):
             "dtype": self.dtype,
             "revision": self.revision,
             "trust_remote_code": self.trust_remote_code,
-            "device_map": self.device_map,
+            "device_map": self.placement,
             "quantization_config": self.quantization_config(),
         }
         return {name: value for name, value in decided.items() if value}

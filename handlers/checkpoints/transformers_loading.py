@@ -11,7 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer
 
-from handlers.checkpoints.options import TransformersOptions
+from handlers.checkpoints.options import STRATEGIES, TransformersOptions
+from handlers.checkpoints.placement import memory_limits
 from handlers.checkpoints.quantization import (
     keep_activations,
     quantization_arguments,
@@ -20,6 +21,7 @@ from handlers.checkpoints.quantization import (
 )
 from lmi_server.configuration.options import LONG_DTYPES
 from lmi_server.contract.errors import ModelLoadError
+from lmi_server.machine.memory import free_and_total
 
 _log = logging.getLogger(__name__)
 
@@ -67,19 +69,31 @@ def model_arguments(path: str, options: TransformersOptions) -> dict[str, Any]:
     has_gpu = torch.cuda.is_available()
     _refuse_absent_device(options)
     config = load_config(path, options)
-    arguments = {**({"device_map": "cuda"} if has_gpu else {}), **options.engine_arguments()}
+    arguments = {**_default_map(), **options.engine_arguments()}
     arguments.pop("quantization_config", None)
-    arguments["dtype"] = _dtype(config, options, on_cpu=not has_gpu or options.device_map == "cpu")
+    on_cpu = not has_gpu or (options.device_map not in (None, *STRATEGIES) and not options.mapped_gpus)
+    arguments["dtype"] = _dtype(config, options, on_cpu)
+    if torch.cuda.device_count() > 1 and arguments["device_map"] in STRATEGIES:
+        arguments["max_memory"] = memory_limits(_free_gpu_memory(), free_and_total()[0])
     return arguments | quantization_arguments(options, config, arguments["dtype"])
 
 
 def _refuse_absent_device(options: TransformersOptions) -> None:
-    kind, _, index = (options.device_map or "").partition(":")
-    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+    if max(options.mapped_gpus, default=-1) >= torch.cuda.device_count():
         raise ModelLoadError(
             f"option.device_map={options.device_map}: this worker has {torch.cuda.device_count()} CUDA devices;"
-            " leave it out, or set option.device_map=cpu"
+            " leave it out, set option.device_map=cpu, or raise option.tensor_parallel_degree"
         )
+
+
+def _default_map() -> dict[str, str]:
+    """Return the map for a worker's GPUs: all of them, as with LMI."""
+    gpus = torch.cuda.device_count()
+    return {"device_map": "cuda" if gpus == 1 else "auto"} if gpus else {}
+
+
+def _free_gpu_memory() -> list[int]:
+    return [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
 
 
 def set_threads(threads: int | None) -> None:

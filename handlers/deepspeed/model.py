@@ -46,7 +46,9 @@ def load(path: str, options: DeepSpeedOptions) -> LoadedModel:
     if options.save_mp_checkpoint_path is not None:
         save_shards(model, options, rank, details.get("quantization"))
     details = {"engine": "deepspeed", **details}
-    return LoadedModel(model, tokenizer, max_len, model_bytes(model), communicator, check, details=details)
+    return LoadedModel(
+        model, tokenizer, max_len, {model.device: model_bytes(model)}, communicator, check, details=details
+    )
 
 
 def _model(path: str, config: Any, options: DeepSpeedOptions, shards: Shards | None, ranks: int) -> Any:

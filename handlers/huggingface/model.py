@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM
 
+from handlers.checkpoints.placement import placement_details
 from handlers.checkpoints.quantization import quantization_details, rounds_activations
 from handlers.checkpoints.transformers_loading import load_config, load_model, load_tokenizer, set_threads
 from handlers.huggingface.options import HuggingFaceOptions
@@ -34,7 +35,6 @@ def load(path: str, options: HuggingFaceOptions) -> LoadedModel:
 
 def _load_whole(path: str, options: HuggingFaceOptions) -> LoadedModel:
     model = load_model(AutoModelForCausalLM, path, options)
-    _refuse_spreading(model, options)
     max_len = _max_len(model, options)
     check = LoadCheck(model, max_len, rounds_activations=True) if rounds_activations(model.config) else None
     return LoadedModel(
@@ -43,7 +43,7 @@ def _load_whole(path: str, options: HuggingFaceOptions) -> LoadedModel:
         max_len,
         local_bytes(model),
         check=check,
-        details=quantization_details(model),
+        details={**quantization_details(model), **placement_details(model)},
     )
 
 
@@ -59,15 +59,6 @@ def _load_part(path: str, options: HuggingFaceOptions, rank: Rank) -> LoadedMode
     communicator, check = Communicator(rank), LoadCheck(model, max_len)
     is_local = make_local(model, communicator)
     return LoadedModel(model, load_tokenizer(path, options), max_len, weights, communicator, check, is_local)
-
-
-def _refuse_spreading(model: Any, options: HuggingFaceOptions) -> None:
-    devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) > 1:
-        raise ModelLoadError(
-            f"option.device_map={options.device_map} spreads the model over {len(devices)} devices, which the rolling"
-            " batch cannot drive; set option.device_map=cuda:0 or leave it out"
-        )
 
 
 def _max_len(model: Any, options: HuggingFaceOptions) -> int:

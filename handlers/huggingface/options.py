@@ -23,7 +23,8 @@ class HuggingFaceOptions(TransformersOptions, RollingBatchOptions):
     mpi_mode: bool = Field(False, description=MPI_MODE_DESCRIPTION)
     tensor_parallel_degree: ParallelDegree = Field(
         -1,
-        description="Ranks that one model is split over, under the MPI engine; max means the machine's GPUs, -1 one.",
+        description="GPUs of one worker, over which option.device_map spreads the layers; under the MPI engine the"
+        " ranks over which every layer is split. max means the machine's GPUs, -1 one.",
     )
     decoding_strategy: Annotated[
         Literal["greedy", "sample", "contrastive"],
@@ -55,8 +56,8 @@ class HuggingFaceOptions(TransformersOptions, RollingBatchOptions):
         return self.max_model_len
 
     def unavailable(self) -> Iterator[Conflict]:
-        if not self.mpi_mode and self.tensor_parallel_degree not in (1, -1, "max"):
-            yield Conflict(("option.tensor_parallel_degree",), "use engine=MPI, or 1")
+        if self.mpi_mode and self.device_map is not None and self.devices_per_worker != 1:
+            yield Conflict(("option.device_map",), "each rank of engine=MPI has a device; use engine=Python")
         if self.mpi_mode and self.save_mp_checkpoint_path is not None:
             yield Conflict(("option.save_mp_checkpoint_path",), "each rank reads its part of the weights as they are")
 

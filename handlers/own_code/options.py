@@ -14,6 +14,8 @@ from lmi_server.configuration.options import ModelOptions, lower
 class OwnCodeOptions(ModelOptions):
     """Allows values that other handlers refuse, and keeps in `given` every key as it was written, for the code."""
 
+    degree_counts_gpus = True
+
     task: str | None = Field(None, description="For the code to read.")
     # dtype and rolling_batch allow more than in the base class: the user's code gives the values their meaning, and
     # nothing reads them through the base class.
@@ -37,10 +39,6 @@ class OwnCodeOptions(ModelOptions):
     )
     output_formatter: str | None = Field(None, description="For the code to read.")
     input_formatter: str | None = Field(None, description="For the code to read.")
-
-    def gpus_per_worker(self, available: int) -> int | None:
-        """Return how many GPUs one worker takes; without GPUs the code runs on the CPU, whatever the degree is."""
-        return super().gpus_per_worker(available) if available else None
 
     @property
     def given(self) -> Mapping[str, str]:

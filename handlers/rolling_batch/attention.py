@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional
 from transformers import AttentionInterface
 
+from handlers.checkpoints.placement import main_device
 from handlers.rolling_batch.cpu_kernels.arguments import AttentionSettings, SeenColumns, SlotSpan
 from handlers.rolling_batch.kv_cache import KVCache, LayerShape
 
@@ -337,17 +338,18 @@ def probe_layers(model: Any, name: str) -> list[AttentionLayer]:
         extra += [f"{key.dtype} keys in a {model.dtype} model"] if key.dtype != model.dtype else []
         if extra:
             raise UnsupportedAttentionError(f"{type(module).__name__} attends with {extra[0]}")
-        shape = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+        shape = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.device)
         settings = {name: more.get(name) for name in ("scaling", "sliding_window", "softcap")}
         layers[module.layer_idx] = AttentionLayer(module, shape, settings)
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
     AttentionInterface.register(name, record)
     model.set_attn_implementation(name)
+    device = main_device(model)
     with torch.inference_mode():
         model(
-            input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device),
-            position_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device),
+            input_ids=torch.zeros((1, 1), dtype=torch.long, device=device),
+            position_ids=torch.zeros((1, 1), dtype=torch.long, device=device),
             use_cache=False,
         )
     if sorted(layers) != list(range(len(layers))) or not layers:

@@ -66,10 +66,10 @@ class DecoderModel:
         self._attention.begin(StepRows(np.zeros(7, np.int64), np.arange(7), []))
         with torch.inference_mode():
             expected = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-            computed = self.logits(ids, positions, torch.arange(7))
+            computed = self.logits(ids, positions, np.arange(7))
         return computed is not None and close(expected, computed)
 
-    def logits(self, ids: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> torch.Tensor | None:
+    def logits(self, ids: torch.Tensor, positions: torch.Tensor, kept: np.ndarray) -> torch.Tensor | None:
         """Token ids and positions, both (1, rows) -> logits of the rows `kept`, (1, kept, vocabulary).
 
         None if the kernel cannot compute the pass: it has prompt chunks, or a hook (a LoRA adapter's) changes what a

@@ -15,7 +15,7 @@ from handlers.checkpoints.transformers_loading import eos_token_ids
 from handlers.rolling_batch.attention import UnsupportedAttentionError
 from handlers.rolling_batch.communicator import Communicator
 from handlers.rolling_batch.engine import RollingBatchEngine
-from handlers.rolling_batch.kv_cache import bytes_per_token
+from handlers.rolling_batch.kv_cache import bytes_per_token, fitting_tokens
 from handlers.rolling_batch.model_runner import LoadCheck, ModelRunner
 from handlers.rolling_batch.options import RollingBatchOptions
 from handlers.rolling_batch.prompts import PromptEncoder
@@ -71,15 +71,15 @@ class LoadedEngine:
 class LoadedModel:
     """A model for the rolling batch, or this rank's part of a model that is split over `communicator`.
 
-    `max_len` counts tokens of prompt and output together, `weights` the bytes on this rank. `check` has the logits of
-    the model before any module was replaced; if it is None, those of the model as it is are taken. `is_local`: no
-    parameter is a DTensor, so that modules can be fused. `details` are for the log and `explain`.
+    `max_len` counts tokens of prompt and output together, `weights` the bytes on each device of this rank. `check` has
+    the logits of the model before any module was replaced; if it is None, those of the model as it is are taken.
+    `is_local`: no parameter is a DTensor, so that modules can be fused. `details` are for the log and `explain`.
     """
 
     model: Any
     tokenizer: Any
     max_len: int
-    weights: int
+    weights: Mapping[torch.device, int]
     communicator: Communicator | None = None
     check: LoadCheck | None = None
     is_local: bool = True
@@ -199,7 +199,7 @@ def _limits(runner: ModelRunner, loaded: LoadedModel, options: RollingBatchOptio
     running = min(options.max_running_requests or options.max_rolling_batch_size, options.max_rolling_batch_size)
     slots = running + _FURTHER_SLOTS.get(kind, 0)
     max_len = loaded.max_len
-    kv_tokens = min(slots * max_len, int(_kv_bytes(kind, loaded.weights, options) // per_token))
+    kv_tokens = min(slots * max_len, _kv_tokens(runner, loaded.weights, options))
     if kind != "cpu":  # slots are allocated in full there, all of one length
         max_len = min(max_len, kv_tokens // slots)
     if kv_tokens < 16:
@@ -216,23 +216,30 @@ def _limits(runner: ModelRunner, loaded: LoadedModel, options: RollingBatchOptio
     return limits, min(max_len, kv_tokens)
 
 
-def _kv_bytes(kind: str, weights: int, options: RollingBatchOptions) -> float:
+def _kv_tokens(runner: ModelRunner, weights: Mapping[torch.device, int], options: RollingBatchOptions) -> int:
+    """Return how many tokens there is room for on every device that has layers."""
     if options.kv_cache_memory_gb is not None:
-        return options.kv_cache_memory_gb * _GIB / own_rank().size
-    free, total = _memory(kind)
-    if kind == "cpu":  # the ranks of a group share main memory
-        free, total = free // own_rank().size, total // own_rank().size
+        size = options.kv_cache_memory_gb * _GIB / own_rank().size
+        return int(size // bytes_per_token(runner.layers, runner.dtype))
+    devices = {layer.device for layer in runner.layers}
+    room = {device: _kv_bytes(device, weights.get(device, 0), options) for device in devices}
+    return fitting_tokens(runner.layers, runner.dtype, room)
+
+
+def _kv_bytes(device: torch.device, weights: int, options: RollingBatchOptions) -> float:
+    free, total = _memory(device)
     if options.mem_fraction_static is not None:
         return total * options.mem_fraction_static - weights
-    return free * _FREE_MEMORY_SHARE.get(kind, 0.9)
+    return free * _FREE_MEMORY_SHARE.get(device.type, 0.9)
 
 
-def _memory(kind: str) -> tuple[int, int]:
-    """Return free and total bytes of the device."""
-    if kind == "cuda":
-        free, total = torch.cuda.mem_get_info()
+def _memory(device: torch.device) -> tuple[int, int]:
+    """Return free and total bytes of the device, which the ranks of a group share if it is main memory."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
         return int(free), int(total)
-    return free_and_total()
+    free, total = free_and_total()
+    return free // own_rank().size, total // own_rank().size
 
 
 def _warm_up(engine: RollingBatchEngine, prompts: PromptEncoder) -> None:

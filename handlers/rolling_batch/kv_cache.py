@@ -16,21 +16,27 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 _PAGE = mmap.PAGESIZE
+_CPU = torch.device("cpu")
 _MAP_NORESERVE = 0x4000  # Linux's MAP_NORESERVE, which the mmap module of Python 3.11 does not name
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one attention layer keeps per token: `kv_heads` heads of `head_dim` for keys and `value_dim` for values."""
+    """What one attention layer keeps per token: `kv_heads` heads of `head_dim` for keys and `value_dim` for values.
+
+    `device` is where the layer attends.
+    """
 
     kv_heads: int
     head_dim: int
     value_dim: int
+    device: torch.device = _CPU
 
     @property
     def width(self) -> int:
@@ -44,26 +50,29 @@ def bytes_per_token(layers: list[LayerShape], dtype: torch.dtype) -> int:
     return sum(layer.width for layer in layers) * itemsize
 
 
-class KVCache:
-    """`keys[layer]` and `values[layer]` are (slots, kv_heads, max_len, head_dim) tensors."""
+def fitting_tokens(layers: Sequence[LayerShape], dtype: torch.dtype, room: Mapping[torch.device, float]) -> int:
+    """Return how many tokens fit into `room`, the bytes on each device of the layers, for each layer on its device."""
+    return min(
+        int(size // bytes_per_token([layer for layer in layers if layer.device == device], dtype))
+        for device, size in room.items()
+    )
 
-    def __init__(
-        self,
-        layers: list[LayerShape],
-        slots: int,
-        max_len: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+
+class KVCache:
+    """`keys[layer]` and `values[layer]` are (slots, kv_heads, max_len, head_dim) tensors on the layer's device."""
+
+    def __init__(self, layers: list[LayerShape], slots: int, max_len: int, dtype: torch.dtype) -> None:
         self.slots = slots
         self.max_len = _aligned_length(layers, max_len, dtype)
         self.bytes_per_token = bytes_per_token(layers, dtype)
         self._maps: list[mmap.mmap] = []
         self.keys = [
-            self._allocate((slots, layer.kv_heads, self.max_len, layer.head_dim), dtype, device) for layer in layers
+            self._allocate((slots, layer.kv_heads, self.max_len, layer.head_dim), dtype, layer.device)
+            for layer in layers
         ]
         self.values = [
-            self._allocate((slots, layer.kv_heads, self.max_len, layer.value_dim), dtype, device) for layer in layers
+            self._allocate((slots, layer.kv_heads, self.max_len, layer.value_dim), dtype, layer.device)
+            for layer in layers
         ]
 
     def copy(self, source: int, target: int, tokens: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from handlers.checkpoints.placement import main_device, module_device
 from handlers.rolling_batch.lora_targets import LoraTarget, lora_targets
 from lmi_server.contract.errors import RequestError
 
@@ -60,6 +61,15 @@ class _Rows:
     index: torch.Tensor
     owners: torch.Tensor  # (rows, 1)
     masks: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
+    copies: dict[torch.device, _Rows] = field(default_factory=dict)  # for layers on other devices
+
+    def on(self, device: torch.device) -> _Rows:
+        """Return the same rows for a layer on `device`."""
+        if device == self.index.device:
+            return self
+        if device not in self.copies:
+            self.copies[device] = _Rows(self.index.to(device), self.owners.to(device))
+        return self.copies[device]
 
     def mask(self, owners: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return (rows, ranks): 1 if the rank belongs to the row's adapter, else 0."""
@@ -80,7 +90,7 @@ class LoraLayers:
     def __init__(self, model: Any, scored_rows_only: bool, pad: Callable[[list[int]], list[int]]) -> None:
         self._targets = lora_targets(model)
         self._head: nn.Module | None = model.get_output_embeddings() if scored_rows_only else None
-        self._device: torch.device = model.device
+        self._device = main_device(model)
         self._dtype: torch.dtype = model.dtype
         self._pad = pad
         self._stacked: dict[LoraWeights, int] = {}  # adapters in the stacks, by place
@@ -110,17 +120,20 @@ class LoraLayers:
         for layer, pair in adapter.items():
             target = self._targets[layer]
             pairs.setdefault(target.module, []).append((target, pair))
-        return LoraWeights({module: self._lay_out(parts) for module, parts in pairs.items()})
+        return LoraWeights({module: self._lay_out(module, parts) for module, parts in pairs.items()})
 
-    def _lay_out(self, parts: list[tuple[LoraTarget, LoraPair]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Join the matrices of all layers that one module computes, each on its own ranks and output columns."""
+    def _lay_out(
+        self, module: nn.Module, parts: list[tuple[LoraTarget, LoraPair]]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Join the matrices of all layers that `module` computes, each on its own ranks and output columns."""
         down = torch.cat([pair.down for _, pair in parts])
         up = torch.zeros((down.shape[0], parts[0][0].out_features))
         rank = 0
         for target, pair in parts:
             up[rank : rank + pair.down.shape[0], target.first : target.last] = pair.scaling * pair.up.float().T
             rank += pair.down.shape[0]
-        return down.to(self._device, self._dtype), up.to(self._device, self._dtype)
+        device = module_device(module, self._device)
+        return down.to(device, self._dtype), up.to(device, self._dtype)
 
     def forget(self, weights: LoraWeights) -> None:
         """Drop the stacks with an adapter; if sequences still run with it, the next pass builds them again."""
@@ -184,6 +197,7 @@ class LoraLayers:
             rows = self._head_rows if is_head else self._rows
             if rows is None:
                 return
+            rows = rows.on(stack.down.device)
             hidden = inputs[0].flatten(0, -2).index_select(0, rows.index)
             low = (hidden @ stack.down).mul_(rows.mask(stack.owners, hidden.dtype))
             output.flatten(0, -2).index_add_(0, rows.index, low @ stack.up)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from handlers.checkpoints.placement import is_spread, main_device
 from handlers.rolling_batch.attention import (
     ChunkRows,
     SlotAttention,
@@ -67,7 +68,7 @@ class ModelRunner:
         is_local: bool = True,
     ) -> None:
         self._model = model.eval()
-        self._device: torch.device = model.device
+        self._device = main_device(model)
         self._dtype: torch.dtype = model.dtype
         self._attention_name = f"lmi_rolling_batch_{next(_runner_ids)}"
         self.vocabulary = _vocabulary(model)
@@ -76,7 +77,7 @@ class ModelRunner:
         self._communicator = communicator
         on_cpu = self._device.type == "cpu" and self._dtype in (torch.bfloat16, torch.float32)
         # The check and the probe come first: both need the modules as they were loaded.
-        self.fused: dict[str, int] = fuse(model) if on_cpu and is_local else {}
+        self.fused: dict[str, int] = fuse(model) if on_cpu and is_local and not is_spread(model) else {}
         self._keeps_rows = _keeps_rows(model)
         self.cache: KVCache
         self._attention: SlotAttention
@@ -107,7 +108,7 @@ class ModelRunner:
         self._check.compare(self)
 
     def _allocate(self, slots: int, max_len: int) -> None:
-        self.cache = KVCache(self.layers, slots, max_len, self._dtype, self._device)
+        self.cache = KVCache(self.layers, slots, max_len, self._dtype)
         self._attention = SlotAttention(self.cache, self._attention_name)
         self._model.set_attn_implementation(self._attention_name)
         if self.fused:
@@ -230,7 +231,8 @@ class ModelRunner:
 
     def _forward(self, token_ids: list[int], positions: list[int], keep: list[int]) -> torch.Tensor:
         ids, places = (torch.tensor([numbers], device=self._device) for numbers in (token_ids, positions))
-        kept = torch.tensor(keep, dtype=torch.long, device=self._device)
+        # Not a tensor: accelerate would move that to the first device of a model, and the rows are on its last one.
+        kept = np.array(keep, np.int64)
         if self._decoder is not None and (logits := self._decoder.logits(ids, places, kept)) is not None:
             return logits[0]
         inputs = {"input_ids": ids, "position_ids": places, "use_cache": False}
@@ -339,10 +341,10 @@ def windows(config: Any) -> set[int]:
 
 def _logits(model: Any, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Return the logits that the model as it is has for some rows of a sequence."""
-    inputs = {"input_ids": ids.to(model.device), "use_cache": False}
+    inputs = {"input_ids": ids.to(main_device(model)), "use_cache": False}
     with torch.inference_mode():
         if _keeps_rows(model):
-            return model(**inputs, logits_to_keep=rows.to(model.device)).logits[0].float()
+            return model(**inputs, logits_to_keep=rows.numpy()).logits[0].float()
         return model(**inputs).logits[0, rows].float()
 
 

@@ -54,10 +54,12 @@ def loading_arguments(degree: int) -> dict[str, Any]:
     return {"distributed_config": DistributedConfig(tp_plan="auto", tp_size=degree), "device_map": None}
 
 
-def local_bytes(model: nn.Module) -> int:
-    """Return the bytes of this rank's part of the weights."""
-    tensors = (_local(tensor) for tensor in (*model.parameters(), *model.buffers()))
-    return sum(tensor.nelement() * tensor.element_size() for tensor in tensors)
+def local_bytes(model: nn.Module) -> dict[torch.device, int]:
+    """Return the bytes of this rank's part of the weights on each of its devices."""
+    sizes: dict[torch.device, int] = {}
+    for tensor in map(_local, (*model.parameters(), *model.buffers())):
+        sizes[tensor.device] = sizes.get(tensor.device, 0) + tensor.nelement() * tensor.element_size()
+    return sizes
 
 
 def make_local(model: nn.Module, communicator: Communicator) -> bool:

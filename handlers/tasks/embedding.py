@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from handlers.checkpoints.placement import main_device
 from handlers.tasks.encoder import Encoder
 from handlers.tasks.options import PipelineOptions
 from handlers.tasks.pooling import Pooler, read_layout
@@ -51,7 +52,7 @@ class TextEmbedding(Task):
         self._layout = layout
         self._normalize = options.normalize
         self._encoder = Encoder(path, options, layout.max_length)
-        self._pool = Pooler(layout, self._encoder.model.device)
+        self._pool = Pooler(layout, main_device(self._encoder.model))
         self.max_length = self._encoder.max_length
         self._vocabulary = self._encoder.model.get_input_embeddings().num_embeddings
         self._width = int(self._embed([self._encoder.tokenize(["a"])[0]]).shape[1])

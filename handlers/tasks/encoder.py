@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModel
 
+from handlers.checkpoints.placement import main_device
 from handlers.checkpoints.transformers_loading import load_model, load_tokenizer
 from handlers.tasks.batches import even_batches
 from handlers.tasks.options import PipelineOptions
@@ -66,7 +67,7 @@ class Encoder:
         for row, sequence in zip(ids, batch, strict=True):
             row[: len(sequence)] = torch.tensor(sequence)
         mask = torch.arange(longest)[None, :] < lengths[:, None]
-        device = self.model.device
+        device = main_device(self.model)
         mask, ids = mask.to(device), ids.to(device)
         # Without a mask, torch chooses a faster attention kernel.
         attention = {} if bool((lengths == longest).all()) else {"attention_mask": mask.long()}
@@ -75,7 +76,9 @@ class Encoder:
     def batches(self, sequences: Sequence[Sequence[int]]) -> Iterator[list[int]]:
         """Yield the indices of sequences that run together, without those that are too long for the model."""
         fitting = [index for index, ids in enumerate(sequences) if len(ids) <= self.max_length]
-        for batch in even_batches([len(sequences[index]) for index in fitting], _MAX_TOKENS, self.model.device.type):
+        for batch in even_batches(
+            [len(sequences[index]) for index in fitting], _MAX_TOKENS, main_device(self.model).type
+        ):
             yield [fitting[index] for index in batch]
 
     def too_long(self, count: int) -> ContextLengthError:
@@ -88,7 +91,7 @@ class Encoder:
         return {
             "model": type(self.model).__name__,
             "dtype": str(self.model.dtype).removeprefix("torch."),
-            "device": str(self.model.device),
+            "device": str(main_device(self.model)),
             "threads": torch.get_num_threads(),
             "max_length": self.max_length,
         }

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, StoppingCriteria
 from transformers.generation import BaseStreamer
 
+from handlers.checkpoints.placement import main_device
 from handlers.checkpoints.transformers_loading import eos_token_ids, load_model, load_tokenizer
 from handlers.rolling_batch.detokenizer import IncrementalDetokenizer, StopMatcher
 from handlers.tasks.options import TRANSLATION, PipelineOptions
@@ -273,7 +274,7 @@ class GenerationTask(Task):
         return {
             "model": type(self._model).__name__,
             "dtype": str(self._model.dtype).removeprefix("torch."),
-            "device": str(self._model.device),
+            "device": str(main_device(self._model)),
             "threads": torch.get_num_threads(),
         }
 
@@ -306,7 +307,7 @@ class GenerationTask(Task):
         scored = parameters.get("details", False)
         with torch.inference_mode():
             output = self._model.generate(
-                **{name: tensor.to(self._model.device) for name, tensor in batch.items()},
+                **{name: tensor.to(main_device(self._model)) for name, tensor in batch.items()},
                 **self.arguments(parameters),
                 pad_token_id=self._tokenizer.pad_token_id,
                 streamer=steps,

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForQuestionAnswering
 
+from handlers.checkpoints.placement import main_device
 from handlers.checkpoints.transformers_loading import load_model, load_tokenizer
 from handlers.tasks.batches import even_batches
 from handlers.tasks.options import PipelineOptions
@@ -90,7 +91,7 @@ class QuestionAnswering(Task):
         unanswered = [1.0] * len(inputs)
         longest = int(parameters.get("max_answer_len", _MAX_ANSWER))
         count = int(parameters.get("top_k", 1))
-        for batch in even_batches([len(window.ids) for window in windows], _MAX_TOKENS, self._model.device.type):
+        for batch in even_batches([len(window.ids) for window in windows], _MAX_TOKENS, main_device(self._model).type):
             rows = [windows[index] for index in batch]
             for window, start, end in zip(rows, *self._probabilities(rows), strict=True):
                 unanswered[window.owner] = min(
@@ -105,7 +106,7 @@ class QuestionAnswering(Task):
         ]
 
     def details(self) -> Mapping[str, Any]:
-        return {"model": type(self._model).__name__, "device": str(self._model.device)}
+        return {"model": type(self._model).__name__, "device": str(main_device(self._model))}
 
     def _windows(self, owner: int, item: Mapping[str, str], parameters: Mapping[str, Any]) -> list[_Window]:
         tokenizer = self._tokenizer
@@ -153,7 +154,7 @@ class QuestionAnswering(Task):
             padding_side="right",
         )
         with torch.inference_mode():
-            outputs = self._model(**padded.to(self._model.device))
+            outputs = self._model(**padded.to(main_device(self._model)))
         return _softmax(outputs.start_logits, rows), _softmax(outputs.end_logits, rows)
 
 

@@ -195,12 +195,14 @@ class TransformersPipeline(Task):
 
 def _load(task: str, path: str, options: PipelineOptions) -> Any:
     arguments = model_arguments(path, options)
+    loading = {name: arguments.pop(name) for name in ("max_memory", "quantization_config") if name in arguments}
     try:
         pipeline = transformers.pipeline(
             task,
             model=path,
             **{"device": "cpu"} if "device_map" not in arguments else {},
             **arguments,
+            model_kwargs=loading,
         )
     except ImportError as error:
         raise ModelLoadError(f"option.task={task} needs a Python package that is not installed: {error}") from error

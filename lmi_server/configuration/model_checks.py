@@ -127,12 +127,12 @@ class ModelChecks:
 
     def _degree_without_gpus(self) -> Iterator[str]:
         degree = self.options.tensor_parallel_degree
-        runs_on_cpu = self.spec.runs_user_code and self.machine.device_kind == "cpu" and self.options.ranks is None
-        if runs_on_cpu and degree != "max" and degree > 1:
+        on_cpu = self.machine.device_kind == "cpu" and self.options.ranks is None
+        if on_cpu and self.options.degree_counts_gpus and degree != "max" and degree > 1:
             key = "option.tensor_parallel_degree"
             yield (
                 f"{describe_source(self.merged.known[key], key)} gives no GPU to a worker, because none is visible; "
-                "the code reads the value and runs on the CPU"
+                "the worker runs on the CPU"
             )
 
 

@@ -239,6 +239,7 @@ class ModelOptions(Options):
 
     prefix: ClassVar[str] = "option."
     one_worker_keys: ClassVar[tuple[str, ...]] = ()  # keys in full that forbid a second worker if they are true
+    degree_counts_gpus: ClassVar[bool] = False  # without mpirun, option.tensor_parallel_degree means nothing on the CPU
 
     model_id: str | None = Field(
         None, description="Local directory or Hugging Face id of the model; the model directory itself if not set."
@@ -465,7 +466,14 @@ class ModelOptions(Options):
 
     def gpus_per_worker(self, available: int) -> int | None:
         """Return how many of the `available` GPUs one worker takes, None for all; without GPUs, ranks share the CPU."""
-        return self.devices_per_worker if available or self.ranks is None else None
+        runs_on_cpu = self.ranks is not None or self.degree_counts_gpus
+        return self.devices_per_worker if available or not runs_on_cpu else None
+
+    def division(self, gpus: int) -> str | None:
+        """Return in words how a worker with so many GPUs divides the model, for `explain`; None if it does not."""
+        if self.ranks is not None and self.ranks > 1:
+            return f"each of {self.ranks} ranks under mpirun has its part of every layer"
+        return None
 
     @property
     def one_worker_only(self) -> str | None:

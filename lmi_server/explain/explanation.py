@@ -60,6 +60,7 @@ class Explanation:
     handler: str
     handler_reason: str
     model: str
+    division: str | None
     can_be_served: bool
     options: tuple[Explained, ...]
     unknown: tuple[Explained, ...]
@@ -95,6 +96,7 @@ def explain(found: Inspection) -> Explanation:
         handler=found.spec.title,
         handler_reason=found.handler_reason,
         model=found.location,
+        division=found.options.division(len(device_sets[0].gpus) if device_sets else 0),
         can_be_served=bool(device_sets)
         and not found.problems
         and not faults
@@ -127,7 +129,9 @@ def memory_of(found: Inspection) -> Estimate:
 
 
 def devices_per_worker(options: ModelOptions, machine: Machine) -> int:
-    """Return how many devices one worker takes, at least 1."""
+    """Return how many devices one worker takes, at least 1; the ranks of a group share the CPU as its devices."""
+    if not machine.gpus and options.ranks is None and options.degree_counts_gpus:
+        return 1
     return options.devices_per_worker or max(1, len(machine.gpus))
 
 

@@ -31,6 +31,8 @@ def _lines(explanation: Explanation, width: int, with_defaults: bool) -> Iterato
     defaults = [option for option in explanation.options if option.layer == "default"]
     yield "bold", f"{explanation.name}: {explanation.model}"
     yield "", f"handler {explanation.handler}: {explanation.handler_reason}"
+    if explanation.division is not None:
+        yield "", f"devices: {explanation.division}"
     options = [*decided, *explanation.unknown]
     yield from _section("Decided", _values(options, explanation.model_dir, width))
     yield from _section("Problems", _indented(explanation.problems), "red")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from dataclasses import dataclass, field, replace
@@ -10,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from lmi_server.configuration.resolve import inspect_model
 from lmi_server.explain.explanation import Explanation, explain
+from lmi_server.explain.report import print_explanation
 from lmi_server.machine.inventory import Gpu, Machine
 
 GIB = 2**30
@@ -75,6 +78,21 @@ CONFIGURATIONS = {
         {"option.quantize": ("bitsandbytes8", "deprecated key"), "option.rolling_batch": ("scheduler", RECOMMENDED)},
         {"device_map": "auto"},
         [[0], [1], [2], [3]],
+    ),
+    "accelerate over all GPUs": Expected(
+        "engine=Python\noption.tensor_parallel_degree=4\noption.device_map=sequential\noption.dtype=bf16",
+        "huggingface",
+        {"option.tensor_parallel_degree": (4, FILE), "option.rolling_batch": ("scheduler", RECOMMENDED)},
+        {"device_map": "sequential", "dtype": "bf16"},
+        [[0, 1, 2, 3]],
+    ),
+    "accelerate in static batches on pairs of GPUs": Expected(
+        "engine=Python\noption.task=text-generation\noption.rolling_batch=disable\noption.tensor_parallel_degree=2\n"
+        "load_on_devices=0;2\noption.quantize=bitsandbytes8",
+        "huggingface pipeline",
+        {"option.tensor_parallel_degree": (2, FILE)},
+        {},
+        [[0, 1], [2, 3]],
     ),
     "vllm on all GPUs": Expected(
         "engine=Python\noption.rolling_batch=vllm",
@@ -230,6 +248,37 @@ def test_memory_of_a_model_that_does_not_fit(tmp_path: Path) -> None:
     assert found.memory["kv_bytes_per_token"] == 2 * 32 * 4096 * 2
     assert found.memory["kv_tokens"] == 32 * 4096
     assert "the weights take about 12.55 GiB, main memory has 8.00 GiB free" in found.warnings
+
+
+@pytest.mark.parametrize(
+    ("properties", "division"),
+    [
+        (
+            "engine=Python\noption.tensor_parallel_degree=4",
+            "accelerate places whole layers on the 4 GPUs of a worker (device_map=auto), which compute one after the"
+            " other; the KV cache of a layer is on its GPU",
+        ),
+        ("engine=Python\noption.tensor_parallel_degree=4\noption.device_map=cuda:1", None),
+        ("engine=Python", None),
+        (
+            "engine=MPI\noption.rolling_batch=scheduler\noption.tensor_parallel_degree=4",
+            "each of 4 ranks under mpirun has its part of every layer",
+        ),
+    ],
+)
+def test_how_several_gpus_divide_a_model(tmp_path: Path, properties: str, division: str | None) -> None:
+    found = explained(tmp_path, properties, FOUR_GPUS)
+    assert found.division == division
+    printed = Console(width=80, record=True, file=io.StringIO())
+    print_explanation(found, printed, with_defaults=False)
+    assert (f"devices: {division}" in printed.export_text()) == (division is not None)
+
+
+def test_layers_on_several_gpus_share_the_memory(tmp_path: Path) -> None:
+    found = explained(tmp_path, "option.tensor_parallel_degree=4", FOUR_GPUS)
+    assert found.memory["devices"] == 4
+    assert found.memory["weights_bytes"] == pytest.approx(2 * 6.74e9 / 4, rel=0.001)
+    assert explained(tmp_path, "option.tensor_parallel_degree=4", NO_GPU).memory["devices"] == 1
 
 
 def test_memory_is_shared_by_the_devices_of_a_worker(tmp_path: Path) -> None:

@@ -249,7 +249,6 @@ def test_what_deepspeed_cannot_serve_is_refused_with_the_remedy(write: Write, pr
     "properties",
     [
         "option.rolling_batch=trtllm",
-        "option.tensor_parallel_degree=2",
         "option.dtype=int8",
         "option.decoding_strategy=contrastive",
     ],
@@ -825,11 +824,47 @@ def test_vllm_splits_a_model(write: Write) -> None:
     assert not any("tensor_parallel" in line for line in found.unavailable)
 
 
-def test_huggingface_does_not_take_several_gpus_for_one(write: Write) -> None:
-    directory = write("option.tensor_parallel_degree=max")
-    assert inspect_model(directory, {}, machine=NO_GPU).unavailable == ()
+@pytest.mark.parametrize("rolling", ["scheduler", "disable"])
+@pytest.mark.parametrize("degree", ["max", "4"])
+def test_accelerate_takes_several_gpus_for_one_model(write: Write, rolling: str, degree: str) -> None:
+    directory = write(f"engine=Python\noption.rolling_batch={rolling}\noption.tensor_parallel_degree={degree}")
+    found = inspect_model(directory, {}, machine=FOUR_GPUS)
+    assert (found.problems, found.unavailable, found.warnings) == ((), (), ())
+    assert (found.options.gpus_per_worker(4), found.options.ranks) == (4, None)
+    without = inspect_model(directory, {}, machine=NO_GPU)
+    assert (without.problems, without.unavailable) == ((), ())
+    assert without.options.gpus_per_worker(0) is None
+    told = [line for line in without.warnings if f'tensor_parallel_degree = "{degree}" gives no GPU' in line]
+    assert len(told) == (degree == "4")
+
+
+@pytest.mark.parametrize(
+    ("device_map", "degree", "problem"),
+    [
+        ('{"model": 0, "lm_head": 1}', 2, None),
+        ('{"model.layers": "cuda:1", "lm_head": "cpu", "model.norm": "disk"}', 2, None),
+        ("cuda:1", 2, None),
+        ("balanced_low_0", 2, None),
+        ('{"model": 0, "lm_head": 2}', 2, "allowed: GPUs 0 to 1, because option.tensor_parallel_degree gives 2"),
+        ("cuda:1", 1, "allowed: GPUs 0 to 0, because option.tensor_parallel_degree gives 1"),
+        ('{"model": "gpu0"}', 2, "is not allowed; allowed: auto, balanced, "),
+        ('{"model": 0', 2, "is not allowed; allowed: auto, balanced, "),
+        ("{}", 2, "is not allowed; allowed: auto, balanced, "),
+    ],
+)
+def test_a_device_map_names_gpus_of_the_worker(write: Write, device_map: str, degree: int, problem: str | None) -> None:
+    directory = write(f"option.device_map={device_map}\noption.tensor_parallel_degree={degree}")
+    found = inspect_model(directory, {}, machine=FOUR_GPUS)
+    assert len(found.problems) == (problem is not None)
+    assert problem is None or problem in found.problems[0]
+
+
+def test_each_rank_of_the_mpi_engine_has_its_own_device(write: Write) -> None:
+    directory = write(
+        "engine=MPI\noption.rolling_batch=scheduler\noption.tensor_parallel_degree=2\noption.device_map=auto"
+    )
     (line,) = inspect_model(directory, {}, machine=FOUR_GPUS).unavailable
-    assert 'option.tensor_parallel_degree = "max" is not available in this version; use engine=MPI, or 1' in line
+    assert 'option.device_map = "auto" is not available in this version; each rank of engine=MPI has a device' in line
 
 
 def test_a_dynamic_batch_leaves_no_rolling_batch_to_auto(write: Write) -> None:

@@ -32,6 +32,7 @@ HANDLER = {
     "dynamic-batching": "huggingface pipeline",
     "echo": "echo",
     "huggingface": "huggingface",
+    "huggingface-accelerate": "huggingface",
     "huggingface-bitsandbytes": "huggingface",
     "huggingface-cpu": "huggingface",
     "huggingface-lora": "huggingface",

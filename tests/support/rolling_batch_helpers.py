@@ -53,12 +53,19 @@ class Engine:
     """A rolling batch engine, and `reference`: the model as transformers computes it."""
 
     def __init__(
-        self, model: Any, *, slots: int = 8, kv_tokens: int = 8 * CONTEXT, chunk: int = 16, **limits: Any
+        self,
+        model: Any,
+        *,
+        slots: int = 8,
+        kv_tokens: int = 8 * CONTEXT,
+        chunk: int = 16,
+        reference: Any = None,
+        **limits: Any,
     ) -> None:
         self.model = model
-        self.reference = copy.deepcopy(model)
+        self.reference = reference or copy.deepcopy(model)
         self.tokenizer = byte_tokenizer()
-        runner = ModelRunner(model, CONTEXT)
+        self.runner = runner = ModelRunner(model, CONTEXT)
         runner.prepare(2 * slots, CONTEXT)
         self.fused = runner.fused
         self.scheduler = Scheduler(SchedulerLimits(slots, kv_tokens, chunk, chunk, 2 * slots, **limits))

@@ -36,7 +36,7 @@ def test_a_chunk_attends_to_what_it_may_see(
     chance = torch.Generator().manual_seed(1)
     end = start + rows
     query = torch.randn((6, rows, shape.head_dim), generator=chance).to(dtype)
-    cache = KVCache([shape], 2, end, dtype, torch.device("cpu"))
+    cache = KVCache([shape], 2, end, dtype)
     for area in (*cache.keys, *cache.values):
         area[1, :, :end] = torch.randn(area[1, :, :end].shape, generator=chance).to(dtype)
     settings = AttentionSettings(0.3, window, softcap, torch.get_num_threads())
@@ -56,7 +56,7 @@ def test_chunks_that_share_tokens_of_another_slot_attend_as_if_these_were_their_
 ) -> None:
     chance = torch.Generator().manual_seed(2)
     start, lengths = 50, [70, 1, 150, 16]
-    cache = KVCache([LayerShape(2, 16, 24)], 5, 256, dtype, torch.device("cpu"))
+    cache = KVCache([LayerShape(2, 16, 24)], 5, 256, dtype)
     for area in (*cache.keys, *cache.values):
         area[:, :, :start] = torch.randn((2, start, area.shape[3]), generator=chance).to(dtype)
     rows = sum(lengths)

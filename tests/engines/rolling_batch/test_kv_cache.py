@@ -14,7 +14,7 @@ KIB_PER_TOKEN = bytes_per_token(LAYERS, torch.float32) // 1024
 
 
 def cache(slots: int = 4, max_len: int = 4096) -> KVCache:
-    return KVCache(LAYERS, slots, max_len, torch.float32, torch.device("cpu"))
+    return KVCache(LAYERS, slots, max_len, torch.float32)
 
 
 def resident_kib() -> int:
@@ -63,6 +63,6 @@ def test_a_trimmed_slot_gives_its_memory_back_and_keeps_its_first_tokens() -> No
 @pytest.mark.parametrize("dims", [(1, 80), (3, 64), (5, 24)])
 def test_every_slot_starts_on_a_page_of_its_own(dims: tuple[int, int]) -> None:
     heads, dim = dims
-    kv = KVCache([LayerShape(heads, dim, dim)], 3, 100, torch.bfloat16, torch.device("cpu"))
+    kv = KVCache([LayerShape(heads, dim, dim)], 3, 100, torch.bfloat16)
     assert kv.max_len >= 100
     assert kv.keys[0].stride(0) * 2 % 4096 == 0

@@ -1,0 +1,94 @@
+"""Devices that this machine does not have: tensors that say they are on `meta:N`, and are computed on the CPU.
+
+An operation whose tensors are on different devices fails, as on a machine with GPUs. So a test on the CPU shows where
+a model computes what, and with which result. It cannot show speed, or what only the kernels of a GPU do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_aten = torch.ops.aten
+# These take tensors of two devices: copies between them, and rows chosen by indices on the CPU.
+_CROSSING = {_aten.copy_, _aten._to_copy}
+_INDEXING = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_}
+_MATH = 0  # torch's attention of plain operators; the kernels for GPUs are not there
+
+
+class SimulatedTensor(torch.Tensor):
+    """`values`, a tensor of the CPU, as a tensor of `device`."""
+
+    values: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor, device: torch.device) -> SimulatedTensor:
+        layout = {"strides": values.stride(), "storage_offset": values.storage_offset(), "dtype": values.dtype}
+        with torch.inference_mode(mode=False):  # views of caches are written to in inference mode
+            return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined,no-any-return]
+                cls, values.shape, device=device, **layout
+            )
+
+    def __init__(self, values: torch.Tensor, device: torch.device) -> None:
+        assert values.device.type == "cpu", "no values"
+        self.values = values
+
+    def tolist(self) -> Any:
+        return self.values.tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+class SimulatedDevices(TorchDispatchMode):
+    """Makes the tensors of operations that name a `meta` device simulated ones. `crossings` counts copies."""
+
+    def __enter__(self) -> SimulatedDevices:
+        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=) builds on the CPU, and copies
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch._C._set_only_lift_cpu_tensors(False)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    device = _device(func, tensors, args, kwargs)
+    if func.overloadpacket is _aten._fused_sdp_choice:
+        return _MATH
+    out = func(*pytree.tree_map(_values, args), **pytree.tree_map(_values, kwargs))
+    if device.type != "meta":
+        return out
+    changed = {id(leaf.values): leaf for leaf in tensors if isinstance(leaf, SimulatedTensor) and leaf.device == device}
+    return pytree.tree_map(
+        lambda leaf: changed.get(id(leaf), SimulatedTensor(leaf, device)) if isinstance(leaf, torch.Tensor) else leaf,
+        out,
+    )
+
+
+def _device(func: Any, tensors: list[torch.Tensor], args: Any, kwargs: dict[str, Any]) -> torch.device:
+    """Return where the result is. Raises AssertionError if the operation mixes devices."""
+    named = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.device)]
+    if named:
+        return named[0]
+    if func.overloadpacket in _CROSSING or func.overloadpacket in _INDEXING:
+        indices = tensors[1:] if func.overloadpacket in _INDEXING else []
+        assert all(leaf.device in (tensors[0].device, torch.device("cpu")) for leaf in indices), f"{func}: {tensors}"
+        return tensors[0].device
+    devices = {leaf.device for leaf in tensors if leaf.dim() or leaf.device.type != "cpu"}
+    assert len(devices) <= 1, f"{func} mixes {devices}"
+    return next(iter(devices), torch.device("cpu"))
+
+
+def _values(leaf: Any) -> Any:
+    if isinstance(leaf, torch.device):
+        return torch.device("cpu")
+    return leaf.values if isinstance(leaf, SimulatedTensor) else leaf
