@@ -16,6 +16,7 @@ from frontend.management_access import RegistrationLimits
 from frontend.parameters import check_name, integer, page, parameters, truth
 from frontend.responses import json_response
 from lmi_server.artifacts.location import archive_stem
+from lmi_server.configuration.options import MOST_WORKERS
 from lmi_server.contract.errors import BadParameterError
 from lmi_server.contract.protocol import LOG_OFF
 from lmi_server.serving.model_store import ModelSource, name_of
@@ -191,8 +192,10 @@ def _is_default(name: str, given: Mapping[str, str]) -> bool:
 def _count(given: Mapping[str, str], name: str) -> int | None:
     """Return a number of workers; None if it stays as it is."""
     value = integer(given, name, _UNCHANGED)
-    if value < _UNCHANGED:
-        raise BadParameterError(f"Parameter {name} is {value}; it takes an integer, 0 or more, or -1 for no change")
+    if not _UNCHANGED <= value <= MOST_WORKERS:
+        raise BadParameterError(
+            f"Parameter {name} is {value}; it takes an integer from 0 to {MOST_WORKERS}, or -1 for no change"
+        )
     return None if value == _UNCHANGED else value
 
 

@@ -80,6 +80,10 @@ NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False), Allowed("a
 # A number that LMI keeps in 32 bits.
 Count = Annotated[int, Field(ge=1, le=2147483647), Allowed("an integer from 1 to 2147483647")]
 CountOrZero = Annotated[int, Field(ge=0, le=2147483647), Allowed("an integer from 0 to 2147483647")]
+MOST_WORKERS = 1000
+"""Most workers of a model on one device set: more than any machine can run."""
+Workers = Annotated[int, Field(ge=1, le=MOST_WORKERS), Allowed(f"an integer from 1 to {MOST_WORKERS}")]
+WorkersOrZero = Annotated[int, Field(ge=0, le=MOST_WORKERS), Allowed(f"an integer from 0 to {MOST_WORKERS}")]
 Fraction = Annotated[float, Field(gt=0, lt=1), Allowed("a number between 0 and 1")]
 Share = Annotated[float, Field(gt=0, le=1), Allowed("a number above 0, at most 1")]
 Names = Annotated[tuple[str, ...], BeforeValidator(_comma_separated), Allowed("names separated by commas")]
@@ -151,30 +155,30 @@ class ServingOptions(Options):
     job_queue_size: Count = Field(
         1000, description="Requests that may wait for a worker; the server refuses further ones with 503."
     )
-    min_workers: Annotated[CountOrZero, Key("minWorkers")] = Field(
+    min_workers: Annotated[WorkersOrZero, Key("minWorkers")] = Field(
         1, description="Worker processes that always run, each with the whole model; 0: the first request starts one."
     )
-    max_workers: Annotated[Count, Key("maxWorkers")] = Field(
+    max_workers: Annotated[Workers, Key("maxWorkers")] = Field(
         1,
         description="Most worker processes that may run, more than minWorkers under load; minWorkers if only that is "
         "given, but at least cores / OMP_NUM_THREADS (2 if that is not set) for own code on the CPU.",
     )
-    cpu_min_workers: Annotated[CountOrZero | None, Key("cpu.minWorkers")] = Field(
+    cpu_min_workers: Annotated[WorkersOrZero | None, Key("cpu.minWorkers")] = Field(
         None, description="minWorkers on a machine without accelerator."
     )
-    cpu_max_workers: Annotated[Count | None, Key("cpu.maxWorkers")] = Field(
+    cpu_max_workers: Annotated[Workers | None, Key("cpu.maxWorkers")] = Field(
         None, description="maxWorkers on a machine without accelerator."
     )
-    gpu_min_workers: Annotated[CountOrZero | None, Key("gpu.minWorkers")] = Field(
+    gpu_min_workers: Annotated[WorkersOrZero | None, Key("gpu.minWorkers")] = Field(
         None, description="minWorkers on a machine with GPUs."
     )
-    gpu_max_workers: Annotated[Count | None, Key("gpu.maxWorkers")] = Field(
+    gpu_max_workers: Annotated[Workers | None, Key("gpu.maxWorkers")] = Field(
         None, description="maxWorkers on a machine with GPUs."
     )
-    nc_min_workers: Annotated[CountOrZero | None, Key("nc.minWorkers")] = Field(
+    nc_min_workers: Annotated[WorkersOrZero | None, Key("nc.minWorkers")] = Field(
         None, description="minWorkers on a machine with Neuron cores."
     )
-    nc_max_workers: Annotated[Count | None, Key("nc.maxWorkers")] = Field(
+    nc_max_workers: Annotated[Workers | None, Key("nc.maxWorkers")] = Field(
         None, description="maxWorkers on a machine with Neuron cores."
     )
     batch_size: Annotated[Count, Key(also=("max_dynamic_batch_size", "option.batch_size"))] = Field(
@@ -290,7 +294,7 @@ class ModelOptions(Options):
         Deprecated("with a rolling batch, the `stream` of each request decides"),
     ] = Field("false", description="Streaming of a static batch.")
     served_model_name: Names = Field((), description="Further names of the model that requests may use.")
-    parallel_loading: bool = Field(False, description="Load all workers of the model at once, not in turn.")
+    parallel_loading: bool = Field(False, description="Load the workers of the model at once, up to 16, not in turn.")
     model_loading_timeout: PositiveInt = Field(1800, description="Seconds that loading the model may take.")
     predict_timeout: PositiveInt = Field(120, description="Seconds that a request may make no progress in a worker.")
     waiting_steps: Annotated[

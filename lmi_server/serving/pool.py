@@ -35,7 +35,7 @@ from lmi_server.supervisor.worker_process import WorkerProcess
 logger = logging.getLogger(__name__)
 
 _WORKER_STOP_S = 10.0
-_UNLIMITED = 1 << 30
+_PARALLEL_LOADS = 16
 _SHUTTING_DOWN = "The server is shutting down"
 
 
@@ -53,7 +53,7 @@ class WorkerPool:
         self.was_ready = False
         self.max_model_len = 0
         self.stopping = False
-        self.loading_turns = asyncio.Semaphore(_UNLIMITED if settings.parallel_loading else 1)
+        self.loading_turns = asyncio.Semaphore(_PARALLEL_LOADS if settings.parallel_loading else 1)
         self._settings = settings
         self._on_metric = on_metric
         self._settled = asyncio.Event()
