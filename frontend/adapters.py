@@ -18,6 +18,7 @@ from frontend.parameters import check_name, page, parameters, truth
 from frontend.responses import json_response
 from lmi_server.contract.errors import BadParameterError, RequestError
 from lmi_server.contract.protocol import Adapter
+from lmi_server.contract.secrets import masked_url
 from lmi_server.dialects.adapters import ALIAS_HEADER
 from lmi_server.serving.adapters import Adapters, RegisteredAdapter, fetch_adapter
 from lmi_server.serving.registry import Model, ModelRegistry
@@ -150,7 +151,7 @@ class AdapterManagement:
 
 def _row(registered: RegisteredAdapter) -> dict[str, Any]:
     adapter = registered.adapter
-    return {"name": adapter.name, "src": registered.source, "preload": adapter.preload, "pin": adapter.pin}
+    return {"name": adapter.name, "src": masked_url(registered.source), "preload": adapter.preload, "pin": adapter.pin}
 
 
 def _required(given: Mapping[str, str], name: str) -> str:

@@ -17,7 +17,7 @@ from frontend.clients import shown_path
 from frontend.error_rates import ErrorRates
 from frontend.inference import Receive, Relay, Scope, Send
 from frontend.management import Management
-from frontend.management_access import ManagementAccess
+from frontend.management_access import Access, protected
 from frontend.metrics import Metrics
 from frontend.responses import error_response, json_response, on_http_error, on_lmi_error
 from lmi_server.configuration.server_settings import ServerSettings
@@ -64,7 +64,7 @@ class App:
         metrics: Metrics,
         relay: Relay,
         settings: ServerSettings,
-        access: ManagementAccess,
+        access: Access,
         management_port: int | None = None,
     ) -> None:
         self._models = models
@@ -72,7 +72,11 @@ class App:
         self._management_port = management_port
         self._takes_preflights = settings.cors_allowed_origin is not None
         status = StatusEndpoints(models, metrics, relay.error_rates, settings.allow_multi_status)
+        keys = access.keys
+        self._infer = relay if keys is None else keys.protect(relay, relay.refuse)
         serving, managing = _serving_routes(status), _managing_routes(status, models, access)
+        if keys is not None:
+            serving = protected(serving, keys.check)
         if management_port is None:
             self._routes = _application([*_health(status), *serving, *managing])
         else:
@@ -97,7 +101,7 @@ class App:
         elif scope["method"] == "OPTIONS":
             await self._answer(self._options(target), scope, receive, send)
         else:
-            await self._relay(*target, scope, receive, send)
+            await self._infer(*target, scope, receive, send)
 
     def _target(self, path: str, method: str) -> Target | None:
         """Return where an inference request goes, None if the path is not for inference.
@@ -234,13 +238,11 @@ def _serving_routes(status: StatusEndpoints) -> list[Route]:
     ]
 
 
-def _managing_routes(status: StatusEndpoints, models: ModelRegistry, access: ManagementAccess) -> list[Route]:
+def _managing_routes(status: StatusEndpoints, models: ModelRegistry, access: Access) -> list[Route]:
     managing = [*AdapterManagement(models, access.limits).routes(), *Management(models, access.limits).routes()]
-    return [
-        Route("/metrics", status.metrics),  # Prometheus is on another machine
-        Route("/server/metrics", status.metrics),  # the path in LMI
-        *access.guard.protect(managing),
-    ]
+    # Prometheus is on another machine; /server/metrics is the path in LMI.
+    metrics = [Route("/metrics", status.metrics), Route("/server/metrics", status.metrics)]
+    return [*protected(metrics, access.guard.check_reader), *protected(managing, access.guard.check)]
 
 
 def _application(routes: list[Route]) -> Starlette:

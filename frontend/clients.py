@@ -5,12 +5,15 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from collections.abc import MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from lmi_server.contract.errors import LmiServerError, error_from_kind
+from lmi_server.contract.secrets import SECRETS
 
 Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _PROXIED = frozenset({b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via"})  # what proxies add
 _DIRECTORIES = re.compile(r"(?<![\w./:])/([\w.@+~-]+)/(?:[\w.@+~-]+/)*")
@@ -25,11 +28,16 @@ def is_local(scope: Scope) -> bool:
 
 
 def shown_error(error: LmiServerError, scope: Scope) -> LmiServerError:
-    """Return the error as this client may read it: paths keep only their last part on another machine."""
-    if "/" not in error.message or is_local(scope):
+    """Return the error as this client may read it.
+
+    Nobody reads secrets, and on another machine paths keep only their last part.
+    """
+    message = SECRETS.masked(error.message)
+    if "/" in message and not is_local(scope):
+        message = without_directories(message)
+    if message == error.message:
         return error
-    shown = error_from_kind(error.kind, without_directories(error.message), getattr(error, "code", None))
-    return shown if type(shown) is type(error) else error
+    return error_from_kind(error.kind, message, getattr(error, "code", None))
 
 
 def without_directories(text: str) -> str:

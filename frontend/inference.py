@@ -145,6 +145,14 @@ class Relay:
         if status >= 424:
             self._count_failure(status, job.reply.terminal)
 
+    async def refuse(self, route: str, error: LmiServerError, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer an inference request that is refused before it is read."""
+        headers = dict(scope["headers"])
+        request_id = headers.get(self._request_id_header.encode("latin-1"), b"").decode("latin-1") or str(uuid4())
+        response = Response(connection_of(scope), send, request_id, self.headers, scope)
+        closes = self.draining or not await self._skips_body(scope, receive)
+        await self._refuse(None, route, error, closes, response)
+
     def _count_failure(self, status: int, terminal: Reply | End | Error | None) -> None:
         error = None
         if isinstance(terminal, Error) and terminal.kind != CANCELLED:

@@ -19,6 +19,7 @@ from lmi_server.artifacts.location import archive_stem
 from lmi_server.configuration.options import MOST_WORKERS
 from lmi_server.contract.errors import BadParameterError
 from lmi_server.contract.protocol import LOG_OFF
+from lmi_server.contract.secrets import SECRETS, masked_url
 from lmi_server.serving.model_store import ModelSource, name_of
 from lmi_server.serving.pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus
@@ -221,7 +222,7 @@ def _description(model: Model) -> dict[str, Any]:
 
 def _url(model: Model) -> str:
     """Return the URL of a model; for a path of the start the one that LMI shows, with a slash after a directory."""
-    url = model.source.url
+    url = masked_url(model.source.url)
     if not model.at_startup or not url.startswith("/"):
         return url
     return f"file:{quote(url)}{'/' if archive_stem(url) is None else ''}"
@@ -233,7 +234,7 @@ def _version(model: Model) -> dict[str, str]:
 
 def _details(model: Model) -> dict[str, Any]:
     failure = model.failure
-    reason = {} if failure is None else {"reason": failure.message}
+    reason = {} if failure is None else {"reason": SECRETS.masked(failure.message)}
     return {
         "modelName": model.name,
         "modelUrl": _url(model),

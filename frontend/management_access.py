@@ -19,7 +19,8 @@ from urllib.parse import unquote, urlsplit
 
 from starlette.routing import Route
 
-from frontend.clients import Scope, is_local
+from frontend.api_keys import KeyRing, key_ring
+from frontend.clients import Receive, Scope, Send, is_local
 from lmi_server.configuration.server_settings import ServerSettings, server_home
 from lmi_server.contract.errors import PermissionDeniedError
 from lmi_server.machine.environment import is_multi_model
@@ -41,32 +42,32 @@ class ManagementGuard:
     """
 
     def __init__(self, settings: ServerSettings, environment: Mapping[str, str]) -> None:
+        self._keys = key_ring("management_api_keys", settings.management_api_keys, settings.management_api_keys_file)
         self._off = is_multi_model(environment)
         self._takes_all_clients = settings.management_clients == "any"
         self._hosts = {name.lower() for name in settings.allowed_hosts}
         self._hosts |= {name.lower() for name in (settings.host, settings.management_host) if name}
         self._origin = settings.cors_allowed_origin
 
-    def protect(self, routes: list[Route]) -> list[Route]:
-        """Return the routes, which refuse from now on what `check` refuses."""
-        for route in routes:
-            route.app = self._checked(route.app)
-        return routes
-
-    def _checked(self, application: _Application) -> _Application:
-        async def call(scope: Scope, receive: Any, send: Any) -> None:
-            self.check(scope)
-            await application(scope, receive, send)
-
-        return call
+    def check_reader(self, scope: Scope) -> None:
+        """Raise AuthenticationError if this client may not read metrics: without keys everybody may."""
+        if self._keys is not None:
+            self._keys.check(scope)
 
     def check(self, scope: Scope) -> None:
-        """Raise PermissionDeniedError if this client may not manage models."""
+        """Raise AuthenticationError or PermissionDeniedError if this client may not manage models.
+
+        A key is enough, wherever the client is: no web page can make a browser send it.
+        """
+        if self._keys is not None:
+            self._keys.check(scope)
+            return
         if self._off:
             return
         if not self._takes_all_clients and not is_local(scope):
             raise PermissionDeniedError(
-                "Models are managed from the machine of the server alone; management_clients=any lets others do it"
+                "Models are managed from the machine of the server alone; management_api_keys lets clients with a key "
+                "do it, and management_clients=any lets all"
             )
         headers = dict(scope["headers"])
         host = headers.get(b"host", b"").decode("latin-1").lower()
@@ -150,15 +151,33 @@ class RegistrationLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class ManagementAccess:
-    """What limits the management API."""
+class Access:
+    """What limits requests and the management API; `keys` is None if requests need none."""
 
+    keys: KeyRing | None
     guard: ManagementGuard
     limits: RegistrationLimits
 
     @classmethod
-    def of(cls, settings: ServerSettings, environment: Mapping[str, str]) -> ManagementAccess:
-        return cls(ManagementGuard(settings, environment), RegistrationLimits(settings, environment))
+    def of(cls, settings: ServerSettings, environment: Mapping[str, str]) -> Access:
+        """Return what the settings ask for. Raises ConfigurationError if keys cannot be read."""
+        keys = key_ring("api_keys", settings.api_keys, settings.api_keys_file)
+        return cls(keys, ManagementGuard(settings, environment), RegistrationLimits(settings, environment))
+
+
+def protected(routes: list[Route], check: Callable[[Scope], object]) -> list[Route]:
+    """Return the routes, which refuse from now on what `check` refuses."""
+    for route in routes:
+        route.app = _checked(route.app, check)
+    return routes
+
+
+def _checked(application: _Application, check: Callable[[Scope], object]) -> _Application:
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        check(scope)
+        await application(scope, receive, send)
+
+    return call
 
 
 def _named(source: ModelSource) -> Iterator[tuple[str, str]]:

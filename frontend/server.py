@@ -25,7 +25,7 @@ from frontend.app import App
 from frontend.http_protocol import RelayProtocol
 from frontend.inference import Relay
 from frontend.lmi_metrics import HOST
-from frontend.management_access import ManagementAccess
+from frontend.management_access import Access
 from frontend.metric_log import AccessLog, MetricLog, log_files
 from frontend.metrics import Metrics
 from frontend.server_log import BackgroundLog, background_log
@@ -34,6 +34,7 @@ from lmi_server.configuration.resolve import inspect_model
 from lmi_server.configuration.server_settings import ServerSettings, server_home
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.metrics import Metric
+from lmi_server.contract.secrets import SECRETS
 from lmi_server.machine.environment import process_environment
 from lmi_server.machine.inventory import this_machine, with_gpu_memory
 from lmi_server.serving.fetch_model import Inspect
@@ -64,6 +65,7 @@ def run(
     cannot be loaded drains the server too (exit code 1), unless `wait_model_loading` is false: the others are served
     then. With `fail_fast` a model of `sources` that fails later does the same.
     """
+    SECRETS.add_named(process_environment())
     logging.getLogger().setLevel(settings.log_level.upper())
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     directory = None if settings.log_dir is None else server_home(environment, Path.cwd()) / settings.log_dir
@@ -114,7 +116,7 @@ class _Server:
         self._ending = asyncio.Event()
         self._began = time.monotonic()
         logs = settings.written_logs
-        self._access = ManagementAccess.of(settings, environment)
+        self._access = Access.of(settings, environment)
         self._metrics = Metrics(lambda: self._models.models, MetricLog(logs) if logs else None)
         self._orphans = Orphans()
         self._failed = False  # a model of the start could not be loaded

@@ -16,6 +16,8 @@ import time
 from collections.abc import Iterator
 from logging.handlers import QueueHandler, QueueListener
 
+from lmi_server.contract.secrets import SECRETS
+
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 # What would let a text from a client look like lines of the log, or control the terminal that shows it.
@@ -28,9 +30,10 @@ _CLOSE_LIMIT_S = 1.0
 
 
 class LineFormatter(logging.Formatter):
-    """Escapes control characters in a message and indents its further lines, so that nobody can forge a record."""
+    """Hides secrets, escapes control characters and indents further lines, so that nobody can forge a record."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name is that of logging
+        record.message = SECRETS.masked(record.message)
         if not record.message.isprintable():
             record.message = record.message.translate(_ESCAPES)
         return super().formatMessage(record)

@@ -26,6 +26,7 @@ from lmi_server.configuration.server_settings import (
     server_home,
 )
 from lmi_server.contract.errors import ConfigurationError, LmiServerError
+from lmi_server.contract.secrets import SECRETS
 from lmi_server.explain.explanation import Explanation
 from lmi_server.explain.explanation import explain as explain_model
 from lmi_server.machine import model_imports
@@ -178,6 +179,7 @@ def _explain(argument: str) -> Explanation:
     from lmi_server.commands.local_model import inspect_local, local_model
 
     environment = process_environment()
+    SECRETS.add_named(environment)
     with _plain_configuration_errors():
         model = local_model(argument, environment)
         machine = with_gpu_memory(this_machine(environment, HANDLERS.engines()))
@@ -252,7 +254,9 @@ def _plain_configuration_errors() -> Iterator[None]:
         yield
     except ConfigurationError as error:
         # soft_wrap: a problem stays one line on a narrow terminal. markup=False: the text may hold [brackets].
-        Console(stderr=True).print(error.message, style="red", markup=False, highlight=False, soft_wrap=True)
+        Console(stderr=True).print(
+            SECRETS.masked(error.message), style="red", markup=False, highlight=False, soft_wrap=True
+        )
         raise typer.Exit(1) from error
 
 

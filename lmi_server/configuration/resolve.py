@@ -26,6 +26,7 @@ from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.configuration.secure_mode import secure_mode, secure_mode_warnings
 from lmi_server.configuration.tasks import infer_task
 from lmi_server.contract.errors import ConfigurationError
+from lmi_server.contract.secrets import SECRETS
 from lmi_server.machine.inventory import Machine, this_machine
 
 _NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -148,6 +149,7 @@ def inspect_model(
     options, wrong_options = build(load_options_type(spec), merged.known)
     checks = ModelChecks(model, location, misplaced, choice, spec, handlers, merged, serving, options, machine)
     everything = {**merged.known, **merged.unknown}
+    SECRETS.add_named({source.spelling or key: source.raw for key, source in everything.items()})
     forbidden = () if secure is None else secure.problems(everything, options.adapters, model_dir, location)
     return Inspection(
         name=model_name(model_dir),

@@ -104,6 +104,15 @@ class ServerSettings(Options):
     management_port: Annotated[int | None, Field(ge=0, le=65535), Allowed("an integer from 0 to 65535")] = Field(
         None, description="Port of the management API; if not set, the port for requests serves both."
     )
+    api_keys: str | None = Field(
+        None,
+        description="API keys for requests, with commas between: KEY or sha256:DIGEST [max_concurrent_requests=N].",
+    )
+    api_keys_file: str | None = Field(None, description="File with API keys for requests, one in each line.")
+    management_api_keys: str | None = Field(
+        None, description="API keys for the management API and metrics; any client with one may manage models."
+    )
+    management_api_keys_file: str | None = Field(None, description="File with API keys for the management API.")
     management_clients: Literal["local", "any"] = Field(
         "local", description="Who may manage models: clients on this machine, or any."
     )

@@ -8,7 +8,9 @@
     ├── RequestError            the request cannot be served as sent (the client's fault)
     │   ├── BadParameterError   a parameter of the path, the query or a management call
     │   ├── ModelExistsError    a model of that name and version is registered
+    │   ├── AuthenticationError  the request has no API key, or a wrong one
     │   ├── PermissionDeniedError  this client may not do that
+    │   ├── KeyBusyError        the API key has as many requests as it may have
     │   ├── ContextLengthError  prompt and new tokens do not fit in the model's context
     │   ├── PayloadTooLargeError
     │   ├── QuarantinedError    it has ended its worker process twice
@@ -72,6 +74,16 @@ class BadParameterError(RequestError):
 
 class ModelExistsError(RequestError):
     """A model of that name and version is registered already."""
+
+
+class AuthenticationError(RequestError):
+    """The request has no API key, or one that is not accepted."""
+
+
+class KeyBusyError(RequestError):
+    """The API key has as many requests at a time as it may have."""
+
+    retry_after = 1
 
 
 class PermissionDeniedError(RequestError):

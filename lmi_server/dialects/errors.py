@@ -43,6 +43,8 @@ _ROWS: dict[type[LmiServerError], _Row] = {
     ),
     errors.BadParameterError: _Row(400, "invalid_request_error", None, 400, "BadRequestException"),
     errors.ModelExistsError: _Row(409, "invalid_request_error", "model_exists", 409, "BadRequestException"),
+    errors.AuthenticationError: _Row(401, "invalid_request_error", "invalid_api_key", 401, "UnauthorizedException"),
+    errors.KeyBusyError: _Row(429, "requests", "rate_limit_exceeded", 429, "ThrottlingException"),
     errors.PermissionDeniedError: _Row(403, "invalid_request_error", "forbidden", 403, "ForbiddenException"),
     errors.RequestError: _Row(400, "invalid_request_error", None, 424, "BadRequestException"),
     errors.QueueFullError: _Row(503, "service_unavailable_error", "queue_full", 503, "WlmCapacityException"),
@@ -62,6 +64,8 @@ _ROWS: dict[type[LmiServerError], _Row] = {
 # Anthropic's API has the statuses that OpenAI's has, but one. Its types follow from them.
 _ANTHROPIC_STATUSES = {503: 529}
 _ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
@@ -135,6 +139,8 @@ def error_reply(
     headers = [("content-type", "application/json")]
     if error.retry_after is not None:
         headers.append(("retry-after", str(error.retry_after)))
+    if isinstance(error, errors.AuthenticationError):
+        headers.append(("www-authenticate", "Bearer"))
     if isinstance(error, errors.UnsupportedEncodingError):
         headers.append(("accept-encoding", "gzip, deflate"))
     if is_openai(route):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.configuration.resolve import Inspection
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.ranks import RankGroup
+from lmi_server.contract.secrets import HIDDEN, SECRETS, is_secret
 from lmi_server.explain.checkpoint_files import file_faults
 from lmi_server.machine.devices import DeviceSet, plan_devices
 from lmi_server.machine.inventory import Machine
@@ -79,6 +80,17 @@ class Explanation:
         """Return the explanation as dictionaries, lists and plain values."""
         return asdict(self)
 
+    def without_secrets(self) -> Explanation:
+        """Return the explanation with tokens, passwords and the like hidden."""
+        hidden = {field.name: SECRETS.masked_all(getattr(self, field.name)) for field in fields(self)}
+        hidden |= {name: tuple(map(_without_secret, getattr(self, name))) for name in ("options", "unknown")}
+        return replace(self, **hidden)
+
+
+def _without_secret(explained: Explained) -> Explained:
+    value = HIDDEN if explained.value and is_secret(explained.key) else SECRETS.masked_all(explained.value)
+    return replace(explained, value=value)
+
 
 def _is_program(name: str, model_dir: str) -> bool:
     return shutil.which(name) is not None or Path(model_dir, name).is_file()
@@ -119,7 +131,7 @@ def explain(found: Inspection) -> Explanation:
         problems=found.problems,
         unavailable=(*found.unavailable, *absent),
         files=faults,
-    )
+    ).without_secrets()
 
 
 def memory_of(found: Inspection) -> Estimate:

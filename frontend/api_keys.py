@@ -1,0 +1,129 @@
+"""API keys: who may send requests, and who may manage models.
+
+A key is kept as its SHA-256 digest. That is enough for a random key, which nobody can guess; it need not be slow to
+compute as for passwords. A digest may stand in the settings in place of the key itself ("sha256:...").
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from frontend.clients import Receive, Scope, Send
+from lmi_server.contract.errors import AuthenticationError, ConfigurationError, KeyBusyError, LmiServerError
+from lmi_server.contract.secrets import SECRETS
+
+Inference = Callable[[str, "str | None", "str | None", Scope, Receive, Send], Awaitable[None]]
+Refuse = Callable[[str, LmiServerError, Scope, Receive, Send], Awaitable[None]]
+
+_HEADERS = (b"authorization", b"x-api-key")
+_SEPARATOR = re.compile(r"[,\n]")
+_DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
+_LIMIT = "max_concurrent_requests"
+_FORM = f"KEY or sha256:DIGEST, then {_LIMIT}=NUMBER if the key has a limit"
+
+
+@dataclass(slots=True)
+class ApiKey:
+    """One key: its digest, how many of its requests may run or wait at a time, and how many do."""
+
+    digest: bytes
+    limit: int | None = None
+    running: int = 0
+
+
+class KeyRing:
+    """The keys that are accepted."""
+
+    def __init__(self, keys: Sequence[ApiKey]) -> None:
+        self._keys = keys
+
+    def check(self, scope: Scope) -> ApiKey:
+        """Return the key of a request, and take it out of the headers. Raises AuthenticationError."""
+        sent = _sent_key(scope)
+        if not sent:
+            raise AuthenticationError("No API key was sent; send it as Authorization: Bearer KEY, or as x-api-key: KEY")
+        digest = hashlib.sha256(sent).digest()
+        # All keys are compared, so that the time says nothing about which one is right.
+        found = [key for key in self._keys if hmac.compare_digest(key.digest, digest)]
+        if not found:
+            raise AuthenticationError("The API key is not one of this server")
+        scope["headers"] = [header for header in scope["headers"] if header[0] not in _HEADERS]
+        return found[0]
+
+    def protect(self, inference: Inference, refuse: Refuse) -> Inference:
+        """Return `inference` for requests with a key; the others go to `refuse`."""
+
+        async def call(
+            route: str, name: str | None, version: str | None, scope: Scope, receive: Receive, send: Send
+        ) -> None:
+            try:
+                key = self._admit(scope)
+            except LmiServerError as error:
+                await refuse(route, error, scope, receive, send)
+                return
+            try:
+                await inference(route, name, version, scope, receive, send)
+            finally:
+                key.running -= 1
+
+        return call
+
+    def _admit(self, scope: Scope) -> ApiKey:
+        key = self.check(scope)
+        if key.limit is not None and key.running >= key.limit:
+            raise KeyBusyError(f"This API key may have {key.limit} requests at a time; wait for one of them to end")
+        key.running += 1
+        return key
+
+
+def key_ring(setting: str, given: str | None, file: str | None) -> KeyRing | None:
+    """Return the keys of a setting and of a file; None if neither is given. Raises ConfigurationError."""
+    if given is None and file is None:
+        return None
+    keys = list(_parsed(setting, given or ""))
+    if file is not None:
+        try:
+            text = Path(file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigurationError(f'{setting}_file = "{file}" cannot be read: {error}') from error
+        keys += _parsed(f"{setting}_file", "\n".join(line for line in text.splitlines() if not _is_comment(line)))
+    if not keys:
+        raise ConfigurationError(f"{setting} names no key; allowed: {_FORM}; remove the setting to take all requests")
+    return KeyRing(keys)
+
+
+def _parsed(setting: str, text: str) -> Iterator[ApiKey]:
+    for number, entry in enumerate(_SEPARATOR.split(text), start=1):
+        key, *rest = entry.split() or ("",)
+        limit = _limit(rest)
+        if limit == 0 or len(rest) > 1:
+            raise ConfigurationError(f"{setting}: entry {number} is not allowed; allowed: {_FORM}")
+        if key:
+            SECRETS.add(key)
+            digest = _DIGEST.fullmatch(key)
+            yield ApiKey(bytes.fromhex(digest[1]) if digest else hashlib.sha256(key.encode()).digest(), limit)
+
+
+def _limit(rest: Sequence[str]) -> int | None:
+    """Return the limit of a key, None if it has none, 0 if that is not readable."""
+    if not rest:
+        return None
+    name, _, value = rest[0].partition("=")
+    return int(value) if name == _LIMIT and value.isascii() and value.isdigit() else 0
+
+
+def _is_comment(line: str) -> bool:
+    return line.lstrip().startswith("#")
+
+
+def _sent_key(scope: Scope) -> bytes:
+    headers = dict(scope["headers"])
+    scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+    if scheme.lower() == b"bearer" and bearer.strip():
+        return bytes(bearer.strip())
+    return bytes(headers.get(b"x-api-key", b"").strip())

@@ -1,0 +1,72 @@
+"""What logs, errors and descriptions must not show: tokens, passwords and keys."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+HIDDEN = "***"
+
+_NAME = re.compile(
+    r"(?:^|[._])(?:token|secret|password|passwd|passphrase|pass|api_?keys?|secret_?(?:access_?)?key|credentials?)$",
+    re.IGNORECASE,
+)
+_USER_INFO = re.compile(r"(\w+://)[^/\s@\"']+@")
+_SIGNED = re.compile(r"([?&][\w-]*(?:signature|token|secret|password|credential|api_?key)[\w-]*=)[^&\s\"']+", re.I)
+_SHORTEST = 6  # a shorter value would hide parts of ordinary words
+
+
+class Secrets:
+    """The values that are known to be secret, wherever they turn up."""
+
+    def __init__(self) -> None:
+        self._values: tuple[str, ...] = ()  # replaced, never changed: other threads read it
+
+    def add(self, value: str) -> None:
+        """Hide this value from now on."""
+        if len(value) >= _SHORTEST and value not in self._values:
+            self._values = (*self._values, value)
+
+    def add_named(self, values: Mapping[str, str]) -> None:
+        """Hide the values whose names say that they are secret, and what a list of variables (A=1,B=2) holds."""
+        for name, value in values.items():
+            if is_secret(name):
+                self.add(value)
+            elif name.lower().endswith("option.env") or name == "OPTION_ENV":
+                for entry in value.split(","):
+                    variable, _, inner = entry.partition("=")
+                    self.add_named({variable.strip(): inner.strip()})
+
+    def masked(self, text: str) -> str:
+        """Return the text without secrets: neither known values nor those that a URL holds."""
+        for value in self._values:
+            if value in text:
+                text = text.replace(value, HIDDEN)
+        return masked_url(text) if "://" in text else text
+
+    def masked_all(self, value: Any) -> Any:
+        """Return a value made of dictionaries, lists and plain values, with every text in it masked."""
+        if isinstance(value, str):
+            return self.masked(value)
+        if isinstance(value, Mapping):
+            return {key: HIDDEN if _hides(key, inner) else self.masked_all(inner) for key, inner in value.items()}
+        return type(value)(map(self.masked_all, value)) if isinstance(value, list | tuple | set | frozenset) else value
+
+
+def is_secret(name: str) -> bool:
+    """Return whether the value of a key or variable of this name is secret (option.hf_token, AWS_SECRET_ACCESS_KEY)."""
+    return _NAME.search(name) is not None
+
+
+def masked_url(text: str) -> str:
+    """Return the text with what URLs in it hold of credentials hidden: user and password, tokens, signatures."""
+    return _SIGNED.sub(rf"\1{HIDDEN}", _USER_INFO.sub(rf"\1{HIDDEN}@", text))
+
+
+def _hides(key: Any, value: Any) -> bool:
+    return isinstance(key, str) and isinstance(value, str) and bool(value) and is_secret(key)
+
+
+SECRETS = Secrets()
+"""Those of this process. Every log line goes through it, so that it is one for all."""

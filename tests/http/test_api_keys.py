@@ -1,0 +1,203 @@
+"""API keys for requests and for management, and secrets that nothing shows."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from own_code_helpers import make_own
+from server_helpers import Server, make_model, request, running
+from waiting import wait_until
+
+from frontend.api_keys import key_ring
+from lmi_server.contract.errors import ConfigurationError
+from lmi_server.contract.secrets import Secrets, is_secret
+
+USER, OTHER, ADMIN = "user-key-0123456789", "other-key-0123456789", "admin-key-0123456789"
+REMOTE = {"x-forwarded-for": "203.0.113.7"}
+HEADERS = """
+from djl_python import Output
+def handle(inputs):
+    return None if inputs.is_empty() else Output().add_as_json(sorted(inputs.get_properties()))
+"""
+CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "model": "model"}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Serve with keys of both kinds: one as it is, one as a digest in a file, with a limit."""
+    directory = tmp_path_factory.mktemp("keys")
+    digest = hashlib.sha256(OTHER.encode()).hexdigest()
+    (directory / "keys").write_text(f"# for the other team\nsha256:{digest} max_concurrent_requests=1\n")
+    variables = {
+        "SERVING_API_KEYS": USER,
+        "SERVING_API_KEYS_FILE": str(directory / "keys"),
+        "SERVING_MANAGEMENT_API_KEYS": ADMIN,
+        "HF_TOKEN": "hf_planted_in_the_environment",
+    }
+    model = make_model(directory / "model", echo_delay_ms=20, hf_token="hf_planted_in_the_file")
+    with running(model, make_own(directory / "headers", HEADERS), variables=variables) as server:
+        for _ in range(2):
+            server.log_line(r"\] ready: process")
+        yield server
+
+
+@pytest.mark.parametrize(
+    "headers", [bearer(USER), {"x-api-key": USER}, {"authorization": f"bearer  {USER}"}, bearer(OTHER)]
+)
+def test_a_request_with_a_key_is_served(server: Server, headers: dict[str, str]) -> None:
+    for path in ("/predictions/model", "/invocations?model_name=model", "/models/model/invoke"):
+        assert server.http.post(path, json=request("a"), headers=headers).status_code == 200
+    for path in ("/v1/models", "/v1/models/model", "/version", "/info?model_name=model"):
+        assert server.http.get(path, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{}, bearer("wrong"), bearer(ADMIN), {"authorization": USER}, {"x-api-key": ""}, {"authorization": "Basic YTpi"}],
+)
+def test_a_request_without_a_key_is_refused_in_the_form_of_its_api(server: Server, headers: dict[str, str]) -> None:
+    lmi = server.http.post("/predictions/model", json=request("a"), headers=headers)
+    assert (lmi.status_code, lmi.json()["type"], lmi.headers["www-authenticate"]) == (
+        401,
+        "UnauthorizedException",
+        "Bearer",
+    )
+    openai = server.http.post("/v1/chat/completions", json=CHAT, headers=headers)
+    assert (openai.status_code, openai.json()["error"]["code"]) == (401, "invalid_api_key")
+    anthropic = server.http.post("/v1/messages", json=CHAT, headers=headers)
+    assert (anthropic.status_code, anthropic.json()["error"]["type"]) == (401, "authentication_error")
+    for path in ("/v1/models", "/version", "/info"):
+        assert server.http.get(path, headers=headers).status_code == 401
+    long = server.http.post("/predictions/model", content=b"x" * 200_000, headers=headers)
+    assert long.status_code == 401
+
+
+def test_health_needs_no_key(server: Server) -> None:
+    for path in ("/ping", "/health", "/health/live", "/health/ready"):
+        assert server.http.get(path).status_code == 200
+
+
+def test_openais_client_raises_its_own_error(server: Server) -> None:
+    import openai
+
+    base = f"http://127.0.0.1:{server.port}/v1"
+    with openai.OpenAI(base_url=base, api_key="wrong", max_retries=0) as client:
+        with pytest.raises(openai.AuthenticationError) as raised:
+            client.chat.completions.create(**CHAT)  # type: ignore[call-overload]
+        assert raised.value.code == "invalid_api_key"
+    with openai.OpenAI(base_url=base, api_key=USER) as client:
+        assert client.models.list().data[0].id == "headers"
+
+
+def test_management_needs_a_key_of_its_own_and_then_nothing_else(server: Server) -> None:
+    for headers in ({}, bearer(USER), {**REMOTE, **bearer(OTHER)}):
+        for path in ("/models", "/models/model", "/metrics", "/server/metrics", "/server/logging"):
+            assert server.http.get(path, headers=headers).status_code == 401
+        assert server.http.delete("/models/model", headers=headers).status_code == 401
+    for headers in ({}, REMOTE, {"host": "lmi.example.com"}):
+        for path in ("/models", "/models/model", "/metrics"):
+            assert server.http.get(path, headers={**headers, **bearer(ADMIN)}).status_code == 200
+
+
+def test_the_models_code_gets_no_key(server: Server) -> None:
+    for headers in (bearer(USER), {"x-api-key": USER}):
+        names = server.http.post("/predictions/headers", content=b"x", headers={**headers, "x-own": "1"}).json()
+        assert "x-own" in names
+        assert {"authorization", "x-api-key"}.isdisjoint(map(str.lower, names))
+
+
+def test_a_key_has_no_more_requests_at_a_time_than_its_limit(server: Server) -> None:
+    def post(tokens: int) -> int:
+        body = request("a", tokens)
+        return server.http.post("/predictions/model", json=body, headers=bearer(OTHER)).status_code
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(post, 100)
+        wait_until(lambda: post(1) == 429, "the first request runs")
+        refused = server.http.post("/v1/chat/completions", json=CHAT, headers=bearer(OTHER))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert refused.headers["retry-after"] == "1"
+        assert server.http.post("/predictions/model", json=request("a"), headers=bearer(USER)).status_code == 200
+        assert first.result() == 200
+    assert post(1) == 200
+
+
+@pytest.mark.parametrize(
+    ("given", "file"),
+    [
+        ("", None),
+        ("a max_concurrent_requests=x", None),
+        ("a max_concurrent_requests=0", None),
+        ("a b", None),
+        (None, "/no"),
+    ],
+)
+def test_settings_that_name_no_key_stop_the_server(given: str | None, file: str | None) -> None:
+    with pytest.raises(ConfigurationError, match="api_keys"):
+        key_ring("api_keys", given, file)
+
+
+def test_no_log_and_no_answer_shows_a_secret(server: Server) -> None:
+    planted = [USER, OTHER, ADMIN, "hf_planted_in_the_environment", "hf_planted_in_the_file"]
+    secret_url = "s3://AKIAKEY:planted-in-the-url@bucket/model?X-Amz-Signature=planted-signature"
+    admin = bearer(ADMIN)
+    answers = [
+        server.http.post(
+            "/models", params={"url": secret_url, "synchronous": "false", "model_name": "s3"}, headers=admin
+        ),
+        server.http.post("/models", params={"url": f"/nowhere/{USER}"}, headers=admin),
+    ]
+    wait_until(lambda: server.http.get("/ping").json()["s3"]["status"] == "FAILED", "the model has failed")
+    for path in ("/models", "/models/s3", "/models/model", "/metrics", "/predictions/s3", "/v1/models"):
+        answers.append(server.http.get(path, headers=bearer(USER) if path.startswith(("/v1", "/pred")) else admin))
+    server.http.delete("/models/s3", headers=admin)
+    server.log_line("model s3 is unregistered")
+    shown = "".join([*server.lines, *(answer.text for answer in answers)])
+    assert "***" in shown
+    found = [text for text in (*planted, "planted-in-the-url", "planted-signature") if text in shown]
+    assert found == []
+
+
+def test_explain_and_check_show_no_secret(tmp_path: Path) -> None:
+    keys = {
+        "hf_token": "hf_planted_in_the_file",
+        "env": "MY_PASSWORD=planted-in-env,B=2",
+        "dtype": "hf_planted_in_the_file",
+    }
+    model = make_model(tmp_path / "model", **keys)
+    variables = {**os.environ, "OPTION_API_KEY": "planted-variable", "HF_TOKEN": "hf_planted_in_the_environment"}
+    shown = ""
+    for arguments in (["explain"], ["explain", "--json"], ["explain", "--all"], ["check"]):
+        command = [sys.executable, "-m", "lmi_server", *arguments, str(model)]
+        ended = subprocess.run(command, capture_output=True, text=True, env=variables, check=False, timeout=120)
+        shown += ended.stdout + ended.stderr
+    assert "***" in shown
+    assert [line for line in shown.splitlines() if "planted" in line] == []
+
+
+def test_which_names_are_secret() -> None:
+    for name in (
+        "option.hf_token",
+        "HF_TOKEN",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_SESSION_TOKEN",
+        "api_keys",
+        "keystore_pass",
+    ):
+        assert is_secret(name), name
+    for name in ("option.max_num_tokens", "max_new_tokens", "option.tokens_per_block", "bypass", "monkey"):
+        assert not is_secret(name), name
+    secrets = Secrets()
+    secrets.add_named({"HF_TOKEN": "ab", "option.password": "long-enough"})
+    assert secrets.masked("ab long-enough") == "ab ***", "a value of two letters would hide ordinary text"
