@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer
 
+from handlers.checkpoints.gguf import gguf_arguments, gguf_weights, is_gguf, load_gguf_tokenizer
 from handlers.checkpoints.options import STRATEGIES, TransformersOptions
 from handlers.checkpoints.placement import memory_limits
 from handlers.checkpoints.quantization import (
@@ -28,17 +29,21 @@ _log = logging.getLogger(__name__)
 
 def load_tokenizer(path: str, options: TransformersOptions) -> Any:
     """Return the checkpoint's tokenizer. Raises ModelLoadError."""
+    if is_gguf(path):
+        return load_gguf_tokenizer(path, lambda **arguments: from_pretrained(AutoTokenizer, **arguments))
     return from_pretrained(AutoTokenizer, path, **_origin(options))
 
 
 def load_config(path: str, options: TransformersOptions) -> Any:
     """Return the checkpoint's configuration. Raises ModelLoadError."""
+    if is_gguf(path):
+        return from_pretrained(AutoConfig, **gguf_arguments(path))
     return from_pretrained(AutoConfig, path, **_origin(options))
 
 
 def load_model(auto_class: Any, path: str, options: TransformersOptions, **more: Any) -> Any:
     """Load a model for inference; `more` are further arguments of `from_pretrained`. Raises ModelLoadError."""
-    model = from_pretrained(auto_class, path, **{**model_arguments(path, options), **more})
+    model = from_pretrained(auto_class, **{"path": path, **model_arguments(path, options), **more})
     model.requires_grad_(False)
     refuse_odd_widths(model)
     save_weights(model, options)
@@ -75,6 +80,9 @@ def model_arguments(path: str, options: TransformersOptions) -> dict[str, Any]:
     arguments["dtype"] = _dtype(config, options, on_cpu)
     if torch.cuda.device_count() > 1 and arguments["device_map"] in STRATEGIES:
         arguments["max_memory"] = memory_limits(_free_gpu_memory(), free_and_total()[0])
+    if is_gguf(path):
+        dtype = torch.bfloat16 if arguments["dtype"] == "auto" else arguments["dtype"]
+        return {**arguments, **gguf_weights(path), "dtype": dtype}
     return arguments | quantization_arguments(options, config, arguments["dtype"])
 
 

@@ -16,6 +16,7 @@ from lmi_server.artifacts.archive import ArchiveLimits, content_root, extract_ar
 from lmi_server.artifacts.hub import fetch_hub_model
 from lmi_server.artifacts.interpreter import Interpreters, WorkerPython
 from lmi_server.artifacts.location import (
+    GgufFile,
     HubModel,
     LocalArchive,
     LocalDirectory,
@@ -87,9 +88,9 @@ async def fetch_artifacts(
 ) -> Artifacts:
     """Fetch the model that `model_id` names, and install the `requirements.txt` of `model_dir` for its `python`.
 
-    `model_id` is a path (absolute, or relative to `model_dir`), an archive, a Hugging Face id (at `revision`) or
-    s3://bucket/prefix. pip may take `limit_s` seconds. `on_progress` is called on this event loop. A cancellation stops
-    the download or pip. Raises ArtifactError, and ConfigurationError if workers cannot run in
+    `model_id` is a path (absolute, or relative to `model_dir`), an archive, a file in GGUF, a Hugging Face id (at
+    `revision`) or s3://bucket/prefix. pip may take `limit_s` seconds. `on_progress` is called on this event loop. A
+    cancellation stops the download or pip. Raises ArtifactError, and ConfigurationError if workers cannot run in
     `python`; a later call never uses files that are incomplete.
     """
 
@@ -158,8 +159,10 @@ def _bring(location: Location, revision: str | None, settings: ArtifactSettings,
             return path
         case LocalArchive(path):
             return _extracted(path, settings, activity)
-        case HubModel(repo_id):
-            return fetch_hub_model(repo_id, revision, activity)
+        case GgufFile(path):
+            return path
+        case HubModel():
+            return fetch_hub_model(location, revision, activity)
         case S3Location():
             return _from_s3(location, settings, activity)
 

@@ -6,41 +6,99 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from lmi_server.artifacts.location import HubModel
 from lmi_server.artifacts.progress import Activity
 from lmi_server.contract.errors import ArtifactError
 
 # Weights of other frameworks, and formats that no engine here reads.
-_FOREIGN = ("*.msgpack", "*.h5", "*.ot", "*.onnx", "*.mlmodel", "onnx/*", "openvino/*", "coreml/*", "original/*")
+# Of the copies in GGUF, one for each precision, at most one is wanted.
+_FOREIGN = (
+    "*.msgpack",
+    "*.h5",
+    "*.ot",
+    "*.onnx",
+    "*.mlmodel",
+    "onnx/*",
+    "openvino/*",
+    "coreml/*",
+    "original/*",
+    "*.gguf",
+)
 _PICKLED = ("pytorch_model*.bin",)
 
 
-def fetch_hub_model(repo_id: str, revision: str | None, activity: Activity) -> Path:
-    """Fetch a snapshot of the model and return its directory.
+def fetch_hub_model(model: HubModel, revision: str | None, activity: Activity) -> Path:
+    """Fetch a snapshot of the model and return its directory, or its file in GGUF if it has no other weights.
 
     `revision` is a branch, a tag or a commit; None is the main branch. Without network, or with HF_HUB_OFFLINE, the
     cached snapshot is used. Raises ArtifactError.
     """
+    repo_id = model.repo_id
     if find_spec("huggingface_hub") is None:
         raise ArtifactError(
             f"{repo_id}: models of the Hugging Face hub need huggingface_hub, which is not installed: "
             'pip install "lmi-server[hub]"'
         )
     activity.report(f"fetching {repo_id} from the Hugging Face hub")
+    if model.quantization is not None:
+        return _gguf(model, revision, activity)
     # Many models have their weights twice, as safetensors and pickled: the pickled copy would double the download.
-    directory = _snapshot(repo_id, revision, (*_FOREIGN, *_PICKLED), activity)
+    directory = _snapshot(repo_id, revision, activity, ignored=[*_FOREIGN, *_PICKLED])
     if not list(directory.glob("*.safetensors")):
-        directory = _snapshot(repo_id, revision, _FOREIGN, activity)
+        directory = _snapshot(repo_id, revision, activity, ignored=[*_FOREIGN])
+    if not (directory / "config.json").is_file() and not any(directory.glob("*.bin")):
+        return _gguf(model, revision, activity, otherwise=directory)
     return directory
 
 
-def _snapshot(repo_id: str, revision: str | None, ignored: tuple[str, ...], activity: Activity) -> Path:
+def _gguf(model: HubModel, revision: str | None, activity: Activity, otherwise: Path | None = None) -> Path:
+    """Fetch the one file in GGUF that `model` names, and return its path; `otherwise` if the model has none."""
+    part = model.quantization or ""
+    names = _listed_gguf(model.repo_id, revision)
+    if names is None:
+        cached = _snapshot(model.repo_id, revision, activity, allowed=[f"*{part}*.gguf", f"*{part.upper()}*.gguf"])
+        names = [str(path.relative_to(cached)) for path in cached.rglob("*.gguf")]
+    if not names and otherwise is not None:
+        return otherwise
+    chosen = [name for name in names if part.lower() in name.lower()]
+    if len(chosen) != 1:
+        listed = ", ".join(sorted(chosen or names)) or "none"
+        raise ArtifactError(
+            f"{model.id}: names {len(chosen)} files in GGUF, and one is served; name the model as "
+            f"{model.repo_id}:PART with a part of one file's name; of {listed}"
+        )
+    return _snapshot(model.repo_id, revision, activity, allowed=chosen) / chosen[0]
+
+
+def _listed_gguf(repo_id: str, revision: str | None) -> list[str] | None:
+    """Return the files in GGUF that the hub lists; None if it cannot be asked."""
+    from huggingface_hub import HfApi
+
+    try:
+        names = HfApi().list_repo_files(repo_id, revision=revision)
+    except Exception:  # noqa: BLE001 - the border to the hub's library, which raises what its HTTP client raises
+        return None
+    return [name for name in names if name.endswith(".gguf") and not name.startswith("mmproj")]
+
+
+def _snapshot(
+    repo_id: str,
+    revision: str | None,
+    activity: Activity,
+    ignored: list[str] | None = None,
+    allowed: list[str] | None = None,
+) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     try:
         # The library itself finds HF_TOKEN and the token of `hf auth login`.
         found = snapshot_download(
-            repo_id, revision=revision, ignore_patterns=list(ignored), tqdm_class=_progress_bar(repo_id, activity)
+            repo_id,
+            revision=revision,
+            ignore_patterns=ignored,
+            allow_patterns=allowed,
+            tqdm_class=_progress_bar(repo_id, activity),
         )
     # HfHubHTTPError, LocalEntryNotFoundError (no network, nothing cached) and a full disk are all OSErrors.
     except (OSError, HFValidationError) as error:

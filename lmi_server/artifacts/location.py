@@ -9,10 +9,13 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 # What a user may name as a model, for messages.
-MODEL_FORMS = "a directory, an archive, owner/name of the Hugging Face Hub, s3://bucket/prefix, or a file: URL"
+MODEL_FORMS = (
+    "a directory, an archive, a file in GGUF, owner/name of the Hugging Face Hub, s3://bucket/prefix, or a file: URL"
+)
 ARCHIVE_SUFFIXES = (".tar.gz", ".tgz", ".tar", ".zip", ".mar")
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+(:[\w.-]+)?)?")
+_GGUF = ".gguf"
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 
 
@@ -31,10 +34,23 @@ class LocalArchive:
 
 
 @dataclass(frozen=True, slots=True)
+class GgufFile:
+    """A model in GGUF, by the absolute path of its one file."""
+
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
 class HubModel:
-    """A model on the Hugging Face Hub."""
+    """A model on the Hugging Face Hub; of several files in GGUF, the one with `quantization` in its name."""
 
     repo_id: str
+    quantization: str | None = None
+
+    @property
+    def id(self) -> str:
+        """Return "owner/name", or "owner/name:quantization"."""
+        return self.repo_id if self.quantization is None else f"{self.repo_id}:{self.quantization}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +65,7 @@ class S3Location:
         return f"s3://{self.bucket}/{self.prefix}"
 
 
-Location = LocalDirectory | LocalArchive | HubModel | S3Location
+Location = LocalDirectory | LocalArchive | GgufFile | HubModel | S3Location
 
 
 def parse_location(text: str, base: Path) -> Location:
@@ -63,11 +79,12 @@ def parse_location(text: str, base: Path) -> Location:
         return _remote(text)
     if os.path.exists(base / text) or _HUB_ID.fullmatch(text) is None or archive_stem(text) is not None:
         return _local(text, base)
-    return HubModel(text)
+    repo_id, _, quantization = text.partition(":")
+    return HubModel(repo_id, quantization or None)
 
 
 def is_hub_id(text: str) -> bool:
-    """Return whether `text` has the form owner/name, as models of the Hugging Face Hub have."""
+    """Return whether `text` has the form owner/name, or owner/name:quantization, as models of the Hub have."""
     return "/" in text and _HUB_ID.fullmatch(text) is not None and archive_stem(text) is None
 
 
@@ -93,14 +110,16 @@ def refuse_remote_entry_point(entry_point: str) -> None:
         )
 
 
-def _local(path: str, base: Path) -> LocalDirectory | LocalArchive:
+def _local(path: str, base: Path) -> LocalDirectory | LocalArchive | GgufFile:
     local = Path(os.path.abspath(base / path))  # an absolute path replaces base
     # Functions of os.path return False for a text that is too long for a path; methods of Path raise OSError.
     if os.path.isdir(local):
         return LocalDirectory(local)
+    if local.suffix == _GGUF and os.path.isfile(local):
+        return GgufFile(local)
     if archive_stem(local.name) is None:
         if os.path.exists(local):
-            raise ValueError(f"is not allowed; {local} is neither a directory nor a {_suffixes()} archive")
+            raise ValueError(f"is not allowed; {local} is neither a directory nor a {_suffixes()} archive nor in GGUF")
         raise ValueError(f"is not allowed; there is no directory {local}, and it is no id of a Hugging Face model")
     if not os.path.isfile(local):
         raise ValueError(f"is not allowed; there is no archive {local}")

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from frontend.server_log import LOG_FORMAT, LineFormatter
-from lmi_server.artifacts.location import MODEL_FORMS, archive_stem
+from lmi_server.artifacts.location import MODEL_FORMS
 from lmi_server.configuration.handlers import HANDLERS
 from lmi_server.configuration.resolve import inspect_model
 from lmi_server.configuration.server_settings import (
@@ -116,7 +116,7 @@ def serve(
 
 def _check_directory(source: ModelSource, environment: Mapping[str, str]) -> None:
     """Report errors of a single directory before the server starts; an archive is read only when it is loaded."""
-    if archive_stem(source.url) is None:
+    if not Path(source.url).is_file():
         found = inspect_model(Path(source.url), {**environment, **source.variables})
         if found.problems or found.unavailable:
             raise ConfigurationError("\n".join((*found.problems, *found.unavailable)))

@@ -43,9 +43,7 @@ async def _fetched(source: ModelSource, environment: Mapping[str, str], artifact
         if not isinstance(location, HubModel):
             return local
         revision = inspect_local(local, environment).options.revision
-        weights = await fetch_artifacts(
-            directory, location.repo_id, artifacts, revision=revision, on_progress=on_progress
-        )
+        weights = await fetch_artifacts(directory, location.id, artifacts, revision=revision, on_progress=on_progress)
     return replace(local, settings={**local.settings, "option.model_id": weights.model_id})
 
 

@@ -7,34 +7,45 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lmi_server.artifacts.location import HubModel, LocalArchive, LocalDirectory, S3Location, parse_location
+from lmi_server.artifacts.location import GgufFile, HubModel, LocalArchive, LocalDirectory, S3Location, parse_location
+from lmi_server.configuration.gguf import gguf_files, is_gguf, read_gguf
 from lmi_server.contract.errors import ConfigurationError
 
 _CAUSAL_LM = ("ForCausalLM", "LMHeadModel")
 
 
 def locate_model(model_id: str | None, model_dir: Path) -> str:
-    """Return the absolute path of the model (a directory or an archive), its Hugging Face id, or its s3:// address.
+    """Return the absolute path of the model (a directory, an archive or a file), its Hugging Face id or s3:// address.
 
-    A relative path is relative to `model_dir`; without a `model_id` the model is `model_dir` itself. Raises ValueError
-    if `model_id` names nothing; its text follows "model_id = ..." in a message.
+    A relative path is relative to `model_dir`; without a `model_id` the model is `model_dir` itself, or the one file in
+    GGUF that it holds instead of a config.json. Raises ValueError if `model_id` names nothing; its text follows
+    "model_id = ..." in a message.
     """
     if model_id is None:
-        return str(model_dir)
+        return _own_model(model_dir)
     match parse_location(model_id, model_dir):
-        case LocalDirectory(path) | LocalArchive(path):
+        case LocalDirectory(path):
+            return _own_model(path)
+        case LocalArchive(path) | GgufFile(path):
             return str(path)
-        case HubModel(repo_id):
-            return repo_id
+        case HubModel() as model:
+            return model.id
         case S3Location() as location:
             return location.url
 
 
+def _own_model(directory: Path) -> str:
+    in_gguf = [] if (directory / "config.json").is_file() else gguf_files(directory)
+    return str(in_gguf[0] if len(in_gguf) == 1 else directory)
+
+
 def read_config(location: str) -> Mapping[str, Any]:
-    """Return config.json in directory `location`; empty if it is not on this machine.
+    """Return config.json in directory `location`, or what it would say of a file in GGUF; empty if neither is here.
 
     Raises ConfigurationError if it is not a JSON object.
     """
+    if is_gguf(location):
+        return read_gguf(Path(location)).config()
     path = Path(location) / "config.json"
     if not path.is_absolute() or not path.is_file():
         return {}

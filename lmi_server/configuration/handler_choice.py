@@ -85,6 +85,7 @@ class Model:
     directory: Path
     architectures: tuple[str, ...]
     task: str | None
+    in_gguf: bool = False
 
 
 def choose_handler(given: Given, model: Model, machine: Machine, handlers: HandlerTable) -> Choice:
@@ -213,6 +214,8 @@ def _by_rolling_batch(chosen: Choice, given: Given, model: Model, machine: Machi
     # As with LMI, a user who names huggingface and no rolling batch gets the handler of that name. Without an entry
     # point, or with option.rolling_batch=auto, the best handler for the model and the machine is chosen.
     if chosen.source is not None and rolling is None and not under_mpi:
+        return chosen
+    if model.in_gguf and not under_mpi and chosen.spec is not None and chosen.spec.reads_gguf:
         return chosen
     spec = handlers.by_rolling_batch(recommend_rolling_batch(model.architectures, under_mpi, machine, handlers))
     if spec is chosen.spec or spec is None:

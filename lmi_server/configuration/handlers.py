@@ -47,6 +47,7 @@ class HandlerSpec:
     - `engines`: Python packages that must be installed.
     - `needs_mpi`: it runs under the MPI engine only.
     - `reads_checkpoint`: the model is a Hugging Face checkpoint.
+    - `reads_gguf`: the checkpoint may be a file in GGUF.
     - `causal_lm_only`: it serves causal language models and no other architecture.
     - `answers_tasks`: a request is a whole task of a Hugging Face model, answered in a static batch.
     - `takes_batches`: option.batch_size may be more than 1.
@@ -71,6 +72,7 @@ class HandlerSpec:
     engines: tuple[str, ...] = ()
     needs_mpi: bool = False
     reads_checkpoint: bool = False
+    reads_gguf: bool = False
     causal_lm_only: bool = False
     answers_tasks: bool = False
     takes_batches: bool = False
@@ -162,6 +164,7 @@ _HUGGING_FACE = HandlerSpec(
     engines=("transformers", "torch"),
     causal_lm_only=True,
     reads_checkpoint=True,
+    reads_gguf=True,
     batches_by_default=True,
 )
 _PIPELINE = HandlerSpec(

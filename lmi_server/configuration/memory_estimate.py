@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lmi_server.configuration.gguf import is_gguf, read_gguf
 from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.machine.inventory import Machine
 
@@ -194,6 +195,8 @@ def _unquantized_bytes(
 def _parameters_of_files(location: str, text: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:
     if config.get("quantization_config"):
         return None
+    if is_gguf(location):
+        return read_gguf(Path(location)).parameters
     size = _size_of_files(location)
     return size // _dtype_bytes("auto", text, config) if size else None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from lmi_server.configuration.check import (
     combination_warnings,
@@ -15,6 +16,7 @@ from lmi_server.configuration.check import (
 )
 from lmi_server.configuration.checkpoint import is_causal_lm
 from lmi_server.configuration.declaration import Option
+from lmi_server.configuration.gguf import gguf_files, read_gguf
 from lmi_server.configuration.handler_choice import Choice, Model
 from lmi_server.configuration.handlers import HandlerSpec, HandlerTable, load_options_type
 from lmi_server.configuration.layers import Given, SortedKeys, nearest_key, spellings, unknown_key_warning
@@ -55,6 +57,7 @@ class ModelChecks:
             yield self.choice.problem
         elif self.misplaced is None:
             yield from self._no_checkpoint()
+            yield from self._wrong_for_gguf()
         if self.spec.formats_text:
             yield from undefined_formatters(self.options, known, self.model.directory)
 
@@ -65,14 +68,27 @@ class ModelChecks:
         missing = "holds no config.json, and option.model_id (or HF_MODEL_ID) names no other model"
         if (directory / "MAR-INF").is_dir():
             missing = "is an archive of TorchServe (MAR-INF), which is not served; put a model.py beside its files"
-        gguf = next(iter(sorted(directory.glob("*.gguf"))), None)
-        if gguf is not None:
-            missing = (
-                f"holds a model in GGUF ({gguf.name}), which is not served; name the original checkpoint in"
-                " option.model_id, or convert the file with transformers (from_pretrained with gguf_file, then"
-                " save_pretrained)"
-            )
+        in_gguf = ", ".join(path.name for path in gguf_files(directory))
+        if in_gguf:
+            missing = f"holds several models in GGUF ({in_gguf}); set option.model_id to the name of one"
         yield f"{directory}: {missing}"
+
+    def _wrong_for_gguf(self) -> Iterator[str]:
+        if not self.model.in_gguf or not self.spec.reads_checkpoint:
+            return
+        if not self.spec.reads_gguf:
+            yield (
+                f"{self.location}: {self.spec.title} reads no GGUF; set option.rolling_batch=scheduler for the"
+                " huggingface handler, which does"
+            )
+            return
+        problem = read_gguf(Path(self.location)).problem()
+        if problem is not None:
+            yield f"{self.location}: {problem}; name the original checkpoint in option.model_id"
+        for key in ("option.quantize", "option.mpi_mode"):
+            source = self.merged.known.get(key)
+            if source is not None and source.raw.lower() not in ("", "false"):
+                yield f"{describe_source(source, key)} is not allowed for a model in GGUF; remove it"
 
     def unavailable(self) -> Iterator[str]:
         """Yield a line for each value that this version cannot serve; if it lacks the handler, only for that."""

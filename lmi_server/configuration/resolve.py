@@ -17,6 +17,7 @@ from lmi_server.artifacts.location import MODEL_FORMS
 from lmi_server.configuration.check import build, describe_source
 from lmi_server.configuration.checkpoint import architectures, locate_model, read_config
 from lmi_server.configuration.declaration import Option, written
+from lmi_server.configuration.gguf import is_gguf
 from lmi_server.configuration.handler_choice import Model, choose_handler
 from lmi_server.configuration.handlers import HANDLERS, HandlerSpec, HandlerTable, load_options_type
 from lmi_server.configuration.layers import Given, SortedKeys, Source
@@ -140,7 +141,7 @@ def inspect_model(
     location, misplaced = _locate(given, model_dir)
     config = read_config(location)
     inferred_task = infer_task(architectures(config), location)
-    model = Model(model_dir, architectures(config), _task(given) or inferred_task)
+    model = Model(model_dir, architectures(config), _task(given) or inferred_task, is_gguf(location))
     choice = choose_handler(given, model, machine, handlers)
     spec = choice.spec or handlers.default
     declared = declared_options(spec)

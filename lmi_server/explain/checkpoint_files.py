@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lmi_server.configuration.gguf import read_gguf
+
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 # Parts of the names that files of tokenizers have: tokenizer.json, vocab.txt, merges.txt, spiece.model, qwen.tiktoken.
@@ -54,7 +56,19 @@ def _fault(path: Path) -> str | None:
         return "is missing, and the index of the weights names it; copy it again"
     if _beginning(path, len(_POINTER)) == _POINTER:
         return None  # reported as a pointer
+    if path.suffix == ".gguf":
+        return gguf_fault(path)
     return _safetensors_fault(path) if path.suffix == ".safetensors" else _zip_fault(path)
+
+
+def gguf_fault(path: Path) -> str | None:
+    """Compare the size of a file in GGUF with the end of the last tensor that its header names."""
+    size, end = path.stat().st_size, read_gguf(path).end
+    return (
+        None
+        if end is None or size >= end
+        else f"has {size} bytes, and by its header it should have {end}; copy it again"
+    )
 
 
 def _safetensors_fault(path: Path) -> str | None:

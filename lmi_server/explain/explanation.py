@@ -9,11 +9,13 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from lmi_server.configuration.check import describe_source
 from lmi_server.configuration.declaration import Deprecated, DeprecatedValue, NoEffect, Option
+from lmi_server.configuration.gguf import is_gguf
 from lmi_server.configuration.handlers import load_options_type
 from lmi_server.configuration.layers import Source
 from lmi_server.configuration.memory_estimate import Estimate, estimate, shortages
@@ -22,7 +24,7 @@ from lmi_server.configuration.resolve import Inspection
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.ranks import RankGroup
 from lmi_server.contract.secrets import HIDDEN, SECRETS, is_secret
-from lmi_server.explain.checkpoint_files import file_faults
+from lmi_server.explain.checkpoint_files import file_faults, gguf_fault
 from lmi_server.machine.devices import DeviceSet, plan_devices
 from lmi_server.machine.inventory import Machine
 from lmi_server.machine.mpi import NO_MPIRUN, OPEN_MPI, MpiRun
@@ -235,6 +237,8 @@ def _absent(found: Inspection) -> tuple[Sequence[str], Sequence[str]]:
     """
     here = found.options.own_python is None  # what another interpreter has is known when the model loads
     missing = [name for name in found.spec.engines if here and name not in found.machine.engines]
+    if here and is_gguf(found.location) and found.spec.reads_gguf and find_spec("gguf") is None:
+        missing.append("gguf")
     lines = [f"{found.spec.title} needs the Python package {name}, which is not installed" for name in missing]
     programs = [NO_MPIRUN] if found.options.ranks is not None and found.machine.mpirun is None else []
     if not here and not _is_program(found.options.python_executable, found.model_dir):
@@ -247,6 +251,9 @@ def _absent(found: Inspection) -> tuple[Sequence[str], Sequence[str]]:
 def _file_faults(found: Inspection) -> tuple[str, ...]:
     """Return a line for each fault of the model's files, if they are here and are a checkpoint."""
     directory = Path(found.location)
+    if found.spec.reads_gguf and is_gguf(found.location) and directory.is_file():
+        fault = gguf_fault(directory)
+        return () if fault is None else (f"{directory}: {fault}",)
     is_checkpoint = found.spec.reads_checkpoint and bool(found.config) and directory.is_dir()
     if not is_checkpoint or found.sources.get("option.load_format", _ANY_FORMAT).raw == "dummy":  # vLLM's: no weights
         return ()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lmi_server.artifacts.fetch import ArtifactSettings, empty_directory, fetch_artifacts, fetch_model_directory
 from lmi_server.artifacts.interpreter import WorkerPython
-from lmi_server.artifacts.location import HubModel, Location
+from lmi_server.artifacts.location import GgufFile, HubModel, Location
 from lmi_server.artifacts.progress import OnProgress
 from lmi_server.configuration.resolve import Inspection, ResolvedModel, inspect_model
 from lmi_server.configuration.secure_mode import secure_mode
@@ -32,11 +32,12 @@ async def fetch_directory(
 ) -> tuple[Path, Mapping[str, str]]:
     """Fetch the model directory at `url`, whose parsed form is `location`; return it with settings of the model.
 
-    A model of the Hugging Face Hub is an empty directory whose option.model_id names the weights: the server takes no
-    code and no serving.properties from there. Raises ArtifactError.
+    A model of the Hugging Face Hub, and a file in GGUF, is an empty directory whose option.model_id names the weights:
+    the server takes no code and no serving.properties from the Hub. Raises ArtifactError.
     """
-    if isinstance(location, HubModel):
-        return await asyncio.to_thread(empty_directory, settings), {"option.model_id": location.repo_id}
+    if isinstance(location, HubModel | GgufFile):
+        model_id = location.id if isinstance(location, HubModel) else str(location.path)
+        return await asyncio.to_thread(empty_directory, settings), {"option.model_id": model_id}
     return await fetch_model_directory(url, settings, on_progress=on_progress), {}
 
 

@@ -159,13 +159,13 @@ def _prefix_and_url(spec: str) -> tuple[str, str]:
 
 
 def name_of(url: str) -> str:
-    """Return the name that LMI infers: the last part of the path without archive suffix, in letters, digits and _."""
+    """Return the name that LMI infers: the last part of the path without its suffix, in letters, digits and _."""
     if url.startswith("file:"):
         url = unquote(urlsplit(url).path)
     last = url.rstrip("/").rpartition("/")[2]
     if "://" not in url and "/" in url and not url.startswith((".", "/")) and not Path(url).exists():
         last = url  # the id of a Hugging Face model: its owner is part of the name
-    stem = archive_stem(last) if not url.endswith("/") else None
+    stem = archive_stem(last) or last.removesuffix(".gguf") if not url.endswith("/") else None
     return re.sub(r"\W", "_", stem or last, flags=re.ASCII) or "model"
 
 

@@ -17,11 +17,13 @@ FILES = {"config.json": b"{}", "model.safetensors": b"weights" * 1000, "sub/toke
 FETCH = """
 import sys
 from lmi_server.artifacts.hub import fetch_hub_model
+from lmi_server.artifacts.location import HubModel
 from lmi_server.artifacts.progress import Activity
 from lmi_server.contract.errors import ArtifactError
 try:
     shown = lambda progress: print(progress.done, progress.total, progress.what, file=sys.stderr)
-    print(fetch_hub_model(sys.argv[1], sys.argv[2] or None, Activity(shown)))
+    repo_id, _, quantization = sys.argv[1].partition(":")
+    print(fetch_hub_model(HubModel(repo_id, quantization or None), sys.argv[2] or None, Activity(shown)))
 except ArtifactError as error:
     print("ArtifactError:", error.message)
 """
@@ -71,6 +73,24 @@ def test_pickled_weights_are_fetched_if_there_are_no_others(tmp_path: Path) -> N
         directory, _ = fetch(tmp_path, hub.url)
     assert (Path(directory) / "pytorch_model.bin").read_bytes() == b"weights"
     assert fetch(tmp_path, NOBODY)[0] == directory
+
+
+def test_of_several_files_in_gguf_one_is_fetched(tmp_path: Path) -> None:
+    in_gguf = {"m-Q4_0.gguf": b"four", "m-Q8_0.gguf": b"eight", "mmproj-m.gguf": b"", "README.md": b""}
+    with fake_hub(MODEL, in_gguf) as hub:
+        several, _ = fetch(tmp_path, hub.url)
+        assert several.endswith(
+            "team/tiny: names 2 files in GGUF, and one is served; name the model as team/tiny:PART with a part of one "
+            "file's name; of m-Q4_0.gguf, m-Q8_0.gguf"
+        )
+        path, _ = fetch(tmp_path, hub.url, model=f"{MODEL}:q8_0")
+        assert (Path(path).name, Path(path).read_bytes()) == ("m-Q8_0.gguf", b"eight")
+        assert "m-Q4_0.gguf" not in hub.requested
+        assert "names 0 files in GGUF" in fetch(tmp_path, hub.url, model=f"{MODEL}:Q5")[0]
+    assert fetch(tmp_path, NOBODY, model=f"{MODEL}:q8_0")[0] == path
+    with fake_hub(MODEL, {**FILES, "m-Q4_0.gguf": b"a copy"}) as hub:
+        fetch(tmp_path / "other", hub.url)
+        assert "m-Q4_0.gguf" not in hub.requested
 
 
 @pytest.mark.parametrize("offline", ["0", "1"])

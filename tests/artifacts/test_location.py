@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmi_server.artifacts.location import (
+    GgufFile,
     HubModel,
     LocalArchive,
     LocalDirectory,
@@ -28,6 +29,14 @@ def test_paths_are_relative_to_the_model_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["gpt2", "org/model", "org/model-1.5_b"])
 def test_hub_ids(tmp_path: Path, text: str) -> None:
     assert parse_location(text, tmp_path) == HubModel(text)
+
+
+def test_models_in_gguf(tmp_path: Path) -> None:
+    (tmp_path / "m-Q4_0.gguf").touch()
+    assert parse_location("m-Q4_0.gguf", tmp_path) == GgufFile(tmp_path / "m-Q4_0.gguf")
+    of_the_hub = parse_location("org/model-GGUF:Q4_0", tmp_path)
+    assert of_the_hub == HubModel("org/model-GGUF", "Q4_0")
+    assert of_the_hub.id == "org/model-GGUF:Q4_0"
 
 
 @pytest.mark.parametrize(

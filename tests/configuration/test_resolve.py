@@ -927,13 +927,6 @@ def test_auto_avoids_a_rolling_batch_that_cannot_run_the_architecture(write: Wri
     )
 
 
-def test_a_model_in_gguf_is_refused_by_that_name(write: Write) -> None:
-    directory = write(config=None)
-    (directory / "model-Q4_0.gguf").write_bytes(b"GGUF")
-    (problem,) = inspect_model(directory, {}, machine=NO_GPU).problems
-    assert "holds a model in GGUF (model-Q4_0.gguf), which is not served; name the original checkpoint" in problem
-
-
 def test_a_rolling_batch_that_was_asked_for_is_chosen_for_any_architecture(write: Write) -> None:
     gptj = {"architectures": ["GPTJForCausalLM"], "model_type": "gptj"}
     asked = inspect_model(write("option.rolling_batch=scheduler", config=gptj), {}, machine=NO_GPU)

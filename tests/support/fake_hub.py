@@ -46,7 +46,7 @@ class _Handler(BaseHTTPRequestHandler):
         api = f"/api/models/{hub.repo_id}"
         if path in (f"{api}/revision/{hub.branch}", f"{api}/revision/{hub.commit}", api):
             self._send(200, json.dumps({"id": hub.repo_id, "sha": hub.commit, "siblings": []}).encode(), with_body)
-        elif path == f"{api}/tree/{hub.commit}":
+        elif path in (f"{api}/tree/{hub.commit}", f"{api}/tree/{hub.branch}"):
             self._send(200, json.dumps([_listed(name, content) for name, content in hub.files.items()]).encode(), True)
         elif path.startswith(f"/{hub.repo_id}/resolve/"):
             self._send_file(path.split("/", 5)[5], with_body)

