@@ -12,7 +12,7 @@ EMBEDDING_MODEL := models/all-minilm-l6-v2
 # One stamp for what serving the demo model takes, one for all that the tests take.
 RUN_SETUP := $(VENV)/.setup-run
 SETUP := $(VENV)/.setup-test
-SETUP_SOURCES := setup.cfg constraints.txt scripts/setup_environment.py scripts/overrides.txt
+SETUP_SOURCES := setup.cfg constraints.txt scripts/setup_environment.py scripts/overrides.txt scripts/clients.txt
 
 .DEFAULT_GOAL := help
 # The recipes share one virtual environment.

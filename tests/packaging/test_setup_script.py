@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import sys
 from pathlib import Path
 
@@ -39,6 +40,12 @@ def test_torch_arguments_decide_before_anything_else(monkeypatch: pytest.MonkeyP
     arguments, reason = setup_script().choose_torch({}, "2.13.0")
     assert arguments == ["--index-url", "http://127.0.0.1:1/simple", "torch==2.13.0"]
     assert "TORCH_ARGS" in reason
+
+
+def test_the_versions_of_clients_are_those_of_the_extra() -> None:
+    script = setup_script()
+    pinned = {line.partition("==")[0] for line in script.CLIENT_CONSTRAINTS.read_text().splitlines()[1:]}
+    assert pinned == {re.split(r"[^\w-]", requirement)[0] for requirement in script.extra("clients")}
 
 
 def test_what_pip_is_configured_with_reaches_uv(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
