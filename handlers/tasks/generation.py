@@ -19,7 +19,7 @@ from handlers.checkpoints.placement import main_device
 from handlers.checkpoints.transformers_loading import eos_token_ids, load_model, load_tokenizer
 from handlers.rolling_batch.detokenizer import IncrementalDetokenizer, StopMatcher
 from handlers.tasks.options import TRANSLATION, PipelineOptions
-from handlers.tasks.task import Task, named, read_text
+from handlers.tasks.task import Piece, Task, named, read_text
 from lmi_server.contract.errors import ContextLengthError, RequestError
 from lmi_server.contract.generation import LEAST_TEMPERATURE, FinishReason, Usage
 from lmi_server.dialects import fields
@@ -109,6 +109,10 @@ _PARAMETERS = {
     "max_tokens": Field("max_new_tokens", fields.MAX_TOKENS),
     "min_tokens": Field("min_new_tokens", _SWITCHED_OFF),
     "details": Field("details", fields.boolean),
+    # What text-generation-inference's clients always send.
+    "best_of": Field(None, fields.one("send num_return_sequences")),
+    "watermark": Field(None, fields.off("leave it out")),
+    "decoder_input_details": Field(None, fields.off("leave it out, or serve the model under the rolling batch")),
     "ignore_eos": Field("ignore_eos", fields.boolean),
     "ignore_eos_token": Field("ignore_eos", fields.boolean),
 }
@@ -245,14 +249,13 @@ class GenerationTask(Task):
             raise RequestError(
                 "parameters.num_beams: beam search has no tokens to stream before its end; send 1, or stream=false"
             )
-        for name, neutral in (("num_return_sequences", 1), ("details", False)):
-            if parameters.get(name, neutral) != neutral:
-                raise RequestError(
-                    f"parameters.{name}: a stream of a static batch has the texts alone; leave it out, or send"
-                    " stream=false"
-                )
+        if parameters.get("num_return_sequences", 1) != 1:
+            raise RequestError(
+                "parameters.num_return_sequences: a stream of a static batch has one text for each input; leave it out,"
+                " or send stream=false"
+            )
 
-    def stream(self, inputs: Sequence[Any], parameters: Mapping[str, Any]) -> Iterator[list[str]]:
+    def stream(self, inputs: Sequence[Any], parameters: Mapping[str, Any]) -> Iterator[list[Piece]]:
         tokens: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
         stopped = _Stopped()
         running = self._thread.submit(self._generate, inputs, parameters, _Steps(tokens), stopped)
@@ -260,13 +263,9 @@ class GenerationTask(Task):
         texts = [self._growing_text(prompt, parameters) for prompt in inputs]
         try:
             while (step := tokens.get()) is not None:
-                pieces = [text.feed(token) for text, token in zip(texts, step, strict=True)]
-                if any(pieces):
-                    yield pieces
+                yield [Piece(text.feed(token), token) for text, token in zip(texts, step, strict=True)]
             running.result()  # raises whatever generate() raised
-            rest = [text.flush() for text in texts]
-            if any(rest):
-                yield rest
+            yield [Piece(text.flush(), -1, text.finish_reason, text.tokens) for text in texts]
         finally:
             stopped.now = True  # also if the client has left: the batch ends at its next step
 

@@ -7,13 +7,23 @@ import binascii
 import io
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from lmi_server.contract.errors import RequestError
+from lmi_server.contract.generation import FinishReason
 from lmi_server.dialects import fields
 from lmi_server.dialects.fields import Field, Reader
+
+
+class Piece(NamedTuple):
+    """What one step adds to the text of one input. The last piece has why the text ended, and its number of tokens."""
+
+    text: str
+    token: int = -1  # the id of the token that completes the text; -1 for text that was held back
+    finish_reason: FinishReason | None = None
+    tokens: int = 0
 
 
 class Task(ABC):
@@ -57,8 +67,8 @@ class Task(ABC):
         """
         return None if "seed" in parameters else msgspec.json.encode(parameters, order="deterministic")
 
-    def stream(self, inputs: Sequence[Any], parameters: Mapping[str, Any]) -> Iterator[list[str]]:
-        """Yield for each step the text that it adds to each input. Only tasks that generate text have it."""
+    def stream(self, inputs: Sequence[Any], parameters: Mapping[str, Any]) -> Iterator[list[Piece]]:
+        """Yield for each step what it adds to each input, then the last pieces. Only tasks that generate have it."""
         raise NotImplementedError(f"{type(self).__name__} generates no text")
 
     def check_stream(self, parameters: Mapping[str, Any]) -> None:

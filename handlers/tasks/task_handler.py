@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from handlers import content
+from handlers.tasks import tgi
 from handlers.tasks.options import generates
-from handlers.tasks.task import Task, read_parameters
+from handlers.tasks.task import Piece, Task, read_parameters
 from lmi_server.contract.errors import (
     EXITS,
     HandlerError,
@@ -30,6 +31,7 @@ from lmi_server.contract.protocol import Input
 from lmi_server.dialects import fields, openai, routes
 from lmi_server.dialects.base import ServedModel
 from lmi_server.dialects.framing import JSON_LINES, SSE, Framing
+from lmi_server.dialects.lmi import wants_tgi
 from lmi_server.dialects.openai import embeddings as openai_embeddings
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ class ParsedRequest:
     parameters: Mapping[str, Any]
     write: Callable[[Sequence[Any]], Response]
     framing: Framing | None = None  # of a stream; None for a whole answer
+    as_tgi: bool = False  # whether a stream has text-generation-inference's form
 
 
 class TaskHandler(RequestHandler):
@@ -72,7 +75,7 @@ class TaskHandler(RequestHandler):
         self._served = ServedModel(name=self.served_names[0], served_names=tuple(self.served_names))
         self._streams = options.streams and generates(options.task)
         # Hugging Face's clients send `inputs` of any task to the root.
-        self._routes = routes.LMI_ROUTES | {routes.TGI} | ({routes.GENERATE} if generates(options.task) else set())
+        self._routes = routes.LMI_ROUTES | (routes.TGI_ROUTES if generates(options.task) else {routes.TGI})
         self._task = self._load(options.task, model_dir, options)
         details = {"task": options.task, **self._task.details()}
         return ModelInfo(max_model_len=self._task.max_length, details=details)
@@ -108,14 +111,20 @@ class TaskHandler(RequestHandler):
         if request.route == routes.EMBEDDINGS:
             return self._read_embeddings(request, fields.json_object(request))
         if request.route not in self._routes:
-            path = request.route if request.route in routes.TGI_ROUTES else f"v1/{request.route}"
-            raise RequestError(f"the model serves {self._name}, which /{path} is not for; send inputs to /invocations")
+            raise self._not_for(request.route)
         body = content.parse_body(request)
         if request.route in routes.TGI_ROUTES:
             body = self._as_with_tgi(body)
         if "input" in body and "inputs" not in body and self._name == "text-embedding":
             return self._read_embeddings(request, body)
         return self._read_lmi(request, body)
+
+    def _not_for(self, route: str) -> RequestError:
+        path = route if route in routes.TGI_ROUTES else f"v1/{route}"
+        remedy = "send inputs to /invocations"
+        if self._name == "text-generation" and route not in routes.POOLING_ROUTES:
+            remedy += ", or serve the model with option.rolling_batch=auto instead of static batches"
+        return RequestError(f"the model serves {self._name}, which /{path} is not for; {remedy}")
 
     def _as_with_tgi(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the body of a request to one of text-generation-inference's paths, which leave out the prompt."""
@@ -146,10 +155,11 @@ class TaskHandler(RequestHandler):
 
     def _read_lmi(self, request: Input, body: Mapping[str, Any]) -> ParsedRequest:
         value, single = self._inputs(body)
+        as_tgi = generates(self._name) and wants_tgi(request, self._served)
         single = single or request.route == routes.GENERATE
         task = self._task
-        framing = _framing(request) if generates(self._name) else None
-        kind = content.JSON if framing is not None else content.accepted_type(request, content.JSON)
+        reads_events = generates(self._name) and SSE.content_type in request.properties.get("accept", "")
+        kind = content.JSON if as_tgi or reads_events else content.accepted_type(request, content.JSON)
         parameters = self._parameters(body)
         task.check(parameters)
         items = value if isinstance(value, list) else [value]
@@ -160,16 +170,27 @@ class TaskHandler(RequestHandler):
 
         def write(results: Sequence[Any]) -> Response:
             shown = [item for result in results for item in task.items(result)]
+            if as_tgi:
+                shown = [tgi.with_details(item, parameters) for item in shown]
             return content.encode_response(shown[0] if single else shown, kind)
 
-        wanted = body.get("stream")
+        if not self._is_streamed(request, body, as_tgi, reads_events):
+            return ParsedRequest(inputs, parameters, write)
+        task.check_stream(parameters)
+        if not as_tgi:
+            _refuse_details(parameters)
+        elif len(inputs) > 1:
+            raise fields.not_allowed("inputs", value, "send one text: a stream is the answer for one")
+        return ParsedRequest(inputs, parameters, write, SSE if as_tgi or reads_events else JSON_LINES, as_tgi)
+
+    def _is_streamed(self, request: Input, body: Mapping[str, Any], as_tgi: bool, reads_events: bool) -> bool:
+        if request.route in (routes.GENERATE, routes.GENERATE_STREAM):
+            return request.route == routes.GENERATE_STREAM
+        wanted = None if body.get("stream") is None else fields.boolean("stream", body["stream"])
+        if as_tgi:
+            return bool(wanted)
         # A client that reads events wants a stream, whatever the model's default is.
-        streams = self._streams or framing is not None
-        if wanted is not None:
-            streams = fields.boolean("stream", wanted) and streams
-        if streams:
-            task.check_stream(parameters)
-        return ParsedRequest(inputs, parameters, write, (framing or JSON_LINES) if streams else None)
+        return (self._streams or reads_events) and wanted is not False
 
     def _inputs(self, body: Mapping[str, Any]) -> tuple[Any, bool]:
         """Return `inputs` as sent, and whether it is one object, whose answer is the bare result instead of a list."""
@@ -230,17 +251,25 @@ class TaskHandler(RequestHandler):
 
     def _stream(self, call: ParsedRequest, framing: Framing) -> Response:
         """Return a stream of lines or events, one per step, each with what it adds to the text of every input."""
+        parameters = {name: value for name, value in call.parameters.items() if name != "details"}
+        steps = self._task.stream(call.inputs, parameters)
+        details = call.parameters.get("details", False)
+        stream = tgi.events(steps, parameters, details) if call.as_tgi else _lines(steps, framing)
+        return Response(headers=[("content-type", framing.content_type)], stream=stream)
 
-        def lines() -> Iterator[bytes]:
-            for pieces in self._task.stream(call.inputs, call.parameters):
-                yield framing.frame({"outputs": pieces})
 
-        return Response(headers=[("content-type", framing.content_type)], stream=lines())
+def _lines(steps: Iterator[Sequence[Piece]], framing: Framing) -> Iterator[bytes]:
+    for step in steps:
+        texts = [piece.text for piece in step]
+        if any(texts):
+            yield framing.frame({"outputs": texts})
 
 
-def _framing(request: Input) -> Framing | None:
-    """Return the framing of the stream that the header Accept asks for; None if it asks for none."""
-    return SSE if SSE.content_type in request.properties.get("accept", "") else None
+def _refuse_details(parameters: Mapping[str, Any]) -> None:
+    if parameters.get("details"):
+        raise RequestError(
+            "parameters.details: a stream of a static batch has the texts alone; leave it out, or send stream=false"
+        )
 
 
 def _split(results: Sequence[Any], calls: Sequence[ParsedRequest]) -> Iterator[Sequence[Any]]:

@@ -487,8 +487,9 @@ def client_of(served: ServedModel, breaks: bool = False) -> Iterator[InferenceCl
         yield client
 
 
-def test_inference_client_streams_from_tgi_compat() -> None:
-    with client_of(TGI) as client:
+@pytest.mark.parametrize("served", [TGI, SERVED, formatted("jsonlines")])
+def test_inference_client_streams_from_invocations(served: ServedModel) -> None:
+    with client_of(served) as client:
         sent = list(client.text_generation("Hello", stream=True, details=True, top_n_tokens=2, seed=7))
         texts = list(client.text_generation("Hello", stream=True, max_new_tokens=4))
     assert "".join(texts) == "".join(output.token.text for output in sent) == TEXT
@@ -507,8 +508,9 @@ def test_inference_client_streams_from_tgi_compat() -> None:
     )
 
 
-def test_inference_client_reads_a_whole_answer_from_tgi_compat() -> None:
-    with client_of(TGI) as client:
+@pytest.mark.parametrize("served", [TGI, SERVED, formatted("jsonlines")])
+def test_inference_client_reads_a_whole_answer_from_invocations(served: ServedModel) -> None:
+    with client_of(served) as client:
         assert client.text_generation("Hello") == TEXT
         output = client.text_generation("Hello", details=True, decoder_input_details=True, seed=7)
     assert output.generated_text == TEXT
@@ -523,10 +525,11 @@ def test_inference_client_reads_plain_lmi() -> None:
         assert client.text_generation("Hello", stop=["END"], do_sample=True, temperature=0.7) == TEXT
 
 
-def test_inference_client_raises_if_a_stream_breaks() -> None:
+@pytest.mark.parametrize("served", [TGI, SERVED])
+def test_inference_client_raises_if_a_stream_breaks(served: ServedModel) -> None:
     from huggingface_hub.errors import UnknownError
 
-    with client_of(TGI, breaks=True) as client:
+    with client_of(served, breaks=True) as client:
         stream = client.text_generation("Hello", stream=True)
         with pytest.raises(UnknownError, match="the engine broke"):
             list(stream)

@@ -2,7 +2,7 @@
 
 Shapes and semantics are those of LMI's rolling batch. With `option.tgi_compat` the answers have the shapes of
 text-generation-inference, which `huggingface_hub.InferenceClient.text_generation` reads; on the paths of that server
-(`routes.TGI_ROUTES`) they always have.
+(`routes.TGI_ROUTES`), and for that client, they always have.
 
     request.py      the fields of a request -> a GenerationRequest
     formatters.py   option.output_formatter -> the form of the answer
@@ -13,6 +13,16 @@ text-generation-inference, which `huggingface_hub.InferenceClient.text_generatio
 
 from lmi_server.dialects.lmi.answer import token_texts
 from lmi_server.dialects.lmi.formatters import FORMATTER_NAMES
-from lmi_server.dialects.lmi.request import NO_EFFECT, PARAMETERS, parse, parse_csv, parse_text, parse_tgi
+from lmi_server.dialects.lmi.request import NO_EFFECT, PARAMETERS, parse, parse_csv, parse_text, parse_tgi, wants_tgi
 
-__all__ = ["FORMATTER_NAMES", "NO_EFFECT", "PARAMETERS", "parse", "parse_csv", "parse_text", "parse_tgi", "token_texts"]
+__all__ = [
+    "FORMATTER_NAMES",
+    "NO_EFFECT",
+    "PARAMETERS",
+    "parse",
+    "parse_csv",
+    "parse_text",
+    "parse_tgi",
+    "token_texts",
+    "wants_tgi",
+]

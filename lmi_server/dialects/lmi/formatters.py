@@ -5,7 +5,6 @@ from __future__ import annotations
 from lmi_server.contract.protocol import Input
 from lmi_server.dialects.base import ServedModel
 from lmi_server.dialects.framing import JSON_LINES, SSE, Framing
-from lmi_server.dialects.routes import TGI_ROUTES
 
 TEXT_ONLY = "none"  # the generated text alone, without JSON around it
 _FRAMINGS: dict[str, Framing | None] = {"json": None, "jsonlines": JSON_LINES, "sse": SSE}
@@ -14,13 +13,15 @@ FORMATTER_NAMES = (*_FRAMINGS, *_CHAT_FORMATTERS, TEXT_ONLY)
 """The values of option.output_formatter that do not name a function of the model's own code."""
 
 
-def choose_framing(request: Input, served: ServedModel, stream: bool) -> tuple[Framing | None, tuple[str, ...]]:
+def choose_framing(
+    request: Input, served: ServedModel, stream: bool, as_tgi: bool
+) -> tuple[Framing | None, tuple[str, ...]]:
     """Return the framing of a streamed answer, or None for one JSON object; and the warnings.
 
-    `stream` is the request's own wish. option.output_formatter overrules it, as with LMI, except on
-    text-generation-inference's paths.
+    `stream` is the request's own wish. option.output_formatter overrules it, as with LMI, except where the answer has
+    text-generation-inference's form (`as_tgi`).
     """
-    if request.route in TGI_ROUTES:
+    if as_tgi:
         return (SSE if stream else None), ()
     name = served.output_formatter
     if name is not None and name in _FRAMINGS:
@@ -28,7 +29,6 @@ def choose_framing(request: Input, served: ServedModel, stream: bool) -> tuple[F
     warnings = formatter_warnings(name)
     if not stream:
         return None, warnings
-    # InferenceClient sends no Accept header, and it reads server-sent events only.
     wants_events = served.tgi_compat or "text/event-stream" in request.properties.get("accept", "")
     return (SSE if wants_events else JSON_LINES), warnings
 

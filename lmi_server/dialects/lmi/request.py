@@ -39,7 +39,6 @@ def _parameters(name: str, value: Any) -> dict[str, Any]:
     return value
 
 
-_BEAMS = "send 1 or leave it out: beam search is not supported"
 _STATIC = "leave it out, or serve the model in static batches with option.rolling_batch=disable"
 
 # Arguments of transformers' generate() that only static batches take, and the value of each that changes nothing.
@@ -116,7 +115,7 @@ PARAMETERS: dict[str, Field] = {
     "n": Field("n", CHOICES),
     "num_return_sequences": Field("num_return_sequences", CHOICES),
     "best_of": Field("best_of", CHOICES),
-    "num_beams": Field(None, fields.one(_BEAMS)),
+    "num_beams": Field(None, fields.one(sampling.BEAM_SEARCH)),
     "max_length": Field(None, fields.off("send max_new_tokens, which does not count the prompt")),
     "bad_words_ids": Field(None, fields.off("send bad_words with the texts")),
     **{name: Field(None, sampling.unless(neutral, _STATIC)) for name, neutral in _OF_GENERATE.items()},
@@ -164,6 +163,20 @@ def parse_tgi(request: Input, body: dict[str, Any], served: ServedModel) -> Exch
     return parse(request, body if stream is None else {**body, "stream": stream}, served)
 
 
+# How huggingface_hub names itself. Its client reads text-generation-inference's answers only, without asking for them.
+_HUB_CLIENT = "hf_hub/"
+
+
+def wants_tgi(request: Input, served: ServedModel) -> bool:
+    """Return whether the answer has text-generation-inference's form, whatever the options of the model say.
+
+    option.tgi_compat says by itself how such answers look on LMI's routes.
+    """
+    if request.route in routes.TGI_ROUTES:
+        return True
+    return not served.tgi_compat and _HUB_CLIENT in request.properties.get("user-agent", "")
+
+
 _NEED_DETAILS = frozenset({"decoder_input_details", "prompt_logprobs"})
 
 
@@ -175,16 +188,17 @@ def _exchange(request: Input, served: ServedModel, values: dict[str, Any], warni
         warnings += _further_warnings(further)
     parameters.pop("adapter", None)  # `registered_adapter` has read it
     stream = values.get("stream", False)
-    framing, formatter_warnings = choose_framing(request, served, stream)
+    as_tgi = wants_tgi(request, served)
+    framing, formatter_warnings = choose_framing(request, served, stream, as_tgi)
     prompt = values["inputs"]
-    options = _answer_options(request.route, prompt, parameters, served)
+    options = _answer_options(request.route, as_tgi, prompt, parameters, served)
     if not options.details and not _NEED_DETAILS.isdisjoint(parameters):
         warnings += tuple(
             f"parameters.{name} has no effect without parameters.details"
             for name in sorted(_NEED_DETAILS)
             if parameters.pop(name, None)
         )
-    asynchronous = served.async_service and request.route not in routes.TGI_ROUTES
+    asynchronous = served.async_service and not as_tgi
     streams = framing is not None or (asynchronous and stream)
     generation = GenerationRequest(
         request_id=uuid4().hex,
@@ -201,7 +215,7 @@ def _exchange(request: Input, served: ServedModel, values: dict[str, Any], warni
             else AsyncJsonExchange(requests, options, warnings)
         )
     warnings += formatter_warnings
-    if served.output_formatter == TEXT_ONLY and request.route not in routes.TGI_ROUTES:
+    if served.output_formatter == TEXT_ONLY and not as_tgi:
         return TextExchange(generation, options, warnings, stream)
     if framing is None:
         return JsonExchange(requests, options, warnings)
@@ -244,16 +258,15 @@ def _counts(parameters: dict[str, Any]) -> tuple[int, int | None]:
 
 
 def _answer_options(
-    route: str, prompt: str | tuple[int, ...], parameters: dict[str, Any], served: ServedModel
+    route: str, as_tgi: bool, prompt: str | tuple[int, ...], parameters: dict[str, Any], served: ServedModel
 ) -> AnswerOptions:
     """Take out of `parameters` what concerns the form of the answer only. Raises RequestError."""
-    on_tgi_path = route in routes.TGI_ROUTES
     # LMI gives details with tgi_compat, asked for or not; text-generation-inference itself does not.
-    always = served.tgi_compat and not on_tgi_path
+    always = served.tgi_compat and not as_tgi
     n, best_of = (1, None) if _COUNTS.isdisjoint(parameters) else _counts(parameters)
     candidates = best_of or n
     if candidates > 1:
-        _refuse_one_text(candidates, served.output_formatter == TEXT_ONLY and not on_tgi_path)
+        _refuse_one_text(candidates, served.output_formatter == TEXT_ONLY and not as_tgi)
     details = parameters.pop("details", False) or always or candidates > 1
     prefill = details and (parameters.get("decoder_input_details", False) or "prompt_logprobs" in parameters)
     return AnswerOptions(
@@ -262,7 +275,7 @@ def _answer_options(
         details=details,
         prefill=prefill,
         top_n=parameters.pop("top_n_tokens", 0),
-        tgi=served.tgi_compat or on_tgi_path,
+        tgi=served.tgi_compat or as_tgi,
         as_list=always or route == routes.TGI,
         seed=parameters.get("seed"),
         n=n,

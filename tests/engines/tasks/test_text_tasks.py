@@ -58,8 +58,36 @@ def test_paths_of_text_generation_inference_take_static_batches(load_task: LoadT
     body = {"inputs": "hello", "parameters": {"max_new_tokens": 8}}
     assert ask(handler, body, "generate") == {"generated_text": text}
     assert ask(handler, body, "tgi") == [{"generated_text": text}]
-    with pytest.raises(RequestError, match=r"which /generate_stream is not for; send inputs to /invocations"):
-        ask(handler, body, "generate_stream")
+    (whole,) = ask(handler, {**body, "parameters": {**body["parameters"], "details": True, "seed": 5}}, "tgi")
+    assert whole["details"]["seed"] == 5
+    assert whole["details"]["tokens"][0].keys() == {"id", "text", "logprob", "special"}
+    with pytest.raises(RequestError, match=r"/v1/messages is not for; .*option\.rolling_batch=auto"):
+        ask(handler, body, "messages")
+
+
+def events(handler: Any, body: Any, route: str, **headers: str) -> list[Any]:
+    (outcome,) = handler.handle([request(body, route, **headers)])
+    assert not isinstance(outcome, LmiServerError), outcome
+    assert outcome.headers == [("content-type", "text/event-stream")]
+    assert outcome.stream is not None
+    return [json.loads(event.removeprefix(b"data: ")) for event in outcome.stream]
+
+
+def test_streams_of_text_generation_inference_take_static_batches(load_task: LoadTask) -> None:
+    handler, directory = load_task("text-generation")
+    text = decoded(generated(directory, "hello", max_new_tokens=8))
+    parameters = {"max_new_tokens": 8, "details": True, "watermark": False, "decoder_input_details": False}
+    body = {"inputs": "hello", "parameters": parameters}
+    sent = events(handler, body, "generate_stream")
+    assert "".join(event["token"]["text"] for event in sent) == text
+    assert [event["generated_text"] for event in sent] == [None] * (len(sent) - 1) + [text]
+    assert [event["index"] for event in sent] == list(range(1, len(sent) + 1))
+    assert (sent[-1]["details"]["finish_reason"], sent[-1]["details"]["generated_tokens"]) == ("length", 8)
+    plain = {"inputs": "hello", "parameters": {"max_new_tokens": 8, "return_full_text": False}, "stream": True}
+    from_hub = events(handler, plain, "invocations", user_agent="unknown/None; hf_hub/1.33.0; python/3.11.9")
+    assert from_hub == [{**event, "details": None} for event in sent]
+    with pytest.raises(RequestError, match="inputs: a list of 2 is not allowed; send one text"):
+        ask(handler, {**body, "inputs": ["a", "b"]}, "generate_stream")
 
 
 def test_without_a_number_thirty_tokens_are_written(load_task: LoadTask) -> None:
@@ -229,7 +257,7 @@ def test_a_client_that_reads_events_gets_a_stream(load_task: LoadTask) -> None:
 def test_what_a_stream_has_no_room_for_is_refused(load_task: LoadTask) -> None:
     handler, _ = load_task("text-generation", enable_streaming="true")
     for name, value in {"details": True, "num_return_sequences": 2}.items():
-        with pytest.raises(RequestError, match=f"parameters.{name}: a stream of a static batch has the texts alone"):
+        with pytest.raises(RequestError, match=f"parameters.{name}: a stream of a static batch has "):
             ask(handler, {"inputs": "a", "parameters": {name: value, "do_sample": True}})
 
 
