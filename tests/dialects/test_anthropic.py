@@ -24,7 +24,7 @@ PLAIN = ServedModel(name="tiny")
 CAPABLE = ServedModel(name="tiny", features=frozenset({"tools", "structured_outputs", "reasoning", "media"}))
 HELLO = [{"role": "user", "content": "Hello"}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
-WEATHER = {"name": "weather", "description": "Looks up.", "input_schema": SCHEMA}
+WEATHER = {"name": "weather", "description": "Looks up.", "input_schema": SCHEMA, "strict": True}
 PICTURE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
 CALLS = (
     Delta("", reasoning="Let me", prompt_token_ids=(1, 2, 3)),
@@ -144,7 +144,7 @@ def test_sampling() -> None:
 )
 def test_tools(choice: dict[str, Any], expected: Any) -> None:
     generation = generation_of(tools=[WEATHER], tool_choice={**choice, "disable_parallel_tool_use": True})
-    function = {"name": "weather", "description": "Looks up.", "parameters": SCHEMA}
+    function = {"name": "weather", "description": "Looks up.", "parameters": SCHEMA, "strict": True}
     assert generation.tools == [{"type": "function", "function": function}]
     assert generation.chat.tool_choice == expected
     assert not generation.chat.parallel_tool_calls

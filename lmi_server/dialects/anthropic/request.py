@@ -31,6 +31,10 @@ _SHARED = (
     "priority",
     "adapter",
     "adapters",
+    # Not of the API; clients send them as extra fields.
+    "seed",
+    "logit_bias",
+    "structured_outputs",
 )
 # Accepted without a warning: they do not change what this server answers, and SDKs send them unasked.
 _IGNORED = (
@@ -85,6 +89,8 @@ def _tool(name: str, tool: dict[str, Any]) -> dict[str, Any]:
     function["parameters"] = fields.mapping(f"{name}.input_schema", tool.get("input_schema"))
     if tool.get("description") is not None:
         function["description"] = fields.string(f"{name}.description", tool["description"])
+    if tool.get("strict") is not None:
+        function["strict"] = fields.boolean(f"{name}.strict", tool["strict"])
     return {"type": "function", "function": function}
 
 

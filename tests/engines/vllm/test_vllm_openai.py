@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import anthropic
 import httpx
 import lmi_cases
 import openai
@@ -236,7 +237,54 @@ def test_both_refuse_the_same_requests(ours: Server, theirs: httpx.Client) -> No
 
 def test_sampling_parameters_change_the_text(ours: Server) -> None:
     lmi_cases.check_sampling_parameters(ours.http)
+
+
+def test_lmis_parameters_constrain_the_output(ours: Server) -> None:
     assert re.fullmatch("[xy]{3}", generated(ours.http, guided_regex="[xy]{3}"))
+    assert generated(ours.http, guided_choice=["sunny", "rainy"]) in ("sunny", "rainy")
+    assert generated(ours.http, guided_grammar='root ::= "yes" | "no"') in ("yes", "no")
+    schema = WEATHER["function"]["parameters"]
+    described = {"type": "json_schema", "json_schema": {"name": "weather", "schema": schema}}
+    for constraint in ({"guided_json": schema}, {"guided_json": json.dumps(schema)}, {"response_format": described}):
+        text = generated(ours.http, **constraint, max_new_tokens=60, logit_bias=COMPACT)
+        assert json.loads(text)["city"] in ("Paris", "London")
+    text = generated(ours.http, response_format={"type": "json_object"}, max_new_tokens=2, logit_bias=COMPACT)
+    assert text.startswith("{")
+
+
+def test_several_sequences_with_a_constraint_and_the_best_of_them(ours: Server) -> None:
+    sampled = {"do_sample": True, "temperature": 2.0, "seed": 3, "guided_regex": "[a-z]{4}"}
+    body = {"inputs": "hello", "parameters": {**sampled, "n": 2, "best_of": 4}}
+    details = lmi_cases.answer(ours.http, body)["details"]
+    others = details["best_of_sequences"]
+    assert len(others) == 1
+    assert re.fullmatch("[a-z]{4}", others[0]["generated_text"])
+    means = [sum(token["log_prob"] for token in one["tokens"]) / len(one["tokens"]) for one in (details, *others)]
+    assert means == sorted(means, reverse=True)
+
+
+def test_beam_search_is_refused_with_what_has_it(ours: Server) -> None:
+    for parameter in ({"num_beams": 4}, {"use_beam_search": True}):
+        refused = lmi_cases.refusal(ours.http, **parameter)
+        assert refused.startswith(f"parameters.{next(iter(parameter))}")
+        assert "option.rolling_batch=disable" in refused
+
+
+def test_a_prompt_that_is_too_long_reads_as_openais_error(ours: Server) -> None:
+    long, limit = "a" * 300, f"This model's maximum context length is {lmi_cases.CONTEXT} tokens. However, "
+    bodies: dict[str, dict[str, Any]] = {
+        "chat/completions": {"messages": [{"role": "user", "content": long}]},
+        "completions": {"prompt": long},
+        "responses": {"input": long},
+    }
+    for path, body in bodies.items():
+        for more in ({}, {"stream": True}, {"max_output_tokens" if path == "responses" else "max_tokens": 5}):
+            reply = ours.http.post(f"/v1/{path}", json=body | more)
+            error = reply.json()["error"]
+            assert (reply.status_code, error["code"]) == (400, "context_length_exceeded")
+            assert error["message"].startswith(limit)
+    too_many = ours.http.post("/v1/completions", json={"prompt": "a" * 250, "max_tokens": 7}).json()["error"]
+    assert (too_many["code"], "requested 257 tokens" in too_many["message"]) == ("context_length_exceeded", True)
 
 
 def test_what_vllm_does_not_apply_is_refused(ours: Server) -> None:
@@ -262,11 +310,89 @@ def test_requests_of_lmi_get_what_the_rolling_batch_gives_them(ours: Server, che
     check(ours.http)
 
 
+# --- Anthropic's API ---
+
+SCHEMA = WEATHER["function"]["parameters"]
+LOOK_UP = {"name": "weather", "description": "Tells it", "input_schema": SCHEMA, "strict": True}
+LOOKED_UP = [
+    {"type": "text", "text": "I look."},
+    {"type": "tool_use", "id": "call-1", "name": "weather", "input": {"city": "Paris"}},
+]
+MESSAGES: list[dict[str, Any]] = [
+    {},
+    {"system": [{"type": "text", "text": "Be brief."}], "stop_sequences": ["."], "top_k": 5},
+    {"messages": [*QUESTION, {"role": "assistant", "content": LOOKED_UP}, *QUESTION]},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "Say."}]}], "max_tokens": 3},
+    {"tools": [LOOK_UP], "tool_choice": {"type": "none"}},
+    {"tools": [LOOK_UP]},
+    {"tools": [LOOK_UP], "tool_choice": {"type": "any", "disable_parallel_tool_use": True}, "max_tokens": 90},
+    {"tools": [LOOK_UP], "tool_choice": {"type": "tool", "name": "weather"}, "max_tokens": 90},
+    {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}, "max_tokens": 60},
+]
+
+
+def message_of(client: httpx.Client, body: dict[str, Any]) -> dict[str, Any]:
+    """Return what the answers of both servers must have in common."""
+    whole = whole_of(client, "/v1/messages", body)
+    blocks = [{name: value for name, value in block.items() if name != "id"} for block in whole["content"]]
+    usage = {"input_tokens": 0, "cache_read_input_tokens": 0, **whole["usage"]}
+    return {
+        "content": blocks,
+        "end": (whole.get("stop_reason"), whole.get("stop_sequence")),
+        "prompt": usage["input_tokens"] + usage["cache_read_input_tokens"],
+        "output": usage["output_tokens"],
+    }
+
+
+def events_of(client: httpx.Client, body: dict[str, Any]) -> list[dict[str, Any]]:
+    reply = client.post("/v1/messages", json=body | {"stream": True})
+    assert reply.status_code == 200, reply.text
+    return [json.loads(line.removeprefix("data: ")) for line in reply.text.splitlines() if line.startswith("data: {")]
+
+
+def streamed(events: list[dict[str, Any]]) -> list[Any]:
+    """Return the blocks of a stream: their types and joined pieces; then why it ended."""
+    blocks: list[Any] = []
+    for event in events:
+        if event["type"] == "content_block_start":
+            blocks.append([event["content_block"]["type"], ""])
+        elif event["type"] == "content_block_delta":
+            pieces = [value for name, value in event["delta"].items() if name != "type"]
+            blocks[event["index"]][1] += pieces[0]
+        elif event["type"] == "message_delta":
+            blocks.append(event["delta"]["stop_reason"])
+    return blocks
+
+
+@pytest.mark.parametrize("body", MESSAGES)
+def test_messages_have_the_answers_of_vllms_server(ours: Server, theirs: httpx.Client, body: dict[str, Any]) -> None:
+    body = {"model": "model", "max_tokens": 20, "temperature": 0, "messages": QUESTION, **body}
+    assert message_of(ours.http, body) == message_of(theirs, body)
+    assert streamed(events_of(ours.http, body)) == streamed(events_of(theirs, body))
+    count = {name: value for name, value in body.items() if name in ("model", "messages", "system", "tools")}
+    counts = [client.post("/v1/messages/count_tokens", json=count).json() for client in (ours.http, theirs)]
+    assert counts[0]["input_tokens"] == counts[1]["input_tokens"]
+
+
+def test_anthropics_sdk_reads_calls_of_tools(ours: Server) -> None:
+    tool = {**LOOK_UP, "strict": False}  # a strict one brings a constraint of its own
+    ask: dict[str, Any] = {"model": "model", "max_tokens": 90, "messages": QUESTION, "tools": [tool]}
+    ask["extra_body"] = {"structured_outputs": {"regex": CALL}}
+    with anthropic.Anthropic(base_url=ours.url, api_key="none", max_retries=0) as client:
+        whole = client.messages.create(**ask)
+        assert (whole.content[-1].name, set(whole.content[-1].input)) == ("weather", {"city"})
+        assert whole.stop_reason == "tool_use"
+        with client.messages.stream(**ask) as stream:
+            assert set(stream.get_final_message().content[-1].input) == {"city"}
+        with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: .* > 256 maximum"):
+            client.messages.create(model="model", max_tokens=1, messages=[{"role": "user", "content": "a" * 300}])
+
+
 # --- OpenAI's SDK ---
 
 
 # A bias against white space: JSON allows any amount of it, and a random model would fill its answer with it.
-COMPACT = {"9": -100, "10": -100, "32": -100}
+COMPACT = {"9": -100, "10": -100, "13": -100, "32": -100}
 
 
 class Weather(pydantic.BaseModel):
