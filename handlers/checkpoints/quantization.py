@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
@@ -103,7 +104,7 @@ def rounds_activations(config: Any) -> bool:
 
 def keep_activations(model: Any) -> int:
     """Replace bitsandbytes' 8-bit layers on the CPU by layers that do not round activations; return how many."""
-    if find_spec("bitsandbytes") is None:
+    if "bitsandbytes" not in sys.modules:  # transformers has imported it if the model has such layers
         return 0
     from bitsandbytes.nn.modules import Linear8bitLt
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 # The libraries make about two million objects that stay to the end. The usual thresholds (700, 10, 10) have the garbage
 # collector walk all of them dozens of times. It is not switched off, since loading a large model leaves garbage too.
@@ -23,7 +23,7 @@ _SERVING = gc.get_threshold()
 def prepare() -> None:
     """Make the imports that follow cheap. Call it first thing in a process that will load a model."""
     gc.set_threshold(*_WHILE_LOADING)
-    sys.meta_path.insert(0, _CandidateGeneratorFinder())
+    sys.meta_path.insert(0, _LateImportFinder())
 
 
 def loaded() -> None:
@@ -38,37 +38,58 @@ def loaded() -> None:
     gc.freeze()
 
 
-class _CandidateGeneratorFinder(MetaPathFinder):
-    """Finds the one module of transformers that imports scikit-learn, and has it do so when it needs it.
+class _Late(NamedTuple):
+    """A function that a module of transformers imports with a large library, and calls in rare cases only."""
 
-    With scikit-learn come scipy and pandas, a second of processor time in all, for one function (`roc_curve`) of
-    speculative decoding with an assistant model.
-    """
+    library: str
+    function: str
+    available: str
+    """The function of transformers.utils that the module asks before it imports the library."""
+
+
+# With scikit-learn come scipy and pandas: a second of processor time in all.
+_SPECULATIVE_DECODING = _Late("sklearn.metrics", "roc_curve", "is_sklearn_available")
+_LOSS_OF_DETECTION = _Late("scipy.optimize", "linear_sum_assignment", "is_scipy_available")  # for training
+_LATE = {
+    "transformers.generation.candidate_generator": _SPECULATIVE_DECODING,
+    "transformers.loss.loss_deformable_detr": _LOSS_OF_DETECTION,
+    "transformers.loss.loss_for_object_detection": _LOSS_OF_DETECTION,
+    "transformers.loss.loss_grounding_dino": _LOSS_OF_DETECTION,
+    "transformers.loss.loss_lw_detr": _LOSS_OF_DETECTION,
+    "transformers.loss.loss_rf_detr": _LOSS_OF_DETECTION,
+    "transformers.loss.loss_rt_detr": _LOSS_OF_DETECTION,
+}
+
+
+class _LateImportFinder(MetaPathFinder):
+    """Finds the modules of `_LATE`, and has them import the library when they call its function."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != "transformers.generation.candidate_generator":
+        if fullname not in _LATE:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and isinstance(spec.loader, SourceFileLoader):
-            spec.loader = _WithoutSklearn(fullname, spec.loader.path)
+            spec.loader = _LateImportLoader(fullname, spec.loader.path)
         return spec
 
 
-class _WithoutSklearn(SourceFileLoader):
-    """Executes a module that imports `roc_curve` of scikit-learn if `is_sklearn_available` says so."""
+class _LateImportLoader(SourceFileLoader):
+    """Executes a module as if its library were not installed, and then puts in what it did not import."""
 
     def exec_module(self, module: ModuleType) -> None:
-        utils: Any = importlib.import_module("transformers.utils")
-        is_available = utils.is_sklearn_available
-        utils.is_sklearn_available = lambda: False
+        late = _LATE[module.__name__]
+        utils = importlib.import_module("transformers.utils")
+        # Of the module that defines it: in transformers.utils it may be replaced, as these modules import each other.
+        is_available = getattr(importlib.import_module("transformers.utils.import_utils"), late.available)
+        setattr(utils, late.available, lambda: False)
         try:
             super().exec_module(module)
         finally:
-            utils.is_sklearn_available = is_available
-        vars(module).update(is_sklearn_available=is_available, roc_curve=_roc_curve)
+            setattr(utils, late.available, is_available)
 
+        def function(*arguments: Any, **more: Any) -> Any:
+            return getattr(importlib.import_module(late.library), late.function)(*arguments, **more)
 
-def _roc_curve(*arguments: Any, **more: Any) -> Any:
-    return importlib.import_module("sklearn.metrics").roc_curve(*arguments, **more)
+        vars(module).update({late.available: is_available, late.function: function})

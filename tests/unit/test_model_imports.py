@@ -1,4 +1,4 @@
-"""What model_imports changes around the imports of a worker: nothing that a model could notice."""
+"""What model_imports changes around the imports of a worker, and that models notice nothing of it."""
 
 from __future__ import annotations
 
@@ -54,3 +54,13 @@ def test_speculative_decoding_finds_scikit_learn_when_it_needs_it(monkeypatch: p
     wanted = model.generate(prompt, max_new_tokens=40, do_sample=False)
     assert model.generate(prompt, assistant_model=assistant, max_new_tokens=40, do_sample=False).equal(wanted)
     assert asked
+
+
+@pytest.mark.slow
+def test_the_loss_of_object_detection_finds_scipy_when_it_needs_it() -> None:
+    from transformers.loss import loss_deformable_detr, loss_for_object_detection, loss_rt_detr
+
+    for module in (loss_deformable_detr, loss_for_object_detection, loss_rt_detr):  # they import each other
+        assert module.is_scipy_available()
+        rows, columns = module.linear_sum_assignment([[2.0, 1.0], [1.0, 2.0]])
+        assert (rows.tolist(), columns.tolist()) == ([0, 1], [1, 0])
