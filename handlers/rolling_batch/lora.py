@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from handlers.checkpoints.adapter_layers import Widths, refuse_foreign
 from handlers.checkpoints.placement import main_device, module_device
 from handlers.rolling_batch.lora_targets import LoraTarget, lora_targets
-from lmi_server.contract.errors import RequestError
 
 _Adder = Callable[[nn.Module, tuple[torch.Tensor], torch.Tensor], None]
 
@@ -101,18 +101,10 @@ class LoraLayers:
 
     def check(self, adapter: Mapping[str, LoraPair]) -> None:
         """Raise RequestError, naming the layer, if the adapter does not fit the model."""
-        for layer, pair in adapter.items():
-            target = self._targets.get(layer)
-            if target is None:
-                raise RequestError(
-                    f"the adapter changes {layer}, which is no linear layer of this model; use an adapter of this model"
-                )
-            given = (pair.down.shape[1], pair.up.shape[0])
-            if given != (target.in_features, target.last - target.first):
-                raise RequestError(
-                    f"the adapter's {layer} has {given[0]} inputs and {given[1]} outputs, but this model's has"
-                    f" {target.in_features} and {target.last - target.first}; use an adapter of this model"
-                )
+        refuse_foreign(
+            {layer: Widths(pair.down.shape[1], pair.up.shape[0]) for layer, pair in adapter.items()},
+            {layer: target.widths for layer, target in self._targets.items()},
+        )
 
     def load(self, adapter: Mapping[str, LoraPair]) -> LoraWeights:
         """Return an adapter that `check` accepts in the layout of this model's modules."""

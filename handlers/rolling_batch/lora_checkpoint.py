@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -14,11 +13,10 @@ from peft import LoraConfig, PeftConfig
 from peft.utils import load_peft_weights
 from peft.utils.other import get_pattern_key
 
+from handlers.checkpoints.adapter_layers import DOWN, PREFIX, UP, adapted_layers
 from handlers.rolling_batch.lora import LoraPair
 from lmi_server.contract.errors import RequestError
 
-_PREFIX = "base_model.model."
-_DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 _WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 # Fields of a LoraConfig that say how the adapter was trained, where its weights belong (their names say it, too), or
 # how they are scaled. Every other field must have its default, because it changes what the model computes.
@@ -64,15 +62,14 @@ def read_adapter(directory: str) -> dict[str, LoraPair]:
     """
     config = _read_config(Path(directory))
     _refuse_unsupported(config)
-    halves: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
-    for name, tensor in _read_weights(Path(directory)).items():
-        kind = next((kind for kind in (_DOWN, _UP) if name.endswith(kind)), None)
-        if kind is None or not name.startswith(_PREFIX):
+    weights = _read_weights(Path(directory))
+    for name in weights:
+        if not name.endswith((DOWN, UP)) or not name.startswith(PREFIX):
             raise RequestError(f"the adapter holds {name}, which is not supported; only LoRA of linear layers is")
-        halves[name.removeprefix(_PREFIX).removesuffix(kind)][kind] = tensor
-    if not halves:
+    if not weights:
         raise RequestError(f"the adapter in {directory} holds no weights")
-    return {layer: _pair(layer, both, config) for layer, both in halves.items()}
+    layers = adapted_layers({name: tensor.shape for name, tensor in weights.items()})
+    return {layer: _pair(layer, weights, config) for layer in layers}
 
 
 def _read_config(directory: Path) -> LoraConfig:
@@ -114,12 +111,8 @@ def _read_weights(directory: Path) -> Mapping[str, torch.Tensor]:
         raise RequestError(f"the weights in {directory} cannot be read: {type(error).__name__}: {error}") from error
 
 
-def _pair(layer: str, halves: Mapping[str, torch.Tensor], config: LoraConfig) -> LoraPair:
-    down, up = halves.get(_DOWN), halves.get(_UP)
-    if down is None or up is None:
-        raise RequestError(f"the adapter holds {layer}{_UP if down is None else _DOWN} without its other half")
-    if down.dim() != 2 or up.dim() != 2 or down.shape[0] != up.shape[1]:
-        raise RequestError(f"the adapter's weights of {layer} have the shapes {_shape(down)} and {_shape(up)}")
+def _pair(layer: str, weights: Mapping[str, torch.Tensor], config: LoraConfig) -> LoraPair:
+    down, up = (weights[f"{PREFIX}{layer}{kind}"] for kind in (DOWN, UP))
     return LoraPair(down, up, _scaling(layer, down.shape[0], config))
 
 
@@ -127,7 +120,3 @@ def _scaling(layer: str, rank: int, config: LoraConfig) -> float:
     alphas: Mapping[str, Any] = config.alpha_pattern or {}
     alpha = alphas.get(get_pattern_key(list(alphas), layer), config.lora_alpha)
     return float(alpha) / (rank**0.5 if config.use_rslora else rank)
-
-
-def _shape(tensor: torch.Tensor) -> list[int]:
-    return list(tensor.shape)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
+from handlers.checkpoints.adapter_layers import Widths, is_conv1d, module_widths
 from handlers.checkpoints.quantization import Int8Linear
 from handlers.rolling_batch.decoder_layers import FusedDecoderLayer
 from handlers.rolling_batch.fusion import PROJECTIONS, FusedGatedMLP, ProjectionPart
@@ -23,12 +23,13 @@ class LoraTarget:
     last: int
 
     @property
-    def in_features(self) -> int:
-        return _widths(self.module)[0]
+    def out_features(self) -> int:
+        """Outputs of the module, of which the layer computes some or all."""
+        return module_widths(self.module).outputs
 
     @property
-    def out_features(self) -> int:
-        return _widths(self.module)[1]
+    def widths(self) -> Widths:
+        return Widths(module_widths(self.module).inputs, self.last - self.first)
 
 
 def lora_targets(model: nn.Module) -> dict[str, LoraTarget]:
@@ -41,7 +42,7 @@ def lora_targets(model: nn.Module) -> dict[str, LoraTarget]:
             target.module for target in found.values() if (target.first, target.last) != (0, target.out_features)
         )
         if not found and module not in shared and _is_linear(module):
-            found = {name: LoraTarget(module, 0, _widths(module)[1])}
+            found = {name: LoraTarget(module, 0, module_widths(module).outputs)}
         targets = {**found, **targets}
     return targets
 
@@ -70,11 +71,4 @@ def _columns(module: nn.Module, names: list[str], widths: Iterable[int]) -> Iter
 
 def _is_linear(module: nn.Module) -> bool:
     kinds = (nn.Linear, TiledLinear, PackedLinear, Int8Linear)
-    return isinstance(module, kinds) or type(module).__name__ == "Conv1D"  # GPT-2's
-
-
-def _widths(module: Any) -> tuple[int, int]:
-    """Return the widths of the input and the output of a linear layer."""
-    if type(module).__name__ == "Conv1D":
-        return module.weight.shape[0], module.weight.shape[1]
-    return module.in_features, module.out_features
+    return isinstance(module, kinds) or is_conv1d(module)

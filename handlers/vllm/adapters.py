@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,8 +27,10 @@ class Adapters:
     the directory may hold other weights by then.
     """
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, check: Callable[[str], None]) -> None:
+        """`check` takes the directory of an adapter, and raises RequestError if the model lacks its layers."""
         self._driver = driver
+        self._check = check
         self._numbers = itertools.count(1)
         self.registered: dict[str, Adapter] = {}
         self._by_name: dict[str, library.LoRARequest] = {}  # those of `registered`, as vLLM knows them
@@ -42,6 +44,7 @@ class Adapters:
         The weights are loaded now even if the adapter is not to be preloaded: an adapter that fails to load in the
         middle of a step would end vLLM's engine core, and with it every request.
         """
+        await asyncio.to_thread(self._check, adapter.directory)  # vLLM ignores layers that the model lacks
         number = next(self._numbers)
         # vLLM finds cached prefixes by the adapter's name: under the same name a replacement would get stale KV cache.
         name = adapter.name if adapter.name not in self._by_name else f"{adapter.name}#{number}"

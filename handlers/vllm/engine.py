@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from handlers.checkpoints.adapter_layers import AdapterCheck
 from handlers.rolling_batch.communicator import Communicator
 from handlers.step_loop import StepLoop
 from handlers.vllm import compiled_code, library, ranks
@@ -87,7 +88,8 @@ async def load(model_dir: str, options: VllmEngineOptions) -> LoadedEngine:
     chats = _chat_renderer(config, renderer, template, options)
     prompts = PromptRenderer(renderer, max_model_len, template, options.chat_template_content_format, chats)
     vocabulary = Vocabulary(tokenizer.decode, tokenizer.all_special_ids)
-    return LoadedEngine(driver, Adapters(driver), prompts, vocabulary, statistics, info)
+    adapters = Adapters(driver, AdapterCheck(config.model_config.hf_config))
+    return LoadedEngine(driver, adapters, prompts, vocabulary, statistics, info)
 
 
 def follow(model_dir: str, options: VllmEngineOptions) -> None:

@@ -45,7 +45,7 @@ class SimulatedTensor(torch.Tensor):
 
 
 class SimulatedDevices(TorchDispatchMode):
-    """Makes the tensors of operations that name a `meta` device simulated ones. `crossings` counts copies."""
+    """Makes the tensors of operations that name a `meta` device simulated ones."""
 
     def __enter__(self) -> SimulatedDevices:
         torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=) builds on the CPU, and copies

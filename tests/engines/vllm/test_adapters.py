@@ -36,7 +36,7 @@ def adapters() -> tuple[Any, RecordingDriver]:
     from handlers.vllm.adapters import Adapters
 
     driver: Any = RecordingDriver()
-    return Adapters(driver), driver
+    return Adapters(driver, lambda directory: None), driver
 
 
 @on_loop

@@ -10,7 +10,7 @@ import signal
 import string
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,14 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import torch
 from adapter_helpers import save_adapter, with_adapter
 from paths import MODEL_CODE, SAMPLES
 from process_log import ProcessLog
 from product_helpers import Server, serving
 from relay_helpers import on_loop
 from rolling_batch_helpers import generated
+from safetensors.torch import load_file, save_file
 from tiny_models import byte_tokenizer
 from vllm_helpers import make_tiny_model, tiny_llama, vllm_server
 from waiting import wait_until
@@ -323,6 +325,34 @@ def test_the_log_reports_throughput(ours: Server) -> None:
 # --- LoRA ---
 
 
+Q = "model.layers.0.self_attn.q_proj"
+BROKEN_ADAPTERS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], str]] = {
+    "only A": (lambda w: {k: v for k, v in w.items() if Q not in k or "lora_A" in k}, f"{Q}.lora_A.weight without its"),
+    "only B": (lambda w: {k: v for k, v in w.items() if Q not in k or "lora_B" in k}, f"{Q}.lora_B.weight without its"),
+    "narrow": (
+        lambda w: {k: v[:, :5].contiguous() if Q in k and "lora_A" in k else v for k, v in w.items()},
+        f"the adapter's {Q} has 5 inputs and",
+    ),
+    "two ranks": (
+        lambda w: {k: v[:3].contiguous() if Q in k and "lora_A" in k else v for k, v in w.items()},
+        "which do not fit together",
+    ),
+    "a layer too many": (
+        lambda w: {k.replace("layers.0.", "layers.9."): v for k, v in w.items()},
+        "the adapter changes model.layers.9.",
+    ),
+    "another module": (
+        lambda w: {k.replace("q_proj", "z_proj"): v for k, v in w.items()},
+        "z_proj, which is no",
+    ),
+}
+
+
+def change_adapter(directory: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    file = directory / "adapter_model.safetensors"
+    save_file(change(load_file(file)), file)
+
+
 def test_adapters_share_a_batch_and_are_replaced(tmp_path: Path) -> None:
     model = tiny_llama()
     for name, seed in (("one", 1), ("two", 2), ("other", 3)):
@@ -352,6 +382,10 @@ def test_adapters_share_a_batch_and_are_replaced(tmp_path: Path) -> None:
         assert answer("one") == expected("other")
         save_adapter(model, tmp_path / "wide", 4, r=16)
         assert register("wide", "wide") == 424
+        for change, message in BROKEN_ADAPTERS.values():
+            change_adapter(save_adapter(model, tmp_path / "broken", 5, r=8), change)
+            refused = server.http.post("/models/model/adapters", params={"name": "b", "src": str(tmp_path / "broken")})
+            assert (refused.status_code, message in refused.text) == (424, True), refused.text
         unknown = server.http.post("/invocations", json={"inputs": "a", "adapters": "wide"})
         assert (unknown.status_code, "wide" in unknown.text) == (424, True)
         chat = {"model": "model", "messages": [{"role": "user", "content": "Hi"}]}
