@@ -54,8 +54,8 @@ Target = tuple[str, str | None, str | None]
 class App:
     """The ASGI application.
 
-    If `management_port` is given, models are managed on that port and requests are served on the other one, and only
-    the health checks are on both.
+    If `management_place` is given (a port, or the path of a Unix socket), models are managed there and requests are
+    served elsewhere, and only the health checks are on both.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class App:
         relay: Relay,
         settings: ServerSettings,
         access: Access,
-        management_port: int | None = None,
+        management_place: int | str | None = None,
     ) -> None:
         self._models = models
         self._relay = relay
-        self._management_port = management_port
+        self._management_place = management_place
         self._takes_preflights = settings.cors_allowed_origin is not None
         status = StatusEndpoints(models, metrics, relay.error_rates, settings.allow_multi_status)
         keys = access.keys
@@ -77,7 +77,7 @@ class App:
         serving, managing = _serving_routes(status), _managing_routes(status, models, access)
         if keys is not None:
             serving = protected(serving, keys.check)
-        if management_port is None:
+        if management_place is None:
             self._routes = _application([*_health(status), *serving, *managing])
         else:
             self._routes = _application([*_health(status), *serving])
@@ -89,7 +89,7 @@ class App:
             scope["path"] = "/"
         elif path.endswith("/"):
             scope["path"] = path.rstrip("/") or "/"
-        if self._management_port is not None and scope["server"][1] == self._management_port:
+        if self._management_place is not None and self._management_place in (scope["server"] or ()):
             await self._answer(self._management, scope, receive, send)
             return
         # Most requests are for inference. This look-up is far cheaper than Starlette's list of regular expressions, and

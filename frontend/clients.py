@@ -24,7 +24,9 @@ def is_local(scope: Scope) -> bool:
     client = scope["client"]
     if any(name in _PROXIED for name, _ in scope["headers"]):
         return False
-    return client is None or ipaddress.ip_address(client[0]).is_loopback
+    if client is None:  # so it is on a Unix socket, and also if it is gone already
+        return scope["server"] is not None and scope["server"][1] is None
+    return ipaddress.ip_address(client[0]).is_loopback
 
 
 def shown_error(error: LmiServerError, scope: Scope) -> LmiServerError:

@@ -24,11 +24,13 @@ import uvloop
 from frontend.app import App
 from frontend.http_protocol import RelayProtocol
 from frontend.inference import Relay
+from frontend.listeners import BACKLOG, Listener, listen
 from frontend.lmi_metrics import HOST
 from frontend.management_access import Access
 from frontend.metric_log import AccessLog, MetricLog, log_files
 from frontend.metrics import Metrics
 from frontend.server_log import BackgroundLog, background_log
+from frontend.tls import Certificate, names_certificate
 from lmi_server.artifacts.fetch import artifact_settings
 from lmi_server.configuration.resolve import inspect_model
 from lmi_server.configuration.server_settings import ServerSettings, server_home
@@ -44,7 +46,6 @@ from lmi_server.supervisor.orphans import Orphans
 
 logger = logging.getLogger(__name__)
 
-_BACKLOG = 4096
 _KEEP_ALIVE_S = 75  # longer than the 60 seconds of common load balancers, so that they are the ones to close
 _FAILURE_CHECK_S = 0.5
 _CLIENT_GRACE_S = 5.0  # after the drain: for clients to read the last bytes of their answers
@@ -85,15 +86,16 @@ def _run(
     inspect: Inspect,
     log: BackgroundLog,
 ) -> int:
-    listeners = []
-    for host, port in _addresses(settings):
-        try:
-            listeners.append(_bind(host, port))
-        except OSError as error:
-            logger.error("cannot listen on %s port %d: %s", host, port, error.strerror)
-            return 1
+    listeners = listen(settings)
+    certificate = Certificate(settings) if any(listener.tls for listener in listeners) else None
+    if certificate is None and names_certificate(settings):
+        logger.warning("the certificate has no effect, because no address begins with https:// (tls=true)")
     _allow_many_connections()
-    return uvloop.run(_Server(sources, settings, listeners, environment, inspect, log).serve())
+    try:
+        return uvloop.run(_Server(sources, settings, listeners, certificate, environment, inspect, log).serve())
+    finally:
+        for listener in listeners:
+            listener.close()
 
 
 class _Server:
@@ -103,7 +105,8 @@ class _Server:
         self,
         sources: Sequence[ModelSource],
         settings: ServerSettings,
-        listeners: Sequence[socket.socket],
+        listeners: Sequence[Listener],
+        certificate: Certificate | None,
         environment: Mapping[str, str],
         inspect: Inspect,
         log: BackgroundLog,
@@ -111,6 +114,7 @@ class _Server:
         self._sources = sources
         self._settings = settings
         self._listeners = listeners
+        self._certificate = certificate
         self._log = log
         self._signals = 0
         self._ending = asyncio.Event()
@@ -128,18 +132,20 @@ class _Server:
     async def serve(self) -> int:
         models, metrics = self._models, self._metrics
         relay = Relay(models, metrics, self._settings)
-        addresses = [listener.getsockname()[:2] for listener in self._listeners]
-        management_port = addresses[1][1] if len(addresses) > 1 else None
-        app = App(models, metrics, relay, self._settings, self._access, management_port)
-        http = _HttpServer(AccessLog(app) if "access" in self._settings.written_logs else app, self._settings)
+        management_place = self._listeners[1].place if len(self._listeners) > 1 else None
+        app = App(models, metrics, relay, self._settings, self._access, management_place)
+        logged = AccessLog(app) if "access" in self._settings.written_logs else app
+        http = _HttpServer(logged, self._settings, self._listeners, self._certificate)
         self._listen_to_signals()
         self._orphans.start()
-        serving = asyncio.create_task(http.serve(list(self._listeners)))
+        serving = asyncio.create_task(http.serve([listener.socket for listener in self._listeners]))
         starting = [models.register(source, at_startup=True) for source in self._sources]
         watches = [asyncio.create_task(self._measure_start(starting))]
         watches += [asyncio.create_task(self._end_if_unloadable(model)) for model in starting]
-        for (host, port), what in zip(addresses, ("", " for management"), strict=False):
-            logger.info("listening on http://%s:%d%s", f"[{host}]" if ":" in host else host, port, what)
+        if self._certificate is not None:
+            watches.append(asyncio.create_task(self._certificate.watch()))
+        for listener, what in zip(self._listeners, ("", " for management"), strict=False):
+            logger.info("listening on %s%s", listener.url, what)
         gc.freeze()  # the modules live as long as the process; the collector need not visit them each time
         failed = await self._end_of_service(starting)
         for watch in watches:
@@ -211,7 +217,15 @@ class _Server:
 class _HttpServer(uvicorn.Server):
     """uvicorn without its signal handling, which would end the process without ending the workers."""
 
-    def __init__(self, app: App | AccessLog, settings: ServerSettings) -> None:
+    def __init__(
+        self,
+        app: App | AccessLog,
+        settings: ServerSettings,
+        listeners: Sequence[Listener],
+        certificate: Certificate | None,
+    ) -> None:
+        self._secured = [listener.socket for listener in listeners if listener.tls]
+        self._context = None if certificate is None else certificate.context
         super().__init__(
             uvicorn.Config(
                 app,
@@ -222,11 +236,22 @@ class _HttpServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                backlog=_BACKLOG,
+                backlog=BACKLOG,
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=math.ceil(settings.drain_timeout + _CLIENT_GRACE_S),
             )
         )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve on the sockets, with TLS on some of them; uvicorn has one setting for all."""
+        plain = [each for each in sockets or () if each not in self._secured]
+        servers: list[asyncio.base_events.Server] = []
+        for context, group in ((None, plain), (self._context, self._secured)):
+            if group:
+                self.config.ssl = context
+                await super().startup(group)
+                servers += self.servers
+        self.servers = servers
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -240,20 +265,6 @@ def _standard_error() -> int:
     """
     stderr: TextIO | None = sys.stderr
     return os.open(os.devnull, os.O_WRONLY) if stderr is None else stderr.fileno()
-
-
-def _addresses(settings: ServerSettings) -> list[tuple[str, int]]:
-    """Return the address for requests and, if it differs, the address for management."""
-    serving = (settings.host, settings.port)
-    port = settings.port if settings.management_port is None else settings.management_port
-    managing = (settings.management_host or settings.host, port)
-    is_elsewhere = managing != serving or settings.management_port == 0
-    return [serving, managing] if is_elsewhere else [serving]
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
 
 
 def _allow_many_connections() -> None:

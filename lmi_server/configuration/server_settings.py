@@ -124,6 +124,16 @@ class ServerSettings(Options):
         description="What a registration may name, * for everything: directories, s3://bucket/prefix, hub ids, owner/. "
         "If not set, clients on this machine may name everything, others what is in model_store.",
     )
+    tls: bool = Field(False, description="TLS on the address for requests; https:// in inference_address sets it.")
+    management_tls: bool | None = Field(None, description="As tls, on the address for management; as tls if not set.")
+    certificate_file: str | None = Field(None, description="Certificate of the server, with its chain, in PEM.")
+    private_key_file: str | None = Field(None, description="Key of certificate_file in PEM.")
+    keystore: str | None = Field(None, description="File with certificate and key, instead of the two in PEM.")
+    keystore_pass: str = Field("changeit", description="Password of keystore, or of an encrypted private_key_file.")
+    keystore_type: str = Field("PKCS12", description="Format of keystore; PKCS12 is the only one.")
+    unix_socket_mode: Annotated[str, Field(pattern=r"^0?[0-7]{3}$"), Allowed("an octal number such as 660")] = Field(
+        "600", description="Permissions of a Unix socket that an address names (unix:/path)."
+    )
     max_request_size: PositiveInt = Field(67108864, description="Largest request body in bytes.")
     drain_timeout: Annotated[float, Field(ge=0, allow_inf_nan=False), Allowed("a number of seconds, 0 or more")] = (
         Field(30.0, description="Seconds that running requests have to finish after SIGTERM.")
@@ -222,17 +232,15 @@ _WITHOUT_EFFECT = {
     "chunked_read_timeout": "option.predict_timeout limits how long a request may make no progress",
     **dict.fromkeys(("number_of_netty_threads", "use_native_io", "io_ratio"), "the server has one event loop"),
     **dict.fromkeys(("cluster_address", "plugin_folder", "WEB_ROOT"), "the server has no such feature"),
-    **dict.fromkeys(
-        ("keystore", "keystore_pass", "keystore_type", "private_key_file", "certificate_file"),
-        "let a proxy in front do TLS",
-    ),
     "timeout_http_code": "wlm_error_http_code is the status of a request that made no progress",
     "server_error_http_code": "an error of the server itself is a 500",
     **dict.fromkeys(("grpc_address", "grpc_port"), "the server does not speak gRPC"),
 }
 _CONFIG = "config.properties"
 _ADDRESSES = ("inference_address", "management_address")
-_ADDRESS = re.compile(r"http://([\w.-]+)(?::(\d{1,5}))?/?", re.ASCII)
+_ADDRESS = re.compile(r"(https?)://([\w.-]+|\[[\da-fA-F:.]+\])(?::(\d{1,5}))?/?", re.ASCII)
+_PORTS = {"http": "80", "https": "443"}
+UNIX = "unix:"  # before the path of a Unix socket, as LMI has it
 
 
 def resolve_server(
@@ -302,12 +310,16 @@ def _with_address(layer: Given, problems: list[str]) -> Given:
 
 
 def _address(key: str, source: Source, problems: list[str]) -> dict[str, Source]:
+    if source.raw.startswith(f"{UNIX}/"):
+        return {"host": source}
     match = _ADDRESS.fullmatch(source.raw)
     if match is None:
-        problems.append(f'{source.place}: {key} = "{source.raw}" is not allowed; allowed: http://host:port')
+        allowed = "http://host:port, https://host:port or unix:/path"
+        problems.append(f'{source.place}: {key} = "{source.raw}" is not allowed; allowed: {allowed}')
         return {}
-    # Without a port in the URL, it is that of HTTP.
-    return {"host": replace(source, raw=match[1]), "port": replace(source, raw=match[2] or "80")}
+    scheme, host, port = match.groups()
+    values = {"host": host.strip("[]"), "port": port or _PORTS[scheme], "tls": str(scheme == "https").lower()}
+    return {name: replace(source, raw=value) for name, value in values.items()}
 
 
 def _without_effect(key: str, source: Source) -> str:

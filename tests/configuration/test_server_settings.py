@@ -51,12 +51,13 @@ def test_management_elsewhere(tmp_path: Path, management: str) -> None:
 
 
 def test_an_address_that_cannot_be_read(tmp_path: Path) -> None:
-    path = config(tmp_path, "# addresses", "inference_address=unix:/tmp/s")
+    path = config(tmp_path, "# addresses", "inference_address=unix:tmp/s")
     with pytest.raises(ConfigurationError) as caught:
-        resolve_server({"SERVING_MANAGEMENT_ADDRESS": "https://x"}, {}, path)
+        resolve_server({"SERVING_MANAGEMENT_ADDRESS": "ftp://x"}, {}, path)
     environment, file = caught.value.message.splitlines()
-    assert environment.endswith('"https://x" is not allowed; allowed: http://host:port')
-    assert file == f'{path}:2: inference_address = "unix:/tmp/s" is not allowed; allowed: http://host:port'
+    refused = "is not allowed; allowed: http://host:port, https://host:port or unix:/path"
+    assert environment.endswith(f'"ftp://x" {refused}')
+    assert file == f'{path}:2: inference_address = "unix:tmp/s" {refused}'
 
 
 def test_a_warning_names_the_setting_nearest_to_an_unknown_one(tmp_path: Path) -> None:

@@ -190,13 +190,19 @@ def test_paths_of_urls_stay(tmp_path: Path) -> None:
         ("127.0.0.1", True),
         ("127.8.8.8", True),
         ("::1", True),
-        (None, True),
+        (None, False),
         ("10.0.0.1", False),
         ("2001:db8::1", False),
     ],
 )
 def test_local_clients(client: str | None, local: bool) -> None:
-    assert is_local({"client": None if client is None else (client, 1), "headers": []}) is local
+    peer = None if client is None else (client, 1)
+    assert is_local({"client": peer, "server": ("127.0.0.1", 8080), "headers": []}) is local
+
+
+def test_a_client_of_a_unix_socket_is_local_and_one_that_is_gone_is_not() -> None:
+    assert is_local({"client": None, "server": ("/run/lmi.sock", None), "headers": []})
+    assert not is_local({"client": None, "server": None, "headers": []})
 
 
 def test_texts_of_clients_forge_no_lines_of_the_log(server: Server) -> None:
