@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from frontend import kserve
 from frontend.adapters import AdapterManagement
 from frontend.clients import shown_path
 from frontend.error_rates import ErrorRates
@@ -74,7 +75,7 @@ class App:
         status = StatusEndpoints(models, metrics, relay.error_rates, settings.allow_multi_status)
         keys = access.keys
         self._infer = relay if keys is None else keys.protect(relay, relay.refuse)
-        serving, managing = _serving_routes(status), _managing_routes(status, models, access)
+        serving, managing = _serving_routes(status, models), _managing_routes(status, models, access)
         if keys is not None:
             serving = protected(serving, keys.check)
         if management_place is None:
@@ -114,6 +115,8 @@ class App:
         if path.startswith("/predictions/"):
             _, _, name, *rest = path.split("/")
             return routes.PREDICTIONS, name, rest[0] if rest else None
+        if path.startswith(kserve.MODELS):
+            return kserve.target(path) if method in ("POST", "OPTIONS") else None
         if path.startswith("/models/") and path.endswith("/invoke"):
             _, _, name, *rest = path.split("/")
             return (routes.INVOCATIONS, name, self._version_of(name, rest[0])) if rest else None
@@ -226,11 +229,12 @@ def _health(status: StatusEndpoints) -> list[Route]:
     ]
 
 
-def _serving_routes(status: StatusEndpoints) -> list[Route]:
+def _serving_routes(status: StatusEndpoints, models: ModelRegistry) -> list[Route]:
     return [
         Route("/info", status.info),
         Route("/version", status.version),
         Route("/v1/models", status.models),
+        *kserve.KServeEndpoints(models).routes(),
         Route("/v1/models/{model:path}", status.model),
         Route("/", status.root, methods=_ANY_METHOD),
         # Only other methods than these get here, and are refused.

@@ -37,6 +37,8 @@ _FORMATTERS = ("input_formatter", "output_formatter")
 class OwnCodeHandler(RequestHandler):
     """Imports the entry point and leaves everything to the handler that it defines."""
 
+    reads_tensors = True
+
     def __init__(self) -> None:
         self._code: RequestHandler
         self._communicator: Communicator | None = None  # with the other ranks, if there are any

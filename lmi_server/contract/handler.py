@@ -136,6 +136,7 @@ class RequestHandler(ABC):
     """
 
     served_names: Sequence[str] = ()
+    reads_tensors = False  # requests of the Open Inference Protocol go to `handle` as they were sent
 
     @abstractmethod
     def start(self, model_dir: str, options: Any) -> ModelInfo:

@@ -3,7 +3,7 @@
 `parse` turns an Input into an Exchange: the sequences to generate, and the way to write the answer. Imports only
 `contract`.
 
-    lmi/, openai/, anthropic/
+    lmi/, openai/, anthropic/, kserve/
                          one package per dialect
     tokens.py            vLLM's /tokenize and /detokenize
     scores.py            vLLM's /score and /rerank
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from lmi_server.contract.errors import RequestError, RouteNotFoundError
 from lmi_server.contract.protocol import Input
-from lmi_server.dialects import anthropic, fields, lmi, openai, routes
+from lmi_server.dialects import anthropic, fields, kserve, lmi, openai, routes
 from lmi_server.dialects.base import Exchange, ServedModel
 
 __all__ = ["FORMATTER_NAMES", "Exchange", "ServedModel", "parse"]
@@ -45,6 +45,10 @@ def parse(request: Input, served: ServedModel) -> Exchange:
             return openai.parse_response(request, fields.json_object(request), served)
         case routes.MESSAGES:
             return anthropic.parse_message(request, fields.json_object(request), served)
+        case routes.INFER:
+            return kserve.parse_infer(request, served)
+        case routes.V2_GENERATE | routes.V2_GENERATE_STREAM:
+            return kserve.parse_generate(request, served)
     if request.route in routes.TGI_ROUTES:
         return lmi.parse_tgi(request, fields.json_object(request), served)
     if request.route in routes.POOLING_ROUTES:

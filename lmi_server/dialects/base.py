@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -41,13 +41,15 @@ class Exchange(ABC):
     The worker calls `add` with each delta of each sequence, in order within a sequence. If `stream` is true, it sends
     what `first`, then each `add`, then `last` return. Otherwise it ignores these bytes and sends `body()` at the end.
     If the answer ends in an error, it calls `error_chunk` instead of `last`. `warnings` are lines for the log: what the
-    request asks for and does not get, such as unknown parameters.
+    request asks for and does not get, such as unknown parameters. `headers` are those of a whole answer beside its
+    type; they are asked for after `body()`.
     """
 
     requests: tuple[GenerationRequest, ...]
     stream: bool
     content_type: str
     warnings: tuple[str, ...] = ()
+    headers: Sequence[tuple[str, str]] = ()
 
     def first(self) -> bytes:
         """Return the bytes that a stream starts with, before any delta."""

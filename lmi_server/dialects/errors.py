@@ -87,6 +87,12 @@ def is_openai(route: str) -> bool:
     return path in OPENAI_ROUTES or path == "v1" or path.startswith("v1/")
 
 
+def is_kserve(route: str) -> bool:
+    """Return whether `route` (an Input's route, or a path) belongs to the Open Inference Protocol: /v2 does."""
+    path = route.strip("/")
+    return path == "v2" or (path.startswith("v2/") and path != "v2/rerank")
+
+
 def _row(error: LmiServerError) -> _Row:
     # LmiServerError itself has a row, so that a class without one is still an answer.
     return next(_ROWS[cls] for cls in type(error).__mro__ if cls in _ROWS)
@@ -143,6 +149,8 @@ def error_reply(
         headers.append(("www-authenticate", "Bearer"))
     if isinstance(error, errors.UnsupportedEncodingError):
         headers.append(("accept-encoding", "gzip, deflate"))
+    if is_kserve(route):
+        return status or row.openai_status, headers, encode({"error": error.message})
     if is_openai(route):
         return status or row.openai_status, headers, encode(_openai_body(error))
     if is_anthropic(route):
@@ -165,6 +173,8 @@ def error_event(route: str, content_type: str, error: LmiServerError, request_id
         status = _anthropic_status(_row(error).openai_status)
         return b"event: error\n" + SSE.frame(_anthropic_body(error, status, request_id))
     body = _openai_body(error) if is_openai(route) else _lmi_body(error)
+    if is_kserve(route):
+        body = {"error": error.message}
     if content_type.startswith(SSE.content_type):
         return SSE.frame(body)
     if content_type.startswith(JSON_LINES.content_type):

@@ -17,6 +17,9 @@ DETOKENIZE = "detokenize"
 TGI = "tgi"
 GENERATE = "generate"
 GENERATE_STREAM = "generate_stream"
+INFER = "v2/infer"
+V2_GENERATE = "v2/generate"
+V2_GENERATE_STREAM = "v2/generate_stream"
 
 LMI_ROUTES = frozenset({INVOCATIONS, PREDICTIONS})
 """The routes that take a body of any dialect, and whose errors have LMI's form."""
@@ -32,6 +35,9 @@ TOKEN_ROUTES = frozenset({TOKENIZE, DETOKENIZE, COUNT_TOKENS})
 
 TGI_ROUTES = frozenset({TGI, GENERATE, GENERATE_STREAM})
 """text-generation-inference's own paths: `/`, /generate and /generate_stream."""
+
+KSERVE_ROUTES = frozenset({INFER, V2_GENERATE, V2_GENERATE_STREAM})
+"""The routes of the Open Inference Protocol (KServe v2), /v2/models/{model}/infer and its generate extension."""
 
 OPENAI_ROUTES = frozenset({COMPLETIONS, CHAT_COMPLETIONS, RESPONSES, TOKENIZE, DETOKENIZE}) | POOLING_ROUTES
 """The routes of OpenAI's API and of vLLM's additions to it; their errors have OpenAI's form."""

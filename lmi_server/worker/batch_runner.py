@@ -25,6 +25,7 @@ from lmi_server.contract.errors import (
 from lmi_server.contract.handler import RequestHandler, Response
 from lmi_server.contract.protocol import CANCELLED, RECALLED, AddAdapter, Command, Input, Ready, RemoveAdapter, Submit
 from lmi_server.machine import model_imports
+from lmi_server.worker import tensor_requests
 from lmi_server.worker.frame_buffer import FrameBuffer, ResponseWriter
 from lmi_server.worker.response_processor import call_after
 from lmi_server.worker.runner import Runner
@@ -187,7 +188,7 @@ class BatchRunner(Runner):
 
     def _outcomes(self, batch: Sequence[_Call]) -> Sequence[Response | LmiServerError]:
         try:
-            outcomes = self._handler.handle([call.request for call in batch])
+            outcomes = tensor_requests.outcomes(self._handler, [call.request for call in batch])
         except EXITS:
             raise
         except BaseException as error:  # noqa: BLE001 - the border to handlers, which raise anything; the requests end

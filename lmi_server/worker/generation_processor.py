@@ -105,7 +105,8 @@ class GenerationProcessor(RequestProcessor):
                 await self._stream(exchange, writer)
             else:
                 await self._generate(exchange, writer, _ignore)
-                writer.reply(200, [("content-type", exchange.content_type)], exchange.body())
+                body = exchange.body()
+                writer.reply(200, [("content-type", exchange.content_type), *exchange.headers], body)
         except asyncio.CancelledError:
             writer.error(CANCELLED, CANCELLED_MESSAGE)
         except LmiServerError as error:

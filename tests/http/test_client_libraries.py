@@ -35,6 +35,7 @@ CLIENTS = {
     "litellm": "Paris",
     "instructor": "country=",
     "pydantic_ai": "country=",
+    "tritonclient": "Paris",
 }
 
 
