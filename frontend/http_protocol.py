@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, cast
@@ -12,14 +13,21 @@ import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from frontend.connection_limits import ConnectionLimits
 from frontend.responses import CACHE_HEADERS
 
 _EXTENSION = "lmi_server.connection"
 _NAMES = "lmi_server.header_names"
-_MAX_HEAD = 64 * 1024  # bytes of request line and headers
+_MAX_HEAD = 64 * 1024  # bytes of request line and headers, or of what is around the chunks of a body
+_SMALL_BODY = 64 * 1024  # bytes that a request may have whatever the others have
+_LINGER_S = 30  # for a client to send the rest of a request that was refused
+_PROBE_S = 0.1
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_TCP_CLOSE = 7  # the state of a connection that the client has reset
 
 _TOO_LONG = "Request line and headers are longer than 64 KiB."
 _INVALID = "Invalid HTTP message."
+_TOO_MUCH_FRAMING = "Chunk extensions or trailers are longer than 64 KiB."
 _OTHER_VERSION = "Only HTTP/1.0 and HTTP/1.1 are spoken here."
 # As uvicorn sets them, and HTTP/1.2 and later are served as HTTP/1.1 (RFC 9110, section 2.5).
 _LENIENCIES = {"lenient_data_after_close": True, "lenient_version": True}
@@ -38,10 +46,20 @@ class RelayProtocol(HttpToolsProtocol):
     It also bounds the head of a request, which uvicorn does not. The parser reports nothing before the end of a header,
     so that a head without an end would grow for ever. The bytes of a head are counted read by read, which is exact
     enough: only if this upper bound is exceeded, `_head_size` counts them one by one.
+
+    `check` ends connections that take too long. A client that only ends its own side still gets its answer.
     """
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+    def __init__(self, limits: ConnectionLimits, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
+        self._limits = limits
+        self._checks_without_data = 0
+        self._checks_in_head = 0  # or without any request
+        self._body_size = 0  # bytes of bodies that `limits` counts
+        self._had_body = False  # in this read
+        self._framing_size = 0  # bytes of reads without any of the body, since the last one with some
+        self._checks_lingering: int | None = None  # since an answer was sent before the end of its request
+        self._is_half_closed = False  # the client has ended its side
         self.parser.set_dangerous_leniencies(**_LENIENCIES)
         self._on_gone: Callable[[], None] | None = None
         self._answering: RequestResponseCycle | None = None
@@ -51,7 +69,7 @@ class RelayProtocol(HttpToolsProtocol):
         self._head_began = False  # in this read
         self._first_read = 0  # bytes of the read in which the head began; not all of them need be its own
         self._head_read = 0  # bytes of the head in the whole reads after that one
-        self._refusal: tuple[HTTPStatus, str] | None = None  # why the head of a request is refused
+        self._refusal: tuple[HTTPStatus, str, str] | None = None  # why a request is refused: status, type, message
         self._rejected = False  # what arrived is not HTTP; nothing that follows can be
 
     def watch(self, on_gone: Callable[[], None]) -> None:
@@ -71,6 +89,63 @@ class RelayProtocol(HttpToolsProtocol):
         if transport is not None:
             transport.abort()
 
+    # --- limits ---
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._limits.max_connections:
+            self._limits.note_full()
+            self._rejected = True
+            self._write_refusal(HTTPStatus.SERVICE_UNAVAILABLE, "WlmException", self._limits.too_many)
+            transport.close()
+
+    def check(self) -> None:
+        """Look once a second whether the client takes too long, or is gone without having said so."""
+        self._checks_without_data += 1
+        cycle = self.cycle
+        if self._checks_lingering is not None:
+            self._checks_lingering += 1
+            if self._checks_lingering > _LINGER_S:
+                self.transport.close()
+        elif cycle is None or cycle.response_complete:
+            self._check_head(nothing_came=cycle is None and not self._in_head)
+        elif cycle.more_body:
+            if self._checks_without_data > self._limits.body_timeout_s and not self.flow.read_paused:
+                self._reject(HTTPStatus.REQUEST_TIMEOUT, "RequestTimeoutException", self._limits.slow_body)
+        elif self._is_half_closed:
+            self._drop_if_reset()
+
+    def _check_head(self, nothing_came: bool) -> None:
+        if not self._in_head and not nothing_came:
+            return  # uvicorn closes a connection that waits for its next request
+        self._checks_in_head += 1
+        if self._checks_in_head <= self._limits.head_timeout_s:
+            return
+        if nothing_came:
+            self.transport.close()
+        else:
+            self._reject(HTTPStatus.REQUEST_TIMEOUT, "RequestTimeoutException", self._limits.slow_head)
+
+    def on_body(self, body: bytes) -> None:
+        """Count the bytes until the answer is complete: the request may be sent to another worker till then."""
+        self._had_body = True
+        if not self.cycle.response_complete:
+            self._body_size += len(body)
+            self._limits.buffered += len(body)
+            if self._limits.is_full and self._body_size > _SMALL_BODY:
+                self._refusal = (HTTPStatus.SERVICE_UNAVAILABLE, "WlmException", self._limits.no_room)
+                raise _RefusedError
+        super().on_body(body)
+
+    def on_response_complete(self) -> None:
+        if not self.pipeline:
+            self._forget_bodies()
+        super().on_response_complete()
+
+    def _forget_bodies(self) -> None:
+        self._limits.buffered -= self._body_size
+        self._body_size = 0
+
     # --- what arrives ---
 
     def data_received(self, data: bytes) -> None:
@@ -78,21 +153,29 @@ class RelayProtocol(HttpToolsProtocol):
         if self._rejected:
             return
         self._unset_keepalive_if_required()
+        self._checks_without_data = 0
         self._read_size = len(data)
-        self._head_began = False
+        self._head_began = self._had_body = False
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             self._serve_without_upgrade(data[upgrade.args[0] :])
             return
         except httptools.HttpParserError:
-            status, text = self._refusal or (HTTPStatus.BAD_REQUEST, _INVALID)
-            self._reject(status, "BadRequestException", text)
+            self._reject(*(self._refusal or (HTTPStatus.BAD_REQUEST, "BadRequestException", _INVALID)))
             return
         if self._in_head and not self._head_began:
             self._head_read += len(data)
             if self._head_read > _MAX_HEAD:
                 self._reject(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "BadRequestException", _TOO_LONG)
+        elif not self._head_began:
+            self._count_framing(len(data))
+
+    def _count_framing(self, size: int) -> None:
+        """Bound what comes between the chunks of a body and behind them, of which the parser reports nothing."""
+        self._framing_size = 0 if self._had_body else self._framing_size + size
+        if self._framing_size > _MAX_HEAD:
+            self._reject(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "BadRequestException", _TOO_MUCH_FRAMING)
 
     def _should_upgrade(self) -> bool:
         """Keep uvicorn from answering a request for an upgrade, which `_serve_without_upgrade` parses again."""
@@ -110,7 +193,12 @@ class RelayProtocol(HttpToolsProtocol):
         self.data_received(b"".join([*head, b"\r\n", rest]))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep the name as it is written, too: ASGI has names in lower case, users' code gets the client's."""
+        """Keep the name as it is written, too: ASGI has names in lower case, users' code gets the client's.
+
+        What follows a body in chunks (a trailer) is dropped: it must not change how the request was understood.
+        """
+        if not self._in_head:
+            return
         self._names.append(name)
         super().on_header(name, value)
 
@@ -118,10 +206,10 @@ class RelayProtocol(HttpToolsProtocol):
         self._in_head = False
         bound = self._first_read + self._head_read + (0 if self._head_began else self._read_size)
         if bound > _MAX_HEAD and self._head_size() > _MAX_HEAD:
-            self._refusal = (HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, _TOO_LONG)
+            self._refusal = (HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "BadRequestException", _TOO_LONG)
             raise _RefusedError
         if not self.parser.get_http_version().startswith("1."):
-            self._refusal = (HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, _OTHER_VERSION)
+            self._refusal = (HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, "BadRequestException", _OTHER_VERSION)
             raise _RefusedError
         super().on_headers_complete()
 
@@ -131,17 +219,66 @@ class RelayProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head = self._head_began = True
+        self._checks_in_head = self._framing_size = 0
         self._first_read, self._head_read = self._read_size, 0
         self._names = []
         self.scope["extensions"] = cast("dict[str, dict[object, object]]", {_EXTENSION: self, _NAMES: self._names})
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._forget_bodies()
         on_gone, self._on_gone = self._on_gone, None
         if on_gone is not None:
             on_gone()
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep the connection of a client that has sent its request, and ends its side while it waits for the answer.
+
+        A client that is gone ends its side, too. It cannot be told apart before something is sent to it, to which its
+        system then answers with a reset. An answer that has begun is given up, as it would be without this.
+        """
+        cycle, answering = self.cycle, self._answering
+        waits = cycle is not None and not cycle.response_complete and not cycle.more_body and not self._rejected
+        if not waits or answering is None or answering.response_started or not self.transport.can_write_eof():
+            return False
+        if cycle.scope["http_version"] != "1.1":  # a client of HTTP/1.0 knows no interim answer
+            return False
+        cycle.keep_alive = False
+        self._is_half_closed = True
+        self.transport.write(_CONTINUE)
+        self.loop.call_later(_PROBE_S, self._drop_if_reset)
+        return True
+
+    def _drop_if_reset(self) -> None:
+        connection = self.transport.get_extra_info("socket")
+        if not self.transport.is_closing() and _state(connection) == _TCP_CLOSE:
+            self.abort()
+
+    def shutdown(self) -> None:
+        if self._checks_lingering is not None:
+            self.transport.close()
+        else:
+            super().shutdown()
+
     # --- what is answered ---
+
+    def linger(self) -> None:
+        """Have the next answer, which ends the connection, reach the client although it still sends its request."""
+        cycle = self._answering
+        assert cycle is not None
+        if cycle.more_body:
+            cycle.transport = cast("asyncio.Transport", _Lingering(cycle.transport, self._close_after_reading))
+
+    def _close_after_reading(self) -> None:
+        """End this side, and read on until the client has ended its own.
+
+        To close with bytes unread would reset the connection, and the client would lose an answer that it has not read.
+        """
+        self._rejected = True
+        self._checks_lingering = 0
+        if self.transport.can_write_eof():  # TLS has no such state
+            self.transport.write_eof()
+        self.flow.resume_reading()
 
     def set_reason(self, phrase: str) -> None:
         """Set the reason phrase of the answer that comes next, for which ASGI has no field."""
@@ -172,6 +309,14 @@ class RelayProtocol(HttpToolsProtocol):
             cycle.keep_alive = False  # an answer is on its way; the connection ends after it
 
     def _refuse(self, status: HTTPStatus, kind: str, message: str) -> None:
+        self._write_refusal(status, kind, message)
+        self._close_after_reading()
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:  # its task waits for the rest of the body
+            cycle.disconnected = True
+            cycle.message_event.set()
+
+    def _write_refusal(self, status: HTTPStatus, kind: str, message: str) -> None:
         body = msgspec.json.encode({"code": int(status), "type": kind, "message": message})
         headers = [
             (b"content-type", b"application/json"),
@@ -183,7 +328,17 @@ class RelayProtocol(HttpToolsProtocol):
         head = f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode()
         lines = b"".join(b"%b: %b\r\n" % header for header in headers)
         self.transport.write(b"%b%b\r\n%b" % (head, lines, body))
-        self.transport.close()
+
+
+class _Lingering:
+    """Stands in for the transport of an answer whose request has not ended, and closes it by `close`."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self._transport = transport
+        self.close = close
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 class _Phrased:
@@ -218,6 +373,14 @@ def _without_chunks(cycle: RequestResponseCycle, app: Any) -> Any:
         await app(scope, receive, send)
 
     return unframed
+
+
+def _state(connection: Any) -> int:
+    """Return the state of a TCP connection, 0 if the system does not tell."""
+    option = getattr(socket, "TCP_INFO", None)
+    if option is None or connection.family == socket.AF_UNIX:
+        return 0
+    return int(connection.getsockopt(socket.IPPROTO_TCP, option, 1)[0])
 
 
 def connection_of(scope: Any) -> RelayProtocol:

@@ -263,6 +263,7 @@ class Relay:
         status, headers, data = error_reply(route, response.shown(error), self._statuses, response.request_id)
         if closes:
             headers.append(("connection", "close"))
+            response.linger()
         self._metrics.of(model).refused(status)
         self._metrics.failed(error)
         self.error_rates.count(status, error)
@@ -287,6 +288,10 @@ class Response:
     def shown(self, error: LmiServerError) -> LmiServerError:
         """Return the error as the client may read it."""
         return shown_error(error, self._scope)
+
+    def linger(self) -> None:
+        """Let a client that still sends its request read the answer, although the connection ends with it."""
+        self._connection.linger()
 
     async def whole(self, status: int, headers: list[tuple[str, str]], data: bytes, reason: str = "") -> None:
         if reason:

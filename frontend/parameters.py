@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
-from lmi_server.contract.errors import BadParameterError
+from lmi_server.contract.errors import BadParameterError, PayloadTooLargeError
 
 T = TypeVar("T")
 
 _NAME = re.compile(r"\w[\w.:@+=-]{0,254}")
+_LARGEST_BODY = 1 << 20
 _PAGE = 100  # entries on a page at most
 
 
@@ -21,8 +22,20 @@ async def parameters(request: Request) -> dict[str, str]:
     """Return the parameters of the query and of a JSON body; the query wins. Raises BadParameterError."""
     given: dict[str, str] = {}
     if request.headers.get("content-type", "").partition(";")[0].strip() == "application/json":
-        given = _from_json(await request.body())
+        given = _from_json(await _body(request))
     return {**given, **request.query_params}
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > _LARGEST_BODY:
+                raise PayloadTooLargeError(f"the parameters of a management call are longer than {_LARGEST_BODY} bytes")
+    except ClientDisconnect:
+        raise BadParameterError("The client went away before its request was complete") from None
+    return bytes(body)
 
 
 def _from_json(body: bytes) -> dict[str, str]:

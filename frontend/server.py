@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import math
@@ -16,12 +17,13 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, cast
 
 import uvicorn
 import uvloop
 
 from frontend.app import App
+from frontend.connection_limits import ConnectionLimits
 from frontend.http_protocol import RelayProtocol
 from frontend.inference import Relay
 from frontend.listeners import BACKLOG, Listener, listen
@@ -46,7 +48,7 @@ from lmi_server.supervisor.orphans import Orphans
 
 logger = logging.getLogger(__name__)
 
-_KEEP_ALIVE_S = 75  # longer than the 60 seconds of common load balancers, so that they are the ones to close
+_TICKS_PER_S = 10  # of uvicorn
 _FAILURE_CHECK_S = 0.5
 _CLIENT_GRACE_S = 5.0  # after the drain: for clients to read the last bytes of their answers
 
@@ -226,18 +228,19 @@ class _HttpServer(uvicorn.Server):
     ) -> None:
         self._secured = [listener.socket for listener in listeners if listener.tls]
         self._context = None if certificate is None else certificate.context
+        self._limits = ConnectionLimits(settings)
         super().__init__(
             uvicorn.Config(
                 app,
                 loop="uvloop",
-                http=RelayProtocol,
+                http=functools.partial(RelayProtocol, self._limits),  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
                 server_header=False,
                 backlog=BACKLOG,
-                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_keep_alive=math.ceil(settings.keep_alive_timeout),
                 timeout_graceful_shutdown=math.ceil(settings.drain_timeout + _CLIENT_GRACE_S),
             )
         )
@@ -252,6 +255,13 @@ class _HttpServer(uvicorn.Server):
                 await super().startup(group)
                 servers += self.servers
         self.servers = servers
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % _TICKS_PER_S == 0:
+            for connection in list(self.server_state.connections):
+                cast(RelayProtocol, connection).check()
+            self._limits.give_memory_back()
+        return await super().on_tick(counter)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

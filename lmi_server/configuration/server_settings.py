@@ -91,6 +91,9 @@ ErrorStatus = Annotated[int, Field(ge=400, le=599), Allowed("a status of an erro
 HeaderValue = Annotated[str | None, Field(pattern=r"^[\x20-\x7e]+$"), Allowed("a text in ASCII, on one line")]
 
 
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), Allowed("a number of seconds above 0")]
+
+
 class ServerSettings(Options):
     """Settings of the front end, with LMI's names if LMI has such a key."""
 
@@ -135,6 +138,22 @@ class ServerSettings(Options):
         "600", description="Permissions of a Unix socket that an address names (unix:/path)."
     )
     max_request_size: PositiveInt = Field(67108864, description="Largest request body in bytes.")
+    max_buffered_size: PositiveInt = Field(
+        1073741824,
+        description="Bytes of all request bodies together from which on bodies over 64 KiB are refused with 503; "
+        "max_request_size if that is more.",
+    )
+    max_connections: PositiveInt | None = Field(
+        None, description="Most clients that are connected at once; if not set, the limit of open files less 200."
+    )
+    request_head_timeout: Seconds = Field(
+        60.0, description="Seconds that a client has for request line and headers, and for its first byte."
+    )
+    request_body_timeout: Seconds = Field(60.0, description="Seconds that a client may pause while it sends a body.")
+    keep_alive_timeout: Seconds = Field(
+        75.0,
+        description="Seconds that a connection waits for its next request; longer than a load balancer in front waits.",
+    )
     drain_timeout: Annotated[float, Field(ge=0, allow_inf_nan=False), Allowed("a number of seconds, 0 or more")] = (
         Field(30.0, description="Seconds that running requests have to finish after SIGTERM.")
     )

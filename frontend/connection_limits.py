@@ -1,0 +1,62 @@
+"""What the clients of a server may take of it, all together and each for itself."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import resource
+import sys
+import time
+
+from lmi_server.configuration.server_settings import ServerSettings
+
+logger = logging.getLogger(__name__)
+
+_OWN_FILES = 200  # for workers, logs and downloads
+_LOG_PAUSE_S = 10.0
+_WORTH_GIVING_BACK = 32 << 20
+
+
+class ConnectionLimits:
+    """The limits of the settings. `buffered` counts the bytes of request bodies that have no complete answer yet."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.head_timeout_s = settings.request_head_timeout
+        self.body_timeout_s = settings.request_body_timeout
+        self.max_connections = settings.max_connections or _free_files()
+        self.buffered = 0
+        self._max_buffered = max(settings.max_buffered_size, settings.max_request_size)
+        self._peak = 0  # of `buffered`, since memory was given back
+        self._logged_at = 0.0
+        self.slow_head = (
+            f"Request line and headers took longer than request_head_timeout={self.head_timeout_s:g} seconds."
+        )
+        self.slow_body = f"The body paused for longer than request_body_timeout={self.body_timeout_s:g} seconds."
+        self.too_many = f"The server has max_connections={self.max_connections} clients."
+        self.no_room = (
+            f"The server holds max_buffered_size={self._max_buffered} bytes of requests; send this one later."
+        )
+
+    @property
+    def is_full(self) -> bool:
+        return self.buffered > self._max_buffered
+
+    def note_full(self) -> None:
+        """Log that a client was refused, at most every few seconds."""
+        now = time.monotonic()
+        if now - self._logged_at >= _LOG_PAUSE_S:
+            self._logged_at = now
+            logger.warning("refusing clients: %s", self.too_many)
+
+    def give_memory_back(self) -> None:
+        """Return free memory to the system after large bodies. The allocator would keep it for the next ones."""
+        self._peak = max(self._peak, self.buffered)
+        if self._peak - self.buffered > _WORTH_GIVING_BACK:
+            self._peak = self.buffered
+            if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
+                library.malloc_trim(0)
+
+
+def _free_files() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(soft - _OWN_FILES, soft // 2)

@@ -1,0 +1,153 @@
+"""What clients may take of a server: time, connections, memory; and what happens to those that leave half-way."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from server_helpers import Server, connect, raw_request, received, request, serving
+from waiting import wait_until
+
+MIB = 1 << 20
+SETTINGS = {
+    "SERVING_REQUEST_HEAD_TIMEOUT": "1",
+    "SERVING_REQUEST_BODY_TIMEOUT": "1",
+    "SERVING_MAX_BUFFERED_SIZE": str(70 * MIB),
+    "SERVING_MAX_CONNECTIONS": "30",
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("server"), max_rolling_batch_size=4, variables=SETTINGS) as server:
+        server.invoke("a")
+        yield server
+
+
+def exchanged(server: Server, sent: bytes) -> bytes:
+    with connect(server, sent) as connection:
+        return received(connection)
+
+
+def head(length: int, *headers: str) -> bytes:
+    lines = ["POST /invocations HTTP/1.1", "host: x", f"content-length: {length}", *headers]
+    return "".join(f"{line}\r\n" for line in [*lines, ""]).encode()
+
+
+CHUNKED = b"POST /invocations HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def chunked(body: bytes, more: bytes) -> bytes:
+    return b"%b%x\r\n%b\r\n0\r\n%b" % (CHUNKED, len(body), body, more)
+
+
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [
+        (b"", b""),
+        (b"POST /invocations HTTP/1.1\r\nhost: x\r\n", b"Request line and headers took longer than"),
+        (head(100) + b"{", b"The body paused for longer than request_body_timeout=1 seconds."),
+        (head(100, "expect: 100-continue"), b"The body paused for longer than"),
+        (raw_request("a") + b"POST /invo", b"Request line and headers took longer than"),
+    ],
+)
+def test_a_client_that_stops_sending_is_not_waited_for(server: Server, sent: bytes, message: bytes) -> None:
+    answer = exchanged(server, sent)
+    assert message in answer
+    assert (b"HTTP/1.1 408 Request Timeout" in answer) == bool(message)
+
+
+def test_a_slow_client_that_goes_on_is_served(server: Server) -> None:
+    body = json.dumps(request("a")).encode()
+    with connect(server, head(len(body))) as connection:
+        for start in range(0, len(body), 20):
+            time.sleep(0.5)
+            connection.sendall(body[start : start + 20])
+        assert received(connection, b"}").startswith(b"HTTP/1.1 200")
+
+
+def test_more_connections_than_the_limit_are_refused(server: Server) -> None:
+    connections = [connect(server, b"") for _ in range(30)]
+    refused = exchanged(server, b"")
+    assert refused.startswith(b"HTTP/1.1 503")
+    assert b"max_connections=30" in refused
+    server.log_line("refusing clients: The server has max_connections=30 clients")
+    for connection in connections:
+        connection.close()
+    wait_until(lambda: exchanged(server, raw_request("a", close=True)).startswith(b"HTTP/1.1 200"), "served")
+
+
+def test_bodies_have_a_limit_together_and_their_memory_goes_back(server: Server) -> None:
+    before = resident_mib(server)
+    half = head(40 * MIB) + bytes(20 * MIB)
+    answers = []
+    connections = []
+    for _ in range(8):
+        connections.append(connection := connect(server, half))
+        connection.settimeout(0.2)
+        try:
+            answers.append(received(connection, b"}"))
+        except TimeoutError:
+            answers.append(b"")
+    assert len([answer for answer in answers if answer.startswith(b"HTTP/1.1 503")]) >= 4
+    assert b"max_buffered_size=" in answers[-1]
+    assert resident_mib(server) < before + 150
+    assert server.invoke("a").status_code == 200, "a small body is served"
+    for connection in connections:
+        connection.close()
+    wait_until(lambda: resident_mib(server) < before + 30, "the memory is given back", limit_s=10)
+
+
+def resident_mib(server: Server) -> float:
+    return int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1]) * 4096 / MIB
+
+
+def test_trailers_do_not_change_the_request_and_have_a_limit(server: Server) -> None:
+    body = json.dumps(request("a")).encode()
+    with connect(server, chunked(body, b"x-priority: none\r\n\r\n")) as connection:
+        assert received(connection, b"}").startswith(b"HTTP/1.1 200")
+    for endless in (b"x: y\r\n" * 1000, b"x" * 6000):
+        with connect(server, chunked(body, b"x-first: 1\r\n")) as connection:
+            for _ in range(30):
+                connection.sendall(endless)
+                time.sleep(0.005)
+            assert received(connection).startswith(b"HTTP/1.1 431")
+
+
+@pytest.mark.parametrize("framing", ["length", "chunks"])
+def test_a_client_that_reads_after_it_has_sent_everything_gets_the_413(server: Server, framing: str) -> None:
+    size = 80 * MIB
+    start = head(size) if framing == "length" else CHUNKED
+    with connect(server, start) as connection:
+        for _ in range(size // MIB):
+            connection.sendall(bytes(MIB) if framing == "length" else b"100000\r\n%b\r\n" % bytes(MIB))
+        assert received(connection).startswith(b"HTTP/1.1 413")
+    assert server.invoke("a").status_code == 200
+
+
+def test_a_client_that_ends_its_side_gets_its_answers(server: Server) -> None:
+    for count in (1, 3):
+        with connect(server, raw_request("a") * count) as connection:
+            connection.shutdown(socket.SHUT_WR)
+            answer = received(connection)
+        assert answer.count(b"generated_text") == count
+
+
+MANAGEMENT = b"POST /models HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n"
+
+
+def test_a_client_that_leaves_half_way_is_no_error(server: Server) -> None:
+    for sent in (raw_request("a") * 50, head(100), MANAGEMENT + b"{"):
+        for _ in range(5):
+            connect(server, sent).close()
+    with connect(server, raw_request("wait", close=True)):
+        server.until("lmi_requests_in_flight", 1)
+    server.until("lmi_requests_in_flight", 0)
+    server.http.get("/v1/nope")
+    server.http.post("/models", params={"url": "/log/marker"})
+    server.log_line("model marker could not be loaded")
+    assert not [line for line in server.lines if "Traceback" in line]
