@@ -36,7 +36,16 @@ _log = logging.getLogger(__name__)
 CANNOT_LOAD = "vLLM cannot load the model"
 _GIB = 2**30
 _FEATURES: frozenset[Feature] = frozenset(
-    {"structured_outputs", "tools", "reasoning", "min_tokens", "bad_words", "allowed_token_ids", "engine_extras"}
+    {
+        "structured_outputs",
+        "tools",
+        "reasoning",
+        "min_tokens",
+        "bad_words",
+        "allowed_token_ids",
+        "beam_search",
+        "engine_extras",
+    }
 )
 
 
@@ -50,6 +59,7 @@ class LoadedEngine:
     vocabulary: Vocabulary
     statistics: Statistics
     info: ModelInfo
+    ends: frozenset[int]  # the tokens that end a sequence
 
     def delta_builder(self, request: GenerationRequest, rendered: RenderedRequest) -> DeltaBuilder:
         """Return what builds the deltas of `request` from the engine's outputs.
@@ -89,7 +99,8 @@ async def load(model_dir: str, options: VllmEngineOptions) -> LoadedEngine:
     prompts = PromptRenderer(renderer, max_model_len, template, options.chat_template_content_format, chats)
     vocabulary = Vocabulary(tokenizer.decode, tokenizer.all_special_ids)
     adapters = Adapters(driver, AdapterCheck(config.model_config.hf_config))
-    return LoadedEngine(driver, adapters, prompts, vocabulary, statistics, info)
+    ends = library.end_tokens(config, tokenizer)
+    return LoadedEngine(driver, adapters, prompts, vocabulary, statistics, info, ends)
 
 
 def follow(model_dir: str, options: VllmEngineOptions) -> None:

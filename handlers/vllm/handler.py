@@ -14,9 +14,19 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from handlers.vllm.beam_search import Beam, search
 from handlers.vllm.options import VllmEngineOptions
-from lmi_server.contract.errors import ModelLoadError
-from lmi_server.contract.generation import Delta, GenerationRequest
+from lmi_server.contract.errors import ContextLengthError, ModelLoadError
+from lmi_server.contract.generation import (
+    BeamSearch,
+    Delta,
+    GenerationRequest,
+    SamplingParameters,
+    TopToken,
+    Usage,
+)
 from lmi_server.contract.handler import LLMHandler, ModelInfo
 from lmi_server.contract.protocol import Adapter
 
@@ -40,6 +50,11 @@ class VllmHandler(LLMHandler):
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """Yield the deltas of one request."""
+        if request.sampling.beams is not None:
+            async with aclosing(self._search(request, request.sampling.beams)) as found:
+                async for delta in found:
+                    yield delta
+            return
         loaded = self._loaded
         with loaded.adapters.using(request.adapter) as adapter:
             rendered = await loaded.prompts.render(request)
@@ -50,6 +65,43 @@ class VllmHandler(LLMHandler):
             async with aclosing(deltas):
                 async for delta in deltas:
                     yield delta if parser is None else parser.parse(delta)
+
+    async def _search(self, request: GenerationRequest, beams: BeamSearch) -> AsyncGenerator[Delta, None]:
+        """Yield a delta without text for each step of the search, then the whole sequence."""
+        loaded, sampling = self._loaded, request.sampling
+        prompt = await self.tokenize(request)
+        room = loaded.info.max_model_len - len(prompt)
+        asked = sampling.max_new_tokens or room
+        if room < 1 or (asked > room and not sampling.fit_context):
+            raise ContextLengthError.of(len(prompt), asked, loaded.info.max_model_len)
+        vocabulary = loaded.vocabulary
+        before = vocabulary.decode(prompt)
+        yield Delta("", prompt_text=before, prompt_token_ids=prompt)
+        best, ends = Beam(), frozenset() if sampling.ignore_eos else loaded.ends
+        numbers = itertools.count()
+
+        async def likeliest(new: Sequence[int], count: int) -> Sequence[TopToken]:
+            one_more = GenerationRequest(
+                request_id=f"{request.request_id}-{next(numbers)}",
+                prompt=(*prompt, *new),
+                sampling=SamplingParameters(max_new_tokens=1, logprobs=count, ignore_eos=True),
+                add_special_tokens=False,
+                priority=request.priority,
+                adapter=request.adapter,
+            )
+            async with aclosing(self.generate(one_more)) as deltas:
+                return [top async for delta in deltas for token in delta.tokens for top in token.top]
+
+        async with aclosing(search(beams, min(asked, room), ends, likeliest)) as steps:
+            async for step in steps:
+                best = step
+                yield Delta("")  # it shows that the request makes progress
+        tokens = tuple(
+            msgspec.structs.replace(vocabulary.token(token.id), logprob=token.logprob) for token in best.tokens
+        )
+        text = vocabulary.decode([*prompt, *(token.id for token in tokens if not token.special)])
+        usage = Usage(len(prompt), len(tokens), room=room if asked > room else None)
+        yield Delta(text.removeprefix(before), tokens, "eos_token" if best.ended else "length", usage)
 
     async def tokenize(self, request: GenerationRequest) -> list[int]:
         return list((await self._loaded.prompts.render(request)).prompt["prompt_token_ids"])

@@ -213,6 +213,13 @@ def structured_outputs(constraint: StructuredOutputs) -> StructuredOutputsParams
     )
 
 
+def end_tokens(config: Any, tokenizer: Any) -> frozenset[int]:
+    """Return the tokens that end a sequence: those of generation_config.json, and the tokenizer's."""
+    configured = config.model_config.try_get_generation_config().get("eos_token_id")
+    several = configured if isinstance(configured, list) else [configured]
+    return frozenset(token for token in (*several, tokenizer.eos_token_id) if token is not None)
+
+
 def default_sampling(config: Any) -> Mapping[str, Any]:
     """Return the sampling parameters in the model's generation_config.json, by the names of SamplingParameters."""
     names = {"max_tokens": "max_new_tokens"}

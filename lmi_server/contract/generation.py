@@ -13,7 +13,15 @@ FinishReason = Literal["length", "eos_token", "stop_sequence"]
 """Why a sequence ended; the names are LMI's. `stop_sequence` covers `stop`, `stop_sequences` and `stop_token_ids`."""
 
 Feature = Literal[
-    "structured_outputs", "tools", "media", "reasoning", "min_tokens", "bad_words", "allowed_token_ids", "engine_extras"
+    "structured_outputs",
+    "tools",
+    "media",
+    "reasoning",
+    "min_tokens",
+    "bad_words",
+    "allowed_token_ids",
+    "beam_search",
+    "engine_extras",
 ]
 """What only some engines support. A handler lists its own in `ModelInfo.features`.
 
@@ -38,6 +46,14 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
+
+
+class BeamSearch(msgspec.Struct, frozen=True, kw_only=True):
+    """A search for the likeliest sequence with `width` beams; the meanings are those of transformers' generate()."""
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
 
 
 class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +90,7 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
     allowed_token_ids: tuple[int, ...] | None = None  # None: all
     structured_outputs: StructuredOutputs | None = None
     spaces_between_special_tokens: bool = True
+    beams: BeamSearch | None = None  # in place of sampling; the answer is the likeliest sequence
     extra: Mapping[str, Any] = {}  # parameters that only the engine knows, by its own names
 
     @property

@@ -37,9 +37,6 @@ _INTERNAL = (
 )
 
 
-BEAM_SEARCH = "leave it out, or serve the model in static batches (option.rolling_batch=disable), which take num_beams"
-
-
 def unless(neutral: Any, remedy: str) -> Reader:
     """Return the reader of a field that only the value `neutral` leaves without effect; any other is refused."""
 
@@ -77,7 +74,7 @@ FIELDS: dict[str, Field] = {
     **{name: Field(name, read, "engine_extras") for name, read in _ENGINE_EXTRAS.items()},
     "detokenize": Field(None, unless(True, "leave it out: the answer is the text")),
     "thinking_token_budget": Field(None, fields.off("leave it out; chats take it if the model has a reasoning parser")),
-    "use_beam_search": Field(None, fields.off(BEAM_SEARCH)),
+    "use_beam_search": Field(None, fields.off("leave it out, or send parameters.num_beams to /invocations")),
     **{name: Field(None, fields.off("leave it out")) for name in _INTERNAL},
 }
 """The fields by name; `n`, `max_tokens` and `logprobs` differ between the dialects."""

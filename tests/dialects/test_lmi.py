@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmi_server.contract.errors import HandlerError, RequestError, RouteNotFoundError
-from lmi_server.contract.generation import Delta, SamplingParameters, Token, Usage
+from lmi_server.contract.generation import BeamSearch, Delta, SamplingParameters, Token, Usage
 from lmi_server.contract.protocol import Input
 from lmi_server.dialects import Exchange, ServedModel, parse
 from lmi_server.dialects.lmi import PARAMETERS
@@ -225,6 +225,42 @@ def test_numbers_and_switches_are_read_from_texts_as_by_lmi(name: str, value: An
 def test_one_sequence_may_be_asked_for() -> None:
     assert lmi(n=1, best_of=1, num_beams=1, grammar=None, use_beam_search=False).warnings == ()
     assert sampling(max_new_tokens=8.0).max_new_tokens == 8
+
+
+SEARCHES = ServedModel(name="model", features=frozenset({"beam_search"}))
+
+
+def searched(**parameters: Any) -> Exchange:
+    return lmi(served=SEARCHES, **parameters)
+
+
+def test_beam_search() -> None:
+    exchange = searched(num_beams=4, length_penalty=0.5, early_stopping="never", do_sample=False, max_new_tokens=3)
+    (found,) = exchange.requests
+    assert found.sampling.beams == BeamSearch(width=4, length_penalty=0.5, early_stopping="never")
+    assert "details" in json.loads(answer(exchange, DELTAS))
+    assert exchange.warnings == ()
+    by_vllms_names = searched(use_beam_search=True, best_of=3).requests[0].sampling
+    assert (by_vllms_names.beams, len(searched(use_beam_search=True, best_of=3).requests)) == (BeamSearch(width=3), 1)
+    without = searched(num_beams=1, length_penalty=2)
+    assert without.requests[0].sampling.beams is None
+    assert without.warnings == ("parameters.length_penalty has no effect without num_beams and is ignored",)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"num_beams": 2, "temperature": 0.5}, "parameters.temperature does not go with beam search"),
+        ({"num_beams": 2, "do_sample": True}, "parameters.do_sample does not go with beam search"),
+        ({"num_beams": 2, "stop": ["a"]}, "parameters.stop does not go with beam search"),
+        ({"num_beams": 2, "n": 2}, "parameters.n does not go with beam search"),
+        ({"num_beams": 11}, "parameters.num_beams: 11 is not allowed; send an integer from 1 to 10"),
+        ({"use_beam_search": True}, "parameters.use_beam_search needs num_beams"),
+    ],
+)
+def test_what_does_not_go_with_beam_search(parameters: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        searched(**parameters)
 
 
 def test_unknown_parameters_are_warned_of_with_the_nearest_known_one() -> None:

@@ -70,7 +70,6 @@ def check_refused_parameters(http: httpx.Client) -> None:
         "max_length": 20,
         "flat_logprobs": True,
         "suppress_tokens": [5],
-        "num_beams": 2,
         "watermark": True,
     }.items():
         assert f"parameters.{name}" in refusal(http, **{name: value})

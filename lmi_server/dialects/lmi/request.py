@@ -6,7 +6,7 @@ from typing import Any
 from uuid import uuid4
 
 from lmi_server.contract.errors import RequestError
-from lmi_server.contract.generation import GenerationRequest, SamplingParameters
+from lmi_server.contract.generation import BeamSearch, GenerationRequest, SamplingParameters
 from lmi_server.contract.protocol import Input
 from lmi_server.dialects import constraints, fields, routes, sampling
 from lmi_server.dialects.adapters import adapter_name, registered_adapter
@@ -84,15 +84,19 @@ NO_EFFECT = frozenset(
         "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
         "assistant_early_exit", "assistant_lookbehind", "assistant_ensemble_weight", "target_lookbehind",
         "prompt_lookup_num_tokens", "max_matching_ngram_size", "speculation_type", "stream_interval",
-        "length_penalty", "early_stopping", "transformers_version",
+        "transformers_version",
     }
 )  # fmt: skip
-"""Parameters that never change which text is generated: how generate() computes, and what only beam search reads."""
+"""Parameters that never change which text is generated: how generate() computes."""
 
 
 def _end_tokens(name: str, value: Any) -> tuple[int, ...]:
     """Read generate()'s eos_token_id: one token, or a list."""
     return fields.token_ids(name, value if isinstance(value, list) else [value])
+
+
+def _early_stopping(name: str, value: Any) -> bool | str:
+    return value if value == "never" else fields.boolean(name, value)
 
 
 PARAMETERS: dict[str, Field] = {
@@ -115,7 +119,10 @@ PARAMETERS: dict[str, Field] = {
     "n": Field("n", CHOICES),
     "num_return_sequences": Field("num_return_sequences", CHOICES),
     "best_of": Field("best_of", CHOICES),
-    "num_beams": Field(None, fields.one(sampling.BEAM_SEARCH)),
+    "num_beams": Field("num_beams", fields.integer(1, 10), "beam_search", neutral=1),
+    "use_beam_search": Field("use_beam_search", fields.boolean, "beam_search"),
+    "length_penalty": Field("length_penalty", fields.number(lambda value: True, "a number")),
+    "early_stopping": Field("early_stopping", _early_stopping),
     "max_length": Field(None, fields.off("send max_new_tokens, which does not count the prompt")),
     "bad_words_ids": Field(None, fields.off("send bad_words with the texts")),
     **{name: Field(None, sampling.unless(neutral, _STATIC)) for name, neutral in _OF_GENERATE.items()},
@@ -188,6 +195,8 @@ def _exchange(request: Input, served: ServedModel, values: dict[str, Any], warni
         warnings += _further_warnings(further)
     parameters.pop("adapter", None)  # `registered_adapter` has read it
     stream = values.get("stream", False)
+    if not _BEAMS.isdisjoint(parameters):
+        warnings += _set_beams(parameters)
     as_tgi = wants_tgi(request, served)
     framing, formatter_warnings = choose_framing(request, served, stream, as_tgi)
     prompt = values["inputs"]
@@ -241,6 +250,34 @@ def _further_warnings(names: list[str]) -> tuple[str, ...]:
 
 
 _COUNTS = frozenset({"n", "num_return_sequences", "best_of"})
+_BEAMS = frozenset({"num_beams", "use_beam_search", "length_penalty", "early_stopping"})
+# Beam search takes the likeliest tokens as the model gives them, so what changes their probabilities has no place.
+_WITH_BEAMS = frozenset(
+    {"max_new_tokens", "max_tokens", "ignore_eos", "truncate", "seed", "details", "return_full_text"}
+)
+
+
+def _set_beams(parameters: dict[str, Any]) -> tuple[str, ...]:
+    """Turn the settings of beam search into `beams`, in place; return the warnings.
+
+    Raises RequestError for what does not go with beam search.
+    """
+    unused = sorted({"length_penalty", "early_stopping"} & parameters.keys())
+    width = parameters.pop("num_beams", 1)
+    if parameters.pop("use_beam_search", False):  # with vLLM it was best_of that said how many
+        width = max(width, parameters.pop("best_of", 1))
+        if width == 1:
+            raise RequestError("parameters.use_beam_search needs num_beams; send the number of beams with it")
+    penalty, early = parameters.pop("length_penalty", 1.0), parameters.pop("early_stopping", False)
+    if width == 1:
+        return tuple(f"parameters.{name} has no effect without num_beams and is ignored" for name in unused)
+    if not parameters.get("do_sample", True):
+        del parameters["do_sample"]
+    others = sorted(parameters.keys() - _WITH_BEAMS)
+    if others:
+        raise RequestError(f"parameters.{others[0]} does not go with beam search; leave it out, or send num_beams=1")
+    parameters["beams"] = BeamSearch(width=width, length_penalty=penalty, early_stopping=early)
+    return ()
 
 
 def _counts(parameters: dict[str, Any]) -> tuple[int, int | None]:
@@ -267,7 +304,7 @@ def _answer_options(
     candidates = best_of or n
     if candidates > 1:
         _refuse_one_text(candidates, served.output_formatter == TEXT_ONLY and not as_tgi)
-    details = parameters.pop("details", False) or always or candidates > 1
+    details = parameters.pop("details", False) or always or candidates > 1 or "beams" in parameters
     prefill = details and (parameters.get("decoder_input_details", False) or "prompt_logprobs" in parameters)
     return AnswerOptions(
         prompt=prompt if isinstance(prompt, str) else None,

@@ -14,6 +14,8 @@ import lmi_cases
 import openai
 import pydantic
 import pytest
+import torch
+import transformers
 from lmi_cases import generated
 from product_helpers import Server, serving
 from tiny_models import byte_tokenizer
@@ -264,11 +266,28 @@ def test_several_sequences_with_a_constraint_and_the_best_of_them(ours: Server) 
     assert means == sorted(means, reverse=True)
 
 
-def test_beam_search_is_refused_with_what_has_it(ours: Server) -> None:
-    for parameter in ({"num_beams": 4}, {"use_beam_search": True}):
-        refused = lmi_cases.refusal(ours.http, **parameter)
-        assert refused.startswith(f"parameters.{next(iter(parameter))}")
-        assert "option.rolling_batch=disable" in refused
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_beams": 3},
+        {"num_beams": 4, "length_penalty": 0.2, "early_stopping": True},
+        {"num_beams": 2, "length_penalty": 2.0, "early_stopping": "never"},
+    ],
+)
+def test_beam_search_finds_what_transformers_finds(ours: Server, tiny_model: Path, settings: dict[str, Any]) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    prompt = torch.tensor([byte_tokenizer().encode("hello")])
+    found = model.generate(prompt, max_new_tokens=12, do_sample=False, **settings)[0, prompt.shape[1] :].tolist()
+    body = {"inputs": "hello", "parameters": {"max_new_tokens": 12, **settings}}
+    whole = lmi_cases.answer(ours.http, body)
+    assert [token["id"] for token in whole["details"]["tokens"]] == found
+    assert lmi_cases.lines(ours.http, body)[-1]["generated_text"] == whole["generated_text"]
+    cut = lmi_cases.answer(ours.http, {"inputs": "hello" * 50, "parameters": {**settings, "max_new_tokens": 40}})
+    assert cut["details"]["generated_tokens"] <= 6
+    assert (
+        "num_beams to /invocations"
+        in ours.http.post("/v1/completions", json={"prompt": "a", "use_beam_search": True}).text
+    )
 
 
 def test_a_prompt_that_is_too_long_reads_as_openais_error(ours: Server) -> None:
