@@ -101,7 +101,7 @@ class BackgroundCompilation:
 
     def _compile(self) -> tuple[int, str]:
         """Run the compiling process to its end; return its exit code and its standard error."""
-        command = [sys.executable, "-m", "handlers.vllm.compilation"]
+        command = [sys.executable, "-P", "-m", "handlers.vllm.compilation"]
         command += [str(self._models[0].path.parent), str(os.getpid())]
         with subprocess.Popen(
             command,

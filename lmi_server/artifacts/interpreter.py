@@ -191,7 +191,8 @@ class Interpreters:
         try:
             ended = run_child(
                 command,
-                environment={**self._environment, **variables},
+                # As -P, which Python before 3.11 refuses: no file of the working directory takes a module's place.
+                environment={**self._environment, **variables, "PYTHONSAFEPATH": "1"},
                 activity=self._activity,
                 limit_s=_LIMIT_S,
             )

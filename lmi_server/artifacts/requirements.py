@@ -125,7 +125,8 @@ class _Pip:
         return missing
 
     def _run(self, arguments: Sequence[str]) -> None:
-        command = [self._installer.python, "-m", "pip", "install", *_QUIET, *arguments]
+        # -P: a file of the model must not take the place of a module that pip imports.
+        command = [self._installer.python, "-P", "-m", "pip", "install", *_QUIET, *arguments]
         try:
             ended = run_child(
                 command,

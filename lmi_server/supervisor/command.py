@@ -10,9 +10,10 @@ from lmi_server.machine.mpi import MpiRun
 def worker_command(python: str, link: str, progress: str) -> Sequence[str]:
     """Return the command of a worker that is one process of the interpreter `python`.
 
-    It inherits two file descriptors, "fd:N": its end of the link, and the page of its BatchProgress.
+    It inherits two file descriptors, "fd:N": its end of the link, and the page of its BatchProgress. With -P the
+    working directory is not on its import path: a file there, such as a random.py beside weights, must not run.
     """
-    return (python, "-m", "lmi_server.worker", "--link", link, "--progress", progress)
+    return (python, "-P", "-m", "lmi_server.worker", "--link", link, "--progress", progress)
 
 
 def mpi_worker_command(python: str, mpirun: MpiRun, ranks: int, directory: str) -> Sequence[str]:
