@@ -10,21 +10,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from handlers.vllm import library
+from handlers.vllm.engine_fields import SWITCH_VALUES
 from handlers.vllm.options import VllmEngineOptions
 from handlers.vllm.requests import error_message
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.machine.memory import free_and_total
 
-_SWITCH_VALUES = {
-    "true": True,
-    "1": True,
-    "yes": True,
-    "on": True,
-    "false": False,
-    "0": False,
-    "no": False,
-    "off": False,
-}
 # What vLLM raises for arguments and models that it cannot use; some of its checks are assertions.
 _LOAD_ERRORS: tuple[type[Exception], ...] = (
     ValidationError,
@@ -89,7 +80,7 @@ def _command_line(action: argparse.Action, name: str, text: str) -> list[str]:
     """Return the words of the command line that set one argument; a switch is --name or --no-name."""
     if action.nargs != 0:
         return [f"--{name.replace('_', '-')}", text]
-    switch = _SWITCH_VALUES.get(text.lower())
+    switch = SWITCH_VALUES.get(text.lower())
     if switch is None:
         raise ModelLoadError(f"option.{name}={text} is not allowed; allowed: true or false")
     return [option for option in action.option_strings if option.startswith("--no-") is not switch][:1]

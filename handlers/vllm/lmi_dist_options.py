@@ -9,11 +9,19 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from handlers.vllm.options import InWorkerOptions
-from lmi_server.configuration.declaration import Allowed, Conflict, Deprecated, DeprecatedValue, Documented, NoEffect
-from lmi_server.configuration.options import MPI_MODE_DESCRIPTION, JsonObject, PositiveInt, lower
+from lmi_server.configuration.declaration import (
+    Allowed,
+    Conflict,
+    Deprecated,
+    DeprecatedValue,
+    Documented,
+    Key,
+    NoEffect,
+)
+from lmi_server.configuration.options import DTYPE_NOTE, MPI_MODE_DESCRIPTION, Dtype, JsonObject, PositiveInt, lower
 from lmi_server.machine.inventory import Machine
 
-_QUANTIZATIONS = {"bitsandbytes8": "bitsandbytes"}  # LMI-Dist's name -> vLLM's name, if they differ
+_VLLM_NAMES = {"bitsandbytes8": "bitsandbytes"}  # LMI-Dist's name -> vLLM's name, if they differ
 Quantize = Annotated[
     Literal["bitsandbytes8", "gptq", "awq", "squeezellm"],
     BeforeValidator(lambda method: "bitsandbytes8" if method == "bitsandbytes" else method),
@@ -36,6 +44,11 @@ class LmiDistOptions(InWorkerOptions):
     mpi_mode: bool = Field(False, description=MPI_MODE_DESCRIPTION)
     rolling_batch: Annotated[Literal["auto", "lmi-dist"], BeforeValidator(lower)] = Field(
         "auto", description="vLLM batches by itself with any of these values."
+    )
+    dtype: Annotated[Dtype, Key(also=("option.data_type",)), DTYPE_NOTE] = Field(  # type: ignore[assignment]
+        "auto",
+        description="Data type of weights and KV cache; auto is the checkpoint's own, and int8 what LMI-Dist made of"
+        " it: weights in 8 bits, as option.quantize=bitsandbytes8.",
     )
     quantize: Annotated[Quantize | None, DeprecatedValue("bitsandbytes", "use bitsandbytes8")] = Field(
         None,
@@ -60,6 +73,11 @@ class LmiDistOptions(InWorkerOptions):
         False, description="Log the rate at which drafted tokens are accepted."
     )
 
+    @property
+    def vllm_quantization(self) -> str | None:
+        method = "bitsandbytes8" if self.dtype == "int8" else self.quantize
+        return None if method is None else _VLLM_NAMES.get(method, method)
+
     @classmethod
     def recommended(cls, machine: Machine) -> Mapping[str, str]:
         """Return what vLLM recommends, without threads: OMP_NUM_THREADS gives each rank its share of the cores."""
@@ -68,8 +86,10 @@ class LmiDistOptions(InWorkerOptions):
     def engine_arguments(self) -> Mapping[str, Any]:
         """Return the arguments of vLLM's EngineArgs; those that serving.properties gives by vLLM's names are text."""
         arguments = {**super().engine_arguments(), "distributed_executor_backend": "external_launcher"}
-        if self.quantize is not None:
-            arguments["quantization"] = _QUANTIZATIONS.get(self.quantize, self.quantize)
+        if self.vllm_quantization is not None:
+            arguments["quantization"] = self.vllm_quantization
+        if self.dtype == "int8":
+            arguments["dtype"] = "auto"
         if self.speculative_draft_model is not None:
             arguments["speculative_config"] = {
                 "model": self.speculative_draft_model,
@@ -91,4 +111,8 @@ class LmiDistOptions(InWorkerOptions):
                 ("option.speculative_draft_model", "option.speculative_config"),
                 "only without option.speculative_config, which sets the same",
             )
+        if self.dtype == "int8" and self.quantize not in (None, "bitsandbytes8"):
+            yield Conflict(("option.dtype", "option.quantize"), "int8 only without option.quantize")
+        else:
+            yield from self.unknown_to_vllm()
         yield from self.parser_conflicts()

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping
-from functools import cache
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
+from handlers.vllm import engine_fields
 from lmi_server.configuration.declaration import Allowed, Conflict, Key, NoEffect
 from lmi_server.configuration.options import (
     DTYPE_NOTE,
@@ -176,7 +174,7 @@ class VllmEngineOptions(ModelOptions):
 
     @classmethod
     def engine_names(cls) -> frozenset[str]:
-        return _names_of_engine_args()
+        return engine_fields.names()
 
     def engine_arguments(self) -> Mapping[str, Any]:
         """Return the arguments of vLLM's EngineArgs; those that serving.properties gives by vLLM's names are text."""
@@ -293,19 +291,28 @@ class VllmEngineOptions(ModelOptions):
         if self.mpi_mode:
             yield Conflict(("option.mpi_mode",), "engine=Python without option.mpi_mode; vLLM starts its own processes")
         yield from self.parser_conflicts()
-        yield from self._unknown_to_vllm()
+        yield from self.unknown_to_vllm()
         if self.pipeline_parallel_degree != 1 and "option.rolling_batch" in given and self.rolling_batch == "vllm":
             yield Conflict(("option.pipeline_parallel_degree",), "1 with option.rolling_batch=vllm")
 
-    def _unknown_to_vllm(self) -> Iterator[Conflict]:
+    @property
+    def vllm_quantization(self) -> str | None:
+        """Return the method by which weights are quantised, by vLLM's name."""
+        return self.quantize
+
+    def unknown_to_vllm(self) -> Iterator[Conflict]:
         """Yield the values that vLLM would refuse when it loads the model, as far as its version is known here."""
-        for key, value, (file, name) in (
-            ("option.quantize", self.quantize, _QUANTIZATIONS),
-            ("option.load_format", self.load_format, _LOAD_FORMATS),
-        ):
-            known = _names_of_literal(file, name)
-            if value is not None and known and value not in known:
-                yield Conflict((key,), ", ".join(sorted(known)))
+        methods = engine_fields.literal(*_QUANTIZATIONS)
+        if self.vllm_quantization is not None and methods and self.vllm_quantization not in methods:
+            key = "option.quantize" if self.quantize is not None else "option.dtype"
+            yield Conflict((key,), f"what the installed vLLM has: {', '.join(sorted(methods))} in option.quantize")
+        formats = engine_fields.literal(*_LOAD_FORMATS)
+        if formats and self.load_format not in formats:
+            yield Conflict(("option.load_format",), ", ".join(sorted(formats)))
+        for name, text in self.passed_to_engine().items():
+            instead = engine_fields.allowed_instead(name, text)
+            if instead is not None:
+                yield Conflict((f"option.{name}", name), instead)
 
     def parser_conflicts(self) -> Iterator[Conflict]:
         """Yield the options that require a parser, if none is named."""
@@ -387,42 +394,8 @@ _SAME_NAMES = (
     "reasoning_parser",
 )
 _JSON_TEXTS = ("limit_mm_per_prompt", "kv_transfer_config", "speculative_config")
-_NOT_PASSED_ON = ("model", "served_model_name")  # this server decides them
 
 
 # Where vLLM's source lists the values of an option: the file, and the name of a Literal in it.
 _QUANTIZATIONS = ("model_executor/layers/quantization/__init__.py", "QuantizationMethods")
 _LOAD_FORMATS = ("model_executor/model_loader/__init__.py", "LoadFormats")
-
-
-@cache
-def _names_of_literal(file: str, name: str) -> frozenset[str]:
-    """Return the values of a Literal in vLLM's source; nothing if vLLM is not installed or has no such Literal."""
-    for node in _source(file).body:
-        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [name]:
-            return frozenset(str(found.value) for found in ast.walk(node.value) if isinstance(found, ast.Constant))
-    return frozenset()
-
-
-def _source(file: str) -> ast.Module:
-    """Return a file of vLLM, parsed; an empty module if it is not there."""
-    spec = find_spec("vllm")
-    path = None if spec is None or spec.origin is None else Path(spec.origin).parent / file
-    return ast.Module([], []) if path is None or not path.is_file() else ast.parse(path.read_text(encoding="utf-8"))
-
-
-@cache
-def _names_of_engine_args() -> frozenset[str]:
-    """Return the names of all fields of vLLM's EngineArgs; nothing if vLLM is not installed.
-
-    They are read from vLLM's source, because `explain` and the front end need them too, and importing vLLM takes
-    seconds and starts CUDA.
-    """
-    classes = [
-        node
-        for node in _source("engine/arg_utils.py").body
-        if isinstance(node, ast.ClassDef) and node.name.endswith("EngineArgs")
-    ]
-    fields = [node.target for found in classes for node in found.body if isinstance(node, ast.AnnAssign)]
-    names = {target.id for target in fields if isinstance(target, ast.Name) and not target.id.startswith("_")}
-    return frozenset(names.difference(_NOT_PASSED_ON))

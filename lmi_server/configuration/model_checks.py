@@ -52,7 +52,7 @@ class ModelChecks:
         yield from (wrong[key] for key in sorted(wrong, key=lambda key: known[key].line or 0))
         if self.misplaced is not None:
             yield self.misplaced
-        yield from conflicts(self.serving, self.options, known, wrong)
+        yield from conflicts(self.serving, self.options, {**self.merged.unknown, **known}, wrong)
         if self.choice.problem is not None:
             yield self.choice.problem
         elif self.misplaced is None:

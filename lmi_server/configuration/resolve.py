@@ -148,6 +148,7 @@ def inspect_model(
     merged = merge_layers(layers, spec, declared, inferred_task, machine)
     serving, wrong_serving = build(ServingOptions, merged.known)
     options, wrong_options = build(load_options_type(spec), merged.known)
+    options = _complete(options, spec, location, merged)
     checks = ModelChecks(model, location, misplaced, choice, spec, handlers, merged, serving, options, machine)
     everything = {**merged.known, **merged.unknown}
     SECRETS.add_named({source.spelling or key: source.raw for key, source in everything.items()})
@@ -157,7 +158,7 @@ def inspect_model(
         model_dir=str(model_dir),
         spec=spec,
         handler_reason=choice.reason(model, handlers),
-        options=_complete(options, spec, location, merged),
+        options=options,
         serving=serving,
         sources=MappingProxyType({**_default_sources(declared), **merged.known}),
         unknown=MappingProxyType(merged.unknown),

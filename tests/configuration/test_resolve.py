@@ -671,11 +671,27 @@ def test_the_old_name_of_model_id(write: Write) -> None:
     [
         (
             "option.rolling_batch=vllm\noption.quantize=awqq",
-            'option.quantize = "awqq" is not allowed; allowed: auto_awq',
+            'option.quantize = "awqq" is not allowed; allowed: what the installed vLLM has: auto_awq',
         ),
         (
             "option.rolling_batch=vllm\noption.load_format=foo",
             'option.load_format = "foo" is not allowed; allowed: auto,',
+        ),
+        (
+            "option.rolling_batch=vllm\noption.block_size=big",
+            'serving.properties:2: option.block_size = "big" is not allowed; allowed: a number',
+        ),
+        (
+            "option.rolling_batch=vllm\nenable_eplb=maybe",
+            'enable_eplb = "maybe" is not allowed; allowed: true or false',
+        ),
+        ("option.rolling_batch=vllm\noption.kv_cache_dtype=fp9", "allowed: auto, bfloat16, "),
+        ("option.rolling_batch=vllm\noption.mm_processor_kwargs=[1]", "allowed: a JSON object"),
+        ("engine=MPI\noption.rolling_batch=lmi-dist\noption.seed=x", "allowed: a number"),
+        ("engine=MPI\noption.rolling_batch=lmi-dist\noption.load_format=foo", "allowed: auto,"),
+        (
+            "engine=MPI\noption.rolling_batch=lmi-dist\noption.dtype=int8\noption.quantize=gptq",
+            'option.dtype = "int8" is not allowed; allowed: int8 only without option.quantize',
         ),
         ("option.entryPoint=transformers_neuronx\noption.unroll=x", "allowed: an integer of 1 or more"),
         (
@@ -688,6 +704,38 @@ def test_what_the_engine_would_refuse_is_refused_before(write: Write, properties
     (problem,) = inspect_model(write(properties), {}).problems
     if "vllm" not in properties or find_spec("vllm") is not None:
         assert text in problem
+
+
+def test_arguments_by_the_names_of_vllm_reach_the_engine(write: Write) -> None:
+    pytest.importorskip("vllm")
+    given = {
+        "block_size": "32",
+        "kv_cache_dtype": "fp8",
+        "enable_eplb": "True",
+        "mm_processor_kwargs": '{"crops": 4}',
+        "hf_overrides": '{"rope_theta": 1}',
+        "cpu_distributed_timeout_seconds": "None",
+    }
+    lines = ["option.rolling_batch=vllm", *(f"option.{key}={text}" for key, text in given.items())]
+    found = inspect_model(write("\n".join(lines)), {})
+    assert found.problems == ()
+    assert given.items() <= found.options.engine_arguments().items()
+
+
+def test_int8_for_lmi_dist_is_bitsandbytes(write: Write) -> None:
+    """LMI documents the value for LMI-Dist alone. The vLLM here has to know the method, as with option.quantize."""
+    directory = write("engine=MPI\noption.rolling_batch=lmi-dist\noption.dtype=int8")
+    int8 = inspect_model(directory, {})
+    (directory / "serving.properties").write_text(
+        "engine=MPI\noption.rolling_batch=lmi-dist\noption.quantize=bitsandbytes8"
+    )
+    named = inspect_model(directory, {})
+    given = int8.options.engine_arguments()
+    assert (given["quantization"], given.get("dtype", "auto")) == ("bitsandbytes", "auto")
+    assert given == named.options.engine_arguments()
+    for found, written in ((int8, 'option.dtype = "int8"'), (named, 'option.quantize = "bitsandbytes8"')):
+        assert all(f"{written} is not allowed; allowed: what the installed vLLM has" in line for line in found.problems)
+    assert len(int8.problems) == len(named.problems)
 
 
 def test_a_handler_that_is_missing_is_one_line(write: Write) -> None:
