@@ -12,6 +12,7 @@ import pytest
 from fresh_environments import make_environment
 from paths import SAMPLES
 from product_helpers import Server, running
+from skops_helpers import import_skops
 
 pytestmark = pytest.mark.slow
 
@@ -55,12 +56,11 @@ def classifier(directory: Path) -> None:
 
 
 def forest(directory: Path) -> None:
-    import skops.io
     from sklearn.ensemble import RandomForestClassifier
 
     rows = [[float(index % 3), 1.0, 2.0, 3.0] for index in range(12)]
     directory.mkdir()
-    skops.io.dump(RandomForestClassifier(n_estimators=2).fit(rows, [0, 1] * 6), directory / "model.skops")
+    import_skops().dump(RandomForestClassifier(n_estimators=2).fit(rows, [0, 1] * 6), directory / "model.skops")
 
 
 def booster(directory: Path) -> None:

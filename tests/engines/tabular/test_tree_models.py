@@ -21,6 +21,7 @@ from sklearn.ensemble import RandomForestClassifier
 from sklearn.linear_model import LinearRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer, OneHotEncoder
+from skops_helpers import import_skops
 
 from lmi_server.configuration.resolve import resolve_model
 from lmi_server.contract.errors import ConfigurationError, HandlerError, LmiServerError, ModelLoadError, RequestError
@@ -45,9 +46,7 @@ def booster() -> xgboost.Booster:
 
 
 def save_skops(path: Path) -> None:
-    import skops.io
-
-    skops.io.dump(forest(), path.with_suffix(".skops"))
+    import_skops().dump(forest(), path.with_suffix(".skops"))
 
 
 def save_joblib(path: Path) -> None:
@@ -155,12 +154,10 @@ def test_rows_of_several_requests_are_predicted_together(sklearn: Any) -> None:
 
 
 def test_texts_reach_a_model_that_was_trained_on_them(tmp_path: Path) -> None:
-    import skops.io
-
     model = make_pipeline(OneHotEncoder(), LinearRegression()).fit(
         [["a", "x"], ["b", "y"], ["a", "y"]], [1.0, 2.0, 3.0]
     )
-    skops.io.dump(model, tmp_path / "model.skops")
+    import_skops().dump(model, tmp_path / "model.skops")
     handler = started(tmp_path, entryPoint=SKLEARN)
     found = ask(handler, {"inputs": [["a", "x"], ["b", "y"]]})["predictions"]
     assert found == pytest.approx([1.0, 2.0])
@@ -192,9 +189,7 @@ def test_a_file_that_can_run_code_needs_trust(tmp_path: Path) -> None:
 
 
 def test_a_skops_file_with_untrusted_types_is_refused(tmp_path: Path) -> None:
-    import skops.io
-
-    skops.io.dump(make_pipeline(FunctionTransformer(np.sort)), tmp_path / "model.skops")
+    import_skops().dump(make_pipeline(FunctionTransformer(np.sort)), tmp_path / "model.skops")
     with pytest.raises(ModelLoadError, match=r"contains types that skops does not trust: numpy\.sort; add"):
         started(tmp_path, entryPoint=SKLEARN)
     handler = started(tmp_path, entryPoint=SKLEARN, skops_trusted_types="numpy.sort")
