@@ -9,8 +9,9 @@ from __future__ import annotations
 _WITH_STATE = frozenset(
     {
         "BambaForCausalLM", "DeepseekV4ForCausalLM", "FalconH1ForCausalLM", "FalconMambaForCausalLM",
-        "GraniteMoeHybridForCausalLM", "JambaForCausalLM", "KimiLinearForCausalLM", "Mamba2ForCausalLM",
-        "MambaForCausalLM", "NemotronHForCausalLM", "OlmoHybridForCausalLM", "Qwen3NextForCausalLM",
+        "GraniteMoeHybridForCausalLM", "HrmTextForCausalLM", "JambaForCausalLM", "KimiLinearForCausalLM",
+        "Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM", "MiniMaxForCausalLM",
+        "NemotronHForCausalLM", "OlmoHybridForCausalLM", "Qwen3NextForCausalLM",
         "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen4ExpForCausalLM", "RecurrentGemmaForCausalLM",
         "RwkvForCausalLM", "Zamba2ForCausalLM", "ZambaForCausalLM", "ZayaForCausalLM", "xLSTMForCausalLM",
     }
@@ -18,14 +19,29 @@ _WITH_STATE = frozenset(
 _WITHOUT_INTERFACE = frozenset(
     {
         "BigBirdForCausalLM", "BloomForCausalLM", "CodeGenForCausalLM", "CpmAntForCausalLM", "FalconForCausalLM",
-        "GPTJForCausalLM", "GPTNeoForCausalLM", "GPTNeoXJapaneseForCausalLM", "GotOcr2ForConditionalGeneration",
+        "GPTJForCausalLM", "GPTNeoForCausalLM", "GPTNeoXJapaneseForCausalLM", "GitForCausalLM",
         "MegatronBertForCausalLM", "MptForCausalLM", "MvpForCausalLM", "OpenAIGPTLMHeadModel",
         "ProphetNetForCausalLM", "ReformerModelWithLMHead", "RemBertForCausalLM", "RoFormerForCausalLM",
         "TrOCRForCausalLM", "XGLMForCausalLM", "XLMWithLMHeadModel", "XLNetLMHeadModel",
     }
 )
+_WITH_OWN_POSITIONS = frozenset(  # counted from the cache or the pad token, whatever positions they are given
+    {
+        "BartForCausalLM", "BigBirdPegasusForCausalLM", "BlenderbotForCausalLM",
+        "BlenderbotSmallForCausalLM", "CamembertForCausalLM", "Data2VecTextForCausalLM", "MBartForCausalLM",
+        "MarianForCausalLM", "PLBartForCausalLM", "PegasusForCausalLM", "RobertaForCausalLM",
+        "RobertaPreLayerNormForCausalLM", "XLMRobertaForCausalLM", "XLMRobertaXLForCausalLM",
+        "XmodForCausalLM",
+    }
+)
+_WITH_OTHER_ATTENTION = frozenset(  # sinks, biases, masks or indexes of their own, heads that are subtracted, chunks
+    {
+        "AXK2ForCausalLM", "DeepseekV32ForCausalLM", "DiffLlamaForCausalLM", "DogeForCausalLM",
+        "GlmMoeDsaForCausalLM", "GptOssForCausalLM", "GraniteMoeSWAForCausalLM", "GraniteSWAForCausalLM",
+        "HYV4ForCausalLM", "InklingForCausalLM", "Llama4ForCausalLM", "MiMoV2FlashForCausalLM",
+    }
+)
 # fmt: on
-_WITH_INDEXER = frozenset({"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"})
-UNBATCHED = _WITH_STATE | _WITHOUT_INTERFACE | _WITH_INDEXER
+UNBATCHED = _WITH_STATE | _WITHOUT_INTERFACE | _WITH_OWN_POSITIONS | _WITH_OTHER_ATTENTION
 """Those that keep a state beside keys and values, those without transformers' attention interface, and those whose
-attention asks an index which tokens it sees."""
+positions or attention the rolling batch does not compute."""

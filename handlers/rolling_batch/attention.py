@@ -331,10 +331,15 @@ def probe_layers(model: Any, name: str) -> list[AttentionLayer]:
     layers: dict[int, AttentionLayer] = {}
 
     def record(
-        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any = None, **more: Any
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any = None,
+        **more: Any,
     ) -> tuple[torch.Tensor, None]:
         extra = [name for name in ("s_aux", "sinks", "position_bias", "alibi") if more.get(name) is not None]
-        extra += ["a mask of its own"] if mask is not None else []
+        extra += ["a mask of its own"] if attention_mask is not None else []
         extra += [f"{key.dtype} keys in a {model.dtype} model"] if key.dtype != model.dtype else []
         if extra:
             raise UnsupportedAttentionError(f"{type(module).__name__} attends with {extra[0]}")

@@ -5,6 +5,7 @@ They call model.generate(): transformers 5 has no pipeline for text2text-generat
 
 from __future__ import annotations
 
+import logging
 import queue
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from transformers.generation import BaseStreamer
 from handlers.checkpoints.placement import main_device
 from handlers.checkpoints.transformers_loading import eos_token_ids, load_model, load_tokenizer
 from handlers.rolling_batch.detokenizer import IncrementalDetokenizer, StopMatcher
+from handlers.tasks import padding
 from handlers.tasks.options import TRANSLATION, PipelineOptions
 from handlers.tasks.task import Piece, Task, named, read_text
 from lmi_server.contract.errors import ContextLengthError, RequestError
@@ -26,6 +28,8 @@ from lmi_server.dialects import fields
 from lmi_server.dialects.fields import Field
 from lmi_server.dialects.lmi.answer import room_note
 from lmi_server.dialects.lmi.objects import Details, LmiToken
+
+_log = logging.getLogger(__name__)
 
 _COUNT = fields.integer(1)
 _SWITCHED_OFF = fields.integer(0)
@@ -216,13 +220,14 @@ class GenerationTask(Task):
             self._tokenizer.pad_token = self._tokenizer.eos_token
         self._model = load_model(self.auto_class, path, options)
         positions = getattr(self._model.config.get_text_config(), "max_position_embeddings", None) or 0
-        self.max_length = options.max_model_len or positions
+        self.max_length = options.max_model_len or max(positions, 0)  # XLNet says -1: it has no limit
         self._eos = eos_token_ids(self._model, self._tokenizer)
         self._vocabulary = self._model.get_input_embeddings().num_embeddings
         self._defaults: dict[str, Any] = {}  # the parameters that config.json sets for this task
         # libgomp keeps a team of threads for each thread that ever ran a parallel operation, and slows down once they
         # are more than the cores. A stream needs a second thread beside the main one, so all of generate() runs in it.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="generate")
+        self._pads = True
 
     @property
     def model(self) -> Any:
@@ -233,12 +238,15 @@ class GenerationTask(Task):
         return self._tokenizer
 
     def run(self, inputs: Sequence[Any], parameters: Mapping[str, Any]) -> Sequence[Any]:
-        sequences = self._thread.submit(self._generate, inputs, parameters).result()
         each = parameters.get("num_return_sequences", 1)
-        return [
-            [self._result(prompt, new, parameters) for new in sequences[place * each : (place + 1) * each]]
-            for place, prompt in enumerate(inputs)
-        ]
+        results: dict[int, list[Any]] = {}
+        for places in self._batches(inputs):
+            together = [inputs[place] for place in places]
+            sequences = self._thread.submit(self._generate, together, parameters).result()
+            for number, place in enumerate(places):
+                own = sequences[number * each : (number + 1) * each]
+                results[place] = [self._result(inputs[place], new, parameters) for new in own]
+        return [results[place] for place in range(len(inputs))]
 
     def items(self, result: Any) -> Sequence[Any]:
         """Return the sequences of one input: an answer lists those of all inputs one after the other."""
@@ -256,6 +264,10 @@ class GenerationTask(Task):
             )
 
     def stream(self, inputs: Sequence[Any], parameters: Mapping[str, Any]) -> Iterator[list[Piece]]:
+        if len(self._batches(inputs)) > 1:
+            raise RequestError(
+                "inputs: a stream of this model takes texts of the same number of tokens; send each in its own request"
+            )
         tokens: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
         stopped = _Stopped()
         running = self._thread.submit(self._generate, inputs, parameters, _Steps(tokens), stopped)
@@ -288,6 +300,15 @@ class GenerationTask(Task):
     def context(self, prompt: Prompt) -> Sequence[int]:
         """Return the tokens that the generated text continues; the detokenizer needs them for spaces."""
         raise NotImplementedError
+
+    def _batches(self, inputs: Sequence[Prompt]) -> list[list[int]]:
+        """Return the places of the inputs that run together: all, or those of one length if padding changes answers."""
+        if self._pads:
+            return [list(range(len(inputs)))]
+        batches: dict[int, list[int]] = {}
+        for place, prompt in enumerate(inputs):
+            batches.setdefault(len(prompt.ids), []).append(place)
+        return list(batches.values())
 
     def _generate(
         self,
@@ -412,6 +433,12 @@ class TextGeneration(GenerationTask):
     auto_class = AutoModelForCausalLM
     padding_side = "left"
     default_new_tokens = 30  # the default of LMI
+
+    def __init__(self, path: str, options: PipelineOptions) -> None:
+        super().__init__(path, options)
+        self._pads = self._thread.submit(padding.is_harmless, self._model, self._tokenizer.pad_token_id or 0).result()
+        if not self._pads:
+            _log.info("padding changes the answers of %s: only prompts of one length run together", path)
 
     def read(self, value: Any, parameters: Mapping[str, Any]) -> Prompt:
         text = read_text(value)

@@ -11,7 +11,11 @@ from lmi_server.artifacts.location import GgufFile, HubModel, LocalArchive, Loca
 from lmi_server.configuration.gguf import gguf_files, is_gguf, read_gguf
 from lmi_server.contract.errors import ConfigurationError
 
-_CAUSAL_LM = ("ForCausalLM", "LMHeadModel")
+_CAUSAL_LM = ("ForCausalLM", "LMHeadModel", "ModelWithLMHead", "GenerationDecoder")
+# Of models that read images too; transformers loads them as causal language models.
+_CAUSAL_LM_BY_NAME = frozenset(
+    f"{family}ForConditionalGeneration" for family in ("Gemma3", "Gemma3n", "Gemma4", "Gemma4Unified")
+)
 
 
 def locate_model(model_id: str | None, model_dir: Path) -> str:
@@ -65,4 +69,4 @@ def architectures(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 def is_causal_lm(names: tuple[str, ...]) -> bool:
     """Return True if one of the architectures is a causal language model, such as LlamaForCausalLM."""
-    return any(name.endswith(_CAUSAL_LM) for name in names)
+    return any(name.endswith(_CAUSAL_LM) or name in _CAUSAL_LM_BY_NAME for name in names)

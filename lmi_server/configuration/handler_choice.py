@@ -113,7 +113,8 @@ def choose_handler(given: Given, model: Model, machine: Machine, handlers: Handl
     chosen = _variant(chosen, workload, handlers)
     if chosen.spec is not None and chosen.spec.rolling_batch_decides:
         chosen = _variant(_by_rolling_batch(chosen, given, model, machine, handlers), workload, handlers)
-        chosen = _without_rolling_batch(chosen, replace(workload, architectures=model.architectures), handlers)
+        batched = replace(workload, architectures=model.architectures)
+        chosen = _without_rolling_batch(chosen, given, batched, machine, handlers)
     return _with_rolling_batch_as_reason(chosen, given)
 
 
@@ -141,17 +142,33 @@ def _variant(chosen: Choice, workload: Workload, handlers: HandlerTable) -> Choi
     return chosen if title is None else replace(chosen, spec=handlers.by_title(title))
 
 
-def _without_rolling_batch(chosen: Choice, workload: Workload, handlers: HandlerTable) -> Choice:
-    """Return the variant for an architecture that the rolling batch of the chosen handler cannot serve, with a note."""
-    other = _variant(chosen, workload, handlers)
-    if other.spec is chosen.spec:
+def _without_rolling_batch(
+    chosen: Choice, given: Given, workload: Workload, machine: Machine, handlers: HandlerTable
+) -> Choice:
+    """Return who serves an architecture that the rolling batch of the chosen handler cannot serve, with a note.
+
+    An engine that can batch it comes first. But as with LMI, a user who names huggingface and no rolling batch gets the
+    handler of that name.
+    """
+    static = _variant(chosen, workload, handlers)
+    if static.spec is chosen.spec:
         return chosen
+    names = ", ".join(workload.architectures)
+    cannot = f"{names} cannot run under the rolling batch of transformers and is served"
+    free = chosen.source is None or ROLLING_BATCH in given
+    engine = next((spec for spec in handlers.specs if spec.takes_over(workload.architectures, machine)), None)
+    if free and engine is not None:
+        own = f"option.rolling_batch={engine.rolling_batches[0]}"
+        note = (
+            f"{cannot} with {engine.title}; {own} says so without this warning, and option.rolling_batch=disable serves"
+            " it in static batches"
+        )
+        return replace(chosen, spec=engine, note=note)
     note = (
-        f"{', '.join(workload.architectures)} cannot run under the rolling batch of transformers and is served in"
-        " static batches; option.rolling_batch=disable says so without this warning, and option.rolling_batch=vllm"
-        " serves it if vLLM can"
+        f"{cannot} in static batches; option.rolling_batch=disable says so without this warning, and"
+        " option.rolling_batch=vllm serves it if vLLM can"
     )
-    return replace(other, note=note)
+    return replace(static, note=note)
 
 
 def _by_files(given: Given, model_dir: Path, handlers: HandlerTable) -> Choice:

@@ -15,6 +15,7 @@ from typing import cast
 
 from lmi_server.configuration.options import ModelOptions
 from lmi_server.configuration.tasks import POOLING, TEXT_EMBEDDING, Workload
+from lmi_server.machine.inventory import Machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,8 @@ class HandlerSpec:
     - `model_files`: files in the model directory, if there is no entry point.
     - `mpi_architectures`: beginnings of the architectures that it serves under the MPI engine if nothing names it.
     - `variant`: the handler that takes its place for other workloads.
+    - `generates`: "module:function" that takes architectures and a kind of device (`Machine.device_kind`), and returns
+      whether the engine generates text with one of them; None if the handler takes over no model from another one.
 
     What it needs and serves:
     - `engines`: Python packages that must be installed.
@@ -69,6 +72,7 @@ class HandlerSpec:
     model_files: tuple[str, ...] = ()
     mpi_architectures: tuple[str, ...] = ()
     variant: Variant | None = None
+    generates: str | None = None
     engines: tuple[str, ...] = ()
     needs_mpi: bool = False
     reads_checkpoint: bool = False
@@ -85,6 +89,13 @@ class HandlerSpec:
     def formats_text(self) -> bool:
         """True if the handler generates text, which the dialects format as option.output_formatter says."""
         return self.handler is not None and not self.takes_batches
+
+    def takes_over(self, architectures: tuple[str, ...], machine: Machine) -> bool:
+        """Return whether the engine is here and serves a model that the default handler cannot batch."""
+        if self.generates is None or not machine.engines.issuperset(self.engines):
+            return False
+        generates = cast("Callable[[tuple[str, ...], str], bool]", load(self.generates))
+        return generates(architectures, machine.device_kind)
 
     def variant_for(self, workload: Workload) -> str | None:
         """Return the title of the variant that serves `workload`; None if the handler serves it itself."""
@@ -219,6 +230,7 @@ _VLLM = HandlerSpec(
     entry_points=("djl_python.lmi_vllm.vllm_async_service", "djl_python.vllm", "vllm"),
     rolling_batches=("vllm",),
     variant=Variant("vllm pooling", serves="handlers.vllm.options:runs_pooling"),
+    generates="handlers.vllm.architectures:can_generate",
     engines=("vllm",),
     reads_checkpoint=True,
     batches_by_default=True,

@@ -115,10 +115,12 @@ class ModelChecks:
                 "set option.task"
             )
         if self.spec.causal_lm_only and names and not is_causal_lm(names):
+            reads_more = any(name.endswith("ForConditionalGeneration") for name in names)  # images or audio
+            remedy = "rolling_batch=vllm" if reads_more else "task, for example option.task=text-embedding"
             yield (
                 f"{self.model.directory}: architecture {', '.join(names)} cannot be decoded by "
                 f"option.rolling_batch={self.options.rolling_batch}, which needs a causal language model "
-                "(*ForCausalLM); set option.task, for example option.task=text-embedding"
+                f"(*ForCausalLM); set option.{remedy}"
             )
 
     def warnings(self) -> Iterator[str]:

@@ -23,6 +23,8 @@ _BY_ENDING = {
     "T5WithLMHeadModel": "text2text-generation",
     "ForCausalLM": TEXT_GENERATION,
     "LMHeadModel": TEXT_GENERATION,
+    "ModelWithLMHead": TEXT_GENERATION,  # Reformer
+    "GenerationDecoder": TEXT_GENERATION,  # BERT
     "ForQuestionAnswering": "question-answering",
     "ForTokenClassification": "token-classification",
     "ForSequenceClassification": TEXT_CLASSIFICATION,

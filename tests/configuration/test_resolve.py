@@ -415,7 +415,7 @@ def test_files_of_sentence_transformers_make_an_embedding_model(write: Write) ->
 
 
 def test_an_architecture_without_a_task_asks_for_one(write: Write) -> None:
-    (problem,) = refusal(write(config={"architectures": ["LlavaForConditionalGeneration"]}))
+    (problem,) = refusal(write(config={"architectures": ["ViTModel"]}))
     assert "cannot be decoded by option.rolling_batch=scheduler" in problem
     assert "set option.task" in problem
 
@@ -973,6 +973,44 @@ def test_auto_avoids_a_rolling_batch_that_cannot_run_the_architecture(write: Wri
     assert warning.startswith(
         "GPTJForCausalLM cannot run under the rolling batch of transformers and is served in static"
     )
+
+
+@pytest.mark.parametrize(
+    ("lines", "architecture", "title"),
+    [
+        ((), "GPTJForCausalLM", "vllm"),
+        (("option.entryPoint=djl_python.huggingface", "option.rolling_batch=auto"), "GPTJForCausalLM", "vllm"),
+        (("option.entryPoint=djl_python.huggingface",), "GPTJForCausalLM", "huggingface pipeline"),
+        ((), "MambaForCausalLM", "huggingface pipeline"),  # vLLM has no kernel for it on the CPU
+        ((), "RwkvForCausalLM", "huggingface pipeline"),  # nor any for this one
+    ],
+)
+def test_auto_prefers_vllm_to_static_batches_if_it_is_able(
+    write: Write, lines: tuple[str, ...], architecture: str, title: str
+) -> None:
+    pytest.importorskip("vllm")
+    machine = replace(NO_GPU, engines=frozenset({"vllm"}))
+    found = inspect_model(write("\n".join(lines), config={"architectures": [architecture]}), {}, machine=machine)
+    assert (found.spec.title, found.problems) == (title, ())
+    (warning,) = found.warnings
+    way = "with vllm; option.rolling_batch=vllm says so" if title == "vllm" else "in static batches; option.rolling_"
+    assert f"{architecture} cannot run under the rolling batch of transformers and is served {way}" in warning
+
+
+@pytest.mark.parametrize(
+    ("architecture", "unavailable"),
+    [
+        ("Gemma3ForConditionalGeneration", False),  # its text is served, and compared when it loads
+        ("BertGenerationDecoder", False),
+        ("ReformerModelWithLMHead", False),
+        ("Qwen2VLForConditionalGeneration", True),
+        ("LlavaForConditionalGeneration", True),
+    ],
+)
+def test_a_model_of_images_and_text_points_to_vllm(write: Write, architecture: str, unavailable: bool) -> None:
+    config = {"architectures": [architecture], "vision_config": {}}
+    found = inspect_model(write(config=config), {}, machine=NO_GPU)
+    assert [text.rpartition("; ")[2] for text in found.unavailable] == ["set option.rolling_batch=vllm"] * unavailable
 
 
 def test_a_rolling_batch_that_was_asked_for_is_chosen_for_any_architecture(write: Write) -> None:

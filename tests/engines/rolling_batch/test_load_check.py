@@ -9,7 +9,7 @@ import pytest
 import torch
 from rolling_batch_helpers import Received, generated
 from tiny_models import CONTEXT, VOCABULARY, byte_tokenizer, random_model, tiny_model
-from transformers import AutoModelForCausalLM, GlmMoeDsaConfig, Llama4TextConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, DogeConfig, GlmMoeDsaConfig, Llama4TextConfig, PreTrainedModel
 
 from handlers.huggingface import model as transformers_model
 from handlers.huggingface.options import HuggingFaceOptions
@@ -103,6 +103,16 @@ def test_what_the_code_of_a_model_raises_is_a_refusal(tmp_path: Path) -> None:
         first_k_dense_replace=1, max_position_embeddings=CONTEXT, index_n_heads=2, index_head_dim=16, index_topk=8,
     )  # fmt: skip
     with pytest.raises(ModelLoadError, match=r"its code raised TypeError.*option\.rolling_batch=disable"):
+        load(saved(AutoModelForCausalLM.from_config(config), tmp_path))
+
+
+def test_a_mask_of_the_models_own_is_a_refusal(tmp_path: Path) -> None:
+    """Doge passes its mask by name, and only longer texts than this window show what it hides."""
+    config = DogeConfig(
+        vocab_size=VOCABULARY, max_position_embeddings=CONTEXT, hidden_size=64, intermediate_size=96,
+        num_hidden_layers=2, num_attention_heads=4, keep_window_size=128, bos_token_id=257, eos_token_id=258,
+    )  # fmt: skip
+    with pytest.raises(ModelLoadError, match="DogeAttention attends with a mask of its own"):
         load(saved(AutoModelForCausalLM.from_config(config), tmp_path))
 
 

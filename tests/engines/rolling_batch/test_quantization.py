@@ -10,15 +10,18 @@ import pytest
 import torch
 from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
-from rolling_batch_helpers import Engine, generated, prompts
+from rolling_batch_helpers import Engine, Received, generated, prompts
 from tiny_models import byte_tokenizer, llama_of_whole_blocks, tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from handlers.checkpoints.quantization import Int8Linear, quantization_details
 from handlers.checkpoints.transformers_loading import load_model
+from handlers.huggingface import model as transformers_model
 from handlers.huggingface.options import HuggingFaceOptions
+from handlers.rolling_batch.engine_loading import load_engine
 from lmi_server.contract.errors import ModelLoadError
+from lmi_server.contract.generation import SamplingParameters
 
 pytestmark = pytest.mark.slow
 
@@ -36,23 +39,28 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def compressed(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint with packed 4-bit weights, as llm-compressor writes them."""
-    model = AutoModelForCausalLM.from_pretrained(plain)
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    return compress(plain, tmp_path_factory.mktemp("compressed"), "pack-quantized", weights)
+
+
+def compress(plain: Path, directory: Path, form: str, weights: dict[str, Any], **more: Any) -> Path:
+    """Save the model in `plain` with its linear layers quantised; `more` has the scheme of their inputs."""
+    model = AutoModelForCausalLM.from_pretrained(plain)
     config = QuantizationConfig(
-        config_groups={"group_0": {"targets": ["Linear"], "weights": weights}},
+        config_groups={"group_0": {"targets": ["Linear"], "weights": weights, **more}},
         quant_method="compressed-tensors",
         ignore=["lm_head"],
-        format="pack-quantized",
+        format=form,
     )
     apply_quantization_config(model, config)
     for module in model.modules():
         if hasattr(module, "weight_scale"):
-            largest = module.weight.detach().unflatten(1, (-1, 32)).abs().amax(-1)
-            module.weight_scale.data.copy_(largest / 7)
+            groups = module.weight.detach().unflatten(1, (-1, weights.get("group_size") or module.in_features))
+            module.weight_scale.data.copy_(groups.abs().amax(-1) / (2 ** (weights["num_bits"] - 1) - 1))
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
-    directory = tmp_path_factory.mktemp("compressed")
     model.save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
     compressor.update_config(str(directory))
     return directory
 
@@ -76,6 +84,29 @@ def test_a_compressed_checkpoint_is_served(compressed: Path) -> None:
     answers = [engine.add(prompt, max_new_tokens=12)[1] for prompt in PROMPTS]
     engine.run()
     assert [answer.tokens for answer in answers] == [generated(reference, prompt, 12) for prompt in PROMPTS]
+
+
+def test_a_checkpoint_that_rounds_activations_is_judged_by_its_error(
+    plain: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """W8A8: each row of the activations is rounded to 8 bits, so that logits over a KV cache are never quite equal."""
+    caplog.set_level("INFO")
+    eight = {"num_bits": 8, "type": "int", "symmetric": True}
+    rounded = {**eight, "strategy": "token", "dynamic": True}
+    directory = compress(
+        plain, tmp_path / "w8a8", "int-quantized", {**eight, "strategy": "channel"}, input_activations=rounded
+    )
+    options = HuggingFaceOptions(dtype="fp32", kv_cache_memory_gb=0.01)
+    loaded = load_engine(lambda: transformers_model.load(str(directory), options), options)
+    assert "its layers round their inputs: on random tokens the logits differ by" in caplog.text
+    reference, same = AutoModelForCausalLM.from_pretrained(plain), 0
+    for prompt in PROMPTS:
+        answer = Received()
+        loaded.engine.add("a", prompt, SamplingParameters(max_new_tokens=1, ignore_eos=True), "", 3, answer.take)
+        while loaded.engine.has_work:
+            loaded.engine.step()
+        same += answer.tokens == generated(reference, prompt, 1)
+    assert same >= len(PROMPTS) - 1
 
 
 @pytest.mark.parametrize(("method", "share"), [("bitsandbytes4", 0.75), ("bitsandbytes8", 0.8)])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from pipeline_helpers import LoadTask, approximately, ask, content_of, request
+from pipeline_helpers import LoadTask, approximately, ask, content_of, request, started
 from tiny_tasks import CONTEXT, seq2seq_tokenizer
 
 from lmi_server.contract.errors import ContextLengthError, LmiServerError, RequestError
@@ -50,6 +50,25 @@ def test_prompts_are_continued_as_by_the_model_alone(load_task: LoadTask) -> Non
     ]
     outcomes = handler.handle([request({"inputs": prompt, "parameters": parameters}) for prompt in PROMPTS])
     assert [content_of(outcome) for outcome in outcomes] == [[{"generated_text": text}] for text in expected]
+
+
+def test_a_model_whose_answers_padding_changes_is_not_padded(tmp_path: Path) -> None:
+    """The decoder of BART counts positions from the first row of a batch, whatever its mask hides."""
+    config = transformers.BartConfig(
+        vocab_size=259, max_position_embeddings=CONTEXT, d_model=64, decoder_layers=2, decoder_attention_heads=4,
+        decoder_ffn_dim=96, encoder_layers=2, encoder_attention_heads=4, encoder_ffn_dim=96, bos_token_id=257,
+        eos_token_id=258, pad_token_id=0, forced_eos_token_id=None, is_decoder=True, is_encoder_decoder=False,
+        init_std=0.2,
+    )  # fmt: skip
+    transformers.BartForCausalLM(config).save_pretrained(tmp_path)
+    seq2seq_tokenizer().save_pretrained(tmp_path)
+    handler = started(tmp_path)
+    prompts = [*PROMPTS, "olleh"]
+    expected = [prompt + decoded(generated(tmp_path, prompt, max_new_tokens=8)) for prompt in prompts]
+    body = {"inputs": prompts, "parameters": {"max_new_tokens": 8}}
+    assert ask(handler, body) == [{"generated_text": text} for text in expected]
+    with pytest.raises(RequestError, match="takes texts of the same number of tokens"):
+        ask(handler, body, accept="text/event-stream")
 
 
 def test_paths_of_text_generation_inference_take_static_batches(load_task: LoadTask) -> None:
