@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from frontend.management import method_route
+from frontend.management import MethodRoute
 from frontend.management_access import RegistrationLimits
 from frontend.parameters import check_name, page, parameters, truth
 from frontend.responses import json_response
@@ -47,9 +47,9 @@ class AdapterManagement:
             route
             for prefix in ("/models/{model}", "")
             for route in (
-                method_route(f"{prefix}/adapters", {"GET": self.list, "POST": self.register}),
-                method_route(f"{prefix}/adapters/{{adapter}}", {"GET": self.describe, "DELETE": self.unregister}),
-                method_route(f"{prefix}/adapters/{{adapter}}/update", {"POST": self.update}),
+                MethodRoute(f"{prefix}/adapters", {"GET": self.list, "POST": self.register}),
+                MethodRoute(f"{prefix}/adapters/{{adapter}}", {"GET": self.describe, "DELETE": self.unregister}),
+                MethodRoute(f"{prefix}/adapters/{{adapter}}/update", {"POST": self.update}),
             )
         ]
 

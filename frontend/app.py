@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from importlib.metadata import version
 from typing import Any
 
@@ -20,6 +20,7 @@ from frontend.inference import Receive, Relay, Scope, Send
 from frontend.management import Management
 from frontend.management_access import Access, protected
 from frontend.metrics import Metrics
+from frontend.openapi import Document
 from frontend.responses import error_response, json_response, on_http_error, on_lmi_error
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import BadParameterError, LmiServerError, ModelNotFoundError, RouteNotFoundError
@@ -45,6 +46,15 @@ _EXACT = {
     "/": routes.TGI,
     "/generate": routes.GENERATE,
     "/generate_stream": routes.GENERATE_STREAM,
+}
+# Every path for inference, each with its route; those that are not exact are read in `_target`.
+_INFERENCE = {
+    **_EXACT,
+    "/predictions/{model}": routes.PREDICTIONS,
+    "/predictions/{model}/{version}": routes.PREDICTIONS,
+    "/models/{model}/invoke": routes.INVOCATIONS,
+    "/models/{model}/{version}/invoke": routes.INVOCATIONS,
+    **kserve.PATHS,
 }
 _ANY_METHOD = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 
@@ -79,10 +89,10 @@ class App:
         if keys is not None:
             serving = protected(serving, keys.check)
         if management_place is None:
-            self._routes = _application([*_health(status), *serving, *managing])
+            self._routes = _application([*_health(status), *serving, *managing], _INFERENCE)
         else:
-            self._routes = _application([*_health(status), *serving])
-            self._management = _application([*_health(status), *managing])
+            self._routes = _application([*_health(status), *serving], _INFERENCE)
+            self._management = _application([*_health(status), *managing], {})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
@@ -208,6 +218,7 @@ class StatusEndpoints:
         return json_response({"object": "list", "data": entries})
 
     async def model(self, request: Request) -> Response:
+        """Return OpenAI's description of a model or an adapter."""
         name = request.path_params["model"]
         model = self._models.named_as_model(name)
         return json_response(_entry(name, model, request.scope))
@@ -222,7 +233,8 @@ class StatusEndpoints:
 def _health(status: StatusEndpoints) -> list[Route]:
     """Return the routes of the health checks. As in LMI, /ping takes any method, and any path behind it."""
     return [
-        *(Route(path, status.ping, methods=_ANY_METHOD) for path in ("/ping", "/ping/{ignored:path}")),
+        Route("/ping", status.ping, methods=_ANY_METHOD),
+        Route("/ping/{ignored:path}", status.ping, methods=_ANY_METHOD, include_in_schema=False),
         Route("/health", status.ready),  # that of text-generation-inference and vLLM
         Route("/health/live", status.live),
         Route("/health/ready", status.ready),
@@ -236,9 +248,9 @@ def _serving_routes(status: StatusEndpoints, models: ModelRegistry) -> list[Rout
         Route("/v1/models", status.models),
         *kserve.KServeEndpoints(models).routes(),
         Route("/v1/models/{model:path}", status.model),
-        Route("/", status.root, methods=_ANY_METHOD),
+        Route("/", status.root, methods=_ANY_METHOD, include_in_schema=False),
         # Only other methods than these get here, and are refused.
-        *(Route(path, status.root, methods=["POST", "OPTIONS"]) for path in _EXACT),
+        *(Route(path, status.root, methods=["POST", "OPTIONS"], include_in_schema=False) for path in _EXACT),
     ]
 
 
@@ -249,9 +261,11 @@ def _managing_routes(status: StatusEndpoints, models: ModelRegistry, access: Acc
     return [*protected(metrics, access.guard.check_reader), *protected(managing, access.guard.check)]
 
 
-def _application(routes: list[Route]) -> Starlette:
+def _application(routes: list[Route], inference: Mapping[str, str]) -> Starlette:
+    """Return the application with `routes`, and with the document about them and the paths of `inference`."""
     starlette = Starlette(
-        routes=routes, exception_handlers={HTTPException: on_http_error, LmiServerError: on_lmi_error}
+        routes=Document(routes, inference).routes,
+        exception_handlers={HTTPException: on_http_error, LmiServerError: on_lmi_error},
     )
     starlette.router.redirect_slashes = False  # many clients do not follow a redirect of a POST
     return starlette

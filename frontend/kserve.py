@@ -26,6 +26,13 @@ _ACTIONS = {
     "generate": routes.V2_GENERATE,
     "generate_stream": routes.V2_GENERATE_STREAM,
 }
+PATHS = {
+    f"{MODELS}{{model}}{number}/{action}": route
+    for number in ("", "/versions/{version}")
+    for action, route in _ACTIONS.items()
+}
+"""The paths for inference, each with its route."""
+
 _STATES = {ModelStatus.HEALTHY: "READY", ModelStatus.PENDING: "LOADING"}
 _NOT_READY = 400  # the protocol asks for a status of 4xx
 
@@ -56,15 +63,16 @@ class KServeEndpoints:
             *(Route(path, self.model) for path in (model, f"{model}/versions/{{version}}")),
             *(Route(f"{path}/ready", self.model_ready) for path in (model, f"{model}/versions/{{version}}")),
             # Only other methods than POST get here, and are refused.
-            *(Route(f"{model}/{action}", self.refused, methods=["POST"]) for action in _ACTIONS),
-            *(Route(f"{model}/versions/{{version}}/{action}", self.refused, methods=["POST"]) for action in _ACTIONS),
+            *(Route(path, self.refused, methods=["POST"], include_in_schema=False) for path in PATHS),
         ]
 
     async def server(self, request: Request) -> Response:
+        """Return name, version and extensions of the server."""
         extensions = ["binary_tensor_data", "generate", "model_repository"]
         return json_response({"name": "lmi-server", "version": version("lmi-server"), "extensions": extensions})
 
     async def live(self, request: Request) -> Response:
+        """Return 200 while the server runs."""
         return json_response({"live": True})
 
     async def ready(self, request: Request) -> Response:
@@ -73,9 +81,11 @@ class KServeEndpoints:
         return json_response({"ready": ready}, 200 if ready else _NOT_READY)
 
     async def model(self, request: Request) -> Response:
+        """Return versions, inputs and outputs of a model."""
         return json_response(self._metadata(self._named(request)))
 
     async def model_ready(self, request: Request) -> Response:
+        """Return 200 if the model can serve."""
         model = self._named(request)
         ready = model.status is ModelStatus.HEALTHY
         return json_response({"name": model.name, "ready": ready}, 200 if ready else _NOT_READY)

@@ -68,11 +68,11 @@ class Management:
         """Return the routes. LMI accepts "workflows" in place of "models"."""
         one = {"GET": self.describe, "PUT": self.scale, "DELETE": self.unregister}
         return [
-            method_route("/models", {"GET": self.list_models, "POST": self.register}),
-            method_route("/workflows", {"GET": self.list_workflows, "POST": self.register}),
-            method_route("/server/logging", dict.fromkeys(("GET", "POST", "PUT"), self.set_log_level)),
+            MethodRoute("/models", {"GET": self.list_models, "POST": self.register}),
+            MethodRoute("/workflows", {"GET": self.list_workflows, "POST": self.register}),
+            MethodRoute("/server/logging", dict.fromkeys(("GET", "POST", "PUT"), self.set_log_level)),
             *(
-                method_route(f"/{kind}/{{model}}{version}", one)
+                MethodRoute(f"/{kind}/{{model}}{version}", one)
                 for kind in ("models", "workflows")
                 for version in ("", "/{version}")
             ),
@@ -150,15 +150,16 @@ class Management:
         return list(endpoint.models) if version is None else [endpoint.version(version)]
 
 
-def method_route(path: str, handlers: Mapping[str, Handler]) -> Route:
-    """Return a route that takes these methods. LMI's management API does not take HEAD, which Starlette adds to GET."""
+class MethodRoute(Route):
+    """A route with a handler per method. LMI's management API does not take HEAD, which Starlette adds to GET."""
 
-    async def call(request: Request) -> Response:
-        return await handlers[request.method](request)
+    def __init__(self, path: str, handlers: Mapping[str, Handler]) -> None:
+        async def call(request: Request) -> Response:
+            return await handlers[request.method](request)
 
-    route = Route(path, call, methods=list(handlers))
-    route.methods = set(handlers)
-    return route
+        super().__init__(path, call, methods=list(handlers))
+        self.methods = set(handlers)
+        self.handlers = handlers
 
 
 def _path(request: Request) -> tuple[str, str | None]:

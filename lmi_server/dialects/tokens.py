@@ -18,7 +18,7 @@ from lmi_server.dialects.framing import encode
 from lmi_server.dialects.openai import messages as chats
 from lmi_server.dialects.openai.request import model_warnings
 
-_TOKENIZE_FIELDS: dict[str, Field] = {
+TOKENIZE_FIELDS: dict[str, Field] = {
     "model": Field("model", fields.string),
     "prompt": Field("prompt", fields.string),
     "messages": Field("messages", chats.messages),
@@ -30,25 +30,25 @@ _TOKENIZE_FIELDS: dict[str, Field] = {
     "return_token_strs": Field(None, fields.off("leave it out, or send each token to /detokenize")),
     "chat_template": Field(None, fields.off("leave it out: the tokenizer's chat template is used")),
 }
-_DETOKENIZE_FIELDS: dict[str, Field] = {
+DETOKENIZE_FIELDS: dict[str, Field] = {
     "model": Field("model", fields.string),
     "tokens": Field("tokens", fields.token_ids),
 }
 
 
-class _Tokens(msgspec.Struct):
+class Tokens(msgspec.Struct):
     count: int
     max_model_len: int
     tokens: Sequence[int]
 
 
-class _Text(msgspec.Struct):
+class Text(msgspec.Struct):
     prompt: str
 
 
 def parse_tokenize(request: Input, served: ServedModel) -> tuple[GenerationRequest, tuple[str, ...]]:
     """Return the prompt as a request to tokenize (nothing is generated from it), and warnings. Raises RequestError."""
-    values, warnings = _read(request, _TOKENIZE_FIELDS, served)
+    values, warnings = _read(request, TOKENIZE_FIELDS, served)
     if ("prompt" in values) == ("messages" in values):
         raise RequestError('send either "prompt", a string, or "messages", those of a chat')
     prompt: str | None = values.get("prompt")
@@ -73,7 +73,7 @@ _CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_templa
 
 def parse_detokenize(request: Input, served: ServedModel) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Return the token ids, and warnings. Raises RequestError."""
-    values, warnings = _read(request, _DETOKENIZE_FIELDS, served)
+    values, warnings = _read(request, DETOKENIZE_FIELDS, served)
     if "tokens" not in values:
         raise RequestError("tokens is missing; send a list of token ids")
     return values["tokens"], warnings
@@ -81,12 +81,12 @@ def parse_detokenize(request: Input, served: ServedModel) -> tuple[tuple[int, ..
 
 def tokens_body(tokens: Sequence[int], served: ServedModel) -> bytes:
     """Return the answer of /tokenize."""
-    return encode(_Tokens(len(tokens), served.max_model_len, tokens))
+    return encode(Tokens(len(tokens), served.max_model_len, tokens))
 
 
 def text_body(text: str) -> bytes:
     """Return the answer of /detokenize."""
-    return encode(_Text(text))
+    return encode(Text(text))
 
 
 def _read(request: Input, known: dict[str, Field], served: ServedModel) -> tuple[dict[str, Any], tuple[str, ...]]:

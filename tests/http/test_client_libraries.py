@@ -67,13 +67,8 @@ def output_of(client: str, code: str, server: Server) -> str:
         pytest.skip(f"{client} is not installed; it is in the extra clients")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # it would ask the internet for prices
-    command = [
-        PYTHON,
-        "-W",
-        "ignore",
-        "-c",
-        code.replace("http://127.0.0.1:8080", server.url).replace("127.0.0.1:8080", server.url.removeprefix("http://")),
-    ]
+    code = code.replace("127.0.0.1:8080", server.url.removeprefix("http://"))
+    command = [PYTHON, "-W", "ignore", "-c", code]
     ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout

@@ -35,7 +35,7 @@ _ALLOWED = ", ".join((*_CODES, "BYTES"))
 _UNSERVED = ("shared_memory_region", "classification")
 
 
-class _Tensor(msgspec.Struct):
+class InputTensor(msgspec.Struct):
     name: str
     datatype: str
     shape: list[int]
@@ -43,16 +43,16 @@ class _Tensor(msgspec.Struct):
     parameters: dict[str, Any] = {}
 
 
-class _Output(msgspec.Struct):
+class RequestedOutput(msgspec.Struct):
     name: str
     parameters: dict[str, Any] = {}
 
 
-class _Body(msgspec.Struct):
-    inputs: list[_Tensor]
+class InferBody(msgspec.Struct):
+    inputs: list[InputTensor]
     id: str = ""
     parameters: dict[str, Any] = {}
-    outputs: list[_Output] = []
+    outputs: list[RequestedOutput] = []
 
 
 class Tensor(msgspec.Struct, frozen=True):
@@ -78,7 +78,7 @@ def read(request: Input) -> InferRequest:
     """Read the body of an inference request. Raises RequestError."""
     header, rest = _parts(request)
     try:
-        body = msgspec.json.decode(header, type=_Body)
+        body = msgspec.json.decode(header, type=InferBody)
     except msgspec.DecodeError as error:
         raise RequestError(f'the body cannot be read: {error}; send {{"inputs": [...]}}') from error
     parameters = dict(body.parameters)
@@ -106,7 +106,7 @@ def _refuse_unserved(parameters: Iterator[Mapping[str, Any]]) -> None:
                 raise RequestError(f"parameter {name} is not supported; send and read the tensors themselves")
 
 
-def _tensors(inputs: Sequence[_Tensor], rest: bytes) -> Iterator[Tensor]:
+def _tensors(inputs: Sequence[InputTensor], rest: bytes) -> Iterator[Tensor]:
     _refuse_unserved(tensor.parameters for tensor in inputs)
     at = 0
     for tensor in inputs:
@@ -121,14 +121,14 @@ def _tensors(inputs: Sequence[_Tensor], rest: bytes) -> Iterator[Tensor]:
         at += size
 
 
-def _check(tensor: _Tensor) -> None:
+def _check(tensor: InputTensor) -> None:
     if tensor.datatype not in (*_CODES, "BYTES"):
         raise RequestError(f"input {tensor.name}: datatype {tensor.datatype} is not supported; send {_ALLOWED}")
     if any(size < 0 for size in tensor.shape):
         raise RequestError(f"input {tensor.name}: shape {tensor.shape} is not allowed; send sizes of 0 or more")
 
 
-def _from_json(tensor: _Tensor) -> Tensor:
+def _from_json(tensor: InputTensor) -> Tensor:
     if tensor.data is None:
         raise RequestError(f"input {tensor.name}: data is missing")
     data = list(_flat(tensor.data))
@@ -146,7 +146,7 @@ def _flat(data: Sequence[Any]) -> Iterator[Any]:
             yield element
 
 
-def _from_binary(tensor: _Tensor, data: bytes) -> Tensor:
+def _from_binary(tensor: InputTensor, data: bytes) -> Tensor:
     if tensor.datatype == "BYTES":
         return _sized(tensor, list(_elements(tensor.name, data)))
     code = _CODES[tensor.datatype]
@@ -171,7 +171,7 @@ def _elements(name: str, data: bytes) -> Iterator[str | bytes]:
         at += length
 
 
-def _sized(tensor: _Tensor, data: Sequence[Any]) -> Tensor:
+def _sized(tensor: InputTensor, data: Sequence[Any]) -> Tensor:
     if math.prod(tensor.shape) != len(data):
         raise RequestError(f"input {tensor.name}: shape {tensor.shape} does not fit {len(data)} elements")
     return Tensor(tensor.name, tensor.datatype, tuple(tensor.shape), data)

@@ -131,7 +131,7 @@ PARAMETERS: dict[str, Field] = {
 }
 """The fields of `parameters`: all of vLLM's SamplingParams and of transformers' generate(), TGI's, and LMI's own."""
 
-_BODY: dict[str, Field] = {
+BODY: dict[str, Field] = {
     "inputs": Field("inputs", _inputs),
     "parameters": Field("parameters", _parameters),
     "stream": Field("stream", fields.boolean),
@@ -157,11 +157,11 @@ def parse_csv(request: Input, served: ServedModel) -> Exchange:
 
 def parse(request: Input, body: dict[str, Any], served: ServedModel) -> Exchange:
     """Parse `{"inputs": str, "parameters": object, "stream": bool}`. Raises RequestError."""
-    values, unknown = fields.read_fields(body, _BODY)
+    values, unknown = fields.read_fields(body, BODY)
     if "inputs" not in values:
         raise RequestError('inputs is missing; send {"inputs": "the prompt", "parameters": {...}}')
     values["adapter"] = registered_adapter(request, body, served)
-    return _exchange(request, served, values, fields.unknown_warnings(unknown, _BODY))
+    return _exchange(request, served, values, fields.unknown_warnings(unknown, BODY))
 
 
 def parse_tgi(request: Input, body: dict[str, Any], served: ServedModel) -> Exchange:

@@ -40,10 +40,10 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse(body: Mapping[str, Any]) -> EmbeddingRequest:
     """Parse the body of a request. Raises RequestError."""
-    values, unknown = fields.read_fields(body, _FIELDS)
+    values, unknown = fields.read_fields(body, FIELDS)
     if "inputs" not in values:
         raise RequestError("input is missing; send a string, a list of strings, or token ids")
-    return EmbeddingRequest(**values, warnings=fields.unknown_warnings(unknown, _FIELDS))
+    return EmbeddingRequest(**values, warnings=fields.unknown_warnings(unknown, FIELDS))
 
 
 def inputs(name: str, value: Any) -> tuple[str | tuple[int, ...], ...]:
@@ -78,7 +78,7 @@ def _truncation(name: str, value: Any) -> int:
 
 _TRUNCATION = fields.integer(-1)
 
-_FIELDS = {
+FIELDS = {
     "input": Field("inputs", inputs),
     "model": Field("model", fields.string),
     "encoding_format": Field("encoding_format", _encoding_format),

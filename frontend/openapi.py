@@ -1,0 +1,179 @@
+"""`/openapi.json` and `/docs`: what this server answers, made from its routes."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+
+from frontend.management import MethodRoute
+from frontend.responses import json_response
+from lmi_server.dialects import routes as names
+from lmi_server.dialects.errors import is_anthropic, is_kserve, is_openai
+from lmi_server.dialects.schemas import Schema, answer_schema, components, request_schema
+
+# What an inference route does, for readers of the document; the paths themselves come from the router.
+SUMMARIES: Mapping[str, str] = {
+    names.INVOCATIONS: "LMI: generate text, or run the task of the model; a body with messages is a chat",
+    names.PREDICTIONS: "LMI: as /invocations, with the model in the path",
+    names.COMPLETIONS: "OpenAI: complete a prompt",
+    names.CHAT_COMPLETIONS: "OpenAI: answer a chat",
+    names.RESPONSES: "OpenAI: create a response",
+    names.MESSAGES: "Anthropic: create a message",
+    names.COUNT_TOKENS: "Anthropic: count the tokens of a message",
+    names.EMBEDDINGS: "OpenAI: embed texts",
+    names.SCORE: "vLLM: score pairs of texts",
+    names.RERANK: "vLLM: order documents by a query",
+    names.TOKENIZE: "vLLM: return the token ids of a prompt or a chat",
+    names.DETOKENIZE: "vLLM: return the text of token ids",
+    names.TGI: "text-generation-inference: generate text, as a stream if the body says so",
+    names.GENERATE: "text-generation-inference: generate text",
+    names.GENERATE_STREAM: "text-generation-inference: generate text as a stream",
+    names.INFER: "Open Inference Protocol: tensors in, tensors out",
+    names.V2_GENERATE: "Open Inference Protocol: generate text",
+    names.V2_GENERATE_STREAM: "Open Inference Protocol: generate text as a stream",
+}
+_ERRORS: Mapping[str, Schema] = {
+    "LmiError": {"code": {"type": "integer"}, **{name: {"type": "string"} for name in ("type", "message", "error")}},
+    "OpenAIError": {
+        "error": {
+            "type": "object",
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+    "AnthropicError": {
+        "type": {"const": "error"},
+        "error": {"type": "object", "properties": {"type": {"type": "string"}, "message": {"type": "string"}}},
+        "request_id": {"type": "string"},
+    },
+    "KServeError": {"error": {"type": "string"}},
+}
+_STREAM_TYPES = ("text/event-stream", "application/jsonlines")
+# HEAD and OPTIONS are answered wherever HTTP wants them, and TRACE as GET is: they say nothing of their own.
+_UNLISTED = frozenset({"HEAD", "OPTIONS", "TRACE"})
+_PARAMETER = re.compile(r"{(\w+)(?::\w+)?}")
+
+
+class Document:
+    """The OpenAPI document of one address, which has `routes` and the paths of `inference`, each with its route."""
+
+    def __init__(self, routes: Sequence[Route], inference: Mapping[str, str]) -> None:
+        own = [Route("/openapi.json", self.json), Route("/docs", self.page)]
+        self.routes = [*routes, *own]
+        self._inference = inference
+
+    async def json(self, request: Request) -> Response:
+        """Return this document."""
+        return json_response(self.content())
+
+    async def page(self, request: Request) -> Response:
+        """Return the document as a page for people."""
+        return HTMLResponse(_page(self.content()))
+
+    def content(self) -> dict[str, Any]:
+        paths: dict[str, dict[str, Any]] = {}
+        for path, route in self._inference.items():
+            paths.setdefault(path, {})["post"] = _inference_operation(path, route)
+        for served in self.routes:
+            if served.include_in_schema:
+                paths.setdefault(_PARAMETER.sub(r"{\1}", served.path), {}).update(_operations(served))
+        errors = {name: {"type": "object", "properties": fields} for name, fields in _ERRORS.items()}
+        return {
+            "openapi": "3.1.0",
+            "info": {"title": "lmi-server", "version": version("lmi-server")},
+            "paths": dict(sorted(paths.items())),
+            "components": {"schemas": {**components(), **errors}},
+        }
+
+
+def _operations(route: Route) -> Iterator[tuple[str, dict[str, Any]]]:
+    handlers = route.handlers if isinstance(route, MethodRoute) else {}
+    for method in sorted((route.methods or set()) - _UNLISTED):
+        described = handlers.get(method, route.endpoint)
+        lines = (described.__doc__ or described.__name__.replace("_", " ")).splitlines()
+        yield method.lower(), _operation(method, route.path, lines[0], {"description": "The answer"})
+
+
+def _inference_operation(path: str, route: str) -> dict[str, Any]:
+    content = {"application/json": {"schema": answer_schema(route)}}
+    content |= {kind: {"schema": {"type": "string"}} for kind in _STREAM_TYPES if "stream" in _fields(route)}
+    answer = {"description": "The answer; a stream if the request asks for one", "content": content}
+    body = {"required": True, "content": {"application/json": {"schema": request_schema(route)}}}
+    return {**_operation("POST", path, SUMMARIES[route], answer), "requestBody": body}
+
+
+def _fields(route: str) -> Mapping[str, Any]:
+    stream: Mapping[str, Any] = {"stream": {}} if route in (names.V2_GENERATE_STREAM, names.GENERATE_STREAM) else {}
+    return {**request_schema(route).get("properties", {}), **stream}
+
+
+def _operation(method: str, path: str, summary: str, answer: dict[str, Any]) -> dict[str, Any]:
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in _PARAMETER.findall(path)
+    ]
+    error = {"schema": {"$ref": f"#/components/schemas/{_error_of(path)}"}}
+    return {
+        "summary": summary.rstrip("."),
+        "operationId": re.sub(r"\W+", "_", f"{method.lower()}{path}").rstrip("_"),
+        **({"parameters": parameters} if parameters else {}),
+        "responses": {"200": answer, "default": {"description": "An error", "content": {"application/json": error}}},
+    }
+
+
+def _error_of(path: str) -> str:
+    if is_kserve(path):
+        return "KServeError"
+    if is_anthropic(path):
+        return "AnthropicError"
+    return "OpenAIError" if is_openai(path) else "LmiError"
+
+
+# --- the page ---
+
+# Plain HTML without scripts: it works without network, under any content security policy, and behind any prefix.
+_STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
+    "code,pre{font:13px/1.5 ui-monospace,monospace}pre{overflow:auto;background:#8881;padding:.5rem}"
+    "summary{cursor:pointer}b{display:inline-block;min-width:4.5rem}"
+)
+
+
+def _page(document: Mapping[str, Any]) -> str:
+    rows = "".join(
+        _shown(
+            f"<b>{method.upper()}</b><code>{html.escape(path)}</code> {html.escape(operation['summary'])}", operation
+        )
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    )
+    schemas = "".join(
+        _shown(f"<code>{html.escape(name)}</code>", schema)
+        for name, schema in document["components"]["schemas"].items()
+    )
+    title = html.escape(f"{document['info']['title']} {document['info']['version']}")
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
+        f'<h1>{title}</h1><p>The same for programs: <a href="openapi.json">openapi.json</a></p>'
+        f"{rows}<h2>Schemas</h2>{schemas}</html>"
+    )
+
+
+def _shown(title: str, value: Any) -> str:
+    return f"<details><summary>{title}</summary><pre>{html.escape(_indented(value))}</pre></details>"
+
+
+def _indented(value: Any) -> str:
+    return msgspec.json.format(msgspec.json.encode(value), indent=2).decode()

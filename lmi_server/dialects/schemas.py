@@ -1,0 +1,118 @@
+"""JSON schemas of requests and answers, from the tables and types with which the dialects read and write them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from lmi_server.contract.errors import RequestError
+from lmi_server.dialects import routes, tokens
+from lmi_server.dialects.anthropic.request import MESSAGE_FIELDS
+from lmi_server.dialects.fields import Field
+from lmi_server.dialects.kserve.tensors import InferBody
+from lmi_server.dialects.lmi.objects import WholeAnswer
+from lmi_server.dialects.lmi.request import BODY, PARAMETERS
+from lmi_server.dialects.openai import CHAT_FIELDS, COMPLETION_FIELDS, embeddings
+from lmi_server.dialects.openai.responses import RESPONSE_FIELDS
+
+Schema = dict[str, Any]
+
+# A field's reader is asked which of these it takes. A list or an object may need what only its own reader knows; its
+# type then stays open. Empty values are no samples, because fields that are always refused take them.
+_SAMPLES: Mapping[str, tuple[Any, ...]] = {
+    "boolean": (True,),
+    "number": (0.5, 1.5),
+    "integer": (2,),  # readers of booleans take 0 and 1
+    "string": ("a", "auto", "none", "float"),
+    "array": ([1], ["a"], [{"role": "user", "content": "a"}]),
+    "object": ({"a": 1}, {"type": "text"}),
+}
+_TABLES: Mapping[str, Mapping[str, Field]] = {
+    routes.COMPLETIONS: COMPLETION_FIELDS,
+    routes.CHAT_COMPLETIONS: CHAT_FIELDS,
+    routes.RESPONSES: RESPONSE_FIELDS,
+    routes.MESSAGES: MESSAGE_FIELDS,
+    routes.COUNT_TOKENS: MESSAGE_FIELDS,
+    routes.EMBEDDINGS: embeddings.FIELDS,
+    routes.TOKENIZE: tokens.TOKENIZE_FIELDS,
+    routes.DETOKENIZE: tokens.DETOKENIZE_FIELDS,
+}
+_OF_LMI = (*sorted(routes.LMI_ROUTES), *sorted(routes.TGI_ROUTES))
+_ANSWERS: Mapping[str, type] = {
+    **dict.fromkeys((routes.GENERATE, *sorted(routes.LMI_ROUTES)), WholeAnswer),
+    routes.TOKENIZE: tokens.Tokens,
+    routes.DETOKENIZE: tokens.Text,
+}
+# msgspec has no schema for unions such as that of the tokens in details, so that one level of these has to do.
+_FLAT = (WholeAnswer,)
+_TYPES = tuple(kind for kind in dict.fromkeys((InferBody, *_ANSWERS.values())) if kind not in _FLAT)
+_OBJECT: Schema = {"type": "object"}
+
+
+def components() -> dict[str, Schema]:
+    """Return the schemas that `request_schema` and `answer_schema` refer to."""
+    _, found = msgspec.json.schema_components(_TYPES, ref_template="#/components/schemas/{name}")
+    return {**found, **{kind.__name__: _of_struct(kind) for kind in _FLAT}, "Parameters": _of_table(PARAMETERS)}
+
+
+def request_schema(route: str) -> Schema:
+    """Return the schema of the body of a request to this route."""
+    if route in _OF_LMI:
+        return _with_parameters(_of_table(BODY), "inputs")
+    if route in (routes.V2_GENERATE, routes.V2_GENERATE_STREAM):
+        text: Schema = {"type": "object", "properties": {"text_input": {"type": "string"}, "id": {"type": "string"}}}
+        return _with_parameters(text, "text_input")
+    if route == routes.INFER:
+        return _reference(InferBody)
+    return _of_table(_TABLES[route]) if route in _TABLES else _OBJECT
+
+
+def answer_schema(route: str) -> Schema:
+    """Return the schema of an answer in JSON."""
+    return _reference(_ANSWERS[route]) if route in _ANSWERS else _OBJECT
+
+
+def _reference(kind: type) -> Schema:
+    return {"$ref": f"#/components/schemas/{kind.__name__}"}
+
+
+def _with_parameters(schema: Schema, required: str) -> Schema:
+    properties = {**schema["properties"], "parameters": {"$ref": "#/components/schemas/Parameters"}}
+    return {**schema, "properties": properties, "required": [required]}
+
+
+def _of_struct(kind: type[msgspec.Struct]) -> Schema:
+    known = {str: {"type": "string"}}
+    return {
+        "type": "object",
+        "properties": {field.encode_name: known.get(field.type, {}) for field in msgspec.structs.fields(kind)},
+    }
+
+
+def _of_table(table: Mapping[str, Field]) -> Schema:
+    """Return the schema of an object. Fields that are refused whatever they hold are left out."""
+    kinds = {name: list(_kinds(name, field)) for name, field in table.items()}
+    properties = {
+        name: {"type": found[0] if len(found) == 1 else found} if found else {}
+        for name, found in kinds.items()
+        if found or table[name].target is not None
+    }
+    return {"type": "object", "properties": properties}
+
+
+def _kinds(name: str, field: Field) -> Iterator[str]:
+    numeric = False
+    for kind, samples in _SAMPLES.items():
+        if (kind != "integer" or not numeric) and any(_takes(field, name, sample) for sample in samples):
+            numeric = kind == "number"
+            yield kind
+
+
+def _takes(field: Field, name: str, sample: Any) -> bool:
+    try:
+        field.read(name, sample)
+    except RequestError:
+        return False
+    return True
