@@ -15,7 +15,12 @@ import torch
 from handlers.checkpoints.adapter_layers import AdapterCheck
 from handlers.rolling_batch.communicator import Communicator
 from handlers.step_loop import StepLoop
-from handlers.vllm import compiled_code, library, ranks
+from handlers.vllm import (
+    compiled_code,
+    library,
+    media,  # noqa: F401 - registers who fetches media
+    ranks,
+)
 from handlers.vllm.adapters import Adapters
 from handlers.vllm.chats import ChatRenderer, RenderedRequest
 from handlers.vllm.compilation import BackgroundCompilation

@@ -19,6 +19,7 @@ from lmi_server.configuration.options import (
     FloatDtype,
     JsonObject,
     ModelOptions,
+    Names,
     NonNegativeFloat,
     ParallelDegree,
     PositiveFloat,
@@ -33,6 +34,7 @@ from lmi_server.machine.threads import THREAD_VARIABLES
 
 _PARTITION = NoEffect("only LMI's offline command `partition` reads it")
 _NUMA_NODES = Path("/sys/devices/system/node")
+ANY_MEDIA, PUBLIC_MEDIA = "lmi_any", "lmi_public"  # vLLM's names of those who fetch media, see media.py
 _VARIABLES = {
     "VLLM_CONFIGURE_LOGGING": "0",  # the worker has configured logging, and vLLM's lines go there
     "VLLM_NO_USAGE_STATS": "1",
@@ -104,6 +106,12 @@ class VllmEngineOptions(ModelOptions):
     tokenizer_mode: str = Field("auto", description="Kind of tokenizer: auto, slow, mistral, ...")
     limit_mm_per_prompt: JsonObject | None = Field(
         None, description="Maximum number of images, videos and other media per prompt, by kind."
+    )
+    allowed_media_domains: Names = Field(
+        (), description="Hosts from which URLs in requests may bring images and other media; if not set, any public."
+    )
+    allow_private_media: bool = Field(
+        False, description="Fetch media from private addresses too, such as those of the server's own network."
     )
     kv_transfer_config: JsonObject | None = Field(
         None, description="Transfer of the KV cache between engines, as vLLM's JSON object."
@@ -195,20 +203,27 @@ class VllmEngineOptions(ModelOptions):
             **{name: getattr(self, name) for name in _SAME_NAMES},
             **{name: json.loads(text) for name in _JSON_TEXTS if (text := getattr(self, name)) is not None},
             **self._lora_arguments(),
+            "allowed_media_domains": list(self.allowed_media_domains) or None,
             "enforce_eager": self.runs_uncompiled,
         }
         return {name: value for name, value in arguments.items() if value is not None}
 
     def worker_environment(self) -> Mapping[str, str]:
+        common = {**_VARIABLES, **self._media_variables()}
         if self.engine_process == "own":
-            return {**_VARIABLES, **self._core_binding()}
-        variables = {**_VARIABLES, **THREAD_VARIABLES, **self._core_binding(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+            return {**common, **self._core_binding()}
+        variables = {**common, **THREAD_VARIABLES, **self._core_binding(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         if self.devices_per_worker == 1:
             # A bound thread waits for its core while the front end runs there, and its operation with it.
             variables["OMP_PROC_BIND"] = "false"
         # vLLM compiles small functions of its sampler on first use even with enforce_eager: a C++ compiler then runs
         # for seconds in the middle of a request.
         return variables | {"TORCH_COMPILE_DISABLE": "1"} if self.runs_uncompiled else variables
+
+    def _media_variables(self) -> Mapping[str, str]:
+        """Return who fetches media for vLLM. It checks the host of the first URL alone, so that no other may follow."""
+        connector = {"VLLM_MEDIA_CONNECTOR": ANY_MEDIA if self.allow_private_media else PUBLIC_MEDIA}
+        return connector | ({"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0"} if self.allowed_media_domains else {})
 
     @property
     def runs_uncompiled(self) -> bool:

@@ -1,0 +1,136 @@
+"""Fetches images, videos and sounds that requests name by URL, from public addresses alone.
+
+Otherwise a request could make the server ask others of its own network, such as the metadata service of a cloud, which
+answers with credentials. The address of each connection is checked as it is made. So a name that resolves to another
+address the next time, or a redirect, cannot get around the check.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import requests
+from requests.adapters import HTTPAdapter
+from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
+from urllib3.connection import HTTPConnection as PlainConnection
+from urllib3.connection import HTTPSConnection as SecuredConnection
+from vllm.connections import HTTPConnection
+from vllm.exceptions import VLLMValidationError
+from vllm.multimodal.media.connector import MEDIA_CONNECTOR_REGISTRY, MediaConnector
+
+from handlers.vllm.options import ANY_MEDIA, PUBLIC_MEDIA
+
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+
+
+def is_public(address: str) -> bool:
+    """Return whether an address is one of the public internet, also if it stands for an IPv4 address."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(found, ipaddress.IPv6Address):
+        inner = found.ipv4_mapped or found.sixtofour or (found.teredo or (None, None))[1]
+        if found in _NAT64:
+            inner = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)
+        if inner is not None:
+            found = inner
+    return found.is_global and not found.is_multicast
+
+
+def _check(address: str, allows: Callable[[str], bool] = is_public) -> None:
+    if not allows(address):
+        raise VLLMValidationError(
+            "media are fetched from public addresses alone, and the URL leads to another one; send a data: URL, "
+            "or set option.allow_private_media=true",
+            parameter="url",
+        )
+
+
+class _CheckedPlainConnection(PlainConnection):
+    def _new_conn(self) -> socket.socket:
+        return _checked_peer(super()._new_conn())
+
+
+class _CheckedSecuredConnection(SecuredConnection):
+    def _new_conn(self) -> socket.socket:
+        return _checked_peer(super()._new_conn())
+
+
+def _checked_peer(connection: socket.socket) -> socket.socket:
+    """Return a connection on which nothing was sent yet, if it leads to a public address."""
+    try:
+        _check(connection.getpeername()[0])
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+class _PlainPool(HTTPConnectionPool):
+    ConnectionCls = _CheckedPlainConnection
+
+
+class _SecuredPool(HTTPSConnectionPool):
+    ConnectionCls = _CheckedSecuredConnection
+
+
+class _CheckedAdapter(HTTPAdapter):
+    def init_poolmanager(self, *arguments: Any, **keywords: Any) -> None:
+        super().init_poolmanager(*arguments, **keywords)
+        self.poolmanager.pool_classes_by_scheme = {"http": _PlainPool, "https": _SecuredPool}
+
+
+class PublicConnection(HTTPConnection):
+    """vLLM's HTTP clients, on checked connections and without proxies, which would connect in their place.
+
+    `allows` says to which addresses they may connect.
+    """
+
+    def __init__(self, allows: Callable[[str], bool] = is_public) -> None:
+        super().__init__()
+        self._allows = allows
+        self._session: requests.Session | None = None
+        self._client: aiohttp.ClientSession | None = None
+
+    def get_sync_client(self) -> requests.Session:
+        if self._session is None:
+            self._session = requests.Session()
+            self._session.trust_env = False
+            for scheme in ("http://", "https://"):
+                self._session.mount(scheme, _CheckedAdapter())
+        return self._session
+
+    async def get_async_client(self) -> aiohttp.ClientSession:
+        if self._client is None:
+            connector = aiohttp.TCPConnector(socket_factory=self._checked_socket)
+            self._client = aiohttp.ClientSession(connector=connector)
+        return self._client
+
+    def _checked_socket(self, address: Any) -> socket.socket:
+        family, kind, protocol, _, target = address
+        _check(target[0], self._allows)
+        return socket.socket(family, kind, protocol)
+
+
+_CONNECTION = PublicConnection()
+
+
+@MEDIA_CONNECTOR_REGISTRY.register(ANY_MEDIA)
+class AnyMediaConnector(MediaConnector):
+    """vLLM's own, which fetches from any address; what it refuses is an error of the request."""
+
+    def _assert_url_in_allowed_media_domains(self, url_spec: Any) -> None:
+        try:
+            super()._assert_url_in_allowed_media_domains(url_spec)
+        except ValueError as error:
+            raise VLLMValidationError(str(error), parameter="url") from error
+
+
+@MEDIA_CONNECTOR_REGISTRY.register(PUBLIC_MEDIA)
+class PublicMediaConnector(AnyMediaConnector):
+    """Fetches from public addresses."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **{**keywords, "connection": _CONNECTION})
