@@ -10,12 +10,13 @@ from __future__ import annotations
 import inspect
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 from djl_python.request_io import RequestInput, Sequence, TextGenerationOutput, Token
 
+from handlers.own_code.answer_objects import LmiAnswer, StreamEvent, attribute_dict, events
 from lmi_server.contract.errors import HandlerError, LmiServerError
 from lmi_server.contract.generation import Delta, GenerationRequest, Usage
 from lmi_server.contract.generation import Token as GeneratedToken
@@ -31,7 +32,6 @@ _TOKEN_ARGUMENTS = 5  # of the oldest form
 Write = Callable[[Exchange, RequestInput, bool, str], Exchange]
 """Wraps the Exchange of a dialect: gets it, the request as formatters see it, whether the client streams, the model."""
 
-_OPENAI_FIELDS = frozenset({"choices", "created", "id", "model", "object", "usage"})
 _FINISH_REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
 
 
@@ -161,54 +161,6 @@ def _token(token: GeneratedToken, text: str) -> Token:
     return Token(token.id, text, token.logprob, token.special)
 
 
-class AttributeDict(dict[str, Any]):
-    """A JSON object with the attributes and methods of a pydantic model, for which LMI's users write formatters."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(name) from None
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self[name] = value
-
-    def model_dump(self, **_: Any) -> dict[str, Any]:
-        """Return the object as plain values."""
-        return msgspec.json.decode(msgspec.json.encode(self))  # type: ignore[no-any-return]
-
-    def model_dump_json(self, **_: Any) -> str:
-        """Return the object as JSON."""
-        return msgspec.json.encode(self).decode()
-
-
-def _attribute_dict(value: Any) -> Any:
-    if isinstance(value, dict):
-        return AttributeDict({key: _attribute_dict(item) for key, item in value.items()})
-    return [_attribute_dict(item) for item in value] if isinstance(value, list) else value
-
-
-class _LmiAnswer(AttributeDict):
-    """An answer in LMI's form. It gets the fields of OpenAI's form, too, if the function looks for one of them.
-
-    LMI's asynchronous handler hands over vLLM's own object, which has that form.
-    """
-
-    def __init__(self, fields: Mapping[str, Any], completion: Callable[[str], dict[str, Any]]) -> None:
-        super().__init__(fields)
-        object.__setattr__(self, "_completion", completion)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _OPENAI_FIELDS and name not in self:
-            self.update(_attribute_dict(self._completion(self["generated_text"])))
-        return super().__getattr__(name)
-
-    def follow_choice(self) -> None:
-        """Have the generated text be that of the first choice, which the function may have changed."""
-        if "choices" in self:
-            self["generated_text"] = self["choices"][0]["text"]
-
-
 class _Rewritten(Exchange):
     """Calls a function with the finished answer of a dialect, or with each chunk of it if the client streams."""
 
@@ -216,6 +168,7 @@ class _Rewritten(Exchange):
         self._model = model
         self._finish_reason: str | None = None
         self._usage: Usage | None = None
+        self._told: list[tuple[str, str]] = []
         self.requests = inner.requests
         self.warnings = inner.warnings
         self.stream = inner.stream
@@ -235,18 +188,16 @@ class _Rewritten(Exchange):
         return self._chunk(self._inner.last())
 
     def body(self) -> bytes:
-        answer = _attribute_dict(msgspec.json.decode(self._inner.body()))
+        answer = attribute_dict(msgspec.json.decode(self._inner.body()))
         if isinstance(answer, dict) and "generated_text" in answer:
-            answer = _LmiAnswer(answer, self._completion)
+            answer = LmiAnswer(answer, self._completion)
         written = self._function(answer)
-        if isinstance(written, _LmiAnswer):
+        if isinstance(written, LmiAnswer):
             written.follow_choice()
         return _bytes(written)
 
     def _completion(self, text: str) -> dict[str, Any]:
         """Return the fields that the answer has in OpenAI's form."""
-        usage = self._usage or Usage(0, 0)
-        total = usage.prompt_tokens + usage.completion_tokens
         reason = _FINISH_REASONS.get(self._finish_reason or "")
         return {
             "id": f"cmpl-{self.requests[0].request_id}",
@@ -254,18 +205,26 @@ class _Rewritten(Exchange):
             "created": int(time.time()),
             "model": self._model,
             "choices": [{"index": 0, "text": text, "logprobs": None, "finish_reason": reason}],
-            "usage": {
-                "prompt_tokens": usage.prompt_tokens,
-                "completion_tokens": usage.completion_tokens,
-                "total_tokens": total,
-            },
+            "usage": None if self._usage is None else _usage(self._usage),
         }
 
     def _chunk(self, data: bytes) -> bytes:
-        return _bytes(self._function(data.decode())) if data else data
+        return b"".join(self._event(StreamEvent(text, self._completion)) for text in events(data.decode()))
+
+    def _event(self, event: StreamEvent) -> bytes:
+        written = self._function(event)
+        return written.written(self._told).encode() if isinstance(written, StreamEvent) else _bytes(written)
 
     def error_chunk(self, error: LmiServerError) -> bytes:
         return self._inner.error_chunk(error)
+
+
+def _usage(usage: Usage) -> dict[str, int]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
 
 
 def _bytes(value: Any) -> bytes:

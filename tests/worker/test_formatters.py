@@ -226,6 +226,18 @@ def test_a_formatter_reads_and_changes_the_object_that_lmis_example_reads(server
     assert server.http.post("/predictions/completion", json=body).json()["choices"][0]["message"]["content"].isupper()
 
 
+def test_a_formatter_reads_and_changes_the_same_object_in_a_stream(server: Server) -> None:
+    """Each event is a text, as LMI hands it over, with the fields of vLLM's chunk and of ours as attributes."""
+    body = {"inputs": "a b", "parameters": {"max_new_tokens": 2}, "stream": True}
+    lines = [json.loads(line) for line in server.http.post("/predictions/completion", json=body).text.splitlines()]
+    assert "".join(line["choices"][0]["text"] for line in lines) == " A B"
+    assert "".join(line["token"]["text"] for line in lines) == " A B"
+    assert lines[-1]["generated_text"] == " A B"
+    assert [line["choices"][0]["finish_reason"] for line in lines] == [None, "length"]
+    assert {line["object"] for line in lines} == {"text_completion"}
+    assert [line["usage"] is None for line in lines] == [True, False]
+
+
 def ask(server: Server, model: str, prompt: str, path: str = "/predictions/{}") -> httpx.Response:
     return server.http.post(path.format(model), json={"inputs": prompt, "parameters": {"max_new_tokens": 2}})
 
