@@ -48,10 +48,6 @@ def _token_lists(name: str, value: Any) -> list[list[int]]:
     return [list(fields.token_ids(name, item)) for item in value]
 
 
-def _early_stopping(name: str, value: Any) -> bool | str:
-    return value if value == "never" else fields.boolean(name, value)
-
-
 def _length_penalty(name: str, value: Any) -> tuple[int, float]:
     """Read exponential_decay_length_penalty: the token from which the penalty grows, and by what factor."""
     if not isinstance(value, list) or len(value) != 2:
@@ -103,7 +99,7 @@ _PARAMETERS = {
         num_return_sequences=_COUNT,
         num_beams=_COUNT,
         length_penalty=_NUMBER,
-        early_stopping=_early_stopping,
+        early_stopping=fields.early_stopping,
         seed=fields.SEED,
         stop=fields.stop_strings,
         include_stop_str_in_output=fields.boolean,

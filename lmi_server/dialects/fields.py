@@ -253,6 +253,11 @@ def boolean(name: str, value: Any) -> bool:
     raise not_allowed(name, value, "send true or false")
 
 
+def early_stopping(name: str, value: Any) -> bool | str:
+    """Read when generate()'s beam search ends: true, false or "never"."""
+    return value if value == "never" else boolean(name, value)
+
+
 def string(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise not_allowed(name, value, "send a string")

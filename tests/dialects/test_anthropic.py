@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from dialect_helpers import DELTAS, TEXT, answer, generations, request, serving
+from dialect_helpers import DELTAS, TEXT, answer, events_of, generations, request, serving
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,16 +43,6 @@ def ask(served: ServedModel = CAPABLE, **body: Any) -> Exchange:
 
 def generation_of(served: ServedModel = CAPABLE, **body: Any) -> GenerationRequest:
     return ask(served, **body).requests[0]
-
-
-def events(data: bytes) -> list[dict[str, Any]]:
-    sent = []
-    for part in data.decode().split("\n\n")[:-1]:
-        name, line = part.split("\n")
-        event = json.loads(line.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
-        sent.append(event)
-    return sent
 
 
 @contextmanager
@@ -293,7 +283,7 @@ def test_the_events_of_a_stream() -> None:
         Delta("ris\u2028"),
         Delta("!", (), "length", Usage(2, 4)),
     )
-    sent = events(answer(ask(stream=True), deltas))
+    sent = events_of(answer(ask(stream=True), deltas))
     assert [event["type"] for event in sent] == [
         *("message_start", "ping", "content_block_start"),
         *("content_block_delta",) * 3,
@@ -330,7 +320,7 @@ def test_the_sdk_reads_a_text_stream() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_why_a_message_ended(deltas: list[Delta], expected: tuple[str, str | None], stream: bool) -> None:
     data = answer(ask(stream=stream), deltas)
-    end = events(data)[-2]["delta"] if stream else json.loads(data)
+    end = events_of(data)[-2]["delta"] if stream else json.loads(data)
     assert (end["stop_reason"], end["stop_sequence"]) == expected
 
 
@@ -352,7 +342,7 @@ def test_arguments_that_are_cut_off() -> None:
 @given(generations())
 def test_a_stream_carries_the_text_of_the_whole_answer(deltas: list[Delta]) -> None:
     whole = json.loads(answer(ask(), deltas))
-    sent = events(answer(ask(stream=True), deltas))
+    sent = events_of(answer(ask(stream=True), deltas))
     text = "".join(event["delta"]["text"] for event in sent if event["type"] == "content_block_delta")
     assert text == "".join(block["text"] for block in whole["content"])
     assert sent[-2]["usage"] == whole["usage"]
@@ -379,7 +369,7 @@ def test_errors_have_the_form_of_the_api(error: LmiServerError, status: int, kin
             "request_id": "request-1",
         }
     event = error_event("messages", "text/event-stream", error, "request-1")
-    assert events(event)[0]["error"]["type"] == kind
+    assert events_of(event)[0]["error"]["type"] == kind
 
 
 def test_a_status_that_settings_choose_has_its_own_type() -> None:

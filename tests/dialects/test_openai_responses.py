@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from dialect_helpers import DELTAS, SERVED, TEXT, answer, generations, outcome, request, serving
+from dialect_helpers import DELTAS, SERVED, TEXT, answer, events_of, generations, outcome, request, serving
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,16 +30,6 @@ CALLS = (
 
 def respond(served: ServedModel = CAPABLE, **body: Any) -> Exchange:
     return parse(request("responses", {"input": "Hello"} | body), served)
-
-
-def events(data: bytes) -> list[dict[str, Any]]:
-    sent = []
-    for part in data.decode().split("\n\n")[:-1]:
-        name, line = part.split("\n")
-        event = json.loads(line.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
-        sent.append(event)
-    return sent
 
 
 @contextmanager
@@ -169,7 +158,7 @@ def test_the_sdk_streams_a_response() -> None:
 
 def test_what_ran_out_of_tokens_is_incomplete() -> None:
     deltas = [Delta("a", (Token(1, "a"),), "length", Usage(1, 1))]
-    sent = events(answer(respond(stream=True), deltas))
+    sent = events_of(answer(respond(stream=True), deltas))
     assert sent[-1]["type"] == "response.incomplete"
     assert sent[-1]["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
     assert [event["sequence_number"] for event in sent] == list(range(len(sent)))
@@ -180,7 +169,7 @@ def test_a_stream_ends_with_the_whole_response(deltas: list[Delta]) -> None:
     from openai.types.responses import Response
 
     whole = Response.model_validate_json(answer(respond(), deltas))
-    sent = events(answer(respond(stream=True), deltas))
+    sent = events_of(answer(respond(stream=True), deltas))
     last = Response.model_validate(sent[-1]["response"])
     assert last.output_text == whole.output_text
     assert last.usage == whole.usage

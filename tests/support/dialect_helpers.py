@@ -47,6 +47,17 @@ def answer(exchange: Exchange, *deltas: Sequence[Delta]) -> bytes:
     return b"".join(chunks) + exchange.last() if exchange.stream else exchange.body()
 
 
+def events_of(data: bytes) -> list[dict[str, Any]]:
+    """Return the events of a stream, each of which bears its type as its name, too."""
+    sent = []
+    for part in data.decode().split("\n\n")[:-1]:
+        name, line = part.split("\n")
+        event = json.loads(line.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        sent.append(event)
+    return sent
+
+
 def outcome(received: Input) -> bytes | RequestError:
     """Return the whole answer to a request, or the RequestError that refuses it; other exceptions propagate."""
     try:

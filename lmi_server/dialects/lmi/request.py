@@ -95,10 +95,6 @@ def _end_tokens(name: str, value: Any) -> tuple[int, ...]:
     return fields.token_ids(name, value if isinstance(value, list) else [value])
 
 
-def _early_stopping(name: str, value: Any) -> bool | str:
-    return value if value == "never" else fields.boolean(name, value)
-
-
 PARAMETERS: dict[str, Field] = {
     **sampling.FIELDS,
     "max_new_tokens": Field("max_new_tokens", fields.MAX_TOKENS),
@@ -122,7 +118,7 @@ PARAMETERS: dict[str, Field] = {
     "num_beams": Field("num_beams", fields.integer(1, 10), "beam_search", neutral=1),
     "use_beam_search": Field("use_beam_search", fields.boolean, "beam_search"),
     "length_penalty": Field("length_penalty", fields.number(lambda value: True, "a number")),
-    "early_stopping": Field("early_stopping", _early_stopping),
+    "early_stopping": Field("early_stopping", fields.early_stopping),
     "max_length": Field(None, fields.off("send max_new_tokens, which does not count the prompt")),
     "bad_words_ids": Field(None, fields.off("send bad_words with the texts")),
     **{name: Field(None, sampling.unless(neutral, _STATIC)) for name, neutral in _OF_GENERATE.items()},
