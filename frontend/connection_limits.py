@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import resource
 import sys
 import time
@@ -28,6 +29,7 @@ class ConnectionLimits:
         self._max_buffered = max(settings.max_buffered_size, settings.max_request_size)
         self._peak = 0  # of `buffered`, since memory was given back
         self._logged_at = 0.0
+        self._out_of_files = False
         self.slow_head = (
             f"Request line and headers took longer than request_head_timeout={self.head_timeout_s:g} seconds."
         )
@@ -47,6 +49,22 @@ class ConnectionLimits:
         if now - self._logged_at >= _LOG_PAUSE_S:
             self._logged_at = now
             logger.warning("refusing clients: %s", self.too_many)
+
+    def check_files(self) -> None:
+        """Log when no file is left for another client, of which the event loop says nothing, and when there are some.
+
+        The system then closes new connections at once.
+        """
+        try:
+            os.close(os.open(os.devnull, os.O_RDONLY))
+        except OSError as error:
+            if not self._out_of_files:
+                logger.error("clients and models are turned away: %s; raise the limit (ulimit -n)", error.strerror)
+            self._out_of_files = True
+        else:
+            if self._out_of_files:
+                logger.info("there are files for clients and models again")
+            self._out_of_files = False
 
     def give_memory_back(self) -> None:
         """Return free memory to the system after large bodies. The allocator would keep it for the next ones."""

@@ -132,7 +132,7 @@ class RelayProtocol(HttpToolsProtocol):
         if not self.cycle.response_complete:
             self._body_size += len(body)
             self._limits.buffered += len(body)
-            if self._limits.is_full and self._body_size > _SMALL_BODY:
+            if self._body_size > _SMALL_BODY and self._limits.is_full:
                 self._refusal = (HTTPStatus.SERVICE_UNAVAILABLE, "WlmException", self._limits.no_room)
                 raise _RefusedError
         super().on_body(body)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TextIO, cast
+from typing import cast
 
 import uvicorn
 import uvloop
@@ -39,6 +39,7 @@ from lmi_server.configuration.server_settings import ServerSettings, server_home
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.metrics import Metric
 from lmi_server.contract.secrets import SECRETS
+from lmi_server.machine.descriptors import open_standard_files
 from lmi_server.machine.environment import process_environment
 from lmi_server.machine.inventory import this_machine, with_gpu_memory
 from lmi_server.serving.fetch_model import Inspect
@@ -71,8 +72,9 @@ def run(
     SECRETS.add_named(process_environment())
     logging.getLogger().setLevel(settings.log_level.upper())
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    open_standard_files()
     directory = None if settings.log_dir is None else server_home(environment, Path.cwd()) / settings.log_dir
-    with background_log(_standard_error()) as log:
+    with background_log(sys.stderr.fileno()) as log:
         try:
             with log_files(settings.written_logs, directory):
                 return _run(sources, settings, environment, inspect, log)
@@ -260,21 +262,13 @@ class _HttpServer(uvicorn.Server):
         if counter % _TICKS_PER_S == 0:
             for connection in list(self.server_state.connections):
                 cast(RelayProtocol, connection).check()
+            self._limits.check_files()
             self._limits.give_memory_back()
         return await super().on_tick(counter)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
-
-
-def _standard_error() -> int:
-    """Return the file descriptor of standard error, or of /dev/null if the process was started without one.
-
-    Descriptor 2 itself would be wrong then: the next file or socket that is opened gets that number.
-    """
-    stderr: TextIO | None = sys.stderr
-    return os.open(os.devnull, os.O_WRONLY) if stderr is None else stderr.fileno()
 
 
 def _allow_many_connections() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from server_helpers import Server, connect, raw_request, received, request, serving
 from waiting import wait_until
@@ -151,3 +154,19 @@ def test_a_client_that_leaves_half_way_is_no_error(server: Server) -> None:
     server.http.post("/models", params={"url": "/log/marker"})
     server.log_line("model marker could not be loaded")
     assert not [line for line in server.lines if "Traceback" in line]
+
+
+def test_without_free_files_clients_are_turned_away_until_there_are_some(server: Server) -> None:
+    pid = server.process.pid
+    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    server.http.close()
+    server.http = httpx.Client(base_url=server.http.base_url, timeout=60)
+    most = len(os.listdir(f"/proc/{pid}/fd")) + 4
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (most, limits[1]))
+    connections = [connect(server, b"") for _ in range(10)]
+    server.log_line("clients and models are turned away: Too many open files; raise the limit")
+    for connection in connections:
+        connection.close()
+    server.log_line("there are files for clients and models again")
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+    assert server.invoke("a").status_code == 200

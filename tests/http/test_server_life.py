@@ -12,8 +12,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 from server_helpers import Server, connect, make_model, raw_request, received, request, running, serving
+from waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -224,3 +226,25 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
         ended = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=30)
     assert ended.returncode == 1
     assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in ended.stderr
+
+
+def test_a_server_that_is_started_without_standard_files_serves(tmp_path: Path) -> None:
+    directory = make_model(tmp_path / "model")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "lmi_server", "serve", str(directory), "--port", str(port)]
+    process = subprocess.Popen(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command])
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until(lambda: process.poll() is not None or answers(f"{url}/ping"), "it is ready")
+        assert httpx.post(f"{url}/invocations", json=request("a")).json() == {"generated_text": " a a a"}
+    finally:
+        process.terminate()
+        assert process.wait(30) == 0
+
+
+def answers(url: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(url).status_code == 200
+    return False
