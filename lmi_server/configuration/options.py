@@ -191,7 +191,8 @@ class ServingOptions(Options):
         60, description="Seconds without work after which a worker beyond minWorkers is stopped."
     )
     max_worker_memory_mb: NonNegativeInt = Field(
-        0, description="MiB of memory above which a worker is restarted, 0 for no limit; not for text generation."
+        0,
+        description="MiB of memory above which a worker, or a rank with its group, is restarted; 0 for no limit.",
     )
     load_on_devices: Devices = Field(
         "*", description="Devices to load the model on, separated by semicolons; * is all of them."

@@ -69,7 +69,9 @@ def _lead(link: socket.socket, progress: BatchProgress | None) -> int:
     if isinstance(handler, RequestHandler):
         return _serve_requests(link, handler, loading, progress)
     processor = GenerationProcessor(handler, loading)
-    worker = Worker(load, lambda link: ConcurrentService(processor, FrameBuffer(link)))
+    worker = Worker(
+        load, lambda link: ConcurrentService(processor, FrameBuffer(link), load.memory_limit_mb, worker.give_up)
+    )
     return uvloop.run(_serve(link, worker, signals=True))
 
 

@@ -4,23 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+from lmi_server.contract.errors import LmiServerError, ModelMemoryError
 from lmi_server.contract.protocol import CANCELLED, Command, Ready, Submit
 from lmi_server.machine import model_imports
 from lmi_server.worker.frame_buffer import FrameBuffer, ResponseWriter
 from lmi_server.worker.request_processor import RequestProcessor
 from lmi_server.worker.service import CANCELLED_MESSAGE, WorkerService
+from lmi_server.worker.watch import excess
 
 logger = logging.getLogger(__name__)
 
 
-class ConcurrentService(WorkerService):
-    """Serves as many requests at once as the front end sends; their answers share `buffer`."""
+def _ignore(_: LmiServerError) -> None:
+    """Do nothing: without a limit there is nothing to give up for."""
 
-    def __init__(self, processor: RequestProcessor, buffer: FrameBuffer) -> None:
+
+class ConcurrentService(WorkerService):
+    """Serves as many requests at once as the front end sends; their answers share `buffer`.
+
+    `give_up` ends the process, which it must once it takes more than `memory_limit_mb` (0: any) MiB.
+    """
+
+    def __init__(
+        self,
+        processor: RequestProcessor,
+        buffer: FrameBuffer,
+        memory_limit_mb: int = 0,
+        give_up: Callable[[LmiServerError], None] = _ignore,
+    ) -> None:
         self._processor = processor
         self._buffer = buffer
+        self._memory_limit_mb = memory_limit_mb
+        self._give_up = give_up
         self._requests: dict[int, asyncio.Task[None]] = {}
         self.writers: dict[int, ResponseWriter] = {}
         """Those of the requests that run, by id."""
@@ -74,6 +91,9 @@ class ConcurrentService(WorkerService):
             await self._processor.stop()
 
     def gauges(self) -> Mapping[str, float]:
+        # The worker asks once a second, which is a good moment to look.
+        if (taken := excess(self._memory_limit_mb)) is not None:
+            self._end(ModelMemoryError(taken))
         if not self._loaded:
             return {}
         try:
@@ -81,6 +101,14 @@ class ConcurrentService(WorkerService):
         except Exception:  # the border to handlers: gauges that cannot be read must not end the model
             logger.exception("the handler raised in stats()")
             return {}
+
+    def _end(self, error: ModelMemoryError) -> None:
+        """End the process. Every request fails with the reason, because it may be what takes the memory."""
+        logger.error("%s", error.message)
+        for writer in self.writers.values():
+            writer.fail(error)
+        self._buffer.close()
+        self._give_up(error)
 
     def progressed(self) -> list[int]:
         # A copy: the handler's thread may add and remove requests while the link's thread looks at them.

@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import threading
+import time
 from pathlib import Path
 
 from lmi_server.contract.errors import ModelLoadError
@@ -17,6 +18,9 @@ from lmi_server.contract.ranks import RANK_BYTES, Rank
 from lmi_server.machine.descriptors import keep_from_children
 from lmi_server.machine.environment import own_rank, take_rank
 from lmi_server.worker.handler_loading import load_failure, make_handler
+from lmi_server.worker.watch import excess
+
+_MEMORY_CHECK_S = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +56,8 @@ def follow(link: socket.socket) -> int:
     load = read_load(link)
     logging.getLogger().setLevel(load.log_level)
     threading.Thread(target=_end_with_front_end, args=(link,), name="link", daemon=True).start()
+    if load.memory_limit_mb:
+        threading.Thread(target=_end_above, args=(load.memory_limit_mb,), name="memory", daemon=True).start()
     try:
         handler, loading = make_handler(load)
         check_follows(handler)
@@ -70,4 +76,12 @@ def _end_with_front_end(link: socket.socket) -> None:
         pass  # the front end sends a follower nothing after its Load
     logger.error("the front end is gone; the rank ends")
     remove_group_files()
+    os._exit(1)
+
+
+def _end_above(memory_limit_mb: int) -> None:
+    """End the process, and with it the group, once it takes too much memory."""
+    while (taken := excess(memory_limit_mb)) is None:
+        time.sleep(_MEMORY_CHECK_S)
+    logger.error("%s", taken)
     os._exit(1)

@@ -19,6 +19,13 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_bytes().split()[1]) * _PAGE
 
 
+def excess(limit_mb: int) -> str | None:
+    """Return how far this process is above `limit_mb` (0: no limit) MiB, in words; None if it is not."""
+    if not limit_mb or (resident := resident_bytes()) <= limit_mb * _MIB:
+        return None
+    return f"the process takes {resident // _MIB} MiB, more than max_worker_memory_mb={limit_mb}; raise the limit"
+
+
 class Watch:
     """Looks at the handler's thread, once a second, when the link's thread calls `look`.
 
@@ -51,7 +58,6 @@ class Watch:
             self._logged = True
             hangs = "model %s: the handler has not returned for %.0f s; it is at:\n%s"
             logger.error(hangs, self._model_name, running_s, self._stack())
-        limit = self._memory_limit_mb
-        if limit and (resident := resident_bytes()) > limit * _MIB:
-            taken = f"the process takes {resident // _MIB} MiB, more than max_worker_memory_mb={limit}; raise the limit"
+        taken = excess(self._memory_limit_mb)
+        if taken is not None:
             self._give_up(f"{taken}\nThe handler was at:\n{self._stack()}" if running_s else taken)

@@ -94,6 +94,13 @@ class Worker:
         self.ending = True
         self._link.close()
 
+    def give_up(self, error: LmiServerError) -> None:
+        """End the process because of `error`; the load fails with it if it is not complete."""
+        if self._loading is not None and self._loading.done():
+            self.end(exit_code=1)
+        else:
+            self._fail(error)
+
     # --- the model ---
 
     async def _load(self) -> None:

@@ -26,7 +26,9 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("server"), max_rolling_batch_size=4, variables=SETTINGS) as server:
+    with serving(
+        tmp_path_factory.mktemp("server"), max_rolling_batch_size=4, max_worker_memory_mb=300, variables=SETTINGS
+    ) as server:
         server.invoke("a")
         yield server
 
@@ -169,4 +171,11 @@ def test_without_free_files_clients_are_turned_away_until_there_are_some(server:
         connection.close()
     server.log_line("there are files for clients and models again")
     resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+    assert server.invoke("a").status_code == 200
+
+
+def test_a_worker_that_generates_text_has_a_limit_of_memory(server: Server) -> None:
+    answer = server.invoke("leak")
+    assert answer.status_code == 507
+    assert "more than max_worker_memory_mb=300" in answer.text
     assert server.invoke("a").status_code == 200

@@ -55,6 +55,9 @@ class FaultHandler(EchoHandler):
                 await asyncio.sleep(0)
             yield Delta(str(self._running), finish_reason="eos_token", usage=Usage(1, 1))
             return
+        if fault == "leak":
+            self.leaked = os.urandom(400 << 20)
+            await asyncio.Event().wait()
         if fault == "hang":
             time.sleep(3600)  # noqa: ASYNC251 - the point: it blocks the worker's loop
         if fault.startswith("token-then-"):

@@ -24,6 +24,7 @@ SERVING_KEYS = {
     "minWorkers",
     "maxWorkers",
     "max_idle_time",
+    "max_worker_memory_mb",
     "retry_threshold",
     "required_memory_mb",
     "reserved_memory_mb",
