@@ -15,7 +15,7 @@ from starlette.routing import Route
 from frontend.management_access import RegistrationLimits
 from frontend.parameters import check_name, integer, page, parameters, truth
 from frontend.responses import json_response
-from lmi_server.artifacts.location import archive_stem
+from lmi_server.artifacts.location import NO_WORKFLOWS, archive_stem
 from lmi_server.configuration.options import MOST_WORKERS
 from lmi_server.contract.errors import BadParameterError
 from lmi_server.contract.protocol import LOG_OFF
@@ -171,6 +171,8 @@ def _path(request: Request) -> tuple[str, str | None]:
 
 def model_source(given: Mapping[str, str]) -> ModelSource:
     url = given.get("url", "").strip()
+    if not url and given.get("template"):
+        raise BadParameterError(f"Parameter template: {NO_WORKFLOWS}; adapters go to /models/{{model}}/adapters")
     if not url:
         raise BadParameterError("Parameter url is required.")
     for name in ("model_name", "model_version"):

@@ -14,6 +14,9 @@ MODEL_FORMS = (
 )
 ARCHIVE_SUFFIXES = (".tar.gz", ".tgz", ".tar", ".zip", ".mar")
 
+WORKFLOW_SUFFIXES = (".json", ".yml", ".yaml")
+NO_WORKFLOWS = "workflows are not served; register each of its models by itself, and call one after the other"
+
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+(:[\w.-]+)?)?")
 _GGUF = ".gguf"
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
@@ -117,6 +120,8 @@ def _local(path: str, base: Path) -> LocalDirectory | LocalArchive | GgufFile:
         return LocalDirectory(local)
     if local.suffix == _GGUF and os.path.isfile(local):
         return GgufFile(local)
+    if local.suffix in WORKFLOW_SUFFIXES and os.path.isfile(local):
+        raise ValueError(f"is not available: {local} defines a workflow; {NO_WORKFLOWS}")
     if archive_stem(local.name) is None:
         if os.path.exists(local):
             raise ValueError(f"is not allowed; {local} is neither a directory nor a {_suffixes()} archive nor in GGUF")

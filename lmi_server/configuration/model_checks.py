@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lmi_server.artifacts.location import NO_WORKFLOWS, WORKFLOW_SUFFIXES
 from lmi_server.configuration.check import (
     combination_warnings,
     conflicts,
@@ -46,6 +47,10 @@ class ModelChecks:
 
     def problems(self, wrong: Mapping[str, str]) -> Iterator[str]:
         """Yield a line for each error; `wrong` are those of single values, by key in full."""
+        workflow = next((path for path in self._workflows() if path.is_file()), None)
+        if workflow is not None:  # the rest would be about a model, which this is none
+            yield f"{workflow}: {NO_WORKFLOWS}"
+            return
         known = self.merged.known
         yield from self.merged.problems
         # In the order of the file, because the user mends it from top to bottom.
@@ -60,6 +65,10 @@ class ModelChecks:
             yield from self._wrong_for_gguf()
         if self.spec.formats_text:
             yield from undefined_formatters(self.options, known, self.model.directory)
+
+    def _workflows(self) -> Iterator[Path]:
+        """Yield the files that make LMI take a directory for a workflow, whatever else it holds."""
+        yield from (self.model.directory / f"workflow{suffix}" for suffix in WORKFLOW_SUFFIXES)
 
     def _no_checkpoint(self) -> Iterator[str]:
         directory = self.model.directory

@@ -31,6 +31,13 @@ def test_hub_ids(tmp_path: Path, text: str) -> None:
     assert parse_location(text, tmp_path) == HubModel(text)
 
 
+@pytest.mark.parametrize("name", ["workflow.json", "chain.yml", "chain.yaml"])
+def test_workflows_are_refused_by_that_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=rf"{name} defines a workflow; workflows are not served; register each"):
+        parse_location(name, tmp_path)
+
+
 def test_models_in_gguf(tmp_path: Path) -> None:
     (tmp_path / "m-Q4_0.gguf").touch()
     assert parse_location("m-Q4_0.gguf", tmp_path) == GgufFile(tmp_path / "m-Q4_0.gguf")

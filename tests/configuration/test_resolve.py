@@ -467,6 +467,16 @@ def test_an_archive_of_torchserve_is_refused(tmp_path: Path) -> None:
     assert "put a model.py beside its files" in problem
 
 
+@pytest.mark.parametrize("name", ["workflow.json", "workflow.yml", "workflow.yaml"])
+def test_a_workflow_is_refused_by_that_name(tmp_path: Path, name: str) -> None:
+    """LMI takes the directory for a workflow, whatever else it holds."""
+    (tmp_path / name).write_text("{}")
+    (tmp_path / "model.py").write_text("def handle(inputs): ...")
+    (problem,) = refusal(tmp_path)
+    remedy = "register each of its models by itself, and call one after the other"
+    assert problem == f"{tmp_path / name}: workflows are not served; {remedy}"
+
+
 def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
     (problem,) = refusal(tmp_path / "nowhere")
     assert problem.startswith(f"{tmp_path / 'nowhere'}: there is no such directory; a model is a directory, ")

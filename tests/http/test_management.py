@@ -221,10 +221,15 @@ def drained(server: Server) -> list[str]:
 def test_bad_parameters(server: Server, store: Path) -> None:
     http = server.http
     echo = str(store / "echo")
+    workflow = store / "workflow"
+    workflow.mkdir()
+    (workflow / "workflow.json").write_text("{}")
     register(server, echo, model_name="first", model_version="1")
     calls = [
         (400, http.post("/models"), "Parameter url is required."),
         (400, http.post("/models", json={"model_name": "x"}), "Parameter url is required."),
+        (400, http.post("/workflows?template=adapter&model=x"), "Parameter template: workflows are not served;"),
+        (400, register(server, workflow), "workflow.json: workflows are not served; register each of its models"),
         (400, http.post("/models", content=b"{", headers={"content-type": "application/json"}), "not a JSON object"),
         (400, register(server, echo, min_worker="two"), 'Parameter min_worker is "two"; it takes an integer'),
         (400, register(server, echo, batch_size="abc"), 'registration: batch_size = "abc" is not allowed'),
