@@ -37,11 +37,14 @@ def server(
         yield server
 
 
-@pytest.mark.parametrize(("backend", "path"), [("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")])
-def test_vllm_bench_serve(server: Server, tiny_model: Path, tmp_path: Path, backend: str, path: str) -> None:
+BACKENDS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+
+
+def arguments(backend: str, server: Server, tiny_model: Path, results: Path) -> list[str]:
+    """Return the arguments of a run that writes its results to `results`, in a file named after the backend."""
     options = {
         "backend": backend,
-        "endpoint": path,
+        "endpoint": BACKENDS[backend],
         "base-url": server.url,
         "tokenizer": str(tiny_model),
         "dataset-name": "random",
@@ -49,13 +52,23 @@ def test_vllm_bench_serve(server: Server, tiny_model: Path, tmp_path: Path, back
         "random-output-len": str(TOKENS),
         "num-prompts": str(REQUESTS),
         "max-concurrency": "4",
-        "result-dir": str(tmp_path),
-        "result-filename": "result.json",
+        "result-dir": str(results),
+        "result-filename": f"{backend}.json",
     }
-    arguments = [word for name, value in options.items() for word in (f"--{name}", value)]
-    command = [sys.executable, str(BENCH), "--save-result", "--ignore-eos", *arguments]
-    ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"}, check=False)
+    return [
+        "--save-result",
+        "--ignore-eos",
+        *(word for name, value in options.items() for word in (f"--{name}", value)),
+    ]
+
+
+def test_vllm_bench_serve(server: Server, tiny_model: Path, tmp_path: Path) -> None:
+    runs = "\n".join(json.dumps(arguments(backend, server, tiny_model, tmp_path)) for backend in BACKENDS)
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, str(BENCH)]
+    ran = subprocess.run(command, input=runs, capture_output=True, text=True, env=environment, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert (result["completed"], result["failed"]) == (REQUESTS, 0)
-    assert result["total_output_tokens"] == REQUESTS * TOKENS
+    for backend in BACKENDS:
+        result = json.loads((tmp_path / f"{backend}.json").read_text())
+        assert (result["completed"], result["failed"]) == (REQUESTS, 0), backend
+        assert result["total_output_tokens"] == REQUESTS * TOKENS

@@ -235,10 +235,12 @@ def test_a_prompt_longer_than_the_context_is_refused_by_its_numbers(exact: Serve
     assert "8192" in reply.json()["message"]
 
 
-def test_an_unknown_parameter_is_served_and_logged(demo_model_dir: Path, tmp_path: Path) -> None:
-    with serving(tmp_path, demo_model_dir) as server:
-        assert invoke(server, "Hello", max_new_token=3).status_code == 200
-    warnings = [line for line in server.lines if "WARNING" in line and "max_new_token" in line]
+def test_an_unknown_parameter_is_served_and_logged(exact: Server) -> None:
+    seen = len(exact.lines)
+    for unknown in ({"max_new_token": 3}, {"top_pp": 0.5}):
+        assert invoke(exact, "Hello", max_new_tokens=3, **unknown).status_code == 200
+    exact.log_line("WARNING.*top_pp")
+    warnings = [line for line in exact.lines[seen:] if "WARNING" in line and "max_new_token" in line]
     assert len(warnings) == 1
     assert "max_new_tokens" in warnings[0], "the nearest known parameter is named"
 
