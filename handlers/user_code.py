@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import importlib.util
 import inspect
 import sys
 import traceback
@@ -14,6 +13,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from lmi_server.contract.errors import ModelLoadError, describe
+from lmi_server.machine.source_file import execute
 
 DEFAULT_ENTRY_POINT = "model.py"
 T = TypeVar("T")
@@ -47,17 +47,7 @@ def load_file(path: Path) -> ModuleType:
     name = path.stem
     if not name.isidentifier() or name in sys.modules:
         name = f"{name}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+    return execute(path, name)
 
 
 def find_class(module: ModuleType, bases: tuple[type[T], ...]) -> type[T] | None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from handlers.tasks.embedding import TextEmbedding
 from handlers.tasks.encoder import FeatureExtraction
-from handlers.tasks.generation import TextGeneration, TextToText, Translation
 from handlers.tasks.options import PipelineOptions
 from handlers.tasks.question_answering import QuestionAnswering
 from handlers.tasks.task import Task
+from handlers.tasks.text_tasks import TextGeneration, TextToText, Translation
 from handlers.tasks.transformers_pipeline import TransformersPipeline
 
 

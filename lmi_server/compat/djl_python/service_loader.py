@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import importlib.util
 import os
 import re
-import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from djl_python.inputs import Input
+from lmi_server.machine.source_file import execute
 
 
 class ModelService:
@@ -43,7 +42,7 @@ def load_model_service(model_dir: str, entry_point: str, device_id: Any, namespa
     path = os.path.join(model_dir, entry_point)  # an absolute entry point replaces the directory
     if not os.path.exists(path):
         raise ValueError(f"entry-point file not found {path}.")
-    return ModelService(_load(path, _name(path, namespace)), model_dir)
+    return ModelService(execute(path, _name(path, namespace)), model_dir)
 
 
 def has_function_in_module(module: ModuleType, function_name: str) -> bool:
@@ -75,16 +74,3 @@ def _name(path: str, namespace: str | None) -> str:
     if namespace:
         return "ns_" + re.sub(r"[-.]", "_", namespace)
     return f"model_{hashlib.sha256(path.encode()).hexdigest()[:8]}"
-
-
-def _load(path: str, name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module

@@ -1,0 +1,22 @@
+"""Executes a file of the user's code as a module."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+
+def execute(path: str | Path, name: str) -> ModuleType:
+    """Execute a Python file as the module `name`. Raises whatever the file raises, and then forgets the module."""
+    spec = spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
