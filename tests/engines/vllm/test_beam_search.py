@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import aclosing
 
 import pytest
+from relay_helpers import on_loop
 
 from handlers.vllm.beam_search import Beam, search
 from lmi_server.contract.generation import BeamSearch, TopToken
@@ -63,3 +64,33 @@ def test_a_search_ends_when_enough_sequences_have_ended() -> None:
 
 def test_a_search_without_an_end_stops_at_the_limit() -> None:
     assert len(found(2, length=1)[0].ids) == 1
+
+
+@on_loop
+async def test_a_search_that_is_given_up_asks_for_nothing_more() -> None:
+    waiting: list[int] = []
+    both = asyncio.Event()
+
+    async def likeliest(new: Sequence[int], count: int) -> list[TopToken]:
+        if not new:
+            return [TopToken(1, "1", -1.0), TopToken(2, "2", -1.0)]
+        waiting.append(new[0])
+        if len(waiting) == 2:
+            both.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            waiting.remove(new[0])
+        raise AssertionError
+
+    async def consume() -> None:
+        async with aclosing(search(BeamSearch(width=2), 4, frozenset(), likeliest)) as steps:
+            async for _ in steps:
+                pass
+
+    task = asyncio.create_task(consume())
+    await both.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not waiting
