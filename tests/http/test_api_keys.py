@@ -75,6 +75,7 @@ def test_a_request_without_a_key_is_refused_in_the_form_of_its_api(server: Serve
     )
     openai = server.http.post("/v1/chat/completions", json=CHAT, headers=headers)
     assert (openai.status_code, openai.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert all(len(answer.headers.get_list("x-request-id")) == 1 for answer in (lmi, openai))
     anthropic = server.http.post("/v1/messages", json=CHAT, headers=headers)
     assert (anthropic.status_code, anthropic.json()["error"]["type"]) == (401, "authentication_error")
     for path in ("/v1/models", "/version", "/info"):

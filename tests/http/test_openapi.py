@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from server_helpers import Server, make_model, running
+from server_helpers import Server, connect, make_model, received, running
 
 from frontend import app
 from lmi_server.dialects.lmi import PARAMETERS
@@ -19,7 +19,8 @@ from lmi_server.dialects.schemas import components, request_schema
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running(make_model(tmp_path_factory.mktemp("openapi") / "model")) as server:
+    limit = {"SERVING_MAX_REQUEST_SIZE": "4096"}
+    with running(make_model(tmp_path_factory.mktemp("openapi") / "model"), variables=limit) as server:
         server.log_line(r"\] ready: process")
         yield server
 
@@ -121,6 +122,52 @@ def test_the_page_needs_nothing_else(server: Server) -> None:
     assert page.headers["content-type"].startswith("text/html")
     assert "<code>/v1/chat/completions</code>" in page.text
     assert not re.search(r"<script|src=|href=\"http", page.text)
+
+
+def test_every_answer_has_the_id_of_its_request(server: Server, document: dict[str, Any]) -> None:
+    """All paths, each with what it takes and with what it refuses."""
+    calls = [
+        (method, re.sub("{version}", "1", path).replace("{model}", "model").replace("{adapter}", "none"), {"json": {}})
+        for method, path in operations(document)
+        if method != "delete" and path != "/server/logging"
+    ]
+    calls += [(method, path, {}) for _, path, _ in calls for method in ("patch", "options", "head")]
+    calls += [
+        ("get", path, {})
+        for path in ("/nowhere", "/v1/nowhere", "/v2/nowhere", "/invocations?a=%zz", "/predictions/none")
+    ]
+    posts = [path for method, path, _ in calls if method == "post"]
+    calls += [("post", path, {"content": b"x" * 5000}) for path in posts]
+    calls += [("post", path, {"content": b"x", "headers": {"content-encoding": "br"}}) for path in posts]
+    streamed = {"inputs": "a b", "parameters": {"max_new_tokens": 2}, "stream": True}
+    chat = {"model": "model", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "stream": True}
+    bodies = [
+        ("/invocations", streamed),
+        ("/generate_stream", streamed),
+        ("/v1/chat/completions", chat),
+        ("/v1/messages", chat),
+    ]
+    bodies += [("/v2/models/model/generate_stream", {"text_input": "a", "max_tokens": 2})]
+    calls += [("post", path, {"json": body}) for path, body in bodies]
+    statuses = set()
+    for number, (method, path, more) in enumerate(calls):
+        sent = f"id-{number}"
+        headers = {"x-request-id": sent, **more.pop("headers", {})}
+        answer = server.http.request(method, path, headers=headers, **more)
+        statuses.add(answer.status_code)
+        assert answer.headers.get_list("x-request-id") == [sent], (method, path, answer.status_code)
+    assert statuses >= {200, 400, 404, 405, 413, 415, 424}
+    made = [server.http.get(path).headers["x-request-id"] for path in ("/ping", "/nowhere", "/v1/models")]
+    assert len(set(made)) == 3
+
+
+@pytest.mark.parametrize(
+    "data", [b"\x00\x01\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n"]
+)
+def test_what_is_no_request_has_an_id_too(server: Server, data: bytes) -> None:
+    with connect(server, data) as connection:
+        head = received(connection).partition(b"\r\n\r\n")[0].lower()
+    assert b"\r\nx-request-id: " in head, head
 
 
 def test_management_is_documented_where_it_is(tmp_path: Path) -> None:
