@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from handlers.deepspeed.int8 import check_device
@@ -103,6 +104,7 @@ def check_before_loading(config: Any, options: DeepSpeedOptions, degree: int) ->
 
     DeepSpeed divides attention heads unevenly if it must, but each rank needs one.
     """
+    _check_file(options, degree)
     has_gpu = torch.cuda.is_available()
     if options.dtype == "fp16" and not has_gpu:
         raise ModelLoadError("option.dtype=fp16: DeepSpeed has no fp16 on the CPU; set option.dtype=bf16 or fp32")
@@ -118,6 +120,26 @@ def check_before_loading(config: Any, options: DeepSpeedOptions, degree: int) ->
         count = getattr(text_config, name, None)
         if isinstance(count, int) and count < degree:
             raise ModelLoadError(f"{_DEGREE}={degree} is more than {name}={count} of the model; lower it")
+
+
+def _check_file(options: DeepSpeedOptions, degree: int) -> None:
+    """Raise ModelLoadError for a key or a value that DeepSpeed refuses in the file of option.deepspeed_config_path."""
+    path = options.deepspeed_config_path
+    if path is None:
+        return
+    config = inference_config(options, torch.float32, degree, inject=False)
+    import_deepspeed()
+    from deepspeed.inference.config import DeepSpeedInferenceConfig
+
+    try:
+        DeepSpeedInferenceConfig(**config)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        problem = f"{key} is no key of DeepSpeed's configuration; remove it"
+        if first["type"] != "extra_forbidden":
+            problem = f"{key} = {first['input']!r} is not allowed: {first['msg']}; correct it"
+        raise ModelLoadError(f"option.deepspeed_config_path: {path}: {problem}") from error
 
 
 def choose_device(rank: Rank) -> None:

@@ -243,6 +243,23 @@ def test_a_configuration_that_cannot_be_read_is_named(text: str | None, message:
         inference_config(options, torch.float32, 1, inject=False)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"max_out_tokns": 77}, r"max_out_tokns is no key of DeepSpeed's configuration; remove it"),
+        ({"max_out_tokens": "many"}, r"max_out_tokens = 'many' is not allowed: .*; correct it"),
+        ({"tensor_parallel": {"tp_size": 1, "size": 2}}, r"tensor_parallel\.size is no key"),
+    ],
+)
+def test_a_configuration_that_deepspeed_refuses_is_refused_before_loading(
+    content: dict[str, Any], message: str, tmp_path: Path, reference: Any
+) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"dtype": "fp32", **content}))
+    options = DeepSpeedOptions(deepspeed_config_path="ds.json").within(str(tmp_path))
+    with pytest.raises(ModelLoadError, match=rf"option\.deepspeed_config_path: .*ds\.json: {message}"):
+        check_before_loading(reference.config, options, 1)
+
+
 def test_kernels_that_the_cpu_does_not_have_are_refused(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps({"replace_with_kernel_inject": True, "dtype": "fp32"}))
     options = DeepSpeedOptions(deepspeed_config_path="ds.json").within(str(tmp_path))
