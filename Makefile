@@ -12,12 +12,17 @@ EMBEDDING_MODEL := models/all-minilm-l6-v2
 # One stamp for what serving the demo model takes, one for all that the tests take.
 RUN_SETUP := $(VENV)/.setup-run
 SETUP := $(VENV)/.setup-test
-SETUP_SOURCES := setup.cfg constraints.txt scripts/setup_environment.py scripts/overrides.txt scripts/clients.txt
+SETUP_SOURCES := setup.cfg constraints.txt scripts/setup_environment.py scripts/overrides.txt scripts/clients.txt \
+  $(wildcard scripts/locks/*.txt)
+# What `make audit` and `make sbom` run, each in an environment of its own.
+BANDIT := 1.9.4
+PIP_AUDIT := 2.10.1
+CYCLONEDX := 7.5.0
 
 .DEFAULT_GOAL := help
 # The recipes share one virtual environment.
 .NOTPARALLEL:
-.PHONY: help setup demo-model embedding-model run image test-image lint test-unit check test coverage bench
+.PHONY: help setup demo-model embedding-model run image test-image lint test-unit check test coverage bench lock sbom audit
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +70,19 @@ test: lint demo-model embedding-model ## Run ruff, mypy and every test (half an 
 
 coverage: demo-model embedding-model ## Run every test and print which lines none of them runs
 	$(PYTEST) --cov --cov-report=term-missing:skip-covered
+
+lock: $(SETUP) ## Write scripts/locks anew: the version and the hashes of every package
+	$(BIN)/python scripts/lock.py
+
+sbom: $(SETUP) ## Write build/sbom.cdx.json: the packages of .venv as a bill of materials (CycloneDX)
+	@mkdir -p build
+	$(BIN)/uv tool run --from cyclonedx-bom==$(CYCLONEDX) cyclonedx-py environment $(BIN)/python \
+	  --output-reproducible --output-file build/sbom.cdx.json
+
+audit: $(SETUP) ## Look for known vulnerabilities in the locked packages, and for unsafe code (needs the network)
+	$(BIN)/uv tool run --from bandit==$(BANDIT) bandit --quiet --configfile pyproject.toml -r lmi_server handlers frontend
+	$(BIN)/uv tool run --from pip-audit==$(PIP_AUDIT) pip-audit --strict --disable-pip --require-hashes \
+	  -r scripts/locks/environment.txt -r scripts/locks/bare.txt
 
 bench: $(SETUP) demo-model embedding-model ## Run the benchmarks and print their tables
 	$(BIN)/python -m benchmarks

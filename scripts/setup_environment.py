@@ -14,9 +14,11 @@ This file runs before anything is installed and on any Python 3, so that it can 
 import configparser
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,6 +31,11 @@ OVERRIDES = ROOT / "scripts" / "overrides.txt"
 # The clients of docs/clients.md want other versions of packages than the engines do.
 CLIENTS = VENV / "clients"
 CLIENT_CONSTRAINTS = ROOT / "scripts" / "clients.txt"
+
+# Version and hashes of every package but torch, whose build depends on the machine; scripts/lock.py writes them.
+LOCK = ROOT / "scripts" / "locks" / "environment.txt"
+CLIENT_LOCK = ROOT / "scripts" / "locks" / "clients.txt"
+BARE_LOCK = ROOT / "scripts" / "locks" / "bare.txt"
 
 RUN_EXTRAS = ("huggingface",)
 # Engines that no test but their own needs: where one cannot be installed, the others are tested without it.
@@ -125,13 +132,22 @@ def make_virtual_environment():
             )
     if not UV.exists():
         say("installing uv, which installs the rest")
-        version = next(line for line in CONSTRAINTS.read_text().splitlines() if line.startswith("uv=="))
-        installed = subprocess.run([str(PYTHON), "-m", "pip", "install", "--quiet", version], check=False)
+        with tempfile.TemporaryDirectory() as directory:
+            wanted = Path(directory, "uv.txt")
+            wanted.write_text(locked("uv"), encoding="utf-8")
+            arguments = ("--quiet", "--no-deps", "--require-hashes", "--requirement", str(wanted))
+            installed = subprocess.run([str(PYTHON), "-m", "pip", "install", *arguments], check=False)
         if installed.returncode:
             sys.exit(
                 "pip cannot install uv (its own words are above): "
                 "check that pip reaches the Python Package Index, or name your mirror of it in pip's configuration."
             )
+
+
+def locked(name):
+    """Return the lines of a package in the lock of those without dependencies."""
+    entries = re.split(r"\n(?=\S)", BARE_LOCK.read_text(encoding="utf-8"))
+    return next(entry for entry in entries if entry.startswith(f"{name}=="))
 
 
 def uv_environment(names):
@@ -155,7 +171,7 @@ def install_torch():
         return
     arguments, reason = choose_torch(environment, version)
     say(f"torch {version}: {reason}")
-    uv(environment, "install", *constrained(), *arguments)
+    uv(environment, "install", "--constraint", str(CONSTRAINTS), "--constraint", str(LOCK), *arguments)
 
 
 def choose_torch(environment, version):
@@ -211,7 +227,7 @@ def install_what_can_be_had(environment):
 
 def install_weights(environment, *packages):
     """Install packages for the weights that they carry; their own dependencies would compile another engine."""
-    uv(environment, "install", "--no-deps", *constrained(), *packages)
+    uv(environment, "install", "--no-deps", "--constraint", str(BARE_LOCK), *packages)
 
 
 def install_clients(environment):
@@ -219,7 +235,7 @@ def install_clients(environment):
     python = CLIENTS / "bin" / "python"
     if not python.exists():
         subprocess.run([str(UV), "venv", "--quiet", "--python", str(PYTHON), str(CLIENTS)], env=environment, check=True)
-    where = ("--python", str(python), "--constraint", str(CLIENT_CONSTRAINTS))
+    where = ("--python", str(python), "--constraint", str(CLIENT_CONSTRAINTS), "--constraint", str(CLIENT_LOCK))
     if not uv(environment, "install", *where, *extra("clients"), required=False):
         say("NOT INSTALLED, so their tests are skipped: the clients of docs/clients.md (the reason is above)")
 
@@ -237,11 +253,12 @@ def install(environment, extras, *more, required=True):
 
 
 def pinned():
-    return [*constrained(), "--overrides", str(OVERRIDES)]
+    """Return the arguments by which uv installs the locked versions, and no file with another hash."""
+    return [*pinned_by_hand(), "--constraint", str(LOCK)]
 
 
-def constrained():
-    return ["--constraint", str(CONSTRAINTS)]
+def pinned_by_hand():
+    return ["--constraint", str(CONSTRAINTS), "--overrides", str(OVERRIDES)]
 
 
 def uv(environment, *arguments, required=True):

@@ -35,7 +35,7 @@ class SklearnHandler(TabularHandler):
         import pickle
 
         with path.open("rb") as file:
-            return pickle.load(file)  # files of cloudpickle are pickles, too
+            return pickle.load(file)  # of cloudpickle, too; only with option.trust_insecure_model_files  # nosec B301
 
     def predict(self, model: Any, rows: Any) -> Any:
         return model.predict(rows)

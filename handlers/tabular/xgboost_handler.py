@@ -30,7 +30,7 @@ class XgboostHandler(TabularHandler):
             import pickle
 
             with path.open("rb") as file:
-                return pickle.load(file)
+                return pickle.load(file)  # only with option.trust_insecure_model_files  # nosec B301
         booster = xgboost.Booster()
         booster.load_model(path)
         return booster

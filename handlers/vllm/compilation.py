@@ -143,7 +143,7 @@ def main() -> None:
         _OOM_SCORE_ADJ.write_text("1000")  # and on the memory: the kernel kills this process before the worker
     try:
         # Pickle, because the arguments may hold objects of vLLM; they come from the parent process alone.
-        compile_models(pickle.load(sys.stdin.buffer), directory)
+        compile_models(pickle.load(sys.stdin.buffer), directory)  # nosec B301
     # The border to vLLM and its compilers: the last line on stderr reports whatever they raise, and the worker goes on.
     except Exception as error:  # noqa: BLE001
         sys.exit(f"{type(error).__name__}: {' '.join(str(error).split())}")

@@ -30,7 +30,7 @@ from handlers.rolling_batch.communicator import Communicator
 from handlers.vllm import library
 from lmi_server.machine.environment import meeting_point, own_rank
 
-_SHARED_MEMORY = Path("/dev/shm")
+_SHARED_MEMORY = Path("/dev/shm")  # only listed here  # nosec B108
 
 
 class _CoreCall(msgspec.Struct, array_like=True, frozen=True):

@@ -123,7 +123,7 @@ def _save_model(source: Path, target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 
-    model = AutoModelForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(  # a local directory  # nosec B615
         source.parent,
         gguf_file=source.name,
         quantization_config=GgufConfig(dequantize=True, gguf_file=source.name),
@@ -138,7 +138,7 @@ def _save_tokenizer(source: Path, target: Path) -> None:
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)  # local  # nosec B615
     # The conversion from GGUF loses the first half of the model's pre-tokenizer, which splits numbers into digits.
     # Without it, "  12" becomes other tokens than in training.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -25,7 +25,7 @@ from lmi_server.supervisor.command import mpi_worker_command, progress_path, soc
 
 logger = logging.getLogger(__name__)
 
-_SHARED_MEMORY = Path("/dev/shm")
+_SHARED_MEMORY = Path("/dev/shm")  # directories there are from mkdtemp  # nosec B108
 _CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
 
 

@@ -13,7 +13,7 @@ from lmi_server.machine.memory import free_and_total
 
 logger = logging.getLogger(__name__)
 
-LMCACHE_DIR = "/tmp/lmcache"
+LMCACHE_DIR = "/tmp/lmcache"  # LMI's value  # nosec B108
 
 _GB = 1024**3
 _FORMATS = (".safetensors", ".bin")  # only files of the first format that is there count: the others are copies

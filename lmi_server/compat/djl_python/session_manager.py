@@ -65,7 +65,7 @@ class Session:
             return d
         if not data.startswith(_PICKLE_START):
             raise ValueError(f"put() did not store the value of {key}; read an array with get_as_numpy")
-        return pickle.loads(data)
+        return pickle.loads(data)  # the model's own code has stored it  # nosec B301
 
     def get_as_numpy(
         self, key: str, shape: tuple[int, ...], dtype: Any = None, create: bool = False
@@ -208,5 +208,5 @@ def save_sessions() -> None:
 
 
 def _default_path() -> Path:
-    memory = Path("/dev/shm")
+    memory = Path("/dev/shm")  # LMI's place  # nosec B108
     return (memory if memory.is_dir() else Path(tempfile.gettempdir())) / "djl_sessions"
