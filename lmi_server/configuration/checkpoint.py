@@ -11,6 +11,8 @@ from lmi_server.artifacts.location import GgufFile, HubModel, LocalArchive, Loca
 from lmi_server.configuration.gguf import gguf_files, is_gguf, read_gguf
 from lmi_server.contract.errors import ConfigurationError
 
+_POINTER = b"version https://git-lfs"
+IS_POINTER = "is a pointer of Git LFS and not the file itself; run git lfs pull where it was cloned"
 _CAUSAL_LM = ("ForCausalLM", "LMHeadModel", "ModelWithLMHead", "GenerationDecoder")
 # Of models that read images too; transformers loads them as causal language models.
 _CAUSAL_LM_BY_NAME = frozenset(
@@ -48,11 +50,15 @@ def read_config(location: str) -> Mapping[str, Any]:
 
     Raises ConfigurationError if it is not a JSON object.
     """
+    if is_gguf(location) and is_pointer(Path(location)):
+        raise ConfigurationError(f"{location}: {IS_POINTER}")
     if is_gguf(location):
         return read_gguf(Path(location)).config()
     path = Path(location) / "config.json"
     if not path.is_absolute() or not path.is_file():
         return {}
+    if is_pointer(path):
+        raise ConfigurationError(f"{path}: {IS_POINTER}")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -60,6 +66,12 @@ def read_config(location: str) -> Mapping[str, Any]:
     if not isinstance(config, dict):
         raise ConfigurationError(f"{path}: is not a JSON object")
     return config
+
+
+def is_pointer(path: Path) -> bool:
+    """Return whether a file only says where Git LFS has the real one."""
+    with path.open("rb") as file:
+        return file.read(len(_POINTER)) == _POINTER
 
 
 def architectures(config: Mapping[str, Any]) -> tuple[str, ...]:

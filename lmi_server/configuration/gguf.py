@@ -98,8 +98,8 @@ class GgufHeader:
 
 
 def is_gguf(location: str) -> bool:
-    """Return whether the location of a model is a file in GGUF."""
-    return location.endswith(".gguf")
+    """Return whether the location of a model is a file in GGUF on this machine, and no address of one."""
+    return location.startswith("/") and location.endswith(".gguf")
 
 
 def gguf_files(directory: Path) -> list[Path]:

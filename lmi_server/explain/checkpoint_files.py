@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lmi_server.configuration.checkpoint import IS_POINTER, is_pointer
 from lmi_server.configuration.gguf import read_gguf
+from lmi_server.contract.errors import ConfigurationError
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 # Parts of the names that files of tokenizers have: tokenizer.json, vocab.txt, merges.txt, spiece.model, qwen.tiktoken.
-_TOKENIZER = ("token", "vocab", "merges", "spiece", "sentencepiece", ".spm")
-_POINTER = b"version https://git-lfs"
+_TOKENIZER = ("token", "vocab", "merges", "spiece", "sentencepiece", ".spm", "tekken")
+# These say how a tokenizer is used, and hold none.
+_ABOUT_TOKENIZERS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+# Classes of tokenizers that take bytes or characters for tokens, and have no files.
+_WITHOUT_FILES = ("ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer")
+_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.\w+)")
 _HEADER_LIMIT = 100_000_000  # the format's own limit, in bytes
 _ZIP, _END_OF_ZIP = b"PK\x03\x04", b"PK\x05\x06"
 _END_BYTES = 1 << 16
@@ -23,23 +30,45 @@ _END_BYTES = 1 << 16
 def file_faults(directory: Path, needs_tokenizer: bool) -> Iterator[str]:
     """Yield a line for each file of the checkpoint in `directory` that is missing or cannot be what it should be."""
     yield from _pointers(directory)
+    yield from _cut_json(directory)
     weights = sorted({path for pattern in _WEIGHTS for path in directory.glob(pattern)})
     named = [path for index in _INDEXES for path in _shards(directory / index)]
+    beside = _shards_by_name(weights)
     if not weights and not named:
         yield f"{directory}: holds no weights ({', '.join(_WEIGHTS)}); copy them into it, or set option.model_id"
-    for path in sorted({*weights, *named}):
+    for path in sorted({*weights, *named, *beside}):
         fault = _fault(path)
         if fault is not None:
             yield f"{path}: {fault}"
-    if needs_tokenizer and not any(part in path.name.lower() for path in directory.iterdir() for part in _TOKENIZER):
+    if needs_tokenizer and not _has_tokenizer(directory):
         yield f"{directory}: holds no tokenizer (tokenizer.json, tokenizer.model or others); copy its files into it"
+
+
+def _has_tokenizer(directory: Path) -> bool:
+    names = {path.name.lower() for path in directory.iterdir()} - set(_ABOUT_TOKENIZERS)
+    return any(part in name for name in names for part in _TOKENIZER) or _tokenizer_class(directory) in _WITHOUT_FILES
+
+
+def _tokenizer_class(directory: Path) -> str:
+    try:
+        config = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+    return str(config.get("tokenizer_class")) if isinstance(config, dict) else ""
+
+
+def _cut_json(directory: Path) -> Iterator[str]:
+    """Yield a line for each JSON file of the model that does not end as one."""
+    for path in sorted(directory.glob("*.json")):
+        if path.is_file() and not is_pointer(path) and not _end(path, 64).rstrip().endswith((b"}", b"]")):
+            yield f"{path}: is cut: it does not end as JSON does; copy it again"
 
 
 def _pointers(directory: Path) -> Iterator[str]:
     """Yield a line for each small file that only says where Git LFS has the real one."""
     for path in sorted(directory.iterdir()):
-        if path.is_file() and path.stat().st_size < 1024 and _beginning(path, len(_POINTER)) == _POINTER:
-            yield f"{path}: is a pointer of Git LFS and not the file itself; run git lfs pull where it was cloned"
+        if path.is_file() and path.stat().st_size < 1024 and is_pointer(path):
+            yield f"{path}: {IS_POINTER}"
 
 
 def _shards(index: Path) -> list[Path]:
@@ -51,11 +80,23 @@ def _shards(index: Path) -> list[Path]:
     return [index.parent / str(name) for name in names]
 
 
+def _shards_by_name(weights: Sequence[Path]) -> list[Path]:
+    """Return the files that must be there because the name of another one says how many there are."""
+    matches = [(path, found) for path in weights if (found := _SHARD.fullmatch(path.name)) is not None]
+    return [
+        path.with_name(f"{found[1]}-{number:05}-of-{found[3]}{found[4]}")
+        for path, found in matches
+        for number in range(1, int(found[3]) + 1)
+    ]
+
+
 def _fault(path: Path) -> str | None:
     if not path.is_file():
-        return "is missing, and the index of the weights names it; copy it again"
-    if _beginning(path, len(_POINTER)) == _POINTER:
+        return "is missing, and the index or the other shards of the weights name it; copy it again"
+    if is_pointer(path):
         return None  # reported as a pointer
+    if not path.stat().st_size:
+        return "is empty; copy it again"
     if path.suffix == ".gguf":
         return gguf_fault(path)
     return _safetensors_fault(path) if path.suffix == ".safetensors" else _zip_fault(path)
@@ -63,7 +104,10 @@ def _fault(path: Path) -> str | None:
 
 def gguf_fault(path: Path) -> str | None:
     """Compare the size of a file in GGUF with the end of the last tensor that its header names."""
-    size, end = path.stat().st_size, read_gguf(path).end
+    try:
+        size, end = path.stat().st_size, read_gguf(path).end
+    except ConfigurationError as error:
+        return error.message.removeprefix(f"{path}: ")
     return (
         None
         if end is None or size >= end
@@ -96,9 +140,13 @@ def _zip_fault(path: Path) -> str | None:
     """Look for the end of the archive that torch.save writes; a file of another kind passes."""
     if _beginning(path, len(_ZIP)) != _ZIP:
         return None
+    return None if _END_OF_ZIP in _end(path, _END_BYTES) else "is cut: the end of the archive is missing; copy it again"
+
+
+def _end(path: Path, length: int) -> bytes:
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _END_BYTES))
-        return None if _END_OF_ZIP in file.read() else "is cut: the end of the archive is missing; copy it again"
+        file.seek(max(0, path.stat().st_size - length))
+        return file.read()
 
 
 def _beginning(path: Path, length: int) -> bytes:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from lmi_server.configuration.resolve import inspect_model
+from lmi_server.contract.errors import ConfigurationError
 from lmi_server.explain.checkpoint_files import file_faults
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4321\n"
@@ -45,7 +47,7 @@ def test_a_sound_checkpoint(checkpoint: Path) -> None:
 def test_weights_that_are_missing(checkpoint: Path) -> None:
     (checkpoint / "b.safetensors").unlink()
     assert faults(checkpoint) == [
-        "/b.safetensors: is missing, and the index of the weights names it; copy it again",
+        "/b.safetensors: is missing, and the index or the other shards of the weights name it; copy it again",
     ]
     for file in checkpoint.glob("*.safetensors*"):
         file.unlink()
@@ -88,3 +90,49 @@ def test_a_missing_tokenizer(checkpoint: Path) -> None:
     assert list(file_faults(checkpoint, needs_tokenizer=False)) == []
     (line,) = faults(checkpoint)
     assert line.startswith(": holds no tokenizer (tokenizer.json, tokenizer.model or others)")
+
+
+def test_shards_without_an_index(checkpoint: Path) -> None:
+    """The name of each says how many there are."""
+    (checkpoint / "model.safetensors.index.json").unlink()
+    for number in (1, 3):
+        safetensors(checkpoint / f"model-0000{number}-of-00003.safetensors")
+    (line,) = faults(checkpoint)
+    assert line.startswith("/model-00002-of-00003.safetensors: is missing, and the index or the other shards")
+
+
+def test_weights_that_are_empty(checkpoint: Path) -> None:
+    (checkpoint / "pytorch_model.bin").touch()
+    assert faults(checkpoint) == ["/pytorch_model.bin: is empty; copy it again"]
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors.index.json", "generation_config.json"])
+@pytest.mark.parametrize("cut", ["", '{"weight_map": {"v": "a.safe'])
+def test_json_that_is_cut(checkpoint: Path, name: str, cut: str) -> None:
+    (checkpoint / name).write_text(cut)
+    assert faults(checkpoint) == [f"/{name}: is cut: it does not end as JSON does; copy it again"]
+
+
+def test_files_about_a_tokenizer_are_none(checkpoint: Path) -> None:
+    (checkpoint / "tokenizer.json").unlink()
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
+        (checkpoint / name).write_text("{}")
+    (line,) = faults(checkpoint)
+    assert line.startswith(": holds no tokenizer")
+    (checkpoint / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
+    assert faults(checkpoint) == [], "its tokens are bytes"
+
+
+def test_a_broken_file_in_gguf_beside_the_weights(checkpoint: Path) -> None:
+    (checkpoint / "copy.gguf").write_bytes(b"GGUF")
+    (line,) = faults(checkpoint)
+    assert line.startswith("/copy.gguf: is no file in GGUF, or is cut within its header")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.gguf"])
+def test_a_pointer_in_place_of_what_the_configuration_needs(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text(POINTER)
+    with pytest.raises(
+        ConfigurationError, match=rf"{name}: is a pointer of Git LFS and not the file itself; run git lfs"
+    ):
+        inspect_model(tmp_path, {})

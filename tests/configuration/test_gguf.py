@@ -93,3 +93,9 @@ def test_files_that_are_cut(tmp_path: Path) -> None:
         path.write_bytes(cut)
         with pytest.raises(ConfigurationError, match=r"m\.gguf: is no file in GGUF, or is cut within its header"):
             read_gguf(path)
+
+
+@pytest.mark.parametrize("model_id", ["s3://bucket/m.gguf", "owner/name.gguf"])
+def test_what_is_still_to_be_fetched_is_not_read(tmp_path: Path, model_id: str) -> None:
+    found = inspected(tmp_path, f"option.model_id={model_id}")
+    assert (found.location, found.problems) == (model_id, ())
