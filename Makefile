@@ -54,8 +54,8 @@ lint: $(SETUP) ## Run ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Tests of one file share their servers, so a file stays in one process. Files start in the order of their names, as those
-# of the engines take longest. Each process may run servers of engines, of about 2 GiB each.
+# Tests of one file share their servers, so a file stays in one process; tests/support/schedule.py says which files start
+# first. Each process may run servers of engines, of about 2 GiB each.
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 2
 

@@ -14,12 +14,13 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
 from paths import BUILT_MODELS, ROOT, TESTS
 from process_log import last_lines
+from schedule import FilesTogether, longest_first
 
 from lmi_server.commands.demo_model import build_demo_model
 from lmi_server.contract.handler import RequestHandler
@@ -99,10 +100,17 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark each test with its area, the folder of tests/ that it lies in: `pytest -m configuration` selects it."""
     for item in items:
         item.add_marker(item.path.relative_to(TESTS).parts[0])
+    if hasattr(config, "workerinput"):  # one of several processes
+        items.sort(key=longest_first)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesTogether | None:
+    return FilesTogether(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(wrapper=True)

@@ -69,7 +69,7 @@ class CpuTimes:
     def _since_last(self) -> float:
         now = sum(os.times()[:4]) + sum(map(_spent, _descendants(os.getpid())))
         since, self._until_now = now - self._until_now, now
-        return since
+        return max(0.0, since)  # the time of a process that nobody waited for is gone with it
 
 
 def _descendants(pid: int) -> Generator[int]:

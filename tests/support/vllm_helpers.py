@@ -15,6 +15,14 @@ from process_log import ProcessLog
 from tiny_models import CONTEXT, VOCABULARY, byte_tokenizer, random_model
 from transformers import LlamaConfig, PreTrainedModel
 
+SETTINGS = {
+    "rolling_batch": "vllm",
+    "dtype": "fp32",
+    "max_rolling_batch_size": "32",
+    "kv_cache_memory_gb": "1",
+    "tool_call_parser": "hermes",
+    "enable_auto_tool_choice": "true",
+}
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"

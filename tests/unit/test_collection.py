@@ -1,4 +1,4 @@
-"""Collecting the fast tests takes seconds, because their modules import no engine."""
+"""Collecting the fast tests takes seconds, because their modules import no engine; the schedule names files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 from paths import ROOT, TESTS
+from schedule import AS_ONE_FILE, LONGEST
 
 FAST = ("unit", "configuration", "dialects", "artifacts", "commands", "worker", "http", "packaging")
 SLOW_TO_IMPORT = {
@@ -45,3 +46,8 @@ def test_modules_of_fast_tests_import_no_engine() -> None:
     ran = subprocess.run([sys.executable, "-c", program, *files], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     assert SLOW_TO_IMPORT & set(ran.stdout.split()) == set()
+
+
+def test_the_schedule_names_files_that_exist() -> None:
+    assert [file for pair in AS_ONE_FILE.items() for file in pair if not (ROOT / file).is_file()] == []
+    assert [start for start in LONGEST if not list(TESTS.glob(f"{start}*"))] == []

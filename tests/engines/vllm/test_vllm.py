@@ -27,7 +27,7 @@ from relay_helpers import on_loop
 from rolling_batch_helpers import generated
 from safetensors.torch import load_file, save_file
 from tiny_models import byte_tokenizer
-from vllm_helpers import make_tiny_model, tiny_llama, vllm_server
+from vllm_helpers import SETTINGS, make_tiny_model, tiny_llama
 from waiting import wait_until
 
 from lmi_server.configuration.properties import edited_properties
@@ -37,38 +37,24 @@ from lmi_server.machine.environment import process_environment
 
 pytestmark = pytest.mark.slow
 
-SETTINGS = {"rolling_batch": "vllm", "dtype": "fp32", "max_rolling_batch_size": "32", "kv_cache_memory_gb": "1"}
 # Compiling takes a minute of both cores. Compiled code with LoRA and on several ranks runs in test_lmi_dist.py.
 UNCOMPILED = {**SETTINGS, "enforce_eager": "true"}
 
 
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "llama")
-
-
 @pytest.fixture(scope="module", autouse=True)
-def compiled_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def shared_compiled_code(compiled_code: Path) -> Iterator[None]:
     """Let all servers of this module store compiled code in one directory."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("compiled")))
+        patch.setenv("VLLM_CACHE_ROOT", str(compiled_code))
         yield
 
 
 @pytest.fixture(scope="module")
-def ours(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Serve the model and wait until compiled code runs; vLLM's own server runs uncompiled code."""
-    with serving(tmp_path_factory.mktemp("ours"), tiny_model, **SETTINGS) as server:
-        server.log_line("the compiled code runs from now on|goes on uncompiled")
-        assert "goes on" not in server.lines[-1], server.lines[-1]
-        yield server
-
-
-@pytest.fixture(scope="module")
-def theirs(tiny_model: Path) -> Iterator[httpx.Client]:
-    arguments = ("--dtype", "float32", "--max-num-seqs", "32", "--enforce-eager", "--disable-uvicorn-access-log")
-    with vllm_server(tiny_model, "model", *arguments) as client:
-        yield client
+def ours(ours: Server) -> Server:
+    """Wait until compiled code runs; vLLM's own server runs uncompiled code."""
+    ours.log_line("the compiled code runs from now on|goes on uncompiled")
+    assert "goes on" not in ours.lines[-1], ours.lines[-1]
+    return ours
 
 
 # --- the same requests to both ---
@@ -82,7 +68,7 @@ def text(chance: random.Random, longest: int) -> str:
 def varied_request(index: int) -> tuple[str, dict[str, Any]]:
     """Return the path and the body of a greedy request; each index gives another combination of fields."""
     chance = random.Random(index)
-    body: dict[str, Any] = {"model": "model", "temperature": 0, "max_tokens": chance.randint(1, 24)}
+    body: dict[str, Any] = {"model": "model", "temperature": 0, "max_tokens": chance.randint(1, 12)}
     optional: dict[str, Any] = {
         "stop": [chance.choice("aeiou"), "xy"],
         "ignore_eos": True,
@@ -188,7 +174,7 @@ def compare(client: httpx.Client, other: httpx.Client, indices: range) -> None:
 
 def test_compiled_code_is_found_again(ours: Server, tiny_model: Path, tmp_path: Path) -> None:
     with serving(tmp_path, tiny_model, **SETTINGS) as server:
-        compare(server.http, ours.http, range(20))
+        compare(server.http, ours.http, range(5))
     assert not any("uncompiled" in line for line in server.lines)
 
 
@@ -199,7 +185,7 @@ def test_a_model_that_cannot_be_compiled_goes_on_uncompiled(
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "compiled"))
     with serving(tmp_path, tiny_model, **SETTINGS) as server:
         warning = server.log_line("the model goes on uncompiled, vLLM could not compile it .*")
-        compare(server.http, ours.http, range(20))
+        compare(server.http, ours.http, range(5))
     assert "/bin/false" in warning[0]
 
 
@@ -209,7 +195,7 @@ def test_nothing_is_compiled_that_cannot_be_stored(
     (tmp_path / "file").touch()
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "file" / "compiled"))
     with serving(tmp_path, tiny_model, **SETTINGS) as server:
-        compare(server.http, ours.http, range(20))
+        compare(server.http, ours.http, range(5))
     assert any("VLLM_CACHE_ROOT cannot be written" in line for line in server.lines)
 
 

@@ -1,0 +1,35 @@
+"""Which process of pytest-xdist runs which files, and in which order (`--dist loadfile --no-loadscope-reorder`)."""
+
+from __future__ import annotations
+
+import pytest
+from xdist.scheduler import LoadFileScheduling
+
+# Files whose tests share a server of the session run in one process, as if they were one file.
+AS_ONE_FILE = {"tests/engines/vllm/test_vllm_openai.py": "tests/engines/vllm/test_vllm.py"}
+# A process that starts a long file last would work on while the others have nothing left to do.
+LONGEST = (
+    "engines/vllm/test_vllm",
+    "engines/deepspeed/",
+    "engines/vllm/",
+    "packaging/",
+    "engines/rolling_batch/",
+    "engines/tasks/",
+    "commands/",
+    "engines/",
+    "http/",
+    "worker/",
+)
+
+
+class FilesTogether(LoadFileScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return AS_ONE_FILE.get(file, file)
+
+
+def longest_first(item: pytest.Item) -> int:
+    """Return the place of a test in the order in which files start; files of one place keep their order."""
+    name = item.nodeid.removeprefix("tests/")
+    places = (place for place, start in enumerate(LONGEST) if name.startswith(start))
+    return next(places, len(LONGEST))
