@@ -13,7 +13,6 @@ from lmi_server.contract.errors import ConfigurationError
 from lmi_server.explain.explanation import explain
 from lmi_server.machine.inventory import Gpu, Machine
 
-pytest.importorskip("gguf")
 ENGINES = frozenset({"torch", "transformers", "vllm", "deepspeed"})
 NO_GPU = Machine(2**34, 2**34, engines=ENGINES)
 
