@@ -40,7 +40,7 @@ from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.metrics import Metric
 from lmi_server.contract.secrets import SECRETS
 from lmi_server.machine.descriptors import open_standard_files
-from lmi_server.machine.environment import process_environment
+from lmi_server.machine.environment import process_environment, without_secrets_of_server
 from lmi_server.machine.inventory import this_machine, with_gpu_memory
 from lmi_server.serving.fetch_model import Inspect
 from lmi_server.serving.model_store import ModelSource
@@ -70,6 +70,7 @@ def run(
     then. With `fail_fast` a model of `sources` that fails later does the same.
     """
     SECRETS.add_named(process_environment())
+    environment = without_secrets_of_server(environment)
     logging.getLogger().setLevel(settings.log_level.upper())
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     open_standard_files()

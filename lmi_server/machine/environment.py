@@ -67,6 +67,8 @@ _GLOBAL_DEFAULTS = {
     "SERVING_RETRY_THRESHOLD": "retry_threshold",
 }
 
+_SECRETS_OF_SERVER = ("SERVING_API_KEYS", "SERVING_MANAGEMENT_API_KEYS", "SERVING_KEYSTORE_PASS")
+
 # Flags of LMI's JVM, and which of its logs the configurations that LMI ships print to the console.
 _JVM_FLAGS = ("DEFAULT_JVM_OPTS", "JAVA_OPTS", "SERVING_OPTS")
 _LOG_CONFIGURATION = re.compile(r"-Dlog4j2?\.configurationFile=\S*\blog4j2-(access|console)\.xml\b")
@@ -97,6 +99,16 @@ def process_environment() -> dict[str, str]:
 def set_variables(values: Mapping[str, str]) -> None:
     """Set environment variables of this process, for libraries that read them later."""
     os.environ.update(values)
+
+
+def without_secrets_of_server(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return `environment` without the server's own keys and passwords, and remove them from this process too.
+
+    Otherwise workers, and pip for the requirements of a model, would inherit them.
+    """
+    for name in _SECRETS_OF_SERVER:
+        os.environ.pop(name, None)
+    return {name: value for name, value in environment.items() if name not in _SECRETS_OF_SERVER}
 
 
 def is_multi_model(environment: Mapping[str, str]) -> bool:

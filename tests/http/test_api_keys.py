@@ -22,9 +22,11 @@ from lmi_server.contract.secrets import Secrets, is_secret
 USER, OTHER, ADMIN = "user-key-0123456789", "other-key-0123456789", "admin-key-0123456789"
 REMOTE = {"x-forwarded-for": "203.0.113.7"}
 HEADERS = """
+import os
 from djl_python import Output
 def handle(inputs):
-    return None if inputs.is_empty() else Output().add_as_json(sorted(inputs.get_properties()))
+    seen = [*inputs.get_properties(), *os.environ.values()]
+    return None if inputs.is_empty() else Output().add_as_json(seen)
 """
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "model": "model"}
 
@@ -116,6 +118,7 @@ def test_the_models_code_gets_no_key(server: Server) -> None:
         names = server.http.post("/predictions/headers", content=b"x", headers={**headers, "x-own": "1"}).json()
         assert "x-own" in names
         assert {"authorization", "x-api-key"}.isdisjoint(map(str.lower, names))
+        assert {USER, ADMIN}.isdisjoint(names), "not even by the variables of the server"
 
 
 def test_a_key_has_no_more_requests_at_a_time_than_its_limit(server: Server) -> None:
