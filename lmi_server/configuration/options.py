@@ -247,7 +247,9 @@ class ModelOptions(Options):
     degree_counts_gpus: ClassVar[bool] = False  # without mpirun, option.tensor_parallel_degree means nothing on the CPU
 
     model_id: str | None = Field(
-        None, description="Local directory or Hugging Face id of the model; the model directory itself if not set."
+        None,
+        description="Directory, archive or file in GGUF of the model, s3://bucket/prefix, or its Hugging Face id, to"
+        " which :PART adds a part of the name of one file in GGUF; the model directory itself if not set.",
     )
     revision: Annotated[
         str | None,

@@ -138,3 +138,14 @@ def test_a_static_batch_is_streamed(tmp_path: Path) -> None:
             steps = [json.loads(line)["outputs"] for line in answer.iter_lines()]
         whole = server.http.post("/invocations", json={**body, "stream": False}).json()
         assert [{"generated_text": "".join(pieces)} for pieces in zip(*steps, strict=True)] == whole
+
+
+def test_kserve_s_clients_embed(embeddings: tuple[Server, Path]) -> None:
+    server, _ = embeddings
+    tensor = {"name": "texts", "datatype": "BYTES", "shape": [len(TEXTS)], "data": TEXTS}
+    (output,) = server.http.post("/v2/models/model/infer", json={"inputs": [tensor]}).json()["outputs"]
+    expected = np.array(server.http.post("/invocations", json={"inputs": TEXTS}).json())
+    assert (output["datatype"], output["shape"]) == ("FP64", list(expected.shape))
+    assert np.array(output["data"]).reshape(expected.shape) == pytest.approx(expected, abs=1e-6)
+    refused = server.http.post("/v2/models/model/generate", json={"text_input": "a"})
+    assert (refused.status_code, list(refused.json())) == (400, ["error"])
