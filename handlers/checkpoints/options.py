@@ -137,6 +137,15 @@ class TransformersOptions(ModelOptions):
                 ("option.device_map",), f"GPUs 0 to {gpus - 1}, because option.tensor_parallel_degree gives {gpus}"
             )
 
+        offloaded = {"disk", "cpu"} if self.mapped_gpus else {"disk"}
+        if self.quantization_config() is not None and isinstance(self.placement, Mapping):
+            stored = offloaded.intersection(map(str, self.placement.values()))
+            if stored:
+                yield Conflict(
+                    ("option.device_map", "option.quantize"),
+                    f"a map without {' and '.join(sorted(stored))}, because bitsandbytes computes where weights are",
+                )
+
     def worker_environment(self) -> Mapping[str, str]:
         return THREAD_VARIABLES
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lmi_server.contract.errors import ModelLoadError
+
 _log = logging.getLogger(__name__)
 
 _STORES = ("cpu", "disk")  # they keep weights; "cpu" computes, too, if there is nothing else
@@ -34,6 +36,20 @@ def is_spread(model: Any) -> bool:
     """Return whether hooks of accelerate move activations between devices, or weights to them."""
     devices = set(_device_map(model).values())
     return len(devices) > 1 or "disk" in devices
+
+
+def refuse_divided_layers(model: Any, device_map: Any) -> None:
+    """Refuse a model whose layers accelerate may have divided, so that it fails where a layer adds its input.
+
+    accelerate keeps only those modules whole that the class of a model names; a map of the user's own is the user's.
+    Raises ModelLoadError.
+    """
+    if is_spread(model) and isinstance(device_map, str) and not getattr(model, "_no_split_modules", None):
+        raise ModelLoadError(
+            f"option.device_map={device_map}: {type(model).__name__} does not say which of its modules have to stay"
+            " whole, so that several devices could not compute it; set option.device_map=cuda:0, or name the device of"
+            " each layer in JSON"
+        )
 
 
 def main_device(model: Any) -> torch.device:

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from handlers.checkpoints.gguf import gguf_arguments, gguf_weights, is_gguf, load_gguf_tokenizer
 from handlers.checkpoints.options import STRATEGIES, TransformersOptions
-from handlers.checkpoints.placement import memory_limits
+from handlers.checkpoints.placement import memory_limits, refuse_divided_layers
 from handlers.checkpoints.quantization import (
     keep_activations,
     quantization_arguments,
@@ -43,7 +43,9 @@ def load_config(path: str, options: TransformersOptions) -> Any:
 
 def load_model(auto_class: Any, path: str, options: TransformersOptions, **more: Any) -> Any:
     """Load a model for inference; `more` are further arguments of `from_pretrained`. Raises ModelLoadError."""
-    model = from_pretrained(auto_class, **{"path": path, **model_arguments(path, options), **more})
+    arguments = {"path": path, **model_arguments(path, options), **more}
+    model = from_pretrained(auto_class, **arguments)
+    refuse_divided_layers(model, arguments.get("device_map"))
     model.requires_grad_(False)
     refuse_odd_widths(model)
     save_weights(model, options)

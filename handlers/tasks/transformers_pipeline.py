@@ -11,6 +11,7 @@ import transformers
 from transformers.pipelines import Pipeline
 from transformers.pipelines.base import PipelineException
 
+from handlers.checkpoints.placement import refuse_divided_layers
 from handlers.checkpoints.transformers_loading import model_arguments, save_weights
 from handlers.tasks.audio import audio_reader
 from handlers.tasks.options import PipelineOptions
@@ -213,6 +214,7 @@ def _load(task: str, path: str, options: PipelineOptions) -> Any:
         RuntimeError,
     ) as error:  # transformers raises any of them for a broken directory
         raise ModelLoadError(f"transformers cannot load {path} for {task}: {error}") from error
+    refuse_divided_layers(pipeline.model, arguments.get("device_map"))
     pipeline.model.requires_grad_(False)
     save_weights(pipeline.model, options)
     return pipeline

@@ -917,6 +917,25 @@ def test_a_device_map_names_gpus_of_the_worker(write: Write, device_map: str, de
     assert problem is None or problem in found.problems[0]
 
 
+@pytest.mark.parametrize(
+    ("places", "stored"),
+    [
+        ({"model": 0, "lm_head": 1}, None),
+        ({"model": "cpu", "lm_head": "cpu"}, None),
+        ({"model": 0, "lm_head": "cpu"}, "cpu"),
+        ({"model": "cpu", "lm_head": "disk"}, "disk"),
+        ({"model": 0, "model.norm": "disk", "lm_head": "cpu"}, "cpu and disk"),
+    ],
+)
+def test_weights_that_bitsandbytes_quantises_stay_where_they_are_computed(
+    write: Write, places: dict[str, object], stored: str | None
+) -> None:
+    given = ["option.tensor_parallel_degree=2", "option.quantize=bitsandbytes4"]
+    found = inspect_model(write("\n".join([*given, f"option.device_map={json.dumps(places)}"])), {}, machine=FOUR_GPUS)
+    assert len(found.problems) == (stored is not None)
+    assert stored is None or f"allowed: a map without {stored}, because bitsandbytes" in found.problems[0]
+
+
 def test_each_rank_of_the_mpi_engine_has_its_own_device(write: Write) -> None:
     directory = write(
         "engine=MPI\noption.rolling_batch=scheduler\noption.tensor_parallel_degree=2\noption.device_map=auto"

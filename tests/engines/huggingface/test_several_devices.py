@@ -18,9 +18,9 @@ from simulated_devices import SimulatedDevices
 from tiny_models import FAMILIES, byte_tokenizer, random_model, tiny_model
 from tiny_tasks import make_task_model
 from torch.nn import ModuleList
-from transformers import PreTrainedModel
+from transformers import BertConfig, BertModel, DistilBertConfig, DistilBertModel, PreTrainedModel
 
-from handlers.checkpoints.placement import memory_limits
+from handlers.checkpoints.placement import memory_limits, refuse_divided_layers
 from handlers.huggingface import model as transformers_model
 from handlers.huggingface.options import HuggingFaceOptions
 from handlers.rolling_batch.engine_loading import LoadedEngine, load_engine
@@ -115,6 +115,19 @@ def test_weights_leave_a_fifth_of_each_gpu_free(devices: None) -> None:
     placed = {device: sum(p.nbytes for p in model.parameters() if p.device == device) for device in DEVICES}
     assert all(size <= limits[index] for index, size in enumerate(placed.values()))
     assert engine.generate([1, 2, 3], max_new_tokens=4).tokens == engine.expected([1, 2, 3], 4)
+
+
+def test_a_model_whose_layers_accelerate_may_divide_is_refused() -> None:
+    with torch.device("meta"):
+        divided, whole = DistilBertModel(DistilBertConfig()), BertModel(BertConfig())
+    for model in (divided, whole):
+        model.hf_device_map = {"embeddings": 0, "layers": 1}
+    refuse_divided_layers(whole, "auto")
+    refuse_divided_layers(divided, {"embeddings": 0, "layers": 1})
+    with pytest.raises(
+        ModelLoadError, match=r"option\.device_map=auto: DistilBertModel does not say .*device_map=cuda:0"
+    ):
+        refuse_divided_layers(divided, "auto")
 
 
 def test_the_device_with_the_least_room_decides_how_many_tokens_fit() -> None:
