@@ -24,6 +24,8 @@ from lmi_server.machine.inventory import Gpu, Machine
 LLAMA = {"architectures": ["LlamaForCausalLM"]}
 
 Write = Callable[..., Path]
+# Not pytest.importorskip: importing vLLM takes eight seconds.
+needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 
 
 @pytest.fixture
@@ -716,8 +718,8 @@ def test_what_the_engine_would_refuse_is_refused_before(write: Write, properties
         assert text in problem
 
 
+@needs_vllm
 def test_arguments_by_the_names_of_vllm_reach_the_engine(write: Write) -> None:
-    pytest.importorskip("vllm")
     given = {
         "block_size": "32",
         "kv_cache_dtype": "fp8",
@@ -1004,6 +1006,7 @@ def test_auto_avoids_a_rolling_batch_that_cannot_run_the_architecture(write: Wri
     )
 
 
+@needs_vllm
 @pytest.mark.parametrize(
     ("lines", "architecture", "title"),
     [
@@ -1017,7 +1020,6 @@ def test_auto_avoids_a_rolling_batch_that_cannot_run_the_architecture(write: Wri
 def test_auto_prefers_vllm_to_static_batches_if_it_is_able(
     write: Write, lines: tuple[str, ...], architecture: str, title: str
 ) -> None:
-    pytest.importorskip("vllm")
     machine = replace(NO_GPU, engines=frozenset({"vllm"}))
     found = inspect_model(write("\n".join(lines), config={"architectures": [architecture]}), {}, machine=machine)
     assert (found.spec.title, found.problems) == (title, ())
