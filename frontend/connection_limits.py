@@ -23,6 +23,7 @@ class ConnectionLimits:
 
     def __init__(self, settings: ServerSettings) -> None:
         self.head_timeout_s = settings.request_head_timeout
+        self.read_timeout_s = settings.response_read_timeout
         self.body_timeout_s = settings.request_body_timeout
         self.max_connections = settings.max_connections or _free_files()
         self.buffered = 0
@@ -49,6 +50,14 @@ class ConnectionLimits:
         if now - self._logged_at >= _LOG_PAUSE_S:
             self._logged_at = now
             logger.warning("refusing clients: %s", self.too_many)
+
+    def note_unread(self, size: int) -> None:
+        """Log that a client was dropped."""
+        logger.warning(
+            "a client has left %d bytes of its answer unread for response_read_timeout=%g seconds; "
+            "the connection is closed",
+            *(size, self.read_timeout_s),
+        )
 
     def check_files(self) -> None:
         """Log when no file is left for another client, of which the event loop says nothing, and when there are some.

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import socket
+import sys
+import termios
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, cast
@@ -11,6 +14,7 @@ from uuid import uuid4
 
 import httptools
 import msgspec
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from frontend.connection_limits import ConnectionLimits
@@ -58,6 +62,7 @@ class RelayProtocol(HttpToolsProtocol):
         self._body_size = 0  # bytes of bodies that `limits` counts
         self._had_body = False  # in this read
         self._framing_size = 0  # bytes of reads without any of the body, since the last one with some
+        self._unread = self._checks_unread = 0  # bytes that the client has not read; checks since it read some
         self._checks_lingering: int | None = None  # since an answer was sent before the end of its request
         self._is_half_closed = False  # the client has ended its side
         self.parser.set_dangerous_leniencies(**_LENIENCIES)
@@ -93,6 +98,7 @@ class RelayProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = _Flow(transport)
         if len(self.connections) > self._limits.max_connections:
             self._limits.note_full()
             self._rejected = True
@@ -103,6 +109,8 @@ class RelayProtocol(HttpToolsProtocol):
         """Look once a second whether the client takes too long, or is gone without having said so."""
         self._checks_without_data += 1
         cycle = self.cycle
+        if self.flow.write_paused:
+            self._check_reader()
         if self._checks_lingering is not None:
             self._checks_lingering += 1
             if self._checks_lingering > _LINGER_S:
@@ -114,6 +122,15 @@ class RelayProtocol(HttpToolsProtocol):
                 self._reject(HTTPStatus.REQUEST_TIMEOUT, "RequestTimeoutException", self._limits.slow_body)
         elif self._is_half_closed:
             self._drop_if_reset()
+
+    def _check_reader(self) -> None:
+        """Drop a client that has not read a byte of its answer for too long."""
+        unread = self.transport.get_write_buffer_size() + _unacknowledged(self.transport.get_extra_info("socket"))
+        self._checks_unread = 0 if unread < self._unread else self._checks_unread + 1
+        self._unread = unread
+        if self._checks_unread > self._limits.read_timeout_s:
+            self._limits.note_unread(unread)
+            self.abort()
 
     def _check_head(self, nothing_came: bool) -> None:
         if not self._in_head and not nothing_came:
@@ -227,6 +244,10 @@ class RelayProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._forget_bodies()
+        answering = self._answering  # with pipelined requests it is not the last one, which alone uvicorn tells
+        if answering is not None and not answering.response_complete:
+            answering.disconnected = True
+            answering.message_event.set()
         on_gone, self._on_gone = self._on_gone, None
         if on_gone is not None:
             on_gone()
@@ -341,6 +362,14 @@ class _Lingering:
         return getattr(self._transport, name)
 
 
+class _Flow(FlowControl):
+    """uvicorn's flow control, without an exception for a connection that has just been closed."""
+
+    def resume_reading(self) -> None:
+        if self.read_paused and not self._transport.is_closing():
+            super().resume_reading()
+
+
 class _Phrased:
     """Stands in for the transport of an answer until its first line is written, and changes the phrase in it."""
 
@@ -381,6 +410,14 @@ def _state(connection: Any) -> int:
     if option is None or connection.family == socket.AF_UNIX:
         return 0
     return int(connection.getsockopt(socket.IPPROTO_TCP, option, 1)[0])
+
+
+def _unacknowledged(connection: Any) -> int:
+    """Return the bytes that the system holds for the other side, 0 if it does not tell."""
+    if sys.platform != "linux":
+        return 0
+    answer = fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4))
+    return int.from_bytes(answer, sys.byteorder)
 
 
 def connection_of(scope: Any) -> RelayProtocol:

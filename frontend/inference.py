@@ -345,6 +345,8 @@ async def _relay(route: str, job: Job, response: Response, statuses: Mapping[typ
             return _status_of_end(route, terminal, statuses)
         if data:
             await response.chunk(data)
+        if reply.is_held:
+            job.release()
         await reply.wait()
 
 

@@ -150,6 +150,9 @@ class ServerSettings(Options):
         60.0, description="Seconds that a client has for request line and headers, and for its first byte."
     )
     request_body_timeout: Seconds = Field(60.0, description="Seconds that a client may pause while it sends a body.")
+    response_read_timeout: Seconds = Field(
+        60.0, description="Seconds for which a client may read nothing of an answer that waits for it."
+    )
     keep_alive_timeout: Seconds = Field(
         75.0,
         description="Seconds that a connection waits for its next request; longer than a load balancer in front waits.",

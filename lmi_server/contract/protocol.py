@@ -3,7 +3,7 @@
 On the wire each message is a 4-byte big-endian length and that many bytes of msgpack (see `contract.link`). Fields are
 positional (`array_like`), after a tag that names the class. The front end chooses the ids, unique per worker process.
 
-    front end -> worker   Load (once, first), Submit, Cancel, Recall, Control, SetLogLevel, Shutdown
+    front end -> worker   Load (once, first), Submit, Cancel, Hold, Recall, Control, SetLogLevel, Shutdown
     worker -> front end   Ready or Failed (once), Frames, Stats
 
 For every Submit the worker sends exactly one terminal item: Reply, End or Error. A streamed answer is Head, Chunk*,
@@ -109,6 +109,13 @@ class Cancel(Message, frozen=True):
     """Drop a request whose client went away."""
 
     id: int
+
+
+class Hold(Message, frozen=True):
+    """Stop a stream whose client reads too slowly, or let it go on."""
+
+    id: int
+    held: bool
 
 
 class Recall(Message, frozen=True):
@@ -257,5 +264,5 @@ class Stats(Message, frozen=True):
     progressed: list[int] = []
 
 
-ToWorker = Load | Submit | Cancel | Recall | Control | SetLogLevel | Shutdown
+ToWorker = Load | Submit | Cancel | Hold | Recall | Control | SetLogLevel | Shutdown
 FromWorker = Ready | Failed | Frames | Stats

@@ -39,7 +39,8 @@ from lmi_server.supervisor.worker_requests import WorkerRequests
 
 logger = logging.getLogger(__name__)
 
-_MAX_UNREAD = 16 << 20  # bytes of one answer that its client has not read yet
+_PACED_UNREAD = 1 << 20  # bytes of one answer that its client has not read yet, from which on its worker waits
+_MAX_UNREAD = 64 << 20  # although its worker was told to wait; much more than may be on its way then
 
 
 class Dispatcher:
@@ -174,12 +175,19 @@ class Dispatcher:
                         self._quarantine.acquit(job.fingerprint)
             reply = job.reply
             reply.put(item, now)
-            if reply.unread > _MAX_UNREAD:
-                self._overflow(job)
+            if reply.unread > _PACED_UNREAD:
+                self._pace(requests, job)
         for job in reversed(recalled):  # each goes to the head of the queue, so the oldest must be last
             self._requeue(job)
         if freed:
             self.dispatch()
+
+    def _pace(self, requests: WorkerRequests, job: Job) -> None:
+        """Have the worker wait for the client of `job`; give it up if the worker does not wait."""
+        if not job.reply.is_held:
+            requests.hold(job, held=True)
+        elif job.reply.unread > _MAX_UNREAD:
+            self._overflow(job)
 
     def _overflow(self, job: Job) -> None:
         if job.cancelled:

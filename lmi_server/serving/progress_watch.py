@@ -57,8 +57,8 @@ class ProgressWatch:
         self.start()
 
     def _is_overdue(self, worker: WorkerProcess, job: Job, now: float) -> bool:
-        if not worker.requests.has_begun(job):
-            job.reply.progressed_at = now  # it waits behind another batch; its own time has not begun
+        if job.reply.is_held or not worker.requests.has_begun(job):
+            job.reply.progressed_at = now  # it waits for its client, or behind another batch: its time does not run
         return now - job.reply.progressed_at >= self._timeout_s
 
     def _give_up(self, worker: WorkerProcess, overdue: Sequence[Job], now: float) -> None:

@@ -18,15 +18,17 @@ class ReplySlot:
     """Where the answer to one request arrives. One reader: `await wait()`, then `take()`, until `terminal` is set.
 
     The slot keeps exactly one terminal item (Reply, End or Error) and drops everything that follows it. Once `head` is
-    set, the client may have seen a part of the answer. Times are those of time.monotonic(), 0.0 before the event.
+    set, the client may have seen a part of the answer. While `is_held` is set, the worker waits for the reader. Times
+    are those of time.monotonic(), 0.0 before the event.
     """
 
-    __slots__ = ("_chunks", "_waiter", "first_byte_at", "head", "progressed_at", "terminal", "unread")
+    __slots__ = ("_chunks", "_waiter", "first_byte_at", "head", "is_held", "progressed_at", "terminal", "unread")
 
     def __init__(self) -> None:
         self.head: Head | None = None
         self.terminal: Reply | End | Error | None = None
         self.first_byte_at = 0.0
+        self.is_held = False
         self.progressed_at = 0.0  # the last time at which the worker got the request or went on with it
         self.unread = 0  # bytes that `take` has not returned yet
         self._chunks: list[bytes] = []
@@ -110,6 +112,12 @@ class Job:
         self.holder = holder
         self.batch = batch
         self.sent_at = self.reply.progressed_at = now
+
+    def release(self) -> None:
+        """Let the worker go on with an answer whose reader has caught up."""
+        self.reply.is_held = False
+        if self.holder is not None and self.reply.terminal is None:
+            self.holder.hold(self, held=False)
 
     def fail(self, error: LmiServerError) -> None:
         """End the answer with `error`, unless it has ended."""

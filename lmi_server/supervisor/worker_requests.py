@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from lmi_server.contract.link import WorkerLink
-from lmi_server.contract.protocol import Cancel, Recall, Submit
+from lmi_server.contract.protocol import Cancel, Hold, Recall, Submit
 from lmi_server.supervisor.job import Job
 from lmi_server.supervisor.launch import WorkerLaunch
 
@@ -55,6 +55,11 @@ class WorkerRequests:
     def cancel(self, job: Job) -> None:
         """Ask the worker to free the place of `job`. The place is free once the terminal item of `job` arrives."""
         self._link.send(Cancel(job.id))
+
+    def hold(self, job: Job, held: bool) -> None:
+        """Have the worker stop the stream of `job`, or let it go on."""
+        job.reply.is_held = held
+        self._link.send(Hold(job.id, held))
 
     def takes_batch(self, now: float) -> bool:
         """Return whether the worker gets another batch: one at a time, more if its handler is fast."""

@@ -89,6 +89,11 @@ class BatchRunner(Runner):
         if self._waiting.pop(request_id, None) is not None:
             self._end(call, CANCELLED, CANCELLED_MESSAGE)
 
+    def hold(self, request_id: int, held: bool) -> None:
+        call = self._calls.get(request_id)
+        if call is not None:
+            call.writer.is_held = held
+
     def recall(self, request_id: int) -> None:
         call = self._waiting.pop(request_id, None)
         if call is not None:
@@ -181,9 +186,9 @@ class BatchRunner(Runner):
                 call.writer.reply(outcome.status, outcome.headers, outcome.data, outcome.reason)
                 call_after(outcome)
         while streams:  # a piece of each in turn, so that all streams of the batch move
-            streams = [stream for stream in streams if stream.advance()]
+            streams = [stream for stream in streams if stream.is_held or stream.advance()]
             self._end_fork()
-            while streams and self._buffer.is_full:
+            while streams and (self._buffer.is_full or all(stream.is_held for stream in streams)):
                 time.sleep(_FULL_PAUSE_S)
 
     def _outcomes(self, batch: Sequence[_Call]) -> Sequence[Response | LmiServerError]:
@@ -212,6 +217,10 @@ class _Stream:
         self._response = response
         self._pieces = pieces
         self._writer.open(response.status, response.headers, reason=response.reason)
+
+    @property
+    def is_held(self) -> bool:
+        return self._writer.is_held and not self._call.cancelled
 
     def advance(self) -> bool:
         """Send the next piece; return False at the end."""

@@ -57,6 +57,9 @@ class ConcurrentRunner(Runner):
     def cancel(self, request_id: int) -> None:
         self._running_loop().call_soon_threadsafe(self._service.cancel, request_id)
 
+    def hold(self, request_id: int, held: bool) -> None:
+        self._running_loop().call_soon_threadsafe(self._service.hold, request_id, held)
+
     def recall(self, request_id: int) -> None:
         """Do nothing: every request begins when it arrives."""
 

@@ -70,6 +70,11 @@ class ConcurrentService(WorkerService):
     async def control(self, command: Command) -> bytes:
         return await self._processor.control(command)
 
+    def hold(self, request_id: int, held: bool) -> None:
+        writer = self.writers.get(request_id)
+        if writer is not None:
+            writer.is_held = held
+
     def recall(self, request_id: int) -> None:
         """Do nothing: every request begins when it arrives."""
 

@@ -17,6 +17,7 @@ from lmi_server.dialects.errors import error_reply
 
 _UNSENT_LIMIT = 1 << 20  # bytes of streams that a handler may be ahead of the link
 _POLL_S = 0.001
+_HELD_PAUSE_S = 0.01  # of a stream whose client reads slowly
 
 
 class FrameSink(Protocol):
@@ -113,7 +114,7 @@ class ResponseWriter:
     """Writes the answer to one request; it ends exactly once, with `reply`, `end`, `error` or `fail`.
 
     The head of a stream leaves with its first bytes, so that an error before them has a status of its own. What a
-    stream produces between two flushes leaves as one chunk.
+    stream produces between two flushes leaves as one chunk. While `is_held` is set, its client does not keep up.
     """
 
     __slots__ = (
@@ -126,6 +127,7 @@ class ResponseWriter:
         "buffer",
         "ended",
         "id",
+        "is_held",
         "progressed",
         "started",
     )
@@ -135,6 +137,7 @@ class ResponseWriter:
         self.id = number
         self.started = False
         self.ended = False
+        self.is_held = False
         self.progressed = False  # set when the handler yields something; whoever reports it clears it
         self.buffer = buffer
         self._route = route
@@ -143,6 +146,11 @@ class ResponseWriter:
         self._prefix = b""
         self._pieces: list[bytes] = []
         self._queued = False  # in the buffer, for the next flush
+
+    async def released(self) -> None:
+        """Wait until the client has caught up."""
+        while self.is_held:  # noqa: ASYNC110 - it is set in another thread, which has no cheap way to wake this loop
+            await asyncio.sleep(_HELD_PAUSE_S)
 
     def open(self, status: int, headers: list[tuple[str, str]], prefix: bytes = b"", reason: str = "") -> None:
         """Set how a stream begins: its head, and bytes that precede the first chunk."""

@@ -206,6 +206,8 @@ class GenerationProcessor(RequestProcessor):
                         emit(data)
                     if delta.finish_reason is not None:
                         finished = True
+                    if writer.is_held:
+                        await writer.released()
                     # An engine that has deltas ready never suspends this loop. Without the pause one sequence would
                     # hold up all others, and a client that reads slowly would fill the memory.
                     burst -= 1

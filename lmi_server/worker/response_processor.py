@@ -91,6 +91,8 @@ async def _relay_pieces(response: Response, writer: ResponseWriter) -> None:
             writer.progressed = True
             if piece:
                 writer.chunk(piece)
+            if writer.is_held:
+                await writer.released()
             burst -= 1
             if not burst:
                 burst = BURST

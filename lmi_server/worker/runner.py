@@ -28,6 +28,10 @@ class Runner(ABC):
         """Drop a request as soon as possible."""
 
     @abstractmethod
+    def hold(self, request_id: int, held: bool) -> None:
+        """Stop the stream of a request, or let it go on. Does nothing if it has ended."""
+
+    @abstractmethod
     def recall(self, request_id: int) -> None:
         """Give a request back to the front end. Does nothing if the handler has begun it."""
 

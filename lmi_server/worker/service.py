@@ -27,6 +27,10 @@ class WorkerService(ABC):
         """Drop a request as soon as possible. Does nothing if it has ended."""
 
     @abstractmethod
+    def hold(self, request_id: int, held: bool) -> None:
+        """Stop the stream of a request, or let it go on. Does nothing if it has ended."""
+
+    @abstractmethod
     def recall(self, request_id: int) -> None:
         """Give a request back to the front end. Does nothing if the handler has begun it."""
 

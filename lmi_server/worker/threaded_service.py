@@ -55,6 +55,9 @@ class ThreadedService(WorkerService):
     def cancel(self, request_id: int) -> None:
         self._runner.cancel(request_id)
 
+    def hold(self, request_id: int, held: bool) -> None:
+        self._runner.hold(request_id, held)
+
     def recall(self, request_id: int) -> None:
         self._runner.recall(request_id)
 

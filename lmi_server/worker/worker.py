@@ -24,6 +24,7 @@ from lmi_server.contract.protocol import (
     Error,
     Failed,
     Frames,
+    Hold,
     Item,
     Load,
     Recall,
@@ -72,6 +73,8 @@ class Worker:
                 self._submit(message)
             case Cancel(request_id):
                 self._loaded().cancel(request_id)
+            case Hold(request_id, held):
+                self._loaded().hold(request_id, held)
             case Recall(request_id):
                 self._loaded().recall(request_id)
             case Control():

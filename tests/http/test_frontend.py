@@ -21,7 +21,7 @@ from server_helpers import Server, connect, raw_request, received, request, serv
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    variables = {"SERVING_MAX_REQUEST_SIZE": "100000"}
+    variables = {"SERVING_MAX_REQUEST_SIZE": "100000", "SERVING_RESPONSE_READ_TIMEOUT": "2"}
     with serving(tmp_path_factory.mktemp("server"), max_rolling_batch_size=4, variables=variables) as server:
         yield server
 
@@ -342,7 +342,7 @@ def test_a_client_that_leaves_after_a_long_body(server: Server) -> None:
 
 def test_a_client_that_does_not_read_is_dropped(server: Server) -> None:
     with connect(server, raw_request("flood", stream=True)) as connection:
-        server.log_line("its client has left .* unread")
+        server.log_line("a client has left .* unread for response_read_timeout=2 seconds")
         server.until("lmi_requests_in_flight", 0)
         with contextlib.suppress(ConnectionResetError):
             received(connection)

@@ -149,6 +149,11 @@ def test_a_client_that_leaves_half_way_is_no_error(server: Server) -> None:
     for sent in (raw_request("a") * 50, head(100), MANAGEMENT + b"{"):
         for _ in range(5):
             connect(server, sent).close()
+    for number in range(20):  # streams behind each other, and a reset in the middle of one
+        with connect(server, raw_request("a b c", 40, stream=True) * 50) as connection:
+            if number % 2:
+                connection.recv(100)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     with connect(server, raw_request("wait", close=True)):
         server.until("lmi_requests_in_flight", 1)
     server.until("lmi_requests_in_flight", 0)
@@ -179,3 +184,14 @@ def test_a_worker_that_generates_text_has_a_limit_of_memory(server: Server) -> N
     assert answer.status_code == 507
     assert "more than max_worker_memory_mb=300" in answer.text
     assert server.invoke("a").status_code == 200
+
+
+def test_a_client_that_reads_slowly_is_waited_for(server: Server) -> None:
+    before = resident_mib(server)
+    word, count = "x" * 60_000, 700
+    with connect(server, raw_request(word, count, stream=True, close=True)) as connection:
+        time.sleep(2)
+        assert resident_mib(server) < before + 20
+        answer = received(connection)
+    assert answer.count(b'"token"') == count
+    assert answer.endswith(b"\r\n0\r\n\r\n")
