@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from handlers.vllm.options import VllmEngineOptions
 from handlers.vllm.outputs import DeltaBuilder, Vocabulary
 from handlers.vllm.requests import PromptRenderer, sampling_params
 from handlers.vllm.statistics import Statistics
-from lmi_server.contract.errors import ModelLoadError
+from lmi_server.contract.errors import ModelLoadError, describe
 from lmi_server.contract.generation import Feature, GenerationRequest
 from lmi_server.contract.handler import ModelInfo
 from lmi_server.machine import model_imports
@@ -38,6 +39,7 @@ from lmi_server.machine.environment import own_rank, process_environment
 
 _log = logging.getLogger(__name__)
 
+_WARM_UP = "warm-up"
 CANNOT_LOAD = "vLLM cannot load the model"
 _GIB = 2**30
 _FEATURES: frozenset[Feature] = frozenset(
@@ -207,6 +209,11 @@ def _build_in_worker(model_dir: str, options: VllmEngineOptions, statistics: Sta
     with load_errors(CANNOT_LOAD):
         engine = make_engine(config, [statistics.logger_factory])
     library.on_lost_worker(engine, end_process)
+    if _can_warm_up(config):
+        with _first_request(), library.unrecorded(engine):
+            engine.add_request(_WARM_UP, *library.short_request())
+            while engine.get_num_unfinished_requests():
+                engine.step()
     return InProcessEngine(engine, compilation)
 
 
@@ -236,4 +243,25 @@ async def _load_in_own_process(
 
     config = await asyncio.to_thread(create_engine_config, model_dir, options)
     engine = await asyncio.to_thread(build, config)
+    if _can_warm_up(config):
+        with _first_request():
+            async for _ in engine.generate(*library.short_request(), _WARM_UP):
+                pass
     return OwnProcessDriver(engine), engine
+
+
+def _can_warm_up(config: Any) -> bool:
+    """Return whether two tokens of text are a prompt: a model with an encoder wants its input, too."""
+    return not config.model_config.is_encoder_decoder and config.model_config.max_model_len >= 2 * library.SHORT
+
+
+@contextmanager
+def _first_request() -> Iterator[None]:
+    """Refuse a model whose first request fails: it lacks a kernel for this device, and would end each worker."""
+    try:
+        yield
+    except Exception as error:  # the border to the code of any model
+        raise ModelLoadError(
+            f"{CANNOT_LOAD}: its first request failed: {describe(error)}; option.rolling_batch=disable serves a model"
+            " of transformers in static batches"
+        ) from error

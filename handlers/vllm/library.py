@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import vllm
@@ -76,6 +77,7 @@ _log = logging.getLogger(__name__)
 
 # Fields of a pooling request that belong to its prompt.
 _PROMPT_EXTRAS = ("mm_processor_kwargs", "cache_salt", "chat_template_kwargs")
+SHORT = 2  # tokens
 KNOWN_VERSIONS = ("0.32", "0.33")
 
 
@@ -93,6 +95,22 @@ def version() -> str:
 def in_process_engine(config: Any, loggers: list[Callable[..., Any]]) -> LLMEngine:
     """Return an engine whose core runs in this process; each call of `step` computes one step."""
     return with_own_tokenizer(LLMEngine.from_vllm_config(config, stat_loggers=loggers))
+
+
+def short_request() -> tuple[Any, SamplingParams]:
+    """Return a prompt of a few tokens, and the parameters to generate as many."""
+    parameters = SamplingParams(max_tokens=SHORT, ignore_eos=True, temperature=0.0, detokenize=False)
+    return {"prompt_token_ids": list(range(SHORT))}, parameters
+
+
+@contextmanager
+def unrecorded(engine: LLMEngine) -> Iterator[None]:
+    """Keep the steps of `engine` out of vLLM's metrics."""
+    manager, engine.logger_manager = engine.logger_manager, None
+    try:
+        yield
+    finally:
+        engine.logger_manager = manager
 
 
 def with_own_tokenizer(engine: LLMEngine) -> LLMEngine:

@@ -26,7 +26,8 @@ from product_helpers import Server, serving
 from relay_helpers import on_loop
 from rolling_batch_helpers import generated
 from safetensors.torch import load_file, save_file
-from tiny_models import byte_tokenizer
+from tiny_models import VOCABULARY, byte_tokenizer, random_model
+from transformers import MambaConfig
 from vllm_helpers import SETTINGS, make_tiny_model, tiny_llama
 from waiting import wait_until
 
@@ -506,3 +507,17 @@ def test_a_failed_load_says_why(options: dict[str, str], message: str, loader: L
     outcome = str(loader.load(options={**SETTINGS, "model_id": str(tiny_model), **options}))
     assert outcome.startswith("ModelLoadError: ")
     assert message in outcome
+
+
+def test_a_model_without_a_kernel_for_the_device_fails_to_load(loader: Loader, tmp_path: Path) -> None:
+    """It would load, and end a worker with each first request."""
+    config = MambaConfig(
+        vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=1, state_size=8, bos_token_id=257, eos_token_id=258,
+        pad_token_id=0,
+    )  # fmt: skip
+    random_model(config).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    outcome = str(loader.load(options={**UNCOMPILED, "model_id": str(tmp_path), "max_model_len": "64"}))
+    assert outcome.startswith("ModelLoadError: vLLM cannot load the model: its first request failed: ")
+    assert "selective_scan_fwd" in outcome
+    assert "option.rolling_batch=disable serves" in outcome
