@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from paths import SAMPLES
 from pipeline_helpers import ask, started
+from server_helpers import running
 
 from lmi_server.configuration.handlers import load
 from lmi_server.configuration.resolve import Inspection, inspect_model, resolve_model
@@ -149,6 +150,35 @@ def test_a_sample_of_a_task_runs(name: str, tmp_path: Path) -> None:
     assert task is not None
     handler = started(tmp_path, model_id=str(make_task_model(task, tmp_path / "small")))
     assert ask(handler, {"inputs": "the fox"})
+
+
+_OWN_HANDLER = """
+from djl_python import Output
+
+options = {}
+
+def handle(inputs):
+    if inputs.is_empty():  # the call at load
+        options.update(inputs.get_properties())
+        return None
+    outputs = Output()
+    for index, request in enumerate(inputs.get_batches()):
+        outputs.add(f"{request.get_as_string()} {options['score_limit']}", batch_index=index)
+    return outputs
+"""
+
+
+@pytest.mark.slow
+def test_the_sample_of_ones_own_handler_runs(tmp_path: Path) -> None:
+    """Its code gets the sample's own option, and the requests of a batch."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "serving.properties").write_bytes((SAMPLES / "own-handler.properties").read_bytes())
+    (directory / "model.py").write_text(_OWN_HANDLER)
+    with running(directory) as server:
+        server.log_line(r"\] ready: process")
+        answers = [server.http.post("/invocations", content=text) for text in ("a", "b")]
+        assert [answer.text for answer in answers] == ["a 0.5", "b 0.5"]
 
 
 async def generate(handler_name: str, model_dir: str, options: Any) -> int:
