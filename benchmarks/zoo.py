@@ -1,6 +1,6 @@
 """Serves a tiny random model of every causal language model that transformers knows, and compares it with generate().
 
-    python -m benchmarks.zoo [--vllm] [model_type ...]
+    python -m benchmarks.zoo [--vllm] [--rows FILE] [--page FILE] [model_type ...]
 
 Each model is served as `option.rolling_batch=auto` decides, and once more with `option.rolling_batch=scheduler`.
 Several prompts of different lengths run at once, longer than every window and chunk of the model. Tokens and log
@@ -15,9 +15,8 @@ import multiprocessing
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import handlers.huggingface.model
 import handlers.rolling_batch.engine_loading
 import handlers.tasks.handler
+from benchmarks import zoo_page
 from benchmarks.tiny_checkpoints import NOT_BUILT, save
 from benchmarks.zoo_serving import (
     EXACT,
@@ -43,6 +43,7 @@ from benchmarks.zoo_serving import (
     WRONG,
     Answer,
     Outcome,
+    Row,
     prompts,
     serve,
     until_the_end,
@@ -53,17 +54,6 @@ from lmi_server.contract.errors import describe
 
 IMPORTED_ONCE = (accelerate, bitsandbytes, deepspeed, handlers)  # here, and not in each process
 TIME_LIMIT = 300
-
-
-@dataclass(frozen=True)
-class Row:
-    """An architecture with its outcomes."""
-
-    model_type: str
-    architecture: str
-    auto: Outcome
-    scheduler: Outcome
-    vllm: Outcome | None = None  # if that was to be tried
 
 
 def expected(directory: Path) -> list[Answer]:
@@ -114,15 +104,14 @@ def _in_a_fresh_process(directory: Path, *options: str) -> Outcome:
     return Outcome(**json.loads(lines[-1]))
 
 
-def run(model_types: Sequence[str], try_vllm: bool) -> list[Row]:
-    """Examine the model types, each in a process of its own."""
-    rows = []
+def run(model_types: Sequence[str], try_vllm: bool, file: Path) -> None:
+    """Examine the model types, each in a process of its own, and append a row for each to `file`."""
     for model_type in model_types:
         row = _in_a_process(model_type, try_vllm)
-        rows.append(row)
+        with file.open("a", encoding="utf-8") as rows:
+            rows.write(json.dumps(asdict(row)) + "\n")
         shown = (*_shown(row.auto), *_shown(row.scheduler), *_shown(row.vllm))
         print(row.model_type, row.architecture, *shown, sep=" | ", flush=True)
-    return rows
 
 
 def _in_a_process(model_type: str, try_vllm: bool) -> Row:
@@ -163,10 +152,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_types", nargs="*", metavar="model_type")
     parser.add_argument("--vllm", action="store_true", help="serve with vLLM too what the scheduler cannot")
+    parser.add_argument("--rows", type=Path, default=Path("zoo.jsonl"), help="the file of rows; those in it are kept")
+    parser.add_argument("--page", type=Path, help="write the table to this file (docs/models.md)")
     arguments = parser.parse_args()
     names = arguments.model_types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - NOT_BUILT.keys())
-    rows = run(names, arguments.vllm)
-    print(Counter(row.auto.result for row in rows), Counter(row.auto.way for row in rows))
+    known = {row.model_type for row in zoo_page.read(arguments.rows)}
+    run([name for name in names if name not in known], arguments.vllm, arguments.rows)
+    rows = zoo_page.read(arguments.rows)
+    print(zoo_page.summary(rows))
+    if arguments.page:
+        arguments.page.write_text(zoo_page.page(rows), encoding="utf-8")
     return int(any(row.auto.result in (WRONG, RAW) for row in rows))
 
 

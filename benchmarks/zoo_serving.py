@@ -58,6 +58,17 @@ class Outcome:
     message: str = ""
 
 
+@dataclass(frozen=True)
+class Row:
+    """An architecture with its outcomes."""
+
+    model_type: str
+    architecture: str
+    auto: Outcome
+    scheduler: Outcome
+    vllm: Outcome | None = None  # if that was to be tried
+
+
 def prompts() -> list[str]:
     """Return texts of one token per letter; the last begins like the longest of the others."""
     chance = random.Random(1)

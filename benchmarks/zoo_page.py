@@ -1,0 +1,68 @@
+"""The table of `benchmarks.zoo`, and the page docs/models.md."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.tiny_checkpoints import NOT_BUILT
+from benchmarks.zoo_serving import EXACT, Outcome, Row
+
+_INTRODUCTION = """# Models
+
+`option.rolling_batch=auto`, or no such key, serves every causal language model of transformers that the table lists as
+exact. It uses the rolling batch of transformers (`scheduler`) if that gives the model's own tokens, otherwise
+[vLLM](configuration.md) if it is installed and able, and otherwise static batches. A warning in the log, in
+`lmi-server explain` and in `lmi-server check` says so. `option.rolling_batch=scheduler`, `vllm` or `disable` asks for
+one way by name.
+
+`python -m benchmarks.zoo --page docs/models.md` writes this page. It builds a tiny random model of each type, serves it
+on the CPU in float32 with several prompts at once, longer than every window and chunk of the model, and compares tokens
+and log probabilities with greedy `generate` of transformers for each prompt alone. `exact` means that all are the same.
+A model of images or audio is asked with text alone.
+"""
+
+
+def read(file: Path) -> list[Row]:
+    """Return the rows in `file`, by model type."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    return sorted(map(_row, lines), key=lambda row: row.model_type)
+
+
+def _row(line: str) -> Row:
+    found = json.loads(line)
+    for way in ("auto", "scheduler", "vllm"):
+        found[way] = None if found[way] is None else Outcome(**found[way])
+    return Row(**found)
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Return how many models were served exactly, and by which way."""
+    results, ways = Counter(row.auto.result for row in rows), Counter(row.auto.way for row in rows)
+    return f"{len(rows)} model types: {_counts(results)}. Served by: {_counts(ways)}."
+
+
+def _counts(counter: Counter[str]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counter.most_common())
+
+
+def page(rows: Sequence[Row]) -> str:
+    """Return the page in Markdown."""
+    lines = [_INTRODUCTION, summary(rows), "", "| model type | architecture | auto | result | why not the scheduler |"]
+    lines.append("|---|---|---|---|---|")
+    for row in rows:
+        cells = (row.model_type, row.architecture, row.auto.way, row.auto.result, _reason(row))
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", "The table leaves out:", ""]
+    lines += [f"- {name}: {reason}" for name, reason in sorted(NOT_BUILT.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _reason(row: Row) -> str:
+    """Return why the scheduler refuses the model, in short; "" if it serves it."""
+    if row.scheduler.result == EXACT:
+        return ""
+    text = row.scheduler.message.replace(f"{row.architecture} cannot run under the rolling batch: ", "")
+    return text.partition(";")[0].rpartition(": architecture ")[2].replace("|", "").strip()
