@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.tiny_checkpoints import NOT_BUILT
-from benchmarks.zoo_serving import EXACT, Outcome, Row
+from benchmarks.zoo_serving import EXACT, REFUSED, Outcome, Row
 
 _INTRODUCTION = """# Models
 
@@ -61,8 +61,10 @@ def page(rows: Sequence[Row]) -> str:
 
 
 def _reason(row: Row) -> str:
-    """Return why the scheduler refuses the model, in short; "" if it serves it."""
+    """Return why the scheduler refuses the model, in short, or the remedy if nothing serves it; "" if it serves it."""
     if row.scheduler.result == EXACT:
         return ""
+    if row.auto.result == REFUSED:
+        return row.auto.message.rpartition("; ")[2]
     text = row.scheduler.message.replace(f"{row.architecture} cannot run under the rolling batch: ", "")
     return text.partition(";")[0].rpartition(": architecture ")[2].replace("|", "").strip()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 import functools
-from importlib.util import find_spec
-from pathlib import Path
 
-_REGISTRY = Path("model_executor", "models", "registry.py")
+from handlers.vllm.engine_fields import source
+
+_REGISTRY = "model_executor/models/registry.py"
 _TABLE = "_TEXT_GENERATION_MODELS"
 
 
@@ -19,12 +19,8 @@ def can_generate(architectures: tuple[str, ...], device_kind: str) -> bool:
 
 @functools.cache
 def registered() -> frozenset[str]:
-    """Return the architectures in vLLM's registry, read from its source: to import vLLM takes seconds."""
-    package = find_spec("vllm")
-    path = Path(package.origin).parent / _REGISTRY if package is not None and package.origin else None
-    if path is None or not path.is_file():
-        return frozenset()
-    for statement in ast.parse(path.read_text(encoding="utf-8")).body:
+    """Return the architectures in vLLM's registry; none if it is not installed."""
+    for statement in source(_REGISTRY).body:
         match statement:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Dict(keys=keys)) if name == _TABLE:
                 return frozenset(str(key.value) for key in keys if isinstance(key, ast.Constant))

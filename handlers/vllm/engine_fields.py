@@ -14,6 +14,8 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+from lmi_server.contract.python_source import parse
+
 _ARGUMENTS = "engine/arg_utils.py"
 _NOT_PASSED_ON = ("model", "served_model_name")  # this server decides them
 _NUMBER = re.compile(r"[+-]?\d+(\.\d+)?[kKmMgGtT]?")  # vLLM reads 1k and 1.5M in some places
@@ -38,7 +40,7 @@ def allowed_instead(name: str, text: str) -> str | None:
 
 def literal(file: str, name: str) -> frozenset[str]:
     """Return the values of a Literal in a file of vLLM; nothing if there is none, or if it is made of others."""
-    for node in _source(file).body:
+    for node in source(file).body:
         if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [name]:
             return _values(node.value)
     return frozenset()
@@ -105,7 +107,7 @@ def _kind(part: ast.expr) -> tuple[str, Callable[[str], bool]] | None:
 @cache
 def _annotations() -> Mapping[str, ast.expr]:
     classes = [
-        node for node in _source(_ARGUMENTS).body if isinstance(node, ast.ClassDef) and node.name.endswith("EngineArgs")
+        node for node in source(_ARGUMENTS).body if isinstance(node, ast.ClassDef) and node.name.endswith("EngineArgs")
     ]
     fields = [node for found in classes for node in found.body if isinstance(node, ast.AnnAssign)]
     named = {ast.unparse(field.target): field.annotation for field in fields}
@@ -115,13 +117,13 @@ def _annotations() -> Mapping[str, ast.expr]:
 @cache
 def _imports() -> Mapping[str, str]:
     """Return the module from which the file of the arguments imports each name."""
-    found = (node for node in ast.walk(_source(_ARGUMENTS)) if isinstance(node, ast.ImportFrom))
+    found = (node for node in ast.walk(source(_ARGUMENTS)) if isinstance(node, ast.ImportFrom))
     return {alias.name: node.module or "" for node in found for alias in node.names}
 
 
 @cache
-def _source(file: str) -> ast.Module:
+def source(file: str) -> ast.Module:
     """Return a file of vLLM, parsed; an empty module if it is not there."""
     spec = find_spec("vllm")
     path = None if spec is None or spec.origin is None else Path(spec.origin).parent / file
-    return ast.Module([], []) if path is None or not path.is_file() else ast.parse(path.read_text(encoding="utf-8"))
+    return ast.Module([], []) if path is None or not path.is_file() else parse(path.read_text(encoding="utf-8"))

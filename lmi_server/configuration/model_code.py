@@ -6,6 +6,8 @@ import ast
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from lmi_server.contract.python_source import parse
+
 MODEL_CODE = "model.py"
 
 _HANDLER_CLASSES = frozenset({"LLMHandler", "RequestHandler", "AsyncRequestHandler"})
@@ -32,7 +34,7 @@ def defines(path: Path, name: str) -> bool:
 
 def _parsed(path: Path) -> ast.Module | None:
     try:
-        return ast.parse(path.read_bytes())
+        return parse(path.read_bytes())
     except (SyntaxError, ValueError):
         return None
 
