@@ -89,10 +89,10 @@ class App:
         if keys is not None:
             serving = protected(serving, keys.check)
         if management_place is None:
-            self._routes = _application([*_health(status), *serving, *managing], _INFERENCE)
+            self._routes = _application([*_health(status, models), *serving, *managing], _INFERENCE)
         else:
-            self._routes = _application([*_health(status), *serving], _INFERENCE)
-            self._management = _application([*_health(status), *managing], {})
+            self._routes = _application([*_health(status, models), *serving], _INFERENCE)
+            self._management = _application([*_health(status, models), *managing], {})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
@@ -230,7 +230,7 @@ class StatusEndpoints:
         return json_response({})
 
 
-def _health(status: StatusEndpoints) -> list[Route]:
+def _health(status: StatusEndpoints, models: ModelRegistry) -> list[Route]:
     """Return the routes of the health checks. As in LMI, /ping takes any method, and any path behind it."""
     return [
         Route("/ping", status.ping, methods=_ANY_METHOD),
@@ -238,6 +238,7 @@ def _health(status: StatusEndpoints) -> list[Route]:
         Route("/health", status.ready),  # that of text-generation-inference and vLLM
         Route("/health/live", status.live),
         Route("/health/ready", status.ready),
+        *kserve.KServeEndpoints(models).health(),
     ]
 
 

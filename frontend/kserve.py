@@ -53,12 +53,13 @@ class KServeEndpoints:
     def __init__(self, models: ModelRegistry) -> None:
         self._models = models
 
+    def health(self) -> list[Route]:
+        return [Route("/v2/health/live", self.live), Route("/v2/health/ready", self.ready)]
+
     def routes(self) -> list[Route]:
         model = "/v2/models/{model}"
         return [
             Route("/v2", self.server),
-            Route("/v2/health/live", self.live),
-            Route("/v2/health/ready", self.ready),
             Route("/v2/repository/index", self.index, methods=["POST"]),
             *(Route(path, self.model) for path in (model, f"{model}/versions/{{version}}")),
             *(Route(f"{path}/ready", self.model_ready) for path in (model, f"{model}/versions/{{version}}")),

@@ -80,7 +80,7 @@ def test_a_request_without_a_key_is_refused_in_the_form_of_its_api(server: Serve
     assert all(len(answer.headers.get_list("x-request-id")) == 1 for answer in (lmi, openai))
     anthropic = server.http.post("/v1/messages", json=CHAT, headers=headers)
     assert (anthropic.status_code, anthropic.json()["error"]["type"]) == (401, "authentication_error")
-    for path in ("/v1/models", "/version", "/info"):
+    for path in ("/v1/models", "/version", "/info", "/v2", "/v2/models/model", "/v2/models/model/ready"):
         assert server.http.get(path, headers=headers).status_code == 401
     long = server.http.post("/predictions/model", content=b"x" * 200_000, headers=headers)
     assert long.status_code == 401
@@ -205,3 +205,8 @@ def test_which_names_are_secret() -> None:
     secrets = Secrets()
     secrets.add_named({"HF_TOKEN": "ab", "option.password": "long-enough"})
     assert secrets.masked("ab long-enough") == "ab ***", "a value of two letters would hide ordinary text"
+
+
+def test_probes_and_the_document_need_no_key(server: Server) -> None:
+    for path in ("/ping", "/health", "/v2/health/live", "/v2/health/ready", "/openapi.json", "/docs"):
+        assert server.http.get(path).status_code == 200, path
