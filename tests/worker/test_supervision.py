@@ -163,7 +163,7 @@ def test_a_crash_is_reported(server: Server) -> None:
     server.log_line(r"    the-killer on predictions, 0\.\d s after it was sent")
     report = server.lines[-3:]
     assert report[0].endswith("crash report: the worker process was ended by SIGKILL\n")
-    assert report[1] == "requests inside: 1\n"
+    assert report[1].strip() == "requests inside: 1"
     server.log_line("last lines of its log:")
     server.log_line("    the last words")
 
