@@ -83,8 +83,8 @@ def test_a_missing_directory_is_printed_plainly(tmp_path: Path) -> None:
     result = lmi_server("serve", str(tmp_path / "nowhere"))
     assert result.returncode == 1
     assert result.stderr == (
-        f"{tmp_path / 'nowhere'}: there is no such directory; a model is a directory, an archive, owner/name of the "
-        "Hugging Face Hub, s3://bucket/prefix, or a file: URL\n"
+        f"{tmp_path / 'nowhere'}: there is no such directory; a model is a directory, an archive, a file in GGUF, "
+        "owner/name of the Hugging Face Hub, s3://bucket/prefix, or a file: URL\n"
     )
 
 
