@@ -160,7 +160,7 @@ async def test_an_archive_on_s3_is_extracted(tmp_path: Path, s3: S3) -> None:
 async def test_a_wrong_configuration_is_reported_before_anything_is_fetched(
     tmp_path: Path, settings: ArtifactSettings
 ) -> None:
-    for wrong in ("job_queue_size=0", "option.tensor_parallel_degree=2"):  # not allowed; not served by huggingface
+    for wrong in ("job_queue_size=0", "option.pipeline_parallel_degree=2"):  # not allowed; not served by huggingface
         (tmp_path / "serving.properties").write_text(f"option.model_id=s3://bucket/model\n{wrong}\n")
         with pytest.raises(ConfigurationError, match=wrong.replace("=", ' = "')):
             await fetch_model(tmp_path, {}, {}, settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sysconfig
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -43,7 +44,9 @@ def test_the_versions_that_are_asked_for_are_locked(versions: str, locks: tuple[
 
 
 def test_what_is_installed_is_locked() -> None:
-    installed = {normal(each.metadata["Name"]) for each in distributions()}
+    # Not the whole path: setuptools puts its own copies of packages on it when something imports it.
+    site_packages = sysconfig.get_paths()["purelib"]
+    installed = {normal(each.metadata["Name"]) for each in distributions(path=[site_packages])}
     of_cuda = {name for name in installed if name.startswith(("nvidia-", "cuda-"))}
     assert installed - of_cuda - UNLOCKED - locked().keys() == set()
 

@@ -134,10 +134,10 @@ def connect(server: Server, data: bytes) -> socket.socket:
 
 def received(connection: socket.socket, until: bytes = b"") -> bytes:
     """Return what arrives until `until` is in it, or to the end."""
-    data = b""
+    data = bytearray()
     while not (until and until in data):
         part = connection.recv(65536)
         if not part:
             break
         data += part
-    return data
+    return bytes(data)
