@@ -56,7 +56,7 @@ lint: $(SETUP) ## Run ruff and mypy
 
 # Tests of one file share their servers, so a file stays in one process; tests/support/schedule.py says which files start
 # first. Each process may run servers of engines, of about 2 GiB each.
-JOBS ?= 2
+JOBS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 2
 
 test-unit: $(SETUP) ## Run the tests that start no server and load no model (half a minute)
@@ -65,7 +65,7 @@ test-unit: $(SETUP) ## Run the tests that start no server and load no model (hal
 check: lint ## Run ruff, mypy and the tests that are not slow (three minutes)
 	$(PYTEST) -m "not slow"
 
-test: lint demo-model embedding-model ## Run ruff, mypy and every test (half an hour)
+test: lint demo-model embedding-model ## Run ruff, mypy and every test (twenty minutes)
 	$(PYTEST)
 
 coverage: demo-model embedding-model ## Run every test and print which lines none of them runs

@@ -75,9 +75,11 @@ def _listed_gguf(repo_id: str, revision: str | None) -> list[str] | None:
     from huggingface_hub import HfApi
 
     try:
-        names = HfApi().list_repo_files(repo_id, revision=revision)
+        # Not list_repo_files: without a network, that tries for twenty seconds.
+        files = HfApi().model_info(repo_id, revision=revision).siblings or []
     except Exception:  # noqa: BLE001 - the border to the hub's library, which raises what its HTTP client raises
         return None
+    names = [file.rfilename for file in files]
     return [name for name in names if name.endswith(".gguf") and not name.startswith("mmproj")]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from server_helpers import Server, running
+from skops_helpers import import_skops
 
 ROWS = [[0.0, 1.0], [1.0, 0.0], [2.0, 3.0]]
 OWN = """
@@ -40,10 +41,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def save_table(directory: Path) -> None:
-    import skops.io
     from sklearn.linear_model import LinearRegression
 
-    skops.io.dump(LinearRegression().fit([[0, 0], [1, 0], [0, 1]], [1, 2, 3]), directory / "model.skops")
+    import_skops().dump(LinearRegression().fit([[0, 0], [1, 0], [0, 1]], [1, 2, 3]), directory / "model.skops")
 
 
 def tensor(data: Any, datatype: str = "BYTES", name: str = "text_input", **parameters: Any) -> dict[str, Any]:

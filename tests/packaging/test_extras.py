@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from fresh_environments import setup_script
 from paths import ROOT
 
@@ -28,6 +29,7 @@ def resolve(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.slow
 def test_every_extra_resolves_with_the_package_index_alone() -> None:
     for extra in extras():
         done = resolve("--extra", extra)

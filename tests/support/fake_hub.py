@@ -45,7 +45,9 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         api = f"/api/models/{hub.repo_id}"
         if path in (f"{api}/revision/{hub.branch}", f"{api}/revision/{hub.commit}", api):
-            self._send(200, json.dumps({"id": hub.repo_id, "sha": hub.commit, "siblings": []}).encode(), with_body)
+            siblings = [{"rfilename": name} for name in hub.files]
+            found = {"id": hub.repo_id, "sha": hub.commit, "siblings": siblings}
+            self._send(200, json.dumps(found).encode(), with_body)
         elif path in (f"{api}/tree/{hub.commit}", f"{api}/tree/{hub.branch}"):
             self._send(200, json.dumps([_listed(name, content) for name, content in hub.files.items()]).encode(), True)
         elif path.startswith(f"/{hub.repo_id}/resolve/"):
