@@ -178,20 +178,18 @@ class StatusEndpoints:
         statuses = {endpoint.name: endpoint.status for endpoint in self._models.endpoints}
         body = {name: {"status": status.value} for name, status in statuses.items()}
         several = self._multi_status and len(set(statuses.values())) > 1 and ModelStatus.HEALTHY in statuses.values()
-        return json_response(body, 503 if self._error_rates.exceeded else _ping_code(self._at_startup(), several))
+        code = 503 if self._error_rates.exceeded else _ping_code(self._models.startup_statuses, several)
+        return json_response(body, code)
 
     async def live(self, request: Request) -> Response:
         """Return 500 if every model of the start has failed for good, so that only a new process helps; else 200."""
-        failed = self._at_startup() == {ModelStatus.FAILED}
+        failed = self._models.startup_statuses == {ModelStatus.FAILED}
         return json_response({"status": "FAILED" if failed else "live"}, 500 if failed else 200)
 
     async def ready(self, request: Request) -> Response:
         """Return 200 if every model of the start can serve now; 503 if one loads, is restarted or has failed."""
-        ready = self._at_startup() <= {ModelStatus.HEALTHY}
+        ready = self._models.startup_statuses <= {ModelStatus.HEALTHY}
         return json_response({"status": "ready" if ready else "not ready"}, 200 if ready else 503)
-
-    def _at_startup(self) -> set[ModelStatus]:
-        return {model.status for model in self._models.models if model.at_startup}
 
     async def info(self, request: Request) -> Response:
         """Return text-generation-inference's description of the model; `model_name` chooses one of several."""

@@ -252,6 +252,11 @@ class RelayProtocol(HttpToolsProtocol):
         if on_gone is not None:
             on_gone()
 
+    def resume_writing(self) -> None:
+        """Note that the client has read: what waited for it is nearly gone, however full the buffer is again soon."""
+        self._checks_unread = 0
+        super().resume_writing()
+
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep the connection of a client that has sent its request, and ends its side while it waits for the answer.
 

@@ -97,10 +97,7 @@ class Relay:
         properties, names = _properties(scope)
         request_id = properties.get(self._request_id_header) or str(uuid4())
         connection = connection_of(scope)
-        headers = self.headers
-        if route in ANTHROPIC_ROUTES:
-            headers = [(b"request-id", request_id.encode("latin-1")), *headers]  # by which Anthropic's clients log it
-        response = Response(connection, send, request_id, headers, scope)
+        response = self._response(route, request_id, scope, send)
         model: Model | None = None
         body: bytes | None = None
         try:
@@ -147,11 +144,15 @@ class Relay:
 
     async def refuse(self, route: str, error: LmiServerError, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer an inference request that is refused before it is read."""
-        headers = dict(scope["headers"])
-        request_id = headers.get(self._request_id_header.encode("latin-1"), b"").decode("latin-1") or str(uuid4())
-        response = Response(connection_of(scope), send, request_id, self.headers, scope)
+        response = self._response(route, self.request_id(scope), scope, send)
         closes = self.draining or not await self._skips_body(scope, receive)
         await self._refuse(None, route, error, closes, response)
+
+    def _response(self, route: str, request_id: str, scope: Scope, send: Send) -> Response:
+        headers = self.headers
+        if route in ANTHROPIC_ROUTES:
+            headers = [(b"request-id", request_id.encode("latin-1")), *headers]  # by which Anthropic's clients log it
+        return Response(connection_of(scope), send, request_id, headers, scope)
 
     def _count_failure(self, status: int, terminal: Reply | End | Error | None) -> None:
         error = None

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from frontend.clients import Scope, shown_error
 from frontend.responses import error_response, json_response
 from lmi_server.configuration.handlers import HandlerSpec
 from lmi_server.contract.errors import MethodNotAllowedError
@@ -78,7 +79,7 @@ class KServeEndpoints:
 
     async def ready(self, request: Request) -> Response:
         """Return 200 if every model of the start can serve."""
-        ready = all(model.status is ModelStatus.HEALTHY for model in self._models.models if model.at_startup)
+        ready = self._models.startup_statuses <= {ModelStatus.HEALTHY}
         return json_response({"ready": ready}, 200 if ready else _NOT_READY)
 
     async def model(self, request: Request) -> Response:
@@ -93,7 +94,7 @@ class KServeEndpoints:
 
     async def index(self, request: Request) -> Response:
         """Return every version of every model with its state, as Triton's extension for repositories."""
-        return json_response([_indexed(model) for model in self._models.models])
+        return json_response([_indexed(model, request.scope) for model in self._models.models])
 
     async def refused(self, request: Request) -> Response:
         path = request.url.path
@@ -130,7 +131,7 @@ def _described(name: str, datatype: str, dimensions: int) -> dict[str, Any]:
     return {"name": name, "datatype": datatype, "shape": [-1] * dimensions}
 
 
-def _indexed(model: Model) -> dict[str, Any]:
-    reason = "" if model.failure is None else model.failure.message
+def _indexed(model: Model, scope: Scope) -> dict[str, Any]:
+    reason = "" if model.failure is None else shown_error(model.failure, scope).message
     state = _STATES.get(model.status, "UNAVAILABLE")
     return {"name": model.name, "version": model.version or "", "state": state, "reason": reason}

@@ -116,7 +116,7 @@ class RegistrationLimits:
         store = () if settings.model_store is None else (settings.model_store,)
         allowed = store if settings.registration_sources is None else settings.registration_sources
         self._directories = [os.path.realpath(home / entry) for entry in allowed if not _is_remote(entry)]
-        self._prefixes = tuple(entry for entry in allowed if _is_remote(entry))
+        self._places = [entry.rstrip("/") for entry in allowed if _is_remote(entry)]
 
     def check_model(self, source: ModelSource, scope: Scope) -> None:
         """Raise PermissionDeniedError if the registration names something that this client may not use."""
@@ -139,7 +139,8 @@ class RegistrationLimits:
 
     def _allows(self, text: str) -> bool:
         if _is_remote(text) and not os.path.exists(text):
-            return text.startswith(self._prefixes)
+            # Whole parts of a name: s3://models allows no s3://models-of-others.
+            return any(text == place or text.startswith((f"{place}/", f"{place}:")) for place in self._places)
         path = unquote(urlsplit(text).path) if text.startswith("file:") else text
         return any(_is_below(os.path.realpath(path), directory) for directory in self._directories)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from importlib.metadata import version
 from typing import Any
 
@@ -76,13 +77,19 @@ class Document:
 
     async def json(self, request: Request) -> Response:
         """Return this document."""
-        return json_response(self.content())
+        return json_response(self.content)
 
     async def page(self, request: Request) -> Response:
         """Return the document as a page for people."""
-        return HTMLResponse(_page(self.content()))
+        return HTMLResponse(self._html)
 
+    @cached_property
+    def _html(self) -> str:
+        return _page(self.content)
+
+    @cached_property
     def content(self) -> dict[str, Any]:
+        """The document; the routes of an address never change."""
         paths: dict[str, dict[str, Any]] = {}
         for path, route in self._inference.items():
             paths.setdefault(path, {})["post"] = _inference_operation(path, route)

@@ -106,19 +106,21 @@ class StreamEvent(str):
             raise AttributeError(f"{name}: the event holds no JSON object")
         fields[name] = value
 
-    def written(self, told: list[tuple[str, str]]) -> str:
+    def written(self, texts: list[tuple[str, str]]) -> str:
         """Return the event with what the function changed.
 
-        `told` collects the texts of the tokens of a stream, before and after. The last event repeats all of them.
+        `texts` collects those of the tokens of a stream, before and after. The last event repeats all of them.
         """
         fields = self._fields
         if fields is None:
             return str(self)
         fields.follow_choice()
-        told.append((self._before, fields.lmi_text))
-        before, after = ("".join(texts) for texts in zip(*told, strict=True))
-        if "token" in fields and str(fields.get("generated_text")).endswith(before):
-            fields["generated_text"] = fields["generated_text"].removesuffix(before) + after
+        texts.append((self._before, fields.lmi_text))
+        whole = fields.get("generated_text")
+        if "token" in fields and isinstance(whole, str):
+            before, after = ("".join(parts) for parts in zip(*texts, strict=True))
+            if whole.endswith(before):
+                fields["generated_text"] = whole.removesuffix(before) + after
         return _JSON.sub(lambda _: fields.model_dump_json(), str(self), count=1)
 
     def _parsed(self) -> LmiAnswer | None:

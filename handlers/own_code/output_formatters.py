@@ -168,7 +168,7 @@ class _Rewritten(Exchange):
         self._model = model
         self._finish_reason: str | None = None
         self._usage: Usage | None = None
-        self._told: list[tuple[str, str]] = []
+        self._texts: list[tuple[str, str]] = []
         self.requests = inner.requests
         self.warnings = inner.warnings
         self.stream = inner.stream
@@ -213,7 +213,7 @@ class _Rewritten(Exchange):
 
     def _event(self, event: StreamEvent) -> bytes:
         written = self._function(event)
-        return written.written(self._told).encode() if isinstance(written, StreamEvent) else _bytes(written)
+        return written.written(self._texts).encode() if isinstance(written, StreamEvent) else _bytes(written)
 
     def error_chunk(self, error: LmiServerError) -> bytes:
         return self._inner.error_chunk(error)

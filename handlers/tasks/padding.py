@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 
 from handlers.checkpoints.placement import main_device
 from lmi_server.contract.errors import ModelLoadError, describe
+
+_log = logging.getLogger(__name__)
 
 _SHORT, _LONG = 6, 16  # tokens
 # Keys of config.json: the number of tokens that attention chooses. Padding takes places among them, which only shows if
@@ -39,7 +42,8 @@ def is_harmless(model: Any, pad_token: int) -> bool:
     ids[0, :-_SHORT], mask[0, :-_SHORT] = pad_token, 0
     try:
         padded = _logits(model, ids, mask, pad_token)
-    except Exception:  # noqa: BLE001 - as above; it takes one prompt at a time
+    except Exception as error:  # noqa: BLE001 - as above; it takes one prompt at a time
+        _log.info("%s takes no padding: %s", type(model).__name__, describe(error))
         return False
     change = (padded - alone).norm() / (alone - alone.mean(dim=-1, keepdim=True)).norm()
     return bool(change <= _MAX_ERRORS.get(model.dtype, _MAX_ERROR))

@@ -197,12 +197,12 @@ class ServingOptions(Options):
     load_on_devices: Devices = Field(
         "*", description="Devices to load the model on, separated by semicolons; * is all of them."
     )
-    # LMI went from 10 to 0, with which a single crash fails the model for good. Here the supervisor restarts a worker
-    # at once, so that 10 makes sense again.
     quarantine_time: CountOrZero = Field(
         600,
         description="Seconds for which a request that has ended its worker process twice is refused (422); 0: never.",
     )
+    # LMI went from 10 to 0, with which a single crash fails the model for good. Here the supervisor restarts a worker
+    # at once, so that 10 makes sense again.
     retry_threshold: NonNegativeInt = Field(
         10, description="Times that a worker may die within ten minutes before the model fails."
     )

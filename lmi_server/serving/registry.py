@@ -201,6 +201,11 @@ class ModelRegistry:
         """Return the model that a request names. Raises ModelNotFoundError."""
         return self.endpoint(name).choose(version)
 
+    @property
+    def startup_statuses(self) -> set[ModelStatus]:
+        """Return the statuses that models of the start have."""
+        return {model.status for model in self.models if model.at_startup}
+
     def refuse_unsafe_adapter(self, directory: str) -> None:
         """Raise ConfigurationError if secure mode forbids the adapter in `directory`."""
         secure = secure_mode(self._environment)

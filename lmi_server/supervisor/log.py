@@ -86,6 +86,7 @@ class WorkerLog:
         if _METRICS in line and self._is_metric(line):
             return
         rank, text = self._rank_of_line(line.decode(errors="replace").rstrip())
+        text = text.rpartition("\r")[2]  # as a terminal shows it: a progress bar writes over itself
         self.last_lines.append(text)
         name = self._name if rank is None else f"{self._name} rank {rank}"
         level = logging.getLevelName(text.partition(" ")[0])  # lines of the worker's own logger begin with their level

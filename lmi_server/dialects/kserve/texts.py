@@ -12,6 +12,7 @@ from lmi_server.contract.generation import Delta, GenerationRequest
 from lmi_server.contract.protocol import Input
 from lmi_server.dialects import fields, lmi, routes
 from lmi_server.dialects.base import Exchange, ServedModel
+from lmi_server.dialects.choices import CHOICES
 from lmi_server.dialects.errors import error_event
 from lmi_server.dialects.framing import SSE, encode
 from lmi_server.dialects.kserve.tensors import InferRequest, Tensor, answer, read
@@ -33,6 +34,7 @@ def parse_infer(request: Input, served: ServedModel) -> Exchange:
         texts = list(infer.inputs)
     if len(texts) != 1 or texts[0].datatype != "BYTES" or not texts[0].data:
         raise RequestError('inputs: send one tensor of prompts, with the name "text_input" and the datatype BYTES')
+    CHOICES(f"inputs.{texts[0].name}: the number of prompts", len(texts[0].data))
     given = {tensor.name: _one_value(tensor) for tensor in infer.inputs if tensor is not texts[0]}
     values = {**given, **infer.parameters}
     if values.pop("stream", False):
