@@ -197,7 +197,7 @@ def test_a_model_on_s3_is_served(tmp_path: Path, s3: S3) -> None:
         port = log.wait_for(r"listening on http://127\.0\.0\.1:(\d+)")[1]
         log.wait_for(r"\] ready: process")
         body = {"inputs": "a b", "parameters": {"max_new_tokens": 2}}
-        answer = httpx.post(f"http://127.0.0.1:{port}/invocations", json=body, timeout=30)
+        answer = httpx.post(f"http://127.0.0.1:{port}/invocations", json=body, timeout=120)
     assert (answer.status_code, answer.json()["generated_text"]) == (200, " a b")
     assert f"[model] downloading s3://{BUCKET}/echo: 4.9 KiB of 4.9 KiB (100 %)" in "".join(log.lines)
     (fetched,) = (tmp_path / "downloads" / "s3").glob("*/echo")

@@ -69,9 +69,9 @@ def test_a_client_that_stops_sending_is_not_waited_for(server: Server, sent: byt
 def test_a_slow_client_that_goes_on_is_served(server: Server) -> None:
     body = json.dumps(request("a")).encode()
     with connect(server, head(len(body))) as connection:
-        for start in range(0, len(body), 20):
-            time.sleep(0.5)
-            connection.sendall(body[start : start + 20])
+        for start in range(0, len(body), 10):
+            time.sleep(0.25)
+            connection.sendall(body[start : start + 10])
         assert received(connection, b"}").startswith(b"HTTP/1.1 200")
 
 
@@ -104,7 +104,7 @@ def test_bodies_have_a_limit_together_and_their_memory_goes_back(server: Server)
     assert server.invoke("a").status_code == 200, "a small body is served"
     for connection in connections:
         connection.close()
-    wait_until(lambda: resident_mib(server) < before + 30, "the memory is given back", limit_s=10)
+    wait_until(lambda: resident_mib(server) < before + 30, "the memory is given back")
 
 
 def resident_mib(server: Server) -> float:

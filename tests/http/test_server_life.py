@@ -223,7 +223,7 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
             "from frontend.server import run; from lmi_server.configuration.server_settings import ServerSettings\n"
             f"raise SystemExit(run([], ServerSettings(port={port}), {{}}))"
         )
-        ended = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=30)
+        ended = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 1
     assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in ended.stderr
 

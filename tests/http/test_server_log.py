@@ -43,7 +43,7 @@ class UnreadServer:
             assert line, "the server ended"
             found = re.search(rb"listening on http://127\.0\.0\.1:(\d+)", line)
             port = found[1].decode() if found else port
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120)
 
 
 @pytest.fixture

@@ -127,7 +127,7 @@ def raw_request(
 
 
 def connect(server: Server, data: bytes) -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=120)
     connection.sendall(data)
     return connection
 

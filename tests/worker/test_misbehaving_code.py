@@ -117,7 +117,7 @@ def test_the_memory_that_it_shared_goes_with_its_process(server: Server) -> None
     answer = server.http.post("/predictions/bad", headers={"x-case": "share memory", "x-name": memory.name})
     assert answer.status_code == 503
     server.log_line(r"leaked shared_memory objects")  # Python's resource tracker logs it, then removes it
-    wait_until(lambda: not memory.exists(), "the shared memory is removed", limit_s=10)
+    wait_until(lambda: not memory.exists(), "the shared memory is removed")
 
 
 def test_it_hangs(server: Server) -> None:

@@ -118,7 +118,7 @@ def ask(server: Server, case: str, model: str = "bad", **headers: str) -> httpx.
 def test_a_child_that_keeps_the_link_open_does_not_hide_the_end(server: Server) -> None:
     began = time.monotonic()
     answer = ask(server, "raw fork and die")
-    assert (answer.status_code, time.monotonic() - began < 5) == (503, True), answer.text
+    assert (answer.status_code, time.monotonic() - began < 15) == (503, True), answer.text
     assert ask(server, "").text == "fine"
 
 
@@ -132,7 +132,7 @@ def test_processes_that_left_the_session_end_with_their_worker(server: Server, c
     left, of_other = int(ask(server, case).text), int(ask(server, case, "other").text)
     left_behind.append(of_other)
     os.kill(int(ask(server, "pid").text), signal.SIGKILL)
-    wait_until(lambda: not is_running(left), "the worker's process has ended", limit_s=10)
+    wait_until(lambda: not is_running(left), "the worker's process has ended")
     assert is_running(of_other)
     assert ask(server, "").text == "fine"
 
@@ -146,7 +146,7 @@ def test_processes_without_the_environment_of_their_worker_end_with_the_server(s
 def test_orphans_that_have_ended_are_collected(server: Server) -> None:
     orphan = int(ask(server, "daemon").text)
     os.kill(orphan, signal.SIGKILL)
-    wait_until(lambda: not Path(f"/proc/{orphan}").exists(), "its parent has asked for its exit code", limit_s=10)
+    wait_until(lambda: not Path(f"/proc/{orphan}").exists(), "its parent has asked for its exit code")
 
 
 def test_the_pause_before_a_restart_does_not_grow_while_other_requests_are_served(server: Server) -> None:
