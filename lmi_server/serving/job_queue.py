@@ -1,84 +1,156 @@
-"""The job queue of one model: bounded, FIFO within a priority. Plain data: no I/O, no clock, no asyncio."""
+"""The job queue of one model: bounded, by priority, fair between API keys. Plain data: no I/O, no clock, no asyncio."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
 from typing import Generic, Protocol, TypeVar
 
 from lmi_server.contract.errors import QueueFullError
 
+_BY_PRIORITY = 9  # so many jobs leave by priority, then the one that came first, so that none waits for ever
+
 
 class Queueable(Protocol):
-    """The fields of a job that the queue reads. `priority`: lower leaves sooner."""
+    """The fields of a job that the queue reads.
+
+    Ids rise in the order in which jobs come. `priority`: lower leaves sooner. `tenant` identifies the API key, b""
+    without keys.
+    """
 
     id: int
     priority: int
+    tenant: bytes
 
 
 J = TypeVar("J", bound=Queueable)
 
 
 class JobQueue(Generic[J]):
-    """Jobs that wait for a worker with room. Every operation takes constant time in the number of jobs.
+    """Jobs that wait for a worker with room.
 
-    There is an ordered dictionary for each priority in use, because it removes a job from its middle in constant time:
-    clients that go away do so while their job waits.
+    Within a priority the tenants take turns, and each tenant's jobs leave in the order in which they came. With one
+    tenant that is first in, first out. While several priorities wait, every tenth job that leaves is the oldest of all.
+
+    Adding and removing a job takes constant time in the number of jobs. There is an ordered dictionary for each
+    priority and tenant in use, because it removes a job from its middle in constant time: clients that go away do so
+    while their job waits.
     """
 
     def __init__(self, model_name: str, capacity: int) -> None:
         self._model_name = model_name
         self._capacity = capacity
-        self._levels: dict[int, OrderedDict[int, J]] = {}
+        self._levels: dict[int, OrderedDict[bytes, OrderedDict[int, J]]] = {}  # jobs by priority, tenant and id
         self._priorities: list[int] = []  # sorted; exactly the keys of _levels
+        self._left_by_priority = 0  # since the oldest job had its turn
         self._length = 0
 
     def __len__(self) -> int:
         return self._length
 
-    def push(self, job: J) -> None:
-        """Add `job` behind those of its priority. Raises QueueFullError if `capacity` jobs wait."""
-        if self._length >= self._capacity:
-            raise QueueFullError(f"Worker queue capacity exceeded for model: {self._model_name}")
-        self._level(job.priority)[job.id] = job
+    def push(self, job: J) -> J | None:
+        """Add `job` behind those of its priority and tenant.
+
+        If the queue is full, the newest job of the tenant with most jobs gives way and is returned, provided that the
+        tenant of `job` has fewer even so. Otherwise raise QueueFullError.
+        """
+        loser = self._make_room(job.tenant) if self._length >= self._capacity else None
+        self._flow(job)[job.id] = job
         self._length += 1
+        return loser
 
     def push_front(self, job: J) -> None:
         """Put back a job that was accepted before, ahead of those of its priority, even if the queue is full."""
-        level = self._level(job.priority)
-        level[job.id] = job
-        level.move_to_end(job.id, last=False)
+        flow = self._flow(job)
+        flow[job.id] = job
+        flow.move_to_end(job.id, last=False)
+        self._levels[job.priority].move_to_end(job.tenant, last=False)
         self._length += 1
 
     def pop(self) -> J:
         """Remove and return the next job. Raises IndexError if none waits."""
-        priority = self._priorities[0]
+        priority, tenant = self._next()
+        if len(self._priorities) > 1:
+            self._left_by_priority = (self._left_by_priority + 1) % (_BY_PRIORITY + 1)
         level = self._levels[priority]
-        _, job = level.popitem(last=False)
-        self._removed(priority, level)
+        _, job = level[tenant].popitem(last=False)
+        level.move_to_end(tenant)
+        self._removed(job)
         return job
 
     def peek(self) -> J:
         """Return the next job. Raises IndexError if none waits."""
-        return next(iter(self._levels[self._priorities[0]].values()))
+        priority, tenant = self._next()
+        return next(iter(self._levels[priority][tenant].values()))
 
     def remove(self, job: J) -> bool:
         """Remove `job`; return False if it does not wait here."""
         level = self._levels.get(job.priority)
-        if level is None or level.pop(job.id, None) is None:
+        flow = None if level is None else level.get(job.tenant)
+        if flow is None or flow.pop(job.id, None) is None:
             return False
-        self._removed(job.priority, level)
+        self._removed(job)
         return True
 
-    def _level(self, priority: int) -> OrderedDict[int, J]:
-        level = self._levels.get(priority)
-        if level is None:
-            level = self._levels[priority] = OrderedDict()
-            insort(self._priorities, priority)
-        return level
+    def ahead_of(self, job: J) -> int:
+        """Return how many waiting jobs would leave before `job` if it came now and nothing came after it."""
+        ahead = 0
+        for priority in self._priorities[: bisect_left(self._priorities, job.priority)]:
+            ahead += sum(map(len, self._levels[priority].values()))
+        level: Mapping[bytes, OrderedDict[int, J]] = self._levels.get(job.priority) or {}
+        own = len(level.get(job.tenant, ()))
+        return ahead + own + sum(min(len(flow), own + 1) for tenant, flow in level.items() if tenant != job.tenant)
 
-    def _removed(self, priority: int, level: OrderedDict[int, J]) -> None:
+    def _next(self) -> tuple[int, bytes]:
+        """Return priority and tenant of the next job."""
+        if self._left_by_priority == _BY_PRIORITY and len(self._priorities) > 1:
+            return min(
+                (next(iter(flow)), (priority, tenant))
+                for priority, level in self._levels.items()
+                for tenant, flow in level.items()
+            )[1]
+        priority = self._priorities[0]
+        return priority, next(iter(self._levels[priority]))
+
+    def _flow(self, job: J) -> OrderedDict[int, J]:
+        level = self._levels.get(job.priority)
+        if level is None:
+            level = self._levels[job.priority] = OrderedDict()
+            insort(self._priorities, job.priority)
+        flow = level.get(job.tenant)
+        if flow is None:
+            flow = level[job.tenant] = OrderedDict()
+        return flow
+
+    def _removed(self, job: J) -> None:
+        """Drop what is empty now that `job` has been removed."""
         self._length -= 1
-        if not level:
-            del self._levels[priority]
-            del self._priorities[bisect_left(self._priorities, priority)]
+        level = self._levels[job.priority]
+        if not level[job.tenant]:
+            del level[job.tenant]
+            if not level:
+                del self._levels[job.priority]
+                del self._priorities[bisect_left(self._priorities, job.priority)]
+
+    def _make_room(self, newcomer: bytes) -> J:
+        """Remove and return a job of the tenant with most jobs. Raises QueueFullError if none has more than its share.
+
+        What gives way is the newest of the tenant's least urgent jobs.
+        """
+        waiting = self._waiting() if newcomer else Counter()
+        tenant = max(waiting, key=waiting.__getitem__, default=newcomer)
+        if waiting[tenant] <= waiting[newcomer] + 1:
+            raise QueueFullError(f"Worker queue capacity exceeded for model: {self._model_name}")
+        priority = max(priority for priority, level in self._levels.items() if tenant in level)
+        _, job = self._levels[priority][tenant].popitem()
+        self._removed(job)
+        return job
+
+    def _waiting(self) -> Counter[bytes]:
+        """Return the number of waiting jobs of each tenant."""
+        waiting: Counter[bytes] = Counter()
+        for level in self._levels.values():
+            for tenant, flow in level.items():
+                waiting[tenant] += len(flow)
+        return waiting

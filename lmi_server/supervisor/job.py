@@ -75,7 +75,7 @@ class Job:
     """One accepted request. `priority`: lower runs sooner. Times are those of time.monotonic(), 0.0 before the event.
 
     `on_overflow` is called if the answer is given up because its client reads too slowly. `fingerprint` identifies the
-    request to the quarantine; None while that has no need of it.
+    request to the quarantine; None while that has no need of it. `tenant` identifies the API key it came with.
     """
 
     __slots__ = (
@@ -91,11 +91,13 @@ class Job:
         "request",
         "retried",
         "sent_at",
+        "tenant",
     )
 
-    def __init__(self, job_id: int, request: Input, on_overflow: Callable[[], None]) -> None:
+    def __init__(self, job_id: int, request: Input, on_overflow: Callable[[], None], tenant: bytes = b"") -> None:
         self.id = job_id
         self.request = request
+        self.tenant = tenant
         self.priority = request.priority
         self.reply = ReplySlot()
         self.on_overflow = on_overflow
