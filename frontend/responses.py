@@ -17,6 +17,7 @@ from lmi_server.contract.errors import (
     MethodNotAllowedError,
     ModelNotReadyError,
     PredictTimeoutError,
+    QueueDelayError,
     QueueFullError,
     RouteNotFoundError,
     WorkerDiedError,
@@ -46,6 +47,7 @@ def error_statuses(settings: ServerSettings) -> dict[type[LmiServerError], int]:
     wlm = settings.wlm_error_http_code
     return {
         QueueFullError: settings.throttle_error_http_code,
+        QueueDelayError: settings.throttle_error_http_code,
         ModelNotReadyError: wlm,
         WorkerDiedError: wlm,
         PredictTimeoutError: wlm,

@@ -300,6 +300,11 @@ class ModelOptions(Options):
     parallel_loading: bool = Field(False, description="Load the workers of the model at once, up to 16, not in turn.")
     model_loading_timeout: PositiveInt = Field(1800, description="Seconds that loading the model may take.")
     predict_timeout: PositiveInt = Field(120, description="Seconds that a request may make no progress in a worker.")
+    max_queue_delay_ms: Count | None = Field(
+        None,
+        description="Milliseconds that a request may wait for a worker; one that would wait longer, by the rate at"
+        " which requests end, is refused with 503 at once. Not set: any time.",
+    )
     waiting_steps: Annotated[
         NonNegativeInt | None, NoEffect("prompts are computed in chunks beside the running requests")
     ] = Field(None, description="Decode steps that new requests are held back for.")

@@ -21,6 +21,7 @@
     │   └── MethodNotAllowedError
     └── ServingError            a sound request that the server failed to serve
         ├── QueueFullError      the job queue holds `job_queue_size` requests
+        │   └── QueueDelayError  the request would wait for longer than `max_queue_delay_ms`
         ├── ModelNotReadyError  loading, failed, or the server is draining
         ├── WorkerDiedError     the worker process ended while it held the request
         ├── PredictTimeoutError the request made no progress for `predict_timeout`
@@ -153,6 +154,10 @@ class QueueFullError(ServingError):
     """The job queue holds `job_queue_size` requests."""
 
     retry_after = 1
+
+
+class QueueDelayError(QueueFullError):
+    """The request would wait in the job queue for longer than `max_queue_delay_ms`."""
 
 
 class ModelNotReadyError(ServingError):

@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from lmi_server.contract.errors import LmiServerError
+from lmi_server.contract.errors import LmiServerError, QueueDelayError, QueueFullError
 from lmi_server.contract.metrics import GAUGE, Metric, MetricSink, unrecorded
 from lmi_server.contract.protocol import CANCELLED, RECALLED, Chunk, End, Error, Head, Input, Item, Reply
 from lmi_server.serving.batch_forming import BatchForming
@@ -32,6 +32,7 @@ from lmi_server.serving.job_queue import JobQueue
 from lmi_server.serving.pool_settings import PoolSettings
 from lmi_server.serving.quarantine import Quarantine, fingerprint
 from lmi_server.serving.roster import WorkerRoster
+from lmi_server.serving.service_rate import ServiceRate, retry_after
 from lmi_server.serving.sticky_sessions import StickySessions
 from lmi_server.supervisor.job import Job
 from lmi_server.supervisor.worker_process import WorkerProcess
@@ -46,7 +47,7 @@ _MAX_UNREAD = 64 << 20  # although its worker was told to wait; much more than m
 class Dispatcher:
     """Gives each waiting request to a worker with room, and what workers send to the request that it belongs to.
 
-    `on_no_room` is called when a request waits and no worker has room for it. `on_metric` gets
+    `on_no_room` is called when a request waits, or is refused, because no worker has room for it. `on_metric` gets
     the size of each batch of several requests.
     """
 
@@ -59,6 +60,8 @@ class Dispatcher:
     ) -> None:
         self._queue: JobQueue[Job] = JobQueue(settings.load.model_name, settings.job_queue_size)
         self._max_in_flight = settings.max_in_flight
+        self._max_queue_delay_s = settings.max_queue_delay_s
+        self._rate = ServiceRate()
         self._roster = roster
         self._on_no_room = on_no_room
         self._on_metric = on_metric
@@ -83,13 +86,40 @@ class Dispatcher:
     # --- requests ---
 
     def submit(self, request: Input, on_overflow: Callable[[], None]) -> Job:
-        """Accept one request. Raises QueueFullError and QuarantinedError; nothing was accepted then."""
+        """Accept one request.
+
+        Raises QueueFullError, QueueDelayError and QuarantinedError; nothing was accepted then.
+        """
         job = Job(next(self._ids), request, on_overflow)
         if self._quarantine:
             job.fingerprint = self._quarantine.check(request, time.monotonic())
-        self._queue.push(job)
+        if self._max_queue_delay_s is not None:
+            self._check_delay(job, self._max_queue_delay_s)
+        try:
+            self._queue.push(job)
+        except QueueFullError as error:
+            error.retry_after = retry_after(self._rate.wait_s(0, job.queued_at))
+            raise
         self.dispatch()
         return job
+
+    def _check_delay(self, job: Job, allowed_s: float) -> None:
+        """Raise QueueDelayError if `job` would wait for longer than `allowed_s`."""
+        if not self._roster.ready:
+            return
+        if not self._rate.is_measuring:
+            if self._queue or self._worker_for(job) is not None:  # what waits although there is room forms a batch
+                return
+            self._rate.begin(job.queued_at)
+        wait_s = self._rate.wait_s(self._queue.ahead_of(job), job.queued_at)
+        if wait_s is not None and wait_s > allowed_s:
+            self._on_no_room()
+            error = QueueDelayError(
+                f"The request would wait for about {wait_s:.1f} seconds, and option.max_queue_delay_ms="
+                f"{allowed_s * 1000:.0f} allows no more than {allowed_s:g}; send it again later"
+            )
+            error.retry_after = retry_after(wait_s - allowed_s)
+            raise error
 
     def cancel(self, job: Job) -> None:
         """Free what `job` holds, because its client went away. Nothing happens if the job has ended."""
@@ -109,8 +139,9 @@ class Dispatcher:
         while self._queue:
             worker = self._worker_for(self._queue.peek())
             if worker is None:
+                self._rate.begin(time.monotonic())
                 self._on_no_room()
-                break
+                return
             requests = worker.requests
             size = requests.batch_size or 1
             if not self._forming.is_due(size):
@@ -123,7 +154,14 @@ class Dispatcher:
                 self._forming.watch_delayed()
             if len(jobs) > 1:
                 self._on_metric(Metric("DynamicBatchSize", "Count/Item", len(jobs), self._dimensions, GAUGE))
+        if self._rate.is_measuring:
+            self._rate.end(time.monotonic())
         self._check_idle()
+
+    def resume(self) -> None:
+        """Send what waits to a worker that has just become ready. From now on requests end at another rate."""
+        self._rate.forget()
+        self.dispatch()
 
     def _worker_for(self, job: Job) -> WorkerProcess | None:
         """Return the worker that `job` goes to: that of its session if it has room, otherwise the least loaded one."""
@@ -139,6 +177,10 @@ class Dispatcher:
                 best, least = worker, held
         return best
 
+    def _places(self) -> int:
+        """Return how many requests the workers take at a time."""
+        return sum(worker.requests.batch_size or self._max_in_flight for worker in self._roster.ready)
+
     def _has_room(self, requests: WorkerRequests) -> bool:
         if requests.batch_size is None:
             return len(requests.in_flight) < self._max_in_flight
@@ -152,7 +194,7 @@ class Dispatcher:
         in_flight = requests.in_flight
         now = time.monotonic()
         recalled: list[Job] = []
-        freed = False
+        freed = 0
         for item in items:
             job = in_flight.get(item.id)
             if job is None:
@@ -163,7 +205,7 @@ class Dispatcher:
             if not isinstance(item, Chunk):  # most items are chunks
                 if not isinstance(item, Head):
                     requests.ended(job)
-                    freed = True
+                    freed += 1
                     if isinstance(item, Error) and item.kind == RECALLED:
                         recalled.append(job)
                         continue
@@ -180,6 +222,8 @@ class Dispatcher:
         for job in reversed(recalled):  # each goes to the head of the queue, so the oldest must be last
             self._requeue(job)
         if freed:
+            if self._rate.is_measuring:
+                self._rate.ended(freed - len(recalled), self._places(), now)
             self.dispatch()
 
     def _pace(self, requests: WorkerRequests, job: Job) -> None:

@@ -127,7 +127,7 @@ class WorkerPool:
         """Accept one request; its answer arrives in `job.reply`.
 
         `on_overflow` is called if the client reads so slowly that the answer is given up. Raises QueueFullError,
-        QuarantinedError and ModelNotReadyError; nothing was accepted then.
+        QueueDelayError, QuarantinedError and ModelNotReadyError; nothing was accepted then.
         """
         self._check_open()
         return self._dispatcher.submit(request, on_overflow)
@@ -229,7 +229,7 @@ class WorkerPool:
         self.max_model_len = ready.max_model_len
         self._roster.ready.append(worker)
         self._settled.set()
-        self._dispatcher.dispatch()
+        self._dispatcher.resume()
         self._scaling.notify()
 
     def leave(self, worker: WorkerProcess) -> None:

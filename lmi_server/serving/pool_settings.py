@@ -43,6 +43,7 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_in_flight: int
     max_batch_delay_s: float
     job_queue_size: int
+    max_queue_delay_s: float | None
     model_loading_timeout_s: float
     predict_timeout_s: float
     max_idle_s: float

@@ -400,6 +400,7 @@ class ModelRegistry:
             max_in_flight=options.max_rolling_batch_size,
             max_batch_delay_s=serving.max_batch_delay / 1000,
             job_queue_size=serving.job_queue_size,
+            max_queue_delay_s=None if options.max_queue_delay_ms is None else options.max_queue_delay_ms / 1000,
             model_loading_timeout_s=options.model_loading_timeout,
             predict_timeout_s=options.predict_timeout,
             max_idle_s=serving.max_idle_time,

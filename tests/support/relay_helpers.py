@@ -34,6 +34,7 @@ def pool_settings(load: Load, **changes: Any) -> PoolSettings:
         "max_in_flight": 32,
         "max_batch_delay_s": 0.1,
         "job_queue_size": 1000,
+        "max_queue_delay_s": None,
         "model_loading_timeout_s": 60.0,
         "predict_timeout_s": 120.0,
         "max_idle_s": 60.0,

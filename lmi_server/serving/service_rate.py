@@ -1,0 +1,68 @@
+"""How long requests wait: the measured rate at which the workers of a model finish requests. Plain data: no clock."""
+
+from __future__ import annotations
+
+import math
+
+_GENERATIONS = 4  # times that every place is freed until a measurement has lost most of its weight
+_FEWEST = 16  # requests that a measurement spans at least
+_LONGEST_RETRY_S = 60
+
+
+class ServiceRate:
+    """Measures how many requests end in a second while others find no worker with room.
+
+    At other times the rate says how many requests come, and not how many the workers can take. Times are those of one
+    clock, in seconds.
+    """
+
+    def __init__(self) -> None:
+        self.is_measuring = False
+        self._since = 0.0
+        self._ended = 0.0  # requests, and the seconds in which they ended; the older, the less they weigh
+        self._seconds = 0.0
+        self._seen = 0  # requests that have ended since the measurement began
+        self._places = 0
+
+    def begin(self, now: float) -> None:
+        """Note that a request found no worker with room."""
+        if not self.is_measuring:
+            self.is_measuring = True
+            self._since = now
+
+    def end(self, now: float) -> None:
+        """Note that no request waits for room any more."""
+        if self.is_measuring:
+            self.is_measuring = False
+            self._seconds += now - self._since
+
+    def ended(self, count: int, places: int, now: float) -> None:
+        """Note that `count` requests have ended on workers that take `places` requests at a time."""
+        keep = max(0.0, 1 - count / max(_GENERATIONS * places, _FEWEST))
+        self._ended = self._ended * keep + count
+        self._seconds = self._seconds * keep + now - self._since
+        self._since = now
+        self._seen += count
+        self._places = places
+
+    def forget(self) -> None:
+        """Forget the measurement: the workers are others now."""
+        self.is_measuring = False
+        self._ended = self._seconds = 0.0
+        self._seen = 0
+
+    def wait_s(self, ahead: int, now: float) -> float | None:
+        """Return how long a request waits that has `ahead` others before it.
+
+        None if that is not known: every place has to be freed once, because the first requests that end are the short
+        ones.
+        """
+        if not self._seen or self._seen < self._places:
+            return None
+        seconds = self._seconds + (now - self._since if self.is_measuring else 0.0)
+        return (ahead + 1) * seconds / self._ended
+
+
+def retry_after(wait_s: float | None) -> int:
+    """Return the value of a Retry-After header for a wait that may not be known."""
+    return min(max(math.ceil(wait_s or 0), 1), _LONGEST_RETRY_S)
