@@ -8,6 +8,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Callable
 
 from lmi_server.configuration.server_settings import ServerSettings
 
@@ -19,16 +20,23 @@ _WORTH_GIVING_BACK = 32 << 20
 
 
 class ConnectionLimits:
-    """The limits of the settings. `buffered` counts the bytes of request bodies that have no complete answer yet."""
+    """The limits of the settings.
 
-    def __init__(self, settings: ServerSettings) -> None:
+    `buffered` counts the bytes of request bodies that have no complete answer yet, `unread` those of answers that wait
+    for clients. `count_refusal` gets the status of each refusal that comes before any request is known.
+    """
+
+    def __init__(self, settings: ServerSettings, count_refusal: Callable[[int], None]) -> None:
+        self.count_refusal = count_refusal
         self.head_timeout_s = settings.request_head_timeout
         self.read_timeout_s = settings.response_read_timeout
         self.body_timeout_s = settings.request_body_timeout
         self.max_connections = settings.max_connections or _free_files()
         self.buffered = 0
+        self.unread = 0
+        self._max_unread = settings.max_unread_size
         self._max_buffered = max(settings.max_buffered_size, settings.max_request_size)
-        self._peak = 0  # of `buffered`, since memory was given back
+        self._peak = 0  # of `buffered` and `unread` together, since memory was given back
         self._logged_at = 0.0
         self._out_of_files = False
         self.slow_head = (
@@ -44,6 +52,10 @@ class ConnectionLimits:
     def is_full(self) -> bool:
         return self.buffered > self._max_buffered
 
+    @property
+    def has_too_much_unread(self) -> bool:
+        return self.unread > self._max_unread
+
     def note_full(self) -> None:
         """Log that a client was refused, at most every few seconds."""
         now = time.monotonic()
@@ -51,8 +63,17 @@ class ConnectionLimits:
             self._logged_at = now
             logger.warning("refusing clients: %s", self.too_many)
 
+    def note_too_much_unread(self, size: int) -> None:
+        """Log that a client is dropped because all together have left too much unread."""
+        self._peak = max(self._peak, self.buffered + self.unread)
+        logger.warning(
+            "clients have left %d bytes of answers unread, more than max_unread_size=%d; "
+            "the connection of one with %d bytes is closed",
+            *(self.unread, self._max_unread, size),
+        )
+
     def note_unread(self, size: int) -> None:
-        """Log that a client was dropped."""
+        """Log that a client was dropped because it read nothing."""
         logger.warning(
             "a client has left %d bytes of its answer unread for response_read_timeout=%g seconds; "
             "the connection is closed",
@@ -77,9 +98,10 @@ class ConnectionLimits:
 
     def give_memory_back(self) -> None:
         """Return free memory to the system after large bodies. The allocator would keep it for the next ones."""
-        self._peak = max(self._peak, self.buffered)
-        if self._peak - self.buffered > _WORTH_GIVING_BACK:
-            self._peak = self.buffered
+        held = self.buffered + self.unread
+        self._peak = max(self._peak, held)
+        if self._peak - held > _WORTH_GIVING_BACK:
+            self._peak = held
             if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
                 library.malloc_trim(0)
 

@@ -19,10 +19,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from frontend.connection_limits import ConnectionLimits
 from frontend.responses import CACHE_HEADERS
+from lmi_server.supervisor.job import ReplySlot
 
 _EXTENSION = "lmi_server.connection"
 _NAMES = "lmi_server.header_names"
 _MAX_HEAD = 64 * 1024  # bytes of request line and headers, or of what is around the chunks of a body
+_WRITE_BUFFER = 64 * 1024  # bytes that wait for a client, from which on more is not written
 _SMALL_BODY = 64 * 1024  # bytes that a request may have whatever the others have
 _LINGER_S = 30  # for a client to send the rest of a request that was refused
 _PROBE_S = 0.1
@@ -63,6 +65,9 @@ class RelayProtocol(HttpToolsProtocol):
         self._had_body = False  # in this read
         self._framing_size = 0  # bytes of reads without any of the body, since the last one with some
         self._unread = self._checks_unread = 0  # bytes that the client has not read; checks since it read some
+        self._unread_size = 0  # bytes that `limits` counts as unread
+        self._checks_paused = 0  # since the client has left so much unread that nothing more is written
+        self._reply: ReplySlot | None = None  # the answer that is watched
         self._checks_lingering: int | None = None  # since an answer was sent before the end of its request
         self._is_half_closed = False  # the client has ended its side
         self.parser.set_dangerous_leniencies(**_LENIENCIES)
@@ -76,9 +81,14 @@ class RelayProtocol(HttpToolsProtocol):
         self._head_read = 0  # bytes of the head in the whole reads after that one
         self._refusal: tuple[HTTPStatus, str, str] | None = None  # why a request is refused: status, type, message
         self._rejected = False  # what arrived is not HTTP; nothing that follows can be
+        self.refused_with: int | None = None  # the status that the request got while its body was read
 
-    def watch(self, on_gone: Callable[[], None]) -> None:
-        """Call `on_gone` once if the client goes away before `unwatch`; at once if it is gone already."""
+    def watch(self, on_gone: Callable[[], None], reply: ReplySlot) -> None:
+        """Call `on_gone` once if the client goes away before `unwatch`; at once if it is gone already.
+
+        What waits in `reply` counts as unread.
+        """
+        self._reply = reply
         if self.transport.is_closing():
             on_gone()
             return
@@ -86,7 +96,7 @@ class RelayProtocol(HttpToolsProtocol):
         self.flow.resume_reading()  # a long body may have paused it, and a paused transport sees no end of file
 
     def unwatch(self) -> None:
-        self._on_gone = None
+        self._on_gone = self._reply = None
 
     def abort(self) -> None:
         """Drop the client and everything that it has not read."""
@@ -99,9 +109,12 @@ class RelayProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = _Flow(transport)
+        if self.scheme == "https":  # the default is 512 KiB, beside what the transport below TLS holds
+            transport.set_write_buffer_limits(_WRITE_BUFFER)
         if len(self.connections) > self._limits.max_connections:
             self._limits.note_full()
             self._rejected = True
+            self._limits.count_refusal(HTTPStatus.SERVICE_UNAVAILABLE)
             self._write_refusal(HTTPStatus.SERVICE_UNAVAILABLE, "WlmException", self._limits.too_many)
             transport.close()
 
@@ -110,6 +123,8 @@ class RelayProtocol(HttpToolsProtocol):
         self._checks_without_data += 1
         cycle = self.cycle
         if self.flow.write_paused:
+            self._checks_paused += 1
+            self._count_unread()
             self._check_reader()
         if self._checks_lingering is not None:
             self._checks_lingering += 1
@@ -131,6 +146,37 @@ class RelayProtocol(HttpToolsProtocol):
         if self._checks_unread > self._limits.read_timeout_s:
             self._limits.note_unread(unread)
             self.abort()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._checks_paused = 0
+        self._count_unread()
+
+    def resume_writing(self) -> None:
+        """Note that the client has read: what waited for it is nearly gone, however full the buffer is again soon."""
+        self._checks_unread = 0
+        super().resume_writing()
+        self._forget_unread()
+
+    def _count_unread(self) -> None:
+        size = self.transport.get_write_buffer_size() + (0 if self._reply is None else self._reply.size)
+        self._limits.unread += size - self._unread_size
+        self._unread_size = size
+        if self._limits.has_too_much_unread:
+            self.loop.call_soon(self._drop_slowest)  # this may be called in the middle of a write
+
+    def _forget_unread(self) -> None:
+        self._limits.unread -= self._unread_size
+        self._unread_size = 0
+
+    def _drop_slowest(self) -> None:
+        """Drop those clients that have left most bytes unread for longest, until there is room for the others'."""
+        while self._limits.has_too_much_unread:
+            connections = cast("set[RelayProtocol]", self.connections)
+            slowest = max(connections, key=lambda each: each._unread_size * (each._checks_paused + 1))
+            self._limits.note_too_much_unread(slowest._unread_size)
+            slowest._forget_unread()
+            slowest.abort()
 
     def _check_head(self, nothing_came: bool) -> None:
         if not self._in_head and not nothing_came:
@@ -244,6 +290,7 @@ class RelayProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._forget_bodies()
+        self._forget_unread()
         answering = self._answering  # with pipelined requests it is not the last one, which alone uvicorn tells
         if answering is not None and not answering.response_complete:
             answering.disconnected = True
@@ -251,11 +298,6 @@ class RelayProtocol(HttpToolsProtocol):
         on_gone, self._on_gone = self._on_gone, None
         if on_gone is not None:
             on_gone()
-
-    def resume_writing(self) -> None:
-        """Note that the client has read: what waited for it is nearly gone, however full the buffer is again soon."""
-        self._checks_unread = 0
-        super().resume_writing()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep the connection of a client that has sent its request, and ends its side while it waits for the answer.
@@ -338,7 +380,10 @@ class RelayProtocol(HttpToolsProtocol):
         self._write_refusal(status, kind, message)
         self._close_after_reading()
         cycle = self.cycle
-        if cycle is not None and not cycle.response_complete:  # its task waits for the rest of the body
+        if cycle is None or cycle.response_complete:
+            self._limits.count_refusal(status)
+        else:  # its task waits for the rest of the body, and counts the refusal
+            self.refused_with = status
             cycle.disconnected = True
             cycle.message_event.set()
 

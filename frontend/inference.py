@@ -56,6 +56,7 @@ _SET_HERE = frozenset({"cache-control", "expires", "pragma", "x-request-id"})  #
 # Bounded in length, because int() takes quadratic time in the number of digits.
 _INTEGER = re.compile(r"-?[0-9]{1,10}")
 _SHORT_BODY = 64 * 1024
+_PART = 256 * 1024  # bytes of a whole answer that are written at once
 _MALFORMED = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 _PRIORITIES = range(-(2**31), 2**31)
 
@@ -130,9 +131,9 @@ class Relay:
             await self._refuse(model, route, error, closes, response)
             return
         except ClientGoneError:
-            self._metrics.of(model).refused(CLIENT_GONE)
+            self._metrics.of(model).refused(connection.refused_with or CLIENT_GONE)
             return
-        connection.watch(lambda: pool.cancel(job))
+        connection.watch(lambda: pool.cancel(job), job.reply)
         try:
             status = await _relay(route, job, response, self._statuses)
         finally:
@@ -302,7 +303,10 @@ class Response:
             await self._send({"type": "http.response.body"})
             return
         await self._start(status, headers, (b"content-length", b"%d" % len(data)))
-        await self._send({"type": "http.response.body", "body": data})
+        last = max(len(data) - 1, 0) // _PART * _PART
+        for start in range(0, last, _PART):  # each waits for the client to read: TLS would keep a copy of the whole
+            await self.chunk(data[start : start + _PART])
+        await self._send({"type": "http.response.body", "body": data[last:]})
 
     async def begin(self, head: Head) -> None:
         if head.reason:

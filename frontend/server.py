@@ -140,7 +140,8 @@ class _Server:
         management_place = self._listeners[1].place if len(self._listeners) > 1 else None
         app = App(models, metrics, relay, self._settings, self._access, management_place)
         logged = AccessLog(app) if "access" in self._settings.written_logs else app
-        http = _HttpServer(logged, self._settings, self._listeners, self._certificate)
+        limits = ConnectionLimits(self._settings, metrics.of(None).refused)
+        http = _HttpServer(logged, limits, self._settings, self._listeners, self._certificate)
         self._listen_to_signals()
         self._orphans.start()
         serving = asyncio.create_task(http.serve([listener.socket for listener in self._listeners]))
@@ -225,13 +226,14 @@ class _HttpServer(uvicorn.Server):
     def __init__(
         self,
         app: App | AccessLog,
+        limits: ConnectionLimits,
         settings: ServerSettings,
         listeners: Sequence[Listener],
         certificate: Certificate | None,
     ) -> None:
         self._secured = [listener.socket for listener in listeners if listener.tls]
         self._context = None if certificate is None else certificate.context
-        self._limits = ConnectionLimits(settings)
+        self._limits = limits
         super().__init__(
             uvicorn.Config(
                 app,

@@ -143,6 +143,10 @@ class ServerSettings(Options):
         description="Bytes of all request bodies together from which on bodies over 64 KiB are refused with 503; "
         "max_request_size if that is more.",
     )
+    max_unread_size: PositiveInt = Field(
+        1073741824,
+        description="Bytes of answers that clients have not read, all together, from which on the slowest are dropped.",
+    )
     max_connections: PositiveInt | None = Field(
         None, description="Most clients that are connected at once; if not set, the limit of open files less 200."
     )

@@ -55,6 +55,11 @@ class ReplySlot:
             if not waiter.done():
                 waiter.set_result(None)
 
+    @property
+    def size(self) -> int:
+        """Return how many bytes of the answer are kept here."""
+        return self.unread + (len(self.terminal.data) if isinstance(self.terminal, Reply) else 0)
+
     async def wait(self) -> None:
         """Return once there is something new: a head, unread bytes, or the terminal item."""
         if self._chunks or self.terminal is not None:

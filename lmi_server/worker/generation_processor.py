@@ -108,7 +108,8 @@ class GenerationProcessor(RequestProcessor):
                 body = exchange.body()
                 writer.reply(200, [("content-type", exchange.content_type), *exchange.headers], body)
         except asyncio.CancelledError:
-            writer.error(CANCELLED, CANCELLED_MESSAGE)
+            if not writer.ended:  # the worker may have failed all requests before its event loop ended
+                writer.error(CANCELLED, CANCELLED_MESSAGE)
         except LmiServerError as error:
             _fail(request, exchange, writer, error)
         except EXITS as error:

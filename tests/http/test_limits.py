@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import socket
 import time
@@ -20,6 +21,7 @@ SETTINGS = {
     "SERVING_REQUEST_HEAD_TIMEOUT": "1",
     "SERVING_REQUEST_BODY_TIMEOUT": "1",
     "SERVING_MAX_BUFFERED_SIZE": str(70 * MIB),
+    "SERVING_MAX_UNREAD_SIZE": str(45 * MIB),
     "SERVING_MAX_CONNECTIONS": "30",
 }
 
@@ -66,6 +68,27 @@ def test_a_client_that_stops_sending_is_not_waited_for(server: Server, sent: byt
     assert (b"HTTP/1.1 408 Request Timeout" in answer) == bool(message)
 
 
+def refused(server: Server, code: int) -> float:
+    """Return how many refusals with this status the metrics count, whatever the model."""
+    samples = re.findall(rf'^lmi_requests_total{{code="{code}",.*}} (\S+)$', server.http.get("/metrics").text, re.M)
+    return sum(map(float, samples))
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [
+        (b"POST /invocations HTTP/1.1\r\nhost: x\r\n", 408),
+        (head(100) + b"{", 408),
+        (head(2, f"x: {'y' * 70_000}") + b"{}", 431),
+        (b"no http\r\n\r\n", 400),
+    ],
+)
+def test_what_the_protocol_refuses_is_counted_once(server: Server, sent: bytes, code: int) -> None:
+    before, gone = refused(server, code), refused(server, 499)
+    assert exchanged(server, sent).startswith(b"HTTP/1.1 %d" % code)
+    assert (refused(server, code), refused(server, 499)) == (before + 1, gone)
+
+
 def test_a_slow_client_that_goes_on_is_served(server: Server) -> None:
     body = json.dumps(request("a")).encode()
     with connect(server, head(len(body))) as connection:
@@ -77,13 +100,14 @@ def test_a_slow_client_that_goes_on_is_served(server: Server) -> None:
 
 def test_more_connections_than_the_limit_are_refused(server: Server) -> None:
     connections = [connect(server, b"") for _ in range(30)]
-    refused = exchanged(server, b"")
-    assert refused.startswith(b"HTTP/1.1 503")
-    assert b"max_connections=30" in refused
+    answer = exchanged(server, b"")
+    assert answer.startswith(b"HTTP/1.1 503")
+    assert b"max_connections=30" in answer
     server.log_line("refusing clients: The server has max_connections=30 clients")
     for connection in connections:
         connection.close()
     wait_until(lambda: exchanged(server, raw_request("a", close=True)).startswith(b"HTTP/1.1 200"), "served")
+    assert refused(server, 503) >= 1
 
 
 def test_bodies_have_a_limit_together_and_their_memory_goes_back(server: Server) -> None:
@@ -184,6 +208,7 @@ def test_a_worker_that_generates_text_has_a_limit_of_memory(server: Server) -> N
     assert answer.status_code == 507
     assert "more than max_worker_memory_mb=300" in answer.text
     assert server.invoke("a").status_code == 200
+    assert not [line for line in server.lines if "ends twice" in line]
 
 
 def test_a_client_that_reads_slowly_is_waited_for(server: Server) -> None:
@@ -195,3 +220,25 @@ def test_a_client_that_reads_slowly_is_waited_for(server: Server) -> None:
         answer = received(connection)
     assert answer.count(b'"token"') == count
     assert answer.endswith(b"\r\n0\r\n\r\n")
+
+
+def test_what_clients_leave_unread_has_a_limit_together(server: Server) -> None:
+    before = resident_mib(server)
+    asked = raw_request("x" * 50_000, 210, close=True)  # 10 MiB are more than the system takes for one connection
+    connections = [connect(server, asked) for _ in range(12)]
+    for _ in range(8):
+        server.log_line("more than max_unread_size=47185920; the connection of one with 1")
+    server.until("lmi_requests_in_flight", 0)
+    wait_until(lambda: resident_mib(server) < before + 90, "there is memory for the rest alone", limit_s=60)
+    answers = [whole_or_cut(connection) for connection in connections]
+    complete = [answer for answer in answers if answer.endswith(b"}")]
+    assert 1 <= len(complete) <= 5
+    assert {answer.count(b"x" * 50_000) for answer in complete} == {210}
+
+
+def whole_or_cut(connection: socket.socket) -> bytes:
+    with connection:
+        try:
+            return received(connection)
+        except ConnectionResetError:
+            return b""

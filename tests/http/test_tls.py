@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from server_helpers import Server, make_model, request, running
+from server_helpers import Server, make_model, raw_request, request, running
 from waiting import wait_until
 
 from frontend.listeners import listen
@@ -73,6 +73,7 @@ def server(directory: Path) -> Iterator[Server]:
         "SERVING_TLS": "true",
         "SERVING_MANAGEMENT_TLS": "false",
         "SERVING_MANAGEMENT_PORT": "0",
+        "SERVING_MAX_UNREAD_SIZE": str(8 << 20),
         "SERVING_CERTIFICATE_FILE": str(directory / "server.pem"),
         "SERVING_PRIVATE_KEY_FILE": str(directory / "server.key"),
     }
@@ -110,6 +111,14 @@ def test_requests_and_streams_go_over_tls(server: Server, directory: Path) -> No
         assert http.post("/invocations", json=request("x" * 3_000_000, 1)).status_code == 200
         assert http.get("/models").status_code == 404, "models are managed on the other port"
     assert server.http.get("/models").status_code == 200
+
+
+def test_what_waits_below_tls_counts_as_unread(server: Server) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with socket.create_connection(("127.0.0.1", port_of(server))) as plain, context.wrap_socket(plain) as secured:
+        secured.sendall(raw_request("x" * 50_000, 210))
+        server.log_line("more than max_unread_size=8388608; the connection of one with 1")
 
 
 def test_tls_1_2_and_1_3_are_spoken_and_nothing_older(server: Server) -> None:
