@@ -20,6 +20,9 @@ from lmi_server.contract.secrets import SECRETS
 Inference = Callable[[str, "str | None", "str | None", Scope, Receive, Send], Awaitable[None]]
 Refuse = Callable[[str, LmiServerError, Scope, Receive, Send], Awaitable[None]]
 
+TENANT = "lmi.tenant"
+"""Where the scope of a request has the digest of its key, by which the job queue lets keys take turns."""
+
 _HEADERS = (b"authorization", b"x-api-key")
 _SEPARATOR = re.compile(r"[,\n]")
 _DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
@@ -78,6 +81,7 @@ class KeyRing:
         if key.limit is not None and key.running >= key.limit:
             raise KeyBusyError(f"This API key may have {key.limit} requests at a time; wait for one of them to end")
         key.running += 1
+        scope[TENANT] = key.digest
         return key
 
 

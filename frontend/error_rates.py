@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from lmi_server.configuration.server_settings import ErrorRate
-from lmi_server.contract.errors import HandlerError, LmiServerError, ServingError
+from lmi_server.contract.errors import DeadlineError, HandlerError, LmiServerError, ServingError
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,8 @@ class ErrorRates:
 def _kind(status: int, error: LmiServerError | None) -> str | None:
     if isinstance(error, ServingError) and not isinstance(error, HandlerError):
         return "wlm"
+    if isinstance(error, DeadlineError):  # the client chose it
+        return None
     if status == _FAILED_DEPENDENCY:
         return "model"
     return "server" if status >= 500 else None

@@ -17,13 +17,15 @@ from uuid import uuid4
 
 import msgspec
 
+from frontend.api_keys import TENANT
 from frontend.clients import shown_error
 from frontend.compression import decoded_body
+from frontend.deadlines import deadline_of
 from frontend.error_rates import ErrorRates
 from frontend.http_protocol import RelayProtocol, connection_of, header_names
 from frontend.implicit_registration import ImplicitRegistration
 from frontend.lmi_metrics import CLIENT_GONE
-from frontend.metrics import Metrics
+from frontend.metrics import Metrics, ModelMetrics
 from frontend.responses import error_statuses, standard_headers
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import (
@@ -123,8 +125,10 @@ class Relay:
                     raise error from None
             content = [*query, ("data", body)]
             priority = parse_priority(properties.get("x-priority"))
+            deadline = deadline_of(properties, arrived)
             pool = model.loaded()
-            job = pool.submit(Input(route, properties, content, request_id, priority, names), connection.abort)
+            received = Input(route, properties, content, request_id, priority, names)
+            job = pool.submit(received, connection.abort, deadline, scope.get(TENANT, b""))
         except LmiServerError as error:
             closes = self.draining or isinstance(error, PayloadTooLargeError)
             closes = closes or (body is None and not await self._skips_body(scope, receive))
@@ -139,9 +143,10 @@ class Relay:
         finally:
             pool.cancel(job)
             connection.unwatch()
-        self._metrics.of(model).answered(status, *_times(job, arrived))
+        counts = self._metrics.of(model)
+        counts.answered(status, *_times(job, arrived))
         if status >= 424:
-            self._count_failure(status, job.reply.terminal)
+            self._count_failure(counts, status, job)
 
     async def refuse(self, route: str, error: LmiServerError, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer an inference request that is refused before it is read."""
@@ -155,11 +160,14 @@ class Relay:
             headers = [(b"request-id", request_id.encode("latin-1")), *headers]  # by which Anthropic's clients log it
         return Response(connection_of(scope), send, request_id, headers, scope)
 
-    def _count_failure(self, status: int, terminal: Reply | End | Error | None) -> None:
+    def _count_failure(self, counts: ModelMetrics, status: int, job: Job) -> None:
         error = None
+        terminal = job.reply.terminal
         if isinstance(terminal, Error) and terminal.kind != CANCELLED:
             error = error_from_kind(terminal.kind, terminal.message)
             self._metrics.failed(error)
+            if not job.sent_at:
+                counts.turned_away(error)
         self.error_rates.count(status, error)
 
     def request_id(self, scope: Scope) -> str:
@@ -266,7 +274,9 @@ class Relay:
         if closes:
             headers.append(("connection", "close"))
             response.linger()
-        self._metrics.of(model).refused(status)
+        counts = self._metrics.of(model)
+        counts.refused(status)
+        counts.turned_away(error)
         self._metrics.failed(error)
         self.error_rates.count(status, error)
         await response.whole(status, headers, data)

@@ -22,7 +22,7 @@ from frontend.engine_metrics import joined
 from frontend.histogram import Histogram
 from frontend.lmi_metrics import LmiMetrics
 from frontend.metric_log import MetricLog
-from lmi_server.contract.errors import LmiServerError
+from lmi_server.contract.errors import DeadlineError, KeyBusyError, LmiServerError, QueueDelayError, QueueFullError
 from lmi_server.contract.metrics import Metric
 from lmi_server.serving.pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus
@@ -33,6 +33,14 @@ _DURATION_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20
 _FIRST_BYTE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60)
 _QUEUE_BUCKETS = (0.0001, 0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120)
 
+_REASONS: Mapping[type[LmiServerError], str] = {
+    QueueFullError: "queue_full",
+    QueueDelayError: "queue_delay",
+    DeadlineError: "deadline",
+    KeyBusyError: "key_limit",
+}
+"""Why requests are refused that the server could serve if it had less to do."""
+
 _NOT_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
 
 
@@ -42,6 +50,7 @@ class ModelMetrics:
     def __init__(self, name: str) -> None:
         self.name = name
         self.by_code: dict[int, int] = {}
+        self.by_reason: dict[str, int] = {}
         self.duration = Histogram(_DURATION_BUCKETS)
         self.first_byte = Histogram(_FIRST_BYTE_BUCKETS)
         self.queue = Histogram(_QUEUE_BUCKETS)
@@ -49,6 +58,12 @@ class ModelMetrics:
     def refused(self, code: int) -> None:
         """Count a request that no worker saw."""
         self.by_code[code] = self.by_code.get(code, 0) + 1
+
+    def turned_away(self, error: LmiServerError) -> None:
+        """Count why no worker saw a request, if the load is the reason."""
+        reason = _REASONS.get(type(error))
+        if reason is not None:
+            self.by_reason[reason] = self.by_reason.get(reason, 0) + 1
 
     def answered(self, code: int, queue_s: float, first_byte_s: float, duration_s: float) -> None:
         """Count a request that a worker answered; times are seconds since its arrival, `queue_s` those in the queue."""
@@ -168,6 +183,13 @@ def _request_families(series: Mapping[str, ModelMetrics], unrouted: ModelMetrics
         for code, count in model.by_code.items():
             requests.add_metric((label, str(code)), count)
     yield requests
+    refused = CounterMetricFamily(
+        "lmi_requests_refused", "Requests that no worker saw, because of the load.", labels=("model", "reason")
+    )
+    for label, model in {"": unrouted, **series}.items():
+        for reason, count in model.by_reason.items():
+            refused.add_metric((label, reason), count)
+    yield refused
     by_label = series.items()
     yield _histogram("request_duration", "Arrival to the last byte.", [(k, m.duration) for k, m in by_label])
     yield _histogram("time_to_first_byte", "Arrival to the first byte.", [(k, m.first_byte) for k, m in by_label])

@@ -11,6 +11,7 @@
     │   ├── AuthenticationError  the request has no API key, or a wrong one
     │   ├── PermissionDeniedError  this client may not do that
     │   ├── KeyBusyError        the API key has as many requests as it may have
+    │   ├── DeadlineError       it was not done within the time that its headers allow
     │   ├── ContextLengthError  prompt and new tokens do not fit in the model's context
     │   ├── PayloadTooLargeError
     │   ├── QuarantinedError    it has ended its worker process twice
@@ -85,6 +86,10 @@ class KeyBusyError(RequestError):
     """The API key has as many requests at a time as it may have."""
 
     retry_after = 1
+
+
+class DeadlineError(RequestError):
+    """The request was not done within the time that its headers allow."""
 
 
 class PermissionDeniedError(RequestError):

@@ -45,6 +45,7 @@ _ROWS: dict[type[LmiServerError], _Row] = {
     errors.ModelExistsError: _Row(409, "invalid_request_error", "model_exists", 409, "BadRequestException"),
     errors.AuthenticationError: _Row(401, "invalid_request_error", "invalid_api_key", 401, "UnauthorizedException"),
     errors.KeyBusyError: _Row(429, "requests", "rate_limit_exceeded", 429, "ThrottlingException"),
+    errors.DeadlineError: _Row(504, "timeout_error", "deadline_exceeded", 504, "TimeoutException"),
     errors.PermissionDeniedError: _Row(403, "invalid_request_error", "forbidden", 403, "ForbiddenException"),
     errors.RequestError: _Row(400, "invalid_request_error", None, 424, "BadRequestException"),
     errors.QueueFullError: _Row(503, "service_unavailable_error", "queue_full", 503, "WlmCapacityException"),

@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from lmi_server.contract.errors import LmiServerError, QueueDelayError, QueueFullError
+from lmi_server.contract.errors import DeadlineError, LmiServerError, QueueDelayError, QueueFullError
 from lmi_server.contract.metrics import GAUGE, Metric, MetricSink, unrecorded
 from lmi_server.contract.protocol import CANCELLED, RECALLED, Chunk, End, Error, Head, Input, Item, Reply
 from lmi_server.serving.batch_forming import BatchForming
@@ -34,7 +34,7 @@ from lmi_server.serving.quarantine import Quarantine, fingerprint
 from lmi_server.serving.roster import WorkerRoster
 from lmi_server.serving.service_rate import ServiceRate, retry_after
 from lmi_server.serving.sticky_sessions import StickySessions
-from lmi_server.supervisor.job import Job
+from lmi_server.supervisor.job import Deadline, Job
 from lmi_server.supervisor.worker_process import WorkerProcess
 from lmi_server.supervisor.worker_requests import WorkerRequests
 
@@ -85,23 +85,33 @@ class Dispatcher:
 
     # --- requests ---
 
-    def submit(self, request: Input, on_overflow: Callable[[], None]) -> Job:
+    def submit(
+        self, request: Input, on_overflow: Callable[[], None], deadline: Deadline | None = None, tenant: bytes = b""
+    ) -> Job:
         """Accept one request.
 
         Raises QueueFullError, QueueDelayError and QuarantinedError; nothing was accepted then.
         """
-        job = Job(next(self._ids), request, on_overflow)
+        job = Job(next(self._ids), request, on_overflow, deadline, tenant)
         if self._quarantine:
             job.fingerprint = self._quarantine.check(request, time.monotonic())
         if self._max_queue_delay_s is not None:
             self._check_delay(job, self._max_queue_delay_s)
+        self._push(job)
+        self.dispatch()
+        if deadline is not None and (job.holder is None or deadline.ends_running):
+            self._watch_deadline(job, deadline)
+        return job
+
+    def _push(self, job: Job) -> None:
+        """Put `job` into the queue. Raises QueueFullError."""
         try:
-            self._queue.push(job)
+            loser = self._queue.push(job)
         except QueueFullError as error:
             error.retry_after = retry_after(self._rate.wait_s(0, job.queued_at))
             raise
-        self.dispatch()
-        return job
+        if loser is not None:
+            loser.fail(QueueFullError("The queue is full, and this API key has most of the requests in it"))
 
     def _check_delay(self, job: Job, allowed_s: float) -> None:
         """Raise QueueDelayError if `job` would wait for longer than `allowed_s`."""
@@ -122,7 +132,9 @@ class Dispatcher:
             raise error
 
     def cancel(self, job: Job) -> None:
-        """Free what `job` holds, because its client went away. Nothing happens if the job has ended."""
+        """Free what `job` holds, because its client went away or it has ended."""
+        if job.timer is not None:
+            job.timer.cancel()
         if job.cancelled or job.reply.terminal is not None:
             return
         job.cancelled = True
@@ -146,7 +158,10 @@ class Dispatcher:
             size = requests.batch_size or 1
             if not self._forming.is_due(size):
                 break
-            jobs = [self._queue.pop() for _ in range(min(size, len(self._queue)))]
+            popped = [self._queue.pop() for _ in range(min(size, len(self._queue)))]
+            jobs = [job for job in popped if job.deadline is None or not self._drop_late(job, job.deadline)]
+            if not jobs:
+                continue
             for job in jobs:
                 self._sessions.sent(job.request, worker)
             requests.submit(jobs)
@@ -185,6 +200,41 @@ class Dispatcher:
         if requests.batch_size is None:
             return len(requests.in_flight) < self._max_in_flight
         return requests.takes_batch(time.monotonic())
+
+    # --- deadlines ---
+
+    def _watch_deadline(self, job: Job, deadline: Deadline) -> None:
+        left_s = deadline.at - time.monotonic()
+        job.timer = asyncio.get_running_loop().call_later(max(left_s, 0), self._expire, job, deadline)
+
+    def _drop_late(self, job: Job, deadline: Deadline) -> bool:
+        """Fail `job`, which has left the queue, if its deadline has passed; return whether it has."""
+        if deadline.at > time.monotonic():
+            return False
+        job.fail(
+            DeadlineError(
+                f"The request waited in the queue until its deadline ({deadline.text} seconds) had passed;"
+                " allow more time, or send it again later"
+            )
+        )
+        return True
+
+    def _expire(self, job: Job, deadline: Deadline) -> None:
+        """End `job`, whose timer has run off."""
+        if deadline.at > time.monotonic():  # timers may be early by a millisecond
+            self._watch_deadline(job, deadline)
+        elif self._queue.remove(job):
+            self._drop_late(job, deadline)
+            self._check_idle()
+        elif deadline.ends_running and job.reply.terminal is None and job.holder is not None:
+            job.fail(
+                DeadlineError(
+                    f"The request was not done by its deadline ({deadline.text} seconds) and is cancelled;"
+                    " allow more time, or ask for fewer tokens"
+                )
+            )
+            job.cancelled = True
+            job.holder.cancel(job)
 
     # --- answers ---
 
@@ -285,9 +335,15 @@ class Dispatcher:
             self._requeue(job)
 
     def _requeue(self, job: Job) -> None:
-        if job.reply.terminal is None:
-            job.holder = None
+        if job.reply.terminal is not None:
+            return
+        job.holder = None
+        if job.deadline is None:
             self._queue.push_front(job)
+        elif not self._drop_late(job, job.deadline):
+            self._queue.push_front(job)
+            if job.timer is None:
+                self._watch_deadline(job, job.deadline)
 
     # --- the end ---
 

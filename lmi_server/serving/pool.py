@@ -28,7 +28,7 @@ from lmi_server.serving.progress_watch import ProgressWatch
 from lmi_server.serving.roster import WorkerRoster
 from lmi_server.serving.scaling import WorkerScaling
 from lmi_server.serving.worker_metrics import engine_metrics, worker_gauges
-from lmi_server.supervisor.job import Job
+from lmi_server.supervisor.job import Deadline, Job
 from lmi_server.supervisor.replicas import CrashLoopDetector, LoadPlan, ReplicaSet
 from lmi_server.supervisor.worker_process import WorkerProcess
 
@@ -123,14 +123,20 @@ class WorkerPool:
 
     # --- requests ---
 
-    def submit(self, request: Input, on_overflow: Callable[[], None]) -> Job:
+    def submit(
+        self,
+        request: Input,
+        on_overflow: Callable[[], None],
+        deadline: Deadline | None = None,
+        tenant: bytes = b"",
+    ) -> Job:
         """Accept one request; its answer arrives in `job.reply`.
 
         `on_overflow` is called if the client reads so slowly that the answer is given up. Raises QueueFullError,
         QueueDelayError, QuarantinedError and ModelNotReadyError; nothing was accepted then.
         """
         self._check_open()
-        return self._dispatcher.submit(request, on_overflow)
+        return self._dispatcher.submit(request, on_overflow, deadline, tenant)
 
     def cancel(self, job: Job) -> None:
         """Free what `job` holds, because its client went away. Nothing happens if the job has ended."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.protocol import Chunk, End, Error, Head, Input, Item, Reply
@@ -76,16 +76,29 @@ class ReplySlot:
         return data
 
 
+class Deadline(NamedTuple):
+    """When a request is not worth an answer any more, by time.monotonic().
+
+    `text` says which header asked for how many seconds. A request that a worker has is ended if `ends_running` is set.
+    """
+
+    at: float
+    text: str
+    ends_running: bool
+
+
 class Job:
     """One accepted request. `priority`: lower runs sooner. Times are those of time.monotonic(), 0.0 before the event.
 
     `on_overflow` is called if the answer is given up because its client reads too slowly. `fingerprint` identifies the
     request to the quarantine; None while that has no need of it. `tenant` identifies the API key it came with.
+    `timer` runs until the deadline.
     """
 
     __slots__ = (
         "batch",
         "cancelled",
+        "deadline",
         "fingerprint",
         "holder",
         "id",
@@ -97,12 +110,22 @@ class Job:
         "retried",
         "sent_at",
         "tenant",
+        "timer",
     )
 
-    def __init__(self, job_id: int, request: Input, on_overflow: Callable[[], None], tenant: bytes = b"") -> None:
+    def __init__(
+        self,
+        job_id: int,
+        request: Input,
+        on_overflow: Callable[[], None],
+        deadline: Deadline | None = None,
+        tenant: bytes = b"",
+    ) -> None:
         self.id = job_id
         self.request = request
+        self.deadline = deadline
         self.tenant = tenant
+        self.timer: asyncio.TimerHandle | None = None
         self.priority = request.priority
         self.reply = ReplySlot()
         self.on_overflow = on_overflow

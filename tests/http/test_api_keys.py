@@ -132,6 +132,8 @@ def test_a_key_has_no_more_requests_at_a_time_than_its_limit(server: Server) -> 
         refused = server.http.post("/v1/chat/completions", json=CHAT, headers=bearer(OTHER))
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
         assert refused.headers["retry-after"] == "1"
+        counts = server.http.get("/metrics", headers=bearer(ADMIN)).text
+        assert 'lmi_requests_refused_total{model="",reason="key_limit"}' in counts
         assert server.http.post("/predictions/model", json=request("a"), headers=bearer(USER)).status_code == 200
     wait_until(lambda: post() == 200, "the place is free again")
 

@@ -6,6 +6,7 @@ import logging
 import os
 import resource
 import signal
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ from lmi_server.contract.protocol import End, Error, Input, Reply
 from lmi_server.machine.devices import plan_devices
 from lmi_server.serving.pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus
-from lmi_server.supervisor.job import Job
+from lmi_server.supervisor.job import Deadline, Job
 from lmi_server.supervisor.replicas import Backoff, CrashLoopDetector
 
 
@@ -43,10 +44,10 @@ async def pool_of(
         await pool.stop()
 
 
-def submit(pool: WorkerPool, prompt: str, stream: bool = False, priority: int = 3, tokens: int = 3) -> Job:
+def submit(pool: WorkerPool, prompt: str, stream: bool = False, priority: int = 3, tokens: int = 3, **more: Any) -> Job:
     body = {"inputs": prompt, "parameters": {"max_new_tokens": tokens}, "stream": stream}
     request = Input("invocations", {}, [("data", msgspec.json.encode(body))], priority=priority)
-    return pool.submit(request, on_overflow=lambda: None)
+    return pool.submit(request, on_overflow=lambda: None, **more)
 
 
 async def ended(job: Job) -> Reply | End | Error:
@@ -105,6 +106,51 @@ async def test_no_worker_holds_more_than_it_has_room_for(tmp_path: Path) -> None
             assert await answer(job) == " a a a"
         assert waiting[1].sent_at < waiting[0].sent_at < waiting[2].sent_at
         assert (pool.in_flight, pool.queued) == (1, 0)
+
+
+@on_loop
+async def test_keys_take_turns_and_the_one_with_most_requests_gives_way(tmp_path: Path) -> None:
+    async with pool_of(tmp_path, max_in_flight=1, job_queue_size=4) as pool:
+        running = submit(pool, "wait", tenant=b"a")
+        flood = [submit(pool, "a", tenant=b"a") for _ in range(4)]
+        with pytest.raises(QueueFullError, match="capacity exceeded"):
+            submit(pool, "a", tenant=b"a")
+        others = [submit(pool, "b", tenant=b"b") for _ in range(2)]
+        with pytest.raises(QueueFullError, match="capacity exceeded"):
+            submit(pool, "b", tenant=b"b")
+        for job in flood[2:]:
+            terminal = await ended(job)
+            assert isinstance(terminal, Error)
+            assert terminal.kind == "QueueFullError"
+        pool.cancel(running)
+        order = [flood[0], others[0], flood[1], others[1]]
+        for job in order:
+            assert isinstance(await ended(job), Reply)
+        assert sorted(order, key=lambda job: job.sent_at) == order
+
+
+@on_loop
+async def test_a_deadline_ends_what_waits_and_what_runs_only_if_it_says_so(tmp_path: Path) -> None:
+    async with pool_of(tmp_path, max_in_flight=1) as pool:
+        now = time.monotonic()
+        running = submit(pool, "wait", deadline=Deadline(now + 0.1, "x=0.1", ends_running=False))
+        waiting = submit(pool, "exit", deadline=Deadline(now + 0.1, "x=0.1", ends_running=False))
+        late = submit(pool, "exit", deadline=Deadline(now - 1, "x=1", ends_running=True))
+        for job in (waiting, late):
+            terminal = await ended(job)
+            assert isinstance(terminal, Error)
+            assert (terminal.kind, job.sent_at) == ("DeadlineError", 0.0)
+        assert (pool.in_flight, pool.queued) == (1, 0)
+        assert running.reply.terminal is None
+        pool.cancel(running)
+        late = submit(pool, "exit", deadline=Deadline(now - 1, "x=1", ends_running=True))
+        assert isinstance(await ended(late), Error)
+        stopped = submit(pool, "wait", deadline=Deadline(time.monotonic() + 0.3, "x=0.3", ends_running=True))
+        terminal = await ended(stopped)
+        assert isinstance(terminal, Error)
+        assert terminal.kind == "DeadlineError"
+        assert await answer(submit(pool, "a")) == " a a a"
+        assert pool.in_flight == 0
 
 
 @on_loop
