@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import re
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from frontend.clients import Receive, Scope, Send
+from frontend.watched_files import WatchedFiles
 from lmi_server.contract.errors import AuthenticationError, ConfigurationError, KeyBusyError, LmiServerError
 from lmi_server.contract.secrets import SECRETS
+
+logger = logging.getLogger(__name__)
 
 Inference = Callable[[str, "str | None", "str | None", Scope, Receive, Send], Awaitable[None]]
 Refuse = Callable[[str, LmiServerError, Scope, Receive, Send], Awaitable[None]]
@@ -40,10 +44,48 @@ class ApiKey:
 
 
 class KeyRing:
-    """The keys that are accepted."""
+    """The keys of a setting and of its file, and of the file again when it changes. Raises ConfigurationError."""
 
-    def __init__(self, keys: Sequence[ApiKey]) -> None:
-        self._keys = keys
+    def __init__(self, setting: str, given: str, file: str | None) -> None:
+        self._setting = setting
+        self._given = given
+        self._file = file
+        self._watched = WatchedFiles(() if file is None else (file,))
+        self._keys = self._read()
+
+    async def watch(self) -> None:
+        """Read the file again whenever it changes; if it cannot be used, that is reported and the keys stay.
+
+        Requests of a key that is gone are finished. One that stays keeps the count of its requests.
+        """
+        while self._file is not None:
+            await self._watched.changed()
+            try:
+                read = self._read()
+            except ConfigurationError as error:
+                logger.error("%s; the keys from before are valid", error)
+                continue
+            before = {key.digest: key for key in self._keys}
+            for key in read:
+                before.get(key.digest, key).limit = key.limit
+            self._keys = [before.get(key.digest, key) for key in read]
+            logger.info("%s_file was loaded again: %d keys are valid", self._setting, len(read))
+
+    def _read(self) -> Sequence[ApiKey]:
+        keys = [*_parsed(self._setting, self._given), *(() if self._file is None else self._of_file(self._file))]
+        if not keys:
+            raise ConfigurationError(
+                f"{self._setting} names no key; allowed: {_FORM}; remove the setting to take all requests"
+            )
+        return keys
+
+    def _of_file(self, file: str) -> Iterator[ApiKey]:
+        try:
+            text = Path(file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigurationError(f'{self._setting}_file = "{file}" cannot be read: {error}') from error
+        lines = ("" if line.lstrip().startswith("#") else line for line in text.splitlines())
+        return _parsed(f"{self._setting}_file", "\n".join(lines))
 
     def check(self, scope: Scope) -> ApiKey:
         """Return the key of a request, and take it out of the headers. Raises AuthenticationError."""
@@ -87,18 +129,7 @@ class KeyRing:
 
 def key_ring(setting: str, given: str | None, file: str | None) -> KeyRing | None:
     """Return the keys of a setting and of a file; None if neither is given. Raises ConfigurationError."""
-    if given is None and file is None:
-        return None
-    keys = list(_parsed(setting, given or ""))
-    if file is not None:
-        try:
-            text = Path(file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigurationError(f'{setting}_file = "{file}" cannot be read: {error}') from error
-        keys += _parsed(f"{setting}_file", "\n".join(line for line in text.splitlines() if not _is_comment(line)))
-    if not keys:
-        raise ConfigurationError(f"{setting} names no key; allowed: {_FORM}; remove the setting to take all requests")
-    return KeyRing(keys)
+    return None if given is None and file is None else KeyRing(setting, given or "", file)
 
 
 def _parsed(setting: str, text: str) -> Iterator[ApiKey]:
@@ -119,10 +150,6 @@ def _limit(rest: Sequence[str]) -> int | None:
         return None
     name, _, value = rest[0].partition("=")
     return int(value) if name == _LIMIT and value.isascii() and value.isdigit() else 0
-
-
-def _is_comment(line: str) -> bool:
-    return line.lstrip().startswith("#")
 
 
 def _sent_key(scope: Scope) -> bytes:

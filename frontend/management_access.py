@@ -42,7 +42,7 @@ class ManagementGuard:
     """
 
     def __init__(self, settings: ServerSettings, environment: Mapping[str, str]) -> None:
-        self._keys = key_ring("management_api_keys", settings.management_api_keys, settings.management_api_keys_file)
+        self.keys = key_ring("management_api_keys", settings.management_api_keys, settings.management_api_keys_file)
         self._off = is_multi_model(environment)
         self._takes_all_clients = settings.management_clients == "any"
         self._hosts = {name.lower() for name in settings.allowed_hosts}
@@ -51,16 +51,16 @@ class ManagementGuard:
 
     def check_reader(self, scope: Scope) -> None:
         """Raise AuthenticationError if this client may not read metrics: without keys everybody may."""
-        if self._keys is not None:
-            self._keys.check(scope)
+        if self.keys is not None:
+            self.keys.check(scope)
 
     def check(self, scope: Scope) -> None:
         """Raise AuthenticationError or PermissionDeniedError if this client may not manage models.
 
         A key is enough, wherever the client is: no web page can make a browser send it.
         """
-        if self._keys is not None:
-            self._keys.check(scope)
+        if self.keys is not None:
+            self.keys.check(scope)
             return
         if self._off:
             return
@@ -158,6 +158,10 @@ class Access:
     keys: KeyRing | None
     guard: ManagementGuard
     limits: RegistrationLimits
+
+    @property
+    def key_rings(self) -> list[KeyRing]:
+        return [ring for ring in (self.keys, self.guard.keys) if ring is not None]
 
     @classmethod
     def of(cls, settings: ServerSettings, environment: Mapping[str, str]) -> Access:

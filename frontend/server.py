@@ -148,6 +148,7 @@ class _Server:
         starting = [models.register(source, at_startup=True) for source in self._sources]
         watches = [asyncio.create_task(self._measure_start(starting))]
         watches += [asyncio.create_task(self._end_if_unloadable(model)) for model in starting]
+        watches += [asyncio.create_task(ring.watch()) for ring in self._access.key_rings]
         if self._certificate is not None:
             watches.append(asyncio.create_task(self._certificate.watch()))
         for listener, what in zip(self._listeners, ("", " for management"), strict=False):

@@ -5,19 +5,18 @@ A new certificate is for new connections; the others keep theirs. So a renewed c
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import ssl
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from frontend.watched_files import WatchedFiles
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
-_CHECK_S = 2.0
 _NO_CERTIFICATE = (
     "an https address needs a certificate; set certificate_file and private_key_file, or keystore with keystore_pass"
 )
@@ -30,7 +29,7 @@ class Certificate:
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
         self._files = _files(settings)
-        self._seen = self._state()
+        self._watched = WatchedFiles(self._files)
         self._current = self._load()
         # Listeners keep this context. Each handshake continues with the current one, whatever kind of key that has.
         self.context = self._load()
@@ -42,19 +41,12 @@ class Certificate:
     async def watch(self) -> None:
         """Load the certificate again whenever its files change; one that cannot be used is reported and left out."""
         while True:
-            await asyncio.sleep(_CHECK_S)
-            state = self._state()
-            if state == self._seen:
-                continue
-            self._seen = state
+            await self._watched.changed()
             try:
                 self._current = self._load()
                 logger.info("the certificate was loaded again from %s", ", ".join(self._files))
             except ConfigurationError as error:
                 logger.error("%s; new connections get the certificate from before", error)
-
-    def _state(self) -> list[tuple[int, int, int] | None]:
-        return [_state_of(file) for file in self._files]
 
     def _load(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -89,14 +81,6 @@ def _files(settings: ServerSettings) -> Sequence[str]:
     if settings.certificate_file is None or settings.private_key_file is None:
         raise ConfigurationError(_NO_CERTIFICATE)
     return settings.certificate_file, settings.private_key_file
-
-
-def _state_of(file: str) -> tuple[int, int, int] | None:
-    try:
-        found = os.stat(file)
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def _pem_of_pkcs12(file: str, password: str) -> bytes:

@@ -34,16 +34,25 @@ def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
+LINE = f"sha256:{hashlib.sha256(OTHER.encode()).hexdigest()} max_concurrent_requests=1"
+
+
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Serve with keys of both kinds: one as it is, one as a digest in a file, with a limit."""
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("keys")
-    digest = hashlib.sha256(OTHER.encode()).hexdigest()
-    (directory / "keys").write_text(f"# for the other team\nsha256:{digest} max_concurrent_requests=1\n")
+    (directory / "keys").write_text(f"# for the other team\n{LINE}\n")
+    (directory / "management_keys").write_text("unused-key-0123456789\n")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def server(directory: Path) -> Iterator[Server]:
+    """Serve with keys of both kinds: one as it is, one as a digest in a file, with a limit."""
     variables = {
         "SERVING_API_KEYS": USER,
         "SERVING_API_KEYS_FILE": str(directory / "keys"),
         "SERVING_MANAGEMENT_API_KEYS": ADMIN,
+        "SERVING_MANAGEMENT_API_KEYS_FILE": str(directory / "management_keys"),
         "HF_TOKEN": "hf_planted_in_the_environment",
     }
     model = make_model(directory / "model", echo_delay_ms=20, hf_token="hf_planted_in_the_file")
@@ -136,6 +145,39 @@ def test_a_key_has_no_more_requests_at_a_time_than_its_limit(server: Server) -> 
         assert 'lmi_requests_refused_total{model="",reason="key_limit"}' in counts
         assert server.http.post("/predictions/model", json=request("a"), headers=bearer(USER)).status_code == 200
     wait_until(lambda: post() == 200, "the place is free again")
+
+
+def test_files_of_keys_are_read_again(server: Server, directory: Path) -> None:
+    new = bearer("new-key-0123456789")
+    files = (directory / "keys", directory / "management_keys")
+
+    def statuses() -> set[int]:
+        paths = ("/v1/models", "/models")
+        return {server.http.get(path, headers=new).status_code for path in paths}
+
+    def busy() -> bool:
+        reply = server.http.post("/predictions/model", json=request("a"), headers=bearer(OTHER))
+        return reply.status_code == 429
+
+    long = request("a", 1_000_000, stream=True)
+    with server.http.stream("POST", "/predictions/model", json=long, headers=bearer(OTHER)) as running:
+        tokens = running.iter_lines()
+        assert next(tokens)
+        assert statuses() == {401}
+        for file in files:
+            file.write_text(f"{LINE}\nnew-key-0123456789\n")
+        wait_until(lambda: statuses() == {200}, "the new key is valid")
+        assert busy(), "a key that stays keeps the count of its requests"
+        for file in files:
+            file.write_text(f"{LINE}\nnew-key-0123456789 limit\n")
+        for setting in ("api_keys", "management_api_keys"):
+            server.log_line(f" {setting}_file: entry 2 is not allowed; .*; the keys from before are valid")
+        assert statuses() == {200}
+        assert busy()
+    for file in files:
+        file.write_text(f"{LINE}\n")
+    wait_until(lambda: statuses() == {401}, "the key is gone")
+    server.log_line("api_keys_file was loaded again: 2 keys are valid")
 
 
 @pytest.mark.parametrize(
