@@ -22,6 +22,8 @@ from frontend.management_access import Access, protected
 from frontend.metrics import Metrics
 from frontend.openapi import Document
 from frontend.responses import error_response, json_response, on_http_error, on_lmi_error
+from frontend.sagemaker_runtime import ENDPOINTS, SageMakerRuntime
+from frontend.sagemaker_runtime import PATHS as SAGEMAKER_PATHS
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import BadParameterError, LmiServerError, ModelNotFoundError, RouteNotFoundError
 from lmi_server.dialects import routes
@@ -55,6 +57,7 @@ _INFERENCE = {
     "/models/{model}/invoke": routes.INVOCATIONS,
     "/models/{model}/{version}/invoke": routes.INVOCATIONS,
     **kserve.PATHS,
+    **SAGEMAKER_PATHS,
 }
 _ANY_METHOD = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 
@@ -85,6 +88,7 @@ class App:
         status = StatusEndpoints(models, metrics, relay.error_rates, settings.allow_multi_status)
         keys = access.keys
         self._infer = relay if keys is None else keys.protect(relay, relay.refuse)
+        self._sagemaker = SageMakerRuntime(models, self._infer)
         serving, managing = _serving_routes(status, models), _managing_routes(status, models, access)
         if keys is not None:
             serving = protected(serving, keys.check)
@@ -107,6 +111,8 @@ class App:
         # than the layers that Starlette puts around an endpoint.
         target = self._target(scope["path"], scope["method"])
         if target is None:
+            if path.startswith(ENDPOINTS) and await self._sagemaker(scope, receive, send):
+                return
             preflight = self._takes_preflights and _is_preflight(scope)
             await self._answer(json_response({}) if preflight else self._routes, scope, receive, send)
         elif scope["method"] == "OPTIONS":

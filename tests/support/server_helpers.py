@@ -79,7 +79,7 @@ class Server:
     def ended(self) -> int:
         self.http.close()
         self._log.close()
-        return self.process.wait(30)
+        return self.process.wait(120)
 
 
 def make_model(directory: Path, handler: str = FAULTS, **options: Any) -> Path:
