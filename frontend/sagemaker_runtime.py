@@ -34,6 +34,7 @@ _ACCEPT = b"x-amzn-sagemaker-accept"
 _ARCHIVE = ".tar.gz"
 _VARIANT = (b"x-amzn-invoked-production-variant", b"AllTraffic")
 _EVENT_STREAM = b"application/vnd.amazon.eventstream"
+_SEPARATORS = {b"text/event-stream": b"\n\n", b"application/jsonlines": b"\n"}
 _OF_THE_WHOLE = frozenset({b"content-type", b"content-length"})
 # What the platform refuses before it reaches a model, by the type that this server gives the error, with its status.
 _REFUSED = {
@@ -142,16 +143,30 @@ class _Answer:
 
 
 class _EventStream(_Answer):
-    """Passes the answer on as events, each with the bytes that the model has sent at a time."""
+    """Passes the answer on as events.
+
+    Each carries one event or line of the model's own stream, whichever way its bytes have come: LiteLLM reads it so.
+    """
+
+    def __init__(self, send: Send) -> None:
+        super().__init__(send)
+        self._separator = b""
 
     def _begun(self, headers: Headers) -> Headers:
         content_type = dict(headers).get(b"content-type", b"")
+        self._separator = _SEPARATORS.get(content_type.partition(b";")[0], b"")
         kept = [pair for pair in headers if pair[0] not in _OF_THE_WHOLE]
         return [(b"content-type", _EVENT_STREAM), (b"x-amzn-sagemaker-content-type", content_type), *kept]
 
     async def _continue(self, message: MutableMapping[str, Any]) -> None:
-        body = message.get("body", b"")
-        await self._send({**message, "body": payload_part(body) if body else b""})
+        parts = self._parts(message.get("body", b""))
+        await self._send({**message, "body": b"".join(map(payload_part, parts))})
+
+    def _parts(self, data: bytes) -> list[bytes]:
+        if not self._separator:
+            return [data] if data else []
+        *whole, rest = data.split(self._separator)
+        return [*(part + self._separator for part in whole), *([rest] if rest else [])]
 
 
 def payload_part(data: bytes) -> bytes:

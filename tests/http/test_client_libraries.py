@@ -36,6 +36,7 @@ CLIENTS = {
     "instructor": "country=",
     "pydantic_ai": "country=",
     "tritonclient": "Paris",
+    "boto3": "Paris",
 }
 
 
@@ -121,6 +122,27 @@ for provider, address in own.items():
 def test_litellm_falls_back_if_a_prompt_is_too_long(server: Server) -> None:
     lines = output_of("litellm", FALLBACK, server).splitlines()
     assert lines == ["openai raises it", "I have room.", "anthropic raises it", "I have room."]
+
+
+# Its providers for SageMaker endpoints read other bodies, and a stream of Amazon's in events.
+SAGEMAKER = """
+import litellm
+
+litellm.suppress_debug_info = True
+address = "http://127.0.0.1:8080/endpoints/any/invocations"
+keys = {"aws_access_key_id": "none", "aws_secret_access_key": "none", "aws_region_name": "us-east-1"}
+texts = {"sagemaker": "The capital of France is", "sagemaker_chat": "What is the capital of France?"}
+for provider, text in texts.items():
+    asked = {"model": f"{provider}/any", "messages": [{"role": "user", "content": text}], "max_tokens": 16, **keys}
+    asked["temperature"] = 0.01
+    print(litellm.completion(sagemaker_base_url=address, **asked).choices[0].message.content)
+    stream = litellm.completion(sagemaker_base_url=f"{address}-response-stream", stream=True, **asked)
+    print("".join(chunk.choices[0].delta.content or "" for chunk in stream))
+"""
+
+
+def test_litellm_talks_as_to_a_sagemaker_endpoint(server: Server) -> None:
+    assert output_of("litellm", SAGEMAKER, server).count("Paris") == 4
 
 
 def test_lm_eval(server: Server, demo_model_dir: Path) -> None:

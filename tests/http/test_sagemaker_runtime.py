@@ -89,8 +89,9 @@ def test_a_stream_comes_in_events(client: Any) -> None:
         EndpointName="model", ContentType="application/json", Body=body("a b", 4, stream=True)
     )
     assert answer["ContentType"] == "application/jsonlines"
-    tokens = [json.loads(line)["token"]["text"] for line in parts(answer).decode().splitlines()]
-    assert tokens == [" a", " b", " a", " b"]
+    events = [event["PayloadPart"]["Bytes"] for event in answer["Body"]]
+    assert [json.loads(event)["token"]["text"] for event in events] == [" a", " b", " a", " b"]
+    assert all(event.endswith(b"\n") for event in events)
 
 
 def test_what_does_not_stream_comes_in_one_event(client: Any) -> None:
