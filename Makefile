@@ -22,7 +22,7 @@ CYCLONEDX := 7.5.0
 .DEFAULT_GOAL := help
 # The recipes share one virtual environment.
 .NOTPARALLEL:
-.PHONY: help setup demo-model embedding-model run image test-image lint test-unit check test coverage bench lock sbom audit
+.PHONY: help setup demo-model embedding-model run image test-image lint test-unit check test fuzz coverage bench lock sbom audit
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,6 +67,9 @@ check: lint ## Run ruff, mypy and the tests that are not slow (three minutes)
 
 test: lint demo-model embedding-model ## Run ruff, mypy and every test (twenty minutes)
 	$(PYTEST)
+
+fuzz: $(SETUP) ## Run the fuzzing tests with many random examples, and schemathesis (needs the network)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --hypothesis-profile=long tests/fuzz
 
 coverage: demo-model embedding-model ## Run every test and print which lines none of them runs
 	$(PYTEST) --cov --cov-report=term-missing:skip-covered

@@ -471,7 +471,7 @@ def _check_percent_signs(*parts: bytes) -> None:
 
 
 def _last(entries: list[tuple[str, bytes]], key: str) -> str | None:
-    values = [value.decode() for name, value in entries if name == key]
+    values = [value.decode("utf-8", "replace") for name, value in entries if name == key]
     return values[-1] if values else None
 
 

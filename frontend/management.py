@@ -28,6 +28,7 @@ from lmi_server.supervisor.replicas import ReplicaSet
 
 _UNCHANGED = -1
 _ALL_DEVICES = "*"
+_MOST_DIGITS = 6  # of the number of a device; int() refuses very long texts
 _DEFAULTS = ("0", "-1")  # numbers that mean "as configured" in a registration, as in LMI
 
 # Parameters of a registration that stand for a key of serving.properties.
@@ -211,9 +212,9 @@ def _device(given: Mapping[str, str]) -> int | None:
     digits = text.removeprefix("gpu")
     if text in ("cpu", "-1"):
         return -1
-    if digits.isdecimal():
+    if digits.isdecimal() and len(digits) <= _MOST_DIGITS:
         return int(digits)
-    raise BadParameterError(f'Parameter device is "{text}"; it takes cpu, or a GPU as 0 or gpu0')
+    raise BadParameterError(f'Parameter device is "{text[:100]}"; it takes cpu, or a GPU as 0 or gpu0')
 
 
 # --- descriptions ---

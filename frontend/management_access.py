@@ -15,12 +15,13 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from starlette.routing import Route
 
 from frontend.api_keys import KeyRing, key_ring
 from frontend.clients import Receive, Scope, Send, is_local
+from lmi_server.artifacts.location import path_of_file_url
 from lmi_server.configuration.server_settings import ServerSettings, server_home
 from lmi_server.contract.errors import PermissionDeniedError
 from lmi_server.machine.environment import is_multi_model
@@ -85,7 +86,7 @@ class ManagementGuard:
                 raise PermissionDeniedError("Models are not managed by web pages of other sites")
             return
         text = origin.decode("latin-1")
-        if urlsplit(text).netloc.lower() != host and text != self._origin:
+        if _split(text).netloc.lower() != host and text != self._origin:
             raise PermissionDeniedError(
                 f"Header Origin is {text[:100]!r}; web pages of other sites manage no models, "
                 "unless cors_allowed_origin names theirs"
@@ -95,7 +96,9 @@ class ManagementGuard:
         """Return whether a browser could not have been led here by this name: nobody owns a name without a dot."""
         if not host or ANY in self._hosts:
             return True
-        name = urlsplit(f"//{host}").hostname or ""
+        name = _split(f"//{host}").hostname
+        if not name:
+            return False
         return _is_address(name) or "." not in name or name.endswith(".localhost") or name in self._names()
 
     def _names(self) -> set[str]:
@@ -141,7 +144,7 @@ class RegistrationLimits:
         if _is_remote(text) and not os.path.exists(text):
             # Whole parts of a name: s3://models allows no s3://models-of-others.
             return any(text == place or text.startswith((f"{place}/", f"{place}:")) for place in self._places)
-        path = unquote(urlsplit(text).path) if text.startswith("file:") else text
+        path = path_of_file_url(text) if text.startswith("file:") else text
         return any(_is_below(os.path.realpath(path), directory) for directory in self._directories)
 
     def _refusal(self, name: str, value: str) -> PermissionDeniedError:
@@ -208,6 +211,14 @@ def _is_remote(text: str) -> bool:
 
 def _is_below(path: str, directory: str) -> bool:
     return Path(path).is_relative_to(directory)
+
+
+def _split(url: str) -> SplitResult:
+    """Return the parts of a URL; none if it is not one."""
+    try:
+        return urlsplit(url)
+    except ValueError:
+        return urlsplit("")
 
 
 def _is_address(name: str) -> bool:

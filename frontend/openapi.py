@@ -118,7 +118,7 @@ def _inference_operation(path: str, route: str) -> dict[str, Any]:
     content |= {kind: {"schema": {"type": "string"}} for kind in _STREAM_TYPES if "stream" in _fields(route)}
     answer = {"description": "The answer; a stream if the request asks for one", "content": content}
     body = {"required": True, "content": {"application/json": {"schema": request_schema(route)}}}
-    return {**_operation("POST", path, SUMMARIES[route], answer), "requestBody": body}
+    return {**_operation("POST", path, SUMMARIES[route], answer, route), "requestBody": body}
 
 
 def _fields(route: str) -> Mapping[str, Any]:
@@ -126,12 +126,14 @@ def _fields(route: str) -> Mapping[str, Any]:
     return {**request_schema(route).get("properties", {}), **stream}
 
 
-def _operation(method: str, path: str, summary: str, answer: dict[str, Any]) -> dict[str, Any]:
+def _operation(
+    method: str, path: str, summary: str, answer: dict[str, Any], route: str | None = None
+) -> dict[str, Any]:
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in _PARAMETER.findall(path)
     ]
-    error = {"schema": {"$ref": f"#/components/schemas/{_error_of(path)}"}}
+    error = {"schema": {"$ref": f"#/components/schemas/{_error_of(route or path)}"}}
     return {
         "summary": summary.rstrip("."),
         "operationId": re.sub(r"\W+", "_", f"{method.lower()}{path}").rstrip("_"),
@@ -141,6 +143,7 @@ def _operation(method: str, path: str, summary: str, answer: dict[str, Any]) -> 
 
 
 def _error_of(path: str) -> str:
+    """Return the schema of the errors of a path, or of a route for inference, which decides there."""
     if is_kserve(path):
         return "KServeError"
     if is_anthropic(path):

@@ -23,7 +23,11 @@ async def parameters(request: Request) -> dict[str, str]:
     given: dict[str, str] = {}
     if request.headers.get("content-type", "").partition(";")[0].strip() == "application/json":
         given = _from_json(await _body(request))
-    return {**given, **request.query_params}
+    given |= request.query_params
+    for name, value in given.items():
+        if "\0" in name or "\0" in value:  # no path, name or URL has one, and functions for files raise ValueError
+            raise BadParameterError(f"Parameter {name[:100]!r} holds a NUL character")
+    return given
 
 
 async def _body(request: Request) -> bytes:
@@ -71,13 +75,13 @@ def integer(given: Mapping[str, str], name: str, default: int) -> int:
     try:
         return int(text)
     except ValueError:
-        raise BadParameterError(f'Parameter {name} is "{text}"; it takes an integer') from None
+        raise BadParameterError(f'Parameter {name} is "{text[:100]}"; it takes an integer') from None
 
 
 def truth(given: Mapping[str, str], name: str, default: bool) -> bool:
     text = given.get(name, "").strip().lower()
     if text and text not in ("true", "false"):
-        raise BadParameterError(f'Parameter {name} is "{text}"; it takes true or false')
+        raise BadParameterError(f'Parameter {name} is "{text[:100]}"; it takes true or false')
     return text == "true" if text else default
 
 

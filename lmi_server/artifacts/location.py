@@ -6,7 +6,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 # What a user may name as a model, for messages.
 MODEL_FORMS = (
@@ -17,7 +17,8 @@ ARCHIVE_SUFFIXES = (".tar.gz", ".tgz", ".tar", ".zip", ".mar")
 WORKFLOW_SUFFIXES = (".json", ".yml", ".yaml")
 NO_WORKFLOWS = "workflows are not served; register each of its models by itself, and call one after the other"
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+(:[\w.-]+)?)?")
+_HUB_ID = re.compile(r"(?=[^:]{1,96}(:|$))[A-Za-z0-9][\w.-]*(/[\w.-]+(:[\w.-]+)?)?")
+_QUERY = re.compile(r"[?#]")
 _GGUF = ".gguf"
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 
@@ -77,13 +78,21 @@ def parse_location(text: str, base: Path) -> Location:
     Raises ValueError with a text that continues a message after key and value: "is not allowed; ...".
     """
     if text.startswith("file:"):
-        return _local(unquote(urlsplit(text).path), base)
+        return _local(path_of_file_url(text), base)
     if "://" in text:
         return _remote(text)
     if os.path.exists(base / text) or _HUB_ID.fullmatch(text) is None or archive_stem(text) is not None:
         return _local(text, base)
     repo_id, _, quantization = text.partition(":")
     return HubModel(repo_id, quantization or None)
+
+
+def path_of_file_url(url: str) -> str:
+    """Return the path of a file: URL. Any text has one, unlike with urlsplit: a bracket begins no IPv6 address here."""
+    rest = _QUERY.split(url.removeprefix("file:"), maxsplit=1)[0]
+    if rest.startswith("//"):
+        rest = "".join(rest[2:].partition("/")[1:])  # without the host
+    return unquote(rest)
 
 
 def is_hub_id(text: str) -> bool:

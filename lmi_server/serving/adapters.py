@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -199,7 +200,7 @@ async def fetch_adapter(source: str, model_dir: str, settings: ArtifactSettings,
     With `own_code` the model's own code keeps its adapters, and gets any other source as it is, as with LMI. Raises
     RequestError if there is none, or it cannot be fetched.
     """
-    beside = await asyncio.to_thread(lambda: Path(model_dir, source).exists())
+    beside = await asyncio.to_thread(os.path.exists, Path(model_dir, source))
     if own_code and not beside and not source.startswith(_FETCHED):
         return source
     try:

@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl
 
-from lmi_server.artifacts.location import archive_stem, is_hub_id
+from lmi_server.artifacts.location import archive_stem, is_hub_id, path_of_file_url
 from lmi_server.contract.errors import ConfigurationError
 
 HUB_VARIABLES = ("HF_MODEL_ID", "HF_REVISION", "HF_TASK")
@@ -123,7 +123,7 @@ def is_spec(text: str) -> bool:
     What exists is a path, even if a model of the Hugging Face Hub has the same name.
     """
     named = text.startswith(("[", "file:")) or "=" in text or "://" in text or is_hub_id(text)
-    return named and not Path(text).exists()
+    return named and not os.path.exists(text)  # unlike Path.exists, for a text of any length
 
 
 def named_source(argument: str) -> ModelSource:
@@ -161,9 +161,9 @@ def _prefix_and_url(spec: str) -> tuple[str, str]:
 def name_of(url: str) -> str:
     """Return the name that LMI infers: the last part of the path without its suffix, in letters, digits and _."""
     if url.startswith("file:"):
-        url = unquote(urlsplit(url).path)
+        url = path_of_file_url(url)
     last = url.rstrip("/").rpartition("/")[2]
-    if "://" not in url and "/" in url and not url.startswith((".", "/")) and not Path(url).exists():
+    if "://" not in url and "/" in url and not url.startswith((".", "/")) and not os.path.exists(url):
         last = url  # the id of a Hugging Face model: its owner is part of the name
     stem = archive_stem(last) or last.removesuffix(".gguf") if not url.endswith("/") else None
     return re.sub(r"\W", "_", stem or last, flags=re.ASCII) or "model"
@@ -196,14 +196,14 @@ def _nested(entry: Path) -> Path:
 
 def _split(given: str) -> Iterator[str]:
     """Yield the specs of one flag. Commas and spaces separate them, unless the whole is a path that exists."""
-    if Path(given.rpartition("=")[2]).exists():
+    if os.path.exists(given.rpartition("=")[2]):
         yield given
         return
     yield from (text for text in _SEPARATOR.split(given) if text)
 
 
 def _split_query(url: str) -> tuple[str, dict[str, str]]:
-    if "?" not in url or Path(url).exists():
+    if "?" not in url or os.path.exists(url):
         return url, {}
     path, _, query = url.partition("?")
     return path, dict(parse_qsl(query, keep_blank_values=True))
@@ -212,9 +212,9 @@ def _split_query(url: str) -> tuple[str, dict[str, str]]:
 def _in_store(url: str, store: Path | None) -> str:
     if "://" in url or url.startswith("file:"):
         return url
-    if store is not None and (store / url).exists():
+    if store is not None and os.path.exists(store / url):
         return str((store / url).absolute())
-    return str(Path(url).absolute()) if Path(url).exists() else url
+    return str(Path(url).absolute()) if os.path.exists(url) else url
 
 
 def _with_hub_model(

@@ -99,6 +99,7 @@ def test_one_that_is_not_registered_fails_its_request_alone(server: Server) -> N
         ({"name": "a/b", "src": "."}, 400, "no path reaches a name with a slash"),
         ({"name": "model", "src": "."}, 400, "the name of a model"),
         ({"name": "beside", "src": "."}, 409, "Adapter beside is already registered."),
+        ({"name": "x", "src": "x" * 300}, 424, "xxx"),
         ({"name": "x", "src": "/no/such/place"}, 424, "/no/such/place"),
         ({"name": "x", "src": "https://example.com/a.zip"}, 424, "https"),
         ({"name": "refuse", "src": "."}, 424, "the adapter is refused"),

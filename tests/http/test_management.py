@@ -44,6 +44,33 @@ def register(server: Server, url: Path | str, **parameters: Any) -> httpx.Respon
     return server.http.post("/models", params={"url": str(url), **parameters})
 
 
+LONG = "x" * 300  # than the name of a file may be
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "parameters", "status"),
+    [
+        ("POST", "/models", {"url": "file://[::1/nowhere"}, 404),
+        ("POST", "/models", {"url": f"{LONG}/{LONG}"}, 404),
+        ("POST", "/models", {"url": "/tmp/a\0b"}, 400),
+        ("POST", "/models", {"url": "a", "option.\0": "b"}, 400),
+        ("PUT", "/models/first", {"device": "9" * 5000}, 400),
+        ("PUT", "/models/first", {"min_worker": "9" * 5000}, 400),
+    ],
+)
+def test_parameters_that_no_file_and_no_number_can_have(
+    server: Server, method: str, path: str, parameters: dict[str, str], status: int
+) -> None:
+    answer = server.http.request(method, path, json=parameters)
+    assert (answer.status_code, answer.json()["code"]) == (status, status), answer.text
+
+
+def test_a_form_names_a_model_in_any_bytes(server: Server) -> None:
+    part = b'--b\r\ncontent-disposition: form-data; name="model_name"\r\n\r\n\xff\r\n--b--\r\n'
+    answer = server.http.post("/invocations", content=part, headers={"content-type": "multipart/form-data; boundary=b"})
+    assert (answer.status_code, answer.json()["type"]) == (404, "ModelNotFoundException")
+
+
 def described(server: Server, path: str) -> dict[str, Any]:
     (element,) = server.http.get(f"/models/{path}").json()
     (model,) = element["models"]

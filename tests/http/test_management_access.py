@@ -68,6 +68,8 @@ def refusal(server: Server, method: str, path: str, headers: dict[str, str], **m
         ({"origin": "https://evil.example"}, "Origin"),
         ({"origin": "null"}, "Origin"),
         ({"origin": "http://127.0.0.1:1"}, "Origin"),
+        ({"origin": "http://["}, "Origin"),
+        ({"host": "["}, "Host"),
         ({"sec-fetch-site": "cross-site"}, "other sites"),
         ({"sec-fetch-site": "same-site"}, "other sites"),
         ({"host": "evil.example:8080"}, "Host"),

@@ -15,6 +15,8 @@ from lmi_server.dialects import fields
 from lmi_server.dialects.framing import encode
 
 _HEADER_LENGTH = "inference-header-content-length"
+_MOST_DIGITS = 12  # of a length; int() refuses very long texts
+_MOST_DIMENSIONS = 64  # as many as an array of numpy has
 # The codes of struct by datatype; BYTES is written element by element.
 _CODES = {
     "BOOL": "?",
@@ -79,7 +81,9 @@ def read(request: Input) -> InferRequest:
     header, rest = _parts(request)
     try:
         body = msgspec.json.decode(header, type=InferBody)
-    except msgspec.DecodeError as error:
+    except RecursionError:
+        raise RequestError("the body is nested too deeply; send the elements of each tensor in one list") from None
+    except ValueError as error:  # msgspec's DecodeError, and UnicodeDecodeError
         raise RequestError(f'the body cannot be read: {error}; send {{"inputs": [...]}}') from error
     parameters = dict(body.parameters)
     binary = bool(parameters.pop("binary_data_output", False))
@@ -94,7 +98,7 @@ def _parts(request: Input) -> tuple[bytes, bytes]:
     length = request.properties.get(_HEADER_LENGTH)
     if length is None:
         return body, b""
-    if not length.isdecimal() or int(length) > len(body):
+    if not length.isdecimal() or len(length) > _MOST_DIGITS or int(length) > len(body):
         raise RequestError(f"{_HEADER_LENGTH}: {fields.show(length)} is not the length of the JSON in the body")
     return body[: int(length)], body[int(length) :]
 
@@ -124,6 +128,8 @@ def _tensors(inputs: Sequence[InputTensor], rest: bytes) -> Iterator[Tensor]:
 def _check(tensor: InputTensor) -> None:
     if tensor.datatype not in (*_CODES, "BYTES"):
         raise RequestError(f"input {tensor.name}: datatype {tensor.datatype} is not supported; send {_ALLOWED}")
+    if len(tensor.shape) > _MOST_DIMENSIONS:
+        raise RequestError(f"input {tensor.name}: shape has more than {_MOST_DIMENSIONS} dimensions")
     if any(size < 0 for size in tensor.shape):
         raise RequestError(f"input {tensor.name}: shape {tensor.shape} is not allowed; send sizes of 0 or more")
 
@@ -131,19 +137,21 @@ def _check(tensor: InputTensor) -> None:
 def _from_json(tensor: InputTensor) -> Tensor:
     if tensor.data is None:
         raise RequestError(f"input {tensor.name}: data is missing")
-    data = list(_flat(tensor.data))
+    data = list(_flat(tensor.name, tensor.data, len(tensor.shape)))
     kinds: tuple[type, ...] = (str,) if tensor.datatype == "BYTES" else (int, float)
     if not all(isinstance(element, kinds) for element in data):
         raise RequestError(f"input {tensor.name}: data has elements that are not {tensor.datatype}")
     return _sized(tensor, data)
 
 
-def _flat(data: Sequence[Any]) -> Iterator[Any]:
+def _flat(name: str, data: Sequence[Any], dimensions: int) -> Iterator[Any]:
     for element in data:
-        if isinstance(element, list):
-            yield from _flat(element)
-        else:
+        if not isinstance(element, list):
             yield element
+        elif dimensions > 1:
+            yield from _flat(name, element, dimensions - 1)
+        else:
+            raise RequestError(f"input {name}: data is nested more deeply than its shape")
 
 
 def _from_binary(tensor: InputTensor, data: bytes) -> Tensor:

@@ -1,0 +1,13 @@
+"""Registers the profile of `pytest --hypothesis-profile=long`, which pytest looks for before it imports any test."""
+
+from __future__ import annotations
+
+from fuzzing import is_long
+from hypothesis import settings
+
+settings.register_profile("long")
+
+
+def pytest_ignore_collect(collection_path: object) -> bool | None:
+    """Leave out what needs the network, unless somebody asks for the long run."""
+    return True if str(collection_path).endswith("test_schemathesis.py") and not is_long() else None
