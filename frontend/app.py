@@ -92,6 +92,8 @@ class App:
         serving, managing = _serving_routes(status, models), _managing_routes(status, models, access)
         if keys is not None:
             serving = protected(serving, keys.check)
+        elif access.pages is not None:
+            serving = protected(serving, access.pages.check_scope)
         if management_place is None:
             self._routes = _application([*_health(status, models), *serving, *managing], _INFERENCE)
         else:

@@ -25,6 +25,7 @@ from frontend.error_rates import ErrorRates
 from frontend.http_protocol import RelayProtocol, connection_of, header_names
 from frontend.implicit_registration import ImplicitRegistration
 from frontend.lmi_metrics import CLIENT_GONE
+from frontend.management_access import Access
 from frontend.metrics import Metrics, ModelMetrics
 from frontend.responses import error_statuses, standard_headers
 from lmi_server.configuration.server_settings import ServerSettings
@@ -51,6 +52,7 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
+_SITE = "sec-fetch-site"
 _CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
 _WITHOUT_BODY = frozenset({204, 304})
 _SET_HERE = frozenset({"cache-control", "expires", "pragma", "x-request-id"})  # whatever a handler says
@@ -80,8 +82,9 @@ class Relay:
     `headers` are added to every answer; `error_rates` counts errors.
     """
 
-    def __init__(self, models: ModelRegistry, metrics: Metrics, settings: ServerSettings) -> None:
+    def __init__(self, models: ModelRegistry, metrics: Metrics, settings: ServerSettings, access: Access) -> None:
         self.draining = False
+        self._pages = access.pages
         self.headers = standard_headers(settings)
         self.error_rates = ErrorRates(settings.error_rates)
         self._models = models
@@ -104,6 +107,8 @@ class Relay:
         model: Model | None = None
         body: bytes | None = None
         try:
+            if self._pages is not None:
+                self._pages.check(properties.get("host", ""), properties.get("origin"), properties.get(_SITE))
             query = _query(scope)
             asked = version or _last(query, "model_version") or properties.get("model_version")
             try:

@@ -1,26 +1,22 @@
 """Who may manage models, and which files a registration may name.
 
 Whoever registers a model runs its code. So the management API must answer neither other machines unasked, nor a web
-page that the user of this machine happens to have open. A page can send a POST without asking first (no preflight), but
-its browser adds Origin or Sec-Fetch-Site, and a page that reaches the server by a name of its own (DNS rebinding) has
-that name in Host.
+page that the user of this machine happens to have open.
 """
 
 from __future__ import annotations
 
-import ipaddress
 import os
-import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
 
 from starlette.routing import Route
 
 from frontend.api_keys import KeyRing, key_ring
 from frontend.clients import Receive, Scope, Send, is_local
+from frontend.web_pages import ANY, WebPages, pages_of_management, pages_of_requests
 from lmi_server.artifacts.location import path_of_file_url
 from lmi_server.configuration.server_settings import ServerSettings, server_home
 from lmi_server.contract.errors import PermissionDeniedError
@@ -29,8 +25,6 @@ from lmi_server.serving.model_store import ModelSource
 
 _Application = Callable[[Any, Any, Any], Awaitable[None]]
 
-ANY = "*"
-_OTHER_SITES = (b"cross-site", b"same-site")
 # Keys of a registration that make the server run or load what they name, beside the URL of the model.
 _PATH_KEYS = ("option.model_id", "option.entryPoint", "option.pythonExecutable", "option.speculative_draft_model")
 
@@ -46,9 +40,7 @@ class ManagementGuard:
         self.keys = key_ring("management_api_keys", settings.management_api_keys, settings.management_api_keys_file)
         self._off = is_multi_model(environment)
         self._takes_all_clients = settings.management_clients == "any"
-        self._hosts = {name.lower() for name in settings.allowed_hosts}
-        self._hosts |= {name.lower() for name in (settings.host, settings.management_host) if name}
-        self._origin = settings.cors_allowed_origin
+        self._pages = pages_of_management(settings)
 
     def check_reader(self, scope: Scope) -> None:
         """Raise AuthenticationError if this client may not read metrics: without keys everybody may."""
@@ -70,39 +62,7 @@ class ManagementGuard:
                 "Models are managed from the machine of the server alone; management_api_keys lets clients with a key "
                 "do it, and management_clients=any lets all"
             )
-        headers = dict(scope["headers"])
-        host = headers.get(b"host", b"").decode("latin-1").lower()
-        if not self._is_own_host(host):
-            raise PermissionDeniedError(
-                f"Header Host is {host[:100]!r}, which is no name of this server; allowed_hosts names further ones"
-            )
-        self._check_page(headers, host)
-
-    def _check_page(self, headers: Mapping[bytes, bytes], host: str) -> None:
-        """Refuse a web page that is not of this server."""
-        origin = headers.get(b"origin")
-        if origin is None:
-            if headers.get(b"sec-fetch-site") in _OTHER_SITES:
-                raise PermissionDeniedError("Models are not managed by web pages of other sites")
-            return
-        text = origin.decode("latin-1")
-        if _split(text).netloc.lower() != host and text != self._origin:
-            raise PermissionDeniedError(
-                f"Header Origin is {text[:100]!r}; web pages of other sites manage no models, "
-                "unless cors_allowed_origin names theirs"
-            )
-
-    def _is_own_host(self, host: str) -> bool:
-        """Return whether a browser could not have been led here by this name: nobody owns a name without a dot."""
-        if not host or ANY in self._hosts:
-            return True
-        name = _split(f"//{host}").hostname
-        if not name:
-            return False
-        return _is_address(name) or "." not in name or name.endswith(".localhost") or name in self._names()
-
-    def _names(self) -> set[str]:
-        return self._hosts | {socket.gethostname().lower()}
+        self._pages.check_scope(scope)
 
 
 class RegistrationLimits:
@@ -156,9 +116,13 @@ class RegistrationLimits:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What limits requests and the management API; `keys` is None if requests need none."""
+    """What limits requests and the management API.
+
+    `keys` is None if requests need none; `pages` is None if they need one, which no page can make a browser send.
+    """
 
     keys: KeyRing | None
+    pages: WebPages | None
     guard: ManagementGuard
     limits: RegistrationLimits
 
@@ -170,7 +134,8 @@ class Access:
     def of(cls, settings: ServerSettings, environment: Mapping[str, str]) -> Access:
         """Return what the settings ask for. Raises ConfigurationError if keys cannot be read."""
         keys = key_ring("api_keys", settings.api_keys, settings.api_keys_file)
-        return cls(keys, ManagementGuard(settings, environment), RegistrationLimits(settings, environment))
+        pages = pages_of_requests(settings) if keys is None else None
+        return cls(keys, pages, ManagementGuard(settings, environment), RegistrationLimits(settings, environment))
 
 
 def protected(routes: list[Route], check: Callable[[Scope], object]) -> list[Route]:
@@ -211,19 +176,3 @@ def _is_remote(text: str) -> bool:
 
 def _is_below(path: str, directory: str) -> bool:
     return Path(path).is_relative_to(directory)
-
-
-def _split(url: str) -> SplitResult:
-    """Return the parts of a URL; none if it is not one."""
-    try:
-        return urlsplit(url)
-    except ValueError:
-        return urlsplit("")
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True

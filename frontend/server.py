@@ -136,7 +136,7 @@ class _Server:
 
     async def serve(self) -> int:
         models, metrics = self._models, self._metrics
-        relay = Relay(models, metrics, self._settings)
+        relay = Relay(models, metrics, self._settings, self._access)
         management_place = self._listeners[1].place if len(self._listeners) > 1 else None
         app = App(models, metrics, relay, self._settings, self._access, management_place)
         logged = AccessLog(app) if "access" in self._settings.written_logs else app

@@ -120,7 +120,7 @@ class ServerSettings(Options):
         "local", description="Who may manage models: clients on this machine, or any."
     )
     allowed_hosts: Names = Field(
-        (), description="Further names under which the management API is called (header Host); * for any."
+        (), description="Further names under which the server is called (header Host); * for any."
     )
     registration_sources: Names | None = Field(
         None,

@@ -63,7 +63,14 @@ def server(directory: Path) -> Iterator[Server]:
 
 
 @pytest.mark.parametrize(
-    "headers", [bearer(USER), {"x-api-key": USER}, {"authorization": f"bearer  {USER}"}, bearer(OTHER)]
+    "headers",
+    [
+        bearer(USER),
+        {"x-api-key": USER},
+        {"authorization": f"bearer  {USER}"},
+        bearer(OTHER),
+        bearer(USER) | {"origin": "https://page.example", "host": "models.example"},
+    ],
 )
 def test_a_request_with_a_key_is_served(server: Server, headers: dict[str, str]) -> None:
     for path in ("/predictions/model", "/invocations?model_name=model", "/models/model/invoke"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,9 @@ from waiting import wait_until
 
 from frontend.clients import is_local, shown_error, without_directories
 from frontend.server_log import LineFormatter
-from lmi_server.contract.errors import HandlerError
+from frontend.web_pages import pages_of_management, pages_of_requests
+from lmi_server.configuration.server_settings import ServerSettings
+from lmi_server.contract.errors import HandlerError, PermissionDeniedError
 
 REMOTE = {"x-forwarded-for": "203.0.113.7"}  # what a proxy on this machine says of a client elsewhere
 RAISING = "def handle(inputs):\n    if not inputs.is_empty():\n        raise ValueError('not this')\n"
@@ -96,11 +99,72 @@ def test_a_page_or_another_machine_manages_nothing(
         assert named in refusal(server, method, path, headers)
 
 
-def test_what_is_no_management_is_answered_all_the_same(server: Server) -> None:
+def test_strangers_may_send_requests_and_anybody_may_ask_for_health(server: Server) -> None:
+    assert server.http.post("/predictions/first", json=request("a"), headers=REMOTE).status_code == 200
     for headers in ({"origin": "https://evil.example"}, {"host": "evil.example"}, REMOTE):
-        assert server.http.post("/predictions/first", json=request("a"), headers=headers).status_code == 200
-        for path in ("/ping", "/health/live", "/metrics", "/v1/models"):
-            assert server.http.get(path, headers=headers).status_code in (200, 500), path
+        for path in ("/ping", "/health/live", "/metrics"):
+            assert server.http.get(path, headers=headers).status_code in (200, 500)
+
+
+@pytest.mark.parametrize(
+    ("headers", "named"),
+    [
+        ({"origin": "https://evil.example"}, "Origin"),
+        ({"origin": "null"}, "Origin"),
+        ({"origin": "http://127.0.0.1:1", "sec-fetch-site": "same-site"}, "Origin"),
+        ({"sec-fetch-site": "cross-site"}, "other sites"),
+        ({"host": "evil.example:8080"}, "Host"),
+        ({"host": "evil.example", "origin": "http://evil.example", "sec-fetch-site": "same-origin"}, "Host"),
+    ],
+)
+def test_a_page_of_another_site_sends_no_requests(server: Server, headers: dict[str, str], named: str) -> None:
+    plain = {"content-type": "text/plain", **headers}  # a page may send this without asking first
+    assert named in refusal(server, "POST", "/predictions/first", plain, json=request("a"))
+    assert named in refusal(server, "GET", "/predictions/first?inputs=a", headers)
+    assert named in refusal(server, "GET", "/info", headers)
+    chat = server.http.post("/v1/chat/completions", json={"messages": []}, headers=headers)
+    assert (chat.status_code, named in chat.json()["error"]["message"]) == (403, True)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"origin": "http://127.0.0.1:{port}"},
+        {"origin": "http://ui.example", "sec-fetch-site": "same-origin"},
+        {"sec-fetch-site": "none"},
+        {"host": "localhost:{port}", "origin": "http://localhost:{port}"},
+        {"host": "tunnel"},
+        {"host": "model.localhost"},
+        {"host": "[::1]:1"},
+    ],
+)
+def test_pages_of_the_server_itself_send_requests(server: Server, headers: dict[str, str]) -> None:
+    own = {name: value.format(port=server.port) for name, value in headers.items()}
+    assert server.http.post("/predictions/first", json=request("a"), headers=own).status_code == 200
+
+
+def test_settings_name_further_hosts_and_pages(opened: Server) -> None:
+    for headers in ({"host": "models.example.com"}, {"origin": "https://console.example.com"}):
+        assert opened.http.post("/predictions/first", json=request("a"), headers=headers).status_code == 200
+    assert "Origin" in refusal(opened, "POST", "/predictions/first", {"origin": "https://evil.example"})
+
+
+@pytest.mark.parametrize(
+    ("host", "checked"),
+    [("127.0.0.1", True), ("localhost", True), ("::1", True), ("0.0.0.0", False), ("unix:/run/lmi.sock", False)],
+)
+def test_host_counts_where_only_this_machine_reaches_the_server(host: str, checked: bool) -> None:
+    pages = pages_of_requests(ServerSettings(host=host))
+    with pytest.raises(PermissionDeniedError, match="Host") if checked else contextlib.nullcontext():
+        pages.check("evil.example", None, None)
+
+
+def test_cors_for_all_pages_opens_requests_and_not_the_management() -> None:
+    settings = ServerSettings(cors_allowed_origin="*")
+    for headers in (("https://a.example", "cross-site"), (None, "cross-site"), ("null", None)):
+        pages_of_requests(settings).check("127.0.0.1", *headers)
+        with pytest.raises(PermissionDeniedError):
+            pages_of_management(settings).check("127.0.0.1", *headers)
 
 
 @pytest.mark.parametrize(
