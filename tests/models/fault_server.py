@@ -2,16 +2,26 @@
 
 A model names its handler in its serving.properties: option.test_handler=module:Class. Models that cannot be loaded
 leave the others be, unless SERVING_WAIT_MODEL_LOADING says otherwise. For tests only.
+
+`python fault_server.py --template FD` is the process that tests/support/forked_servers.py talks to over a socket: it
+imports the server once, and forks for every server that is asked for.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
+import json
+import logging
 import os
+import signal
+import socket
 import sys
-from collections.abc import Mapping
+import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from frontend.server import run
 from lmi_server.configuration.resolve import Inspection, inspect_model
@@ -27,12 +37,61 @@ def inspect(directory: Path, environment: Mapping[str, str], registration: Mappi
     return dataclasses.replace(found, spec=dataclasses.replace(found.spec, handler=chosen.raw))
 
 
-if __name__ == "__main__":
+def serve(command_line: Sequence[str]) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("directories", nargs="*", type=Path)
     parser.add_argument("--model-store", type=Path)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(command_line)
     settings, _ = resolve_server({"SERVING_WAIT_MODEL_LOADING": "false", **os.environ}, {"port": 0})
     sources, _ = startup_sources(Startup(arguments.directories, model_store=arguments.model_store), {})
     of_models = {name: value for name, value in os.environ.items() if name.startswith("SAGEMAKER_")}
-    sys.exit(run(sources, settings, of_models, inspect))
+    return run(sources, settings, of_models, inspect)
+
+
+def fork_servers(connection: socket.socket) -> None:
+    """Fork a server, or tell the exit code of one that has ended, for each request until the connection is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.freeze()
+    while True:
+        data, descriptors, *_ = socket.recv_fds(connection, 1 << 20, 1)
+        if not data:
+            return
+        asked = json.loads(data)
+        answer = _exit_code(asked["ended"]) if "ended" in asked else _fork(asked, connection, *descriptors)
+        connection.send(str(answer).encode())
+
+
+def _fork(asked: dict[str, Any], connection: socket.socket, error_output: int) -> int:
+    pid = os.fork()
+    if pid == 0:
+        connection.close()
+        os.dup2(error_output, sys.stderr.fileno())
+        os._exit(_served(asked))
+    os.close(error_output)
+    return pid
+
+
+def _served(asked: dict[str, Any]) -> int:
+    """Serve in this fork, in the place and with the variables that were asked for; return the exit code."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(asked["directory"])
+    os.environ.clear()
+    os.environ.update(asked["variables"])
+    try:
+        code = serve(asked["arguments"])
+    except BaseException:  # noqa: BLE001 - SystemExit too: a fork must not go on as the template
+        traceback.print_exc()
+        code = 1
+    logging.shutdown()
+    return code
+
+
+def _exit_code(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--template"]:
+        fork_servers(socket.socket(fileno=int(sys.argv[2])))
+    else:
+        sys.exit(serve(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""LoRA adapters with random weights, as peft saves them."""
+"""LoRA adapters with random weights, as peft saves them. peft is imported late, since that takes seconds."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+
+from handlers.rolling_batch.lora import LoraPair
 
 ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def save_adapter(model: Any, directory: Path, seed: int = 0, **config: Any) -> Path:
     """Save an adapter for `model` with weights so large that it changes most tokens."""
+    from peft import LoraConfig, get_peft_model
+
     settings = {"r": 4, "lora_alpha": 8, "target_modules": ALL_LINEAR, "task_type": "CAUSAL_LM", **config}
     adapted = get_peft_model(copy.deepcopy(model), LoraConfig(**settings))
     generator = torch.Generator().manual_seed(seed)
@@ -27,4 +30,13 @@ def save_adapter(model: Any, directory: Path, seed: int = 0, **config: Any) -> P
 
 def with_adapter(model: Any, directory: Path) -> Any:
     """Return a copy of `model` under peft with the adapter in `directory`."""
+    from peft import PeftModel
+
     return PeftModel.from_pretrained(copy.deepcopy(model), str(directory)).eval()
+
+
+def read_adapter(directory: str) -> dict[str, LoraPair]:
+    """Return the weights of an adapter, as the rolling batch reads them."""
+    from handlers.rolling_batch import lora_checkpoint
+
+    return lora_checkpoint.read_adapter(directory)

@@ -7,13 +7,12 @@ import json
 import os
 import re
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+from forked_servers import ForkedServer
 from paths import TESTS
 from process_log import ProcessLog
 from relay_helpers import FAULTS, HANDLERS
@@ -35,13 +34,8 @@ class Server:
     """A server process on a port that the system chose; `arguments` are those of fault_server.py."""
 
     def __init__(self, *arguments: str | Path, variables: dict[str, str] | None = None) -> None:
-        path = os.pathsep.join([HANDLERS, str(TESTS.parent)])
-        self.process = subprocess.Popen(
-            [sys.executable, str(TESTS / "models" / "fault_server.py"), *map(str, arguments)],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | (variables or {}) | {"PYTHONPATH": path},
-        )
+        path = {"PYTHONPATH": os.pathsep.join([HANDLERS, str(TESTS.parent)])}
+        self.process = ForkedServer([*map(str, arguments)], os.environ | (variables or {}) | path)
         self._log = ProcessLog(self.process.stderr)
         self.lines = self._log.lines
         self.port = int(self.log_line(r"listening on http://127\.0\.0\.1:(\d+)")[1])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import dispatch_model, infer_auto_device_map
-from adapter_helpers import save_adapter, with_adapter
+from adapter_helpers import read_adapter, save_adapter, with_adapter
 from pipeline_helpers import approximately, ask, started
 from rolling_batch_helpers import Engine, Received, generated, prompts
 from simulated_devices import SimulatedDevices
@@ -25,7 +25,6 @@ from handlers.huggingface import model as transformers_model
 from handlers.huggingface.options import HuggingFaceOptions
 from handlers.rolling_batch.engine_loading import LoadedEngine, load_engine
 from handlers.rolling_batch.kv_cache import LayerShape, bytes_per_token, fitting_tokens
-from handlers.rolling_batch.lora_checkpoint import read_adapter
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.generation import SamplingParameters
 

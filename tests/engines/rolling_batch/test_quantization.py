@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.compressors import ModelCompressor
-from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
 from rolling_batch_helpers import Engine, Received, generated, prompts
 from tiny_models import byte_tokenizer, llama_of_whole_blocks, tiny_model
 from torch import nn
@@ -45,6 +43,9 @@ def compressed(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def compress(plain: Path, directory: Path, form: str, weights: dict[str, Any], **more: Any) -> Path:
     """Save the model in `plain` with its linear layers quantised; `more` has the scheme of their inputs."""
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+
     model = AutoModelForCausalLM.from_pretrained(plain)
     config = QuantizationConfig(
         config_groups={"group_0": {"targets": ["Linear"], "weights": weights, **more}},

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_helpers import ALL_LINEAR, save_adapter, with_adapter
+from adapter_helpers import ALL_LINEAR, read_adapter, save_adapter, with_adapter
 from rolling_batch_helpers import EOS, Engine, Received, generated, prompts
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 
 from handlers.rolling_batch.lora import LoraWeights
-from handlers.rolling_batch.lora_checkpoint import read_adapter
 from lmi_server.contract.errors import RequestError
 
 pytestmark = pytest.mark.slow

@@ -8,23 +8,21 @@ import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import joblib
 import numpy as np
 import pytest
-import xgboost
 from paths import SAMPLES
 from pipeline_helpers import ask, content_of, request, started
 from server_helpers import running
-from sklearn.ensemble import RandomForestClassifier
-from sklearn.linear_model import LinearRegression
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import FunctionTransformer, OneHotEncoder
 from skops_helpers import import_skops
 
 from lmi_server.configuration.resolve import resolve_model
 from lmi_server.contract.errors import ConfigurationError, HandlerError, LmiServerError, ModelLoadError, RequestError
+
+if TYPE_CHECKING:
+    import xgboost
+    from sklearn.ensemble import RandomForestClassifier
 
 pytestmark = pytest.mark.slow
 
@@ -37,10 +35,14 @@ VALUES = ROWS @ np.array([1.0, -2.0, 0.5, 3.0]) + 1
 
 
 def forest() -> RandomForestClassifier:
+    from sklearn.ensemble import RandomForestClassifier
+
     return RandomForestClassifier(n_estimators=5, random_state=0).fit(ROWS, CLASSES)
 
 
 def booster() -> xgboost.Booster:
+    import xgboost
+
     data = xgboost.DMatrix(ROWS, VALUES)
     return xgboost.train({"max_depth": 3, "nthread": 1, "objective": "reg:squarederror"}, data, 5)
 
@@ -50,6 +52,8 @@ def save_skops(path: Path) -> None:
 
 
 def save_joblib(path: Path) -> None:
+    import joblib
+
     joblib.dump(forest(), path.with_suffix(".joblib"))
 
 
@@ -89,12 +93,16 @@ def test_sklearn_answers_as_the_library(tmp_path: Path, save: Any, options: dict
 
 @pytest.mark.parametrize("ending", ["json", "ubj"])
 def test_xgboost_answers_as_the_library(tmp_path: Path, ending: str) -> None:
+    import xgboost
+
     handler = serve(tmp_path, XGBOOST, lambda path: booster().save_model(path.with_suffix(f".{ending}")))
     expected = booster().predict(xgboost.DMatrix(ROWS))
     assert ask(handler, {"inputs": ROWS.tolist()})["predictions"] == pytest.approx(expected.tolist())
 
 
 def test_a_classifier_of_xgboost_gives_a_row_of_probabilities(tmp_path: Path) -> None:
+    import xgboost
+
     classifier = xgboost.XGBClassifier(n_estimators=3, n_jobs=1).fit(ROWS, np.arange(60) % 3)
     handler = serve(tmp_path, XGBOOST, lambda path: classifier.save_model(path.with_suffix(".json")))
     found = ask(handler, {"inputs": ROWS[:2].tolist()})["predictions"]
@@ -105,6 +113,8 @@ def test_a_classifier_of_xgboost_gives_a_row_of_probabilities(tmp_path: Path) ->
 
 
 def test_a_pickled_classifier_of_xgboost_is_loaded_if_it_is_trusted(tmp_path: Path) -> None:
+    import xgboost
+
     classifier = xgboost.XGBClassifier(n_estimators=3, n_jobs=1).fit(ROWS, np.arange(60) % 2)
     (tmp_path / "model.pkl").write_bytes(pickle.dumps(classifier))
     with pytest.raises(
@@ -154,6 +164,10 @@ def test_rows_of_several_requests_are_predicted_together(sklearn: Any) -> None:
 
 
 def test_texts_reach_a_model_that_was_trained_on_them(tmp_path: Path) -> None:
+    from sklearn.linear_model import LinearRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import OneHotEncoder
+
     model = make_pipeline(OneHotEncoder(), LinearRegression()).fit(
         [["a", "x"], ["b", "y"], ["a", "y"]], [1.0, 2.0, 3.0]
     )
@@ -189,6 +203,9 @@ def test_a_file_that_can_run_code_needs_trust(tmp_path: Path) -> None:
 
 
 def test_a_skops_file_with_untrusted_types_is_refused(tmp_path: Path) -> None:
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import FunctionTransformer
+
     import_skops().dump(make_pipeline(FunctionTransformer(np.sort)), tmp_path / "model.skops")
     with pytest.raises(ModelLoadError, match=r"contains types that skops does not trust: numpy\.sort; add"):
         started(tmp_path, entryPoint=SKLEARN)
@@ -287,6 +304,8 @@ def test_decorated_functions_take_over(tmp_path: Path) -> None:
 
 
 def test_the_samples_run(tmp_path: Path) -> None:
+    import xgboost
+
     samples = SAMPLES
     for name in ("sklearn", "xgboost"):
         directory = tmp_path / name

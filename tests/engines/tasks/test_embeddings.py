@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import sentence_transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from pipeline_helpers import LoadTask, ask, content_of, request, started
@@ -34,6 +33,8 @@ def load(load_task: LoadTask) -> Load:
 
 
 def reference(directory: Path, texts: list[str], **arguments: Any) -> np.ndarray:
+    import sentence_transformers
+
     model = sentence_transformers.SentenceTransformer(str(directory), device="cpu")
     return np.asarray(model.encode(texts, **arguments))
 
@@ -166,6 +167,8 @@ def test_a_text_that_is_too_long_is_refused_or_cut(load: Load) -> None:
 
 def test_tokens_are_read_as_they_are(load: Load) -> None:
     handler, directory = load()
+    import sentence_transformers
+
     ids = sentence_transformers.SentenceTransformer(str(directory), device="cpu").tokenizer("the fox")["input_ids"]
     texts, tokens = (ask(handler, {"input": value}, "embeddings")["data"][0]["embedding"] for value in ("the fox", ids))
     assert tokens == pytest.approx(texts, abs=1e-6)

@@ -6,12 +6,10 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import anthropic
 import httpx
 import lmi_cases
-import openai
 import pydantic
 import pytest
 import torch
@@ -19,6 +17,9 @@ import transformers
 from lmi_cases import generated
 from product_helpers import Server
 from tiny_models import byte_tokenizer
+
+if TYPE_CHECKING:
+    import openai
 
 pytestmark = pytest.mark.slow
 
@@ -43,6 +44,8 @@ CALL = '<tool_call>\n\\{"name": "weather", "arguments": \\{"city": "[A-Z][a-z]{3
 
 @pytest.fixture
 def sdk(ours: Server) -> Iterator[openai.OpenAI]:
+    import openai
+
     with openai.OpenAI(base_url=f"{ours.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
@@ -370,6 +373,8 @@ def test_anthropics_sdk_reads_calls_of_tools(ours: Server) -> None:
     tool = {**LOOK_UP, "strict": False}  # a strict one brings a constraint of its own
     ask: dict[str, Any] = {"model": "model", "max_tokens": 90, "messages": QUESTION, "tools": [tool]}
     ask["extra_body"] = {"structured_outputs": {"regex": CALL}}
+    import anthropic
+
     with anthropic.Anthropic(base_url=ours.url, api_key="none", max_retries=0) as client:
         whole = client.messages.create(**ask)
         assert (whole.content[-1].name, set(whole.content[-1].input)) == ("weather", {"city"})

@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-import sentence_transformers
 import torch
 from paths import BUILT_MODELS, SAMPLES
 from product_helpers import Server, serving
@@ -36,6 +35,8 @@ def embedding(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def reference() -> np.ndarray:
+    import sentence_transformers
+
     model = sentence_transformers.SentenceTransformer(str(MINILM), device="cpu")
     return np.asarray(model.encode(TEXTS))
 

@@ -1,0 +1,86 @@
+"""Servers as forks of one process that has imported everything: a server of its own costs a test no imports."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import IO
+
+from paths import TESTS
+from relay_helpers import HANDLERS
+
+SCRIPT = TESTS / "models" / "fault_server.py"
+
+
+class ForkedServer:
+    """A fork of the template that runs fault_server.py, with what the tests use of subprocess.Popen."""
+
+    def __init__(self, arguments: Sequence[str], variables: Mapping[str, str]) -> None:
+        reading, writing = os.pipe()
+        self.stderr: IO[str] = os.fdopen(reading)
+        try:
+            self.pid = _template().fork(arguments, variables, writing)
+        finally:
+            os.close(writing)
+        self._ended = os.pidfd_open(self.pid)  # the template keeps the exit code until it is asked for it
+        self.returncode: int | None = None
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            signal.pidfd_send_signal(self._ended, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._ended], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(str(SCRIPT), timeout or 0)
+            self.returncode = _template().exit_code(self.pid)
+            os.close(self._ended)
+        return self.returncode
+
+
+class _Template:
+    """The process that forks; it ends with this one."""
+
+    def __init__(self) -> None:
+        self._connection, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with others:
+            command = [sys.executable, str(SCRIPT), "--template", str(others.fileno())]
+            paths = {"PYTHONPATH": os.pathsep.join([HANDLERS, str(TESTS.parent)])}
+            self._process = subprocess.Popen(command, env=os.environ | paths, pass_fds=[others.fileno()])
+        self._lock = threading.Lock()
+
+    def fork(self, arguments: Sequence[str], variables: Mapping[str, str], error_output: int) -> int:
+        asked = {"arguments": list(arguments), "variables": dict(variables), "directory": os.getcwd()}
+        with self._lock:
+            socket.send_fds(self._connection, [json.dumps(asked).encode()], [error_output])
+            return self._answer()
+
+    def exit_code(self, pid: int) -> int:
+        """Return the exit code of a fork that has ended, as Popen does: minus the signal that ended it."""
+        with self._lock:
+            self._connection.send(json.dumps({"ended": pid}).encode())
+            return self._answer()
+
+    def _answer(self) -> int:
+        answer = self._connection.recv(64)
+        assert answer, "the process that forks servers has ended"
+        return int(answer)
+
+
+@functools.cache
+def _template() -> _Template:
+    return _Template()
