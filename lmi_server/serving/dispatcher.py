@@ -108,7 +108,7 @@ class Dispatcher:
         try:
             loser = self._queue.push(job)
         except QueueFullError as error:
-            error.retry_after = retry_after(self._rate.wait_s(0, job.queued_at))
+            error.retry_after = retry_after(self._wait_s(0, job.queued_at))
             raise
         if loser is not None:
             loser.fail(QueueFullError("The queue is full, and this API key has most of the requests in it"))
@@ -121,7 +121,7 @@ class Dispatcher:
             if self._queue or self._worker_for(job) is not None:  # what waits although there is room forms a batch
                 return
             self._rate.begin(job.queued_at)
-        wait_s = self._rate.wait_s(self._queue.ahead_of(job), job.queued_at)
+        wait_s = self._wait_s(self._queue.ahead_of(job), job.queued_at)
         if wait_s is not None and wait_s > allowed_s:
             self._on_no_room()
             error = QueueDelayError(
@@ -192,6 +192,10 @@ class Dispatcher:
                 best, least = worker, held
         return best
 
+    def _wait_s(self, ahead: int, now: float) -> float | None:
+        """Return how long a request waits that has `ahead` others before it; None if that is not known."""
+        return self._rate.wait_s(ahead, self.in_flight, now)
+
     def _places(self) -> int:
         """Return how many requests the workers take at a time."""
         return sum(worker.requests.batch_size or self._max_in_flight for worker in self._roster.ready)
@@ -259,6 +263,7 @@ class Dispatcher:
                     if isinstance(item, Error) and item.kind == RECALLED:
                         recalled.append(job)
                         continue
+                    self._rate.served(now - job.sent_at)
                 if isinstance(item, Reply | Head):
                     self._sessions.answered(item.headers, worker)
                 if isinstance(item, Reply | End):

@@ -6,14 +6,17 @@ import math
 
 _GENERATIONS = 4  # times that every place is freed until a measurement has lost most of its weight
 _FEWEST = 16  # requests that a measurement spans at least
+_NEWEST_SERVICE = 1 / 32  # the weight of the last request in the mean service time
 _LONGEST_RETRY_S = 60
 
 
 class ServiceRate:
     """Measures how many requests end in a second while others find no worker with room.
 
-    At other times the rate says how many requests come, and not how many the workers can take. Times are those of one
-    clock, in seconds.
+    At other times the rate says how many requests come, and not how many the workers can take. A second estimate is the
+    mean time that a request takes in a worker, by the number of requests there (Little's law). It is known before
+    anything has waited. It also corrects a rate that is too high because requests which had begun before the
+    measurement ended right after its start. Times are those of one clock, in seconds.
     """
 
     def __init__(self) -> None:
@@ -22,7 +25,7 @@ class ServiceRate:
         self._ended = 0.0  # requests, and the seconds in which they ended; the older, the less they weigh
         self._seconds = 0.0
         self._seen = 0  # requests that have ended since the measurement began
-        self._places = 0
+        self._service_s: float | None = None
 
     def begin(self, now: float) -> None:
         """Note that a request found no worker with room."""
@@ -43,24 +46,33 @@ class ServiceRate:
         self._seconds = self._seconds * keep + now - self._since
         self._since = now
         self._seen += count
-        self._places = places
+
+    def served(self, seconds: float) -> None:
+        """Note that a worker had a request for this time."""
+        if self._service_s is None:
+            self._service_s = seconds
+        else:
+            self._service_s += _NEWEST_SERVICE * (seconds - self._service_s)
 
     def forget(self) -> None:
-        """Forget the measurement: the workers are others now."""
+        """Forget the measured rate: the workers are others now."""
         self.is_measuring = False
         self._ended = self._seconds = 0.0
         self._seen = 0
 
-    def wait_s(self, ahead: int, now: float) -> float | None:
-        """Return how long a request waits that has `ahead` others before it.
+    def wait_s(self, ahead: int, in_flight: int, now: float) -> float | None:
+        """Return how long a request waits that has `ahead` others before it while workers have `in_flight` requests.
 
-        None if that is not known: every place has to be freed once, because the first requests that end are the short
-        ones.
+        It is the longer one of both estimates; None if no request has ended. The measured rate counts once every place
+        has been freed: the first requests that end are the short ones.
         """
-        if not self._seen or self._seen < self._places:
+        if self._service_s is None or not in_flight:
             return None
-        seconds = self._seconds + (now - self._since if self.is_measuring else 0.0)
-        return (ahead + 1) * seconds / self._ended
+        per_request = self._service_s / in_flight
+        if self._seen >= in_flight:
+            seconds = self._seconds + (now - self._since if self.is_measuring else 0.0)
+            per_request = max(per_request, seconds / self._ended)
+        return (ahead + 1) * per_request
 
 
 def retry_after(wait_s: float | None) -> int:
