@@ -1,7 +1,7 @@
 """The hot path: one inference request from ASGI to a worker pool and its answer back to the client.
 
-The front end relays bytes. It reads the path, the query and the headers. It reads the body in one case only: for the
-name of the model, if several models are served and nothing else names one.
+The front end relays bytes. It reads the path, the query and the headers. It reads the body in two cases only: for the
+name of the model, if several models are served and nothing else names one, and for a priority.
 """
 
 from __future__ import annotations
@@ -69,7 +69,12 @@ class _NamedModel(msgspec.Struct):
     model: str | None = None
 
 
+class _NamedPriority(msgspec.Struct):
+    priority: int | None = None
+
+
 _decode_model = msgspec.json.Decoder(_NamedModel).decode
+_decode_priority = msgspec.json.Decoder(_NamedPriority).decode
 
 
 class ClientGoneError(Exception):
@@ -130,6 +135,8 @@ class Relay:
                     raise error from None
             content = [*query, ("data", body)]
             priority = parse_priority(properties.get("x-priority"))
+            if route in MODEL_IN_BODY and b'"priority"' in body:
+                priority = priority_named_in(body, priority)
             deadline = deadline_of(properties, arrived)
             pool = model.loaded()
             received = Input(route, properties, content, request_id, priority, names)
@@ -415,6 +422,18 @@ def model_named_in(body: bytes) -> str | None:
         raise RequestError("the body is nested too deeply; send a flat JSON object") from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
+
+
+def priority_named_in(body: bytes, default: int) -> int:
+    """Return the `priority` in the body of an OpenAI request, `default` if there is none.
+
+    So it is for a body that cannot be read, or a priority that is not allowed: the worker refuses these.
+    """
+    try:
+        named = _decode_priority(body.removeprefix(codecs.BOM_UTF8)).priority
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return default
+    return named if named is not None and named in _PRIORITIES else default
 
 
 def _has_form(properties: dict[str, str]) -> bool:

@@ -187,6 +187,7 @@ class VllmEngineOptions(ModelOptions):
     def engine_arguments(self) -> Mapping[str, Any]:
         """Return the arguments of vLLM's EngineArgs; those that serving.properties gives by vLLM's names are text."""
         arguments = {
+            "scheduling_policy": "priority",  # vLLM's own default, fcfs, does not look at the priority of a request
             **self.passed_to_engine(),
             "model": self.model_id,
             "revision": self.revision,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from frontend.inference import model_named_in, parse_priority
+from frontend.inference import model_named_in, parse_priority, priority_named_in
 from lmi_server.contract.errors import RequestError
 
 
@@ -31,3 +31,14 @@ def test_the_priority_header() -> None:
 def test_a_priority_header_that_is_no_integer(value: str) -> None:
     with pytest.raises(RequestError, match=r"x-priority is '.*'; it takes an integer"):
         parse_priority(value)
+
+
+def test_the_priority_in_the_body() -> None:
+    assert priority_named_in(b'{"priority": -7, "messages": []}', 3) == -7
+    assert priority_named_in(b'{"messages": [{"content": "\\"priority\\": 1"}]}', 3) == 3
+
+
+@pytest.mark.parametrize("value", [b"null", b'"1"', b"1.5", b"2147483648", b"1", b"[" * 100_000])
+def test_a_priority_in_a_body_that_the_worker_refuses_changes_nothing(value: bytes) -> None:
+    body = b'{"priority": %b' % value if value == b"1" else b'{"priority": %b}' % value
+    assert priority_named_in(body, 5) == 5

@@ -6,6 +6,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -163,3 +164,20 @@ def test_a_key_that_floods_the_queue_gives_way_to_another_one(server: Server) ->
         assert received(connection, b"generated_text").startswith(b"HTTP/1.1 200 ")
     for connection in (*flood, other):
         connection.close()
+
+
+@pytest.mark.parametrize(("headers", "fields"), [({"x-priority": "1"}, {}), ({}, {"priority": -1})])
+def test_an_urgent_request_does_not_wait_for_others(
+    server: Server, headers: dict[str, str], fields: dict[str, int]
+) -> None:
+    running_one = holding(server, "patient")
+    other = sent(server, "patient", "wait")
+    server.until("lmi_queue_depth", 1, "patient")
+    with ThreadPoolExecutor(1) as pool:
+        chat = {**CHAT, "model": "patient", **fields}
+        urgent = pool.submit(server.http.post, "/v1/chat/completions", json=chat, headers=headers)
+        server.until("lmi_queue_depth", 2, "patient")
+        running_one.close()
+        assert urgent.result().status_code == 200  # the other one would never let it have the place
+    other.close()
+    server.until("lmi_requests_in_flight", 0, "patient")

@@ -131,6 +131,9 @@ def test_options() -> None:
     variables = VllmOptions(model_id="m").worker_environment()
     assert variables["VLLM_MEDIA_CONNECTOR"] == "lmi_public"
     assert "VLLM_MEDIA_URL_ALLOW_REDIRECTS" not in variables
+    assert VllmOptions(model_id="m").engine_arguments()["scheduling_policy"] == "priority"
+    in_turn = VllmOptions.restore({"model_id": "m"}, {"scheduling_policy": "fcfs"})
+    assert in_turn.engine_arguments()["scheduling_policy"] == "fcfs"
     narrow = VllmOptions(model_id="m", allowed_media_domains=("a.example",), allow_private_media=True)
     assert narrow.engine_arguments()["allowed_media_domains"] == ["a.example"]
     assert narrow.worker_environment()["VLLM_MEDIA_CONNECTOR"] == "lmi_any"
