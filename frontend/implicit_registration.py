@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from frontend.management import model_source
+from frontend.management_access import RegistrationLimits, leads_up
 from lmi_server.contract.errors import ModelNotFoundError
 from lmi_server.serving.registry import Model, ModelRegistry
 
@@ -23,8 +24,9 @@ _PARAMETERS = {
 class ImplicitRegistration:
     """What LMI's `model_url_pattern` switches on. A URL must match the whole pattern, wherever the request has it."""
 
-    def __init__(self, models: ModelRegistry, pattern: str) -> None:
+    def __init__(self, models: ModelRegistry, limits: RegistrationLimits, pattern: str) -> None:
         self._models = models
+        self._limits = limits
         self._pattern = re.compile(pattern)
 
     async def register(
@@ -37,7 +39,8 @@ class ImplicitRegistration:
         """Register and load the model that a request describes; return it, None if the request has no `model_url`.
 
         `name` and `version` are those of the path. Headers go before `content`, the query and the fields of a form.
-        Raises ModelNotFoundError if the URL does not match, or what the registration raises.
+        Raises ModelNotFoundError if the URL does not match, PermissionDeniedError if `registration_sources` does not
+        allow it, or what the registration raises.
         """
         sent = {key: value.decode("utf-8", "replace") for key, value in content}
         sent |= properties
@@ -46,8 +49,10 @@ class ImplicitRegistration:
         given |= {"model_version": version} if version else {}
         if "url" not in given:
             return None
-        if self._pattern.fullmatch(given["url"]) is None:
+        if self._pattern.fullmatch(given["url"]) is None or leads_up(given["url"]):
             raise ModelNotFoundError(f"model_url {given['url']} does not match the model_url_pattern of the server")
+        source = model_source(given)
+        self._limits.check_requested(source)
         # In a task of its own, so that the registration is completed even if the client goes away meanwhile.
-        registration = asyncio.ensure_future(self._models.register_and_load(model_source(given)))
+        registration = asyncio.ensure_future(self._models.register_and_load(source))
         return await asyncio.shield(registration)

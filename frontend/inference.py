@@ -98,7 +98,7 @@ class Relay:
         self._request_id_header = settings.request_id_header.lower()
         self._statuses = error_statuses(settings)
         pattern = settings.model_url_pattern
-        self._implicit = None if pattern is None else ImplicitRegistration(models, pattern)
+        self._implicit = None if pattern is None else ImplicitRegistration(models, access.limits, pattern)
 
     async def __call__(
         self, route: str, name: str | None, version: str | None, scope: Scope, receive: Receive, send: Send

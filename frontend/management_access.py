@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from starlette.routing import Route
 
@@ -83,8 +84,18 @@ class RegistrationLimits:
 
     def check_model(self, source: ModelSource, scope: Scope) -> None:
         """Raise PermissionDeniedError if the registration names something that this client may not use."""
-        if not self._apply_to(scope):
-            return
+        if self._apply_to(scope):
+            self._check(source)
+
+    def check_requested(self, source: ModelSource) -> None:
+        """Raise PermissionDeniedError if an inference request may not register this model.
+
+        `model_url_pattern` says which it may; `registration_sources` narrows that, as for all registrations.
+        """
+        if self._given and not self._unlimited:
+            self._check(source)
+
+    def _check(self, source: ModelSource) -> None:
         for name, value in _named(source):
             if not self._allows(value):
                 raise self._refusal(name, value)
@@ -102,6 +113,8 @@ class RegistrationLimits:
 
     def _allows(self, text: str) -> bool:
         if _is_remote(text) and not os.path.exists(text):
+            if leads_up(text):
+                return False
             # Whole parts of a name: s3://models allows no s3://models-of-others.
             return any(text == place or text.startswith((f"{place}/", f"{place}:")) for place in self._places)
         path = path_of_file_url(text) if text.startswith("file:") else text
@@ -136,6 +149,11 @@ class Access:
         keys = key_ring("api_keys", settings.api_keys, settings.api_keys_file)
         pages = pages_of_requests(settings) if keys is None else None
         return cls(keys, pages, ManagementGuard(settings, environment), RegistrationLimits(settings, environment))
+
+
+def leads_up(url: str) -> bool:
+    """Return whether a part of the URL or path is "..", so that it may name something else than its beginning says."""
+    return ".." in unquote(url).split("/")
 
 
 def protected(routes: list[Route], check: Callable[[Scope], object]) -> list[Route]:

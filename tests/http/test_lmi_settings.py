@@ -84,6 +84,9 @@ def test_a_request_registers_a_model_whose_url_is_allowed(server: Server, direct
     refused = server.http.post("/predictions/third", json=body, headers={"model_url": str(other)})
     assert refused.status_code == 404
     assert "does not match the model_url_pattern" in refused.json()["message"]
+    for up in ("..", "%2e%2e"):
+        climbing = {"model_url": f"file://{allowed}/{up}/other"}
+        assert server.http.post("/predictions/third", json=body, headers=climbing).status_code == 404
     missing = server.http.post("/predictions/third", json=body, headers={"model_url": f"{allowed}/nothing"})
     assert missing.status_code == 404
     assert "there is no directory" in missing.json()["message"]

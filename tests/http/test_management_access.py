@@ -14,10 +14,12 @@ from server_helpers import Server, make_model, request, running
 from waiting import wait_until
 
 from frontend.clients import is_local, shown_error, without_directories
+from frontend.management_access import RegistrationLimits
 from frontend.server_log import LineFormatter
 from frontend.web_pages import pages_of_management, pages_of_requests
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import HandlerError, PermissionDeniedError
+from lmi_server.serving.model_store import ModelSource
 
 REMOTE = {"x-forwarded-for": "203.0.113.7"}  # what a proxy on this machine says of a client elsewhere
 RAISING = "def handle(inputs):\n    if not inputs.is_empty():\n        raise ValueError('not this')\n"
@@ -213,6 +215,20 @@ def test_others_register_what_is_in_the_store(opened: Server, home: Path, parame
         (home / "store" / "link").symlink_to(home / "elsewhere")
     given = {name: value.format(home=home) for name, value in parameters.items()}
     assert "registration_sources" in refusal(opened, "POST", "/models", REMOTE, params=given)
+
+
+def test_a_source_allows_whole_parts_and_nothing_beside_them(tmp_path: Path) -> None:
+    sources = ("s3://bucket/models", "owner/", "someone/model", str(tmp_path / "store"))
+    limits = RegistrationLimits(ServerSettings(registration_sources=sources), {})
+    allowed = ("s3://bucket/models", "s3://bucket/models/a", "owner/a", "someone/model", "someone/model:Q8", "store/a")
+    refused = (
+        *("s3://bucket/models-evil/a", "s3://bucket", "s3://bucket/models/../other", "s3://bucket/models/%2e%2e/other"),
+        *("owners/a", "someone/model-evil", "store-evil/a", "store/../other", "file:{}/store/../other"),
+    )
+    for url, allows in {**dict.fromkeys(allowed, True), **dict.fromkeys(refused, False)}.items():
+        given = str(tmp_path / url) if url.startswith("store") else url.replace("{}", str(tmp_path))
+        with contextlib.nullcontext() if allows else pytest.raises(PermissionDeniedError):
+            limits.check_requested(ModelSource(given, "name"))
 
 
 def test_the_store_can_be_registered_by_others_and_everything_from_here(opened: Server, home: Path) -> None:
