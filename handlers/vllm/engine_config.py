@@ -43,6 +43,8 @@ def create_engine_config(model_dir: str, options: VllmEngineOptions) -> Any:
     Raises ModelLoadError if vLLM refuses an argument or the model.
     """
     library.warn_of_unknown_version()
+    if library.is_on_cpu():
+        library.inspect_models_in_this_process()
     arguments = engine_arguments(model_dir, options)
     with load_errors("vLLM refuses the configuration"):
         config = library.AsyncEngineArgs(**arguments).create_engine_config()

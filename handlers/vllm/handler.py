@@ -29,6 +29,7 @@ from lmi_server.contract.generation import (
 )
 from lmi_server.contract.handler import LLMHandler, ModelInfo
 from lmi_server.contract.protocol import Adapter
+from lmi_server.machine import model_imports
 
 if TYPE_CHECKING:
     from handlers.vllm.engine import LoadedEngine
@@ -135,8 +136,10 @@ class VllmHandler(LLMHandler):
 def import_engine(module: str) -> ModuleType:
     """Import a module of this folder that imports vLLM. Raises ModelLoadError if vLLM cannot be imported."""
     try:
-        return import_module(f"handlers.vllm.{module}")
+        imported = import_module(f"handlers.vllm.{module}")
     except ImportError as error:
         raise ModelLoadError(
             f"the vllm handler needs vLLM ({error}); install vllm, or lmi-server[vllm] on a machine without GPU"
         ) from error
+    model_imports.imported()
+    return imported

@@ -21,6 +21,7 @@ from vllm.entrypoints.pooling.typing import PoolingServeContext
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import VLLMClientError, VLLMError
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.models import registry
 from vllm.outputs import ScoringRequestOutput
 from vllm.platforms import current_platform
 from vllm.pooling_params import PoolingParams
@@ -90,6 +91,15 @@ def warn_of_unknown_version() -> None:
 
 def version() -> str:
     return str(vllm.__version__)
+
+
+def inspect_models_in_this_process() -> None:
+    """Have vLLM look at the class of a model in this process. The process that it starts for that imports all of vLLM.
+
+    A process of its own keeps CUDA from being initialized in this one; a machine without a GPU needs none. vLLM stores
+    what it saw below VLLM_CACHE_ROOT, but in a new container nothing is stored yet.
+    """
+    registry._run_in_subprocess = lambda inspect: inspect()
 
 
 def in_process_engine(config: Any, loggers: list[Callable[..., Any]]) -> LLMEngine:

@@ -27,6 +27,12 @@ def test_the_garbage_collector_works_as_usual_once_a_model_is_loaded() -> None:
     assert gc.get_freeze_count() > 0
 
 
+def test_a_collection_during_the_load_leaves_out_what_was_imported_before() -> None:
+    libraries = [[] for _ in range(1000)]
+    model_imports.imported()
+    assert not any(found is libraries for found in gc.get_objects())
+
+
 def test_the_thresholds_that_a_model_sets_stay() -> None:
     model_imports.prepare()
     gc.set_threshold(5000, 5, 5)
