@@ -9,6 +9,7 @@ BENCHMARKS = (
     "benchmarks.embeddings",
     "benchmarks.generation",
     "benchmarks.memory",
+    "benchmarks.overload",
     "benchmarks.own_code",
     "benchmarks.ranks",
     "benchmarks.relay",

@@ -11,7 +11,10 @@ from typing import Any
 
 import openai
 import pytest
+import uvloop
 from server_helpers import Server, connect, make_model, raw_request, received, request, running
+
+from benchmarks import overload
 
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "model": "quick"}
 FLOOD, OTHER = "flood-key-0123456789", "other-key-0123456789"
@@ -181,3 +184,12 @@ def test_an_urgent_request_does_not_wait_for_others(
         assert urgent.result().status_code == 200  # the other one would never let it have the place
     other.close()
     server.until("lmi_requests_in_flight", 0, "patient")
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs() -> None:
+    result = uvloop.run(overload.run(1.0))
+    assert result.counts.keys() <= {200, 503}
+    assert result.refusals
+    assert result.kept > 0
+    assert overload.table(result, 1.0).row_count == 6
