@@ -9,11 +9,11 @@ from typing import Any
 
 from handlers.rolling_batch.detokenizer import IncrementalDetokenizer, StopMatcher
 from handlers.rolling_batch.lora import LoraPair, LoraWeights
-from handlers.rolling_batch.model_runner import ModelRunner, StepLogits
 from handlers.rolling_batch.prompts import PromptEncoder
 from handlers.rolling_batch.sampler import BannedTokens, Sampled, SamplingState, sample, score
 from handlers.rolling_batch.scheduler import Chunk, Scheduler, Sequence
 from handlers.rolling_batch.step_recorder import EngineStats, StepRecorder
+from handlers.rolling_batch.step_runner import StepLogits, StepRunner
 from handlers.step_loop import Output
 from lmi_server.contract.errors import ContextLengthError, HandlerError, RequestError, describe
 from lmi_server.contract.generation import Delta, FinishReason, SamplingParameters, Token, TopToken, Usage
@@ -45,7 +45,7 @@ class RollingBatchEngine:
     """The engine that a `StepLoop` steps. It is not thread-safe: every call comes from the loop's thread."""
 
     def __init__(
-        self, runner: ModelRunner, scheduler: Scheduler, tokenizer: Any, eos_ids: frozenset[int], max_len: int
+        self, runner: StepRunner, scheduler: Scheduler, tokenizer: Any, eos_ids: frozenset[int], max_len: int
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
@@ -79,6 +79,11 @@ class RollingBatchEngine:
             raise RequestError(
                 f"stop takes up to {_MOST_STOPS} sequences of up to {_LONGEST_STOP} characters each;"
                 " send fewer or shorter ones"
+            )
+        if parameters.prompt_logprobs is not None and not self._runner.scores_prompts:
+            raise RequestError(
+                "the compiled graphs of this model give no log probabilities of prompt tokens; leave out"
+                " decoder_input_details, prompt_logprobs, and echo with logprobs"
             )
         vocabulary = self._runner.vocabulary
         named = (

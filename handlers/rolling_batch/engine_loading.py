@@ -106,7 +106,7 @@ def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -
         runner.prepare(limits.slots, max_len)
     engine = RollingBatchEngine(runner, Scheduler(limits), tokenizer, eos_token_ids(model, tokenizer), max_len)
     prompts = PromptEncoder(tokenizer)
-    _warm_up(engine, prompts)
+    warm_up(engine, prompts)
     details = {
         "model": type(model).__name__,
         "dtype": str(runner.dtype).removeprefix("torch."),
@@ -242,7 +242,7 @@ def _memory(device: torch.device) -> tuple[int, int]:
     return free // own_rank().size, total // own_rank().size
 
 
-def _warm_up(engine: RollingBatchEngine, prompts: PromptEncoder) -> None:
+def warm_up(engine: RollingBatchEngine, prompts: PromptEncoder) -> None:
     """Run a short request, so that kernels are compiled and buffers allocated before the model is ready."""
     parameters = SamplingParameters(max_new_tokens=2, ignore_eos=True, logprobs=0)
     prompt = (prompts.tokenize("a b c") or [0])[:4]

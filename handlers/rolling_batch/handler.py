@@ -26,8 +26,8 @@ _GATHER_S = 0.002
 _FEATURES: frozenset[Feature] = frozenset({"min_tokens", "bad_words", "allowed_token_ids"})
 
 
-class RollingBatchHandler(LLMHandler):
-    """Serves what `load_model` loads. If the model is split over ranks, rank 0 sends every pass to the others."""
+class SchedulingHandler(LLMHandler):
+    """Serves the engine that `load_engine` loads."""
 
     def __init__(self) -> None:
         self._loop: StepLoop[RollingBatchEngine]
@@ -35,25 +35,20 @@ class RollingBatchHandler(LLMHandler):
         self._adapters: LoadedAdapters
 
     @abstractmethod
-    def load_model(self, model_dir: str, options: Any) -> LoadedModel:
-        """Load the model, or this rank's part of it, in the thread that will step it. Raises ModelLoadError."""
+    def load_engine(self, model_dir: str, options: Any) -> LoadedEngine:
+        """Load the model and make its engine, in the thread that will step it. Raises ModelLoadError."""
 
     async def start(self, model_dir: str, options: Any) -> ModelInfo:
         """Load the model in the thread that will step it, so that the worker's heartbeat goes on."""
 
         def build() -> RollingBatchEngine:
-            self._loaded = self._load(model_dir, options)
+            self._loaded = self.load_engine(model_dir, options)
             return self._loaded.engine
 
         self._loop = StepLoop(build, _GATHER_S)
         await self._loop.start()
         self._adapters = LoadedAdapters(self._loop)
         return ModelInfo(max_model_len=self._loaded.max_model_len, features=_FEATURES, details=self._loaded.details)
-
-    def follow(self, model_dir: str, options: Any) -> None:
-        from handlers.rolling_batch.engine_loading import follow
-
-        follow(self.load_model(model_dir, options))
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """Yield the deltas of one request."""
@@ -93,7 +88,20 @@ class RollingBatchHandler(LLMHandler):
         await self._loop.call(self._loaded.engine.stop)
         await self._loop.stop()
 
-    def _load(self, model_dir: str, options: Any) -> LoadedEngine:
+
+class RollingBatchHandler(SchedulingHandler):
+    """Serves what `load_model` loads. If the model is split over ranks, rank 0 sends every pass to the others."""
+
+    @abstractmethod
+    def load_model(self, model_dir: str, options: Any) -> LoadedModel:
+        """Load the model, or this rank's part of it, in the thread that will step it. Raises ModelLoadError."""
+
+    def follow(self, model_dir: str, options: Any) -> None:
+        from handlers.rolling_batch.engine_loading import follow
+
+        follow(self.load_model(model_dir, options))
+
+    def load_engine(self, model_dir: str, options: Any) -> LoadedEngine:
         try:
             from handlers.rolling_batch.engine_loading import load_engine
         except ImportError as error:

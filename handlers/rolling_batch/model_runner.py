@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from handlers.rolling_batch.lora import LoraLayers
 from handlers.rolling_batch.scheduler import Chunk, Sequence, StepPlan
 from handlers.rolling_batch.slots import Copy
 from handlers.rolling_batch.step_messages import Pass, Prepare, Stop, decode, encode
+from handlers.rolling_batch.step_runner import StepLogits
 from lmi_server.contract.errors import RequestError
 
 _log = logging.getLogger(__name__)
@@ -40,24 +41,13 @@ _ROW_STEPS = ((16, 1), (64, 4), (256, 16))  # (rows up to, padded to multiples o
 _LAST_ROW_STEP = 32
 
 
-@dataclass(frozen=True)
-class StepLogits:
-    """Logits of a step, (rows, vocabulary): first one row per sequence of `sampled`, to choose its next token from.
-
-    `prompt_rows` has, for each sequence that reports the log probabilities of its prompt, the position of the first
-    token scored in this step, and the rows that score it and the tokens behind it.
-    """
-
-    logits: torch.Tensor
-    sampled: list[Sequence]
-    prompt_rows: list[tuple[Sequence, int, slice]]
-
-
 class ModelRunner:
     """A model and its KV cache. `prepare` allocates the cache, `run` computes steps.
 
     If the model is split over ranks, rank 0 calls these two and the other ranks `follow`.
     """
+
+    scores_prompts = True
 
     def __init__(
         self,

@@ -108,6 +108,9 @@ class SchedulerLimits:
     """`kv_tokens` is the capacity of the KV cache over all `slots`; the chunk sizes count prompt tokens per step.
 
     Slots beyond `max_running` keep finished sequences whose prefix others may reuse.
+
+    `prompt_bucket` is for graphs that compute a prompt from its first token only: the most prompt tokens that one of
+    them takes. The tokens behind them are computed one per step, and no prefix is reused.
     """
 
     max_running: int
@@ -117,6 +120,7 @@ class SchedulerLimits:
     slots: int = 0  # at least `max_running` in any case
     policy: Policy = "lpm"
     conservativeness: float = 1.0
+    prompt_bucket: int | None = None
 
 
 class Scheduler:
@@ -231,7 +235,7 @@ class Scheduler:
         return sequence.overtaken >= 2 * self.limits.max_running
 
     def _match(self, sequence: Sequence) -> Match:
-        if not sequence.may_reuse_prefix:
+        if not sequence.may_reuse_prefix or self.limits.prompt_bucket is not None:
             return Match(-1, 0, 0)
         return self.slots.find(sequence.adapter, sequence.tokens)
 
@@ -312,6 +316,12 @@ class Scheduler:
             if budget <= 0:
                 return
             if not sequence.decoding:
-                end = min(len(sequence.tokens), sequence.computed + budget)
+                end = min(len(sequence.tokens), sequence.computed + self._most_at_once(sequence, budget))
                 budget -= end - sequence.computed
                 yield Chunk(sequence, sequence.computed, end)
+
+    def _most_at_once(self, sequence: Sequence, budget: int) -> int:
+        bucket = self.limits.prompt_bucket
+        if bucket is None:
+            return budget
+        return 1 if sequence.computed else min(bucket, budget)

@@ -1,0 +1,53 @@
+"""What the engine needs of the code that computes its steps: the types between it and a runner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from handlers.rolling_batch.scheduler import Sequence, StepPlan
+
+if TYPE_CHECKING:
+    import torch
+
+    from handlers.rolling_batch.lora import LoraLayers
+
+
+@dataclass(frozen=True)
+class StepLogits:
+    """Logits of a step, (rows, vocabulary): first one row per sequence of `sampled`, to choose its next token from.
+
+    `prompt_rows` has, for each sequence that reports the log probabilities of its prompt, the position of the first
+    token scored in this step, and the rows that score it and the tokens behind it.
+    """
+
+    logits: torch.Tensor
+    sampled: list[Sequence]
+    prompt_rows: list[tuple[Sequence, int, slice]]
+
+
+class StepRunner(Protocol):
+    """Computes the steps that the scheduler plans."""
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens the model knows."""
+        ...
+
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether `run` returns the logits of prompt tokens, from which their log probabilities follow."""
+        ...
+
+    @property
+    def lora(self) -> LoraLayers:
+        """The adapters of the model. Raises RequestError if it takes none."""
+        ...
+
+    def run(self, plan: StepPlan, prompt_scored: set[str]) -> StepLogits:
+        """Compute a step; `prompt_scored` has the ids of the requests whose prompt tokens are scored as well."""
+        ...
+
+    def stop(self) -> None:
+        """Nothing is computed any more."""
+        ...
