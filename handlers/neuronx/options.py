@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key
-from lmi_server.configuration.options import ModelOptions, ParallelDegree, PositiveInt, lower, short_dtype
+from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key, NoEffect, Unavailable
+from lmi_server.configuration.options import LONG_DTYPES, ModelOptions, ParallelDegree, PositiveInt, lower, short_dtype
+from lmi_server.configuration.tasks import Workload
 
+AMP: Mapping[str, str] = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
+"""What transformers-neuronx calls the data types of option.dtype."""
+
+_OF_AMP = {amp: dtype for dtype, amp in AMP.items()}
 NeuronDtype = Annotated[
     Literal["fp32", "fp16", "bf16"],
-    BeforeValidator(short_dtype),
+    BeforeValidator(lambda value: _OF_AMP.get(value, short_dtype(value))),
     Allowed("fp32 (float32), fp16 (float16), bf16 (bfloat16)"),
 ]
 Lengths = Annotated[
@@ -21,7 +27,10 @@ Lengths = Annotated[
     BeforeValidator(lambda value: tuple(value.split(",")) if isinstance(value, str) else value),
     Allowed("integers of 1 or more, separated by commas"),
 ]
+Layout = Literal["BSH", "HSB", "SBH"]
+TensorDtype = Literal["float32", "float16", "bfloat16"]
 
+# Keys that LMI takes for a sign that transformers-neuronx is to load the model.
 _LOADER_OF_TNX = (
     "fuse_qkv",
     "collectives_layout",
@@ -32,6 +41,30 @@ _LOADER_OF_TNX = (
     "compiled_graph_path",
     "context_length_estimate",
 )
+# Arguments of transformers-neuronx' NeuronConfig by the same names.
+_NEURON_CONFIG = (
+    "group_query_attention",
+    "fuse_qkv",
+    "on_device_embedding",
+    "collectives_layout",
+    "attention_layout",
+    "cache_layout",
+    "all_reduce_dtype",
+    "cast_logits_dtype",
+    "sequence_parallel_norm_threshold",
+    "shard_over_sequence",
+    "compilation_worker_count",
+    "fuse_mlp",
+    "fused_rmsnorm_qkv",
+    "qkv_tiling",
+    "weight_tiling",
+    "mlp_out_weight_transpose",
+)
+# What optimum-neuron gets from this handler; its compiler chooses everything else.
+_OF_OPTIMUM = frozenset({"n_positions", "dtype", "tensor_parallel_degree", "fuse_qkv", "context_length_estimate"})
+_OF_TNX = (*_NEURON_CONFIG, "unroll", "load_in_8bit", "quantize", "low_cpu_mem_usage", "load_split_model")
+_ON_HOST = "remove it: the scheduler samples on the host, by the parameters of each request"
+_NO_DRAFT = "remove it: the scheduler decodes one token per step and sequence; option.rolling_batch=vllm speculates"
 
 
 def _graph_path(text: str | None) -> str | None:
@@ -40,19 +73,35 @@ def _graph_path(text: str | None) -> str | None:
     return text
 
 
+def holds_graphs(directory: Path) -> bool:
+    """Return whether a directory holds compiled graphs themselves; the compiler's cache has them in subdirectories."""
+    return any(directory.glob("*.neff"))
+
+
+def runs_on_vllm(workload: Workload) -> bool:
+    """Return whether option.rolling_batch leaves the model to vLLM, which Neuron's plugin brings to the device."""
+    return workload.rolling_batch == "vllm"
+
+
 class NeuronxOptions(ModelOptions):
     """Keys of serving.properties for a model on AWS Inferentia and Trainium."""
 
     tensor_parallel_degree: ParallelDegree = Field(1, description="Neuron cores that one model is split over.")
-    rolling_batch: Annotated[Literal["auto", "disable"], BeforeValidator(lower)] = Field(
-        "disable", description="Iteration-level batching with max_rolling_batch_size slots."
+    rolling_batch: Annotated[
+        Literal["auto", "scheduler", "disable", "vllm"],
+        BeforeValidator(lower),
+    ] = Field(
+        "disable",
+        description="Iteration-level batching with max_rolling_batch_size lines of the KV cache; disable computes one"
+        " request after the other, vllm leaves the model to vLLM with its plugin for Neuron.",
     )
-    dtype: Annotated[NeuronDtype, Key(also=("option.data_type",))] = Field(
+    dtype: Annotated[NeuronDtype, Key(also=("option.data_type", "option.amp"))] = Field(
         "fp16", description="Data type of weights and KV cache."
     )
-    task: str | None = Field(
-        None, description="Task of the model by its Hugging Face name; without it the model's files determine the task."
-    )
+    task: Annotated[
+        str | None,
+        Unavailable(lambda task: task not in (None, "text-generation", "auto"), "use text-generation"),
+    ] = Field(None, description="Task of the model by its Hugging Face name; only text generation is served.")
     n_positions: PositiveInt = Field(128, description="Maximum number of tokens of prompt and output together.")
     load_in_8bit: bool = Field(False, description="Quantise the weights to 8 bits.")
     unroll: Annotated[str | None, Field(pattern=r"^[1-9]\d*$"), Allowed("an integer of 1 or more")] = Field(
@@ -61,14 +110,24 @@ class NeuronxOptions(ModelOptions):
     neuron_optimize_level: Annotated[
         Literal["1", "2", "3"] | None, Documented("2", "none; the compiler then uses 2")
     ] = Field(None, description="Optimisation level of the compiler; a higher one compiles longer and runs faster.")
-    context_length_estimate: Lengths | None = Field(None, description="Prompt lengths for which graphs are compiled.")
+    context_length_estimate: Lengths | None = Field(
+        None,
+        description="Prompt lengths for which graphs are compiled; if not set, powers of 2 from 128 up to n_positions."
+        " The tokens of a prompt behind the longest of them are computed one by one.",
+    )
     low_cpu_mem_usage: bool = Field(
         False, description="Load weights one by one instead of taking twice the model's memory."
     )
-    load_split_model: bool = Field(False, description="The checkpoint has been split for Neuron.")
+    load_split_model: bool = Field(
+        False, description="The checkpoint has been split for Neuron (a directory pytorch_model.bin)."
+    )
     compiled_graph_path: Annotated[
         str | None, AfterValidator(_graph_path), Allowed("s3://bucket/prefix, or a directory that exists")
-    ] = Field(None, description="Directory or s3:// address of the compiled graph.")
+    ] = Field(
+        None,
+        description="Directory of compiled graphs (*.neff), or directory or s3:// address of the Neuron compiler's"
+        " cache; if not set, the graphs in the model directory or its directory compiled.",
+    )
     group_query_attention: (
         Literal["shard-over-heads", "shard-over-batch", "replicated-heads", "all-gather-heads"] | None
     ) = Field(None, description="How to split the KV cache of grouped-query attention.")
@@ -94,16 +153,24 @@ class NeuronxOptions(ModelOptions):
     partition_schema: Literal["legacy", "optimum", "safetensors", "compile_only"] | None = Field(
         None, description="Format in which a compiled model is saved."
     )
-    draft_model_compiled_path: str | None = Field(None, description="Compiled graph of the draft model.")
-    speculative_draft_model: str | None = Field(None, description="Model that drafts tokens for speculative decoding.")
-    speculative_length: PositiveInt = Field(5, description="Number of tokens that the draft model proposes.")
-    draft_model_tp_size: PositiveInt | None = Field(None, description="Neuron cores of the draft model.")
+    draft_model_compiled_path: Annotated[str | None, Unavailable(lambda path: path is not None, _NO_DRAFT)] = Field(
+        None, description="Compiled graph of the draft model."
+    )
+    speculative_draft_model: Annotated[str | None, Unavailable(lambda name: name is not None, _NO_DRAFT)] = Field(
+        None, description="Model that drafts tokens for speculative decoding."
+    )
+    speculative_length: Annotated[PositiveInt, NoEffect("there is no draft model")] = Field(
+        5, description="Number of tokens that the draft model proposes."
+    )
+    draft_model_tp_size: Annotated[PositiveInt | None, NoEffect("there is no draft model")] = Field(
+        None, description="Neuron cores of the draft model."
+    )
     fuse_mlp: bool = Field(False, description="Fuse the MLP.")
     fused_rmsnorm_qkv: bool = Field(False, description="Fuse the norm with queries, keys and values.")
     qkv_tiling: bool = Field(False, description="Tile the weights of queries, keys and values.")
     weight_tiling: bool = Field(False, description="Tile the weights of the MLP.")
     mlp_out_weight_transpose: bool = Field(False, description="Transpose the output weights of the MLP.")
-    attention_layout: Literal["HSB", "BSH", "SBH"] | None = Field(None, description="Layout of attention.")
+    attention_layout: Literal["HSB", "BSH"] | None = Field(None, description="Layout of attention.")
     cache_layout: Literal["SBH", "BSH"] | None = Field(None, description="Layout of the KV cache.")
     all_reduce_dtype: Literal["float32", "float16", "bfloat16"] | None = Field(
         None, description="Data type of all-reduce."
@@ -114,50 +181,171 @@ class NeuronxOptions(ModelOptions):
     sequence_parallel_norm_threshold: PositiveInt | None = Field(
         None, description="Number of tokens from which norms use sequence parallelism."
     )
-    on_device_generation: bool = Field(False, description="Sample on the device.")
+    on_device_generation: Annotated[str | None, Unavailable(lambda path: path is not None, _ON_HOST)] = Field(
+        None, description="File with the sampling parameters of all requests, to sample on the device."
+    )
     shard_over_sequence: bool = Field(False, description="Split the KV cache along the sequence.")
     compilation_worker_count: PositiveInt | None = Field(None, description="Number of processes that compile.")
-    sequence_parallel: bool = Field(False, description="Use sequence parallelism.")
-    multi_node: bool = Field(False, description="Spread the model over several machines.")
+    sequence_parallel: bool = Field(
+        False, description="Split the norms of long prompts along the sequence (sequence_parallel_norm)."
+    )
+    multi_node: Annotated[bool, Unavailable.values(True, instead="use one machine")] = Field(
+        False, description="Spread the model over several machines."
+    )
     neuron_cc_pipeline_factor: PositiveInt | None = Field(None, description="Pipeline factor of the compiler.")
-    neuron_quant: bool = Field(False, description="Quantise with optimum-neuron.")
-    use_stable_diffusion: bool = Field(False, description="The model is a stable-diffusion pipeline.")
-    height: PositiveInt = Field(512, description="Height of images in pixels.")
-    width: PositiveInt = Field(512, description="Width of images in pixels.")
-    num_images_per_prompt: PositiveInt = Field(1, description="Number of images for each prompt.")
-    use_auth_token: str | None = Field(None, description="Token for gated models of Hugging Face.")
+    neuron_quant: Annotated[bool, Unavailable.values(True, instead="use option.quantize=static_int8")] = Field(
+        False, description="Quantise as vLLM on Neuron does."
+    )
+    use_stable_diffusion: Annotated[
+        bool, Unavailable.values(True, instead="use option.entryPoint=djl_python.stable_diffusion")
+    ] = Field(False, description="The model is a stable-diffusion pipeline.")
+    height: Annotated[PositiveInt, NoEffect("it is for images")] = Field(512, description="Height of images in pixels.")
+    width: Annotated[PositiveInt, NoEffect("it is for images")] = Field(512, description="Width of images in pixels.")
+    num_images_per_prompt: Annotated[PositiveInt, NoEffect("it is for images")] = Field(
+        1, description="Number of images for each prompt."
+    )
+    use_auth_token: Annotated[str | None, NoEffect("the server downloads models, with HF_TOKEN")] = Field(
+        None, description="Token for gated models of Hugging Face."
+    )
+
+    @property
+    def lines(self) -> int:
+        """How many sequences the graphs decode together."""
+        return 1 if self.rolling_batch == "disable" else self.max_rolling_batch_size
+
+    @property
+    def degree(self) -> int:
+        """How many Neuron cores the model is split over; "max" is resolved on a machine whose cores are known."""
+        return 1 if self.tensor_parallel_degree == "max" else max(1, self.tensor_parallel_degree)
+
+    @property
+    def loader(self) -> Literal["tnx", "optimum"] | None:
+        """The package that the options ask for; None if the model and the machine decide."""
+        if self.model_loader is not None:
+            return self.model_loader
+        if self.model_fields_set.intersection(_LOADER_OF_TNX):
+            return "tnx"
+        if self.partition_schema is None:
+            return None
+        return "optimum" if self.partition_schema == "optimum" else "tnx"
+
+    def packages(self, engines: tuple[str, ...]) -> tuple[str, ...]:
+        return ("optimum.neuron",) if self.loader == "optimum" else engines
+
+    def prompt_buckets(self) -> tuple[int, ...]:
+        """Return the prompt lengths that graphs are compiled for."""
+        if self.context_length_estimate is not None:
+            return tuple(sorted(self.context_length_estimate))
+        if self.cache_layout == "BSH":  # it allows no more than one
+            return (self.n_positions,)
+        sizes = [1 << power for power in range(7, self.n_positions.bit_length()) if 1 << power < self.n_positions]
+        return (*sizes, self.n_positions)
 
     def engine_arguments(self) -> Mapping[str, Any]:
-        """Return the arguments of `NeuronAutoModelForCausalLM.from_pretrained`."""
+        """Return the arguments of the library that loads the model.
+
+        These are those of transformers-neuronx' `NeuronAutoModelForCausalLM.from_pretrained`, or of optimum-neuron's
+        `NxDNeuronConfig`.
+        """
+        return self.optimum_arguments() if self.loader == "optimum" else self.tnx_arguments()
+
+    def tnx_arguments(self) -> Mapping[str, Any]:
+        """Return the arguments for transformers-neuronx; `neuron_config` is a mapping of those of its NeuronConfig."""
         arguments = {
-            "pretrained_model_name_or_path": self.model_id,
             "revision": self.revision,
-            "trust_remote_code": self.trust_remote_code,
-            "amp": {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}[self.dtype],
-            "tp_degree": self.tensor_parallel_degree,
-            "n_positions": self.n_positions,
-            "unroll": self.unroll,
-            "context_length_estimate": self.context_length_estimate,
+            "trust_remote_code": self.trust_remote_code or None,
             "low_cpu_mem_usage": self.low_cpu_mem_usage or None,
-            "batch_size": 1 if self.rolling_batch == "disable" else self.max_rolling_batch_size,
-            "quant_dtype": "s8" if self.load_in_8bit or self.quantize else None,
-            "group_query_attention": self.group_query_attention,
-            "fuse_qkv": self.fuse_qkv or None,
-            "on_device_embedding": self.on_device_embedding or None,
-            "collectives_layout": self.collectives_layout,
+            "amp": AMP[self.dtype],
+            "tp_degree": self.degree,
+            "n_positions": self.n_positions,
+            "unroll": None if self.unroll is None else int(self.unroll),
+            "context_length_estimate": list(self.prompt_buckets()),
+            "batch_size": self.lines,
+            "neuron_config": self._neuron_config(),
         }
         return {name: value for name, value in arguments.items() if value is not None}
+
+    def _neuron_config(self) -> Mapping[str, Any]:
+        given = {name: value for name in _NEURON_CONFIG if (value := getattr(self, name))}
+        if self.load_split_model:  # as with LMI
+            given["on_device_embedding"] = True
+        if self.sequence_parallel or self.sequence_parallel_norm_threshold:
+            given["sequence_parallel_norm"] = True
+        if self.load_in_8bit or self.quantize:
+            given["quant"] = {"quant_dtype": "s8", "dequant_dtype": AMP[self.dtype]}
+        return given
+
+    def optimum_arguments(self) -> Mapping[str, Any]:
+        """Return the arguments for optimum-neuron."""
+        arguments = {
+            "batch_size": self.lines,
+            "continuous_batching": self.lines > 1,
+            "sequence_length": self.n_positions,
+            "max_context_length": self.prompt_buckets()[-1],
+            "tp_degree": self.degree,
+            "torch_dtype": LONG_DTYPES[self.dtype],
+            "on_device_sampling": False,
+        }
+        return arguments | ({"fused_qkv": True} if self.fuse_qkv else {})
+
+    def compiler_flags(self) -> tuple[str, ...]:
+        """Return what these options add to the flags of the Neuron compiler (NEURON_CC_FLAGS)."""
+        flags = {
+            f"-O{self.neuron_optimize_level}": self.neuron_optimize_level,
+            "--enable-mixed-precision-accumulation": self.enable_mixed_precision_accumulation,
+            "--enable-saturate-infinity": self.enable_saturate_infinity,
+            f"--tensorizer-options='--cc-pipeline-tiling-factor={self.neuron_cc_pipeline_factor}'": (
+                self.neuron_cc_pipeline_factor
+            ),
+        }
+        return tuple(flag for flag, wanted in flags.items() if wanted)
+
+    def worker_environment(self) -> Mapping[str, str]:
+        flags = self.compiler_flags()
+        cache = self.compiled_graph_path
+        is_cache = cache is not None and not holds_graphs(Path(cache))
+        return {
+            **({"NEURON_CC_FLAGS": " ".join(flags)} if flags else {}),
+            **({"NEURON_COMPILE_CACHE_URL": cache} if cache is not None and is_cache else {}),
+        }
 
     def context_length(self) -> int | None:
         return self.n_positions
 
+    def partitioned(self) -> Mapping[str, str | None] | str:
+        if self.load_split_model:
+            return "the model has been split already; remove option.load_split_model"
+        if self.partition_schema == "compile_only":
+            return {"option.save_mp_checkpoint_path": None, "option.partition_schema": None}
+        removed = ("model_id", "revision", "save_mp_checkpoint_path", "partition_schema", "compiled_graph_path")
+        return {f"option.{name}": None for name in removed}
+
     def conflicts(self, given: Collection[str]) -> Iterator[Conflict]:
         key = ("option.partition_schema",)
-        if self._loader(given) == "tnx" and self.partition_schema == "optimum":
+        if self.loader == "tnx" and self.partition_schema == "optimum":
             yield Conflict(key, "optimum only with option.model_loader=optimum")
         if self.model_loader == "optimum" and self.partition_schema not in (None, "optimum"):
             yield Conflict(key, "optimum with option.model_loader=optimum")
+        if max(self.prompt_buckets()) > self.n_positions:
+            yield Conflict(
+                ("option.context_length_estimate", "option.n_positions"),
+                f"lengths of at most option.n_positions={self.n_positions}",
+            )
+        if self.qkv_tiling and not self.fuse_qkv:
+            yield Conflict(("option.qkv_tiling", "option.fuse_qkv"), "true only with option.fuse_qkv=true")
+        if self.shard_over_sequence and self.cache_layout not in (None, "SBH"):
+            yield Conflict(("option.shard_over_sequence", "option.cache_layout"), "true only with cache_layout=SBH")
+        if self.cache_layout == "BSH" and self.prompt_buckets() != (self.n_positions,):
+            yield Conflict(
+                ("option.cache_layout", "option.context_length_estimate"),
+                f"BSH only with option.context_length_estimate={self.n_positions}, the value of option.n_positions",
+            )
 
-    def _loader(self, given: Collection[str]) -> str | None:
-        needs_tnx = any(f"option.{name}" in given for name in _LOADER_OF_TNX)
-        return self.model_loader or ("tnx" if needs_tnx else None)
+    def warnings(self, given: Collection[str]) -> Iterator[Conflict]:
+        if self.loader == "optimum":
+            for name in _OF_TNX:
+                if f"option.{name}" in given and name not in _OF_OPTIMUM:
+                    yield Conflict((f"option.{name}",), "has no effect on optimum-neuron, only on transformers-neuronx")
+        continuous = self.rolling_batch_strategy == "continuous_batching"
+        if continuous and self.rolling_batch == "disable":
+            yield Conflict(("option.rolling_batch_strategy",), "has no effect with option.rolling_batch=disable")

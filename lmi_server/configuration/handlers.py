@@ -48,6 +48,9 @@ class HandlerSpec:
 
     What it needs and serves:
     - `engines`: Python packages that must be installed.
+    - `alternatives`: packages that the options may ask for in place of these (`ModelOptions.packages`).
+    - `installed_by`: the command that installs them, if lmi-server has no extra for them.
+    - `device`: the kind of device that it needs (`Machine.device_kind`); "" for any.
     - `needs_mpi`: it runs under the MPI engine only.
     - `reads_checkpoint`: the model is a Hugging Face checkpoint.
     - `reads_gguf`: the checkpoint may be a file in GGUF.
@@ -74,6 +77,9 @@ class HandlerSpec:
     variant: Variant | None = None
     generates: str | None = None
     engines: tuple[str, ...] = ()
+    alternatives: tuple[str, ...] = ()
+    installed_by: str = ""
+    device: str = ""
     needs_mpi: bool = False
     reads_checkpoint: bool = False
     reads_gguf: bool = False
@@ -153,7 +159,7 @@ class HandlerTable:
 
     def engines(self) -> frozenset[str]:
         """Return every Python package that a handler needs."""
-        return frozenset(name for spec in self for name in spec.engines)
+        return frozenset(name for spec in self for name in (*spec.engines, *spec.alternatives))
 
     def entry_points(self) -> tuple[str, ...]:
         """Return every name that option.entryPoint may have."""
@@ -258,10 +264,25 @@ _TENSORRT_LLM = HandlerSpec(
 )
 _NEURONX = HandlerSpec(
     title="transformers_neuronx",
+    handler="handlers.neuronx.handler:NeuronxHandler",
     options="handlers.neuronx.options:NeuronxOptions",
     entry_points=("djl_python.transformers_neuronx", "transformers_neuronx", "neuronx"),
+    variant=Variant("vllm on Neuron", serves="handlers.neuronx.options:runs_on_vllm"),
     engines=("transformers_neuronx",),
+    alternatives=("optimum.neuron",),
+    installed_by="pip install transformers-neuronx or optimum-neuron[neuronx], from Neuron's own package index",
+    device="nc",
     reads_checkpoint=True,
+)
+_NEURON_VLLM = HandlerSpec(
+    title="vllm on Neuron",
+    handler="handlers.vllm.handler:VllmHandler",
+    options="handlers.vllm.neuron_options:NeuronVllmOptions",
+    engines=("vllm", "vllm_neuron"),
+    installed_by="pip install vllm-neuron, from Neuron's own package index",
+    device="nc",
+    reads_checkpoint=True,
+    batches_by_default=True,
 )
 _STABLE_DIFFUSION = HandlerSpec(
     title="stable_diffusion",
@@ -316,6 +337,7 @@ HANDLERS = HandlerTable(
         _VLLM_POOLING,
         _TENSORRT_LLM,
         _NEURONX,
+        _NEURON_VLLM,
         _STABLE_DIFFUSION,
         _SKLEARN,
         _XGBOOST,

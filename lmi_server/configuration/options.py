@@ -417,6 +417,10 @@ class ModelOptions(Options):
         """Return the undeclared names (without "option.") that the engine takes; their values are passed on to it."""
         return frozenset()
 
+    def packages(self, engines: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the Python packages that must be installed; `engines` are those of the handler."""
+        return engines
+
     @classmethod
     def recommended(cls, machine: Machine) -> Mapping[str, str]:
         """Return the recommended raw values for `machine`, by key in full; they apply to keys that no layer sets."""

@@ -33,6 +33,7 @@ from lmi_server.supervisor.command import mpi_worker_command, worker_command
 # Placeholders: the numbers of descriptors and the directory of a group of ranks are made when a worker starts.
 _FD = "fd:N"
 _GROUP_DIRECTORY = "GROUP"
+_DEVICES = {"gpu": "an NVIDIA GPU", "nc": "a Neuron device"}
 _ANY_FORMAT = Source("default", "auto")
 _ANY_MPIRUN = MpiRun("mpirun", OPEN_MPI, "5")
 
@@ -236,16 +237,27 @@ def _absent(found: Inspection) -> tuple[Sequence[str], Sequence[str]]:
     A package that the model's requirements.txt may bring is only worth a warning.
     """
     here = found.options.own_python is None  # what another interpreter has is known when the model loads
-    missing = [name for name in found.spec.engines if here and name not in found.machine.engines]
+    needed = found.options.packages(found.spec.engines)
+    missing = [name for name in needed if here and name not in found.machine.engines]
     if here and is_gguf(found.location) and found.spec.reads_gguf and find_spec("gguf") is None:
         missing.append("gguf")
-    lines = [f"{found.spec.title} needs the Python package {name}, which is not installed" for name in missing]
+    install = f"; run: {found.spec.installed_by}" if found.spec.installed_by else ""
+    lines = [f"{found.spec.title} needs the Python package {name}, which is not installed{install}" for name in missing]
     programs = [NO_MPIRUN] if found.options.ranks is not None and found.machine.mpirun is None else []
     if not here and not _is_program(found.options.python_executable, found.model_dir):
         programs.append(f'option.pythonExecutable = "{found.options.python_executable}": there is no such program')
+    devices = _absent_devices(found)
     if Path(found.model_dir, "requirements.txt").is_file():
-        return (), [*lines, *programs]
-    return lines, programs
+        return devices, [*lines, *programs]
+    return [*lines, *devices], programs
+
+
+def _absent_devices(found: Inspection) -> Sequence[str]:
+    """Return an error if the handler needs a kind of device that this machine does not have."""
+    needed = found.spec.device
+    if needed in ("", found.machine.device_kind):
+        return ()
+    return (f"{found.spec.title} needs {_DEVICES[needed]}, and none is visible; serve the model on a machine with one",)
 
 
 def _file_faults(found: Inspection) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lmi_server.contract.ranks import Rank
@@ -99,6 +99,14 @@ def process_environment() -> dict[str, str]:
 def set_variables(values: Mapping[str, str]) -> None:
     """Set environment variables of this process, for libraries that read them later."""
     os.environ.update(values)
+
+
+def add_flags(name: str, flags: Sequence[str]) -> None:
+    """Append to variable `name` the flags that it does not have yet, for libraries that read it later."""
+    present = os.environ.get(name, "").split(" ")
+    joined = " ".join((*present, *(flag for flag in flags if flag not in present))).strip()
+    if joined:
+        os.environ[name] = joined
 
 
 def without_secrets_of_server(environment: Mapping[str, str]) -> dict[str, str]:

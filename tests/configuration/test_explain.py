@@ -178,8 +178,8 @@ CONFIGURATIONS = {
         },
         {
             "n_positions": 512,
-            "context_length_estimate": (256, 512),
-            "quant_dtype": "s8",
+            "context_length_estimate": [256, 512],
+            "neuron_config": {"quant": {"quant_dtype": "s8", "dequant_dtype": "f16"}},
             "amp": "f16",
             "batch_size": 32,
         },
@@ -426,6 +426,27 @@ def test_an_installed_engine_is_found(entry_point: str, package: str, tmp_path: 
     found = explain(inspect_model(tmp_path, {}))
     missing = f"{entry_point} needs the Python package {package}, which is not installed"
     assert (missing in found.unavailable) == (not found.can_be_served) == (find_spec(package) is None)
+
+
+@pytest.mark.parametrize(
+    ("more", "title", "package"),
+    [
+        ("option.rolling_batch=auto", "transformers_neuronx", "transformers_neuronx"),
+        ("option.model_loader=optimum", "transformers_neuronx", "optimum.neuron"),
+        ("option.rolling_batch=vllm", "vllm on Neuron", "vllm_neuron"),
+    ],
+)
+def test_a_model_for_neuron_says_which_package_and_device_are_missing(
+    tmp_path: Path, more: str, title: str, package: str
+) -> None:
+    (tmp_path / "serving.properties").write_text(f"option.entryPoint=djl_python.transformers_neuronx\n{more}")
+    bare = explain(inspect_model(tmp_path, {}, machine=NO_GPU)).unavailable
+    assert any(f"{title} needs the Python package {package}, which is not installed; run: pip" in line for line in bare)
+    assert f"{title} needs a Neuron device, and none is visible; serve the model on a machine with one" in bare
+    there = replace(
+        NO_GPU, neuron_devices=1, engines=frozenset({"transformers_neuronx", "optimum.neuron", "vllm_neuron", "vllm"})
+    )
+    assert explain(inspect_model(tmp_path, {}, machine=there)).unavailable == ()
 
 
 def test_a_package_that_is_not_installed_is_an_error_unless_the_model_brings_it(tmp_path: Path) -> None:

@@ -50,7 +50,9 @@ HANDLER = {
     "tensorrt_llm": "tensorrt_llm",
     "tensorrt_llm-awq": "tensorrt_llm",
     "tensorrt_llm-smoothquant": "tensorrt_llm",
+    "optimum_neuron": "transformers_neuronx",
     "transformers_neuronx": "transformers_neuronx",
+    "vllm-neuron": "vllm on Neuron",
     "xgboost": "xgboost",
     "vllm": "vllm",
     "vllm-awq": "vllm",
@@ -60,11 +62,13 @@ HANDLER = {
 }
 PIPELINE = "huggingface pipeline"
 VLLM_ENGINES = ("vllm", "vllm pooling", "lmi-dist")  # tests of their own run them
+NEURON = ("transformers_neuronx", "vllm on Neuron")  # of these, test_neuronx.py runs the first over a fake
 OWN = "a handler of one's own"  # test_own_code.py runs such
 TREE_MODELS = ("sklearn", "xgboost")  # test_tree_models.py runs them
-SERVED = ("huggingface", PIPELINE, "deepspeed", "deepspeed task", *TREE_MODELS, "echo", *VLLM_ENGINES, OWN)
+SERVED = ("huggingface", PIPELINE, "deepspeed", "deepspeed task", *TREE_MODELS, "echo", *VLLM_ENGINES, *NEURON, OWN)
 NOT_YET = {name for name, title in HANDLER.items() if title not in SERVED}
 VLLM = {name for name, title in HANDLER.items() if title in VLLM_ENGINES}  # run in processes of their own
+ON_NEURON = {name for name, title in HANDLER.items() if title in NEURON}
 PIPELINES = {name for name, title in HANDLER.items() if title in (PIPELINE, "deepspeed task")}
 
 
@@ -117,7 +121,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(HANDLER.keys() - NOT_YET - VLLM - PIPELINES - {*TREE_MODELS} - {"own-handler"}))
+@pytest.mark.parametrize(
+    "name", sorted(HANDLER.keys() - NOT_YET - VLLM - ON_NEURON - PIPELINES - {*TREE_MODELS} - {"own-handler"})
+)
 def test_a_sample_runs(name: str, tiny: Callable[[str], Path], tmp_path: Path) -> None:
     """A small model of the same class takes the place of the sample's own, which would have to be downloaded."""
     sample = SAMPLES / f"{name}.properties"

@@ -22,6 +22,7 @@ _OTHERWISE = {
     "huggingface pipeline": "option.task=fill-mask",
     "deepspeed task": "option.entryPoint=deepspeed",
     "vllm pooling": "option.entryPoint=vllm\noption.task=text-embedding",
+    "vllm on Neuron": "option.entryPoint=neuronx\noption.rolling_batch=vllm",
 }
 
 

@@ -17,7 +17,7 @@ from server_helpers import Server
 
 VLLM_SERVICE = "set option.entryPoint=djl_python.lmi_vllm.vllm_async_service; handle() in the model.py beside it"
 NO_TENSORRT = "this server has no TensorRT-LLM; set option.rolling_batch=vllm"
-NO_NEURON = "set option.entryPoint=djl_python.huggingface on CPU or GPU"
+NEURON = "set option.entryPoint=djl_python.transformers_neuronx"
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ NO_NEURON = "set option.entryPoint=djl_python.huggingface on CPU or GPU"
         ("lmi_vllm.vllm_async_service", "VLLMHandler", "check_health", VLLM_SERVICE),
         ("lmi_trtllm.trtllm_async_service", "TensorRTLlmAsyncService", "inference", NO_TENSORRT),
         ("tensorrt_llm", "TRTLLMService", "initialize", NO_TENSORRT),
-        ("transformers_neuronx", "TransformersNeuronXService", "initialize", NO_NEURON),
+        ("transformers_neuronx", "TransformersNeuronXService", "initialize", NEURON),
         ("stable_diffusion_inf2", "StableDiffusionNeuronXService", "inference", "call diffusers from handle()"),
         ("sagemaker", "SageMakerInferenceService", "load", "load the model and call it from handle() in a model.py"),
     ],

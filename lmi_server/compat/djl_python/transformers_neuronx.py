@@ -1,13 +1,10 @@
-"""The names of LMI's service for AWS Inferentia and Trainium. This server has no support for them.
-
-LMI had it up to 0.33.
-"""
+"""The names of LMI's service for AWS Inferentia and Trainium, up to 0.33. This server's handler takes its place."""
 
 from __future__ import annotations
 
 from djl_python.not_here import ServiceNotHere, function_not_here
 
-_INSTEAD = "this server has no handler for Neuron devices; set option.entryPoint=djl_python.huggingface on CPU or GPU"
+_INSTEAD = "set option.entryPoint=djl_python.transformers_neuronx; handle() in the model.py beside it gets the requests"
 
 
 class TransformersNeuronXService(ServiceNotHere):

@@ -1,0 +1,59 @@
+"""The options of vLLM on AWS Neuron devices (its plugin vllm-neuron), under the entry point of transformers_neuronx."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from handlers.vllm.options import VllmEngineOptions
+from lmi_server.configuration.declaration import Allowed, Key
+from lmi_server.configuration.options import JsonObject, ParallelDegree, PositiveInt, lower
+from lmi_server.machine.inventory import Machine
+
+_Lengths = Annotated[
+    tuple[Annotated[int, Field(ge=1)], ...],
+    BeforeValidator(lambda value: tuple(value.split(",")) if isinstance(value, str) else value),
+    Allowed("integers of 1 or more, separated by commas"),
+]
+
+
+class NeuronVllmOptions(VllmEngineOptions):
+    """Keys of serving.properties for a model that vLLM runs on Neuron cores."""
+
+    rolling_batch: Annotated[Literal["vllm"], BeforeValidator(lower), Allowed("auto, scheduler, disable, vllm")] = (
+        Field("vllm", description="vLLM batches by itself; any other value leaves the model to transformers_neuronx.")
+    )
+    tensor_parallel_degree: ParallelDegree = Field(1, description="Neuron cores that one model is split over.")
+    max_model_len: Annotated[PositiveInt | None, Key(also=("option.n_positions",))] = Field(
+        None, description="Maximum number of tokens of prompt and output together; without it the limit in config.json."
+    )
+    context_length_estimate: _Lengths | None = Field(
+        None, description="Prompt lengths for which graphs are compiled (context_encoding_buckets)."
+    )
+    fuse_qkv: bool = Field(False, description="Compute queries, keys and values in one operation (fused_qkv).")
+    sequence_parallel: bool = Field(False, description="Use sequence parallelism (sequence_parallel_enabled).")
+    override_neuron_config: JsonObject | None = Field(
+        None, description="Values of neuronx-distributed-inference's NeuronConfig by its own names."
+    )
+
+    @classmethod
+    def recommended(cls, machine: Machine) -> Mapping[str, str]:
+        """Recommend nothing: what suits vLLM on processors and GPUs does not suit its plugin."""
+        return {}
+
+    def engine_arguments(self) -> Mapping[str, Any]:
+        """Return vLLM's arguments; the plugin reads its own from `additional_config`."""
+        named = {
+            "context_encoding_buckets": None
+            if self.context_length_estimate is None
+            else list(self.context_length_estimate),
+            "fused_qkv": self.fuse_qkv,
+            "sequence_parallel_enabled": self.sequence_parallel,
+        }
+        overrides = {name: value for name, value in named.items() if value}
+        overrides |= json.loads(self.override_neuron_config or "{}")
+        plugin = {"additional_config": {"override_neuron_config": overrides}} if overrides else {}
+        return {**super().engine_arguments(), **plugin}

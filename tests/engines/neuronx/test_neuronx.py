@@ -1,0 +1,364 @@
+"""The neuronx handler over the fake of transformers-neuronx: keys, generation, failures, ahead-of-time compilation."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import sys
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from paths import ROOT, TESTS
+from rolling_batch_helpers import generated
+from server_helpers import Server, running
+from tiny_models import byte_tokenizer, tiny_model
+
+from handlers.neuronx.handler import NeuronxHandler
+from handlers.neuronx.options import NeuronxOptions
+from lmi_server.contract.errors import ModelLoadError, ModelMemoryError, RequestError
+from lmi_server.contract.generation import Delta, GenerationRequest, SamplingParameters
+
+FAKE = TESTS / "support/fake_transformers_neuronx"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fake() -> Iterator[None]:
+    sys.path.insert(0, str(FAKE))
+    yield
+    sys.path.remove(str(FAKE))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_neuronx"]:
+        del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with a small Llama and a small GPT-2."""
+    root = tmp_path_factory.mktemp("neuronx")
+    for family in ("llama", "gpt2", "qwen2"):
+        tiny_model(family).save_pretrained(root / family)
+        byte_tokenizer().save_pretrained(root / family)
+    return root
+
+
+def options_of(**given: Any) -> NeuronxOptions:
+    return NeuronxOptions.model_validate({"n_positions": 64, **given})
+
+
+@asynccontextmanager
+async def started(directory: Path, **given: Any) -> AsyncIterator[NeuronxHandler]:
+    handler = NeuronxHandler()
+    await handler.start(str(directory), options_of(**given))
+    try:
+        yield handler
+    finally:
+        await handler.stop()
+
+
+def loaded(directory: Path, **given: Any) -> dict[str, Any]:
+    """Start and stop a handler; return the calls that the library got, by name."""
+    from transformers_neuronx import calls
+
+    calls.clear()
+
+    async def once() -> None:
+        async with started(directory, **given):
+            pass
+
+    asyncio.run(once())
+    return dict(calls)
+
+
+async def deltas(handler: NeuronxHandler, prompt: list[int], count: int, **sampling: Any) -> list[Delta]:
+    request = GenerationRequest(
+        request_id=os.urandom(4).hex(),
+        prompt=tuple(prompt),
+        sampling=SamplingParameters(max_new_tokens=count, **sampling),
+    )
+    return [delta async for delta in handler.generate(request)]
+
+
+def ids(answer: list[Delta]) -> list[int]:
+    return [token.id for delta in answer for token in delta.tokens]
+
+
+def neuron_config(arguments: dict[str, Any]) -> dict[str, Any]:
+    return vars(arguments["neuron_config"])
+
+
+BATCHED = {"rolling_batch": "auto", "max_rolling_batch_size": 3}
+
+
+@pytest.mark.parametrize(
+    ("family", "given", "batching"),
+    [
+        ("llama", {**BATCHED, "context_length_estimate": "16,32"}, "continuous"),
+        ("llama", {**BATCHED, "rolling_batch": "scheduler", "rolling_batch_strategy": "naive_rolling_batch"}, "column"),
+        ("gpt2", BATCHED, "column"),
+        ("llama", {}, "column"),
+    ],
+)
+def test_concurrent_requests_get_the_tokens_of_transformers(
+    models: Path, family: str, given: dict[str, Any], batching: str
+) -> None:
+    """More requests than lines, of any length, and one of them leaves early."""
+    prompts = [[7], [1, 2, 3], list(range(20)), list(range(40)), [9, 8], list(range(50, 62))]
+    model = tiny_model(family)
+
+    async def run() -> list[list[Delta]]:
+        async with started(models / family, **given) as handler:
+            leaving = handler.generate(
+                GenerationRequest(request_id="gone", prompt=(5, 6), sampling=SamplingParameters(max_new_tokens=50))
+            )
+            await anext(leaving)
+            answers = asyncio.gather(*(deltas(handler, prompt, 12) for prompt in prompts))
+            await leaving.aclose()
+            assert batching in str(handler._loaded.details["batching"])
+            return await answers
+
+    for prompt, answer in zip(prompts, asyncio.run(run()), strict=True):
+        assert ids(answer) == generated(model, prompt, 12)
+        assert answer[-1].usage is not None
+        assert answer[-1].usage.prompt_tokens == len(prompt)
+
+
+def test_an_abort_frees_its_line_within_a_step(models: Path) -> None:
+    async def run() -> None:
+        async with started(models / "llama", rolling_batch="auto", max_rolling_batch_size=1) as handler:
+            request = GenerationRequest(
+                request_id="1", prompt=(5, 6), sampling=SamplingParameters(max_new_tokens=60, ignore_eos=True)
+            )
+            stream = handler.generate(request)
+            await anext(stream)
+            await stream.aclose()
+            answer = await deltas(handler, [1, 2], 3, ignore_eos=True)
+            steps = handler.stats()["engine_steps"]
+            assert len(ids(answer)) == 3
+            assert steps < 60  # the aborted request would have taken so many
+
+    asyncio.run(run())
+
+
+def test_bad_requests_are_refused_and_others_go_on(models: Path) -> None:
+    async def run() -> None:
+        async with started(models / "llama", **BATCHED) as handler:
+            with pytest.raises(RequestError, match="decoder_input_details"):
+                await deltas(handler, [1], 2, prompt_logprobs=0)
+            with pytest.raises(RequestError, match="64"):
+                await deltas(handler, [1] * 60, 10)
+            with pytest.raises(RequestError, match="vocabulary"):
+                await deltas(handler, [999], 2)
+            answer = await deltas(handler, [1, 2], 2, logprobs=2, ignore_eos=True)
+            assert all(len(token.top) == 2 for delta in answer for token in delta.tokens)
+
+    asyncio.run(run())
+
+
+def test_every_key_reaches_its_argument(models: Path) -> None:
+    """The arguments that transformers-neuronx gets are those that `explain` shows."""
+    given: dict[str, Any] = {
+        **BATCHED,
+        "dtype": "bf16",
+        "tensor_parallel_degree": "4",
+        "unroll": "2",
+        "low_cpu_mem_usage": True,
+        "context_length_estimate": "64,32",
+        "quantize": "static_int8",
+        "group_query_attention": "replicated-heads",
+        "fuse_qkv": True,
+        "on_device_embedding": True,
+        "collectives_layout": "BSH",
+        "attention_layout": "BSH",
+        "cache_layout": "SBH",
+        "all_reduce_dtype": "float32",
+        "cast_logits_dtype": "float32",
+        "sequence_parallel": True,
+        "sequence_parallel_norm_threshold": "32",
+        "shard_over_sequence": True,
+        "compilation_worker_count": "2",
+        "fuse_mlp": True,
+        "fused_rmsnorm_qkv": True,
+        "qkv_tiling": True,
+        "weight_tiling": True,
+        "mlp_out_weight_transpose": True,
+        "revision": "main",
+        "trust_remote_code": True,
+    }
+    calls = loaded(models / "llama", **given)
+    arguments = calls["from_pretrained"]
+    config = neuron_config(arguments)
+    shown = dict(options_of(**given).engine_arguments())
+    assert {
+        "amp": "bf16",
+        "tp_degree": 4,
+        "unroll": 2,
+        "low_cpu_mem_usage": True,
+        "context_length_estimate": [32, 64],
+        "batch_size": 3,
+        "n_positions": [64],
+        "revision": "main",
+        "trust_remote_code": True,
+    }.items() <= arguments.items()
+    assert config["continuous_batching"].batch_size_for_shared_caches == 3
+    assert vars(config["quant"]) | {"quant_dtype": "s8", "dequant_dtype": "bf16"} == vars(config["quant"])
+    assert dict(shown.pop("neuron_config")) == {
+        **{name: config[name] for name in given if name in config},
+        "sequence_parallel_norm": True,
+        "quant": {"quant_dtype": "s8", "dequant_dtype": "bf16"},
+        "sequence_parallel_norm_threshold": 32,
+        "compilation_worker_count": 2,
+    }
+    assert shown | {"n_positions": [64]} == {name: arguments[name] for name in shown}
+
+
+def test_defaults_are_those_of_lmi(models: Path) -> None:
+    arguments = loaded(models / "llama")["from_pretrained"]
+    assert {"amp": "f16", "tp_degree": 1, "batch_size": 1, "n_positions": 64}.items() <= arguments.items()
+    assert neuron_config(arguments)["continuous_batching"] is None
+    assert neuron_config(arguments)["quant"] is None
+    assert NeuronxOptions().engine_arguments()["n_positions"] == 128
+
+
+def test_flags_of_the_compiler_and_its_cache(models: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The flags are added to those that the server was started with."""
+    given = {
+        "neuron_optimize_level": "3",
+        "enable_mixed_precision_accumulation": True,
+        "enable_saturate_infinity": True,
+        "neuron_cc_pipeline_factor": "4",
+        "compiled_graph_path": str(tmp_path),
+    }
+    flags = (
+        "-O3 --enable-mixed-precision-accumulation --enable-saturate-infinity"
+        " --tensorizer-options='--cc-pipeline-tiling-factor=4'"
+    )
+    variables = {"NEURON_CC_FLAGS": flags, "NEURON_COMPILE_CACHE_URL": str(tmp_path)}
+    assert options_of(**given).worker_environment() == variables
+    assert options_of().worker_environment() == {}
+    monkeypatch.setenv("NEURON_CC_FLAGS", "--verbose=35 -O3")
+    loaded(models / "llama", **given)
+    assert os.environ["NEURON_CC_FLAGS"] == f"--verbose=35 {flags}"
+
+
+@pytest.mark.parametrize(
+    ("fails", "error", "text"),
+    [
+        ("device", ModelLoadError, "no Neuron device can be used here: neuron-ls"),
+        ("compile", ModelLoadError, "option.neuron_optimize_level=1"),
+        ("memory", ModelMemoryError, "raise option.tensor_parallel_degree"),
+    ],
+)
+def test_a_failed_load_names_the_cause_and_the_remedy(
+    models: Path, monkeypatch: pytest.MonkeyPatch, fails: str, error: type[Exception], text: str
+) -> None:
+    monkeypatch.setenv("FAKE_NEURONX_FAILS", fails)
+    with pytest.raises(error, match=text):
+        loaded(models / "llama")
+
+
+@pytest.mark.parametrize(
+    ("family", "given", "text"),
+    [
+        ("llama", {"n_positions": "512"}, "more than the model's context of 256 tokens"),
+        ("llama", {"load_split_model": True}, "holds no directory pytorch_model.bin"),
+        ("gpt2", {**BATCHED, "rolling_batch_strategy": "continuous_batching"}, "use naive_rolling_batch"),
+        ("qwen2", {"model_loader": "tnx"}, "has no model of type qwen2.*option.model_loader=optimum"),
+        ("qwen2", {}, "needs the Python package optimum-neuron, which cannot be imported.*pip install optimum-neuron"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused_by_name(models: Path, family: str, given: dict[str, Any], text: str) -> None:
+    with pytest.raises(ModelLoadError, match=text):
+        loaded(models / family, **given)
+
+
+def test_a_missing_package_is_named_with_its_command(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers_neuronx", None)
+
+    async def start() -> None:
+        async with started(models / "llama", **BATCHED):
+            pass
+
+    with pytest.raises(ModelLoadError, match=r"package transformers-neuronx, .*pip install transformers-neuronx"):
+        asyncio.run(start())
+
+
+@pytest.mark.parametrize("schema", [None, "safetensors"])
+def test_a_model_compiled_ahead_of_time_is_loaded_and_not_compiled_again(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schema: str | None
+) -> None:
+    target = tmp_path / "compiled model"
+    calls = loaded(models / "llama", **BATCHED, save_mp_checkpoint_path=str(target), partition_schema=schema)
+    assert ("save_pretrained_split" in calls) is (schema is None)
+    assert json.loads((target / "config.json").read_text())["neuron"]["sequence_length"] == 64
+    byte_tokenizer().save_pretrained(target)  # `lmi-server partition` copies it
+    monkeypatch.setenv("FAKE_NEURONX_FAILS", "compile")
+    calls = loaded(target, **BATCHED)
+    assert calls["load"] == {"directory": str(target / "compiled")}
+    assert calls["from_pretrained"]["path"] == str(target / "checkpoint")
+    with pytest.raises(ModelLoadError, match=r"set option\.n_positions=64 in place of 32"):
+        loaded(target, **BATCHED, n_positions="32")
+
+
+def test_graphs_alone_are_compiled_beside_a_model_that_stays_where_it_is(models: Path, tmp_path: Path) -> None:
+    graphs = tmp_path / "graphs"
+    calls = loaded(
+        tmp_path,
+        model_id=str(models / "llama"),
+        save_mp_checkpoint_path=str(graphs),
+        partition_schema="compile_only",
+    )
+    assert calls["save"] == {"directory": str(graphs)}
+    assert calls["to_neuron"]["cwd"] != os.getcwd()
+    assert loaded(models / "llama", compiled_graph_path=str(graphs))["load"] == {"directory": str(graphs)}
+    with pytest.raises(ModelLoadError, match="compile_only writes no weights"):
+        loaded(models / "llama", save_mp_checkpoint_path=str(graphs), partition_schema="compile_only")
+
+
+@pytest.fixture(scope="module")
+def server(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Serve the small Llama; its Neuron core fails at position 41, and works again in a new process."""
+    directory = tmp_path_factory.mktemp("served") / "model"
+    shutil.copytree(models / "llama", directory)
+    path = os.pathsep.join(map(str, (ROOT, FAKE, TESTS / "support")))
+    (directory / "serving.properties").write_text(
+        "option.entryPoint=djl_python.transformers_neuronx\noption.rolling_batch=auto\noption.n_positions=64\n"
+        f"option.max_rolling_batch_size=2\noption.env=FAKE_NEURONX_FAILS=core,PYTHONPATH={path}\nretry_threshold=10\n"
+    )
+    with running(directory) as process:
+        process.log_line(r"\] ready: process")
+        yield process
+
+
+def tokens_of(stream: str) -> list[int]:
+    """Return the token ids in the answer of a streamed request."""
+    lines = (json.loads(line) for line in stream.splitlines() if line)
+    return [line["token"]["id"] for line in lines if "token" in line]
+
+
+@pytest.mark.slow
+def test_streams_over_http_are_those_of_transformers(server: Server) -> None:
+    """Twice as many concurrent requests as there are lines."""
+    prompts = ["a", "bc", "hello there", "x" * 20]
+    model = tiny_model("llama")
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda prompt: server.invoke(prompt, 12, stream=True, timeout=120).text, prompts))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        encoded = byte_tokenizer().encode(prompt)
+        assert tokens_of(answer) == generated(model, encoded, 12)
+
+
+@pytest.mark.slow
+def test_a_dead_core_ends_its_worker_and_the_next_one_serves(server: Server) -> None:
+    before = server.worker_pid()
+    assert server.invoke("x" * 70, 5).status_code in (400, 413, 422, 424)  # too long: it harms nobody
+    failed = server.invoke("a", 60, stream=True, timeout=120)
+    assert "error" in failed.text
+    server.log_line("the Neuron runtime failed: RuntimeError: nrt_execute status=1202")
+    answer = server.invoke("a", 5, timeout=120)
+    assert answer.status_code == 200
+    assert server.worker_pid() != before
