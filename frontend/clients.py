@@ -10,6 +10,7 @@ from typing import Any
 
 from lmi_server.contract.errors import LmiServerError, error_from_kind
 from lmi_server.contract.secrets import SECRETS
+from lmi_server.dialects.framing import encode, encode_line
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -30,16 +31,30 @@ def is_local(scope: Scope) -> bool:
 
 
 def shown_error(error: LmiServerError, scope: Scope) -> LmiServerError:
-    """Return the error as this client may read it.
-
-    Nobody reads secrets, and on another machine paths keep only their last part.
-    """
-    message = SECRETS.masked(error.message)
-    if "/" in message and not is_local(scope):
-        message = without_directories(message)
+    """Return the error as this client may read it."""
+    message = shown_text(error.message, scope)
     if message == error.message:
         return error
     return error_from_kind(error.kind, message, getattr(error, "code", None))
+
+
+def shown_text(message: str, scope: Scope) -> str:
+    """Return the message of an error as this client may read it.
+
+    Nobody reads secrets, and on another machine paths keep only their last part.
+    """
+    masked = SECRETS.masked(message)
+    return without_directories(masked) if "/" in masked and not is_local(scope) else masked
+
+
+def shown_answer(data: bytes, message: str, scope: Scope) -> bytes:
+    """Return an answer in JSON that reports the error of this message, as this client may read it."""
+    shown = shown_text(message, scope)
+    if shown == message:
+        return data
+    for encoded in (encode, encode_line):
+        data = data.replace(encoded(message)[1:-1], encoded(shown)[1:-1])
+    return data
 
 
 def without_directories(text: str) -> str:

@@ -18,7 +18,7 @@ from uuid import uuid4
 import msgspec
 
 from frontend.api_keys import TENANT
-from frontend.clients import shown_error
+from frontend.clients import shown_answer, shown_error
 from frontend.compression import decoded_body
 from frontend.deadlines import deadline_of
 from frontend.error_rates import ErrorRates
@@ -313,6 +313,10 @@ class Response:
         """Return the error as the client may read it."""
         return shown_error(error, self._scope)
 
+    def shown_answer(self, data: bytes, message: str) -> bytes:
+        """Return an answer of a worker that reports an error with this message as the client may read it."""
+        return shown_answer(data, message, self._scope)
+
     def linger(self) -> None:
         """Let a client that still sends its request read the answer, although the connection ends with it."""
         self._connection.linger()
@@ -368,6 +372,8 @@ async def _relay(route: str, job: Job, response: Response, statuses: Mapping[typ
         terminal = reply.terminal
         data = reply.take()
         if terminal is not None:
+            if isinstance(terminal, End) and terminal.message:
+                data = response.shown_answer(data, terminal.message)
             await response.end(data + _ending(route, head, terminal, response))
             return _status_of_end(route, terminal, statuses)
         if data:
@@ -381,7 +387,8 @@ async def _send_whole(
     route: str, terminal: Reply | End | Error | None, response: Response, statuses: Mapping[type[LmiServerError], int]
 ) -> int:
     if isinstance(terminal, Reply):
-        await response.whole(terminal.status, terminal.headers, terminal.data, terminal.reason)
+        data = response.shown_answer(terminal.data, terminal.message) if terminal.message else terminal.data
+        await response.whole(terminal.status, terminal.headers, data, terminal.reason)
         return terminal.status
     assert isinstance(terminal, Error), "a stream has a head before its end"
     if terminal.kind == CANCELLED:

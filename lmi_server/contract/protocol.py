@@ -209,10 +209,14 @@ class Chunk(Message, frozen=True):
 
 
 class End(Message, frozen=True):
-    """The streamed answer is complete. `status` is 200, or that of the error that its last bytes report."""
+    """The streamed answer is complete.
+
+    `status` is 200, or that of the error that its last bytes report, and `message` is the text of that error.
+    """
 
     id: int
     status: int = 200
+    message: str = ""
 
 
 CANCELLED = "Cancelled"
@@ -235,13 +239,17 @@ class Error(Message, frozen=True):
 
 
 class Reply(Message, frozen=True):
-    """A whole answer in one item: status, headers, body and, as in Head, the reason phrase."""
+    """A whole answer in one item: status, headers, body and, as in Head, the reason phrase.
+
+    `message` is the text of the error that the body reports, if the server itself wrote it.
+    """
 
     id: int
     status: int
     headers: list[tuple[str, str]]
     data: bytes
     reason: str = ""
+    message: str = ""
 
 
 Item = Head | Chunk | End | Error | Reply

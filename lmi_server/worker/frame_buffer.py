@@ -169,15 +169,15 @@ class ResponseWriter:
         """End with a whole answer."""
         self._finish(Reply(self.id, status, headers, data, reason))
 
-    def end(self, status: int = 200) -> None:
-        """End the stream. `status` is that of the error that its last bytes report, if they do."""
+    def end(self, status: int = 200, message: str = "") -> None:
+        """End the stream. `status` and `message` are those of the error that its last bytes report, if they do."""
         if not self.started and not self._prefix and self._head is not None:
             self.reply(self._head.status, self._head.headers, b"", self._head.reason)
             return
         if not self.started:
             self.started = True
             self.buffer.add(self)
-        self._finish(End(self.id, status))
+        self._finish(End(self.id, status, message))
 
     def error(self, kind: str, message: str, code: int | None = None) -> None:
         """End with an Error, which the front end formats."""
@@ -188,7 +188,8 @@ class ResponseWriter:
         if self.started:
             self.error(error.kind, error.message, error.code if isinstance(error, HandlerError) else None)
         else:
-            self.reply(*error_reply(self._route, error, request_id=self._name))
+            status, headers, data = error_reply(self._route, error, request_id=self._name)
+            self._finish(Reply(self.id, status, headers, data, message=error.message))
 
     def move_to(self, items: list[Item]) -> int:
         """Move what the stream produced to `items`; return its bytes without the prefix. Called by the flush."""

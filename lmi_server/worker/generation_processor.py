@@ -243,7 +243,7 @@ def _fail(request: Input, exchange: Exchange | None, writer: ResponseWriter, err
     data = exchange.error_chunk(error)
     if data:
         writer.chunk(data)
-    writer.end(error_reply(request.route, error)[0])
+    writer.end(error_reply(request.route, error)[0], error.message)
 
 
 def _log_warnings(request: Input, warnings: Sequence[str]) -> None:

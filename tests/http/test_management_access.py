@@ -40,7 +40,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(home: Path) -> Iterator[Server]:
     """Serve models of a store to clients of this machine, the default."""
-    with running(home / "store" / "first", home / "store" / "raising", home / "store" / "broken") as server:
+    models = [home / "store" / name for name in ("first", "raising", "broken")]
+    with running(*models, variables={"HF_TOKEN": "hf_planted_secret"}) as server:
         for _ in range(2):
             server.log_line(r"\] ready: process")
         yield server
@@ -256,6 +257,23 @@ def test_strangers_read_no_local_paths(server: Server, home: Path) -> None:
     raised = server.http.post("/predictions/raising", content=b"x", headers=REMOTE)
     assert (raised.status_code, str(home) in raised.text, "not this" in raised.text) == (424, False, True)
     assert "serving.properties:1: option.dtype" in server.http.post("/predictions/broken", headers=REMOTE).text
+
+
+@pytest.mark.parametrize("prompt", ["name-a-path", "token-then-name-a-path"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_strangers_read_no_paths_in_errors_of_workers_and_nobody_reads_secrets(
+    server: Server, home: Path, prompt: str, stream: bool
+) -> None:
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("/predictions/first", request(prompt, stream=stream)),
+        ("/v1/completions", {"model": "first", "prompt": prompt, "stream": stream}),
+        ("/v2/models/first/generate" + "_stream" * stream, {"text_input": prompt}),
+    ]
+    for path, body in asked:
+        far, near = (server.http.post(path, json=body, headers=headers).text for headers in (REMOTE, {}))
+        assert [str(home) in text for text in (far, near)] == [False, True], far + near
+        assert ["größe.bin with ***, s3://***@x" in text for text in (far, near)] == [True, True], far + near
+        assert "planted" not in far + near
 
 
 def test_paths_of_urls_stay(tmp_path: Path) -> None:

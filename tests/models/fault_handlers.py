@@ -42,6 +42,8 @@ class FaultHandler(EchoHandler):
             raise RequestError("the prompt is refused")
         if fault == "raise":
             raise RuntimeError("raised before the first token")
+        if fault == "name-a-path":
+            self._name_a_path()
         if fault == "exit":
             os._exit(7)
         if fault == "exit-once" and self._is_first(fault):
@@ -92,7 +94,13 @@ class FaultHandler(EchoHandler):
             return False
         return True
 
+    def _name_a_path(self) -> None:
+        token = os.environ.get("HF_TOKEN")
+        raise RuntimeError(f'no "weights":\n{self._model_dir}/größe.bin with {token}, s3://me:{token}@x\u2028')
+
     async def _after_a_token(self, fault: str) -> None:
+        if fault == "name-a-path":
+            self._name_a_path()
         if fault == "raise":
             raise RuntimeError("raised after a token")
         if fault == "cancel":
