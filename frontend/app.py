@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from frontend import kserve
 from frontend.adapters import AdapterManagement
+from frontend.async_jobs import AsyncJobs
 from frontend.clients import shown_path
 from frontend.error_rates import ErrorRates
 from frontend.inference import Receive, Relay, Scope, Send
@@ -87,7 +88,9 @@ class App:
         self._takes_preflights = settings.cors_allowed_origin is not None
         status = StatusEndpoints(models, metrics, relay.error_rates, settings.allow_multi_status)
         keys = access.keys
-        self._infer = relay if keys is None else keys.protect(relay, relay.refuse)
+        infer = relay if keys is None else keys.protect(relay, relay.refuse)
+        self.jobs = AsyncJobs(infer, self._answer, None if keys is None else keys.check, settings)
+        self._infer = self.jobs
         self._sagemaker = SageMakerRuntime(models, self._infer)
         serving, managing = _serving_routes(status, models), _managing_routes(status, models, access)
         if keys is not None:

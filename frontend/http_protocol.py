@@ -7,7 +7,7 @@ import fcntl
 import socket
 import sys
 import termios
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from http import HTTPStatus
 from typing import Any, cast
 from uuid import uuid4
@@ -473,6 +473,12 @@ def _unacknowledged(connection: Any) -> int:
 def connection_of(scope: Any) -> RelayProtocol:
     """Return the connection of a request."""
     return cast(RelayProtocol, scope["extensions"][_EXTENSION])
+
+
+def detached_scope(scope: MutableMapping[str, Any], connection: object) -> MutableMapping[str, Any]:
+    """Return the scope with `connection` in place of that of the client, which need not wait for the answer."""
+    extensions = {_EXTENSION: connection, _NAMES: header_names(scope)}
+    return {**scope, "extensions": extensions}
 
 
 def header_names(scope: Any) -> list[bytes]:

@@ -192,6 +192,24 @@ class ServerSettings(Options):
         description="A request for an unknown model registers it if its header, query or form has a model_url that "
         "matches this as a whole.",
     )
+    memory_cache_capacity: PositiveInt = Field(
+        1000, description="Most asynchronous jobs (x-synchronous: false) that run or whose answers are in memory."
+    )
+    async_jobs_size: PositiveInt = Field(
+        1073741824, description="Bytes of answers in memory from which on no further asynchronous job is taken (503)."
+    )
+    async_jobs_lifetime: Seconds = Field(
+        3600.0, description="Seconds for which the answer of an asynchronous job is kept."
+    )
+    async_jobs_dir: str | None = Field(
+        None, description="Directory that keeps the answers of asynchronous jobs over a restart."
+    )
+    s3_cache: bool = Field(False, description="Keep the answers of asynchronous jobs on S3.")
+    s3_cache_bucket: str | None = Field(None, description="Bucket for s3_cache.")
+    s3_cache_key_prefix: str = Field("", description="What the names of the objects of s3_cache begin with.")
+    s3_cache_autocreate: bool = Field(False, description="Make s3_cache_bucket if it is not there.")
+    ddb_cache: bool = Field(False, description="Keep the answers of asynchronous jobs in DynamoDB.")
+    ddb_table_name: str = Field("djl-serving", description="Table for ddb_cache; it is made if it is not there.")
     model_store: str | None = Field(
         None,
         description="Directory with models, directories or archives; a relative path starts at $MODEL_SERVER_HOME.",
@@ -258,6 +276,8 @@ _WITHOUT_EFFECT = {
     "chunked_read_timeout": "option.predict_timeout limits how long a request may make no progress",
     **dict.fromkeys(("number_of_netty_threads", "use_native_io", "io_ratio"), "the server has one event loop"),
     **dict.fromkeys(("cluster_address", "plugin_folder", "WEB_ROOT"), "the server has no such feature"),
+    "cache_batch": "an answer is stored when its job has ended",
+    "cache_multitenant": "each job has a token of its own",
     "timeout_http_code": "wlm_error_http_code is the status of a request that made no progress",
     "server_error_http_code": "an error of the server itself is a 500",
     **dict.fromkeys(("grpc_address", "grpc_port"), "the server does not speak gRPC"),

@@ -1,0 +1,318 @@
+"""Requests that nobody waits for: they are answered at once with a token, under which their answers can be read later.
+
+The headers are DJL Serving's: `x-synchronous: false` starts a job, `x-starting-token` and `x-max-items` read its answer
+in pages, and `x-next-token` of an answer names what follows. DELETE with `x-starting-token` ends a job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import socket
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+from starlette.responses import Response
+
+from frontend.clients import Receive, Scope, Send
+from frontend.http_protocol import connection_of, detached_scope
+from frontend.job_store import JobRecord, job_store
+from frontend.responses import error_response, json_response
+from lmi_server.configuration.server_settings import ServerSettings
+from lmi_server.contract.errors import BadParameterError, LmiServerError, QueueFullError, WorkerDiedError
+from lmi_server.supervisor.job import ReplySlot
+
+logger = logging.getLogger(__name__)
+
+Inference = Callable[[str, "str | None", "str | None", Scope, Receive, Send], Awaitable[None]]
+Answer = Callable[[Response, Scope, Receive, Send], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+Target = tuple[str, "str | None", "str | None"]
+
+_ATTRIBUTES = b"x-amzn-sagemaker-custom-attributes"
+_SYNCHRONOUS, _STARTING_TOKEN, _MAX_ITEMS = b"x-synchronous", b"x-starting-token", b"x-max-items"
+_NAMES = frozenset({_SYNCHRONOUS, _STARTING_TOKEN, _MAX_ITEMS, _ATTRIBUTES})
+_NEXT_TOKEN = "x-next-token"
+_NOT_YET = "The model result is not yet available"  # LMI's words
+_TOKEN = re.compile(r"([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})(\d{0,9})")
+_INTEGER = re.compile(r"-?\d{1,9}")
+# What belongs to one answer over HTTP, and not to that of the model.
+_OF_AN_ANSWER = frozenset({"content-length", "connection", "x-request-id", "pragma", "cache-control", "expires"})
+
+
+@dataclass
+class _Job:
+    """One job of this process. `accepted` is set once a queue has it; `cancel` ends it then."""
+
+    token: str
+    record: JobRecord
+    accepted: asyncio.Event = field(default_factory=asyncio.Event)
+    saving: asyncio.Lock = field(default_factory=asyncio.Lock)
+    cancel: Callable[[], None] | None = None
+    task: asyncio.Task[None] | None = None
+    was_read: bool = False
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.record.items))
+
+
+class DetachedConnection:
+    """What a request has in place of the connection of a client, if no client waits for its answer."""
+
+    refused_with: int | None = None
+
+    def __init__(self, job: _Job) -> None:
+        self._job = job
+
+    def watch(self, on_gone: Callable[[], None], reply: ReplySlot) -> None:
+        """Note that a queue has the request, which `on_gone` cancels."""
+        self._job.cancel = on_gone
+        self._job.accepted.set()
+
+    def unwatch(self) -> None:
+        self._job.cancel = None
+
+    def abort(self) -> None:
+        """Nobody reads too slowly here."""
+
+    def linger(self) -> None:
+        """There is no client that could still send."""
+
+    def set_reason(self, phrase: str) -> None:
+        """Keep the reason phrase for the first page."""
+        self._job.record.reason = phrase
+
+
+class AsyncJobs:
+    """Answers requests that start a job, read its answer or end it; hands all others to `infer`.
+
+    `answer` sends a response with the headers that every answer has. `check_key` raises AuthenticationError if a
+    request has no API key that is accepted.
+    """
+
+    def __init__(
+        self,
+        infer: Inference,
+        answer: Answer,
+        check_key: Callable[[Scope], object] | None,
+        settings: ServerSettings,
+    ) -> None:
+        """Raise ConfigurationError if the settings for the store of answers cannot be used."""
+        self._infer = infer
+        self._answer = answer
+        self._check_key = check_key
+        self._capacity = settings.memory_cache_capacity
+        self._max_size = settings.async_jobs_size
+        self._lifetime = settings.async_jobs_lifetime
+        self._store = job_store(settings)
+        self._jobs: dict[str, _Job] = {}
+        self._owner = f"{socket.gethostname()}:{os.getpid()}:{time.time_ns()}"
+
+    def __call__(
+        self, route: str, name: str | None, version: str | None, scope: Scope, receive: Receive, send: Send
+    ) -> Awaitable[None]:
+        """Serve one inference request. Nearly all have none of these headers, and pay for this look only."""
+        given = [header for header in scope["headers"] if header[0] in _NAMES]
+        if not given:
+            return self._infer(route, name, version, scope, receive, send)
+        return self._serve(_own_headers(given), (route, name, version), scope, receive, send)
+
+    async def _serve(
+        self, given: dict[bytes, bytes], target: Target, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        response = await self._response(given, target, scope, receive)
+        if response is None:
+            await self._infer(*target, scope, receive, send)
+        else:
+            await self._answer(response, scope, receive, send)
+
+    async def finish(self) -> None:
+        """Wait until the jobs have ended and their answers are stored."""
+        tasks = [job.task for job in self._jobs.values() if job.task is not None]
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _response(
+        self, given: dict[bytes, bytes], target: Target, scope: Scope, receive: Receive
+    ) -> Response | None:
+        """Return the response to a request about a job, None to any other."""
+        text = given.get(_STARTING_TOKEN)
+        try:
+            if text is not None:
+                return await self._about(text.decode("latin-1"), _max_items(given), scope)
+            if given.get(_SYNCHRONOUS, b"").lower() == b"false":
+                return await self._start(target, scope, receive)
+        except LmiServerError as error:
+            return error_response(target[0], error)
+        return None
+
+    async def _about(self, text: str, limit: int | None, scope: Scope) -> Response:
+        if self._check_key is not None:
+            self._check_key(scope)
+        token, start = _parsed(text)
+        if scope["method"] == "DELETE":
+            await self._end(token)
+            return json_response({"status": "ended"})
+        status, response = await self._page(token, start, limit)
+        if status:
+            connection_of(scope).set_reason(status)
+        return response
+
+    # --- jobs ---
+
+    async def _start(self, target: Target, scope: Scope, receive: Receive) -> Response:
+        self._make_room()
+        job = _Job(str(uuid4()), JobRecord(owner=self._owner, expires=time.time() + self._lifetime))
+        headers = [(key, value) for key, value in scope["headers"] if key != _SYNCHRONOUS]
+        detached = detached_scope({**scope, "headers": headers}, DetachedConnection(job))
+        self._jobs[job.token] = job
+        job.task = asyncio.create_task(self._run(job, target, detached, receive))
+        accepted = asyncio.create_task(job.accepted.wait())
+        await asyncio.wait({accepted, job.task}, return_when=asyncio.FIRST_COMPLETED)
+        accepted.cancel()
+        if not job.accepted.is_set():  # no queue has it: the client reads why at once
+            del self._jobs[job.token]
+            return _response_of(job.record, job.record.items)
+        await self._save(job)  # so that other servers know the token
+        attributes = ("x-amzn-sagemaker-custom-attributes", f"{_NEXT_TOKEN}={job.token}")
+        return _response_of(JobRecord(status=200, headers=[attributes]), [], job.token)
+
+    async def _run(self, job: _Job, target: Target, scope: Scope, receive: Receive) -> None:
+        record = job.record
+
+        async def keep(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                headers = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in message["headers"]]
+                record.headers = [header for header in headers if header[0].lower() not in _OF_AN_ANSWER]
+            elif message.get("body"):
+                record.items.append(message["body"])
+
+        try:
+            await self._infer(*target, scope, receive, keep)
+        finally:
+            record.finished = True
+            record.expires = time.time() + self._lifetime
+            asyncio.get_running_loop().call_later(self._lifetime, self._jobs.pop, job.token, None)
+            if job.accepted.is_set() and job.token in self._jobs:
+                await self._save(job)
+
+    async def _save(self, job: _Job) -> None:
+        """Store what there is of the answer; the last call stores the whole."""
+        if self._store is None:
+            return
+        async with job.saving:
+            try:
+                await asyncio.to_thread(self._store.save, job.token, job.record)
+            except OSError as error:
+                logger.error("the answer of job %s is kept in memory alone: %s", job.token, error)
+
+    def _make_room(self) -> None:
+        """Forget answers that were read to their end, if there are too many. Raises QueueFullError if that is too few.
+
+        With a store all answers that have ended may be forgotten here.
+        """
+        for job in list(self._jobs.values()):
+            if not self._is_full():
+                return
+            if job.record.finished and (job.was_read or self._store is not None):
+                del self._jobs[job.token]
+        if self._is_full():
+            raise QueueFullError(
+                f"{len(self._jobs)} jobs are running or have answers that were not read (memory_cache_capacity="
+                f"{self._capacity}, async_jobs_size={self._max_size} bytes); read or end some of them"
+            )
+
+    def _is_full(self) -> bool:
+        return len(self._jobs) >= self._capacity or sum(job.size for job in self._jobs.values()) >= self._max_size
+
+    async def _end(self, token: str) -> None:
+        job = self._jobs.pop(token, None)
+        if job is None and await self._stored(token) is None:
+            raise _unknown(token)
+        if job is not None and job.cancel is not None:
+            job.cancel()
+        if self._store is not None:
+            await asyncio.to_thread(self._store.remove, token)
+
+    # --- answers ---
+
+    async def _page(self, token: str, start: int, limit: int | None) -> tuple[str, Response]:
+        """Return the reason phrase and the response of a page that begins with item `start`, of at most `limit`."""
+        job = self._jobs.get(token)
+        record = await self._stored(token) if job is None else job.record
+        if record is None or record.expires < time.time():
+            raise _unknown(token)
+        items = record.items[start:] if limit is None else record.items[start : start + limit]
+        end = start + len(items)
+        is_last = record.finished and end >= len(record.items)
+        if not items and not is_last:
+            if job is None and _is_gone(record.owner):
+                raise WorkerDiedError("the server ended while the job ran; send the request again")
+            return _NOT_YET, _response_of(JobRecord(status=202), [], f"{token}{start or ''}")
+        if job is not None:
+            job.was_read = job.was_read or is_last
+        first = record if start == 0 else JobRecord(status=200, headers=_content_type(record))
+        return first.reason, _response_of(first, items, None if is_last else f"{token}{end}")
+
+    async def _stored(self, token: str) -> JobRecord | None:
+        if self._store is None:
+            return None
+        try:
+            return await asyncio.to_thread(self._store.load, token)
+        except OSError as error:
+            raise BadParameterError(f"Failed to lookup cache element: {error}") from error  # LMI's words
+
+
+def _is_gone(owner: str) -> bool:
+    """Return whether the process that ran a job was one of this machine and has ended."""
+    host, _, rest = owner.partition(":")
+    pid = rest.partition(":")[0]
+    return host == socket.gethostname() and not os.path.exists(f"/proc/{pid}")
+
+
+def _own_headers(headers: Headers) -> dict[bytes, bytes]:
+    """Return the headers of this API, those among SageMaker's custom attributes too; a header wins."""
+    given = dict(headers)
+    for attribute in given.pop(_ATTRIBUTES, b"").split(b";"):
+        name, separator, value = attribute.partition(b"=")
+        if separator and (name := name.strip().lower()) in _NAMES:
+            given.setdefault(name, value.strip())
+    return given
+
+
+def _parsed(text: str) -> tuple[str, int]:
+    """Return the job of a token and the number of the first item that is asked for."""
+    found = _TOKEN.fullmatch(text)
+    if found is None:
+        raise _unknown(text[:60])
+    return found[1], int(found[2] or 0)
+
+
+def _max_items(given: dict[bytes, bytes]) -> int | None:
+    """Return the most items of a page, None for all of them."""
+    text = given.get(_MAX_ITEMS, b"-1").decode("latin-1").strip()
+    if _INTEGER.fullmatch(text) is None:
+        raise BadParameterError(f"Header x-max-items is {text[:60]!r}; send a number of items, negative for all")
+    return None if int(text) < 0 else int(text)
+
+
+def _unknown(token: str) -> BadParameterError:
+    return BadParameterError(f"Invalid x-starting-token: {token}")  # LMI's words
+
+
+def _content_type(record: JobRecord) -> list[tuple[str, str]]:
+    return [header for header in record.headers if header[0].lower() == "content-type"]
+
+
+def _response_of(record: JobRecord, items: list[bytes], next_token: str | None = None) -> Response:
+    response = Response(b"".join(items), record.status or 500)
+    length = [header for header in response.raw_headers if header[0] == b"content-length"]
+    headers = [*record.headers, *([] if next_token is None else [(_NEXT_TOKEN, next_token)])]
+    response.raw_headers = [*((name.encode("latin-1"), value.encode("latin-1")) for name, value in headers), *length]
+    return response
