@@ -95,6 +95,7 @@ def test_a_request_without_a_key_is_refused_in_the_form_of_its_api(server: Serve
     assert all(len(answer.headers.get_list("x-request-id")) == 1 for answer in (lmi, openai))
     anthropic = server.http.post("/v1/messages", json=CHAT, headers=headers)
     assert (anthropic.status_code, anthropic.json()["error"]["type"]) == (401, "authentication_error")
+    assert anthropic.headers["request-id"] == anthropic.json()["request_id"] == anthropic.headers["x-request-id"]
     for path in ("/v1/models", "/version", "/info", "/v2", "/v2/models/model", "/v2/models/model/ready"):
         assert server.http.get(path, headers=headers).status_code == 401
     long = server.http.post("/predictions/model", content=b"x" * 200_000, headers=headers)

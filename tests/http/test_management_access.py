@@ -33,7 +33,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model(directory / "store" / "third")
     make_model(directory / "elsewhere")
     (directory / "store" / "broken").mkdir()
-    (directory / "store" / "broken" / "serving.properties").write_text("option.dtype=nothing")
+    (directory / "store" / "broken" / "serving.properties").write_text("option.dtype=hf_planted_secret")
     return directory
 
 
@@ -254,6 +254,9 @@ def test_strangers_read_no_local_paths(server: Server, home: Path) -> None:
             server.http.post("/predictions/broken", json=request("a"), headers=headers),
         ]
         assert [str(home) in answer.text for answer in answers] == [shown, shown, shown]
+        index = server.http.post("/v2/repository/index", headers=headers).json()
+        reason = next(entry["reason"] for entry in index if entry["name"] == "broken")
+        assert (str(home) in reason, 'option.dtype = "***" is not allowed' in reason) == (shown, True)
     raised = server.http.post("/predictions/raising", content=b"x", headers=REMOTE)
     assert (raised.status_code, str(home) in raised.text, "not this" in raised.text) == (424, False, True)
     assert "serving.properties:1: option.dtype" in server.http.post("/predictions/broken", headers=REMOTE).text
