@@ -7,33 +7,27 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from neuronx_helpers import FAKE_TRANSFORMERS_NEURONX, deltas, ids, importable, options_of, started
 from paths import ROOT, TESTS
 from rolling_batch_helpers import generated
 from server_helpers import Server, running
 from tiny_models import byte_tokenizer, tiny_model
 
-from handlers.neuronx.handler import NeuronxHandler
 from handlers.neuronx.options import NeuronxOptions
 from lmi_server.contract.errors import ModelLoadError, ModelMemoryError, RequestError
 from lmi_server.contract.generation import Delta, GenerationRequest, SamplingParameters
 
-FAKE = TESTS / "support/fake_transformers_neuronx"
-
 
 @pytest.fixture(scope="module", autouse=True)
 def fake() -> Iterator[None]:
-    sys.path.insert(0, str(FAKE))
-    yield
-    sys.path.remove(str(FAKE))
-    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_neuronx"]:
-        del sys.modules[name]
+    with importable(FAKE_TRANSFORMERS_NEURONX, "transformers_neuronx"):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -44,20 +38,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tiny_model(family).save_pretrained(root / family)
         byte_tokenizer().save_pretrained(root / family)
     return root
-
-
-def options_of(**given: Any) -> NeuronxOptions:
-    return NeuronxOptions.model_validate({"n_positions": 64, **given})
-
-
-@asynccontextmanager
-async def started(directory: Path, **given: Any) -> AsyncIterator[NeuronxHandler]:
-    handler = NeuronxHandler()
-    await handler.start(str(directory), options_of(**given))
-    try:
-        yield handler
-    finally:
-        await handler.stop()
 
 
 def loaded(directory: Path, **given: Any) -> dict[str, Any]:
@@ -72,19 +52,6 @@ def loaded(directory: Path, **given: Any) -> dict[str, Any]:
 
     asyncio.run(once())
     return dict(calls)
-
-
-async def deltas(handler: NeuronxHandler, prompt: list[int], count: int, **sampling: Any) -> list[Delta]:
-    request = GenerationRequest(
-        request_id=os.urandom(4).hex(),
-        prompt=tuple(prompt),
-        sampling=SamplingParameters(max_new_tokens=count, **sampling),
-    )
-    return [delta async for delta in handler.generate(request)]
-
-
-def ids(answer: list[Delta]) -> list[int]:
-    return [token.id for delta in answer for token in delta.tokens]
 
 
 def neuron_config(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -324,7 +291,7 @@ def server(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     """Serve the small Llama; its Neuron core fails at position 41, and works again in a new process."""
     directory = tmp_path_factory.mktemp("served") / "model"
     shutil.copytree(models / "llama", directory)
-    path = os.pathsep.join(map(str, (ROOT, FAKE, TESTS / "support")))
+    path = os.pathsep.join(map(str, (ROOT, FAKE_TRANSFORMERS_NEURONX, TESTS / "support")))
     (directory / "serving.properties").write_text(
         "option.entryPoint=djl_python.transformers_neuronx\noption.rolling_batch=auto\noption.n_positions=64\n"
         f"option.max_rolling_batch_size=2\noption.env=FAKE_NEURONX_FAILS=core,PYTHONPATH={path}\nretry_threshold=10\n"
