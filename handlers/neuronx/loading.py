@@ -14,7 +14,15 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from handlers.checkpoints.transformers_loading import from_pretrained
 from handlers.neuronx import optimum_model, tnx_model
-from handlers.neuronx.options import AMP, NeuronxOptions, holds_graphs
+from handlers.neuronx.options import (
+    AMP,
+    CHECKPOINT,
+    COMPILED,
+    COMPILED_BY_OPTIMUM,
+    SPLIT_WEIGHTS,
+    NeuronxOptions,
+    holds_graphs,
+)
 from handlers.rolling_batch.bucket_runner import BatchRunner, LineRunner
 from handlers.rolling_batch.engine import RollingBatchEngine
 from handlers.rolling_batch.engine_loading import LoadedEngine, warm_up
@@ -25,8 +33,7 @@ from lmi_server.machine import environment
 
 _log = logging.getLogger(__name__)
 
-# LMI's names for the parts of a model that was compiled ahead of time.
-_CHECKPOINT, _COMPILED, _VERSION = "checkpoint", "compiled", "VERSION"
+_VERSION = "VERSION"  # the file beside compiled graphs that names the compiler's version, as with LMI
 
 _INSTALL = (
     "install it as AWS's guide for Neuron says (pip install {name} with the address of Neuron's own package index; the"
@@ -86,11 +93,11 @@ def load_engine(model_dir: str, options: NeuronxOptions) -> LoadedEngine:
 def _find(model_dir: str, options: NeuronxOptions) -> _Files:
     """Return where the parts of the model are: as one checkpoint, or as LMI lays out what was compiled before."""
     root = Path(options.model_id or model_dir)
-    checkpoint = root / _CHECKPOINT
+    checkpoint = root / CHECKPOINT
     weights = checkpoint if (checkpoint / "config.json").is_file() else root
     asked = options.compiled_graph_path
     places = (
-        [Path(asked)] if asked is not None else [root / _COMPILED, root, Path(model_dir) / _COMPILED, Path(model_dir)]
+        [Path(asked)] if asked is not None else [root / COMPILED, root, Path(model_dir) / COMPILED, Path(model_dir)]
     )
     return _Files(root, str(weights), next((place for place in places if holds_graphs(place)), None))
 
@@ -101,7 +108,7 @@ def _check(config: Any, files: _Files, options: NeuronxOptions) -> None:
         raise ModelLoadError(
             f"option.n_positions={options.n_positions} is more than the model's context of {context} tokens"
         )
-    if options.load_split_model and not (Path(files.weights) / "pytorch_model.bin").is_dir():
+    if options.load_split_model and not (Path(files.weights) / SPLIT_WEIGHTS).is_dir():
         raise ModelLoadError(
             f"option.load_split_model=true: {files.weights} holds no directory pytorch_model.bin; remove the key, or"
             " split the model with lmi-server partition"
@@ -137,7 +144,7 @@ def _warn_of_another_compiler(files: _Files) -> None:
 def _loader(config: Any, files: _Files, options: NeuronxOptions) -> str:
     if options.loader is not None:
         return options.loader
-    if (files.root / optimum_model.COMPILED).is_file():
+    if (files.root / COMPILED_BY_OPTIMUM).is_file():
         return "optimum"
     return "tnx" if config.model_type in tnx_model.MODEL_TYPES else "optimum"
 
@@ -174,11 +181,11 @@ def _partition(
             )
         target.mkdir(parents=True, exist_ok=True)
         return _compile(files.weights, config, options, target)
-    checkpoint = target / _CHECKPOINT
+    checkpoint = target / CHECKPOINT
     checkpoint.mkdir(parents=True, exist_ok=True)
     save = tnx_model.save_safetensors if options.partition_schema == "safetensors" else tnx_model.save_split
     save(files.weights, options, checkpoint)
-    runner = _compile(str(checkpoint), config, options, target / _COMPILED)
+    runner = _compile(str(checkpoint), config, options, target / COMPILED)
     described = {**config.to_dict(), "neuron": _compiled_for(options)}
     (target / "config.json").write_text(json.dumps(described, indent=2, default=str), encoding="utf-8")
     return runner

@@ -8,19 +8,17 @@ from typing import Any
 import torch
 
 from handlers.neuronx.failures import failures_of_load, failures_of_step
-from handlers.neuronx.options import NeuronxOptions
+from handlers.neuronx.options import COMPILED_BY_OPTIMUM, NeuronxOptions
 from handlers.rolling_batch.bucket_runner import LineRunner
 from lmi_server.contract.errors import ModelLoadError
 
 LIBRARY = "optimum-neuron"
-COMPILED = "neuron_config.json"
-"""A file of each model that optimum-neuron has compiled."""
 
 
 def load(path: str, config: Any, options: NeuronxOptions, save_to: Path | None) -> LineRunner:
     """Load the compiled model in `path`, or compile it; write it to `save_to`. Raises ModelLoadError."""
     with failures_of_load(LIBRARY, path):
-        model = _compiled(path) if (Path(path) / COMPILED).is_file() else _exported(path, config, options)
+        model = _compiled(path) if (Path(path) / COMPILED_BY_OPTIMUM).is_file() else _exported(path, config, options)
         _check(model.neuron_config, path, options)
         if save_to is not None:
             model.save_pretrained(str(save_to))

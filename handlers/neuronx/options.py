@@ -16,6 +16,13 @@ from lmi_server.configuration.tasks import Workload
 AMP: Mapping[str, str] = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
 """What transformers-neuronx calls the data types of option.dtype."""
 
+CHECKPOINT, COMPILED = "checkpoint", "compiled"
+"""LMI's names for the directories of the weights and the graphs of a model that was compiled ahead of time."""
+SPLIT_WEIGHTS = "pytorch_model.bin"
+"""A directory with a file for each weight, where other checkpoints have a file of this name."""
+COMPILED_BY_OPTIMUM = "neuron_config.json"
+"""A file of each model that optimum-neuron has compiled."""
+
 _OF_AMP = {amp: dtype for dtype, amp in AMP.items()}
 NeuronDtype = Annotated[
     Literal["fp32", "fp16", "bf16"],
@@ -319,6 +326,12 @@ class NeuronxOptions(ModelOptions):
             return {"option.save_mp_checkpoint_path": None, "option.partition_schema": None}
         removed = ("model_id", "revision", "save_mp_checkpoint_path", "partition_schema", "compiled_graph_path")
         return {f"option.{name}": None for name in removed}
+
+    def is_plain_checkpoint(self, directory: Path) -> bool:
+        return (
+            not any((directory / name).exists() for name in (CHECKPOINT, COMPILED_BY_OPTIMUM))
+            and not (directory / SPLIT_WEIGHTS).is_dir()
+        )
 
     def conflicts(self, given: Collection[str]) -> Iterator[Conflict]:
         key = ("option.partition_schema",)

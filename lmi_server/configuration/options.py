@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -506,6 +507,10 @@ class ModelOptions(Options):
         Returns a text with the reason if nothing can be split or quantised ahead of time.
         """
         return "the handler does neither; serve the model as it is"
+
+    def is_plain_checkpoint(self, directory: Path) -> bool:
+        """Return whether `check` can look for faults in the files of `directory`: weights that are not compiled."""
+        return True
 
     def conflicts(self, given: Collection[str]) -> Iterator[Conflict]:
         """Yield combinations that are not allowed; `given` holds the keys in full that the user set."""

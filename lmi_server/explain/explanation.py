@@ -269,4 +269,6 @@ def _file_faults(found: Inspection) -> tuple[str, ...]:
     is_checkpoint = found.spec.reads_checkpoint and bool(found.config) and directory.is_dir()
     if not is_checkpoint or found.sources.get("option.load_format", _ANY_FORMAT).raw == "dummy":  # vLLM's: no weights
         return ()
+    if not found.options.is_plain_checkpoint(directory):
+        return ()
     return tuple(file_faults(directory, needs_tokenizer=found.spec.formats_text))

@@ -20,8 +20,12 @@ from server_helpers import Server, running
 from tiny_models import byte_tokenizer, tiny_model
 
 from handlers.neuronx.options import NeuronxOptions
+from lmi_server.commands.partition import partition
+from lmi_server.configuration.resolve import inspect_model
 from lmi_server.contract.errors import ModelLoadError, ModelMemoryError, RequestError
 from lmi_server.contract.generation import Delta, GenerationRequest, SamplingParameters
+from lmi_server.explain.explanation import explain
+from lmi_server.serving.model_store import named_source
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -284,6 +288,25 @@ def test_graphs_alone_are_compiled_beside_a_model_that_stays_where_it_is(models:
     assert loaded(models / "llama", compiled_graph_path=str(graphs))["load"] == {"directory": str(graphs)}
     with pytest.raises(ModelLoadError, match="compile_only writes no weights"):
         loaded(models / "llama", save_mp_checkpoint_path=str(graphs), partition_schema="compile_only")
+
+
+@pytest.mark.slow
+def test_partition_writes_a_model_that_is_ready_to_be_served(models: Path, tmp_path: Path) -> None:
+    """A worker compiles it. What `check` finds is the missing device alone, and the load compiles nothing."""
+    origin, target = tmp_path / "origin", tmp_path / "target"
+    origin.mkdir()
+    path = os.pathsep.join(map(str, (ROOT, FAKE_TRANSFORMERS_NEURONX, TESTS / "support")))
+    (origin / "serving.properties").write_text(
+        "option.entryPoint=djl_python.transformers_neuronx\noption.n_positions=64\noption.rolling_batch=auto\n"
+        f"option.max_rolling_batch_size=2\noption.model_id={models / 'llama'}\noption.env=PYTHONPATH={path}\n"
+    )
+    partition(named_source(str(origin)), target, {})
+    assert "model_id" not in (target / "serving.properties").read_text()
+    explained = explain(inspect_model(target, {}))
+    assert explained.problems == explained.files == ()
+    assert any("needs a Neuron device" in line for line in explained.unavailable)
+    calls = loaded(target, rolling_batch="auto", max_rolling_batch_size=2)
+    assert calls["load"] == {"directory": str(target / "compiled")}
 
 
 @pytest.fixture(scope="module")
