@@ -1,7 +1,6 @@
 """The code of docs/clients.md as it stands, each client in the version that is installed, against the real server.
 
-`make setup` installs the clients into an environment of their own; CLIENTS_PYTHON may name the interpreter of another
-one. A client that is not installed is skipped.
+A client that is not installed is skipped.
 """
 
 from __future__ import annotations
@@ -9,19 +8,17 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from client_environment import PYTHON, ClientScripts, installed
 from paths import ROOT
 from product_helpers import Server, serving
 
 pytestmark = pytest.mark.slow
 
-OWN = Path(sys.prefix, "clients", "bin", "python")
-PYTHON = os.environ.get("CLIENTS_PYTHON", str(OWN) if OWN.exists() else sys.executable)
 PAGE = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
 _CODE = re.compile(r"(?:^(?: {4}.*)?\n)+", re.MULTILINE)
 _PACKAGE = re.compile(r"^(?:from|import) (\w+)", re.MULTILINE)
@@ -57,45 +54,6 @@ def scripts() -> dict[str, str]:
 SCRIPTS = scripts()
 
 
-def is_installed(package: str) -> bool:
-    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
-    return subprocess.run([PYTHON, "-c", code], check=False).returncode == 0
-
-
-def output_of(client: str, code: str, server: Server) -> str:
-    """Return what the code of a client prints; its address is replaced by that of the server."""
-    if not is_installed(client):
-        pytest.skip(f"{client} is not installed; it is in the extra clients")
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # it would ask the internet for prices
-    code = code.replace("127.0.0.1:8080", server.url.removeprefix("http://"))
-    command = [PYTHON, "-W", "ignore", "-c", code]
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
-
-
-@pytest.fixture(scope="module")
-def server(demo_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    settings = {
-        "rolling_batch": "vllm",
-        "enforce_eager": "true",  # nothing is compiled beside the test
-        "kv_cache_memory_gb": "0.5",
-        "served_model_name": "smollm2_135m_instruct",
-    }
-    with serving(tmp_path_factory.mktemp("served"), demo_model_dir, **settings) as server:
-        yield server
-
-
-def test_the_page_has_each_client() -> None:
-    assert sorted(SCRIPTS) == sorted(CLIENTS)
-
-
-@pytest.mark.parametrize("client", CLIENTS)
-def test_a_client_works_as_the_page_says(server: Server, client: str) -> None:
-    assert CLIENTS[client] in output_of(client, SCRIPTS[client], server)
-
-
 # A prompt that is too long for the first model goes to the second, which LiteLLM stands in for here.
 FALLBACK = """
 import litellm
@@ -117,13 +75,6 @@ for provider, address in own.items():
     )
     print(router.completion(model="first", **long).choices[0].message.content)
 """
-
-
-def test_litellm_falls_back_if_a_prompt_is_too_long(server: Server) -> None:
-    lines = output_of("litellm", FALLBACK, server).splitlines()
-    assert lines == ["openai raises it", "I have room.", "anthropic raises it", "I have room."]
-
-
 # Its providers for SageMaker endpoints read other bodies, and a stream of Amazon's in events.
 SAGEMAKER = """
 import litellm
@@ -141,12 +92,50 @@ for provider, text in texts.items():
 """
 
 
-def test_litellm_talks_as_to_a_sagemaker_endpoint(server: Server) -> None:
-    assert output_of("litellm", SAGEMAKER, server).count("Paris") == 4
+@pytest.fixture(scope="module")
+def server(demo_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    settings = {
+        "rolling_batch": "vllm",
+        "enforce_eager": "true",  # nothing is compiled beside the test
+        "kv_cache_memory_gb": "0.5",
+        "served_model_name": "smollm2_135m_instruct",
+    }
+    with serving(tmp_path_factory.mktemp("served"), demo_model_dir, **settings) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def ran(server: Server) -> ClientScripts:
+    """Run all scripts, with the address of the server in place of the page's."""
+    litellm = {"falls back": FALLBACK, "sagemaker": SAGEMAKER}
+    scripts = {client: (client, code) for client, code in SCRIPTS.items()}
+    scripts |= {name: ("litellm", code) for name, code in litellm.items()}
+    here = server.url.removeprefix("http://")
+    return ClientScripts(
+        {name: (client, code.replace("127.0.0.1:8080", here)) for name, (client, code) in scripts.items()}
+    )
+
+
+def test_the_page_has_each_client() -> None:
+    assert sorted(SCRIPTS) == sorted(CLIENTS)
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_client_works_as_the_page_says(ran: ClientScripts, client: str) -> None:
+    assert CLIENTS[client] in ran.output(client)
+
+
+def test_litellm_falls_back_if_a_prompt_is_too_long(ran: ClientScripts) -> None:
+    lines = ran.output("falls back").splitlines()
+    assert lines == ["openai raises it", "I have room.", "anthropic raises it", "I have room."]
+
+
+def test_litellm_talks_as_to_a_sagemaker_endpoint(ran: ClientScripts) -> None:
+    assert ran.output("sagemaker").count("Paris") == 4
 
 
 def test_lm_eval(server: Server, demo_model_dir: Path) -> None:
-    if not is_installed("lm_eval"):
+    if not installed({"lm_eval"}):
         pytest.skip("lm_eval is not installed; it is in the extra clients")
     arguments = {
         "model": "smollm2_135m_instruct",

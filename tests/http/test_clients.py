@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from paths import MODEL_CODE
-from product_helpers import Server, serving
+from server_helpers import Server, running
 
 pytestmark = pytest.mark.slow
 
@@ -26,26 +26,32 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny") / "llama")
 
 
-@pytest.fixture(scope="module", params=["vllm", "scheduler"])
-def server(
-    request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    settings = {"rolling_batch": request.param, "dtype": "fp32", "kv_cache_memory_gb": "0.1"}
-    if request.param == "vllm":
-        settings["enforce_eager"] = "true"  # nothing is compiled beside the test
-    with serving(tmp_path_factory.mktemp("served"), tiny_model, **settings) as server:
+@pytest.fixture(scope="module")
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Serve one model under vLLM and under this project's scheduler, by these names."""
+    home = tmp_path_factory.mktemp("served")
+    # With enforce_eager nothing is compiled beside the test.
+    for engine, own in {"vllm": "enforce_eager=true", "scheduler": "tgi_compat=true"}.items():
+        keys = [f"model_id={tiny_model}", f"rolling_batch={engine}", "dtype=fp32", "kv_cache_memory_gb=0.1", own]
+        (home / engine).mkdir()
+        (home / engine / "serving.properties").write_text("\n".join(f"option.{key}" for key in keys))
+    with running("--model-store", home) as server:
+        for _ in home.iterdir():
+            server.log_line(r"\] ready: process")
         yield server
 
 
 BACKENDS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+RUNS = [(engine, backend) for engine in ("vllm", "scheduler") for backend in BACKENDS]
 
 
-def arguments(backend: str, server: Server, tiny_model: Path, results: Path) -> list[str]:
-    """Return the arguments of a run that writes its results to `results`, in a file named after the backend."""
+def arguments(engine: str, backend: str, server: Server, tiny_model: Path, results: Path) -> list[str]:
+    """Return the arguments of a run that writes its results to `results`, in a file named after it."""
     options = {
         "backend": backend,
         "endpoint": BACKENDS[backend],
-        "base-url": server.url,
+        "base-url": f"http://127.0.0.1:{server.port}",
+        "model": engine,
         "tokenizer": str(tiny_model),
         "dataset-name": "random",
         "random-input-len": "16",
@@ -53,7 +59,7 @@ def arguments(backend: str, server: Server, tiny_model: Path, results: Path) -> 
         "num-prompts": str(REQUESTS),
         "max-concurrency": "4",
         "result-dir": str(results),
-        "result-filename": f"{backend}.json",
+        "result-filename": f"{engine}-{backend}.json",
     }
     return [
         "--save-result",
@@ -63,12 +69,23 @@ def arguments(backend: str, server: Server, tiny_model: Path, results: Path) -> 
 
 
 def test_vllm_bench_serve(server: Server, tiny_model: Path, tmp_path: Path) -> None:
-    runs = "\n".join(json.dumps(arguments(backend, server, tiny_model, tmp_path)) for backend in BACKENDS)
+    runs = "\n".join(json.dumps(arguments(*run, server, tiny_model, tmp_path)) for run in RUNS)
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     command = [sys.executable, str(BENCH)]
     ran = subprocess.run(command, input=runs, capture_output=True, text=True, env=environment, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    for backend in BACKENDS:
-        result = json.loads((tmp_path / f"{backend}.json").read_text())
-        assert (result["completed"], result["failed"]) == (REQUESTS, 0), backend
+    for engine, backend in RUNS:
+        result = json.loads((tmp_path / f"{engine}-{backend}.json").read_text())
+        assert (result["completed"], result["failed"]) == (REQUESTS, 0), (engine, backend)
         assert result["total_output_tokens"] == REQUESTS * TOKENS
+
+
+def test_the_hugging_face_client_generates(server: Server) -> None:
+    from huggingface_hub import InferenceClient
+
+    with InferenceClient(base_url=f"http://127.0.0.1:{server.port}/predictions/scheduler") as client:
+        output = client.text_generation("The capital of France is", max_new_tokens=8, details=True)
+        assert output.details.generated_tokens == 8
+        assert output.generated_text
+        tokens = list(client.text_generation("The capital of France is", max_new_tokens=8, stream=True))
+        assert "".join(tokens) == output.generated_text

@@ -157,20 +157,6 @@ def test_sampling_repeats_with_a_seed(exact: Server) -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_the_hugging_face_client_generates(demo_model_dir: Path, tmp_path: Path) -> None:
-    from huggingface_hub import InferenceClient
-
-    with (
-        serving(tmp_path, demo_model_dir, tgi_compat="true") as server,
-        InferenceClient(base_url=f"{server.url}/invocations") as client,
-    ):
-        output = client.text_generation("The capital of France is", max_new_tokens=8, details=True)
-        assert " Paris" in output.generated_text
-        assert output.details.generated_tokens == 8
-        tokens = list(client.text_generation("The capital of France is", max_new_tokens=8, stream=True))
-        assert "".join(tokens) == output.generated_text
-
-
 @on_loop
 async def check_against_generate(server: Server, jobs: list[dict[str, Any]], expected: list[list[int]]) -> None:
     async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
