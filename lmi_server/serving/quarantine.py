@@ -18,7 +18,7 @@ _VOLATILE = frozenset(
     {
         *("accept-encoding", "authorization", "baggage", "connection", "content-length", "cookie", "date", "host"),
         *("idempotency-key", "traceparent", "tracestate", "user-agent", "x-amzn-requestid", "x-amzn-trace-id"),
-        *("x-forwarded-for", "x-priority", "x-real-ip", "x-request-id"),
+        *("x-forwarded-for", "x-priority", "x-real-ip", "x-request-id", "x-request-timeout"),
     }
 )
 _VOLATILE_PREFIXES = ("x-b3-", "x-datadog-", "x-stainless-")

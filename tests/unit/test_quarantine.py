@@ -61,7 +61,9 @@ def test_memory_is_bounded_and_0_switches_it_off() -> None:
     assert not off
 
 
-@pytest.mark.parametrize("name", ["x-request-id", "user-agent", "x-stainless-retry-count", "traceparent"])
+@pytest.mark.parametrize(
+    "name", ["x-request-id", "x-request-timeout", "user-agent", "x-stainless-retry-count", "traceparent"]
+)
 def test_what_differs_between_attempts_does_not_count(name: str) -> None:
     assert fingerprint(request(b"a", **{name: "1"})) == fingerprint(request(b"a", **{name: "2"}))
     assert fingerprint(request(b"a", **{"x-case": "1"})) != fingerprint(request(b"a", **{"x-case": "2"}))
