@@ -7,12 +7,14 @@ page that the user of this machine happens to have open.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+import msgspec
 from starlette.routing import Route
 
 from frontend.api_keys import KeyRing, key_ring
@@ -26,8 +28,10 @@ from lmi_server.serving.model_store import ModelSource
 
 _Application = Callable[[Any, Any, Any], Awaitable[None]]
 
-# Keys of a registration that make the server run or load what they name, beside the URL of the model.
+# Keys of a registration that make the server run or load what they name, whatever the name looks like.
 _PATH_KEYS = ("option.model_id", "option.entryPoint", "option.pythonExecutable", "option.speculative_draft_model")
+# Keys that set variables of a worker, or name classes and files that an engine imports.
+_CODE_KEY = re.compile(r"option\.(env|logits_processors|\w+_(cls|plugin))")
 
 
 class ManagementGuard:
@@ -99,8 +103,9 @@ class RegistrationLimits:
         for name, value in _named(source):
             if not self._allows(value):
                 raise self._refusal(name, value)
-        if "option.env" in source.settings:
-            raise self._refusal("option.env", source.settings["option.env"])
+        for key, value in source.settings.items():
+            if _CODE_KEY.fullmatch(key) is not None:
+                raise self._refusal(key, value)
 
     def check_adapter(self, src: str, model_dir: str, scope: Scope) -> None:
         """Raise PermissionDeniedError if this client may not register an adapter of `src`."""
@@ -172,12 +177,35 @@ def _checked(application: _Application, check: Callable[[Scope], object]) -> _Ap
 
 
 def _named(source: ModelSource) -> Iterator[tuple[str, str]]:
+    """Yield what a registration names: its URL, and each text of an option that may be a path or the id of a model."""
     yield "url", source.url
-    for key in _PATH_KEYS:
-        value = source.settings.get(key)
+    for key, value in source.settings.items():
         # What lies in the directory of the model is as allowed as the model; so is a handler of this server.
-        if value and not (key == "option.entryPoint" and _stays_inside(value)):
-            yield key, value
+        if not value or (key == "option.entryPoint" and _stays_inside(value)):
+            continue
+        yield from ((key, text) for text in _texts(value) if key in _PATH_KEYS or _may_be_path(text))
+
+
+def _texts(value: str) -> Iterator[str]:
+    """Yield the texts in a value, which may be JSON."""
+    try:
+        yield from _texts_in(msgspec.json.decode(value))
+    except (msgspec.DecodeError, RecursionError):
+        yield value
+
+
+def _texts_in(decoded: Any) -> Iterator[str]:
+    if isinstance(decoded, dict):
+        decoded = [*decoded, *decoded.values()]
+    if isinstance(decoded, list):
+        for inner in decoded:
+            yield from _texts_in(inner)
+    else:
+        yield str(decoded)
+
+
+def _may_be_path(text: str) -> bool:
+    return "/" in text or "\\" in text or text.startswith(("~", ".."))
 
 
 def _stays_inside(entry_point: str) -> bool:

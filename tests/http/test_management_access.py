@@ -209,6 +209,12 @@ def test_an_open_management_api_still_checks_hosts_and_pages(opened: Server) -> 
         {"url": "{home}/store/third", "option.entryPoint": "../../elsewhere/model.py"},
         {"url": "{home}/store/third", "option.pythonExecutable": "/bin/sh"},
         {"url": "{home}/store/third", "option.env": "LD_PRELOAD=x"},
+        {"url": "{home}/store/third", "option.tool_parser_plugin": "{home}/elsewhere/model.py"},
+        {"url": "{home}/store/third", "option.worker_cls": "antigravity.Worker"},
+        {"url": "{home}/store/third", "option.tokenizer": "owner/model"},
+        {"url": "{home}/store/third", "option.allowed_local_media_path": "/"},
+        {"url": "{home}/store/third", "option.speculative_config": '{{"model": "owner\\u002fmodel"}}'},
+        {"url": "{home}/store/third", "option.speculative_config": "{{'model': 'owner/model'}}"},
     ],
 )
 def test_others_register_what_is_in_the_store(opened: Server, home: Path, parameters: dict[str, str]) -> None:
@@ -234,7 +240,8 @@ def test_a_source_allows_whole_parts_and_nothing_beside_them(tmp_path: Path) -> 
 
 def test_the_store_can_be_registered_by_others_and_everything_from_here(opened: Server, home: Path) -> None:
     for name, headers in (("store/third", REMOTE), ("elsewhere", {})):
-        assert opened.http.post("/models", params={"url": str(home / name)}, headers=headers).status_code == 200
+        given = {"url": str(home / name), "option.dtype": "fp16", "option.draft_model_compiled_path": str(home / name)}
+        assert opened.http.post("/models", params=given, headers=headers).status_code == 200
         assert opened.http.delete(f"/models/{Path(name).name}").status_code == 200
 
 
