@@ -22,7 +22,7 @@ CYCLONEDX := 7.5.0
 .DEFAULT_GOAL := help
 # The recipes share one virtual environment.
 .NOTPARALLEL:
-.PHONY: help setup demo-model embedding-model run image test-image lint test-unit check test fuzz coverage bench lock sbom audit
+.PHONY: help setup demo-model embedding-model run image test-image lint test-unit check test fuzz chaos coverage bench lock sbom audit
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,6 +70,11 @@ test: lint demo-model embedding-model ## Run ruff, mypy and every test (twenty m
 
 fuzz: $(SETUP) ## Run the fuzzing tests with many random examples, and schemathesis (needs the network)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --hypothesis-profile=long tests/fuzz
+
+SECONDS ?= 600
+SEED ?=
+chaos: $(SETUP) ## Kill workers under load for SECONDS=600 (and quiet moments between); SEED= repeats what a failure printed
+	$(BIN)/python -m pytest -s tests/chaos --chaos-seconds $(SECONDS) $(if $(SEED),--chaos-seed $(SEED))
 
 coverage: demo-model embedding-model ## Run every test and print which lines none of them runs
 	$(PYTEST) --cov --cov-report=term-missing:skip-covered

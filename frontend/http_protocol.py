@@ -28,7 +28,9 @@ _WRITE_BUFFER = 64 * 1024  # bytes that wait for a client, from which on more is
 _SMALL_BODY = 64 * 1024  # bytes that a request may have whatever the others have
 _LINGER_S = 30  # for a client to send the rest of a request that was refused
 _PROBE_S = 0.1
+# What may be sent to a client before its answer goes on: an interim answer, or a zero in front of the size of a chunk.
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_LEADING_ZERO = b"0"
 _TCP_CLOSE = 7  # the state of a connection that the client has reset
 
 _TOO_LONG = "Request line and headers are longer than 64 KiB."
@@ -303,17 +305,19 @@ class RelayProtocol(HttpToolsProtocol):
         """Keep the connection of a client that has sent its request, and ends its side while it waits for the answer.
 
         A client that is gone ends its side, too. It cannot be told apart before something is sent to it, to which its
-        system then answers with a reset. An answer that has begun is given up, as it would be without this.
+        system then answers with a reset. If nothing can be sent, its answer is given up, as it would be without this.
         """
         cycle, answering = self.cycle, self._answering
         waits = cycle is not None and not cycle.response_complete and not cycle.more_body and not self._rejected
-        if not waits or answering is None or answering.response_started or not self.transport.can_write_eof():
+        if not waits or answering is None or not self.transport.can_write_eof():
             return False
-        if cycle.scope["http_version"] != "1.1":  # a client of HTTP/1.0 knows no interim answer
+        if cycle.scope["http_version"] != "1.1":  # a client of HTTP/1.0 knows neither interim answers nor chunks
+            return False
+        if answering.response_started and not answering.chunked_encoding:
             return False
         cycle.keep_alive = False
         self._is_half_closed = True
-        self.transport.write(_CONTINUE)
+        self.transport.write(_LEADING_ZERO if answering.response_started else _CONTINUE)
         self.loop.call_later(_PROBE_S, self._drop_if_reset)
         return True
 

@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from frontend.management import MethodRoute
 from frontend.responses import json_response
+from frontend.sagemaker_runtime import STREAM_PATH, STREAM_TYPE
 from lmi_server.dialects import routes as names
 from lmi_server.dialects.errors import is_anthropic, is_kserve, is_openai
 from lmi_server.dialects.schemas import Schema, answer_schema, components, request_schema
@@ -114,11 +115,15 @@ def _operations(route: Route) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _inference_operation(path: str, route: str) -> dict[str, Any]:
-    content = {"application/json": {"schema": answer_schema(route)}}
-    content |= {kind: {"schema": {"type": "string"}} for kind in _STREAM_TYPES if "stream" in _fields(route)}
+    content = {STREAM_TYPE: {}} if path == STREAM_PATH else _contents(route)
     answer = {"description": "The answer; a stream if the request asks for one", "content": content}
     body = {"required": True, "content": {"application/json": {"schema": request_schema(route)}}}
     return {**_operation("POST", path, SUMMARIES[route], answer, route), "requestBody": body}
+
+
+def _contents(route: str) -> dict[str, Any]:
+    streams = {kind: {"schema": {"type": "string"}} for kind in _STREAM_TYPES if "stream" in _fields(route)}
+    return {"application/json": {"schema": answer_schema(route)}, **streams}
 
 
 def _fields(route: str) -> Mapping[str, Any]:

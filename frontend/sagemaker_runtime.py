@@ -26,6 +26,10 @@ _INVOKE_STREAM = "invocations-response-stream"
 PATHS = {f"{ENDPOINTS}{{endpoint}}/{action}": routes.INVOCATIONS for action in (_INVOKE, _INVOKE_STREAM)}
 """The paths for inference, each with its route."""
 
+STREAM_PATH = f"{ENDPOINTS}{{endpoint}}/{_INVOKE_STREAM}"
+STREAM_TYPE = "application/vnd.amazon.eventstream"
+_EVENT_STREAM = STREAM_TYPE.encode()
+
 _PATH = re.compile(rf"{ENDPOINTS}([^/]+)/({_INVOKE}|{_INVOKE_STREAM})")
 _TARGET_MODEL = b"x-amzn-sagemaker-target-model"
 _COMPONENT = b"x-amzn-sagemaker-inference-component"
@@ -33,7 +37,6 @@ _ADAPTER = b"x-amzn-sagemaker-adapter-identifier"
 _ACCEPT = b"x-amzn-sagemaker-accept"
 _ARCHIVE = ".tar.gz"
 _VARIANT = (b"x-amzn-invoked-production-variant", b"AllTraffic")
-_EVENT_STREAM = b"application/vnd.amazon.eventstream"
 _SEPARATORS = {b"text/event-stream": b"\n\n", b"application/jsonlines": b"\n"}
 _OF_THE_WHOLE = frozenset({b"content-type", b"content-length"})
 # What the platform refuses before it reaches a model, by the type that this server gives the error, with its status.

@@ -62,6 +62,7 @@ def pytest_configure() -> None:
 
 # Engines that `make setup` goes on without if they cannot be installed, by the folders and files whose tests need them.
 _NEEDED_PACKAGES = {
+    "chaos": ("mpi4py",),
     "commands/test_partition.py": ("bitsandbytes", "deepspeed", "mpi4py"),
     "configuration/test_gguf.py": ("gguf",),
     "engines/deepspeed": ("deepspeed", "mpi4py"),

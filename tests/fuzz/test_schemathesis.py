@@ -18,7 +18,6 @@ CONFIGURATION = """
 [parameters]
 "path.model" = "echo"
 "path.adapter" = "none"
-
 """
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from chaos_clients import Answers
 from server_helpers import Server, connect, raw_request, received, request, serving
 from waiting import wait_until
 
@@ -164,6 +165,18 @@ def test_a_client_that_ends_its_side_gets_its_answers(server: Server) -> None:
             connection.shutdown(socket.SHUT_WR)
             answer = received(connection)
         assert answer.count(b"generated_text") == count
+
+
+def test_a_client_that_ends_its_side_in_the_middle_of_a_stream_gets_the_rest(server: Server) -> None:
+    word, count = "x" * 60_000, 100  # far more than the system takes, so that the answer cannot have ended
+    sent = raw_request(word, count, stream=True) + raw_request("a b", 40, stream=True)
+    with connect(server, sent) as connection:
+        first = received(connection, b"\r\n\r\n")
+        connection.shutdown(socket.SHUT_WR)
+        answers = Answers()
+        answers.feed(first + received(connection))
+    assert answers.statuses == [200, 200]
+    assert [body.count(b'"token"') for body in answers.bodies] == [count, 40]
 
 
 MANAGEMENT = b"POST /models HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n"

@@ -118,6 +118,17 @@ def test_errors_have_the_form_of_the_document(server: Server, document: dict[str
         assert isinstance(answer.json()["error"], str) == (properties["error"].get("type") == "string"), path
 
 
+def test_answers_have_the_types_of_the_document(server: Server, document: dict[str, Any]) -> None:
+    for path in (
+        "/invocations",
+        "/endpoints/{endpoint}/invocations",
+        "/endpoints/{endpoint}/invocations-response-stream",
+    ):
+        answer = server.http.post(path.replace("{endpoint}", "a"), json={"inputs": "a"})
+        kinds = document["paths"][path]["post"]["responses"]["200"]["content"]
+        assert (answer.status_code, answer.headers["content-type"] in kinds) == (200, True), path
+
+
 def test_the_page_needs_nothing_else(server: Server) -> None:
     page = server.http.get("/docs")
     assert page.headers["content-type"].startswith("text/html")
