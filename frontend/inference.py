@@ -208,13 +208,15 @@ class Relay:
     def _named_in(self, route: str, body: bytes, version: str | None, properties: dict[str, str]) -> Model:
         """Return the model that the body names, or the default one.
 
-        An OpenAI request names it in `model`, a form in `model_name`.
+        An OpenAI request names it in `model`, also if it is a form; another form names it in `model_name`.
         """
         fields = form_fields(properties["content-type"], body) if _has_form(properties) else None
-        if fields is not None:
-            if name := _last(fields, "model_name"):
-                return self._models.named(name, version)
-        elif (name := model_named_in(body)) is not None and not self._means_default(name):
+        if fields is not None and (name := _last(fields, "model_name")):
+            return self._models.named(name, version)
+        name = model_named_in(body) if fields is None else None
+        if fields is not None and route in MODEL_IN_BODY:
+            name = _last(fields, "model")
+        if name is not None and not self._means_default(name):
             return self._models.named_as_model(name, version)
         if self._models.default is None and route == TGI:
             raise RouteNotFoundError("Requested resource is not found: /; with several models, send model_name with it")

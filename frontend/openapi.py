@@ -31,6 +31,9 @@ SUMMARIES: Mapping[str, str] = {
     names.MESSAGES: "Anthropic: create a message",
     names.COUNT_TOKENS: "Anthropic: count the tokens of a message",
     names.EMBEDDINGS: "OpenAI: embed texts",
+    names.IMAGES_GENERATIONS: "OpenAI: draw images from a text",
+    names.IMAGES_EDITS: "OpenAI: draw images from an image and a text",
+    names.IMAGES_VARIATIONS: "OpenAI: draw variations of an image",
     names.SCORE: "vLLM: score pairs of texts",
     names.RERANK: "vLLM: order documents by a query",
     names.TOKENIZE: "vLLM: return the token ids of a prompt or a chat",
@@ -117,13 +120,18 @@ def _operations(route: Route) -> Iterator[tuple[str, dict[str, Any]]]:
 def _inference_operation(path: str, route: str) -> dict[str, Any]:
     content = {STREAM_TYPE: {}} if path == STREAM_PATH else _contents(route)
     answer = {"description": "The answer; a stream if the request asks for one", "content": content}
-    body = {"required": True, "content": {"application/json": {"schema": request_schema(route)}}}
+    body = {"required": True, "content": {kind: {"schema": request_schema(route)} for kind in _body_types(route)}}
     return {**_operation("POST", path, SUMMARIES[route], answer, route), "requestBody": body}
 
 
 def _contents(route: str) -> dict[str, Any]:
     streams = {kind: {"schema": {"type": "string"}} for kind in _STREAM_TYPES if "stream" in _fields(route)}
     return {"application/json": {"schema": answer_schema(route)}, **streams}
+
+
+def _body_types(route: str) -> Sequence[str]:
+    files = route in (names.IMAGES_EDITS, names.IMAGES_VARIATIONS)
+    return ("application/json", "multipart/form-data") if files else ("application/json",)
 
 
 def _fields(route: str) -> Mapping[str, Any]:

@@ -51,11 +51,17 @@ def accepted_type(request: Input, default: str, known: Collection[str] = ()) -> 
     header = request.properties.get("accept", "")
     kinds = [kind.partition(";")[0].strip().lower() for kind in header.split(",")]
     for kind in kinds:
-        if kind in ("", "*/*", "application/*"):
+        if kind in ("", "*/*"):
             return default
-        if kind in (known or _WRITERS):
-            return kind
+        fitting = [one for one in (default, *(known or _WRITERS)) if _fits(one, kind)]
+        if fitting:
+            return fitting[0]
     raise RequestError(f"Accept: {fields.show(header)} is not supported; accept {', '.join(known or _WRITERS)}")
+
+
+def _fits(kind: str, accepted: str) -> bool:
+    """Return whether a media type is the accepted one; that may be a range, such as image/*."""
+    return kind.startswith(accepted[:-1]) if accepted.endswith("/*") else kind == accepted
 
 
 def encode_response(result: Any, kind: str) -> Response:

@@ -39,7 +39,17 @@ BARE_LOCK = ROOT / "scripts" / "locks" / "bare.txt"
 
 RUN_EXTRAS = ("huggingface",)
 # Engines that no test but their own needs: where one cannot be installed, the others are tested without it.
-ENGINE_EXTRAS = ("vllm", "deepspeed", "mpi", "xgboost", "sklearn", "tasks", "bitsandbytes", "compressed-tensors")
+ENGINE_EXTRAS = (
+    "vllm",
+    "deepspeed",
+    "mpi",
+    "xgboost",
+    "sklearn",
+    "tasks",
+    "stable-diffusion",
+    "bitsandbytes",
+    "compressed-tensors",
+)
 TEST_EXTRAS = ("test", "bench")
 WITHOUT_TORCH = frozenset(("hub", "mpi", "s3", "sklearn", "tasks", "xgboost"))
 

@@ -69,6 +69,7 @@ _NEEDED_PACKAGES = {
     "engines/rolling_batch/test_quantization.py": ("bitsandbytes", "compressed_tensors"),
     "engines/rolling_batch/test_shm_allreduce.py": ("mpi4py",),
     "engines/rolling_batch/test_tensor_parallel.py": ("mpi4py",),
+    "engines/stable_diffusion": ("diffusers",),
     "engines/tabular": ("skops", "xgboost"),
     "engines/tasks": ("pandas", "soundfile"),
     "engines/vllm": ("vllm",),

@@ -1,1 +1,4 @@
-"""Stable Diffusion: options only, for `explain` and `check` to validate. There is no handler yet."""
+"""Images from texts and images: pipelines of diffusers, such as Stable Diffusion, SDXL, SD3 and Flux.
+
+Only `pipelines.py` imports torch and diffusers, which `handler.py` imports when the model loads.
+"""

@@ -7,39 +7,133 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from lmi_server.configuration.declaration import Allowed, Conflict, Key
-from lmi_server.configuration.options import ModelOptions, ParallelDegree, lower, short_dtype
+from lmi_server.configuration.declaration import Conflict, Documented, Key, NoEffect, Unavailable
+from lmi_server.configuration.options import (
+    LONG_DTYPES,
+    FloatDtype,
+    ModelOptions,
+    ParallelDegree,
+    PositiveInt,
+    lower,
+    without_effect,
+)
+from lmi_server.machine.threads import THREAD_VARIABLES
+
+TEXT_TO_IMAGE = "text-to-image"
+IMAGE_TO_IMAGE = "image-to-image"
+INPAINTING = "inpainting"
+
+_QUANTIZATION: Mapping[str, Mapping[str, Any]] = {
+    "bitsandbytes4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "bitsandbytes8": {"load_in_8bit": True},
+}
+_ONE_PROCESS = "one process computes with all GPUs of a worker"
 
 
 class StableDiffusionOptions(ModelOptions):
-    """Keys of serving.properties for a stable-diffusion pipeline that DeepSpeed runs."""
+    """Keys of serving.properties for a pipeline of diffusers, which makes images."""
 
-    tensor_parallel_degree: ParallelDegree = Field(1, description="GPUs that one model is split over.")
+    degree_counts_gpus = True
+
+    task: Annotated[
+        Literal["auto", "text-to-image", "image-to-image", "inpainting"],
+        BeforeValidator(lower),
+    ] = Field(
+        "auto",
+        description="What requests may ask for; auto: whatever the weights of the pipeline can do. A request with an"
+        " image asks for image-to-image, one with a mask, too, for inpainting.",
+    )
+    tensor_parallel_degree: ParallelDegree = Field(
+        1,
+        description="GPUs of one worker, over which accelerate spreads the parts of the pipeline; max means all GPUs of"
+        " the machine.",
+    )
+    mpi_mode: Annotated[bool, NoEffect(_ONE_PROCESS)] = Field(
+        False, description="LMI starts one process per GPU, which share the layers of the model."
+    )
     rolling_batch: Annotated[Literal["disable", "auto"], BeforeValidator(lower)] = Field(
-        "disable", description="Iteration-level batching does not apply to images."
+        "disable",
+        description="Iteration-level batching does not apply to images: requests run together as one dynamic batch"
+        " (batch_size).",
     )
     dtype: Annotated[
-        Literal["fp16"],
+        FloatDtype,
         Key(also=("option.data_type",)),
-        BeforeValidator(short_dtype),
-        Allowed("fp16 (float16)"),
-    ] = Field("fp16", description="Data type of the weights.")
-    enable_cuda_graph: bool = Field(False, description="Capture the forward pass as a CUDA graph.")
-    save_mp_checkpoint_path: str | None = Field(
-        None, description="Directory to which the model is written, split by device."
+        Documented("fp16", "fp16 is slow on the CPU, which gets fp32"),
+    ] = Field("auto", description="Data type of the weights; auto is fp16 on a GPU and fp32 on the CPU.")
+    height: PositiveInt | None = Field(
+        None, description="Pixels of an image if the request does not say; without it the pipeline's own."
     )
+    width: PositiveInt | None = Field(
+        None, description="Pixels of an image if the request does not say; without it the pipeline's own."
+    )
+    num_images_per_prompt: PositiveInt = Field(1, description="Images for a prompt if the request does not say.")
+    max_images: PositiveInt = Field(10, description="Images that one request may ask for.")
+    max_image_pixels: PositiveInt = Field(
+        4194304, description="Width times height that an image may have; a request for more is refused with 400."
+    )
+    max_inference_steps: PositiveInt = Field(250, description="Denoising steps that a request may ask for.")
+    quantize: Literal["bitsandbytes4", "bitsandbytes8"] | None = Field(
+        None, description="Quantisation of the denoiser and the text encoders, while they load."
+    )
+    enable_cuda_graph: Annotated[
+        bool, Unavailable.values(True, instead="leave it out: diffusers captures no CUDA graphs")
+    ] = Field(False, description="Capture the forward pass as a CUDA graph.")
+    save_mp_checkpoint_path: str | None = Field(
+        None, description="Directory to write the pipeline to, quantised as it is served, while it loads."
+    )
+    use_auth_token: Annotated[str | None, NoEffect("the server fetches the model, with the token in HF_TOKEN")] = Field(
+        None, description="Token for the Hugging Face Hub."
+    )
+    low_cpu_mem_usage: Annotated[bool, NoEffect("diffusers always loads this way")] = Field(
+        False, description="Load weights one by one instead of twice the model's memory."
+    )
+    threads: PositiveInt | None = Field(None, description="Threads that a worker uses inside an operation on the CPU.")
+
+    @property
+    def ranks(self) -> int | None:
+        return None
+
+    def division(self, gpus: int) -> str | None:
+        if gpus < 2:
+            return None
+        return f"accelerate places whole parts of the pipeline on the {gpus} GPUs of a worker (device_map=balanced)"
+
+    def worker_environment(self) -> Mapping[str, str]:
+        return THREAD_VARIABLES
 
     def engine_arguments(self) -> Mapping[str, Any]:
-        """Return the arguments of `deepspeed.init_inference`."""
-        return {
-            "model": self.model_id,
-            "dtype": self.dtype,
-            "enable_cuda_graph": self.enable_cuda_graph,
-            "tensor_parallel": {"tp_size": self.tensor_parallel_degree},
-            "replace_method": "auto",
-            "replace_with_kernel_inject": True,
+        """Return the arguments of `DiffusionPipeline.from_pretrained` that do not depend on the machine."""
+        decided = {
+            "dtype": LONG_DTYPES.get(self.dtype),
+            "revision": self.revision,
+            "trust_remote_code": self.trust_remote_code,
+            "quantization_config": self.quantization_config(),
         }
+        return {"use_safetensors": True, **{name: value for name, value in decided.items() if value}}
+
+    def quantization_config(self) -> Mapping[str, Any] | None:
+        """Return the settings with which bitsandbytes quantises while weights load; None if it does not."""
+        return _QUANTIZATION.get(self.quantize or "")
+
+    def partitioned(self) -> Mapping[str, str | None] | str:
+        if self.quantize is None:
+            return "set option.quantize=bitsandbytes4 or bitsandbytes8; weights as they are need no preparation"
+        return {f"option.{name}": None for name in ("model_id", "revision", "quantize", "save_mp_checkpoint_path")}
 
     def conflicts(self, given: Collection[str]) -> Iterator[Conflict]:
-        if self.enable_cuda_graph and self.tensor_parallel_degree != 1:
-            yield Conflict(("option.enable_cuda_graph",), "true only with option.tensor_parallel_degree=1")
+        if self.width and self.height and self.width * self.height > self.max_image_pixels:
+            yield Conflict(
+                ("option.width", "option.height", "option.max_image_pixels"),
+                f"at most {self.max_image_pixels} pixels together, which option.max_image_pixels allows",
+            )
+        if self.num_images_per_prompt > self.max_images:
+            yield Conflict(
+                ("option.num_images_per_prompt", "option.max_images"),
+                f"at most {self.max_images}, which option.max_images allows",
+            )
+
+    def warnings(self, given: Collection[str]) -> Iterator[Conflict]:
+        names = ("output_formatter", "input_formatter", "tgi_compat", "async_mode", "max_rolling_batch_size")
+        texts_only = [f"option.{name}" for name in (*names, "enable_streaming")]
+        yield from without_effect(given, "a model that generates text", texts_only)

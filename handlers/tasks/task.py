@@ -5,16 +5,26 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
-from lmi_server.contract.errors import RequestError
+from lmi_server.contract.errors import (
+    HandlerError,
+    LmiServerError,
+    ModelMemoryError,
+    RequestError,
+    describe,
+    is_out_of_memory,
+)
 from lmi_server.contract.generation import FinishReason
 from lmi_server.dialects import fields
 from lmi_server.dialects.fields import Field, Reader
+
+logger = logging.getLogger(__name__)
 
 
 class Piece(NamedTuple):
@@ -98,6 +108,19 @@ class Task(ABC):
     def details(self) -> Mapping[str, Any]:
         """Return facts of the model for the log and `explain`."""
         return {}
+
+
+def failure_of(error: BaseException) -> LmiServerError:
+    """Return the error that a request gets on which a pipeline of a library failed."""
+    if isinstance(error, LmiServerError):
+        return error
+    text = describe(error)
+    if is_out_of_memory(error):
+        return ModelMemoryError(text)
+    if isinstance(error, ValueError):  # the steps of a pipeline raise it for an input or a parameter
+        return RequestError(text)
+    logger.error("the model failed", exc_info=error)
+    return HandlerError(text)
 
 
 def read_text(value: Any) -> str:

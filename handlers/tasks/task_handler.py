@@ -15,16 +15,12 @@ from typing import TYPE_CHECKING, Any
 from handlers import content
 from handlers.tasks import tgi
 from handlers.tasks.options import generates
-from handlers.tasks.task import Piece, Task, read_parameters
+from handlers.tasks.task import Piece, Task, failure_of, read_parameters
 from lmi_server.contract.errors import (
     EXITS,
-    HandlerError,
     LmiServerError,
     ModelLoadError,
-    ModelMemoryError,
     RequestError,
-    describe,
-    is_out_of_memory,
 )
 from lmi_server.contract.handler import ModelInfo, RequestHandler, Response
 from lmi_server.contract.protocol import Input
@@ -235,19 +231,10 @@ class TaskHandler(RequestHandler):
         return [_answer(call, part) for call, part in zip(calls, _split(results, calls), strict=True)]
 
     def _failure(self, call: ParsedRequest, error: BaseException) -> LmiServerError:
-        if isinstance(error, LmiServerError):
-            return error
-        for item in call.inputs:
-            blamed = self._task.input_error(item)
-            if blamed is not None:
-                return blamed
-        text = describe(error)
-        if is_out_of_memory(error):
-            return ModelMemoryError(text)
-        if isinstance(error, ValueError):  # the steps of a pipeline raise it for an input or a parameter
-            return RequestError(text)
-        logger.error("the model failed", exc_info=error)
-        return HandlerError(text)
+        blamed = None
+        if not isinstance(error, LmiServerError):
+            blamed = next(filter(None, map(self._task.input_error, call.inputs)), None)
+        return blamed or failure_of(error)
 
     def _stream(self, call: ParsedRequest, framing: Framing) -> Response:
         """Return a stream of lines or events, one per step, each with what it adds to the text of every input."""

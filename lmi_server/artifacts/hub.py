@@ -18,13 +18,14 @@ _FOREIGN = (
     "*.ot",
     "*.onnx",
     "*.mlmodel",
+    "*.ckpt",
     "onnx/*",
     "openvino/*",
     "coreml/*",
     "original/*",
     "*.gguf",
 )
-_PICKLED = ("pytorch_model*.bin",)
+_PICKLED = ("pytorch_model*.bin", *(f"{part}*/*pytorch_model*.bin" for part in ("unet", "vae", "text_", "safety_")))
 
 
 def fetch_hub_model(model: HubModel, revision: str | None, activity: Activity) -> Path:
@@ -44,6 +45,8 @@ def fetch_hub_model(model: HubModel, revision: str | None, activity: Activity) -
         return _gguf(model, revision, activity)
     # Many models have their weights twice, as safetensors and pickled: the pickled copy would double the download.
     directory = _snapshot(repo_id, revision, activity, ignored=[*_FOREIGN, *_PICKLED])
+    if (directory / "model_index.json").is_file():  # a pipeline of diffusers, of which only safetensors are loaded
+        return directory
     if not list(directory.glob("*.safetensors")):
         directory = _snapshot(repo_id, revision, activity, ignored=[*_FOREIGN])
     if not (directory / "config.json").is_file() and not any(directory.glob("*.bin")):

@@ -53,7 +53,7 @@ class Choice:
             return describe_source(self.source, self.key)
         if self.spec is handlers.user_code:
             return f"{MODEL_CODE} takes the requests"
-        if self.spec is handlers.by_files(model.directory):
+        if self.spec is _by_files(model, handlers):
             return "the model directory holds a file of its kind"
         suits = ", ".join(model.architectures) or model.task or "a model of which nothing is known"
         return f"no key names one, and it suits {suits} on this machine"
@@ -80,12 +80,16 @@ def engine_alias(engine: Source | None, own_code: bool = False) -> Given:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What is known of the model itself; `architectures` is empty and `task` is None if they are unknown."""
+    """What is known of the model itself; `architectures` is empty and `task` is None if they are unknown.
+
+    `weights` is the directory of the weights, None if they are not on this machine.
+    """
 
     directory: Path
     architectures: tuple[str, ...]
     task: str | None
     in_gguf: bool = False
+    weights: Path | None = None
 
 
 def choose_handler(given: Given, model: Model, machine: Machine, handlers: HandlerTable) -> Choice:
@@ -103,7 +107,7 @@ def choose_handler(given: Given, model: Model, machine: Machine, handlers: Handl
             None  # as with LMI, a model.py that takes requests wins over the handler that an engine stands for
         )
     chosen = (
-        _by_files(given, model.directory, handlers)
+        _by_model(given, model, handlers)
         if entry_point is None
         else _by_entry_point(entry_point, model.directory, handlers)
     )
@@ -171,10 +175,15 @@ def _without_rolling_batch(
     return replace(static, note=note)
 
 
-def _by_files(given: Given, model_dir: Path, handlers: HandlerTable) -> Choice:
-    if _is_handler_file(model_dir, given, handlers):
+def _by_model(given: Given, model: Model, handlers: HandlerTable) -> Choice:
+    if _is_handler_file(model.directory, given, handlers):
         return Choice(handlers.user_code)
-    return Choice(handlers.by_files(model_dir) or handlers.default)
+    return Choice(_by_files(model, handlers) or handlers.by_task(model.task) or handlers.default)
+
+
+def _by_files(model: Model, handlers: HandlerTable) -> HandlerSpec | None:
+    found = handlers.by_files(model.directory)
+    return found if found is not None or model.weights is None else handlers.by_files(model.weights)
 
 
 def _is_handler_file(model_dir: Path, given: Given, handlers: HandlerTable) -> bool:

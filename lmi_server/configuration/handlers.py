@@ -40,7 +40,8 @@ class HandlerSpec:
     - `entry_points`: values of option.entryPoint.
     - `rolling_batches`: values of option.rolling_batch, if the entry point is one whose `rolling_batch_decides`.
     - `lmi_engines`: values of the key `engine`.
-    - `model_files`: files in the model directory, if there is no entry point.
+    - `model_files`: files in the directory of the model or of its weights, if there is no entry point.
+    - `model_tasks`: values of option.task that no other handler has, if there is no entry point.
     - `mpi_architectures`: beginnings of the architectures that it serves under the MPI engine if nothing names it.
     - `variant`: the handler that takes its place for other workloads.
     - `generates`: "module:function" that takes architectures and a kind of device (`Machine.device_kind`), and returns
@@ -54,6 +55,7 @@ class HandlerSpec:
     - `needs_mpi`: it runs under the MPI engine only.
     - `reads_checkpoint`: the model is a Hugging Face checkpoint.
     - `reads_gguf`: the checkpoint may be a file in GGUF.
+    - `weights_index`: the file that the directory of the weights must hold, if it is no Hugging Face checkpoint.
     - `causal_lm_only`: it serves causal language models and no other architecture.
     - `answers_tasks`: a request is a whole task of a Hugging Face model, answered in a static batch.
     - `takes_batches`: option.batch_size may be more than 1.
@@ -73,6 +75,7 @@ class HandlerSpec:
     rolling_batch_decides: bool = False
     lmi_engines: tuple[str, ...] = ()
     model_files: tuple[str, ...] = ()
+    model_tasks: tuple[str, ...] = ()
     mpi_architectures: tuple[str, ...] = ()
     variant: Variant | None = None
     generates: str | None = None
@@ -83,6 +86,7 @@ class HandlerSpec:
     needs_mpi: bool = False
     reads_checkpoint: bool = False
     reads_gguf: bool = False
+    weights_index: str | None = None
     causal_lm_only: bool = False
     answers_tasks: bool = False
     takes_batches: bool = False
@@ -152,6 +156,10 @@ class HandlerTable:
         return next(
             (spec for spec in self.specs if any((model_dir / name).is_file() for name in spec.model_files)), None
         )
+
+    def by_task(self, task: str | None) -> HandlerSpec | None:
+        """Return the handler that a task means by itself."""
+        return next((spec for spec in self.specs if task in spec.model_tasks), None)
 
     def by_handler(self, handler: str) -> HandlerSpec | None:
         """Return the handler whose class is `handler`, "module:Class"."""
@@ -286,9 +294,14 @@ _NEURON_VLLM = HandlerSpec(
 )
 _STABLE_DIFFUSION = HandlerSpec(
     title="stable_diffusion",
+    handler="handlers.stable_diffusion.handler:StableDiffusionHandler",
     options="handlers.stable_diffusion.options:StableDiffusionOptions",
     entry_points=("djl_python.stable_diffusion", "djl_python.stable-diffusion", "stable_diffusion"),
-    engines=("diffusers", "deepspeed"),
+    model_files=("model_index.json",),
+    model_tasks=("text-to-image", "image-to-image", "inpainting"),
+    weights_index="model_index.json",
+    engines=("diffusers", "torch", "transformers"),
+    takes_batches=True,
 )
 _SKLEARN = HandlerSpec(
     title="sklearn",

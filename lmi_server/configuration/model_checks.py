@@ -62,6 +62,7 @@ class ModelChecks:
             yield self.choice.problem
         elif self.misplaced is None:
             yield from self._no_checkpoint()
+            yield from self._no_index()
             yield from self._wrong_for_gguf()
         if self.spec.formats_text:
             yield from undefined_formatters(self.options, known, self.model.directory)
@@ -81,6 +82,11 @@ class ModelChecks:
         if in_gguf:
             missing = f"holds several models in GGUF ({in_gguf}); set option.model_id to the name of one"
         yield f"{directory}: {missing}"
+
+    def _no_index(self) -> Iterator[str]:
+        index, weights = self.spec.weights_index, self.model.weights
+        if index is not None and weights is not None and not (weights / index).is_file():
+            yield f"{weights}: holds no {index}; name a model that {self.spec.title} serves in option.model_id"
 
     def _wrong_for_gguf(self) -> Iterator[str]:
         if not self.model.in_gguf or not self.spec.reads_checkpoint:

@@ -141,7 +141,8 @@ def inspect_model(
     location, misplaced = _locate(given, model_dir)
     config = read_config(location)
     inferred_task = infer_task(architectures(config), location)
-    model = Model(model_dir, architectures(config), _task(given) or inferred_task, is_gguf(location))
+    weights = Path(location) if os.path.isabs(location) else None
+    model = Model(model_dir, architectures(config), _task(given) or inferred_task, is_gguf(location), weights)
     choice = choose_handler(given, model, machine, handlers)
     spec = choice.spec or handlers.default
     declared = declared_options(spec)

@@ -132,10 +132,12 @@ class RequestHandler(ABC):
     """Serves anything but text generation, in batches of up to option.batch_size requests.
 
     One instance per worker; every method runs in the main thread of the process, one call at a time. The worker sets
-    `served_names` before `start`: the names by which requests ask for the model, its own name first.
+    `served_names` before `start`: the names by which requests ask for the model, its own name first. It sets
+    `is_cancelled` before `handle`, which may ask it at any time whether the client of one of its requests is gone.
     """
 
     served_names: Sequence[str] = ()
+    is_cancelled: Callable[[Input], bool] = staticmethod(lambda request: False)
     reads_tensors = False  # requests of the Open Inference Protocol go to `handle` as they were sent
 
     @abstractmethod

@@ -56,6 +56,11 @@ def parse(request: Input, served: ServedModel) -> Exchange:
             f"this model generates text and does not serve /{request.route}; serve a model of embeddings or classes,"
             " or set option.task=text-embedding"
         )
+    if request.route in routes.IMAGE_ROUTES:
+        raise RequestError(
+            f"this model generates text and does not serve /v1/{request.route}; serve a pipeline of diffusers, which"
+            " makes images"
+        )
     if request.route not in routes.LMI_ROUTES:
         raise RouteNotFoundError(f"no dialect serves the route {fields.show(request.route)}")
     match fields.media_type(request):

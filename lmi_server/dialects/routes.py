@@ -12,6 +12,9 @@ COUNT_TOKENS = "messages/count_tokens"
 EMBEDDINGS = "embeddings"
 SCORE = "score"
 RERANK = "rerank"
+IMAGES_GENERATIONS = "images/generations"
+IMAGES_EDITS = "images/edits"
+IMAGES_VARIATIONS = "images/variations"
 TOKENIZE = "tokenize"
 DETOKENIZE = "detokenize"
 TGI = "tgi"
@@ -30,6 +33,9 @@ ANY_MODEL = frozenset({"lmi", "tgi", "dummy"})
 POOLING_ROUTES = frozenset({EMBEDDINGS, SCORE, RERANK})
 """The routes for vectors and scores of texts; a model that generates text serves none of them."""
 
+IMAGE_ROUTES = frozenset({IMAGES_GENERATIONS, IMAGES_EDITS, IMAGES_VARIATIONS})
+"""The routes for images; only a model that makes images serves them."""
+
 TOKEN_ROUTES = frozenset({TOKENIZE, DETOKENIZE, COUNT_TOKENS})
 """The routes that only read or count tokens, and generate nothing."""
 
@@ -39,7 +45,9 @@ TGI_ROUTES = frozenset({TGI, GENERATE, GENERATE_STREAM})
 KSERVE_ROUTES = frozenset({INFER, V2_GENERATE, V2_GENERATE_STREAM})
 """The routes of the Open Inference Protocol (KServe v2), /v2/models/{model}/infer and its generate extension."""
 
-OPENAI_ROUTES = frozenset({COMPLETIONS, CHAT_COMPLETIONS, RESPONSES, TOKENIZE, DETOKENIZE}) | POOLING_ROUTES
+OPENAI_ROUTES = (
+    frozenset({COMPLETIONS, CHAT_COMPLETIONS, RESPONSES, TOKENIZE, DETOKENIZE}) | POOLING_ROUTES | IMAGE_ROUTES
+)
 """The routes of OpenAI's API and of vLLM's additions to it; their errors have OpenAI's form."""
 
 ANTHROPIC_ROUTES = frozenset({MESSAGES, COUNT_TOKENS})

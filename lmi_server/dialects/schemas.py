@@ -14,7 +14,7 @@ from lmi_server.dialects.fields import Field
 from lmi_server.dialects.kserve.tensors import InferBody
 from lmi_server.dialects.lmi.objects import WholeAnswer
 from lmi_server.dialects.lmi.request import BODY, PARAMETERS
-from lmi_server.dialects.openai import CHAT_FIELDS, COMPLETION_FIELDS, embeddings
+from lmi_server.dialects.openai import CHAT_FIELDS, COMPLETION_FIELDS, embeddings, images
 from lmi_server.dialects.openai.responses import RESPONSE_FIELDS
 
 Schema = dict[str, Any]
@@ -25,7 +25,7 @@ _SAMPLES: Mapping[str, tuple[Any, ...]] = {
     "boolean": (True,),
     "number": (0.5, 1.5),
     "integer": (2,),  # readers of booleans take 0 and 1
-    "string": ("a", "auto", "none", "float"),
+    "string": ("a", "auto", "none", "float", "png", "b64_json"),
     "array": ([1], ["a"], [{"role": "user", "content": "a"}]),
     "object": ({"a": 1}, {"type": "text"}),
 }
@@ -36,6 +36,9 @@ _TABLES: Mapping[str, Mapping[str, Field]] = {
     routes.MESSAGES: MESSAGE_FIELDS,
     routes.COUNT_TOKENS: MESSAGE_FIELDS,
     routes.EMBEDDINGS: embeddings.FIELDS,
+    routes.IMAGES_GENERATIONS: images.GENERATION_FIELDS,
+    routes.IMAGES_EDITS: images.EDIT_FIELDS,
+    routes.IMAGES_VARIATIONS: images.VARIATION_FIELDS,
     routes.TOKENIZE: tokens.TOKENIZE_FIELDS,
     routes.DETOKENIZE: tokens.DETOKENIZE_FIELDS,
 }

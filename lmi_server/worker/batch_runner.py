@@ -69,7 +69,9 @@ class BatchRunner(Runner):
         # Those that the handler has not begun. Both threads take calls out of it, and a pop is atomic: whoever gets
         # the call answers it, the link's thread as cancelled or recalled, the handler's with what the handler returns.
         self._waiting: dict[int, _Call] = {}
+        self._running: Sequence[_Call] = ()
         self._pid = os.getpid()
+        handler.is_cancelled = self._is_cancelled
 
     # --- the link's thread ---
 
@@ -131,7 +133,7 @@ class BatchRunner(Runner):
                 self._run_batch(entry)
 
     def _run_batch(self, batch: Sequence[_Call]) -> None:
-        begun = [call for call in batch if self._waiting.pop(call.writer.id, None) is not None]
+        self._running = begun = [call for call in batch if self._waiting.pop(call.writer.id, None) is not None]
         # On the shared page, which outlives this process: if it dies now, the front end fails this batch and gives the
         # others to another worker.
         self._progress.begin(time.monotonic())
@@ -148,6 +150,9 @@ class BatchRunner(Runner):
             for call in begun:
                 self._calls.pop(call.writer.id, None)
         self._progress.end(time.monotonic())
+
+    def _is_cancelled(self, request: Input) -> bool:
+        return any(call.cancelled for call in self._running if call.request is request)
 
     def _execute(self, call: _ControlCall) -> None:
         try:

@@ -757,7 +757,7 @@ def test_a_handler_that_is_missing_is_one_line(write: Write) -> None:
         f'{directory / "serving.properties"}:2: option.rolling_batch = "trtllm" is not available in this version; '
         "missing: tensorrt_llm; served are djl_python.huggingface or djl_python.deepspeed or "
         "djl_python.lmi_dist or djl_python.lmi_vllm.vllm_async_service or djl_python.transformers_neuronx or "
-        "djl_python.sklearn_handler or "
+        "djl_python.stable_diffusion or djl_python.sklearn_handler or "
         "djl_python.xgboost_handler or "
         "djl_python.echo"
     )

@@ -65,7 +65,19 @@ VLLM_ENGINES = ("vllm", "vllm pooling", "lmi-dist")  # tests of their own run th
 NEURON = ("transformers_neuronx", "vllm on Neuron")  # of these, test_neuronx.py runs the first over a fake
 OWN = "a handler of one's own"  # test_own_code.py runs such
 TREE_MODELS = ("sklearn", "xgboost")  # test_tree_models.py runs them
-SERVED = ("huggingface", PIPELINE, "deepspeed", "deepspeed task", *TREE_MODELS, "echo", *VLLM_ENGINES, *NEURON, OWN)
+IMAGES = "stable_diffusion"  # test_stable_diffusion.py runs a tiny one
+SERVED = (
+    "huggingface",
+    PIPELINE,
+    "deepspeed",
+    "deepspeed task",
+    *TREE_MODELS,
+    "echo",
+    *VLLM_ENGINES,
+    *NEURON,
+    IMAGES,
+    OWN,
+)
 NOT_YET = {name for name, title in HANDLER.items() if title not in SERVED}
 VLLM = {name for name, title in HANDLER.items() if title in VLLM_ENGINES}  # run in processes of their own
 ON_NEURON = {name for name, title in HANDLER.items() if title in NEURON}
@@ -122,7 +134,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", sorted(HANDLER.keys() - NOT_YET - VLLM - ON_NEURON - PIPELINES - {*TREE_MODELS} - {"own-handler"})
+    "name", sorted(HANDLER.keys() - NOT_YET - VLLM - ON_NEURON - PIPELINES - {*TREE_MODELS, IMAGES} - {"own-handler"})
 )
 def test_a_sample_runs(name: str, tiny: Callable[[str], Path], tmp_path: Path) -> None:
     """A small model of the same class takes the place of the sample's own, which would have to be downloaded."""

@@ -329,7 +329,7 @@ def test_the_priority_is_that_of_the_message() -> None:
 
 def test_an_unknown_route() -> None:
     with pytest.raises(RouteNotFoundError):
-        parse(request("images/generations", {"inputs": "a"}), SERVED)
+        parse(request("audio/speech", {"inputs": "a"}), SERVED)
 
 
 @pytest.mark.parametrize("route", ["embeddings", "score", "rerank"])

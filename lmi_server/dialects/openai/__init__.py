@@ -1,4 +1,4 @@
-"""OpenAI's dialect: completions, chat completions, responses and embeddings, with the parameters that vLLM adds.
+"""OpenAI's dialect: completions, chats, responses, embeddings and images, with the parameters that vLLM adds.
 
 On /invocations the same bodies are served as LMI serves them: `option.output_formatter` may choose the form of a chat's
 answer, and a `model` that is not served causes only a warning.
@@ -9,6 +9,7 @@ answer, and a `model` that is not served causes only a warning.
     chat.py, chat_answer.py             /v1/chat/completions
     responses.py, responses_answer.py   /v1/responses
     embeddings.py                       /v1/embeddings
+    images.py                           /v1/images/generations, edits and variations
     answer.py                           what the answers of completions and chats share
 """
 

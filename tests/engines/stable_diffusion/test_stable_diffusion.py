@@ -1,0 +1,367 @@
+"""Images by a tiny Stable Diffusion: one server, asked as LMI's, OpenAI's and Hugging Face's clients do.
+
+The tests without the server load further pipelines. They are in the same module so that diffusers is imported once.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from huggingface_hub import InferenceClient
+from pipeline_helpers import request, started
+from server_helpers import Server, connect, running
+from tiny_pipelines import (
+    SIDE,
+    half_transparent,
+    half_white,
+    opened,
+    picture,
+    pixels,
+    save_lora,
+    save_pipeline,
+)
+
+from lmi_server.contract.errors import ModelLoadError
+from lmi_server.contract.handler import Response
+
+pytestmark = pytest.mark.slow
+
+FEW = {"num_inference_steps": 2, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Serve a pipeline that its own files alone make known, with an adapter beside it."""
+    directory = save_pipeline(tmp_path_factory.mktemp("images") / "model")
+    save_lora(directory, directory / "adapters" / "beside", seed=1)
+    keys = ("enable_lora=true", "threads=1", "max_image_pixels=4096", "max_inference_steps=1000", "max_images=4")
+    lines = [*(f"option.{key}" for key in keys), "batch_size=4", "max_batch_delay=10"]
+    (directory / "serving.properties").write_text("\n".join(lines))
+    with running(directory) as server:
+        server.log_line(r"\] ready: process")
+        yield server
+
+
+@pytest.fixture(scope="module")
+def tiny(served: Server) -> Path:
+    """Return the directory of the pipeline that the server has."""
+    return Path(served.http.get("/v1/models").json()["data"][0]["root"])
+
+
+def ask(server: Server, body: Any, path: str = "/invocations", **headers: str) -> httpx.Response:
+    return server.http.post(path, json=body, headers=headers)
+
+
+def drawn(server: Server, prompt: str = "a cat", **parameters: Any) -> Any:
+    """Return the pixels of LMI's answer to a prompt."""
+    answer = ask(server, {"prompt": prompt, "parameters": {**FEW, **parameters}})
+    assert answer.headers["content-type"] == "image/png", answer.text
+    return pixels(answer.content)
+
+
+def same(found: Any, expected: Any) -> bool:
+    """Return whether images are equal but for rounding, which depends on the other images of a batch."""
+    return bool(found.shape == expected.shape and np.abs(found - expected).max() <= 1)
+
+
+def sdk(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
+
+
+def coded(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+# --- LMI's paths ---
+
+
+def test_the_answer_is_an_image_of_the_type_that_the_client_accepts(served: Server) -> None:
+    body = {"prompt": "a cat", "parameters": FEW}
+    for accepted, kind in (("image/jpeg", "JPEG"), ("image/webp, */*", "WEBP"), ("*/*", "PNG"), ("image/*", "PNG")):
+        answer = ask(served, body, Accept=accepted)
+        assert opened(answer.content).format == kind
+        assert answer.headers["content-type"] == f"image/{kind.lower()}"
+    assert opened(answer.content).size == (SIDE, SIDE)
+    decoded = ask(served, body, Accept="application/json").json()
+    assert decoded["seeds"] == [5]
+    assert base64.b64decode(decoded["images"][0]) == answer.content
+    refused = ask(served, body, Accept="text/csv")
+    assert (refused.status_code, "accept image/png" in refused.json()["message"]) == (424, True)
+
+
+def test_a_text_a_form_and_inputs_ask_for_the_same_image(served: Server) -> None:
+    expected = drawn(served)
+    assert same(pixels(ask(served, {"inputs": "a cat", "parameters": FEW}).content), expected)
+    form = {"prompt": "a cat", "num_inference_steps": "2", "seed": "5"}
+    assert same(pixels(served.http.post("/invocations", data=form).content), expected)
+    text = served.http.post("/predictions/model", content="a cat", headers={"Content-Type": "text/plain"})
+    assert opened(text.content).size == (SIDE, SIDE)
+
+
+def test_requests_at_once_get_the_images_that_they_get_alone(served: Server) -> None:
+    prompts = ["a cat", "a dog", "two cats", "a house"]
+    alone = [drawn(served, prompt, seed=number) for number, prompt in enumerate(prompts)]
+    with ThreadPoolExecutor(4) as clients:
+        together = list(clients.map(lambda number: drawn(served, prompts[number], seed=number), range(4)))
+    assert all(same(found, expected) for found, expected in zip(together, alone, strict=True))
+    assert not same(alone[0], alone[1])
+
+
+def test_each_image_of_a_request_has_a_seed_of_its_own(served: Server) -> None:
+    body = {"prompt": ["a cat", "a dog"], "parameters": {**FEW, "num_images_per_prompt": 2}}
+    answer = ask(served, body).json()
+    assert answer["seeds"] == [5, 6, 7, 8]
+    last = pixels(base64.b64decode(answer["images"][3]))
+    assert same(last, drawn(served, "a dog", seed=8))
+    refused = ask(served, body, Accept="image/png")
+    assert (refused.status_code, "asks for 4; accept application/json" in refused.json()["message"]) == (424, True)
+    free = ask(served, {"prompt": "a cat", "parameters": {"num_inference_steps": 2}}, Accept="application/json").json()
+    assert same(pixels(base64.b64decode(free["images"][0])), drawn(served, seed=free["seeds"][0]))
+
+
+def test_parameters_change_the_image(served: Server) -> None:
+    usual = drawn(served)
+    changes: list[dict[str, Any]] = [
+        {"guidance_scale": 1.0},
+        {"negative_prompt": "a dog"},
+        {"num_inference_steps": 3},
+        {"seed": 6},
+    ]
+    for more in changes:
+        assert not same(drawn(served, **more), usual), more
+    assert drawn(served, width=24, height=32).shape == (32, 24, 3)
+
+
+def test_an_image_and_a_mask_choose_the_task(served: Server) -> None:
+    image = picture((20, 18), seed=3)
+    body = {"prompt": "a cat", "image": coded(image), "parameters": {**FEW, "num_inference_steps": 4}}
+    changed = pixels(ask(served, body).content)
+    assert changed.shape == (18, 20, 3)
+    weak = pixels(ask(served, {**body, "parameters": {**body["parameters"], "strength": 0.25}}).content)
+    assert not same(weak, changed)
+    painted = pixels(ask(served, {**body, "mask_image": coded(half_white((20, 18)))}).content)
+    assert not same(painted, changed)
+    # LMI's form, in which `data` is the image.
+    part = '{"prompt": "a cat", "parameters": {"num_inference_steps": 4, "seed": 5}}'
+    form = served.http.post("/invocations", files={"data": image, "json": (None, part)})
+    assert same(pixels(form.content), changed)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        ({"width": 17}, "17 x 17 is not allowed; send multiples of 2"),
+        ({"width": 128, "height": 64}, "128 x 64 pixels are more than option.max_image_pixels=4096"),
+        ({"num_images_per_prompt": 5}, "asks for 5 images, and option.max_images is 4"),
+        ({"num_inference_steps": 1001}, "1001 is more than option.max_inference_steps=1000"),
+        ({"num_inference_steps": 0}, "send an integer >= 1"),
+        ({"true_cfg_scale": 2}, "true_cfg_scale is not known to StableDiffusionPipeline; allowed: prompt, negative"),
+        ({"latents": [1]}, "latents is not known"),
+        ({"negative_prompt": ["a", "b"]}, "negative_prompt: 2 texts for 1 prompts"),
+        ({"guidance_scale": "high"}, "send a number from 0 to 1000"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_before_it_takes_memory(
+    served: Server, parameters: dict[str, Any], words: str
+) -> None:
+    answer = ask(served, {"prompt": "a cat", "parameters": parameters})
+    assert answer.status_code == 424
+    assert words in answer.json()["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"parameters": {}}, "prompt is missing"),
+        ({"prompt": "a", "image": "%"}, "is not base64"),
+        ({"prompt": "a", "image": coded(b"GIF?")}, "image is not an image of a known format"),
+        ({"prompt": "a", "mask_image": coded(half_white())}, "mask_image needs an image"),
+        ({"prompt": "a", "image": coded(picture((80, 80)))}, "80 x 80 pixels are more than option.max_image_pixels"),
+        ({"prompt": "a", "image": "http://169.254.169.254/"}, "is not fetched"),
+        ({"prompt": "a", "image": coded(picture()), "parameters": {"strength": 0.01}}, "is less than one step"),
+        ({"prompt": "a", "adapters": "none"}, "adapter none has not been registered; registered: beside"),
+    ],
+)
+def test_a_body_that_cannot_be_read_is_refused(served: Server, body: Any, words: str) -> None:
+    answer = ask(served, body)
+    assert answer.status_code == 424
+    assert words in answer.json()["message"]
+
+
+# --- clients ---
+
+
+def test_openai_s_sdk_draws(served: Server) -> None:
+    with sdk(served) as client:
+        answer = client.images.generate(
+            model="model", prompt="a cat", n=2, size="24x16", output_format="jpeg", extra_body=FEW
+        )
+        one = client.images.generate(model="model", prompt="a cat", extra_body=FEW)
+    assert answer.data is not None
+    assert one.data is not None
+    files = [base64.b64decode(item.b64_json or "") for item in answer.data]
+    assert [(opened(file).format, opened(file).size) for file in files] == [("JPEG", (24, 16))] * 2
+    assert (answer.output_format, answer.size) == ("jpeg", "24x16")
+    assert same(pixels(base64.b64decode(one.data[0].b64_json or "")), drawn(served))
+
+
+def test_openai_s_sdk_edits_where_the_mask_is_transparent(served: Server) -> None:
+    image, more = picture(seed=3), {"num_inference_steps": 4, "seed": 5}
+    with sdk(served) as client:
+        edited = client.images.edit(image=image, mask=half_transparent(), prompt="a cat", extra_body=more)
+        whole = client.images.edit(image=io.BytesIO(image), prompt="a cat", extra_body=more)
+    form = {"model": "model", "n": "2", **{name: str(value) for name, value in more.items()}}
+    varied = served.http.post("/v1/images/variations", data=form, files={"image": image}).json()  # the SDK warns of it
+    body = {"prompt": "a cat", "image": coded(image), "parameters": more}
+    assert same(_only(whole), pixels(ask(served, body).content))
+    painted = ask(served, {**body, "mask_image": coded(half_white())}).content
+    assert same(_only(edited), pixels(painted))
+    assert [item["seed"] for item in varied["data"]] == [5, 6]
+
+
+def _only(answer: Any) -> Any:
+    (item,) = answer.data
+    return pixels(base64.b64decode(item.b64_json))
+
+
+def test_errors_have_openai_s_form(served: Server) -> None:
+    usual: dict[str, Any] = {"model": "model", "prompt": "a cat"}
+
+    def refused(**body: Any) -> str:
+        with sdk(served) as client, pytest.raises(openai.BadRequestError) as raised:
+            client.images.generate(**{**usual, **body})
+        return str(raised.value)
+
+    assert "this server keeps no files that a URL could name" in refused(response_format="url")
+    assert "send opaque" in refused(background="transparent")
+    assert "stream is not supported; an image is sent whole" in refused(stream=True)
+    assert "more than option.max_image_pixels=4096" in refused(size="1024x1024")
+    with sdk(served) as client, pytest.raises(openai.NotFoundError):
+        client.images.generate(model="another", prompt="a cat")
+    answer = ask(served, {"messages": []}, "/v1/chat/completions")
+    assert (answer.status_code, "/v1/images/generations" in answer.json()["error"]["message"]) == (400, True)
+
+
+def test_hugging_face_s_client_draws(served: Server) -> None:
+    client = InferenceClient(model=f"http://127.0.0.1:{served.port}")
+    image = client.text_to_image("a cat", num_inference_steps=2, seed=5)
+    assert same(np.asarray(image, dtype=int), drawn(served))
+
+
+# --- adapters, clients that leave ---
+
+
+def test_an_adapter_changes_the_images_of_its_requests_alone(served: Server, tiny: Path, tmp_path: Path) -> None:
+    plain = drawn(served)
+    body = {"prompt": "a cat", "parameters": FEW}
+    beside = pixels(ask(served, {**body, "adapters": "beside"}).content)
+    assert not same(beside, plain)
+    added = save_lora(tiny, tmp_path / "added", seed=2)
+    assert served.http.post("/models/model/adapters", params={"name": "a.b", "src": str(added)}).status_code == 200
+    other = pixels(ask(served, {**body, "adapters": "a.b"}).content)
+    assert not same(other, beside)
+    assert same(pixels(ask(served, {**body, "adapters": "beside"}).content), beside)
+    with sdk(served) as client:
+        assert same(_only(client.images.generate(model="a.b", prompt="a cat", extra_body=FEW)), other)
+    (tmp_path / "empty").mkdir()
+    refused = served.http.post("/models/model/adapters", params={"name": "c", "src": str(tmp_path / "empty")})
+    assert (refused.status_code, "adapter c cannot be used" in refused.text) == (424, True)
+    assert served.http.delete("/models/model/adapters/a.b").status_code == 200
+    assert same(drawn(served), plain)
+
+
+def test_the_pipeline_stops_when_the_client_leaves(served: Server) -> None:
+    body = b'{"prompt": "a cat", "parameters": {"num_inference_steps": 999}}'
+    head = b"POST /invocations HTTP/1.1\r\nhost: x\r\nx-request-id: leaves\r\ncontent-length: %d\r\n\r\n" % len(body)
+    connection = connect(served, head + body)
+    served.log_line(r"request leaves: drawing 1 images")
+    connection.close()
+    gone = served.log_line(r"request leaves: the client is gone at step (\d+) of 999")
+    assert int(gone[1]) < 999
+    assert same(drawn(served), drawn(served))
+
+
+def test_the_document_of_the_server_has_the_paths_of_images(served: Server) -> None:
+    paths = served.http.get("/openapi.json").json()["paths"]
+    properties = paths["/v1/images/generations"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert {"prompt", "n", "size", "output_format"} <= properties["properties"].keys()
+    assert "multipart/form-data" in paths["/v1/images/edits"]["post"]["requestBody"]["content"]
+
+
+# --- without a server ---
+
+
+def loaded(directory: Path, **options: str) -> Any:
+    return started(directory, threads="1", **options)
+
+
+def test_a_run_ends_with_the_step_in_which_its_last_client_leaves(tiny: Path) -> None:
+    handler = loaded(tiny, enable_lora="false")
+    sent = [request({"prompt": prompt, "parameters": {"num_inference_steps": 50}}) for prompt in ("a", "b")]
+    gone: list[int] = []
+
+    def leave_in_turn(asked: Any) -> bool:
+        """The first client leaves before the first step, the second one in the third."""
+        gone.append(1)
+        return asked is sent[0] or len(gone) > 8
+
+    handler.is_cancelled = leave_in_turn
+    outcomes = handler.handle(sent)
+    assert [str(outcome) for outcome in outcomes] == ["the client is gone"] * 2
+    assert len(gone) < 15
+    handler.is_cancelled = lambda asked: asked is sent[0]
+    two = [request({"prompt": prompt, "parameters": FEW}) for prompt in ("a", "b")]
+    assert all(isinstance(outcome, Response) for outcome in handler.handle(two))
+
+
+def test_requests_of_a_batch_fail_alone(tiny: Path) -> None:
+    handler = loaded(tiny, dtype="bf16", task="text-to-image", height="24", width="16")
+    bodies = [{"prompt": "a", "parameters": {"width": 3}}, {"prompt": "b", "parameters": FEW}, {}]
+    wrong, right, empty = handler.handle([request(body) for body in bodies])
+    assert "multiples of 2" in wrong.message
+    assert opened(right.data).size == (16, 24)
+    assert "prompt is missing" in empty.message
+    (refused,) = handler.handle([request({"prompt": "a", "image": coded(picture())})])
+    assert "serves text-to-image, and the request asks for image-to-image; send no image" in refused.message
+
+
+def test_a_pipeline_that_inpaints_does_nothing_else(tmp_path: Path) -> None:
+    handler = loaded(save_pipeline(tmp_path / "model", inpaints_only=True))
+    body = {"prompt": "a", "image": coded(picture()), "mask_image": coded(half_white()), "parameters": FEW}
+    (drawn_anew,) = handler.handle([request(body)])
+    assert opened(drawn_anew.data).size == (SIDE, SIDE)
+    (refused,) = handler.handle([request({"prompt": "a"})])
+    assert refused.message.startswith("the model serves inpainting, and the request asks for text-to-image")
+
+
+def test_weights_are_not_quantised_without_a_gpu(tiny: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"option\.quantize=bitsandbytes8: diffusers quantises on a GPU only"):
+        loaded(tiny, quantize="bitsandbytes8")
+
+
+def test_only_safetensors_are_read_and_no_code_of_the_model_runs(tiny: Path, tmp_path: Path) -> None:
+    pickled = Path(shutil.copytree(tiny, tmp_path / "pickled"))
+    weights = pickled / "unet" / "diffusion_pytorch_model.safetensors"
+    weights.rename(weights.with_suffix(".bin"))
+    with pytest.raises(Exception, match="safetensors"):
+        loaded(pickled)
+    coded_model = Path(shutil.copytree(tiny, tmp_path / "code"))
+    index = json.loads((coded_model / "model_index.json").read_text())
+    index["unet"] = ["own", "UNet2DConditionModel"]
+    (coded_model / "model_index.json").write_text(json.dumps(index))
+    ran = tmp_path / "ran"
+    (coded_model / "unet" / "own.py").write_text(f"open({str(ran)!r}, 'w')\nfrom diffusers import UNet2DConditionModel")
+    with pytest.raises(Exception, match="trust_remote_code"):
+        loaded(coded_model)
+    assert not ran.exists()
