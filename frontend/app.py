@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from frontend import kserve
 from frontend.adapters import AdapterManagement
+from frontend.async_invocations import AsyncInvocations
 from frontend.async_jobs import AsyncJobs
 from frontend.clients import shown_path
 from frontend.error_rates import ErrorRates
@@ -92,9 +93,10 @@ class App:
         status = StatusEndpoints(models, metrics, relay.error_rates, settings.allow_multi_status)
         keys = access.keys
         infer = relay if keys is None else keys.protect(relay, relay.refuse)
-        self.jobs = AsyncJobs(infer, self._answer, None if keys is None else keys.check, settings)
-        self._infer = self.jobs
-        self._sagemaker = SageMakerRuntime(models, self._infer)
+        check_key = None if keys is None else keys.check
+        self._infer = AsyncJobs(infer, self._answer, check_key, settings)
+        self._invocations = AsyncInvocations(infer, check_key, settings)
+        self._sagemaker = SageMakerRuntime(models, self._infer, self._invocations, self._answer)
         serving, managing = _serving_routes(status, models), _managing_routes(status, models, access)
         if keys is not None:
             serving = protected(serving, keys.check)
@@ -127,6 +129,11 @@ class App:
             await self._answer(self._options(target), scope, receive, send)
         else:
             await self._infer(*target, scope, receive, send)
+
+    async def finish(self) -> None:
+        """Wait until the requests that run without a client have ended, and their answers are stored."""
+        await self._infer.finish()
+        await self._invocations.finish()
 
     def _target(self, path: str, method: str) -> Target | None:
         """Return where an inference request goes, None if the path is not for inference.

@@ -12,27 +12,24 @@ import os
 import re
 import socket
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
 from uuid import uuid4
 
 from starlette.responses import Response
 
 from frontend.clients import Receive, Scope, Send
-from frontend.http_protocol import connection_of, detached_scope
+from frontend.detached import DetachedRequest, Inference, Target
+from frontend.http_protocol import connection_of
 from frontend.job_store import JobRecord, job_store
 from frontend.responses import error_response, json_response
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import BadParameterError, LmiServerError, QueueFullError, WorkerDiedError
-from lmi_server.supervisor.job import ReplySlot
 
 logger = logging.getLogger(__name__)
 
-Inference = Callable[[str, "str | None", "str | None", Scope, Receive, Send], Awaitable[None]]
 Answer = Callable[[Response, Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
-Target = tuple[str, "str | None", "str | None"]
 
 _ATTRIBUTES = b"x-amzn-sagemaker-custom-attributes"
 _SYNCHRONOUS, _STARTING_TOKEN, _MAX_ITEMS = b"x-synchronous", b"x-starting-token", b"x-max-items"
@@ -41,52 +38,25 @@ _NEXT_TOKEN = "x-next-token"
 _NOT_YET = "The model result is not yet available"  # LMI's words
 _TOKEN = re.compile(r"([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})(\d{0,9})")
 _INTEGER = re.compile(r"-?\d{1,9}")
-# What belongs to one answer over HTTP, and not to that of the model.
-_OF_AN_ANSWER = frozenset({"content-length", "connection", "x-request-id", "pragma", "cache-control", "expires"})
 
 
 @dataclass
 class _Job:
-    """One job of this process. `accepted` is set once a queue has it; `cancel` ends it then."""
+    """One job of this process. `was_read` is set once a client has read its answer to the end."""
 
     token: str
-    record: JobRecord
-    accepted: asyncio.Event = field(default_factory=asyncio.Event)
+    request: DetachedRequest
     saving: asyncio.Lock = field(default_factory=asyncio.Lock)
-    cancel: Callable[[], None] | None = None
     task: asyncio.Task[None] | None = None
     was_read: bool = False
 
     @property
+    def record(self) -> JobRecord:
+        return self.request.record
+
+    @property
     def size(self) -> int:
         return sum(map(len, self.record.items))
-
-
-class DetachedConnection:
-    """What a request has in place of the connection of a client, if no client waits for its answer."""
-
-    refused_with: int | None = None
-
-    def __init__(self, job: _Job) -> None:
-        self._job = job
-
-    def watch(self, on_gone: Callable[[], None], reply: ReplySlot) -> None:
-        """Note that a queue has the request, which `on_gone` cancels."""
-        self._job.cancel = on_gone
-        self._job.accepted.set()
-
-    def unwatch(self) -> None:
-        self._job.cancel = None
-
-    def abort(self) -> None:
-        """Nobody reads too slowly here."""
-
-    def linger(self) -> None:
-        """There is no client that could still send."""
-
-    def set_reason(self, phrase: str) -> None:
-        """Keep the reason phrase for the first page."""
-        self._job.record.reason = phrase
 
 
 class AsyncJobs:
@@ -167,39 +137,29 @@ class AsyncJobs:
 
     async def _start(self, target: Target, scope: Scope, receive: Receive) -> Response:
         self._make_room()
-        job = _Job(str(uuid4()), JobRecord(owner=self._owner, expires=time.time() + self._lifetime))
-        headers = [(key, value) for key, value in scope["headers"] if key != _SYNCHRONOUS]
-        detached = detached_scope({**scope, "headers": headers}, DetachedConnection(job))
+        record = JobRecord(owner=self._owner, expires=time.time() + self._lifetime)
+        job = _Job(str(uuid4()), DetachedRequest(record))
         self._jobs[job.token] = job
-        job.task = asyncio.create_task(self._run(job, target, detached, receive))
-        accepted = asyncio.create_task(job.accepted.wait())
+        job.task = asyncio.create_task(self._run(job, target, scope, receive))
+        accepted = asyncio.create_task(job.request.accepted.wait())
         await asyncio.wait({accepted, job.task}, return_when=asyncio.FIRST_COMPLETED)
         accepted.cancel()
-        if not job.accepted.is_set():  # no queue has it: the client reads why at once
+        if not job.request.accepted.is_set():  # no queue has it: the client reads why at once
             del self._jobs[job.token]
-            return _response_of(job.record, job.record.items)
+            return _response_of(record, record.items)
         await self._save(job)  # so that other servers know the token
         attributes = ("x-amzn-sagemaker-custom-attributes", f"{_NEXT_TOKEN}={job.token}")
         return _response_of(JobRecord(status=200, headers=[attributes]), [], job.token)
 
     async def _run(self, job: _Job, target: Target, scope: Scope, receive: Receive) -> None:
         record = job.record
-
-        async def keep(message: MutableMapping[str, Any]) -> None:
-            if message["type"] == "http.response.start":
-                record.status = message["status"]
-                headers = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in message["headers"]]
-                record.headers = [header for header in headers if header[0].lower() not in _OF_AN_ANSWER]
-            elif message.get("body"):
-                record.items.append(message["body"])
-
         try:
-            await self._infer(*target, scope, receive, keep)
+            await job.request.run(self._infer, target, scope, receive)
         finally:
             record.finished = True
             record.expires = time.time() + self._lifetime
             asyncio.get_running_loop().call_later(self._lifetime, self._jobs.pop, job.token, None)
-            if job.accepted.is_set() and job.token in self._jobs:
+            if job.request.accepted.is_set() and job.token in self._jobs:
                 await self._save(job)
 
     async def _save(self, job: _Job) -> None:
@@ -235,8 +195,8 @@ class AsyncJobs:
         job = self._jobs.pop(token, None)
         if job is None and await self._stored(token) is None:
             raise _unknown(token)
-        if job is not None and job.cancel is not None:
-            job.cancel()
+        if job is not None and job.request.cancel is not None:
+            job.request.cancel()
         if self._store is not None:
             await asyncio.to_thread(self._store.remove, token)
 

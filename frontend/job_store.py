@@ -115,10 +115,10 @@ class S3Store:
         self._bucket = bucket
         self._prefix = prefix
         self._creates_bucket = creates_bucket
-        self._client = _client("s3", "s3_cache")
+        self._client = aws_client("s3", "s3_cache")
 
     def save(self, token: str, record: JobRecord) -> None:
-        with _as_os_errors(f"s3://{self._bucket}"):
+        with as_os_errors(f"s3://{self._bucket}"):
             if self._creates_bucket:
                 with contextlib.suppress(self._client.exceptions.BucketAlreadyOwnedByYou):
                     self._client.create_bucket(**_place(self._bucket, self._client.meta.region_name))
@@ -126,7 +126,7 @@ class S3Store:
             self._client.put_object(Bucket=self._bucket, Key=self._key(token), Body=msgspec.msgpack.encode(record))
 
     def load(self, token: str) -> JobRecord | None:
-        with _as_os_errors(f"s3://{self._bucket}"):
+        with as_os_errors(f"s3://{self._bucket}"):
             try:
                 found = self._client.get_object(Bucket=self._bucket, Key=self._key(token))
             except (self._client.exceptions.NoSuchKey, self._client.exceptions.NoSuchBucket):
@@ -134,7 +134,7 @@ class S3Store:
             return _decoded(found["Body"].read())
 
     def remove(self, token: str) -> None:
-        with _as_os_errors(f"s3://{self._bucket}"):
+        with as_os_errors(f"s3://{self._bucket}"):
             self._client.delete_object(Bucket=self._bucket, Key=self._key(token))
 
     def _key(self, token: str) -> str:
@@ -146,12 +146,12 @@ class DynamoStore:
 
     def __init__(self, table: str) -> None:
         self._table = table
-        self._client = _client("dynamodb", "ddb_cache")
+        self._client = aws_client("dynamodb", "ddb_cache")
         self._is_made = False
 
     def save(self, token: str, record: JobRecord) -> None:
         data = msgspec.msgpack.encode(record)
-        with _as_os_errors(f"table {self._table} of DynamoDB"):
+        with as_os_errors(f"table {self._table} of DynamoDB"):
             self._make_table()
             parts = range(0, len(data), _PART)
             # The first part goes last: who finds it finds all of them.
@@ -165,13 +165,13 @@ class DynamoStore:
                 self._client.put_item(TableName=self._table, Item=item)
 
     def load(self, token: str) -> JobRecord | None:
-        with _as_os_errors(f"table {self._table} of DynamoDB"):
+        with as_os_errors(f"table {self._table} of DynamoDB"):
             self._make_table()
             items = list(self._items(token))
         return _decoded(b"".join(item[_DATA]["B"] for item in items)) if items else None
 
     def remove(self, token: str) -> None:
-        with _as_os_errors(f"table {self._table} of DynamoDB"):
+        with as_os_errors(f"table {self._table} of DynamoDB"):
             self._make_table()
             for item in list(self._items(token)):
                 self._client.delete_item(TableName=self._table, Key={_ID: item[_ID], _NUMBER: item[_NUMBER]})
@@ -213,8 +213,11 @@ def _decoded(data: bytes) -> JobRecord:
         raise OSError(f"what is stored is no answer of a job: {error}") from error
 
 
-def _client(service: str, key: str) -> Any:
-    """Return a client with the credentials, region and endpoint of the places that all AWS tools read."""
+def aws_client(service: str, key: str) -> Any:
+    """Return a client with the credentials, region and endpoint of the places that all AWS tools read.
+
+    Raises ConfigurationError, which names `key`, without boto3 or a region.
+    """
     try:
         import boto3
     except ImportError as error:
@@ -233,7 +236,8 @@ def _place(bucket: str, region: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _as_os_errors(place: str) -> Iterator[None]:
+def as_os_errors(place: str) -> Iterator[None]:
+    """Raise what boto3 raises as an OSError that names `place`."""
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:

@@ -1,7 +1,8 @@
 """The API that clients of a SageMaker endpoint call, so that boto3's `sagemaker-runtime` talks to this server.
 
-The paths, headers and errors are those of InvokeEndpoint and InvokeEndpointWithResponseStream in Amazon's reference of
-the SageMaker Runtime API; the stream is in the event stream encoding of Amazon's SDKs. Signatures are not checked.
+The paths, headers and errors are those of InvokeEndpoint, InvokeEndpointWithResponseStream and InvokeEndpointAsync in
+Amazon's reference of the SageMaker Runtime API; the stream is in the event stream encoding of Amazon's SDKs. Signatures
+are not checked.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ import zlib
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from starlette.responses import Response
+
+from frontend.async_invocations import AsyncInvocations
 from frontend.clients import Receive, Scope, Send
-from lmi_server.contract.errors import ModelNotFoundError
+from lmi_server.contract.errors import AuthenticationError, LmiServerError, ModelNotFoundError, QueueFullError
 from lmi_server.dialects import routes
 from lmi_server.serving.registry import ModelRegistry
 
@@ -23,14 +27,16 @@ Headers = list[tuple[bytes, bytes]]
 ENDPOINTS = "/endpoints/"
 _INVOKE = "invocations"
 _INVOKE_STREAM = "invocations-response-stream"
-PATHS = {f"{ENDPOINTS}{{endpoint}}/{action}": routes.INVOCATIONS for action in (_INVOKE, _INVOKE_STREAM)}
+_INVOKE_LATER = "async-invocations"
+_ACTIONS = (_INVOKE, _INVOKE_STREAM, _INVOKE_LATER)
+PATHS = {f"{ENDPOINTS}{{endpoint}}/{action}": routes.INVOCATIONS for action in _ACTIONS}
 """The paths for inference, each with its route."""
 
 STREAM_PATH = f"{ENDPOINTS}{{endpoint}}/{_INVOKE_STREAM}"
 STREAM_TYPE = "application/vnd.amazon.eventstream"
 _EVENT_STREAM = STREAM_TYPE.encode()
 
-_PATH = re.compile(rf"{ENDPOINTS}([^/]+)/({_INVOKE}|{_INVOKE_STREAM})")
+_PATH = re.compile(rf"{ENDPOINTS}([^/]+)/({'|'.join(_ACTIONS)})")
 _TARGET_MODEL = b"x-amzn-sagemaker-target-model"
 _COMPONENT = b"x-amzn-sagemaker-inference-component"
 _ADAPTER = b"x-amzn-sagemaker-adapter-identifier"
@@ -46,6 +52,7 @@ _REFUSED = {
     "ForbiddenException": ("AccessDeniedException", 403),
     "ThrottlingException": ("ThrottlingException", 429),
 }
+_KINDS = {AuthenticationError: ("AccessDeniedException", 403), QueueFullError: ("ServiceUnavailable", 503)}
 _MODEL_ERROR = 424
 _SIGNING = frozenset({b"x-amz-date", b"x-amz-security-token", b"x-amz-content-sha256"})
 _STRING = 7  # the type of a header's value in an event
@@ -54,9 +61,18 @@ _STRING = 7  # the type of a header's value in an event
 class SageMakerRuntime:
     """Answers the requests of one server's models as their endpoints would."""
 
-    def __init__(self, models: ModelRegistry, infer: Inference) -> None:
+    def __init__(
+        self,
+        models: ModelRegistry,
+        infer: Inference,
+        invocations: AsyncInvocations,
+        answer: Callable[[Response, Scope, Receive, Send], Awaitable[None]],
+    ) -> None:
+        """`answer` sends a response with the headers that every answer has."""
         self._models = models
         self._infer = infer
+        self._invocations = invocations
+        self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> bool:
         """Answer the request; return False if its path or its method is not one of this API."""
@@ -64,10 +80,21 @@ class SageMakerRuntime:
         if found is None or scope["method"] != "POST":
             return False
         endpoint, action = found.groups()
-        answer = _EventStream(send) if action == _INVOKE_STREAM else _Answer(send)
         name = self._model(endpoint, scope)
-        await self._infer(routes.INVOCATIONS, name, None, scope, receive, answer)
+        if action == _INVOKE_LATER:
+            await self._answer(await self._later(name, scope, receive), scope, receive, send)
+        else:
+            answer = _EventStream(send) if action == _INVOKE_STREAM else _Answer(send)
+            await self._infer(routes.INVOCATIONS, name, None, scope, receive, answer)
         return True
+
+    async def _later(self, name: str | None, scope: Scope, receive: Receive) -> Response:
+        try:
+            return await self._invocations(name, scope, receive)
+        except LmiServerError as error:
+            kind, status = _KINDS.get(type(error), ("ValidationError", 400))
+            body = json.dumps({"Message": error.message})
+            return Response(body, status, {"x-amzn-errortype": kind}, "application/json")
 
     def _model(self, endpoint: str, scope: Scope) -> str | None:
         """Return the name of the model that is meant, None for the one that requests without a name go to.

@@ -161,7 +161,7 @@ class _Server:
         relay.draining = True
         http.should_exit = True
         await models.drain(self._settings.drain_timeout)
-        await app.jobs.finish()
+        await app.finish()
         await serving
         await models.stop()
         self._orphans.end()

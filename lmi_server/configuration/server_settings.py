@@ -91,6 +91,7 @@ ErrorStatus = Annotated[int, Field(ge=400, le=599), Allowed("a status of an erro
 HeaderValue = Annotated[str | None, Field(pattern=r"^[\x20-\x7e]+$"), Allowed("a text in ASCII, on one line")]
 
 
+S3Path = Annotated[str | None, Field(pattern=r"^s3://[^/]+(/.*)?$"), Allowed("s3://bucket/prefix")]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), Allowed("a number of seconds above 0")]
 
 
@@ -203,6 +204,12 @@ class ServerSettings(Options):
     )
     async_jobs_dir: str | None = Field(
         None, description="Directory that keeps the answers of asynchronous jobs over a restart."
+    )
+    async_output_path: S3Path = Field(
+        None, description="Where InvokeEndpointAsync of boto3's sagemaker-runtime puts its outputs."
+    )
+    async_input_path: S3Path = Field(
+        None, description="Where its inputs must be; the bucket of async_output_path if not set."
     )
     s3_cache: bool = Field(False, description="Keep the answers of asynchronous jobs on S3.")
     s3_cache_bucket: str | None = Field(None, description="Bucket for s3_cache.")

@@ -1,0 +1,224 @@
+"""InvokeEndpointAsync of the SageMaker Runtime API: the request is read from S3, and its answer written there.
+
+The setting `async_output_path` is what an endpoint's AsyncInferenceConfig has as S3OutputPath. A client may only name
+inputs below `async_input_path`: they are read with the server's own credentials.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+from starlette.responses import Response
+
+from frontend.clients import Receive, Scope
+from frontend.detached import DetachedRequest, Inference
+from frontend.job_store import JobRecord, as_os_errors, aws_client
+from lmi_server.configuration.server_settings import ServerSettings
+from lmi_server.contract.errors import LmiServerError, QueueFullError, RequestError
+from lmi_server.dialects import routes
+
+logger = logging.getLogger(__name__)
+
+_PREFIX = b"x-amzn-sagemaker-"
+_S3 = re.compile(r"s3://([^/]+)/?(.*)")
+# The limits are those of the API.
+_EXTENSION = re.compile(r"[a-zA-Z0-9!_.*'()/-]{1,512}")
+_FILE_NAME = re.compile(r"(?!.*\..*\.)[a-zA-Z0-9][a-zA-Z0-9-_.]{0,31}")
+_INFERENCE_ID = re.compile(r"[!-~][ -~]{0,63}")
+_MAX_INLINE = 128_000  # bytes
+_TIME_TO_LIVE = (60, 21_600, 21_600)  # seconds: least, most, default
+_INVOCATION_TIMEOUT = (1, 3600, 900)
+_PAUSE_S = 1.0  # until a full queue is asked again
+
+
+class _Place(NamedTuple):
+    bucket: str
+    key: str
+
+    def __str__(self) -> str:
+        return f"s3://{self.bucket}/{self.key}"
+
+
+class _Invocation(NamedTuple):
+    """One request: where its input is or the input itself, where output and failure go, and its times in seconds."""
+
+    inference_id: str
+    source: _Place | bytes
+    output: _Place
+    failure: _Place
+    expires: float
+    timeout: int
+
+
+class AsyncInvocations:
+    """Runs requests whose inputs and outputs are on S3, each as soon as a queue takes it."""
+
+    def __init__(self, infer: Inference, check_key: Callable[[Scope], object] | None, settings: ServerSettings) -> None:
+        """`check_key` raises AuthenticationError if a request has no API key that is accepted."""
+        self._infer = infer
+        self._check_key = check_key
+        self._capacity = settings.memory_cache_capacity
+        self._max_size = settings.max_request_size
+        self._outputs = None if settings.async_output_path is None else _place(settings.async_output_path)
+        inputs = settings.async_input_path or (None if self._outputs is None else f"s3://{self._outputs.bucket}")
+        self._inputs = None if inputs is None else _place(inputs)
+        self._client: Any = None if self._outputs is None else aws_client("s3", "async_output_path")
+        self._full = {429, 503, settings.throttle_error_http_code, settings.wlm_error_http_code}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __call__(self, name: str | None, scope: Scope, receive: Receive) -> Response:
+        """Take one request; `name` is that of the model. Raises LmiServerError."""
+        if self._check_key is not None:
+            self._check_key({**scope})
+        if self._outputs is None:
+            raise RequestError("asynchronous invocations are off; set async_output_path=s3://bucket/prefix")
+        if len(self._tasks) >= self._capacity:
+            raise QueueFullError(f"memory_cache_capacity={self._capacity} asynchronous invocations wait or run")
+        body = await _inline_body(receive)
+        invocation = self._read(dict(scope["headers"]), body, self._outputs)
+        task = asyncio.create_task(self._run(invocation, name, scope))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        answer = Response(json.dumps({"InferenceId": invocation.inference_id}), HTTPStatus.ACCEPTED)
+        answer.headers["content-type"] = "application/json"
+        answer.headers["x-amzn-sagemaker-outputlocation"] = str(invocation.output)
+        answer.headers["x-amzn-sagemaker-failurelocation"] = str(invocation.failure)
+        return answer
+
+    async def finish(self) -> None:
+        """Wait until all have ended and their outputs are written."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _read(self, headers: dict[bytes, bytes], body: bytes, outputs: _Place) -> _Invocation:
+        given = {
+            key[len(_PREFIX) :]: value.decode("latin-1") for key, value in headers.items() if key.startswith(_PREFIX)
+        }
+        inference_id = _matching(given, "Inference-Id", _INFERENCE_ID) or str(uuid4())
+        extension = _matching(given, "S3OutputPathExtension", _EXTENSION)
+        folder = f"{outputs.key}/{extension}/" if extension else f"{outputs.key}/"
+        name = _matching(given, "Filename", _FILE_NAME) or str(uuid4())
+        stem, dot, ending = name.partition(".")
+        begin = f"{folder}{stem}".strip("/")
+        return _Invocation(
+            inference_id,
+            self._source(given.get(b"inputlocation"), body),
+            _Place(outputs.bucket, f"{begin}{dot}{ending}" if dot else f"{begin}.out"),
+            _Place(outputs.bucket, f"{begin}-error.out"),
+            time.monotonic() + _seconds(given, "RequestTTLSeconds", _TIME_TO_LIVE),
+            _seconds(given, "InvocationTimeoutSeconds", _INVOCATION_TIMEOUT),
+        )
+
+    def _source(self, location: str | None, body: bytes) -> _Place | bytes:
+        if location is None:
+            if not body:
+                raise RequestError("InputLocation or a body is required")
+            return body
+        if body:
+            raise RequestError("InputLocation and a body exclude each other; send one of them")
+        found = _S3.fullmatch(location)
+        place = None if found is None else _Place(*found.groups())
+        assert self._inputs is not None
+        if place is None or not _is_below(place, self._inputs):
+            raise RequestError(
+                f"InputLocation is {location[:200]!r}; it must be below {self._inputs} (async_input_path)"
+            )
+        return place
+
+    async def _run(self, invocation: _Invocation, name: str | None, scope: Scope) -> None:
+        try:
+            record = await self._answer(invocation, name, scope)
+        except (OSError, LmiServerError) as error:
+            record = JobRecord(status=500, items=[str(error).encode()])
+        place = invocation.output if 200 <= record.status < 300 else invocation.failure
+        content_type = next((value for key, value in record.headers if key.lower() == "content-type"), "text/plain")
+        try:
+            await asyncio.to_thread(self._put, place, b"".join(record.items), content_type)
+        except OSError as error:
+            logger.error("the answer of the asynchronous invocation %s is lost: %s", invocation.inference_id, error)
+
+    async def _answer(self, invocation: _Invocation, name: str | None, scope: Scope) -> JobRecord:
+        source = invocation.source
+        data = source if isinstance(source, bytes) else await asyncio.to_thread(self._get, source)
+        while True:
+            record = await self._invoke(data, invocation.timeout, name, scope)
+            if record.status not in self._full or time.monotonic() >= invocation.expires:
+                return record
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _invoke(self, data: bytes, timeout_s: int, name: str | None, scope: Scope) -> JobRecord:
+        request = DetachedRequest(JobRecord())
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": data, "more_body": False}
+
+        headers = _as_forwarded(scope["headers"], len(data), timeout_s)
+        await request.run(self._infer, (routes.INVOCATIONS, name, None), {**scope, "headers": headers}, receive)
+        return request.record
+
+    def _get(self, place: _Place) -> bytes:
+        with as_os_errors(str(place)):
+            found = self._client.get_object(Bucket=place.bucket, Key=place.key)
+            if found["ContentLength"] > self._max_size:
+                raise OSError(f"{place} is longer than max_request_size={self._max_size} bytes")
+            return bytes(found["Body"].read())
+
+    def _put(self, place: _Place, data: bytes, content_type: str) -> None:
+        with as_os_errors(str(place)):
+            self._client.put_object(Bucket=place.bucket, Key=place.key, Body=data, ContentType=content_type)
+
+
+async def _inline_body(receive: Receive) -> bytes:
+    body: bytes = b""
+    while True:
+        message = await receive()
+        body += message.get("body", b"")
+        if len(body) > _MAX_INLINE:
+            raise RequestError(
+                f"the body is longer than {_MAX_INLINE} bytes; put it on S3, and name it as InputLocation"
+            )
+        if not message.get("more_body"):
+            return body
+
+
+def _as_forwarded(headers: list[tuple[bytes, bytes]], length: int, timeout_s: int) -> list[tuple[bytes, bytes]]:
+    """Return the headers that the container gets with the input: its type, and how long the answer may take."""
+    given = dict(headers)
+    changed = {b"content-length": b"%d" % length, b"x-request-timeout": b"%d" % timeout_s}
+    if (content_type := given.get(_PREFIX + b"content-type")) is not None:
+        changed[b"content-type"] = content_type
+    dropped = {*changed, b"transfer-encoding", b"expect"}
+    return [*(header for header in headers if header[0] not in dropped), *changed.items()]
+
+
+def _place(path: str) -> _Place:
+    found = _S3.fullmatch(path)
+    assert found is not None, "the settings are checked"
+    return _Place(found[1], found[2].rstrip("/"))
+
+
+def _is_below(place: _Place, parent: _Place) -> bool:
+    """Return whether `place` has the whole of the parent's parts before its own."""
+    return place.bucket == parent.bucket and (not parent.key or place.key.startswith(f"{parent.key}/"))
+
+
+def _matching(given: dict[bytes, str], name: str, pattern: re.Pattern[str]) -> str | None:
+    value = given.get(name.lower().encode())
+    if value is not None and (pattern.fullmatch(value) is None or ".." in value):
+        raise RequestError(f"{name} is {value[:60]!r}; it must match {pattern.pattern}")
+    return value
+
+
+def _seconds(given: dict[bytes, str], name: str, limits: tuple[int, int, int]) -> int:
+    least, most, default = limits
+    text = given.get(name.lower().encode(), str(default))
+    if not (text.isascii() and text.isdigit() and least <= int(text[:9]) <= most):
+        raise RequestError(f"{name} is {text[:60]!r}; it takes an integer from {least} to {most}")
+    return int(text)
