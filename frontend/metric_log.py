@@ -18,6 +18,7 @@ from frontend.lmi_metrics import HOST, response_name
 from frontend.server_log import BackgroundLog, LineFormatter
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.metrics import HISTOGRAM, Metric
+from lmi_server.contract.secrets import SECRETS
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -124,5 +125,5 @@ def _request_line(scope: Scope) -> str:
     host, port = scope["client"] or ("", 0)
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     path = scope["raw_path"].decode("latin-1")
-    query = f"?{scope['query_string'].decode('latin-1')}" if scope["query_string"] else ""
+    query = f"?{SECRETS.masked_query(scope['query_string'].decode('latin-1'))}" if scope["query_string"] else ""
     return f'/{address} "{scope["method"]} {path}{query} HTTP/{scope["http_version"]}"'

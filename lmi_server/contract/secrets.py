@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import unquote_plus
 
 HIDDEN = "***"
 
@@ -44,6 +45,18 @@ class Secrets:
             if value in text:
                 text = text.replace(value, HIDDEN)
         return masked_url(text) if "://" in text else text
+
+    def masked_query(self, query: str) -> str:
+        """Return the query of a URL without the values that are secret, or hold something secret."""
+        return "&".join(map(self._masked_parameter, query.split("&")))
+
+    def _masked_parameter(self, parameter: str) -> str:
+        name, separator, value = parameter.partition("=")
+        key, text = unquote_plus(name), unquote_plus(value)
+        named = Secrets()
+        named.add_named({key: text})
+        is_plain = self.masked(named.masked(text)) == text and not is_secret(key)
+        return parameter if is_plain else f"{name}{separator}{HIDDEN}"
 
     def masked_all(self, value: Any) -> Any:
         """Return a value made of dictionaries, lists and plain values, with every text in it masked."""

@@ -231,6 +231,10 @@ def test_the_access_log(logging_server: LoggingServer) -> None:
     logging_server.http.get("/nothing")
     logging_server.wait_for_line("access", r'/127\.0\.0\.1:\d+ "POST /predictions/model\?a=%20b HTTP/1\.1" 200 \d+')
     logging_server.wait_for_line("access", r'/127\.0\.0\.1:\d+ "GET /nothing HTTP/1\.1" 404 \d+')
+    secret = {"option.hf_token": "a", "url": "s3://me:secret@b/c?d", "option.env": "A_TOKEN=a secret,B=1", "a": "é&"}
+    logging_server.http.post("/models", params=secret)
+    query = r"option\.hf_token=\*{3}&url=\*{3}&option\.env=\*{3}&a=%C3%A9%26"
+    logging_server.wait_for_line("access", rf'/127\.0\.0\.1:\d+ "POST /models\?{query} HTTP/1\.1" 404 \d+')
 
 
 def test_the_logs_of_metrics(logging_server: LoggingServer) -> None:
