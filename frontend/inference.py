@@ -176,7 +176,7 @@ class Relay:
         error = None
         terminal = job.reply.terminal
         if isinstance(terminal, Error) and terminal.kind != CANCELLED:
-            error = error_from_kind(terminal.kind, terminal.message)
+            error = _error_of(terminal)
             self._metrics.failed(error)
             if not job.sent_at:
                 counts.turned_away(error)
@@ -395,10 +395,17 @@ async def _send_whole(
     assert isinstance(terminal, Error), "a stream has a head before its end"
     if terminal.kind == CANCELLED:
         return CLIENT_GONE
-    error = error_from_kind(terminal.kind, terminal.message, terminal.code)
+    error = _error_of(terminal)
     status, headers, data = error_reply(route, response.shown(error), statuses, response.request_id)
     await response.whole(status, headers, data)
     return status
+
+
+def _error_of(terminal: Error) -> LmiServerError:
+    error = error_from_kind(terminal.kind, terminal.message, terminal.code)
+    if terminal.retry_after is not None:
+        error.retry_after = terminal.retry_after
+    return error
 
 
 def _status_of_end(route: str, terminal: Reply | End | Error, statuses: Mapping[type[LmiServerError], int]) -> int:
@@ -407,7 +414,7 @@ def _status_of_end(route: str, terminal: Reply | End | Error, statuses: Mapping[
         return terminal.status
     if terminal.kind == CANCELLED:
         return CLIENT_GONE
-    return error_reply(route, error_from_kind(terminal.kind, terminal.message, terminal.code), statuses)[0]
+    return error_reply(route, _error_of(terminal), statuses)[0]
 
 
 def _ending(route: str, head: Head, terminal: Reply | End | Error, response: Response) -> bytes:
@@ -415,7 +422,7 @@ def _ending(route: str, head: Head, terminal: Reply | End | Error, response: Res
     if not isinstance(terminal, Error):
         return b""
     content_type = next((value for name, value in head.headers if name == "content-type"), "")
-    error = error_from_kind(terminal.kind, terminal.message, terminal.code)
+    error = _error_of(terminal)
     return error_event(route, content_type, response.shown(error), response.request_id)
 
 

@@ -229,13 +229,14 @@ RECALLED = "Recalled"
 class Error(Message, frozen=True):
     """The request failed; `kind` names a class of `lmi_server.contract.errors`, or is "Cancelled" or "Recalled".
 
-    `code` is that of a HandlerError.
+    `code` is that of a HandlerError. `retry_after` is in seconds; None if it is that of the class.
     """
 
     id: int
     kind: str
     message: str
     code: int | None = None
+    retry_after: int | None = None
 
 
 class Reply(Message, frozen=True):

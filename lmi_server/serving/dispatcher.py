@@ -108,10 +108,15 @@ class Dispatcher:
         try:
             loser = self._queue.push(job)
         except QueueFullError as error:
-            error.retry_after = retry_after(self._wait_s(0, job.queued_at))
-            raise
+            raise self._with_retry_after(error, job.queued_at) from None
         if loser is not None:
-            loser.fail(QueueFullError("The queue is full, and this API key has most of the requests in it"))
+            refusal = QueueFullError("The queue is full, and this API key has most of the requests in it")
+            loser.fail(self._with_retry_after(refusal, job.queued_at))
+
+    def _with_retry_after(self, error: QueueFullError, now: float) -> QueueFullError:
+        """Return the error with the seconds until the next request leaves the queue."""
+        error.retry_after = retry_after(self._wait_s(0, now))
+        return error
 
     def _check_delay(self, job: Job, allowed_s: float) -> None:
         """Raise QueueDelayError if `job` would wait for longer than `allowed_s`."""

@@ -151,4 +151,5 @@ class Job:
 
     def fail(self, error: LmiServerError) -> None:
         """End the answer with `error`, unless it has ended."""
-        self.reply.put(Error(self.id, error.kind, error.message), time.monotonic())
+        failure = Error(self.id, error.kind, error.message, retry_after=error.retry_after)
+        self.reply.put(failure, time.monotonic())

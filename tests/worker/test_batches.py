@@ -93,6 +93,13 @@ async def test_a_part_of_a_batch_goes_when_its_first_request_has_waited(tmp_path
 
 
 @on_loop
+async def test_what_waits_for_a_batch_to_be_full_is_not_refused_for_its_wait(tmp_path: Path) -> None:
+    async with pool_of(tmp_path, batch_size=4, max_batch_delay_s=0.2, max_queue_delay_s=1e-9) as pool:
+        assert [one.data for one in await answers(pool, "a")] == [b"1 a"]
+        assert [one.data for one in await answers(pool, "b", "c")] == [b"2 b", b"2 c"]
+
+
+@on_loop
 async def test_a_batch_is_not_spread_over_workers(tmp_path: Path) -> None:
     async with pool_of(tmp_path, batch_size=4, workers=2, max_batch_delay_s=60) as pool:
         held = [submit(pool, "wait go") for _ in range(4)]

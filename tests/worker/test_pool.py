@@ -16,7 +16,13 @@ import msgspec
 import pytest
 from relay_helpers import FAULTS, HANDLERS, load_of, on_loop, pool_settings
 
-from lmi_server.contract.errors import BadParameterError, ModelMemoryError, ModelNotReadyError, QueueFullError
+from lmi_server.contract.errors import (
+    BadParameterError,
+    ModelMemoryError,
+    ModelNotReadyError,
+    QueueDelayError,
+    QueueFullError,
+)
 from lmi_server.contract.protocol import End, Error, Input, Reply
 from lmi_server.machine.devices import plan_devices
 from lmi_server.serving.pool import WorkerPool
@@ -121,12 +127,26 @@ async def test_keys_take_turns_and_the_one_with_most_requests_gives_way(tmp_path
         for job in flood[2:]:
             terminal = await ended(job)
             assert isinstance(terminal, Error)
-            assert terminal.kind == "QueueFullError"
+            assert (terminal.kind, terminal.retry_after) == ("QueueFullError", 1)
         pool.cancel(running)
         order = [flood[0], others[0], flood[1], others[1]]
         for job in order:
             assert isinstance(await ended(job), Reply)
         assert sorted(order, key=lambda job: job.sent_at) == order
+
+
+@on_loop
+async def test_a_request_that_is_refused_for_its_wait_has_another_worker_started(tmp_path: Path) -> None:
+    async with pool_of(tmp_path, max_in_flight=1, max_workers=2, max_queue_delay_s=1e-9) as pool:
+        assert await answer(submit(pool, "a")) == " a a a"
+        running = submit(pool, "wait")
+        with pytest.raises(QueueDelayError, match=r"would wait for about 0\.0 seconds") as raised:
+            submit(pool, "b")
+        assert raised.value.retry_after == 1
+        assert pool.queued == 0
+        await until(lambda: pool.ready_workers == 2)
+        assert await answer(submit(pool, "b")) == " b b b"
+        pool.cancel(running)
 
 
 @on_loop
