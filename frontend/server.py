@@ -201,7 +201,8 @@ class _Server:
                 record(Metric("ModelLoadingError", "Count", 1, (("Model", model.name),)))
         here = (("Host", HOST),)
         record(Metric("StartupLatency", "Microseconds", round((time.monotonic() - self._began) * 1e6), here))
-        machine = await asyncio.to_thread(lambda: with_gpu_memory(this_machine(process_environment())))
+        environment = process_environment()
+        machine = await asyncio.to_thread(lambda: with_gpu_memory(this_machine(environment), environment))
         for number, gpu in enumerate(machine.gpus):
             if gpu.total_bytes is not None and gpu.free_bytes is not None:
                 record(Metric(f"GPUMemory_{number}", "Bytes", gpu.total_bytes - gpu.free_bytes, here))

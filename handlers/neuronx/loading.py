@@ -103,6 +103,10 @@ def _find(model_dir: str, options: NeuronxOptions) -> _Files:
 
 
 def _check(config: Any, files: _Files, options: NeuronxOptions) -> None:
+    if options.tensor_parallel_degree == "max":
+        raise ModelLoadError(
+            "option.tensor_parallel_degree=max: no neuron-ls says how many Neuron cores there are; set the number"
+        )
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     if context is not None and options.n_positions > context:
         raise ModelLoadError(

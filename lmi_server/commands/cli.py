@@ -182,7 +182,7 @@ def _explain(argument: str) -> Explanation:
     SECRETS.add_named(environment)
     with _plain_configuration_errors():
         model = local_model(argument, environment)
-        machine = with_gpu_memory(this_machine(environment, HANDLERS.engines()))
+        machine = with_gpu_memory(this_machine(environment, HANDLERS.engines()), environment)
         return explain_model(inspect_local(model, environment, machine))
 
 

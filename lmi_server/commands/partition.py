@@ -19,9 +19,8 @@ from lmi_server.artifacts.fetch import ArtifactSettings, artifact_settings
 from lmi_server.commands.local_model import inspect_local
 from lmi_server.configuration.model_layers import SERVING_PROPERTIES
 from lmi_server.configuration.properties import decode_properties, edited_properties
-from lmi_server.configuration.resolve import ResolvedModel, inspect_model
+from lmi_server.configuration.resolve import Inspection, ResolvedModel, inspect_model
 from lmi_server.contract.errors import ConfigurationError
-from lmi_server.machine.inventory import this_machine
 from lmi_server.serving.model_store import ModelSource
 from lmi_server.serving.registry import ModelRegistry
 
@@ -40,12 +39,13 @@ def partition(model: ModelSource, target: Path, environment: Mapping[str, str]) 
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigurationError(f"--save {target}: exists already; name a new directory")
-    changes = _changes(model, environment)
+    found = inspect_local(model, environment)
+    changes = _changes(found)
     # Beside the target, so that the rename at the end stays on one file system, and is atomic.
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     one_worker = {"minWorkers": "1", "maxWorkers": "1"}
-    if this_machine(environment).gpus:
-        one_worker["load_on_devices"] = "0"  # the first device set: one worker, on as many GPUs as it needs
+    if found.spec.devices(found.machine)[1]:
+        one_worker["load_on_devices"] = "0"  # the first device set: one worker, on as many devices as it needs
     settings = {_SAVE: str(partial.absolute()), **one_worker}
     source = replace(model, name="model", settings={**model.settings, **settings})
     try:
@@ -59,9 +59,8 @@ def partition(model: ModelSource, target: Path, environment: Mapping[str, str]) 
     logger.info("%s: %.1f MiB, ready to be served", target, _bytes(target) / 2**20)
 
 
-def _changes(model: ModelSource, environment: Mapping[str, str]) -> Mapping[str, str | None]:
+def _changes(found: Inspection) -> Mapping[str, str | None]:
     """Return the changes to serving.properties, by key in full; None removes a key. Raises ConfigurationError."""
-    found = inspect_local(model, environment)
     found.resolved()
     partitioned = found.options.partitioned()
     if isinstance(partitioned, str):

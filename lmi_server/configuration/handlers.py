@@ -15,6 +15,7 @@ from typing import cast
 
 from lmi_server.configuration.options import ModelOptions
 from lmi_server.configuration.tasks import POOLING, TEXT_EMBEDDING, Workload
+from lmi_server.machine.devices import NVIDIA, Accelerator
 from lmi_server.machine.inventory import Machine
 
 
@@ -99,6 +100,15 @@ class HandlerSpec:
     def formats_text(self) -> bool:
         """True if the handler generates text, which the dialects format as option.output_formatter says."""
         return self.handler is not None and not self.takes_batches
+
+    def devices(self, machine: Machine) -> tuple[Accelerator, tuple[str, ...]]:
+        """Return the devices of `machine` that its workers share, and what they are.
+
+        Code of users gets those of the machine, whatever they are; a handler without `device` knows GPUs alone.
+        """
+        others = machine.device_kind if self.runs_user_code else NVIDIA.kind
+        accelerator, devices = machine.accelerator(self.device or others)
+        return accelerator, tuple(device.name for device in devices)
 
     def takes_over(self, architectures: tuple[str, ...], machine: Machine) -> bool:
         """Return whether the engine is here and serves a model that the default handler cannot batch."""

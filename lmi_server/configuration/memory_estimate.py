@@ -158,10 +158,11 @@ def _share(size: int | None, devices: int) -> int | None:
 
 
 def _available(machine: Machine) -> int | None:
-    if not machine.gpus:
-        return None if machine.device_kind == "nc" else machine.available_bytes
-    free = [gpu.free_bytes for gpu in machine.gpus if gpu.free_bytes is not None]
-    return min(free) if len(free) == len(machine.gpus) else None
+    if machine.device_kind == "cpu":
+        return machine.available_bytes
+    _, devices = machine.accelerator(machine.device_kind)
+    free = [device.free_bytes for device in devices if device.free_bytes is not None]
+    return min(free) if free and len(free) == len(devices) else None
 
 
 def _kv_reserved(

@@ -107,7 +107,7 @@ def merge_layers(
     *own, guests = upper
     ordered = [*upper, alias, lower]
     return SortedKeys(
-        known=with_max_resolved(merge([decided, recommended, lower.known]), machine),
+        known=with_max_resolved(merge([decided, recommended, lower.known]), spec, machine),
         unknown=merge([layer.unknown for layer in (*own, alias, lower)]),
         warnings=(*(text for layer in ordered for text in layer.warnings), *_idle_variables(guests)),
         problems=tuple(text for layer in ordered for text in layer.problems),

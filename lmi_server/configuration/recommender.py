@@ -9,7 +9,7 @@ from lmi_server.configuration.handlers import HandlerSpec, HandlerTable, load_op
 from lmi_server.configuration.layers import Given
 from lmi_server.configuration.options import ServingOptions
 from lmi_server.contract.errors import ConfigurationError
-from lmi_server.machine.devices import ALL_DEVICES, plan_devices
+from lmi_server.machine.devices import ALL_DEVICES, NEURON, plan_devices
 from lmi_server.machine.inventory import Machine
 
 _BATCH_SIZES = next(option.keys for option in ServingOptions.declared() if option.field == "batch_size")
@@ -74,24 +74,27 @@ def _most_workers(spec: HandlerSpec, given: Given, machine: Machine) -> Mapping[
     return {"maxWorkers": str(max(1, *least))} if least else {}
 
 
-def with_max_resolved(known: Given, machine: Machine) -> Given:
+def with_max_resolved(known: Given, spec: HandlerSpec, machine: Machine) -> Given:
     """Replace tensor_parallel_degree=max by the number of devices of a worker on this machine.
 
-    On Neuron devices "max" stays, because the number of their cores is not known here.
+    On Neuron devices "max" stays if no neuron-ls says how many cores they have.
     """
     source = known.get(_DEGREE)
-    if source is None or source.raw.lower() != "max" or machine.device_kind == "nc":
+    if source is None or source.raw.lower() != "max":
         return known
-    degree = max(1, _devices_of_a_worker(known, machine) // _stages(known))
+    accelerator, devices = spec.devices(machine)
+    if accelerator == NEURON and machine.neuron_devices and not devices:
+        return known
+    degree = max(1, _devices_of_a_worker(known, devices) // _stages(known))
     return {**known, _DEGREE: replace(source, raw=str(degree), written=source.raw)}
 
 
-def _devices_of_a_worker(known: Given, machine: Machine) -> int:
+def _devices_of_a_worker(known: Given, names: tuple[str, ...]) -> int:
     devices = known["load_on_devices"].raw if "load_on_devices" in known else ALL_DEVICES
     try:
-        return len(plan_devices(devices, None, [gpu.name for gpu in machine.gpus])[0].gpus)
+        return len(plan_devices(devices, None, names)[0].gpus)
     except ConfigurationError:  # the plan that is made for the workers reports it
-        return len(machine.gpus)
+        return len(names)
 
 
 def _for_task(spec: HandlerSpec, given: Given, inferred: str | None) -> Mapping[str, str]:

@@ -101,7 +101,7 @@ def _is_program(name: str, model_dir: str) -> bool:
 
 def explain(found: Inspection) -> Explanation:
     """Explain the configuration that `inspect_model` found."""
-    device_sets, shortage = _devices(found.serving, found.options, found.machine)
+    device_sets, shortage = _devices(found)
     needed = memory_of(found)
     absent, may_come = _absent(found)
     faults = _file_faults(found)
@@ -192,13 +192,12 @@ def _unknown(found: Inspection, key: str, source: Source) -> Explained:
     return Explained(key, source.raw, source.layer, _place(source), "", "", None, note)
 
 
-def _devices(
-    serving: ServingOptions, options: ModelOptions, machine: Machine
-) -> tuple[tuple[DeviceSet, ...], tuple[str, ...]]:
+def _devices(found: Inspection) -> tuple[tuple[DeviceSet, ...], tuple[str, ...]]:
     """Return the device sets, or why they cannot be made."""
+    accelerator, names = found.spec.devices(found.machine)
+    per_worker = found.options.gpus_per_worker(len(names))
     try:
-        gpus = [gpu.name for gpu in machine.gpus]
-        return plan_devices(serving.load_on_devices, options.gpus_per_worker(len(gpus)), gpus), ()
+        return plan_devices(found.serving.load_on_devices, per_worker, names, accelerator), ()
     except ConfigurationError as error:
         return (), (error.message,)
 

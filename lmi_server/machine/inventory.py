@@ -7,36 +7,28 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
-import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from lmi_server.machine.devices import installed_gpus, visible_gpus
+from lmi_server.machine import device_tools
+from lmi_server.machine.device_tools import Gpu
+from lmi_server.machine.devices import AMD, GAUDI, NEURON, NVIDIA, Accelerator, installed_gpus, visible_gpus
 from lmi_server.machine.memory import free_and_total
 from lmi_server.machine.mpi import MpiRun, find_mpirun
 
 _CONTAINER_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of CPU time (or "max") in a period, and the period
-_MIB = 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """One GPU: its name in CUDA_VISIBLE_DEVICES, and the bytes of its memory, None if they were not measured."""
-
-    name: str
-    total_bytes: int | None = None
-    free_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Main memory in bytes, visible GPUs, the Python packages of engines that are installed, the MPI launcher.
+    """Main memory in bytes, visible devices, the Python packages of engines that are installed, the MPI launcher.
 
-    `cores` is the number of cores that a process may use at once. `cpu_workers` is LMI's number of workers that share
-    the cores under load: cores / OMP_NUM_THREADS, or 2 if that is not set.
+    `gpus` are NVIDIA's, or AMD's if `gpu_accelerator` says so. `neuron_cores` is empty if there are Neuron devices, but
+    no neuron-ls that says how many cores they have. `cores` is the number of cores that a process may use at once.
+    `cpu_workers` is LMI's number of workers that share the cores under load: cores / OMP_NUM_THREADS, or 2 if that is
+    not set.
     """
 
     total_bytes: int
@@ -44,16 +36,29 @@ class Machine:
     cores: int = 1
     cpu_workers: int = 1
     gpus: tuple[Gpu, ...] = ()
+    gpu_accelerator: Accelerator = NVIDIA
     neuron_devices: int = 0
+    neuron_cores: tuple[Gpu, ...] = ()
+    gaudi_cards: tuple[Gpu, ...] = ()
     engines: frozenset[str] = frozenset()
     mpirun: MpiRun | None = None
 
     @property
     def device_kind(self) -> str:
-        """Return the prefix that LMI gives keys for machines of this kind: gpu, nc or cpu."""
+        """Return the prefix that LMI gives keys for machines of this kind: gpu, nc or cpu; hpu with Gaudi cards."""
         if self.gpus:
             return "gpu"
-        return "nc" if self.neuron_devices else "cpu"
+        if self.neuron_devices or self.neuron_cores:
+            return "nc"
+        return "hpu" if self.gaudi_cards else "cpu"
+
+    def accelerator(self, kind: str) -> tuple[Accelerator, tuple[Gpu, ...]]:
+        """Return the devices of a kind (`device_kind`), and what they are; none of them for "cpu"."""
+        if kind == NEURON.kind:
+            return NEURON, self.neuron_cores
+        if kind == GAUDI.kind:
+            return GAUDI, self.gaudi_cards
+        return self.gpu_accelerator, self.gpus
 
 
 def this_machine(environment: Mapping[str, str], engines: Iterable[str] = ()) -> Machine:
@@ -63,34 +68,59 @@ def this_machine(environment: Mapping[str, str], engines: Iterable[str] = ()) ->
     """
     available, total = free_and_total()
     cores, threads = _cores(), _threads(environment)
+    accelerator, gpus = _gpus(environment)
     return Machine(
         total_bytes=total,
         available_bytes=available,
         cores=min(cores, threads or cores),
         cpu_workers=max(1, cores // threads) if threads else 2,
-        gpus=tuple(Gpu(name) for name in visible_gpus(environment, installed_gpus())),
+        gpus=gpus,
+        gpu_accelerator=accelerator,
         neuron_devices=len(list(Path("/dev").glob("neuron[0-9]*"))),
+        neuron_cores=_neuron_cores(environment),
+        gaudi_cards=_shown(device_tools.gaudi_cards(environment), environment.get(GAUDI.variables[0])),
         engines=frozenset(name for name in engines if _is_installed(name)),
         mpirun=find_mpirun(environment),
     )
 
 
-def with_gpu_memory(machine: Machine) -> Machine:
-    """Return `machine` with the memory of its GPUs as nvidia-smi measures it, which takes about a second."""
-    if not machine.gpus or shutil.which("nvidia-smi") is None:
+def _gpus(environment: Mapping[str, str]) -> tuple[Accelerator, tuple[Gpu, ...]]:
+    """Return the visible GPUs: NVIDIA's from the driver, which takes no time, otherwise AMD's."""
+    installed = installed_gpus()
+    found = device_tools.known_amd_gpus(environment) if not installed else ()
+    if not found:
+        return NVIDIA, tuple(Gpu(name) for name in visible_gpus(environment, installed))
+    listed = next((environment[name] for name in AMD.variables if name in environment), None)
+    return AMD, tuple(Gpu(gpu.name) for gpu in _shown(found, listed))
+
+
+def _neuron_cores(environment: Mapping[str, str]) -> tuple[Gpu, ...]:
+    """Return the cores that the Neuron runtime would take in a process with these variables."""
+    cores = device_tools.neuron_cores(environment)
+    listed, count = (environment.get(name) for name in (NEURON.variables[0], "NEURON_RT_NUM_CORES"))
+    if listed is not None:
+        return _shown(cores, ",".join(device_tools.listed_cores(listed)))
+    return cores[: int(count)] if count is not None and count.isdecimal() else cores
+
+
+def _shown(devices: tuple[Gpu, ...], listed: str | None) -> tuple[Gpu, ...]:
+    """Return those of the devices that a variable lists; all of them if it is not set."""
+    named = {device.name: device for device in devices}
+    return devices if listed is None else tuple(named[name] for name in _names(listed) if name in named)
+
+
+def _names(listed: str) -> Iterator[str]:
+    return (name.strip() for name in listed.split(","))
+
+
+def with_gpu_memory(machine: Machine, environment: Mapping[str, str]) -> Machine:
+    """Return `machine` with the memory of its GPUs as the vendor's tool measures it, which takes about a second."""
+    if not machine.gpus:
         return machine
-    measured = dict(_gpu_memory())
+    is_amd = machine.gpu_accelerator == AMD
+    found = device_tools.amd_gpus(environment) if is_amd else device_tools.nvidia_gpus(environment)
+    measured = {gpu.name: gpu for gpu in found}
     return replace(machine, gpus=tuple(measured.get(gpu.name, gpu) for gpu in machine.gpus))
-
-
-def _gpu_memory() -> Iterator[tuple[str, Gpu]]:
-    query = ["nvidia-smi", "--query-gpu=index,uuid,memory.total,memory.free", "--format=csv,noheader,nounits"]
-    found = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
-    for line in found.stdout.splitlines():
-        index, uuid, total, free = (field.strip() for field in line.split(","))
-        if total.isdecimal() and free.isdecimal():
-            for name in (index, uuid):
-                yield name, Gpu(name, int(total) * _MIB, int(free) * _MIB)
 
 
 def _cores() -> int:

@@ -32,7 +32,7 @@ from lmi_server.contract.errors import (
 )
 from lmi_server.contract.metrics import Metric, MetricSink, unrecorded
 from lmi_server.contract.protocol import Load
-from lmi_server.machine.devices import installed_gpus, plan_devices, visible_gpus
+from lmi_server.machine.devices import plan_devices
 from lmi_server.machine.environment import is_multi_model, process_environment
 from lmi_server.machine.inventory import this_machine, with_gpu_memory
 from lmi_server.machine.mpi import NO_MPIRUN, find_mpirun
@@ -334,7 +334,7 @@ class ModelRegistry:
         if is_multi_model(self._environment) and not serving.required_memory_mb:
             estimated = estimate_of_files({resolved.model_dir, resolved.options.model_id or resolved.model_dir})
         on_gpus = estimated or serving.gpu_required_memory_mb or serving.gpu_reserved_memory_mb
-        missing = shortages(serving, with_gpu_memory(machine) if on_gpus else machine, estimated)
+        missing = shortages(serving, with_gpu_memory(machine, self._environment) if on_gpus else machine, estimated)
         if missing:
             raise ModelMemoryError("; ".join(f"{key}: {text}" for key, text in missing.items()))
 
@@ -375,7 +375,7 @@ class ModelRegistry:
     def _pool_settings(self, source: ModelSource, fetched: FetchedModel) -> PoolSettings:
         resolved = fetched.resolved
         serving, options = resolved.serving, resolved.options
-        gpus = visible_gpus(self._environment, installed_gpus())
+        accelerator, devices = resolved.spec.devices(this_machine(self._environment))
         return PoolSettings(
             load=Load(
                 model_name=resolved.name,
@@ -390,7 +390,9 @@ class ModelRegistry:
                 memory_limit_mb=serving.max_worker_memory_mb,
             ),
             version=source.version,
-            device_sets=plan_devices(serving.load_on_devices, options.gpus_per_worker(len(gpus)), gpus),
+            device_sets=plan_devices(
+                serving.load_on_devices, options.gpus_per_worker(len(devices)), devices, accelerator
+            ),
             python=fetched.python,
             environment=_worker_variables(resolved.worker_environment, fetched.python_path),
             mpi=None if options.ranks is None else self._mpi_launcher(options.ranks),

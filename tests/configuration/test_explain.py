@@ -183,7 +183,7 @@ CONFIGURATIONS = {
             "amp": "f16",
             "batch_size": 32,
         },
-        [[0], [1], [2], [3]],
+        [[]],  # it takes no GPUs
     ),
     "variables alone, as a container gets them": Expected(
         "",
@@ -447,6 +447,37 @@ def test_a_model_for_neuron_says_which_package_and_device_are_missing(
         NO_GPU, neuron_devices=1, engines=frozenset({"transformers_neuronx", "optimum.neuron", "vllm_neuron", "vllm"})
     )
     assert explain(inspect_model(tmp_path, {}, machine=there)).unavailable == ()
+
+
+TRAINIUM = replace(NO_GPU, neuron_devices=2, neuron_cores=tuple(Gpu(str(core), 16 * GIB) for core in range(4)))
+
+
+@pytest.mark.parametrize(
+    ("degree", "resolved", "sets"),
+    [("max", 4, [[0, 1, 2, 3]]), ("2", 2, [[0, 1], [2, 3]]), ("1", 1, [[0], [1], [2], [3]])],
+)
+@pytest.mark.parametrize("rolling_batch", ["auto", "vllm"])
+def test_workers_share_the_neuron_cores(
+    tmp_path: Path, degree: str, resolved: int, sets: list[list[int]], rolling_batch: str
+) -> None:
+    text = f"option.rolling_batch={rolling_batch}\noption.tensor_parallel_degree={degree}\nnc.minWorkers=1"
+    found = explained(tmp_path, f"option.entryPoint=djl_python.transformers_neuronx\n{text}", TRAINIUM)
+    values = {option.key: option.value for option in found.options}
+    assert values["option.tensor_parallel_degree"] == resolved
+    assert [(device["kind"], device["gpus"]) for device in found.devices] == [("nc", cores) for cores in sets]
+    assert found.worker_environment["NEURON_RT_VISIBLE_CORES"] == ",".join(map(str, sets[0]))
+    assert "CUDA_VISIBLE_DEVICES" not in found.worker_environment
+
+
+def test_neuron_cores_that_are_not_there_are_named(tmp_path: Path) -> None:
+    neuron = "option.entryPoint=djl_python.transformers_neuronx\noption.tensor_parallel_degree="
+    (shortage,) = [line for line in explained(tmp_path, f"{neuron}8", TRAINIUM).warnings if "a worker takes" in line]
+    assert "a worker takes 8 Neuron cores" in shortage
+    assert "4 are visible; lower it, use max, or show more of them in NEURON_RT_VISIBLE_CORES" in shortage
+    unknown = explained(tmp_path, f"{neuron}max", replace(TRAINIUM, neuron_cores=()))
+    assert {option.key: option.value for option in unknown.options}["option.tensor_parallel_degree"] == "max"
+    on_processor = explained(tmp_path, "option.entryPoint=djl_python.huggingface", TRAINIUM)
+    assert [device["kind"] for device in on_processor.devices] == ["cpu"]  # torch knows no Neuron core
 
 
 def test_a_package_that_is_not_installed_is_an_error_unless_the_model_brings_it(tmp_path: Path) -> None:
