@@ -92,6 +92,7 @@ class RelayProtocol(HttpToolsProtocol):
         """
         self._reply = reply
         if self.transport.is_closing():
+            _disconnect(self._answering)
             on_gone()
             return
         self._on_gone = on_gone
@@ -293,10 +294,7 @@ class RelayProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
         self._forget_bodies()
         self._forget_unread()
-        answering = self._answering  # with pipelined requests it is not the last one, which alone uvicorn tells
-        if answering is not None and not answering.response_complete:
-            answering.disconnected = True
-            answering.message_event.set()
+        _disconnect(self._answering)  # with pipelined requests it is not the last one, which alone uvicorn tells
         on_gone, self._on_gone = self._on_gone, None
         if on_gone is not None:
             on_gone()
@@ -388,8 +386,7 @@ class RelayProtocol(HttpToolsProtocol):
             self._limits.count_refusal(status)
         else:  # its task waits for the rest of the body, and counts the refusal
             self.refused_with = status
-            cycle.disconnected = True
-            cycle.message_event.set()
+            _disconnect(cycle)
 
     def _write_refusal(self, status: HTTPStatus, kind: str, message: str) -> None:
         body = msgspec.json.encode({"code": int(status), "type": kind, "message": message})
@@ -456,6 +453,14 @@ def _without_chunks(cycle: RequestResponseCycle, app: Any) -> Any:
         await app(scope, receive, send)
 
     return unframed
+
+
+def _disconnect(cycle: RequestResponseCycle | None) -> None:
+    """Tell the task of a request that nothing can be sent to the client any more."""
+    if cycle is not None and not cycle.response_complete:
+        cycle.disconnected = True
+        cycle.waiting_for_100_continue = False
+        cycle.message_event.set()
 
 
 def _state(connection: Any) -> int:

@@ -74,6 +74,8 @@ def request_schema(route: str) -> Schema:
 
 def answer_schema(route: str) -> Schema:
     """Return the schema of an answer in JSON."""
+    if route == routes.TGI:  # text-generation-inference's answer at its root is a list of one
+        return {"type": "array", "items": _reference(WholeAnswer)}
     return _reference(_ANSWERS[route]) if route in _ANSWERS else _OBJECT
 
 

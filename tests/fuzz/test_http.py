@@ -41,7 +41,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
             server.until("lmi_queue_depth", 0, model)
         assert server.http.post("/predictions/own", content=b"fine").text == "fine"
         assert server.stop() == 0
-    assert not [line for line in server.lines if "Traceback" in line or " ERROR " in line]
+    log = "".join(server.lines)
+    assert "Traceback" not in log, log
+    assert " ERROR " not in log, log
 
 
 # --- bytes ---
