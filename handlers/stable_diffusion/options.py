@@ -17,6 +17,7 @@ from lmi_server.configuration.options import (
     lower,
     without_effect,
 )
+from lmi_server.machine.inventory import Machine
 from lmi_server.machine.threads import THREAD_VARIABLES
 
 TEXT_TO_IMAGE = "text-to-image"
@@ -94,10 +95,17 @@ class StableDiffusionOptions(ModelOptions):
     def ranks(self) -> int | None:
         return None
 
+    @classmethod
+    def recommended(cls, machine: Machine) -> Mapping[str, str]:
+        return {"option.dtype": "fp16" if machine.gpus else "fp32"}
+
     def division(self, gpus: int) -> str | None:
         if gpus < 2:
             return None
         return f"accelerate places whole parts of the pipeline on the {gpus} GPUs of a worker (device_map=balanced)"
+
+    def needed_device(self, handlers: str) -> str:
+        return handlers if self.quantize is None else "gpu"
 
     def worker_environment(self) -> Mapping[str, str]:
         return THREAD_VARIABLES

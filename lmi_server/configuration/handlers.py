@@ -51,7 +51,7 @@ class HandlerSpec:
     What it needs and serves:
     - `engines`: Python packages that must be installed.
     - `alternatives`: packages that the options may ask for in place of these (`ModelOptions.packages`).
-    - `installed_by`: the command that installs them, if lmi-server has no extra for them.
+    - `installed_by`: the command that installs them, which `check` shows.
     - `device`: the kind of device that it needs (`Machine.device_kind`); "" for any.
     - `needs_mpi`: it runs under the MPI engine only.
     - `reads_checkpoint`: the model is a Hugging Face checkpoint.
@@ -311,6 +311,7 @@ _STABLE_DIFFUSION = HandlerSpec(
     model_tasks=("text-to-image", "image-to-image", "inpainting"),
     weights_index="model_index.json",
     engines=("diffusers", "torch", "transformers"),
+    installed_by="pip install lmi-server[stable-diffusion]",
     takes_batches=True,
 )
 _SKLEARN = HandlerSpec(

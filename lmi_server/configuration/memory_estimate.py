@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -198,8 +200,32 @@ def _parameters_of_files(location: str, text: Mapping[str, Any], config: Mapping
         return None
     if is_gguf(location):
         return read_gguf(Path(location)).parameters
+    if Path(location, "model_index.json").is_file():
+        return _parameters_of_pipeline(Path(location))
     size = _size_of_files(location)
     return size // _dtype_bytes("auto", text, config) if size else None
+
+
+def _parameters_of_pipeline(directory: Path) -> int:
+    """Count the weights of a pipeline of diffusers, whose parts are in directories of their own.
+
+    A part may hold the same weights in half precision, too; these do not count twice.
+    """
+    files = [path for part in directory.iterdir() if part.is_dir() for path in part.glob("*.safetensors")]
+    plain = {path.parent for path in files if ".fp16" not in path.name}
+    counted = (path for path in files if ".fp16" not in path.name or path.parent not in plain)
+    return sum(_elements(path) for path in counted)
+
+
+def _elements(path: Path) -> int:
+    """Return the number of weights in a safetensors file, by its header; 0 if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(length, path.stat().st_size)))
+        return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return 0
 
 
 def _size_of_files(location: str) -> int:

@@ -422,6 +422,10 @@ class ModelOptions(Options):
         """Return the Python packages that must be installed; `engines` are those of the handler."""
         return engines
 
+    def needed_device(self, handlers: str) -> str:
+        """Return the kind of device that must be there, "" for any; `handlers` is what the handler needs."""
+        return handlers
+
     @classmethod
     def recommended(cls, machine: Machine) -> Mapping[str, str]:
         """Return the recommended raw values for `machine`, by key in full; they apply to keys that no layer sets."""

@@ -44,6 +44,39 @@ def file_faults(directory: Path, needs_tokenizer: bool) -> Iterator[str]:
         yield f"{directory}: holds no tokenizer (tokenizer.json, tokenizer.model or others); copy its files into it"
 
 
+def pipeline_faults(index: Path) -> Iterator[str]:
+    """Yield a line for each part of a pipeline of diffusers that is missing or cannot be what it should be.
+
+    `index` is its model_index.json, which names the parts, each in a directory of its own.
+    """
+    try:
+        parts = json.loads(index.read_text(encoding="utf-8"))
+        names = [name for name, value in parts.items() if isinstance(value, list) and None not in value]
+    except (OSError, ValueError, AttributeError) as error:
+        yield f"{index}: cannot be read: {error}; copy it again"
+        return
+    for name in names:
+        part = index.parent / name
+        if part.is_dir():
+            yield from _part_faults(part)
+        else:
+            yield f"{part}: is missing, and {index.name} names it; copy it again"
+
+
+def _part_faults(part: Path) -> Iterator[str]:
+    yield from _pointers(part)
+    yield from _cut_json(part)
+    named = [path for shards in part.glob("*.safetensors.index.json") for path in _shards(shards)]
+    weights = sorted({*part.glob("*.safetensors"), *named})
+    for path in weights:
+        fault = _fault(path)
+        if fault is not None:
+            yield f"{path}: {fault}"
+    pickled = sorted(part.glob("*.bin"))
+    if pickled and not weights:
+        yield f"{pickled[0]}: is pickled, and only safetensors are loaded; name a revision that has them, or convert it"
+
+
 def _has_tokenizer(directory: Path) -> bool:
     names = {path.name.lower() for path in directory.iterdir()} - set(_ABOUT_TOKENIZERS)
     return any(part in name for name in names for part in _TOKENIZER) or _tokenizer_class(directory) in _WITHOUT_FILES

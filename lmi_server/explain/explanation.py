@@ -24,7 +24,7 @@ from lmi_server.configuration.resolve import Inspection
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.ranks import RankGroup
 from lmi_server.contract.secrets import HIDDEN, SECRETS, is_secret
-from lmi_server.explain.checkpoint_files import file_faults, gguf_fault
+from lmi_server.explain.checkpoint_files import file_faults, gguf_fault, pipeline_faults
 from lmi_server.machine.devices import DeviceSet, plan_devices
 from lmi_server.machine.inventory import Machine
 from lmi_server.machine.mpi import NO_MPIRUN, OPEN_MPI, MpiRun
@@ -253,7 +253,7 @@ def _absent(found: Inspection) -> tuple[Sequence[str], Sequence[str]]:
 
 def _absent_devices(found: Inspection) -> Sequence[str]:
     """Return an error if the handler needs a kind of device that this machine does not have."""
-    needed = found.spec.device
+    needed = found.options.needed_device(found.spec.device)
     if needed in ("", found.machine.device_kind):
         return ()
     return (f"{found.spec.title} needs {_DEVICES[needed]}, and none is visible; serve the model on a machine with one",)
@@ -262,6 +262,9 @@ def _absent_devices(found: Inspection) -> Sequence[str]:
 def _file_faults(found: Inspection) -> tuple[str, ...]:
     """Return a line for each fault of the model's files, if they are here and are a checkpoint."""
     directory = Path(found.location)
+    if found.spec.weights_index is not None:
+        index = directory / found.spec.weights_index
+        return tuple(pipeline_faults(index)) if index.is_absolute() and index.is_file() else ()
     if found.spec.reads_gguf and is_gguf(found.location) and directory.is_file():
         fault = gguf_fault(directory)
         return () if fault is None else (f"{directory}: {fault}",)

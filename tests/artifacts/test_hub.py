@@ -75,6 +75,15 @@ def test_pickled_weights_are_fetched_if_there_are_no_others(tmp_path: Path) -> N
     assert fetch(tmp_path, NOBODY)[0] == directory
 
 
+def test_a_pipeline_is_fetched_without_its_pickled_copies(tmp_path: Path) -> None:
+    whole = {"model_index.json": b"{}", "unet/a.safetensors": b"u", "vae/config.json": b"{ }"}
+    copies = ("model.ckpt", "unet/diffusion_pytorch_model.bin", "text_encoder/pytorch_model.bin")
+    with fake_hub(MODEL, {**whole, **dict.fromkeys(copies, b"p")}) as hub:
+        path, _ = fetch(tmp_path, hub.url)
+        assert sorted(hub.requested) == sorted(whole)
+    assert (Path(path) / "unet" / "a.safetensors").read_bytes() == b"u"
+
+
 def test_of_several_files_in_gguf_one_is_fetched(tmp_path: Path) -> None:
     in_gguf = {"m-Q4_0.gguf": b"four", "m-Q8_0.gguf": b"eight", "mmproj-m.gguf": b"", "README.md": b""}
     with fake_hub(MODEL, in_gguf) as hub:

@@ -11,7 +11,7 @@ import pytest
 
 from lmi_server.configuration.resolve import inspect_model
 from lmi_server.contract.errors import ConfigurationError
-from lmi_server.explain.checkpoint_files import file_faults
+from lmi_server.explain.checkpoint_files import file_faults, pipeline_faults
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4321\n"
 
@@ -136,3 +136,30 @@ def test_a_pointer_in_place_of_what_the_configuration_needs(tmp_path: Path, name
         ConfigurationError, match=rf"{name}: is a pointer of Git LFS and not the file itself; run git lfs"
     ):
         inspect_model(tmp_path, {})
+
+
+def test_the_parts_of_a_pipeline(tmp_path: Path) -> None:
+    """diffusers' index names parts; null ones are not there, and the rest are in directories."""
+    index = tmp_path / "model_index.json"
+    parts = {name: ["diffusers", "A"] for name in ("unet", "vae", "scheduler", "text_encoder", "controlnet")}
+    index.write_text(json.dumps({"_class_name": "B", "safety_checker": [None, None], **parts}))
+    for name in ("unet", "vae", "scheduler", "text_encoder"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    safetensors(tmp_path / "unet" / "a.safetensors")
+    cut = safetensors(tmp_path / "vae" / "a.safetensors")
+    cut.write_bytes(cut.read_bytes()[:-4])
+    (tmp_path / "text_encoder" / "model.bin").write_bytes(b"a")
+    shards = {"weight_map": {"v": "b.safetensors"}}
+    (tmp_path / "unet" / "model.safetensors.index.json").write_text(json.dumps(shards))
+    (tmp_path / "scheduler" / "config.json").write_text(POINTER)
+    found = [line.removeprefix(f"{tmp_path}/").partition(";")[0] for line in pipeline_faults(index)]
+    assert found == [
+        "unet/b.safetensors: is missing, and the index or the other shards of the weights name it",
+        f"vae/a.safetensors: has {cut.stat().st_size} bytes, and by its header it should have {cut.stat().st_size + 4}",
+        "scheduler/config.json: is a pointer of Git LFS and not the file itself",
+        "text_encoder/model.bin: is pickled, and only safetensors are loaded",
+        "controlnet: is missing, and model_index.json names it",
+    ]
+    index.write_text("[")
+    assert [": cannot be read: " in line for line in pipeline_faults(index)] == [True]

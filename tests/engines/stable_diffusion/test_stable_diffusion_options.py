@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from handlers.stable_diffusion.options import StableDiffusionOptions
 from lmi_server.configuration.resolve import Inspection, inspect_model
+from lmi_server.explain.explanation import explain
+from lmi_server.machine.inventory import Gpu, Machine
 
 INDEX = "model_index.json"
+NO_GPU = Machine(total_bytes=8 * 2**30, available_bytes=8 * 2**30)
+ONE_GPU = Machine(total_bytes=8 * 2**30, available_bytes=8 * 2**30, gpus=(Gpu("a", 2**30, 2**30),))
 
 
 def inspected(directory: Path, location: Path | None = None, **options: str) -> Inspection:
@@ -81,3 +86,24 @@ def test_weights_that_are_quantised_can_be_written_ahead_of_time() -> None:
     changes = StableDiffusionOptions(quantize="bitsandbytes8").partitioned()
     assert isinstance(changes, dict)
     assert changes["option.quantize"] is None
+
+
+def test_the_memory_of_a_pipeline_is_that_of_its_parts(tmp_path: Path) -> None:
+    inspected(tmp_path)
+    for file in ("unet/a.safetensors", "unet/a.fp16.safetensors", "vae/a.fp16.safetensors"):
+        path = tmp_path / file
+        path.parent.mkdir(exist_ok=True)
+        header = json.dumps({"__metadata__": {}, "w": {"shape": [10, 100], "dtype": "F16", "data_offsets": [0, 2000]}})
+        path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(2000))
+    memory = {machine: explain(inspect_model(tmp_path, {}, machine=machine)).memory for machine in (NO_GPU, ONE_GPU)}
+    assert [one["parameters"] for one in memory.values()] == [2000, 2000]
+    assert [one["weights_bytes"] for one in memory.values()] == [8000, 4000]  # fp32 and fp16
+
+
+def test_check_names_the_gpu_that_quantisation_needs(tmp_path: Path) -> None:
+    values = {"option.quantize": "bitsandbytes4"}
+    inspected(tmp_path)
+    found = [explain(inspect_model(tmp_path, {}, values, machine=machine)).unavailable for machine in (NO_GPU, ONE_GPU)]
+    assert ["needs an NVIDIA GPU" in " ".join(lines) for lines in found] == [True, False]
+    missing = "stable_diffusion needs the Python package diffusers, which is not installed; run: pip install lmi-server"
+    assert any(line.startswith(missing) for line in found[0])
