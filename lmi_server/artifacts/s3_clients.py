@@ -6,6 +6,7 @@ Both find credentials in the same places as the AWS tools, and the endpoint in `
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -198,7 +199,7 @@ class Boto3:
         from botocore.exceptions import BotoCoreError, ClientError
 
         try:
-            client = self._client()
+            client = self._client
             below = _boto3_list(client, location, f"{location.prefix}/" if location.prefix else "", activity)
             return below or [
                 found
@@ -219,7 +220,7 @@ class Boto3:
         from boto3.exceptions import Boto3Error
         from botocore.exceptions import BotoCoreError, ClientError
 
-        client = self._client()
+        client = self._client
         counted = _Counter(on_bytes)
 
         def fetch(download: Download) -> None:
@@ -232,6 +233,7 @@ class Boto3:
         except (BotoCoreError, ClientError, Boto3Error) as error:
             raise _boto3_error(location, error, self._at) from error
 
+    @functools.cached_property
     def _client(self) -> Any:
         import boto3
 

@@ -31,6 +31,11 @@ FILES = {
     "weights-2": os.urandom(200_000),
 }
 MODEL = S3Location(BUCKET, "team/model")
+WANTED = {
+    **{f"team/model/{name}": content for name, content in FILES.items()},
+    "team/model/folder/": b"",
+    "team/model-2/config.json": b"another",
+}
 
 
 class Watched:
@@ -69,12 +74,7 @@ def s3(server: S3, monkeypatch: pytest.MonkeyPatch) -> S3:
     """Return the server with the model, and point boto3 at it, which reads the environment of this process."""
     for name, value in server.variables.items():
         monkeypatch.setenv(name, value)
-    for found in server.client.list_objects_v2(Bucket=BUCKET).get("Contents", ()):
-        server.client.delete_object(Bucket=BUCKET, Key=found["Key"])
-    for name, content in FILES.items():
-        server.put(f"team/model/{name}", content)
-    server.put("team/model/folder/", b"")
-    server.put("team/model-2/config.json", b"another")
+    server.hold(WANTED)
     return server
 
 

@@ -11,23 +11,14 @@ from pathlib import Path
 
 import httpx
 import pytest
+from forked_servers import run_command
 from paths import ROOT
 from process_log import ProcessLog
 
 
 def lmi_server(*arguments: str, columns: str = "40") -> subprocess.CompletedProcess[str]:
     """Run the command in a narrow terminal with nothing of the tests' environment in it."""
-    environment = {"COLUMNS": columns, "PATH": "/usr/bin:/bin"}
-    command = [sys.executable, "-m", "lmi_server", *arguments]
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=ROOT,
-        timeout=60,
-        check=False,
-    )
+    return run_command(*arguments, env={"COLUMNS": columns, "PATH": "/usr/bin:/bin"}, cwd=ROOT)
 
 
 def test_version() -> None:

@@ -16,6 +16,7 @@ import httpx
 import pytest
 from artifact_helpers import BUCKET, s3_server
 from fake_hub import fake_hub
+from forked_servers import run_command
 from paths import ROOT
 from process_log import ProcessLog
 from waiting import wait_until
@@ -58,10 +59,7 @@ def command(*arguments: str) -> list[str]:
 
 
 def run(variables: dict[str, str], cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = variables | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        command(*arguments), env=environment, cwd=cwd, capture_output=True, text=True, timeout=60, check=False
-    )
+    return run_command(*arguments, env=variables | {"PYTHONPATH": str(ROOT)}, cwd=cwd)
 
 
 @contextlib.contextmanager

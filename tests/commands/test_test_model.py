@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked_servers import run_command
 from own_code_helpers import make_own
 
 from lmi_server.commands.test_model import make_request
@@ -14,8 +15,7 @@ from lmi_server.contract.errors import ConfigurationError
 
 
 def run(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lmi_server", "test-model", "--model-dir", str(directory), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return run_command("test-model", "--model-dir", str(directory), *arguments, env=os.environ, cwd=directory)
 
 
 def test_a_model_answers_once(tmp_path: Path) -> None:

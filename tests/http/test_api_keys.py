@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forked_servers import run_command
 from own_code_helpers import make_own
 from server_helpers import Server, make_model, request, running
 from waiting import wait_until
@@ -234,8 +233,7 @@ def test_explain_and_check_show_no_secret(tmp_path: Path) -> None:
     variables = {**os.environ, "OPTION_API_KEY": "planted-variable", "HF_TOKEN": "hf_planted_in_the_environment"}
     shown = ""
     for arguments in (["explain"], ["explain", "--json"], ["explain", "--all"], ["check"]):
-        command = [sys.executable, "-m", "lmi_server", *arguments, str(model)]
-        ended = subprocess.run(command, capture_output=True, text=True, env=variables, check=False, timeout=120)
+        ended = run_command(*arguments, str(model), env=variables, cwd=tmp_path)
         shown += ended.stdout + ended.stderr
     assert "***" in shown
     assert [line for line in shown.splitlines() if "planted" in line] == []

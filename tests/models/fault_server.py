@@ -4,7 +4,7 @@ A model names its handler in its serving.properties: option.test_handler=module:
 leave the others be, unless SERVING_WAIT_MODEL_LOADING says otherwise. For tests only.
 
 `python fault_server.py --template FD` is the process that tests/support/forked_servers.py talks to over a socket: it
-imports the server once, and forks for every server that is asked for.
+imports everything once, and forks for every server and every run of `lmi-server` that is asked for.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from frontend.server import run
+from lmi_server.commands.cli import app
 from lmi_server.configuration.resolve import Inspection, inspect_model
 from lmi_server.configuration.server_settings import resolve_server
 from lmi_server.serving.model_store import Startup, startup_sources
@@ -48,42 +49,55 @@ def serve(command_line: Sequence[str]) -> int:
     return run(sources, settings, of_models, inspect)
 
 
-def fork_servers(connection: socket.socket) -> None:
-    """Fork a server, or tell the exit code of one that has ended, for each request until the connection is closed."""
+def fork(connection: socket.socket) -> None:
+    """Fork, or wait for the end of a fork and tell its exit code, for each request until the connection is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.freeze()
     while True:
-        data, descriptors, *_ = socket.recv_fds(connection, 1 << 20, 1)
+        data, descriptors, *_ = socket.recv_fds(connection, 1 << 20, 2)
         if not data:
             return
         asked = json.loads(data)
-        answer = _exit_code(asked["ended"]) if "ended" in asked else _fork(asked, connection, *descriptors)
+        answer = _exit_code(asked["ended"]) if "ended" in asked else _fork(asked, connection, descriptors)
         connection.send(str(answer).encode())
 
 
-def _fork(asked: dict[str, Any], connection: socket.socket, error_output: int) -> int:
+def _fork(asked: dict[str, Any], connection: socket.socket, outputs: Sequence[int]) -> int:
     pid = os.fork()
     if pid == 0:
         connection.close()
-        os.dup2(error_output, sys.stderr.fileno())
-        os._exit(_served(asked))
-    os.close(error_output)
+        for number, file in zip((2, 1), reversed(outputs), strict=False):
+            os.dup2(file, number)
+        os._exit(_run(asked))
+    for file in outputs:
+        os.close(file)
     return pid
 
 
-def _served(asked: dict[str, Any]) -> int:
-    """Serve in this fork, in the place and with the variables that were asked for; return the exit code."""
+def _run(asked: dict[str, Any]) -> int:
+    """Do what was asked for in this fork, in the place and with the variables that go with it; return the exit code."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(asked["directory"])
     os.environ.clear()
     os.environ.update(asked["variables"])
     try:
-        code = serve(asked["arguments"])
-    except BaseException:  # noqa: BLE001 - SystemExit too: a fork must not go on as the template
+        return {"server": serve, "command": command}[asked["what"]](asked["arguments"])
+    except BaseException:  # noqa: BLE001 - a fork must not go on as the template
         traceback.print_exc()
-        code = 1
-    logging.shutdown()
-    return code
+        return 1
+    finally:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def command(arguments: Sequence[str]) -> int:
+    """Run `lmi-server`."""
+    try:
+        app(arguments)
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    return 0
 
 
 def _exit_code(pid: int) -> int:
@@ -92,6 +106,6 @@ def _exit_code(pid: int) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--template"]:
-        fork_servers(socket.socket(fileno=int(sys.argv[2])))
+        fork(socket.socket(fileno=int(sys.argv[2])))
     else:
         sys.exit(serve(sys.argv[1:]))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,16 @@ class S3:
 
     def put(self, key: str, content: bytes) -> None:
         self.client.put_object(Bucket=BUCKET, Key=key, Body=content)
+
+    def hold(self, wanted: Mapping[str, bytes]) -> None:
+        """Have the bucket hold these objects and no others; those that are there already are left as they are."""
+        listed = self.client.list_objects_v2(Bucket=BUCKET).get("Contents", ())
+        here = {found["Key"]: found["ETag"].strip('"') for found in listed}
+        for key in here.keys() - wanted.keys():
+            self.client.delete_object(Bucket=BUCKET, Key=key)
+        for key, content in wanted.items():
+            if here.get(key) != hashlib.md5(content).hexdigest():
+                self.put(key, content)
 
     def put_in_parts(self, key: str, path: Path, part_size: int) -> None:
         from boto3.s3.transfer import TransferConfig

@@ -1,4 +1,4 @@
-"""Servers as forks of one process that has imported everything: a server of its own costs a test no imports."""
+"""Servers and commands as forks of one process that has imported everything: another one costs no imports."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import IO
 
 from paths import TESTS
@@ -27,7 +29,7 @@ class ForkedServer:
         reading, writing = os.pipe()
         self.stderr: IO[str] = os.fdopen(reading)
         try:
-            self.pid = _template().fork(arguments, variables, writing)
+            self.pid = _template().fork("server", arguments, variables, os.getcwd(), [writing])
         finally:
             os.close(writing)
         self._ended = os.pidfd_open(self.pid)  # the template keeps the exit code until it is asked for it
@@ -52,6 +54,18 @@ class ForkedServer:
         return self.returncode
 
 
+def run_command(*arguments: str, env: Mapping[str, str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run `lmi-server` with these arguments and variables, and return what it has printed."""
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        pid = _template().fork("command", arguments, env, str(cwd), [output.fileno(), errors.fileno()])
+        code = _template().exit_code(pid)
+        printed = []
+        for file in (output, errors):
+            file.seek(0)
+            printed.append(file.read().decode())
+    return subprocess.CompletedProcess(arguments, code, *printed)
+
+
 class _Template:
     """The process that forks; it ends with this one."""
 
@@ -63,14 +77,17 @@ class _Template:
             self._process = subprocess.Popen(command, env=os.environ | paths, pass_fds=[others.fileno()])
         self._lock = threading.Lock()
 
-    def fork(self, arguments: Sequence[str], variables: Mapping[str, str], error_output: int) -> int:
-        asked = {"arguments": list(arguments), "variables": dict(variables), "directory": os.getcwd()}
+    def fork(
+        self, what: str, arguments: Sequence[str], variables: Mapping[str, str], directory: str, outputs: Sequence[int]
+    ) -> int:
+        """Return the process id of a fork, whose last outputs (standard output, standard error) are these files."""
+        asked = {"what": what, "arguments": arguments, "variables": dict(variables), "directory": directory}
         with self._lock:
-            socket.send_fds(self._connection, [json.dumps(asked).encode()], [error_output])
+            socket.send_fds(self._connection, [json.dumps(asked).encode()], outputs)
             return self._answer()
 
     def exit_code(self, pid: int) -> int:
-        """Return the exit code of a fork that has ended, as Popen does: minus the signal that ended it."""
+        """Wait for the end of a fork and return its exit code, as Popen does: minus the signal that ended it."""
         with self._lock:
             self._connection.send(json.dumps({"ended": pid}).encode())
             return self._answer()
