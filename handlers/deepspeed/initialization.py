@@ -29,6 +29,7 @@ from handlers.rolling_batch.communicator import Communicator
 from handlers.rolling_batch.sharding import RowParallelLinear, join_process_group, plain_linear
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.ranks import Rank
+from lmi_server.machine import model_imports
 
 _DEGREE = "option.tensor_parallel_degree"
 
@@ -57,7 +58,9 @@ def initialize(model: nn.Module, options: DeepSpeedOptions, rank: Rank, inject: 
 def import_deepspeed() -> Any:
     """Import DeepSpeed. Raises ModelLoadError if it is not installed."""
     try:
-        import deepspeed
+        # Its autotuner, which nothing here uses, takes XGBoost if it is there, and with it scikit-learn and pandas.
+        with model_imports.hidden("xgboost"):
+            import deepspeed
     except ImportError as error:
         raise ModelLoadError(
             f"the deepspeed handler needs the extra 'deepspeed' ({error}); install lmi-server[deepspeed]"

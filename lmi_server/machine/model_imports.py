@@ -5,10 +5,11 @@ Without it, `import transformers` takes a third longer, and vLLM's imports a qua
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
@@ -45,6 +46,19 @@ def loaded() -> None:
         gc.set_threshold(*_SERVING)
     gc.collect()
     gc.freeze()
+
+
+@contextlib.contextmanager
+def hidden(library: str) -> Iterator[None]:
+    """Have imports of `library` fail meanwhile, as if it were not installed, unless it is imported already."""
+    if library in sys.modules:
+        yield
+        return
+    sys.modules[library] = None  # type: ignore[assignment]  # which is how Python marks a module that must not be found
+    try:
+        yield
+    finally:
+        del sys.modules[library]
 
 
 class _Late(NamedTuple):

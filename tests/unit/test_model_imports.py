@@ -40,6 +40,16 @@ def test_the_thresholds_that_a_model_sets_stay() -> None:
     assert gc.get_threshold() == (5000, 5, 5)
 
 
+def test_a_hidden_library_is_not_found_meanwhile() -> None:
+    with model_imports.hidden("wave"), pytest.raises(ImportError):
+        import wave
+    import wave
+
+    with model_imports.hidden("wave"):
+        import wave as again
+    assert again is wave
+
+
 @pytest.mark.slow
 def test_speculative_decoding_finds_scikit_learn_when_it_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
@@ -20,8 +22,11 @@ pytestmark = pytest.mark.slow  # each rank imports torch
 SHAPES = [(1, 1, 3), (1, 32, 512), (1, 128, 512), (1, 700, 512), *[(1, 1, 8)] * 200]
 
 
+SIZES = (2, 3)
+
+
 class Group:
-    """Processes of which each is a rank: a rank waits for the others, so that each process gets one."""
+    """Processes of which each is a rank: a rank waits for the others, so that none gets two."""
 
     def __init__(self, pool: ProcessPoolExecutor, size: int) -> None:
         self.pool, self.size = pool, size
@@ -32,10 +37,35 @@ class Group:
         return list(self.pool.map(call, ranks))
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def group(request: pytest.FixtureRequest) -> Iterator[Group]:
-    with ProcessPoolExecutor(request.param, multiprocessing.get_context("spawn")) as pool:
-        yield Group(pool, request.param)
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolExecutor]:
+    """Start a process for each rank of the largest group, once this one has compiled the kernels for all of them."""
+    directory, context = tmp_path_factory.mktemp("alone"), multiprocessing.get_context("spawn")
+    use_kernels(directory)
+    every_rank = context.Barrier(max(SIZES))
+    with ProcessPoolExecutor(max(SIZES), context, meet, (directory, every_rank)) as pool:
+        assert list(pool.map(abs, range(max(SIZES)))) == list(range(max(SIZES)))
+        yield pool
+
+
+def use_kernels(directory: Path) -> None:
+    """Load the kernels, as a rank without others."""
+    alone = Rank(0, 1, str(directory))
+    all_reduce(alone)
+    join(alone)
+
+
+def meet(directory: Path, every_rank: Barrier) -> None:
+    """Be ready for the first sum before a rank waits for it: a rank that waits leaves no core idle."""
+    own = directory / str(os.getpid())
+    own.mkdir()
+    use_kernels(own)
+    every_rank.wait()
+
+
+@pytest.fixture(params=SIZES)
+def group(request: pytest.FixtureRequest, pool: ProcessPoolExecutor) -> Group:
+    return Group(pool, request.param)
 
 
 def tensors(shapes: list[tuple[int, ...]], rank: int) -> list[torch.Tensor]:
