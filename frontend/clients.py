@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -52,9 +53,14 @@ def shown_answer(data: bytes, message: str, scope: Scope) -> bytes:
     shown = shown_text(message, scope)
     if shown == message:
         return data
-    for encoded in (encode, encode_line):
+    for encoded in (encode, encode_line, _encode_as_ascii):
         data = data.replace(encoded(message)[1:-1], encoded(shown)[1:-1])
     return data
+
+
+def _encode_as_ascii(text: str) -> bytes:
+    """Return the text in JSON as djl_python's answers have it."""
+    return json.dumps(text).encode()
 
 
 def without_directories(text: str) -> str:

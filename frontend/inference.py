@@ -18,7 +18,7 @@ from uuid import uuid4
 import msgspec
 
 from frontend.api_keys import TENANT
-from frontend.clients import shown_answer, shown_error
+from frontend.clients import shown_answer, shown_error, shown_text
 from frontend.compression import decoded_body
 from frontend.deadlines import deadline_of
 from frontend.error_rates import ErrorRates
@@ -319,6 +319,9 @@ class Response:
         """Return an answer of a worker that reports an error with this message as the client may read it."""
         return shown_answer(data, message, self._scope)
 
+    def shown_text(self, text: str) -> str:
+        return shown_text(text, self._scope)
+
     def linger(self) -> None:
         """Let a client that still sends its request read the answer, although the connection ends with it."""
         self._connection.linger()
@@ -389,8 +392,10 @@ async def _send_whole(
     route: str, terminal: Reply | End | Error | None, response: Response, statuses: Mapping[type[LmiServerError], int]
 ) -> int:
     if isinstance(terminal, Reply):
-        data = response.shown_answer(terminal.data, terminal.message) if terminal.message else terminal.data
-        await response.whole(terminal.status, terminal.headers, data, terminal.reason)
+        data, reason = terminal.data, terminal.reason
+        if terminal.message:
+            data, reason = response.shown_answer(data, terminal.message), response.shown_text(reason)
+        await response.whole(terminal.status, terminal.headers, data, reason)
         return terminal.status
     assert isinstance(terminal, Error), "a stream has a head before its end"
     if terminal.kind == CANCELLED:

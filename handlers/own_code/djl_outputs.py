@@ -175,7 +175,7 @@ def _header_value(value: Any) -> str:
 def failed(error: str, code: int = FAILED, message: str = ERROR_MESSAGE) -> Response:
     """Return LMI's answer to a request that made its handler fail."""
     data = error_body(code, message, error)
-    return Response(status=code, headers=[("content-type", "application/json")], data=data, reason=message)
+    return Response(status=code, headers=[("content-type", "application/json")], data=data, reason=message, error=error)
 
 
 def piece_error(error: str, code: int, headers: list[tuple[str, str]]) -> Response:
@@ -184,12 +184,12 @@ def piece_error(error: str, code: int, headers: list[tuple[str, str]]) -> Respon
     It happens in a rolling batch and asynchronously. `headers` are those that the code set with the error.
     """
     body = json.dumps({"error": error, "code": code}).encode()
-    return Response(status=code, headers=headers, data=body, reason=_reason(error))
+    return Response(status=code, headers=headers, data=body, reason=_reason(error), error=error)
 
 
 def step_error(error: str, code: int) -> Response:
     """Return LMI's answer to a request that was in a step of a rolling batch that failed; it has no headers."""
-    return Response(status=code, data=error_body(code, STEP_FAILED, error))
+    return Response(status=code, data=error_body(code, STEP_FAILED, error), error=error)
 
 
 def _unanswered(message: str) -> Response:

@@ -117,7 +117,8 @@ class Response(msgspec.Struct, kw_only=True):
     A piece of `stream` leaves as soon as the iterator yields it; an exception in the stream ends it with an error
     event. Only an `AsyncRequestHandler` may return an asynchronous iterator. The worker calls `after` once the answer
     is on its way, whether it ended well or not. `reason` is the phrase behind the status in HTTP's first line:
-    printable ASCII, or empty for the phrase of the status.
+    printable ASCII, or empty for the phrase of the status. `error` is the text of an exception that `data` reports: the
+    front end hides secrets in it, and local paths from clients elsewhere.
     """
 
     status: int = 200
@@ -126,6 +127,7 @@ class Response(msgspec.Struct, kw_only=True):
     stream: Iterator[bytes] | AsyncIterator[bytes] | None = None
     after: Callable[[], None] | None = None
     reason: str = ""
+    error: str = ""
 
 
 class RequestHandler(ABC):

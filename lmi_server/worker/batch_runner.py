@@ -188,7 +188,7 @@ class BatchRunner(Runner):
                 assert isinstance(outcome.stream, Iterator), "an asynchronous stream is for an AsyncRequestHandler"
                 streams.append(_Stream(call, outcome, outcome.stream))
             else:
-                call.writer.reply(outcome.status, outcome.headers, outcome.data, outcome.reason)
+                call.writer.reply(outcome.status, outcome.headers, outcome.data, outcome.reason, outcome.error)
                 call_after(outcome)
         while streams:  # a piece of each in turn, so that all streams of the batch move
             streams = [stream for stream in streams if stream.is_held or stream.advance()]

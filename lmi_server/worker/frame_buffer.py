@@ -165,9 +165,11 @@ class ResponseWriter:
             self._queued = self.started = True
             self.buffer.add(self)
 
-    def reply(self, status: int, headers: list[tuple[str, str]], data: bytes, reason: str = "") -> None:
-        """End with a whole answer."""
-        self._finish(Reply(self.id, status, headers, data, reason))
+    def reply(
+        self, status: int, headers: list[tuple[str, str]], data: bytes, reason: str = "", message: str = ""
+    ) -> None:
+        """End with a whole answer. `message` is that of the error that it reports, if the server wrote it."""
+        self._finish(Reply(self.id, status, headers, data, reason, message))
 
     def end(self, status: int = 200, message: str = "") -> None:
         """End the stream. `status` and `message` are those of the error that its last bytes report, if they do."""
@@ -188,8 +190,7 @@ class ResponseWriter:
         if self.started:
             self.error(error.kind, error.message, error.code if isinstance(error, HandlerError) else None)
         else:
-            status, headers, data = error_reply(self._route, error, request_id=self._name)
-            self._finish(Reply(self.id, status, headers, data, message=error.message))
+            self.reply(*error_reply(self._route, error, request_id=self._name), message=error.message)
 
     def move_to(self, items: list[Item]) -> int:
         """Move what the stream produced to `items`; return its bytes without the prefix. Called by the flush."""

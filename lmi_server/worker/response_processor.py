@@ -75,7 +75,7 @@ class ResponseProcessor(RequestProcessor):
 async def send_response(response: Response, writer: ResponseWriter) -> None:
     """Send an answer, piece by piece if it is a stream. Raises whatever the stream raises."""
     if response.stream is None:
-        writer.reply(response.status, response.headers, response.data, response.reason)
+        writer.reply(response.status, response.headers, response.data, response.reason, response.error)
         return
     writer.open(response.status, response.headers, reason=response.reason)
     await _relay_pieces(response, writer)

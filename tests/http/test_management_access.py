@@ -22,7 +22,11 @@ from lmi_server.contract.errors import HandlerError, PermissionDeniedError
 from lmi_server.serving.model_store import ModelSource
 
 REMOTE = {"x-forwarded-for": "203.0.113.7"}  # what a proxy on this machine says of a client elsewhere
-RAISING = "def handle(inputs):\n    if not inputs.is_empty():\n        raise ValueError('not this')\n"
+RAISING = """
+def handle(inputs):
+    if not inputs.is_empty():
+        raise ValueError(f'not this: größe {__file__}')
+"""
 
 
 @pytest.fixture(scope="module")
@@ -264,8 +268,9 @@ def test_strangers_read_no_local_paths(server: Server, home: Path) -> None:
         index = server.http.post("/v2/repository/index", headers=headers).json()
         reason = next(entry["reason"] for entry in index if entry["name"] == "broken")
         assert (str(home) in reason, 'option.dtype = "***" is not allowed' in reason) == (shown, True)
-    raised = server.http.post("/predictions/raising", content=b"x", headers=REMOTE)
-    assert (raised.status_code, str(home) in raised.text, "not this" in raised.text) == (424, False, True)
+        raised = server.http.post("/predictions/raising", content=b"x", headers=headers)
+        message = raised.json()["error"]
+        assert (raised.status_code, str(home) in message, "not this: größe" in message) == (424, shown, True)
     assert "serving.properties:1: option.dtype" in server.http.post("/predictions/broken", headers=REMOTE).text
 
 
