@@ -7,12 +7,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key
+from handlers.tensorrt_llm import engine_arguments, engine_fields
+from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key, NoEffect, Unavailable
 from lmi_server.configuration.options import (
     DTYPE_NOTE,
     FloatDtype,
     Fraction,
     JsonObject,
+    Names,
     NonNegativeInt,
     ParallelDegree,
     PositiveInt,
@@ -22,8 +24,68 @@ from lmi_server.configuration.options import (
 )
 from lmi_server.configuration.options import ModelOptions as _ModelOptions
 
+ENGINE_REPOSITORY = "tensorrtllm_model_repo"
+"""The directory beside serving.properties that holds built engines, by LMI's name."""
+
+_ASYNC_SERVICE = "djl_python.lmi_trtllm.trtllm_async_service"  # an entry point
 _SMOOTHQUANT = ("smoothquant_alpha", "smoothquant_per_token", "smoothquant_per_channel", "multi_query_mode")
-_AWQ = ("awq_format", "awq_calib_size")
+_AWQ = ("awq_format", "awq_calib_size", "awq_block_size")
+_CALIBRATION = (
+    "calib_size",
+    "calib_batch_size",
+    "calib_dataset",
+    "calib_batches",
+    "calib_max_seq_length",
+    "random_seed",
+    "tokenizer_max_seq_length",
+    "device",
+)
+# What changes the numbers or the files: the other backend must not ignore it.
+_QUANTIZATION = (
+    "quantize",
+    "quant_algo",
+    "kv_cache_quant_algo",
+    "group_size",
+    "smoothquant_val",
+    "clamp_val",
+    "use_meta_recipe",
+    "has_zero_point",
+    "pre_quant_scales",
+    "exclude_modules",
+)
+_TENSORRT_NEEDED = (*_QUANTIZATION, "trtllm_checkpoint_path", "normalize_log_probs", "save_mp_checkpoint_path")
+# What changes the speed or the memory.
+_TENSORRT_ONLY = (
+    "max_draft_len",
+    "multi_block_mode",
+    "use_fused_mlp",
+    "use_fp8_context_fmha",
+    "embedding_parallel_mode",
+    "fast_build",
+    "enable_build_cache",
+    "batching_type",
+    "extended_runtime_perf_knob_config",
+)
+_PYTORCH_ONLY = (
+    "use_custom_all_reduce",
+    "enable_trt_overlap",
+    "enable_overlap_scheduler",
+    "attn_backend",
+    "use_cuda_graph",
+    "moe_backend",
+)
+_LORA = ("max_loras", "max_lora_rank", "max_cpu_loras", "lora_target_modules")
+# The engine holds what these keys made; a server of a built engine must not give them again.
+_BUILT_IN = (
+    *("model_id", "revision", "trtllm_checkpoint_path", "save_mp_checkpoint_path", "dtype", "load_format"),
+    *("max_input_len", "max_output_len", "max_seq_len", "max_num_tokens", "max_beam_width", "max_draft_len"),
+    *("max_num_sequences", "max_batch_size", "tokens_per_block", "use_fused_mlp", "use_fp8_context_fmha"),
+    *("rotary_base", "rotary_dim", "rotary_scaling_type", "rotary_scaling_factor"),
+    *("embedding_parallel_mode", "fast_build", "enable_build_cache"),
+    *(*_QUANTIZATION, *_SMOOTHQUANT, *_AWQ, *_CALIBRATION),
+)
+_IN_CONFIG = NoEffect("TensorRT-LLM finds it in the model's config.json")
+_ALL_AT_ONCE = NoEffect("each rank converts and builds its own part")
 
 
 def _window_sizes(value: str) -> str:
@@ -33,27 +95,56 @@ def _window_sizes(value: str) -> str:
     return value
 
 
-class TensorRtLlmOptions(_ModelOptions):
-    """Keys of serving.properties for a model that TensorRT-LLM runs under the MPI engine."""
+def _bounds(value: str) -> str:
+    if len([float(bound) for bound in value.strip("[] ").split(",")]) != 2:
+        raise ValueError("not two numbers")
+    return value
 
+
+def _upper(value: Any) -> Any:
+    return value.upper() if isinstance(value, str) else value
+
+
+class TensorRtLlmOptions(_ModelOptions):
+    """Keys of serving.properties for a model that TensorRT-LLM runs; arguments of its LLM class are passed on.
+
+    TensorRT-LLM starts the processes of a model itself. So engine=MPI, which LMI needs for it, and engine=Python mean
+    the same.
+    """
+
+    mpi_mode: Annotated[bool, NoEffect("TensorRT-LLM starts its own ranks under any engine")] = Field(
+        False, description="Start the model under mpirun."
+    )
     tensor_parallel_degree: Annotated[ParallelDegree, Key(also=("option.tensor_parallel_size",))] = Field(
         "max", description="GPUs that one model is split over; max is all GPUs of the machine."
     )
     pipeline_parallel_degree: Annotated[PositiveInt, Key(also=("option.pipeline_parallel_size",))] = Field(
         1, description="Stages that the layers of one model are split into, each on its own devices."
     )
-    rolling_batch: Annotated[Literal["auto", "trtllm", "disable"], BeforeValidator(lower)] = Field(
-        "trtllm", description="TensorRT-LLM batches by itself; disable is for T5 models."
-    )
+    rolling_batch: Annotated[
+        Literal["auto", "trtllm", "disable"],
+        BeforeValidator(lower),
+        Unavailable.values("disable", instead="use trtllm; the LLM API has no encoder-decoder models such as T5"),
+    ] = Field("trtllm", description="TensorRT-LLM batches by itself; LMI has disable for T5 models.")
     dtype: Annotated[FloatDtype, Key(also=("option.data_type",)), DTYPE_NOTE] = Field(
         "auto", description="Data type of weights and KV cache; auto is that of the checkpoint."
     )
-    quantize: Literal["smoothquant", "awq", "fp8"] | None = Field(
-        None, description="Quantisation of the weights while the engine is compiled."
+    backend: Annotated[
+        Literal["tensorrt", "pytorch"],
+        BeforeValidator(lambda name: "tensorrt" if lower(name) == "trt" else lower(name)),
+    ] = Field(
+        "tensorrt",
+        description="What computes: an engine that TensorRT builds when the model loads or that is in the model"
+        " directory already, or PyTorch, which builds nothing.",
+    )
+    quantize: Annotated[Literal["smoothquant", "awq", "fp8"] | None, BeforeValidator(lower)] = Field(
+        None, description="Quantisation of the weights while the engine is built."
     )
     max_input_len: PositiveInt = Field(1024, description="Maximum number of prompt tokens; compiled into the engine.")
     max_output_len: PositiveInt = Field(512, description="Maximum number of output tokens; compiled into the engine.")
-    use_custom_all_reduce: bool = Field(False, description="Use the all-reduce kernel for GPUs with NVLink.")
+    use_custom_all_reduce: bool = Field(
+        False, description="Use the all-reduce kernels for GPUs with NVLink; only backend=pytorch leaves the choice."
+    )
     tokens_per_block: PositiveInt = Field(64, description="Tokens in one block of the paged KV cache.")
     batch_scheduler_policy: Literal["max_utilization", "guaranteed_no_evict"] = Field(
         "max_utilization", description="Whether to admit requests that may have to be evicted later."
@@ -72,20 +163,23 @@ class TensorRtLlmOptions(_ModelOptions):
     enable_kv_cache_reuse: Annotated[bool, Key(also=("option.enable_block_reuse",))] = Field(
         False, description="Reuse the KV cache of prompt prefixes that requests share."
     )
-    baichuan_model_version: Literal["v1_7b", "v1_13b", "v2_7b", "v2_13b"] = Field(
+    baichuan_model_version: Annotated[Literal["v1_7b", "v1_13b", "v2_7b", "v2_13b"], _IN_CONFIG] = Field(
         "v1_13b", description="Version of a Baichuan model."
     )
-    chatglm_model_version: Literal[
-        "unspecified",
-        "chatglm_6b",
-        "chatglm2_6b",
-        "chatglm2_6b_32k",
-        "chatglm3_6b",
-        "chatglm3_6b_base",
-        "chatglm3_6b_32k",
-        "glm_10b",
-    ] = Field("unspecified", description="Version of a ChatGLM model; such a model requires it.")
-    gpt_model_version: Literal["gpt2", "santacoder", "starcoder"] = Field(
+    chatglm_model_version: Annotated[
+        Literal[
+            "unspecified",
+            "chatglm_6b",
+            "chatglm2_6b",
+            "chatglm2_6b_32k",
+            "chatglm3_6b",
+            "chatglm3_6b_base",
+            "chatglm3_6b_32k",
+            "glm_10b",
+        ],
+        _IN_CONFIG,
+    ] = Field("unspecified", description="Version of a ChatGLM model.")
+    gpt_model_version: Annotated[Literal["gpt2", "santacoder", "starcoder"], _IN_CONFIG] = Field(
         "gpt2", description="Variant of a GPT-2 model."
     )
     multi_block_mode: bool = Field(False, description="Split long KV sequences into blocks; not for Qwen.")
@@ -105,7 +199,9 @@ class TensorRtLlmOptions(_ModelOptions):
     )
     smoothquant_per_token: bool = Field(False, description="One smoothquant scaling factor for each token.")
     smoothquant_per_channel: bool = Field(False, description="One smoothquant scaling factor for each channel.")
-    multi_query_mode: bool = Field(False, description="The model has multi-query attention; for smoothquant.")
+    multi_query_mode: Annotated[bool, _IN_CONFIG] = Field(
+        False, description="The model has multi-query attention; for smoothquant."
+    )
     awq_format: Annotated[Literal["int4_awq"], Key(also=("option.q_format",))] = Field(
         "int4_awq", description="Format of AWQ weights."
     )
@@ -115,13 +211,18 @@ class TensorRtLlmOptions(_ModelOptions):
     calib_batch_size: PositiveInt = Field(32, description="Number of samples per batch of the calibration.")
     max_num_tokens: PositiveInt = Field(16384, description="Maximum number of tokens that one step computes.")
     max_draft_len: PositiveInt | None = Field(None, description="Maximum number of tokens that a draft model proposes.")
-    logits_dtype: Literal["fp32", "fp16"] = Field("fp32", description="Data type of logits.")
+    logits_dtype: Annotated[
+        Literal["fp32", "fp16"], Unavailable.values("fp16", instead="use fp32, which the LLM API always has")
+    ] = Field("fp32", description="Data type of logits.")
     trtllm_checkpoint_path: str | None = Field(None, description="Checkpoint that has been converted for TensorRT-LLM.")
-    num_checkpoint_workers: PositiveInt | None = Field(None, description="Processes that convert the checkpoint.")
-    num_engine_workers: PositiveInt | None = Field(None, description="Processes that compile the engine.")
-    load_by_shard: bool = Field(False, description="Convert the checkpoint file by file.")
+    num_checkpoint_workers: Annotated[PositiveInt | None, _ALL_AT_ONCE] = Field(
+        None, description="Processes that convert the checkpoint."
+    )
+    num_engine_workers: Annotated[PositiveInt | None, _ALL_AT_ONCE] = Field(
+        None, description="Processes that build the engine."
+    )
+    load_by_shard: Annotated[bool, _ALL_AT_ONCE] = Field(False, description="Convert the checkpoint file by file.")
     use_fp8_context_fmha: bool = Field(False, description="Compute attention in fp8 during prefill.")
-    backend: str | None = Field(None, description="Engine behind TensorRT-LLM's API: pytorch, or compiled.")
     tokenizer: str | None = Field(None, description="Tokenizer to use instead of the model's.")
     tokenizer_mode: Literal["auto", "slow"] = Field("auto", description="Kind of tokenizer.")
     skip_tokenizer_init: bool = Field(False, description="Accept and return token ids only.")
@@ -132,14 +233,20 @@ class TensorRtLlmOptions(_ModelOptions):
         None, description="GPUs that the experts are distributed over."
     )
     enable_attention_dp: bool = Field(False, description="Use data parallelism in attention.")
-    auto_parallel: bool = Field(False, description="Let TensorRT-LLM choose the parallelism.")
-    auto_parallel_world_size: PositiveInt | None = Field(None, description="GPUs for auto_parallel.")
-    load_format: str = Field("auto", description="Format of the checkpoint: auto, or dummy.")
+    auto_parallel: Annotated[
+        bool, Unavailable.values(True, instead="use option.tensor_parallel_degree; TensorRT-LLM 1.x cannot choose it")
+    ] = Field(False, description="Let TensorRT-LLM choose the parallelism.")
+    auto_parallel_world_size: Annotated[PositiveInt | None, NoEffect("there is no option.auto_parallel")] = Field(
+        None, description="GPUs for auto_parallel."
+    )
+    load_format: Annotated[Literal["auto", "dummy"], BeforeValidator(lower)] = Field(
+        "auto", description="Format of the checkpoint; dummy has random weights."
+    )
     enable_chunked_prefill: bool = Field(
         False, description="Compute long prompts in chunks, in the same steps as decoding."
     )
-    guided_decoding_backend: str | None = Field(
-        None, description="Library that enforces JSON schemas and grammars: xgrammar."
+    guided_decoding_backend: Annotated[Literal["xgrammar", "llguidance"] | None, BeforeValidator(lower)] = Field(
+        None, description="Library that enforces JSON schemas and grammars; without it such requests are refused."
     )
     iter_stats_max_iterations: NonNegativeInt | None = Field(
         None, description="Number of steps for which statistics are kept."
@@ -147,18 +254,32 @@ class TensorRtLlmOptions(_ModelOptions):
     request_stats_max_iterations: NonNegativeInt | None = Field(
         None, description="Number of steps for which statistics per request are kept."
     )
-    embedding_parallel_mode: str = Field("SHARDING_ALONG_VOCAB", description="How embeddings are split.")
+    embedding_parallel_mode: Annotated[
+        Literal["NONE", "SHARDING_ALONG_VOCAB", "SHARDING_ALONG_HIDDEN"], BeforeValidator(_upper)
+    ] = Field("SHARDING_ALONG_VOCAB", description="How embeddings are split over the GPUs.")
     fast_build: bool = Field(False, description="Compile the engine faster; it then runs slower.")
     enable_build_cache: bool = Field(True, description="Keep compiled engines for later starts.")
-    batching_type: str | None = Field(None, description="Kind of batching of the executor.")
+    batching_type: Annotated[Literal["STATIC", "INFLIGHT"] | None, BeforeValidator(_upper)] = Field(
+        None, description="Kind of batching of the executor."
+    )
     normalize_log_probs: bool = Field(False, description="Normalise log probabilities.")
-    gather_generation_logits: bool = Field(False, description="Keep the logits of generated tokens.")
+    gather_generation_logits: bool = Field(
+        False, description="Keep the logits of generated tokens; alternatives need it with backend=tensorrt."
+    )
     extended_runtime_perf_knob_config: JsonObject | None = Field(None, description="Further settings of the runtime.")
     max_batch_size: PositiveInt | None = Field(
         None, description="Maximum number of requests; compiled into the engine."
     )
     max_seq_len: PositiveInt | None = Field(None, description="Maximum number of tokens of prompt and output together.")
-    max_beam_width: PositiveInt = Field(1, description="Maximum number of beams.")
+    max_beam_width: PositiveInt = Field(
+        1, description="Maximum number of beams of a request; compiled into the engine."
+    )
+    max_loras: PositiveInt | None = Field(None, description="Maximum number of LoRA adapters in GPU memory.")
+    max_cpu_loras: PositiveInt | None = Field(None, description="Maximum number of LoRA adapters in main memory.")
+    max_lora_rank: PositiveInt = Field(64, description="Maximum rank of a LoRA adapter.")
+    lora_target_modules: Names = Field(
+        (), description="Layers that LoRA adapters change, by TensorRT-LLM's names such as attn_q; all if not set."
+    )
     max_tokens: PositiveInt | None = Field(None, description="Maximum number of tokens in the KV cache.")
     max_attention_window: (
         Annotated[str, AfterValidator(_window_sizes), Allowed("integers separated by commas")] | None
@@ -187,7 +308,9 @@ class TensorRtLlmOptions(_ModelOptions):
     smoothquant_val: Fraction | None = Field(
         None, description="Same as smoothquant_alpha, by its name in TensorRT-LLM."
     )
-    clamp_val: str | None = Field(None, description="Bounds to which activations are clamped.")
+    clamp_val: Annotated[str, AfterValidator(_bounds), Allowed("two numbers separated by a comma")] | None = Field(
+        None, description="Bounds to which activations are clamped."
+    )
     use_meta_recipe: bool = Field(False, description="Quantise to fp8 by Meta's recipe for Llama.")
     has_zero_point: bool = Field(False, description="Quantised weights have zero points.")
     pre_quant_scales: bool = Field(
@@ -203,31 +326,61 @@ class TensorRtLlmOptions(_ModelOptions):
         2048, description="Maximum number of tokens that the tokenizer produces for the calibration."
     )
 
+    @classmethod
+    def engine_names(cls) -> frozenset[str]:
+        return engine_fields.passed_on()
+
     def engine_arguments(self) -> Mapping[str, Any]:
-        """Return the arguments of TensorRT-LLM's toolkit: the model, and every option that differs from its default."""
-        general = type(self).model_fields.keys() - _ModelOptions.model_fields.keys()
-        changed = {
-            name: value for name, value in self if name in general and value != type(self).model_fields[name].default
-        }
-        return {
-            "model_id_or_path": self.model_id,
-            "tensor_parallel_degree": self.tensor_parallel_degree,
-            "dtype": self.dtype,
-            "max_input_len": self.max_input_len,
-            "max_output_len": self.max_output_len,
-            "max_num_sequences": self.max_num_sequences or self.max_rolling_batch_size,
-            **changed,
-        }
+        """Return the arguments of TensorRT-LLM's LLM class, nested ones as mappings.
+
+        The entry "config.json" is none of them: it has the changes to the model's config.json, which the class reads.
+        """
+        return engine_arguments.of(self)
+
+    @property
+    def is_async_service(self) -> bool:
+        return self.async_mode or self.entry_point == _ASYNC_SERVICE
+
+    @property
+    def ranks(self) -> int | None:
+        """Return None: TensorRT-LLM starts its own ranks, and only one process serves."""
+        return None
+
+    def gpus_per_worker(self, available: int) -> int | None:
+        return self.devices_per_worker if available else None
+
+    def division(self, gpus: int) -> str | None:
+        return f"TensorRT-LLM starts a rank for each of {gpus} GPUs" if gpus > 1 else None
 
     def context_length(self) -> int | None:
         return self.max_seq_len or self.max_input_len + self.max_output_len
+
+    @property
+    def batch_size_of_engine(self) -> int:
+        """Return how many requests the engine decodes together."""
+        return self.max_num_sequences or self.max_batch_size or self.max_rolling_batch_size
+
+    def partitioned(self) -> Mapping[str, str | None] | str:
+        if self.backend != "tensorrt":
+            return "option.backend=pytorch builds no engine; use option.backend=tensorrt, or serve the model as it is"
+        return {
+            **{f"option.{name}": None for name in _BUILT_IN},
+            "option.tensor_parallel_degree": str(self.devices_per_worker or 1),
+        }
 
     def conflicts(self, given: Collection[str]) -> Iterator[Conflict]:
         pair = ("option.rotary_scaling_type", "option.rotary_scaling_factor")
         if (self.rotary_scaling_type is None) != (self.rotary_scaling_factor is None):
             yield Conflict(pair, "rotary_scaling_type and rotary_scaling_factor only together")
-        if self.rolling_batch != "disable" and not self.mpi_mode:
-            yield Conflict(("option.mpi_mode", "option.rolling_batch"), "trtllm only with engine=MPI")
+        if self.max_num_sequences is not None and self.max_batch_size not in (None, self.max_num_sequences):
+            keys = ("option.max_num_sequences", "option.max_batch_size")
+            yield Conflict(keys, "one of the two, or the same value: both are the batch size of the engine")
+        if self.backend == "pytorch":
+            for key in (f"option.{name}" for name in _TENSORRT_NEEDED):
+                if key in given:
+                    yield Conflict((key,), f"nothing with option.backend=pytorch; {_instead_on_pytorch(key)}")
+        elif self.kv_cache_dtype is not None and self.kv_cache_dtype not in ("auto", "fp8", "int8"):
+            yield Conflict(("option.kv_cache_dtype",), "auto, fp8 or int8 with option.backend=tensorrt")
 
     def warnings(self, given: Collection[str]) -> Iterator[Conflict]:
         if self.quantize != "smoothquant":
@@ -235,3 +388,17 @@ class TensorRtLlmOptions(_ModelOptions):
             yield from without_effect(given, "option.quantize=smoothquant", keys)
         if self.quantize != "awq":
             yield from without_effect(given, "option.quantize=awq", [f"option.{name}" for name in _AWQ])
+        if self.quantize is None and self.quant_algo is None:
+            keys = [f"option.{name}" for name in _CALIBRATION]
+            yield from without_effect(given, "option.quantize or option.quant_algo", keys)
+        other = _TENSORRT_ONLY if self.backend == "pytorch" else _PYTORCH_ONLY
+        needed = "tensorrt" if self.backend == "pytorch" else "pytorch"
+        yield from without_effect(given, f"option.backend={needed}", [f"option.{name}" for name in other])
+        if not self.enable_lora:
+            yield from without_effect(given, "option.enable_lora=true", [f"option.{name}" for name in _LORA])
+
+
+def _instead_on_pytorch(key: str) -> str:
+    if key.removeprefix("option.") in _QUANTIZATION:
+        return "name a checkpoint that is quantised already in option.model_id"
+    return "remove it, or use option.backend=tensorrt"

@@ -272,13 +272,16 @@ _VLLM_POOLING = HandlerSpec(
 )
 _TENSORRT_LLM = HandlerSpec(
     title="tensorrt_llm",
+    handler="handlers.tensorrt_llm.handler:TensorRtLlmHandler",
     options="handlers.tensorrt_llm.options:TensorRtLlmOptions",
     entry_points=("djl_python.tensorrt_llm", "djl_python.lmi_trtllm.trtllm_async_service", "tensorrt_llm"),
     rolling_batches=("trtllm",),
+    mpi_architectures=("",),  # any, as in LMI's container of TensorRT-LLM; lmi-dist comes first if vLLM is installed
     engines=("tensorrt_llm",),
+    installed_by="pip install tensorrt-llm",
+    device="gpu",
     batches_by_default=True,
     takes_all_gpus=True,
-    needs_mpi=True,
 )
 _NEURONX = HandlerSpec(
     title="transformers_neuronx",

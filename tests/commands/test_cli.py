@@ -183,7 +183,8 @@ def test_check_prints_all_errors_at_once(model_dir: Path) -> None:
         ("option.dtpye=fp16", 0, "did you mean option.dtype?"),
         ("engine=MPI\noption.rolling_batch=lmi-dist", 0, "no problem"),
         ("load_on_devices=0\noption.tensor_parallel_degree=max", 2, "and 0 are visible (counted from 0); use * or cpu"),
-        ("option.rolling_batch=trtllm", 2, "is not available in this version; missing: tensorrt_llm"),
+        ("option.rolling_batch=trtllm", 2, "needs the Python package tensorrt_llm, which is not installed; run: pip"),
+        ("option.rolling_batch=trtllm", 2, "needs an NVIDIA GPU, and none is visible"),
     ],
 )
 def test_what_check_returns(model_dir: Path, properties: str, code: int, text: str) -> None:
@@ -204,11 +205,11 @@ def test_check_looks_at_the_files_of_the_model(model_dir: Path) -> None:
 
 
 def test_serve_refuses_a_missing_handler_in_one_line(model_dir: Path) -> None:
-    (model_dir / "serving.properties").write_text("option.rolling_batch=trtllm")
+    (model_dir / "serving.properties").write_text("engine=OnnxRuntime")
     result = lmi_server("serve", str(model_dir), "--port", "0")
     assert result.returncode == 1
     (line,) = result.stderr.splitlines()
-    assert "is not available in this version; missing: tensorrt_llm" in line
+    assert "is not available in this version; missing: an engine in Java" in line
 
 
 def test_another_system_is_refused() -> None:

@@ -162,9 +162,11 @@ CONFIGURATIONS = {
             "option.smoothquant_alpha": (0.8, DEFAULT),
             "option.max_output_len": (512, DEFAULT),
         },
-        {"quantize": "smoothquant", "smoothquant_per_token": True, "max_input_len": 2048, "max_num_sequences": 32},
+        {
+            "tensor_parallel_size": 4,
+            "quant_config": {"quant_algo": "W8A8_SQ_PER_TENSOR_PER_TOKEN_PLUGIN", "smoothquant_val": 0.8},
+        },
         [[0, 1, 2, 3]],
-        4,
     ),
     "transformers-neuronx": Expected(
         "engine=Python\noption.entryPoint=djl_python.transformers_neuronx\noption.rolling_batch=auto\n"

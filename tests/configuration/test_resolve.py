@@ -250,7 +250,6 @@ def test_what_deepspeed_cannot_serve_is_refused_with_the_remedy(write: Write, pr
 @pytest.mark.parametrize(
     "properties",
     [
-        "option.rolling_batch=trtllm",
         "option.dtype=int8",
         "option.decoding_strategy=contrastive",
     ],
@@ -661,12 +660,9 @@ def test_tensor_parallel_degree_by_handler(write: Write, properties: str, degree
 
 
 @pytest.mark.parametrize("engine", ["", "engine=Python\n", "engine=MPI\n"])
-@pytest.mark.parametrize(("rolling_batch", "title"), [("lmi-dist", "lmi-dist"), ("trtllm", "tensorrt_llm")])
-def test_some_rolling_batches_mean_mpi_whatever_the_engine_is(
-    write: Write, engine: str, rolling_batch: str, title: str
-) -> None:
-    found = inspect_model(write(f"{engine}option.rolling_batch={rolling_batch}"), {}, machine=FOUR_GPUS)
-    assert (found.spec.title, found.options.ranks, found.problems) == (title, 4, ())
+def test_lmi_dist_means_mpi_whatever_the_engine_is(write: Write, engine: str) -> None:
+    found = inspect_model(write(f"{engine}option.rolling_batch=lmi-dist"), {}, machine=FOUR_GPUS)
+    assert (found.spec.title, found.options.ranks, found.problems) == ("lmi-dist", 4, ())
 
 
 def test_the_old_name_of_model_id(write: Write) -> None:
@@ -751,13 +747,13 @@ def test_int8_for_lmi_dist_is_bitsandbytes(write: Write) -> None:
 
 
 def test_a_handler_that_is_missing_is_one_line(write: Write) -> None:
-    directory = write("engine=MPI\noption.rolling_batch=trtllm\noption.tensor_parallel_degree=8")
+    directory = write("engine=OnnxRuntime\noption.tensor_parallel_degree=8")
     (problem,) = refusal(directory)
     assert problem == (
-        f'{directory / "serving.properties"}:2: option.rolling_batch = "trtllm" is not available in this version; '
-        "missing: tensorrt_llm; served are djl_python.huggingface or djl_python.deepspeed or "
-        "djl_python.lmi_dist or djl_python.lmi_vllm.vllm_async_service or djl_python.transformers_neuronx or "
-        "djl_python.stable_diffusion or djl_python.sklearn_handler or "
+        f'{directory / "serving.properties"}:1: engine = "OnnxRuntime" is not available in this version; '
+        "missing: an engine in Java; served are djl_python.huggingface or djl_python.deepspeed or "
+        "djl_python.lmi_dist or djl_python.lmi_vllm.vllm_async_service or djl_python.tensorrt_llm or "
+        "djl_python.transformers_neuronx or djl_python.stable_diffusion or djl_python.sklearn_handler or "
         "djl_python.xgboost_handler or "
         "djl_python.echo"
     )
@@ -877,7 +873,7 @@ def test_max_is_a_number_for_the_engine(write: Write, properties: str, machine: 
 
 def test_tensorrt_llm_takes_all_gpus(write: Write) -> None:
     found = inspect_model(write("engine=MPI\noption.rolling_batch=trtllm"), {}, machine=FOUR_GPUS)
-    assert found.options.engine_arguments()["tensor_parallel_degree"] == 4
+    assert found.options.engine_arguments()["tensor_parallel_size"] == 4
 
 
 def test_vllm_splits_a_model(write: Write) -> None:

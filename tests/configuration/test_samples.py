@@ -49,6 +49,7 @@ HANDLER = {
     "stable_diffusion": "stable_diffusion",
     "tensorrt_llm": "tensorrt_llm",
     "tensorrt_llm-awq": "tensorrt_llm",
+    "tensorrt_llm-pytorch": "tensorrt_llm",
     "tensorrt_llm-smoothquant": "tensorrt_llm",
     "optimum_neuron": "transformers_neuronx",
     "transformers_neuronx": "transformers_neuronx",
@@ -63,6 +64,7 @@ HANDLER = {
 PIPELINE = "huggingface pipeline"
 VLLM_ENGINES = ("vllm", "vllm pooling", "lmi-dist")  # tests of their own run them
 NEURON = ("transformers_neuronx", "vllm on Neuron")  # of these, test_neuronx.py runs the first over a fake
+TENSORRT_LLM = "tensorrt_llm"  # test_tensorrt_llm_loading.py runs its samples on a fake
 OWN = "a handler of one's own"  # test_own_code.py runs such
 TREE_MODELS = ("sklearn", "xgboost")  # test_tree_models.py runs them
 IMAGES = "stable_diffusion"  # test_stable_diffusion.py runs a tiny one
@@ -75,12 +77,13 @@ SERVED = (
     "echo",
     *VLLM_ENGINES,
     *NEURON,
+    TENSORRT_LLM,
     IMAGES,
     OWN,
 )
+ELSEWHERE = {name for name, title in HANDLER.items() if title in (*TREE_MODELS, *NEURON, TENSORRT_LLM, IMAGES, OWN)}
 NOT_YET = {name for name, title in HANDLER.items() if title not in SERVED}
 VLLM = {name for name, title in HANDLER.items() if title in VLLM_ENGINES}  # run in processes of their own
-ON_NEURON = {name for name, title in HANDLER.items() if title in NEURON}
 PIPELINES = {name for name, title in HANDLER.items() if title in (PIPELINE, "deepspeed task")}
 
 
@@ -133,9 +136,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", sorted(HANDLER.keys() - NOT_YET - VLLM - ON_NEURON - PIPELINES - {*TREE_MODELS, IMAGES} - {"own-handler"})
-)
+@pytest.mark.parametrize("name", sorted(HANDLER.keys() - NOT_YET - VLLM - PIPELINES - ELSEWHERE))
 def test_a_sample_runs(name: str, tiny: Callable[[str], Path], tmp_path: Path) -> None:
     """A small model of the same class takes the place of the sample's own, which would have to be downloaded."""
     sample = SAMPLES / f"{name}.properties"

@@ -16,7 +16,7 @@ from server_helpers import Server
 # --- what belongs to LMI's own worker ---
 
 VLLM_SERVICE = "set option.entryPoint=djl_python.lmi_vllm.vllm_async_service; handle() in the model.py beside it"
-NO_TENSORRT = "this server has no TensorRT-LLM; set option.rolling_batch=vllm"
+NO_TENSORRT = "set option.rolling_batch=trtllm"
 NEURON = "set option.entryPoint=djl_python.transformers_neuronx"
 
 

@@ -15,7 +15,7 @@ VLLM_BATCH = (
     "set option.rolling_batch=vllm without an entry point of your own; code that batches itself derives from"
     " djl_python.rolling_batch.rolling_batch.RollingBatch"
 )
-TENSORRT_LLM = f"this server has no TensorRT-LLM; set option.rolling_batch=vllm{_WRAP}"
+TENSORRT_LLM = f"set option.rolling_batch=trtllm{_WRAP}"
 
 
 def not_here(name: str, instead: str) -> NoReturn:

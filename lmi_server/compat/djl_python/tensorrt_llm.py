@@ -1,4 +1,4 @@
-"""The names of LMI's service of TensorRT-LLM. This server does not have the engine, so they refuse to run."""
+"""The names of LMI's service of TensorRT-LLM. This server has a handler of its own, so they refuse to run."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""LMI's service of TensorRT-LLM, which this server does not have."""
+"""LMI's service of TensorRT-LLM, in whose place this server has a handler of its own."""

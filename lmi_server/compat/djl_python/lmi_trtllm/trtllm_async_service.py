@@ -1,4 +1,4 @@
-"""The names of LMI's asynchronous service of TensorRT-LLM. This server does not have the engine, so they refuse."""
+"""The names of LMI's asynchronous service of TensorRT-LLM. They refuse: this server has its own."""
 
 from __future__ import annotations
 

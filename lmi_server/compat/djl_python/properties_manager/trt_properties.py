@@ -1,4 +1,4 @@
-"""The configuration of a model for TensorRT-LLM as typed values. This server does not have the engine."""
+"""The configuration of a model for TensorRT-LLM as typed values. This server reads it otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The name of LMI's rolling batch over TensorRT-LLM. This server does not have the engine, so the class refuses."""
+"""The name of LMI's rolling batch over TensorRT-LLM. This server has its own, so the class refuses."""
 
 from __future__ import annotations
 

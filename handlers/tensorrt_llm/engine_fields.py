@@ -1,0 +1,67 @@
+"""The names of the arguments of TensorRT-LLM's LLM class, which serving.properties may give undeclared.
+
+`option.NAME` and `option.trtllm_NAME` both pass the argument NAME on. If the package is installed, its source says
+which names there are. It is read, not imported, because importing it takes seconds and starts CUDA.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lmi_server.contract.python_source import parse
+
+PREFIX = "trtllm_"
+_SOURCE = "llmapi/llm_args.py"
+_NOT_PASSED_ON = ("model", "backend", "mpi_session")  # this server decides them
+# The names in versions 1.1 to 1.4 beside those that options declare.
+_KNOWN = (
+    "gpus_per_node", "moe_cluster_parallel_size", "enable_lm_head_tp_in_adp", "cp_config",
+    "fail_fast_on_attention_window_too_large", "lora_config", "kv_cache_config", "batched_logits_processor",
+    "peft_cache_config", "scheduler_config", "cache_transceiver_config", "sparse_attention_config",
+    "speculative_config", "num_postprocess_workers", "postprocess_tokenizer_dir", "reasoning_parser",
+    "decoding_config", "return_perf_metrics", "orchestrator_type", "enable_tqdm", "workspace", "calib_config",
+    "quant_config", "build_config", "enable_prompt_adapter", "max_prompt_adapter_token",
+    "garbage_collection_gen0_threshold", "cuda_graph_config", "attention_dp_config", "disable_overlap_scheduler",
+    "moe_config", "sampler_type", "enable_iter_perf_stats", "enable_iter_req_stats", "print_iter_log",
+    "perf_metrics_max_requests", "batch_wait_timeout_ms", "batch_wait_timeout_iters", "batch_wait_max_tokens_ratio",
+    "torch_compile_config", "enable_autotuner", "enable_layerwise_nvtx_marker", "enable_min_latency",
+    "stream_interval", "force_dynamic_quantization", "allreduce_strategy", "checkpoint_loader", "checkpoint_format",
+    "kv_connector_config", "mm_encoder_only", "ray_worker_extension_cls", "custom_tokenizer", "post_processor_hook",
+    "model_kwargs", "pp_partition", "tensor_parallel_size", "pipeline_parallel_size",
+)  # fmt: skip
+
+
+@cache
+def passed_on() -> frozenset[str]:
+    """Return the undeclared names (without "option.") that are passed on, in both spellings."""
+    names = {*_KNOWN, *_in_source()}.difference(_NOT_PASSED_ON)
+    return frozenset({*names, *(f"{PREFIX}{name}" for name in names)})
+
+
+def values(texts: Mapping[str, str]) -> dict[str, Any]:
+    """Return the arguments that `texts` stand for. A text that is JSON is the value that it stands for."""
+    return {name.removeprefix(PREFIX): _value(text) for name, text in texts.items()}
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text.lower() if text.lower() in ("true", "false") else text)
+    except ValueError:
+        return text
+
+
+def _in_source() -> Iterator[str]:
+    """Yield the fields of the classes of arguments in the installed package; nothing if it is not installed."""
+    spec = find_spec("tensorrt_llm")
+    path = None if spec is None or spec.origin is None else Path(spec.origin).parent / _SOURCE
+    if path is None or not path.is_file():
+        return
+    for node in parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef) and node.name.endswith("LlmArgs"):
+            yield from (ast.unparse(field.target) for field in node.body if isinstance(field, ast.AnnAssign))

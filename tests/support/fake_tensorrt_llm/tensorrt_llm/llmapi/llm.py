@@ -1,0 +1,267 @@
+"""The two classes LLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, Literal
+
+from tensorrt_llm.executor import Executor, LoRARequest, RequestOutput, record
+from tensorrt_llm.llmapi.llm_args import BaseLlmArgs, BuildConfig, TorchLlmArgs, TrtLlmArgs
+from tensorrt_llm.sampling_params import SamplingParams
+
+__all__ = ["LLM", "RequestOutput", "TrtLLM"]
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+
+
+class TransformersTokenizer:
+    """The package's own wrapper around a tokenizer of transformers."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    @property
+    def eos_token_id(self) -> int:
+        return int(self.tokenizer.eos_token_id)
+
+    def encode(self, text: str, *arguments: Any, **keywords: Any) -> list[int]:
+        return list(self.tokenizer.encode(text, *arguments, **keywords))
+
+    def decode(self, ids: list[int], *arguments: Any, **keywords: Any) -> str:
+        return str(self.tokenizer.decode(ids, *arguments, **keywords))
+
+
+class BaseLLM:
+    args_class: type[BaseLlmArgs]
+
+    def __init__(
+        self,
+        model: str | Path,
+        tokenizer: Any = None,
+        tokenizer_mode: Literal["auto", "slow"] = "auto",
+        skip_tokenizer_init: bool = False,
+        trust_remote_code: bool = False,
+        tensor_parallel_size: int = 1,
+        dtype: str = "auto",
+        revision: str | None = None,
+        tokenizer_revision: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "kwargs", "__class__")}
+        for name in kwargs:
+            if name not in self.args_class.model_fields:
+                raise ValueError(f"{type(self).__name__} got invalid argument: {name}")
+        self.args = self.args_class(**given, **kwargs)
+        record(
+            "llm",
+            backend=self.args_class.__name__,
+            arguments=self.args.model_dump(mode="json", exclude_unset=True),
+            plugins=_plugins(kwargs.get("build_config")),
+            config=_read(Path(model) / "config.json"),
+        )
+        self._workspace: tempfile.TemporaryDirectory[str] | None = None
+        self._engine_dir = self._build(Path(model))
+        self._executor: Executor | None = None
+        self.tokenizer = None if skip_tokenizer_init else _load_tokenizer(tokenizer or self._engine_dir)
+        self._executor = Executor(self.tokenizer, self._batch_size(), self._reports_statistics())
+
+    def _build(self, model: Path) -> Path:
+        raise NotImplementedError
+
+    def _batch_size(self) -> int:
+        return self.args.max_batch_size or 2048
+
+    def _reports_statistics(self) -> bool:
+        return True
+
+    def generate_async(
+        self,
+        inputs: Any,
+        sampling_params: SamplingParams | None = None,
+        lora_request: LoRARequest | None = None,
+        prompt_adapter_request: Any = None,
+        streaming: bool = False,
+        kv_cache_retention_config: Any = None,
+        disaggregated_params: Any = None,
+        _postproc_params: Any = None,
+        scheduling_params: Any = None,
+        cache_salt: str | None = None,
+    ) -> RequestOutput:
+        if self._executor is None or self._executor.is_shutdown():
+            raise RuntimeError("LLM is shutting down")
+        params = sampling_params or SamplingParams()
+        params.set_up(self.tokenizer)
+        inputs = {"prompt": inputs} if isinstance(inputs, str) else inputs
+        inputs = {"prompt_token_ids": inputs} if isinstance(inputs, list) else inputs
+        ids = inputs.get("prompt_token_ids") or self.tokenizer.encode(inputs["prompt"])
+        self._check(len(ids), params)
+        if lora_request is not None and not self.args.enable_lora:
+            raise ValueError("LoRA is not enabled")
+        lora = None if lora_request is None else vars(lora_request)
+        bias = None if params.embedding_bias is None else list(params.embedding_bias.shape)
+        names = [name for name in SamplingParams.__dataclass_fields__ if name not in ("embedding_bias", "stop_words")]
+        given = {name: getattr(params, name) for name in names} | {"embedding_bias": bias}
+        record("request", params=given, lora=lora, streaming=streaming, cache_salt=cache_salt, prompt_tokens=len(ids))
+        return self._executor.submit(ids, inputs.get("prompt"), params, lora_request, streaming)
+
+    def _check(self, prompt: int, params: SamplingParams) -> None:
+        if prompt > (self.args.max_num_tokens or 8192):
+            raise ValueError(f"The sum of prompt length ({prompt}) should not exceed max_num_tokens")
+
+    def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
+        return []
+
+    def get_stats_async(self, timeout: float | None = 2) -> AsyncIterator[dict[str, Any]]:
+        assert self._executor is not None
+        results = self._executor.statistics
+        if results is None:
+            return _nothing()
+        results.timeout = timeout or 2
+        return results
+
+    def get_kv_cache_events(self, timeout: float | None = 2) -> list[dict[str, Any]]:
+        return []
+
+    def get_kv_cache_events_async(self, timeout: float | None = 2) -> AsyncIterator[dict[str, Any]]:
+        return _nothing()
+
+    def shutdown(self) -> None:
+        if self._executor is not None:
+            self._executor.shutdown()
+            self._executor = None
+            if self._workspace is not None:
+                self._workspace.cleanup()
+            record("shutdown")
+
+
+async def _nothing() -> AsyncIterator[dict[str, Any]]:
+    for values in ():
+        yield values
+
+
+class LLM(BaseLLM):
+    args_class = TorchLlmArgs
+
+    def __init__(
+        self,
+        model: str | Path,
+        tokenizer: Any = None,
+        tokenizer_mode: Literal["auto", "slow"] = "auto",
+        skip_tokenizer_init: bool = False,
+        trust_remote_code: bool = False,
+        tensor_parallel_size: int = 1,
+        dtype: str = "auto",
+        revision: str | None = None,
+        tokenizer_revision: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        specific = sorted(kwargs.keys() & (TrtLlmArgs.model_fields.keys() - TorchLlmArgs.model_fields.keys()))
+        if specific:
+            raise ValueError(
+                f"The following arguments are specific to TensorRT backend and are not supported in PyTorch: {specific}"
+            )
+        given = (model, tokenizer, tokenizer_mode, skip_tokenizer_init, trust_remote_code, tensor_parallel_size)
+        super().__init__(*given, dtype, revision, tokenizer_revision, **kwargs)
+
+    def _build(self, model: Path) -> Path:
+        _check_checkpoint(model)
+        _fail_if_asked("memory")
+        return model
+
+    def _reports_statistics(self) -> bool:
+        assert isinstance(self.args, TorchLlmArgs)
+        return self.args.enable_iter_perf_stats
+
+
+class TrtLLM(BaseLLM):
+    args_class = TrtLlmArgs
+    args: TrtLlmArgs
+
+    def _build(self, model: Path) -> Path:
+        if self.args.kv_cache_config.dtype != "auto":
+            raise ValueError("KvCacheConfig.dtype must be auto in the TensorRT backend")
+        if (model / "rank0.engine").is_file():
+            return self._load_engine(model)
+        _check_checkpoint(model)
+        self.args.build_config = self.args.build_config or BuildConfig()
+        _progress("[1/2]\tLoading HF model to memory")
+        _fail_if_asked("memory")
+        _progress("[2/2]\tBuilding TRT-LLM engine")
+        _fail_if_asked("build")
+        self._workspace = tempfile.TemporaryDirectory(suffix="-llm-workspace")
+        engine = Path(self._workspace.name)
+        for rank in range(self.args.tensor_parallel_size * self.args.pipeline_parallel_size):
+            (engine / f"rank{rank}.engine").write_bytes(b"fake engine")
+        built = {"build_config": self.args.build_config.model_dump(mode="json"), "pretrained_config": {}}
+        (engine / "config.json").write_text(json.dumps(built), encoding="utf-8")
+        for name in _TOKENIZER_FILES:
+            if (model / name).is_file():
+                shutil.copy(model / name, engine / name)
+        return engine
+
+    def _load_engine(self, engine: Path) -> Path:
+        if self.args.build_config is not None:
+            _progress("The build_config is ignored for model format of TLLM_ENGINE.")
+        self.args.build_config = BuildConfig(**_read(engine / "config.json")["build_config"])
+        _fail_if_asked("memory")
+        return engine
+
+    def save(self, engine_dir: str) -> None:
+        shutil.copytree(self._engine_dir, engine_dir, dirs_exist_ok=True)
+
+    def _batch_size(self) -> int:
+        assert self.args.build_config is not None
+        return self.args.build_config.max_batch_size
+
+    def _check(self, prompt: int, params: SamplingParams) -> None:
+        build = self.args.build_config
+        assert build is not None
+        if build.max_seq_len is not None and prompt + (params.max_tokens or 0) > build.max_seq_len:
+            raise ValueError(f"The sum of prompt length ({prompt}) and max_tokens should not exceed max_seq_len")
+        if params.use_beam_search and (params.best_of or 1) > build.max_beam_width:
+            raise ValueError(f"sampling_params.best_of ({params.best_of}) cannot exceed max_beam_width")
+        if params.prompt_logprobs and not build.gather_context_logits:
+            raise ValueError(
+                "`sampling_params.prompt_logprobs` requires `gather_context_logits=True` in the `BuildConfig`"
+            )
+        if params.logprobs and not self.args.gather_generation_logits:
+            raise ValueError("`sampling_params.logprobs` requires `gather_generation_logits=True`")
+
+
+def _plugins(build: BuildConfig | None) -> dict[str, Any]:
+    return {} if build is None else build.plugin_config.model_dump(mode="json", exclude_unset=True)
+
+
+def _progress(text: str) -> None:
+    print(f"Loading Model: {text}", file=sys.stderr, flush=True)
+
+
+def _fail_if_asked(kind: str) -> None:
+    if os.environ.get("FAKE_TENSORRT_LLM_FAIL") != kind:
+        return
+    if kind == "build":
+        raise RuntimeError("Engine building failed, please check error log.")
+    raise RuntimeError("[TensorRT-LLM][ERROR] CUDA runtime error in cudaMalloc(ptr, n): out of memory")
+
+
+def _check_checkpoint(model: Path) -> None:
+    if not _read(model / "config.json"):
+        raise ValueError(f"Failed to infer model format because no config.json exists in {model}")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+
+def _load_tokenizer(place: Any) -> TransformersTokenizer | None:
+    from transformers import PreTrainedTokenizerFast
+
+    if not (Path(place) / "tokenizer.json").is_file():
+        return None
+    return TransformersTokenizer(PreTrainedTokenizerFast.from_pretrained(str(place)))

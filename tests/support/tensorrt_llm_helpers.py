@@ -1,0 +1,88 @@
+"""A model for the fake of TensorRT-LLM, and a server or a handler that runs on the fake.
+
+Nothing here imports torch: the fake's tokenizer is the only part of a model that these tests need.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from paths import ROOT, TESTS
+from product_helpers import COMMANDS, Server, running
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+FAKE = TESTS / "support" / "fake_tensorrt_llm"
+RECORD = "FAKE_TENSORRT_LLM_RECORD"
+FAIL = "FAKE_TENSORRT_LLM_FAIL"
+END = "</s>"
+_CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+
+
+def make_model(directory: Path) -> Path:
+    """Save the configuration of a Llama, a tokenizer of bytes, and no weights; return the directory."""
+    directory.mkdir(parents=True)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(END, special=True)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "chat_template": _CHAT_TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 10000.0}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def make_adapter(directory: Path, rank: int = 8) -> Path:
+    """Save what an adapter of peft has, with weights that only the fake takes for some."""
+    directory.mkdir(parents=True)
+    (directory / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank}))
+    (directory / "adapter_model.safetensors").write_bytes(b"weights")
+    return directory
+
+
+def write_properties(directory: Path, **options: str) -> Path:
+    """Write a serving.properties; names without a dot are options, "engine" is not."""
+    directory.mkdir(parents=True, exist_ok=True)
+    lines = [f"{name if name == 'engine' else f'option.{name}'}={value}" for name, value in options.items()]
+    (directory / "serving.properties").write_text("\n".join(lines))
+    return directory
+
+
+def records(path: Path, kind: str = "") -> list[dict[str, Any]]:
+    """Return what the fake has recorded."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    return [line for line in lines if kind in ("", line["kind"])]
+
+
+def variables(record: Path) -> dict[str, str]:
+    """Return the environment of a process that finds the fake."""
+    path = os.pathsep.join([str(FAKE), str(ROOT)])
+    return {**os.environ, "PYTHONPATH": path, RECORD: str(record)}
+
+
+@contextlib.contextmanager
+def fake_server(directory: Path, record: Path) -> Iterator[Server]:
+    """Serve the model in `directory`, with the fake in the place of TensorRT-LLM."""
+    with running(Server(directory, COMMANDS, variables(record))) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def fake_installed() -> Iterator[None]:
+    """Let this process import the fake, and forget it afterwards with every module that has imported it."""
+    sys.path.insert(0, str(FAKE))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(FAKE))
+        ours = ("handlers.tensorrt_llm.", "tensorrt_llm.")
+        for name in [name for name in sys.modules if f"{name}.".startswith(ours)]:
+            del sys.modules[name]
