@@ -29,6 +29,8 @@ def failures_of_load(library: str, path: str) -> Iterator[None]:
         yield
     except LmiServerError:
         raise
+    except EngineLostError as error:  # the first step, which is a part of the load
+        raise ModelLoadError(f"{library} cannot compute with {path}: {error}") from error
     except Exception as error:  # the border to the library: it raises anything from AssertionError to RuntimeError
         text = message_of(error)
         if is_out_of_memory(error) or _any(_NO_MEMORY, text):

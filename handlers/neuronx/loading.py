@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from handlers.checkpoints.transformers_loading import from_pretrained
 from handlers.neuronx import optimum_model, tnx_model
+from handlers.neuronx.failures import failures_of_load
 from handlers.neuronx.options import (
     AMP,
     CHECKPOINT,
@@ -75,7 +76,8 @@ def load_engine(model_dir: str, options: NeuronxOptions) -> LoadedEngine:
         runner, Scheduler(limits), tokenizer, _eos_token_ids(str(files.root), config, tokenizer), options.n_positions
     )
     prompts = PromptEncoder(tokenizer)
-    warm_up(engine, prompts)
+    with failures_of_load(_PACKAGES[loader][1], files.weights):
+        warm_up(engine, prompts)
     details = {
         "library": _PACKAGES[loader][1],
         "dtype": options.dtype,

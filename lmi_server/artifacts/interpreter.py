@@ -26,7 +26,13 @@ from lmi_server.contract.errors import ArtifactError, ConfigurationError
 WORKER_PACKAGES: Mapping[str, str] = {"msgspec": "msgspec", "pydantic": "pydantic>=2.7", "uvloop": "uvloop"}
 """What every worker imports beside the standard library, and how pip calls it."""
 
-_PIP_NAMES = {"sklearn": "scikit-learn", "tensorrt_llm": "tensorrt-llm", "transformers_neuronx": "transformers-neuronx"}
+_PIP_NAMES = {
+    "optimum.neuron": "optimum-neuron",
+    "sklearn": "scikit-learn",
+    "tensorrt_llm": "tensorrt-llm",
+    "transformers_neuronx": "transformers-neuronx",
+    "vllm_neuron": "vllm-neuron",
+}
 _OLDEST = (3, 11)
 _OWN_PACKAGES = ("lmi_server", "handlers")
 _LIMIT_S = 120.0

@@ -97,19 +97,21 @@ def _rocm_gpu(name: str, card: Mapping[str, Any]) -> Gpu:
 def parse_neuron_ls(text: str) -> Devices:
     """Read `neuron-ls --json-output`: the cores of all devices, each with its share of the device's memory.
 
-    Cores of Trainium 2 may be grouped to logical ones, which are then what a process asks for.
+    `nc_count` counts the cores that a process asks for: on Trainium 2 groups of two (`logical_neuroncore_config`).
     """
     found = _json(text)
-    listed = found if isinstance(found, list) else next((v for v in (found or {}).values() if isinstance(v, list)), [])
-    grouped = (found.get("logical_neuroncore_config") if isinstance(found, dict) else None) or 1
-    shares = [
-        device["memory_size"] // cores if device.get("memory_size") else None
-        for device in listed
-        if isinstance(device, dict) and "nc_count" in device
-        for cores in [max(1, int(device["nc_count"]) // int(grouped))]
-        for _ in range(cores)
-    ]
+    devices = [device for device in found if _has_cores(device)] if isinstance(found, list) else []
+    shares = [_share(device) for device in devices for _ in range(device["nc_count"])]
     return tuple(Gpu(str(index), share) for index, share in enumerate(shares))
+
+
+def _has_cores(device: Any) -> bool:
+    return isinstance(device, dict) and isinstance(device.get("nc_count"), int)
+
+
+def _share(device: Mapping[str, Any]) -> int | None:
+    size = device.get("memory_size")
+    return size // device["nc_count"] if isinstance(size, int) else None
 
 
 def parse_hl_smi(text: str) -> Devices:

@@ -91,4 +91,5 @@ def _refuse_unsafe_files(fetched: Sequence[Path], environment: Mapping[str, str]
 def _worker_python(found: Inspection) -> WorkerPython:
     modules = [name.partition(":")[0] for name in (found.spec.handler, found.spec.options) if name is not None]
     options = found.options
-    return WorkerPython(options.own_python, options.enable_venv, found.spec.engines, tuple(modules))
+    packages = options.packages(found.spec.engines)
+    return WorkerPython(options.own_python, options.enable_venv, packages, tuple(modules))

@@ -51,8 +51,8 @@ def test_what_the_tools_print() -> None:
 
 
 def test_logical_cores_are_what_a_process_asks_for() -> None:
-    text = '{"logical_neuroncore_config": 2, "mlas": [{"nc_count": 8, "memory_size": 103079215104}]}'
-    assert parse_neuron_ls(text) == tuple(Gpu(str(core), 103079215104 // 4) for core in range(4))
+    """A device of Trainium 2 has eight cores, which are used in pairs."""
+    assert parse_neuron_ls(sample("neuron_ls_trn2.json")) == tuple(Gpu(str(core), 24 * 2**30) for core in range(4))
 
 
 @pytest.mark.parametrize("parse", [parse_nvidia_smi, parse_amd_smi, parse_rocm_smi, parse_neuron_ls, parse_hl_smi])

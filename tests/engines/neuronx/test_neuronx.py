@@ -98,23 +98,6 @@ def test_concurrent_requests_get_the_tokens_of_transformers(
         assert answer[-1].usage.prompt_tokens == len(prompt)
 
 
-def test_an_abort_frees_its_line_within_a_step(models: Path) -> None:
-    async def run() -> None:
-        async with started(models / "llama", rolling_batch="auto", max_rolling_batch_size=1) as handler:
-            request = GenerationRequest(
-                request_id="1", prompt=(5, 6), sampling=SamplingParameters(max_new_tokens=60, ignore_eos=True)
-            )
-            stream = handler.generate(request)
-            await anext(stream)
-            await stream.aclose()
-            answer = await deltas(handler, [1, 2], 3, ignore_eos=True)
-            steps = handler.stats()["engine_steps"]
-            assert len(ids(answer)) == 3
-            assert steps < 60  # the aborted request would have taken so many
-
-    asyncio.run(run())
-
-
 def test_bad_requests_are_refused_and_others_go_on(models: Path) -> None:
     async def run() -> None:
         async with started(models / "llama", **BATCHED) as handler:
@@ -222,6 +205,7 @@ def test_flags_of_the_compiler_and_its_cache(models: Path, monkeypatch: pytest.M
         ("device", ModelLoadError, "no Neuron device can be used here: neuron-ls"),
         ("compile", ModelLoadError, "option.neuron_optimize_level=1"),
         ("memory", ModelMemoryError, "raise option.tensor_parallel_degree"),
+        ("first step", ModelLoadError, "cannot compute with .*nrt_execute status=1200"),
     ],
 )
 def test_a_failed_load_names_the_cause_and_the_remedy(
@@ -324,6 +308,16 @@ def server(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         yield process
 
 
+@pytest.mark.parametrize("loader", ["tnx", "optimum"])
+def test_the_options_decide_which_library_has_to_be_installed(tmp_path: Path, loader: str) -> None:
+    (tmp_path / "serving.properties").write_text(
+        f"option.entryPoint=djl_python.transformers_neuronx\noption.model_loader={loader}\noption.enable_venv=true"
+    )
+    found = inspect_model(tmp_path, {})
+    needed = {"tnx": ("transformers_neuronx",), "optimum": ("optimum.neuron",)}
+    assert found.options.packages(found.spec.engines) == needed[loader]
+
+
 def tokens_of(stream: str) -> list[int]:
     """Return the token ids in the answer of a streamed request."""
     lines = (json.loads(line) for line in stream.splitlines() if line)
@@ -347,7 +341,7 @@ def test_a_dead_core_ends_its_worker_and_the_next_one_serves(server: Server) -> 
     before = server.worker_pid()
     assert server.invoke("x" * 70, 5).status_code in (400, 413, 422, 424)  # too long: it harms nobody
     failed = server.invoke("a", 60, stream=True, timeout=120)
-    assert "error" in failed.text
+    assert failed.status_code != 200 or "error" in failed.text  # as some of it had reached the client or not
     server.log_line("the Neuron runtime failed: RuntimeError: nrt_execute status=1202")
     answer = server.invoke("a", 5, timeout=120)
     assert answer.status_code == 200

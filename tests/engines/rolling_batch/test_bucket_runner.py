@@ -105,6 +105,19 @@ def test_rows_at_one_column_generate_what_transformers_does() -> None:
     run(engine_of(BatchRunner(Rows(model)), LENGTH), model)
 
 
+def test_an_abort_frees_its_line_for_the_next_step() -> None:
+    engine = engine_of(LineRunner(Lines(tiny_model("llama"), (8,))), 8)
+    answers = [Received() for _ in range(ROWS + 1)]
+    for number, answer in enumerate(answers):
+        parameters = SamplingParameters(max_new_tokens=20, ignore_eos=True)
+        engine.add(str(number), [number, 1, 2], parameters, "", 3, answer.take)
+    engine.step()
+    assert [len(answer.tokens) for answer in answers] == [1, 1, 1, 0]
+    engine.abort("1")
+    engine.step()
+    assert [len(answer.tokens) for answer in answers] == [2, 1, 2, 1]
+
+
 def test_what_graphs_do_not_return_is_refused() -> None:
     engine = engine_of(LineRunner(Lines(tiny_model("llama"), (8,))), 8)
     with pytest.raises(RequestError, match="decoder_input_details"):

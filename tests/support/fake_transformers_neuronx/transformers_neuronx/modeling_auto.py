@@ -91,6 +91,8 @@ class ForSampling:
 
     def forward(self, input_ids: torch.Tensor, cache_ids: Any = None, start_ids: Any = None) -> torch.Tensor:
         assert self._graphs is not None, "to_neuron comes first"
+        if fails("first step"):
+            raise RuntimeError("nrt_execute status=1200 message=NEFF and the core do not fit")
         if fails("core") and input_ids.shape[1] == 1 and bool((cache_ids > 40).any()):
             raise RuntimeError("nrt_execute status=1202 message=hardware error")
         if self.neuron_config.continuous_batching is not None:
