@@ -80,6 +80,8 @@ class Connection(asyncio.Protocol):
 class Overload:
     """Requests that come at a fixed rate, each on a connection that is free then, and what became of them.
 
+    `pause` is the longest time for which this process sent and read nothing.
+
     `seconds` has the times to the end of the answers by status, 0 standing for connections that were closed. `idle` is
     set while no answer is missing.
     """
@@ -87,14 +89,16 @@ class Overload:
     server: Server
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     tokens: int = 0
+    pause: float = 0.0
     seconds: dict[int, list[float]] = field(default_factory=dict)
     _free: list[Connection] = field(default_factory=list)
     _busy: set[Connection] = field(default_factory=set)
 
     async def run(self, per_second: float, seconds: float) -> None:
         """Send requests for so long."""
-        began, sent = time.perf_counter(), 0
+        began, sent, before = time.perf_counter(), 0, 0.0
         while (passed := time.perf_counter() - began) < seconds:
+            self.pause, before = max(self.pause, passed - before), passed
             while sent < passed * per_second:
                 await self.send()
                 sent += 1
@@ -135,7 +139,10 @@ class Overload:
 
 @dataclass(frozen=True)
 class Result:
-    """`alone` and `kept` are tokens per second, without and with the overload; times are in seconds."""
+    """`alone` and `kept` are tokens per second, without and with the overload; times are in seconds.
+
+    `pause` is the longest time for which the load generator did nothing.
+    """
 
     alone: float
     kept: float
@@ -143,6 +150,7 @@ class Result:
     refusals: list[float]
     accepted: list[float]
     recovery: float
+    pause: float
 
     @property
     def is_good(self) -> bool:
@@ -188,14 +196,15 @@ async def run(seconds: float) -> Result:
         await load.close()
         overload = Overload(server)
         await overload.run(OVERLOAD * alone.requests, _WARM_UP_S)
-        overload.tokens, overload.seconds = 0, {}
+        overload.tokens, overload.seconds, overload.pause = 0, {}, 0.0
         began = time.perf_counter()
         await overload.run(OVERLOAD * alone.requests, seconds)
         kept = overload.tokens / (time.perf_counter() - began)
         recovery = await recovery_s(server, alone_s)
         overload.close()
     answers = overload.seconds
-    return Result(alone.tokens, kept, overload.counts, answers.get(503, []), answers.get(200, []), recovery)
+    accepted, refused = answers.get(200, []), answers.get(503, [])
+    return Result(alone.tokens, kept, overload.counts, refused, accepted, recovery, overload.pause)
 
 
 def table(result: Result, seconds: float) -> Table:
@@ -212,6 +221,7 @@ def table(result: Result, seconds: float) -> Table:
     accepted = " / ".join(ms(result.accepted, share) for share in (0.5, 0.99, 1))
     report.add_row("ms to the end of an answer: the same", accepted)
     report.add_row("s to recovery", f"{result.recovery:.2f}", f"<= {MOST_RECOVERY_S:g}")
+    report.add_row("ms, longest pause of the load generator", f"{1000 * result.pause:,.0f}")
     return report
 
 

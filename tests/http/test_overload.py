@@ -192,4 +192,4 @@ def test_the_benchmark_runs() -> None:
     assert result.counts.keys() <= {200, 503}
     assert result.refusals
     assert result.kept > 0
-    assert overload.table(result, 1.0).row_count == 6
+    assert overload.table(result, 1.0).row_count == 7
