@@ -166,11 +166,13 @@ def _load(model_dir: str, options: StableDiffusionOptions, device: str, dtype: t
     if not Path(model_dir, INDEX).is_file():
         raise ModelLoadError(f"{model_dir}: holds no {INDEX}, so that it is no pipeline of diffusers")
     spread = device == "cuda" and torch.cuda.device_count() > 1
+    index = json.loads(Path(model_dir, INDEX).read_text(encoding="utf-8"))
     more: dict[str, Any] = {"device_map": "balanced"} if spread else {}
+    more |= _left_out(index)
     variant = _variant(Path(model_dir))
     if variant is not None:
         more["variant"] = variant
-    quantization = _quantization(model_dir, options, dtype)
+    quantization = _quantization(index, options, dtype)
     if quantization is not None:
         more["quantization_config"] = quantization
     # Weights that are pickled can run code when they load, so that only safetensors are read.
@@ -194,7 +196,18 @@ def _variant(model_dir: Path) -> str | None:
     return None
 
 
-def _quantization(model_dir: str, options: StableDiffusionOptions, dtype: torch.dtype) -> Any:
+def _left_out(index: Mapping[str, Any]) -> Mapping[str, None]:
+    """Return None for each text encoder that the class takes and the model lacks: SD3 does without its largest one."""
+    kind = getattr(diffusers, str(index.get("_class_name")), None)
+    names = () if kind is None else inspect.signature(kind).parameters
+    return {
+        name: None
+        for name in names
+        if name.startswith(("text_encoder", "tokenizer")) and index.get(name) in (None, [None, None])
+    }
+
+
+def _quantization(index: Mapping[str, Any], options: StableDiffusionOptions, dtype: torch.dtype) -> Any:
     settings = options.quantization_config()
     if settings is None:
         return None
@@ -202,12 +215,11 @@ def _quantization(model_dir: str, options: StableDiffusionOptions, dtype: torch.
         raise ModelLoadError(f"option.quantize={options.quantize}: diffusers quantises on a GPU only; remove the key")
     if "load_in_4bit" in settings:
         settings = {**settings, "bnb_4bit_compute_dtype": dtype}
-    parts = json.loads(Path(model_dir, INDEX).read_text(encoding="utf-8"))
     libraries = {"diffusers": diffusers.BitsAndBytesConfig, "transformers": transformers.BitsAndBytesConfig}
     mapping = {
-        name: libraries[parts[name][0]](**settings)
+        name: libraries[index[name][0]](**settings)
         for name in _QUANTIZED
-        if isinstance(parts.get(name), list) and parts[name][0] in libraries
+        if isinstance(index.get(name), list) and index[name][0] in libraries
     }
     return diffusers.PipelineQuantizationConfig(  # type: ignore[attr-defined]
         quant_mapping=mapping

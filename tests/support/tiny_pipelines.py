@@ -46,21 +46,23 @@ def save_pipeline(directory: Path, seed: int = 0, inpaints_only: bool = False) -
     return directory
 
 
-def _unet(channels: int) -> Any:
+def _unet(channels: int, **more: Any) -> Any:
     from diffusers import UNet2DConditionModel
 
-    return UNet2DConditionModel(  # type: ignore[no-untyped-call]
-        block_out_channels=(8, 16),
-        norm_num_groups=4,
-        layers_per_block=1,
-        sample_size=SIDE // 2,
-        in_channels=channels,
-        out_channels=4,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        cross_attention_dim=16,
-        attention_head_dim=4,
-    )
+    usual = {
+        "block_out_channels": (8, 16),
+        "norm_num_groups": 4,
+        "layers_per_block": 1,
+        "sample_size": SIDE // 2,
+        "in_channels": channels,
+        "out_channels": 4,
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+        "cross_attention_dim": 16,
+        "attention_head_dim": 4,
+    }
+    kind: Any = UNet2DConditionModel
+    return kind(**(usual | more))
 
 
 def _vae() -> Any:
@@ -88,10 +90,16 @@ def _tokenizer() -> Any:
 
 
 def _text_encoder() -> Any:
-    from transformers import CLIPTextConfig, CLIPTextModel
+    from transformers import CLIPTextModel
+
+    return CLIPTextModel(_text_config())
+
+
+def _text_config(**more: Any) -> Any:
+    from transformers import CLIPTextConfig
 
     size = len(_vocabulary())
-    config = CLIPTextConfig(
+    return CLIPTextConfig(
         hidden_size=16,
         intermediate_size=32,
         num_attention_heads=2,
@@ -101,8 +109,8 @@ def _text_encoder() -> Any:
         bos_token_id=size - 2,
         eos_token_id=size - 1,
         pad_token_id=size - 1,
+        **more,
     )
-    return CLIPTextModel(config)
 
 
 def picture(size: tuple[int, int] = (SIDE, SIDE), seed: int = 0, kind: str = "PNG") -> bytes:
@@ -155,4 +163,136 @@ def save_lora(pipeline_dir: Path, directory: Path, seed: int = 0) -> Path:
         name: torch.randn(weight.shape, generator=generator) for name, weight in get_peft_model_state_dict(unet).items()
     }
     StableDiffusionPipeline.save_lora_weights(str(directory), unet_lora_layers=weights)
+    return directory
+
+
+def save_sdxl(directory: Path) -> Path:
+    """Write an SDXL: two text encoders, and a denoiser that also knows the size."""
+    import torch
+    from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
+    from transformers import CLIPTextModelWithProjection
+
+    torch.manual_seed(0)
+    scheduler: Any = EulerDiscreteScheduler
+    unet = _unet(
+        4,
+        attention_head_dim=(2, 4),
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        transformer_layers_per_block=(1, 2),
+        projection_class_embeddings_input_dim=64,
+        cross_attention_dim=32,
+    )
+    second = CLIPTextModelWithProjection(_text_config(projection_dim=16))
+    pipeline: Any = StableDiffusionXLPipeline(
+        vae=_vae(),
+        text_encoder=_text_encoder(),
+        tokenizer=_tokenizer(),
+        text_encoder_2=second,
+        tokenizer_2=_tokenizer(),
+        unet=unet,
+        scheduler=scheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", steps_offset=1),
+    )
+    pipeline.save_pretrained(directory)
+    return directory
+
+
+def save_flux(directory: Path) -> Path:
+    """Write a Flux: a transformer with flow matching, a CLIP and a T5."""
+    import torch
+    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+    from tiny_models import byte_tokenizer
+    from transformers import T5Config, T5EncoderModel
+
+    torch.manual_seed(0)
+    kinds: tuple[Any, ...] = (FluxTransformer2DModel, AutoencoderKL, FlowMatchEulerDiscreteScheduler)
+    transformer, vae, scheduler = kinds
+    second = byte_tokenizer()
+    second.pad_token = second.eos_token
+    pipeline: Any = FluxPipeline(
+        scheduler=scheduler(),
+        text_encoder=_text_encoder(),
+        tokenizer=_tokenizer(),
+        text_encoder_2=T5EncoderModel(
+            T5Config(d_model=32, d_ff=32, d_kv=8, num_heads=2, num_layers=1, vocab_size=len(second))
+        ),
+        tokenizer_2=second,
+        transformer=transformer(
+            patch_size=1,
+            in_channels=4,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=32,
+            pooled_projection_dim=16,
+            axes_dims_rope=[4, 4, 8],
+        ),
+        vae=vae(
+            block_out_channels=(8,),
+            norm_num_groups=4,
+            down_block_types=("DownEncoderBlock2D",),
+            up_block_types=("UpDecoderBlock2D",),
+            latent_channels=1,
+            sample_size=SIDE,
+            use_quant_conv=False,
+            use_post_quant_conv=False,
+            shift_factor=0.06,
+            scaling_factor=1.5,
+        ),
+    )
+    pipeline.save_pretrained(directory)
+    return directory
+
+
+def save_sd3(directory: Path) -> Path:
+    """Write a Stable Diffusion 3 without its T5, as it is often served."""
+    import torch
+    from diffusers import (
+        AutoencoderKL,
+        FlowMatchEulerDiscreteScheduler,
+        SD3Transformer2DModel,
+        StableDiffusion3Pipeline,
+    )
+    from transformers import CLIPTextModelWithProjection
+
+    torch.manual_seed(0)
+    kinds: tuple[Any, ...] = (SD3Transformer2DModel, AutoencoderKL, FlowMatchEulerDiscreteScheduler)
+    transformer, vae, scheduler = kinds
+    encoders = [CLIPTextModelWithProjection(_text_config(projection_dim=16)) for _ in range(2)]
+    pipeline: Any = StableDiffusion3Pipeline(
+        scheduler=scheduler(),
+        text_encoder=encoders[0],
+        tokenizer=_tokenizer(),
+        text_encoder_2=encoders[1],
+        tokenizer_2=_tokenizer(),
+        text_encoder_3=None,
+        tokenizer_3=None,
+        transformer=transformer(
+            sample_size=SIDE // 2,
+            patch_size=2,
+            in_channels=16,
+            out_channels=16,
+            num_layers=1,
+            attention_head_dim=8,
+            num_attention_heads=4,
+            joint_attention_dim=32,
+            caption_projection_dim=32,
+            pooled_projection_dim=32,
+        ),
+        vae=vae(
+            block_out_channels=(8, 16),
+            norm_num_groups=4,
+            down_block_types=["DownEncoderBlock2D"] * 2,
+            up_block_types=["UpDecoderBlock2D"] * 2,
+            latent_channels=16,
+            sample_size=SIDE,
+            use_quant_conv=False,
+            use_post_quant_conv=False,
+            shift_factor=0.06,
+            scaling_factor=1.5,
+        ),
+    )
+    pipeline.save_pretrained(directory)
     return directory

@@ -9,7 +9,7 @@ import base64
 import io
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,11 @@ from tiny_pipelines import (
     opened,
     picture,
     pixels,
+    save_flux,
     save_lora,
     save_pipeline,
+    save_sd3,
+    save_sdxl,
 )
 
 from lmi_server.contract.errors import ModelLoadError
@@ -343,6 +346,25 @@ def test_a_pipeline_that_inpaints_does_nothing_else(tmp_path: Path) -> None:
     assert opened(drawn_anew.data).size == (SIDE, SIDE)
     (refused,) = handler.handle([request({"prompt": "a"})])
     assert refused.message.startswith("the model serves inpainting, and the request asks for text-to-image")
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of diffusers' Euler scheduler
+@pytest.mark.parametrize(("save", "multiple"), [(save_sdxl, 2), (save_sd3, 4), (save_flux, 2)])
+def test_other_families_have_the_same_tasks(save: Callable[[Path], Path], multiple: int, tmp_path: Path) -> None:
+    handler = loaded(save(tmp_path / "model"))
+    more = {**FEW, "max_sequence_length": 16} if save is save_flux else FEW
+    wide = {"prompt": "a cat", "parameters": {**more, "width": 32, "height": 16}}
+    other = {**wide, "prompt": "a dog", "parameters": {**wide["parameters"], "seed": 9}}
+    from_image = {"prompt": "a cat", "image": coded(picture((32, 16))), "parameters": more}
+    masked = {**from_image, "mask_image": coded(half_white((32, 16)))}
+    outcomes = handler.handle([request(body) for body in (wide, other, from_image, masked)])
+    assert all(isinstance(outcome, Response) for outcome in outcomes), outcomes
+    files = [outcome.data for outcome in outcomes if isinstance(outcome, Response)]
+    assert [opened(file).size for file in files] == [(32, 16)] * 4
+    (alone,) = handler.handle([request(other)])
+    assert same(pixels(alone.data), pixels(files[1]))
+    (refused,) = handler.handle([request({"prompt": "a", "parameters": {"width": 33}})])
+    assert refused.message.endswith(f"send multiples of {multiple}")
 
 
 def test_weights_are_not_quantised_without_a_gpu(tiny: Path) -> None:
