@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _Handler: TypeAlias = RequestHandler | AsyncRequestHandler | LLMHandler
 _HANDLERS: tuple[type[_Handler], ...] = (RequestHandler, AsyncRequestHandler, LLMHandler)
+_SCRIPT = ("model_fn", "input_fn", "predict_fn", "output_fn", "transform_fn")
 _FORMATTERS = ("input_formatter", "output_formatter")
 
 
@@ -127,6 +128,8 @@ def _drained(pieces: Iterator[bytes]) -> Iterator[bytes]:
 def _code_of(module: ModuleType, options: OwnCodeOptions) -> RequestHandler:
     """Return a handler for what `module` defines: a function of LMI's contract, a handler class, or `generate`.
 
+    The functions of a script for SageMaker's framework containers do as well.
+
     Raises ModelLoadError if it defines none of them.
     """
     function = getattr(module, options.handler, None)
@@ -136,6 +139,13 @@ def _code_of(module: ModuleType, options: OwnCodeOptions) -> RequestHandler:
         from handlers.own_code.djl_function import DjlFunction
 
         return DjlFunction(function, find_marked(module, _FORMATTERS), functions_in(module))
+    script = {name: found for name in _SCRIPT if callable(found := getattr(module, name, None))}
+    if script:
+        from handlers.own_code.djl_function import DjlFunction
+        from handlers.own_code.framework_functions import JSON, Script
+
+        accept = options.given.get("default_accept", JSON)
+        return DjlFunction(Script(script, accept, str(module.__file__)), {}, {})
     handler = find_class(module, _HANDLERS)
     if handler is not None:
         made = handler()

@@ -83,15 +83,16 @@ async def fetch_artifacts(
     *,
     revision: str | None = None,
     python: WorkerPython | None = None,
+    code_dir: Path | None = None,
     limit_s: float = 1800.0,
     on_progress: OnProgress = lambda progress: None,
 ) -> Artifacts:
-    """Fetch the model that `model_id` names, and install the `requirements.txt` of `model_dir` for its `python`.
+    """Fetch the model that `model_id` names, and install the `requirements.txt` of `code_dir` for its `python`.
 
-    `model_id` is a path (absolute, or relative to `model_dir`), an archive, a file in GGUF, a Hugging Face id (at
-    `revision`) or s3://bucket/prefix. pip may take `limit_s` seconds. `on_progress` is called on this event loop. A
-    cancellation stops the download or pip. Raises ArtifactError, and ConfigurationError if workers cannot run in
-    `python`; a later call never uses files that are incomplete.
+    `code_dir` is `model_dir` if it is not given. `model_id` is a path (absolute, or relative to `model_dir`), an
+    archive, a file in GGUF, a Hugging Face id (at `revision`) or s3://bucket/prefix. pip may take `limit_s` seconds.
+    `on_progress` is called on this event loop. A cancellation stops the download or pip. Raises ArtifactError, and
+    ConfigurationError if workers cannot run in `python`; a later call never uses files that are incomplete.
     """
 
     def fetch(activity: Activity) -> Artifacts:
@@ -99,7 +100,7 @@ async def fetch_artifacts(
         interpreter = interpreters.prepare(python or WorkerPython(), model_dir)
         directory = _bring(_location(model_id, model_dir), revision, settings, activity)
         installer = Installer(interpreter.path, settings.environment, limit_s, settings.root)
-        target = install_requirements(model_dir, installer, activity)
+        target = install_requirements(code_dir or model_dir, installer, activity)
         python_path = (*(() if target is None else (str(target),)), *interpreter.python_path)
         return Artifacts(str(directory), python_path, interpreter.path)
 

@@ -16,6 +16,7 @@ Layer = Literal[
     "sagemaker",  # SageMaker's overriding variables
     "registration",  # the call that registered the model
     "serving.properties",
+    "model directory",  # what its files say if there is no serving.properties
     "environment",  # OPTION_* and ARGS_*, HF_MODEL_ID, variables of text-generation-inference
     "engine alias",  # values that engine=MPI and engine=DeepSpeed stand for
     "deprecated key",  # values that a deprecated key stands for
@@ -24,7 +25,7 @@ Layer = Literal[
     "default",
 ]
 
-DERIVED: tuple[Layer, ...] = ("engine alias", "deprecated key", "recommender", "default")
+DERIVED: tuple[Layer, ...] = ("model directory", "engine alias", "deprecated key", "recommender", "default")
 """Layers of values that no user wrote."""
 
 

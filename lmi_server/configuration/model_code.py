@@ -9,6 +9,7 @@ from pathlib import Path
 from lmi_server.contract.python_source import parse
 
 MODEL_CODE = "model.py"
+_SCRIPT = ("model_fn", "input_fn", "predict_fn", "output_fn", "transform_fn")
 
 _HANDLER_CLASSES = frozenset({"LLMHandler", "RequestHandler", "AsyncRequestHandler"})
 _EVERY_NAME = "*"  # `from x import *` may define any name
@@ -24,6 +25,18 @@ def takes_requests(path: Path) -> bool:
         return True
     names = set(_bound(tree.body))
     return not {"handle", "generate", _EVERY_NAME}.isdisjoint(names) or any(map(_is_handler, tree.body))
+
+
+def framework_script(model_dir: Path, name: str) -> str | None:
+    """Return the path, below `model_dir`, of a script for SageMaker's framework containers; None if there is none.
+
+    It is in the folder code/ or beside the model, and defines at least one of the functions.
+    """
+    for place in (f"code/{name}", name):
+        path = model_dir / place
+        if path.is_file() and any(defines(path, function) for function in _SCRIPT):
+            return place
+    return None
 
 
 def defines(path: Path, name: str) -> bool:

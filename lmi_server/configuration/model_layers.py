@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lmi_server.configuration.declaration import Deprecated, Option
-from lmi_server.configuration.handler_choice import engine_alias
+from lmi_server.configuration.handler_choice import ENTRY_POINT, engine_alias
 from lmi_server.configuration.handlers import HandlerSpec
 from lmi_server.configuration.layers import (
     Given,
@@ -19,6 +19,7 @@ from lmi_server.configuration.layers import (
     merge,
     sort_keys,
 )
+from lmi_server.configuration.model_code import MODEL_CODE, framework_script
 from lmi_server.configuration.properties import read_properties
 from lmi_server.configuration.recommender import is_true, recommend, with_max_resolved
 from lmi_server.machine import environment as env
@@ -26,6 +27,7 @@ from lmi_server.machine.inventory import Machine
 
 SERVING_PROPERTIES = "serving.properties"
 _MODEL_ID, _OLD_MODEL_ID = "option.model_id", "option.s3url"
+_NAME_MODEL = frozenset({ENTRY_POINT, _MODEL_ID, _OLD_MODEL_ID})
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +58,36 @@ def read_layers(model_dir: Path, environment: Mapping[str, str], registration: M
     """Read the layers of the model in `model_dir`. Raises ConfigurationError if serving.properties cannot be read."""
     from_disk, warnings = _read_file(model_dir / SERVING_PROPERTIES)
     hugging_face = env.hugging_face_variables(environment)
+    names_model = bool(hugging_face)
     if hugging_face and (model_dir / "config.json").is_file():
         warnings.append(f"variable HF_MODEL_ID is ignored, because {model_dir} holds a model (config.json) itself")
         hugging_face = []
     variables = [*env.model_variables(environment), *hugging_face]
-    upper = (
+    lower = from_variables("environment default", env.default_variables(environment))
+    named = (
         from_variables("sagemaker", env.sagemaker_overrides(environment)),
         from_values("registration", registration),
         from_disk,
         from_variables("environment", variables),
+    )
+    names_model = names_model or not _NAME_MODEL.isdisjoint(merge([*named, lower]))
+    upper = (
+        *named,
+        {} if names_model else _from_files(model_dir, environment),
         from_variables("environment", env.text_generation_inference_variables(environment)),
     )
-    lower = from_variables("environment default", env.default_variables(environment))
     return ModelLayers(tuple(map(_with_new_names, upper)), lower, tuple(warnings))
+
+
+def _from_files(model_dir: Path, environment: Mapping[str, str]) -> Given:
+    """Return the entry point that a directory for SageMaker's framework containers has.
+
+    DJL Serving does not know these scripts: what is a model for it, by its configuration or a model.py, stays one.
+    """
+    if any((model_dir / name).exists() for name in (SERVING_PROPERTIES, MODEL_CODE)):
+        return {}
+    script = framework_script(model_dir, env.sagemaker_program(environment))
+    return {} if script is None else from_values("model directory", {ENTRY_POINT: script})
 
 
 def _with_new_names(layer: Given) -> Given:

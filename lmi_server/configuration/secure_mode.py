@@ -83,6 +83,9 @@ class SecureMode:
         yield from _forbidden_keys(given)
         yield from self._forbidden_values(given)
         yield from self._code_in(model_dir)
+        script = given.get("option.entryPoint")
+        if script is not None and script.layer == "model directory" and os.path.dirname(script.raw):
+            yield from self._code_in((model_dir / script.raw).parent)
         places = dict.fromkeys([model_dir, *([Path(location)] if os.path.isdir(location) else [])])
         for adapter in (child for place in places for child in _directories(place / adapters)):
             yield from self.adapter_problems(adapter)

@@ -119,6 +119,11 @@ def without_secrets_of_server(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name not in _SECRETS_OF_SERVER}
 
 
+def sagemaker_program(environment: Mapping[str, str]) -> str:
+    """Return the name of the script that SageMaker's framework containers run."""
+    return environment.get("SAGEMAKER_PROGRAM", "").strip() or "inference.py"
+
+
 def is_multi_model(environment: Mapping[str, str]) -> bool:
     """Return whether SageMaker says that this server is one of a multi-model endpoint."""
     return environment.get("SAGEMAKER_MULTI_MODEL", "").strip().lower() == "true"

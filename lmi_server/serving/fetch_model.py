@@ -65,6 +65,7 @@ async def fetch_model(
         settings,
         revision=found.options.revision,
         python=_worker_python(found),
+        code_dir=_code_dir(found),
         limit_s=found.options.model_loading_timeout,
         on_progress=on_progress,
     )
@@ -86,6 +87,13 @@ def _refuse_unsafe_files(fetched: Sequence[Path], environment: Mapping[str, str]
     problems = [] if secure is None else list(secure.file_problems(fetched))
     if problems:
         raise ConfigurationError("\n".join(problems))
+
+
+def _code_dir(found: Inspection) -> Path:
+    """Return where the requirements of the model are: with a script for SageMaker's framework containers, beside it."""
+    entry_point = found.sources["option.entryPoint"]
+    of_files = entry_point.layer == "model directory"
+    return Path(found.model_dir, entry_point.raw).parent if of_files else Path(found.model_dir)
 
 
 def _worker_python(found: Inspection) -> WorkerPython:

@@ -185,11 +185,15 @@ def _visible(directory: Path) -> list[Path]:
 
 
 def _nested(entry: Path) -> Path:
-    """Return the sub-directory or archive that is all that `entry` holds; otherwise `entry` itself."""
+    """Return the sub-directory or archive that is all that `entry` holds; otherwise `entry` itself.
+
+    A folder code/ is no model: it has the script that SageMaker's framework containers run.
+    """
     if not entry.is_dir():
         return entry
     inside = _visible(entry)
-    if len(inside) == 1 and (inside[0].is_dir() or archive_stem(inside[0].name) is not None):
+    is_model = len(inside) == 1 and inside[0].name != "code"
+    if is_model and (inside[0].is_dir() or archive_stem(inside[0].name) is not None):
         return inside[0]
     return entry
 
