@@ -11,7 +11,7 @@ from paths import ROOT
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 FOLDERS = ("lmi_server", "handlers", "frontend", "tests", "docs", "benchmarks", "serving.properties.d")
-OF_USERS = {"model.py"}  # a file of model directories, not of this project
+OF_USERS = {"model.py", "inference.py", "code/inference.py"}  # files of model directories, not of this project
 
 _FILE = re.compile(r"`([\w./-]+\.py)`")
 _FOLDER = re.compile(rf"`((?:{'|'.join(map(re.escape, FOLDERS))})/[\w/]*)`")
