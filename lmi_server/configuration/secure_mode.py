@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lmi_server.configuration.check import describe_source
+from lmi_server.configuration.gguf import read_gguf
 from lmi_server.configuration.layers import Given, Layer
 from lmi_server.configuration.model_code import MODEL_CODE
 from lmi_server.configuration.recommender import is_true
@@ -64,6 +65,7 @@ _WRITTEN: tuple[Layer, ...] = ("registration", "serving.properties", "environmen
 _PICKLES = re.compile(r".*\.(bin|pt|pth|ckpt|pkl|pickle|joblib|cloudpkl|dill)", re.IGNORECASE)
 _PICKLED_FORMATS = ("pt", "npcache")  # values of option.load_format
 _TEMPLATE_FIELD_FILES = ("tokenizer_config.json", "processor_config.json", "chat_template.json")
+_TEMPLATE_IN_GGUF = "tokenizer.chat_template"  # the beginning: a model may have several
 _IN_SECURE_MODE = "is not allowed in secure mode"
 
 
@@ -191,17 +193,28 @@ def _pickles(files: Iterable[Path]) -> Iterator[str]:
 
 def _chat_templates(files: Iterable[Path]) -> Iterator[str]:
     for path in files:
-        if path.suffix == ".jinja" or (path.name in _TEMPLATE_FIELD_FILES and _has_chat_template(path)):
+        if path.suffix == ".jinja" or _has_chat_template(path):
             yield f"{path} {_IN_SECURE_MODE}; {CHAT_TEMPLATE} is on: remove its chat template"
 
 
 def _has_chat_template(path: Path) -> bool:
-    """Return whether the file has a chat template; a file that cannot be read counts, because nobody knows."""
+    """Return whether the file has a chat template in a field; one that cannot be read counts, because nobody knows."""
+    if path.suffix.lower() == ".gguf":
+        return _has_template_in_header(path)
+    if path.name not in _TEMPLATE_FIELD_FILES:
+        return False
     try:
         decoded = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return True
     return isinstance(decoded, dict) and "chat_template" in decoded
+
+
+def _has_template_in_header(path: Path) -> bool:
+    try:
+        return any(key.startswith(_TEMPLATE_IN_GGUF) for key in read_gguf(path).values)
+    except ConfigurationError:
+        return True
 
 
 def _directories(parent: Path) -> list[Path]:

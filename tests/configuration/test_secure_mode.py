@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -97,6 +98,18 @@ def test_a_control_refuses_what_it_names_and_another_control_does_not(
     other = next(name for name in CONTROLS if name != control)
     assert problems(directory, other) == []
     assert inspect_model(directory, {}).problems == ()
+
+
+def test_a_chat_template_in_the_header_of_a_gguf_file_is_one(tmp_path: Path) -> None:
+    for key, found in ((b"general.name", False), (b"tokenizer.chat_template.tool_use", True)):
+        header = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, len(key)) + key + struct.pack("<IQ", 8, 1) + b"x"
+        (tmp_path / "channel").mkdir(exist_ok=True)
+        (tmp_path / "channel" / "a.gguf").write_bytes(header)
+        mode = secure_mode({"SAGEMAKER_SECURE_MODE": "true", "SAGEMAKER_SECURITY_CONTROLS": "DISALLOW_CHAT_TEMPLATE"})
+        assert mode is not None
+        assert bool(list(mode.file_problems([tmp_path / "channel"]))) is found
+    (tmp_path / "channel" / "a.gguf").write_bytes(b"GGUF cut")
+    assert list(mode.file_problems([tmp_path / "channel"]))
 
 
 @pytest.mark.parametrize("entry_point", ["model.py", "/opt/other.py", "own.package"])

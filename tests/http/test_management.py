@@ -56,6 +56,9 @@ LONG = "x" * 300  # than the name of a file may be
         ("POST", "/models", {"url": "a", "option.\0": "b"}, 400),
         ("PUT", "/models/first", {"device": "9" * 5000}, 400),
         ("PUT", "/models/first", {"min_worker": "9" * 5000}, 400),
+        ("PUT", "/models/first", {"min_worker": 1_000_000_000}, 400),
+        ("PUT", "/models/first", {"min_worker": 1, "max_worker": 1001}, 400),
+        ("POST", "/models", {"url": "a", "min_worker": 1_000_000_000}, 400),
     ],
 )
 def test_parameters_that_no_file_and_no_number_can_have(
