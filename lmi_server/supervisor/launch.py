@@ -5,14 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shutil
 import socket
 import struct
-import tempfile
 from abc import ABC, abstractmethod
 from asyncio.subprocess import Process
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import cast
 
 from lmi_server.contract.batch_progress import BatchProgress
@@ -22,10 +19,10 @@ from lmi_server.contract.ranks import RANK_BYTES, RankGroup
 from lmi_server.machine.environment import process_environment
 from lmi_server.machine.mpi import MpiRun, rank_of_line
 from lmi_server.supervisor.command import mpi_worker_command, progress_path, socket_path, worker_command
+from lmi_server.supervisor.group_directory import SHARED_MEMORY, GroupDirectory, remove_abandoned
 
 logger = logging.getLogger(__name__)
 
-_SHARED_MEMORY = Path("/dev/shm")  # directories there are from mkdtemp  # nosec B108
 _CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
 
 
@@ -117,6 +114,7 @@ class MpiGroup(WorkerLaunch):
         self._pids: dict[int, int] = {}
         self._launcher: int | None = None
         self._group: RankGroup | None = None
+        self._directory: GroupDirectory | None = None
         self._server: asyncio.Server | None = None
         self._link: WorkerLink
         self._load: Load
@@ -130,7 +128,9 @@ class MpiGroup(WorkerLaunch):
 
     async def start(self, link: WorkerLink, load: Load, variables: Mapping[str, str]) -> Process:
         self._link, self._load = link, load
-        group = self._group = RankGroup(self._ranks, _new_directory(), _free_port())
+        remove_abandoned()
+        self._directory = GroupDirectory()
+        group = self._group = RankGroup(self._ranks, self._directory.path, _free_port())
         self.progress = BatchProgress.create_file(progress_path(group.directory))
         try:
             self._server = await asyncio.get_running_loop().create_unix_server(
@@ -169,9 +169,10 @@ class MpiGroup(WorkerLaunch):
             self._server.close()
         for link in self._links.values():
             link.close()
+        if self._directory is not None:
+            self._directory.remove()
         if self._group is not None:
-            shutil.rmtree(self._group.directory, ignore_errors=True)
-            for path in _SHARED_MEMORY.glob(self._group.litter):
+            for path in SHARED_MEMORY.glob(self._group.litter):
                 path.unlink(missing_ok=True)
 
 
@@ -208,12 +209,6 @@ async def _execute(command: Sequence[str], variables: Mapping[str, str], inherit
         pass_fds=inherited,
         env={**process_environment(), **variables, "PYTHONUNBUFFERED": "1"},
     )
-
-
-def _new_directory() -> str:
-    """Make a directory that only this user can open, in shared memory if there is any."""
-    in_memory = _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK)
-    return tempfile.mkdtemp(prefix=f"lmi-{os.getpid()}-", dir=_SHARED_MEMORY if in_memory else None)
 
 
 def _free_port() -> int:

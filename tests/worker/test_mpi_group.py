@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import signal
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
-from mpi_helpers import clean, group_members, is_running, litter
+from mpi_helpers import SHARED_MEMORY, clean, group_members, is_running, litter
 from server_helpers import Server, make_model, serving
 from waiting import wait_until
 
@@ -32,10 +36,24 @@ def wait_for_group(server: Server) -> None:
     assert server.invoke("a b").status_code == 200
 
 
+def left_by_another_server(lock: bool) -> Path:
+    """Make the directory of a group of a server that is not of this machine's processes, an hour ago."""
+    path = Path(tempfile.mkdtemp(prefix="lmi-999999999-", dir=SHARED_MEMORY))
+    (path / "shared").touch()
+    os.utime(path, (time.time() - 3600,) * 2)
+    if lock:
+        fcntl.flock(os.open(path, os.O_RDONLY), fcntl.LOCK_EX)  # held until this process ends
+    return path
+
+
 def test_the_ranks_know_who_they_are_and_share_the_cores(tmp_path: Path) -> None:
+    """What servers that were killed have left in shared memory is removed, what others use is not."""
     directory = model(tmp_path, 3)
+    abandoned, in_use = left_by_another_server(lock=False), left_by_another_server(lock=True)
     with clean(directory) as server:
         wait_for_group(server)
+        assert (abandoned.exists(), in_use.exists()) == (False, True)
+        shutil.rmtree(in_use)
         written = [(directory / f"rank-{rank}").read_text().split()[1:] for rank in range(3)]
         threads = str(max(1, len(os.sched_getaffinity(0)) // 3))
         assert written == [[str(rank), str(rank), "3", "3", "127.0.0.1", threads] for rank in range(3)]
