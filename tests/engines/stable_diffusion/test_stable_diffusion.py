@@ -352,13 +352,15 @@ def test_a_pipeline_that_inpaints_does_nothing_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("save", "multiple"), [(save_sdxl, 2), (save_sd3, 4), (save_flux, 2)])
 def test_other_families_have_the_same_tasks(save: Callable[[Path], Path], multiple: int, tmp_path: Path) -> None:
     handler = loaded(save(tmp_path / "model"))
-    more = {**FEW, "max_sequence_length": 16} if save is save_flux else FEW
+    more = {"num_inference_steps": 4, "seed": 5}  # with fewer, SDXL's strength of 0.3 would be less than a step
+    if save is save_flux:
+        more["max_sequence_length"] = 16
     wide = {"prompt": "a cat", "parameters": {**more, "width": 32, "height": 16}}
     other = {**wide, "prompt": "a dog", "parameters": {**wide["parameters"], "seed": 9}}
     from_image = {"prompt": "a cat", "image": coded(picture((32, 16))), "parameters": more}
     masked = {**from_image, "mask_image": coded(half_white((32, 16)))}
     outcomes = handler.handle([request(body) for body in (wide, other, from_image, masked)])
-    assert all(isinstance(outcome, Response) for outcome in outcomes), outcomes
+    assert [outcome for outcome in outcomes if not isinstance(outcome, Response)] == []
     files = [outcome.data for outcome in outcomes if isinstance(outcome, Response)]
     assert [opened(file).size for file in files] == [(32, 16)] * 4
     (alone,) = handler.handle([request(other)])
