@@ -52,23 +52,24 @@ def load(
 
 def save_split(path: str, options: NeuronxOptions, directory: Path) -> None:
     """Write the weights as a file each, which the Neuron cores then read one by one (LMI's schema legacy)."""
-    from transformers import AutoModelForCausalLM
     from transformers_neuronx.module import save_pretrained_split
 
     with failures_of_load(LIBRARY, path):
-        save_pretrained_split(
-            AutoModelForCausalLM.from_pretrained(path, trust_remote_code=options.trust_remote_code), str(directory)
-        )
+        save_pretrained_split(_weights(path, options), str(directory))
 
 
 def save_safetensors(path: str, options: NeuronxOptions, directory: Path) -> None:
     """Write the weights as safetensors (LMI's schema safetensors)."""
+    with failures_of_load(LIBRARY, path):
+        _weights(path, options).save_pretrained(directory)
+
+
+def _weights(path: str, options: NeuronxOptions) -> Any:
     from transformers import AutoModelForCausalLM
 
-    with failures_of_load(LIBRARY, path):
-        AutoModelForCausalLM.from_pretrained(path, trust_remote_code=options.trust_remote_code).save_pretrained(
-            directory
-        )
+    return AutoModelForCausalLM.from_pretrained(  # a local directory  # nosec B615
+        path, trust_remote_code=options.trust_remote_code
+    )
 
 
 def _is_continuous(model_type: str, options: NeuronxOptions) -> bool:

@@ -150,6 +150,13 @@ def test_pages_of_the_server_itself_send_requests(server: Server, headers: dict[
     assert server.http.post("/predictions/first", json=request("a"), headers=own).status_code == 200
 
 
+def test_cors_is_off_by_default(server: Server) -> None:
+    asking = {"origin": "https://page.example", "access-control-request-method": "POST"}
+    for method, path in (("GET", "/ping"), ("OPTIONS", "/predictions/first"), ("OPTIONS", "/models")):
+        answer = server.http.request(method, path, headers=asking)
+        assert [name for name in answer.headers if name.startswith("access-control")] == []
+
+
 def test_settings_name_further_hosts_and_pages(opened: Server) -> None:
     for headers in ({"host": "models.example.com"}, {"origin": "https://console.example.com"}):
         assert opened.http.post("/predictions/first", json=request("a"), headers=headers).status_code == 200
