@@ -71,7 +71,10 @@ _NEURON_CONFIG = (
 _OF_OPTIMUM = frozenset({"n_positions", "dtype", "tensor_parallel_degree", "fuse_qkv", "context_length_estimate"})
 _OF_TNX = (*_NEURON_CONFIG, "unroll", "load_in_8bit", "quantize", "low_cpu_mem_usage", "load_split_model")
 _ON_HOST = "remove it: the scheduler samples on the host, by the parameters of each request"
-_NO_DRAFT = "remove it: the scheduler decodes one token per step and sequence; option.rolling_batch=vllm speculates"
+_NO_DRAFT = (
+    "remove it: the scheduler decodes one token per step and sequence; with option.rolling_batch=vllm,"
+    " option.speculative_config names a draft model"
+)
 
 
 def _graph_path(text: str | None) -> str | None:
