@@ -41,6 +41,7 @@ def test_without_the_file_nothing_happens(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["wheelhouse", "requirements"])
 def test_a_wheelhouse_is_enough(tmp_path: Path, folder: str) -> None:
     directory = model(tmp_path, "tinyone>=1  # with a comment\npytest\n")
@@ -55,6 +56,7 @@ def test_a_wheelhouse_is_enough(tmp_path: Path, folder: str) -> None:
     assert activity.seen[0].what == f"installing {directory / 'requirements.txt'}"
 
 
+@pytest.mark.slow
 def test_it_is_installed_once_for_each_state_of_the_files(tmp_path: Path) -> None:
     directory = model(tmp_path, "-r more.txt\n./wheels/tinyone-1.0-py3-none-any.whl\n")
     (directory / "more.txt").write_text("\n")
@@ -72,6 +74,7 @@ def test_it_is_installed_once_for_each_state_of_the_files(tmp_path: Path) -> Non
     assert install_requirements(directory, installer(tmp_path), Activity()) not in (first, second)
 
 
+@pytest.mark.slow
 def test_lmi_s_folder_comes_before_the_index(tmp_path: Path) -> None:
     directory = model(tmp_path, "tinyone\ntinytwo\n")
     write_wheel(directory / "requirements", "tinyone", "1.0", "value = 1")
@@ -81,6 +84,7 @@ def test_lmi_s_folder_comes_before_the_index(tmp_path: Path) -> None:
     assert imported(target, "tinytwo.value").strip() == "2"
 
 
+@pytest.mark.slow
 def test_pip_s_reason_is_in_the_error(tmp_path: Path) -> None:
     directory = model(tmp_path, "tinyone==3.0\n")
     write_wheel(directory / "wheelhouse", "tinyone", "1.0")

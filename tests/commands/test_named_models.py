@@ -78,6 +78,7 @@ def served(variables: dict[str, str], cwd: Path, *arguments: str) -> Iterator[ht
         process.wait(30)
 
 
+@pytest.mark.slow
 def test_every_form_is_served(variables: dict[str, str], tmp_path: Path) -> None:
     directory(tmp_path / "team" / "local")  # exists, so it is no model of the hub
     directory(tmp_path / "by url")

@@ -88,6 +88,7 @@ def described(element: dict[str, Any]) -> dict[str, Any]:
     return element
 
 
+@pytest.mark.slow
 def test_the_calls_are_answered_as_recorded(server: Server, home: Path) -> None:
     different = {}
     for number, call in enumerate(calls(home), 1):

@@ -60,11 +60,13 @@ def by_model(recordings: list[Recording]) -> list[list[Recording]]:
     return [list(group) for _, group in groupby(recordings, key=model)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", FILES)
 def test_answers_are_those_of_djl_serving(file: str, differences: dict[str, dict[str, list[str]]]) -> None:
     assert {name: lines for name, lines in differences[file].items() if lines and name not in EXPECTED} == {}
 
 
+@pytest.mark.slow
 def test_listed_differences_are_differences(differences: dict[str, dict[str, list[str]]]) -> None:
     found = {name for file in differences.values() for name, lines in file.items() if lines}
     assert sorted(EXPECTED.keys() - found) == []
