@@ -41,6 +41,8 @@ def find(model_dir: str, options: TensorRtLlmOptions) -> Checkpoint:
     """
     arguments = dict(options.engine_arguments())
     changes = arguments.pop(CONFIG_JSON, {})
+    if options.tokenizer is not None and (Path(model_dir) / options.tokenizer).exists():
+        arguments["tokenizer"] = str(Path(model_dir) / options.tokenizer)
     engine = _engine(Path(model_dir), options)
     if engine is not None:
         return _of_engine(engine, Path(model_dir), arguments, options)

@@ -92,19 +92,21 @@ class Engine:
                 yield builder.build(step)
 
     def _submit(self, ids: list[int], parameters: Any, adapter: Any, streams: bool, salt: str | None) -> Any:
+        """Give a request to the engine. Raises RequestError if TensorRT-LLM refuses it."""
         more = {} if salt is None else {CACHE_SALT: salt}
         with self._engine_errors():
-            return self._llm.generate_async(
-                {"prompt_token_ids": ids}, parameters, lora_request=adapter, streaming=streams, **more
-            )
+            try:
+                return self._llm.generate_async(
+                    {"prompt_token_ids": ids}, parameters, lora_request=adapter, streaming=streams, **more
+                )
+            except CLIENT_ERRORS as error:
+                raise RequestError(f"TensorRT-LLM refuses the request: {error}") from error
 
     @contextmanager
     def _engine_errors(self) -> Iterator[None]:
         """Raise what TensorRT-LLM raises as an error of the request; end the process if the engine is dead."""
         try:
             yield
-        except CLIENT_ERRORS as error:
-            raise RequestError(f"TensorRT-LLM refuses the request: {error}") from error
         except library.RequestError as error:
             raise HandlerError(f"TensorRT-LLM could not generate: {error}") from error
         except library.CppExecutorError as error:

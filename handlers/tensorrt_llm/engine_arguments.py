@@ -39,6 +39,9 @@ _SMOOTHQUANT = {
     (True, False): "W8A8_SQ_PER_CHANNEL_PER_TENSOR_PLUGIN",
     (True, True): "W8A8_SQ_PER_CHANNEL_PER_TOKEN_PLUGIN",
 }
+# TensorRT-LLM's names of the linear layers of a decoder. An engine of TensorRT needs a list; without one, PyTorch
+# reserves memory for every kind of layer that TensorRT-LLM knows.
+_LINEAR_LAYERS = ("attn_q", "attn_k", "attn_v", "attn_dense", "mlp_h_to_4h", "mlp_4h_to_h", "mlp_gate")
 _KV_CACHE_ALGORITHMS = {"fp8": "FP8", "int8": "INT8"}
 
 
@@ -99,7 +102,7 @@ def _lora(options: TensorRtLlmOptions) -> Mapping[str, Any]:
     config = {
         "max_lora_rank": options.max_lora_rank,
         **{name: limit for name, limit in limits.items() if limit is not None},
-        "lora_target_modules": list(options.lora_target_modules),
+        "lora_target_modules": list(options.lora_target_modules or _LINEAR_LAYERS),
     }
     return {"enable_lora": True, "lora_config": config}
 
@@ -136,7 +139,8 @@ def _build(options: TensorRtLlmOptions) -> Mapping[str, Any]:
         **({"use_paged_context_fmha": True} if options.enable_kv_cache_reuse else {}),
         **_given(options, ("use_fused_mlp", "use_fp8_context_fmha")),
     }
-    return {**_sizes(options), **_given(options, ("max_draft_len",)), "plugin_config": plugins}
+    lora = {name: value for name, value in _lora(options).items() if name == "lora_config"}
+    return {**_sizes(options), **_given(options, ("max_draft_len",)), **lora, "plugin_config": plugins}
 
 
 def _quantization(options: TensorRtLlmOptions) -> Mapping[str, Any]:

@@ -76,7 +76,9 @@ def _argument(name: str, value: Any) -> Any:
 def _build_config(values: Mapping[str, Any]) -> Any:
     """Return the configuration of the build; plugins are attributes of an object that it makes itself."""
     plugins = values.get("plugin_config", {})
-    config = llmapi.BuildConfig(**{name: value for name, value in values.items() if name != "plugin_config"})
+    config = llmapi.BuildConfig(
+        **{name: _argument(name, value) for name, value in values.items() if name != "plugin_config"}
+    )
     for name, value in plugins.items():
         if not hasattr(config.plugin_config, name):
             raise ModelLoadError(f"TensorRT-LLM {version()} has no plugin setting {name}; remove its key")

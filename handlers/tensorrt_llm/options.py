@@ -278,7 +278,9 @@ class TensorRtLlmOptions(_ModelOptions):
     max_cpu_loras: PositiveInt | None = Field(None, description="Maximum number of LoRA adapters in main memory.")
     max_lora_rank: PositiveInt = Field(64, description="Maximum rank of a LoRA adapter.")
     lora_target_modules: Names = Field(
-        (), description="Layers that LoRA adapters change, by TensorRT-LLM's names such as attn_q; all if not set."
+        (),
+        description="Layers that LoRA adapters change, by TensorRT-LLM's names such as attn_q; if not set, those of"
+        " attention and MLP.",
     )
     max_tokens: PositiveInt | None = Field(None, description="Maximum number of tokens in the KV cache.")
     max_attention_window: (
@@ -329,6 +331,9 @@ class TensorRtLlmOptions(_ModelOptions):
     @classmethod
     def engine_names(cls) -> frozenset[str]:
         return engine_fields.passed_on()
+
+    def worker_environment(self) -> Mapping[str, str]:
+        return {"TOKENIZERS_PARALLELISM": "false"}  # its threads would not survive the start of TensorRT-LLM's ranks
 
     def engine_arguments(self) -> Mapping[str, Any]:
         """Return the arguments of TensorRT-LLM's LLM class, nested ones as mappings.

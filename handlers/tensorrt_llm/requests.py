@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 CACHE_SALT = "cache_salt"  # an argument of generate_async, not a sampling parameter
 # What TensorRT-LLM raises for a request that it cannot serve: the client gets the error, and the engine goes on.
-CLIENT_ERRORS = (ValueError, TypeError, NotImplementedError)
+CLIENT_ERRORS = (ValueError, TypeError)
 _LEAST_BIAS = -1e9  # of tokens that are not allowed; an infinite bias can become NaN in the sampler
 
 

@@ -111,7 +111,14 @@ CASES: list[tuple[dict[str, str], dict[str, Any]]] = [
     ({"use_cuda_graph": "true", **TORCH}, {"cuda_graph_config.max_batch_size": 32}),
     ({"moe_backend": "TRTLLM", "attn_backend": "FLASHINFER", **TORCH}, {"moe_config.backend": "TRTLLM"}),
     ({**LORA, "max_lora_rank": "16", "max_loras": "3"}, {"lora_config.max_lora_rank": 16, "enable_lora": True}),
-    ({**LORA, "lora_target_modules": "attn_q,attn_v"}, {"lora_config.lora_target_modules": ["attn_q", "attn_v"]}),
+    (
+        {**LORA, "lora_target_modules": "attn_q,attn_v"},
+        {
+            "lora_config.lora_target_modules": ["attn_q", "attn_v"],
+            "build_config.lora_config.lora_target_modules": ["attn_q", "attn_v"],
+        },
+    ),
+    ({**LORA, "max_lora_rank": "8"}, {"build_config.lora_config.max_lora_rank": 8}),
     # Arguments of the LLM class that no option declares, in both spellings.
     ({"trtllm_kv_cache_config": '{"use_uvm": true}'}, {"kv_cache_config.use_uvm": True}),
     ({"stream_interval": "4", **TORCH}, {"stream_interval": 4}),

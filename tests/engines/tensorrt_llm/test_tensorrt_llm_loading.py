@@ -231,6 +231,15 @@ def test_an_engine_in_lmis_repository_finds_the_tokenizer_of_its_model(tmp_path:
     assert (loaded["model"], loaded["tokenizer"]) == (str(engine), str(model))
 
 
+@pytest.mark.usefixtures("fake")
+def test_a_tokenizer_is_found_in_the_model_directory(tmp_path: Path, record: Path) -> None:
+    model = make_model(tmp_path / "model")
+    make_model(model / "other")
+    (model / "tokenizer.json").unlink()
+    assert text_of(generated(model, GREEDY, tokenizer="other")) == "abca"
+    assert records(record, "llm")[-1]["arguments"]["tokenizer"] == str(model / "other")
+
+
 def test_pytorch_has_nothing_to_build_ahead_of_time() -> None:
     assert "option.backend=pytorch builds no engine" in str(TensorRtLlmOptions(backend="pytorch").partitioned())
 
