@@ -1,4 +1,7 @@
-"""Token ids to text, token by token: never an incomplete character, never a part of a possible stop sequence."""
+"""Token ids to text, token by token: never an incomplete character, never a part of a possible stop sequence.
+
+Also for engines with a detokenizer of their own.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,22 @@ from typing import Any
 
 _CONTEXT = 8  # prompt tokens that the first output token is decoded with, so that it keeps its leading space
 _LONGEST_CHARACTER = 16  # tokens; if so many complete no character, the model wrote invalid UTF-8
+
+
+class TokenTexts:
+    """The texts of single tokens. Each is decoded on first use and then kept."""
+
+    def __init__(self, decode: Callable[[list[int]], str], special_ids: Sequence[int]) -> None:
+        self.decode = decode
+        self.special_ids = frozenset(special_ids)
+        self._texts: dict[int, str] = {}
+
+    def text(self, token_id: int) -> str:
+        """Return the text of one token, decoded alone."""
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self.decode([token_id])
+        return text
 
 
 @dataclass(slots=True)

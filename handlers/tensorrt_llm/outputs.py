@@ -2,41 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from handlers.rolling_batch.detokenizer import StopMatcher
+from handlers.rolling_batch.detokenizer import StopMatcher, TokenTexts
 from lmi_server.contract.errors import HandlerError
 from lmi_server.contract.generation import Delta, FinishReason, SamplingParameters, Token, TopToken, Usage
 
 
-class Vocabulary:
-    """The texts of single tokens. Each is decoded on first use and then kept."""
-
-    def __init__(self, decode: Callable[[list[int]], str], special_ids: Sequence[int]) -> None:
-        self.decode = decode
-        self._special = frozenset(special_ids)
-        self._texts: dict[int, str] = {}
+class Vocabulary(TokenTexts):
+    """Makes tokens of TensorRT-LLM's ids and scores."""
 
     def token(self, token_id: int, scores: Mapping[int, Any] | float | None, alternatives: int) -> Token:
         """Return a token. `scores` are TensorRT-LLM's: its log probability, or those of several tokens by their ids.
 
         The chosen token is always among several, and need not be one of the most likely ones.
         """
-        text, special = self.text(token_id), token_id in self._special
+        text, special = self.text(token_id), token_id in self.special_ids
         if not isinstance(scores, Mapping):
             return Token(token_id, text, scores, special)
         chosen = scores.get(token_id)
         ranked = sorted(scores.items(), key=lambda item: -item[1].logprob)[:alternatives]
         top = tuple(TopToken(other, self.text(other), entry.logprob) for other, entry in ranked)
         return Token(token_id, text, chosen and chosen.logprob, special, top, chosen and chosen.rank)
-
-    def text(self, token_id: int) -> str:
-        """Return the text of one token, decoded alone."""
-        text = self._texts.get(token_id)
-        if text is None:
-            text = self._texts[token_id] = self.decode([token_id])
-        return text
 
 
 class DeltaBuilder:

@@ -5,21 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from handlers.rolling_batch.detokenizer import TokenTexts
 from lmi_server.contract.errors import HandlerError, LmiServerError
 from lmi_server.contract.generation import Delta, FinishReason, SamplingParameters, Token, TopToken, Usage
 
 
-class Vocabulary:
-    """The texts of single tokens. Each is decoded on first use and then kept."""
-
-    def __init__(self, decode: Callable[[list[int]], str], special_ids: Sequence[int]) -> None:
-        self.decode = decode
-        self._special = frozenset(special_ids)
-        self._texts: dict[int, str] = {}
+class Vocabulary(TokenTexts):
+    """Makes tokens of vLLM's ids and scores."""
 
     def token(self, token_id: int) -> Token:
         """Return the token without a log probability."""
-        return Token(token_id, self.text(token_id), None, token_id in self._special)
+        return Token(token_id, self.text(token_id), None, token_id in self.special_ids)
 
     def scored(self, token_id: int, logprobs: Mapping[int, Any], alternatives: int) -> Token:
         """Return the token with its log probability and the `alternatives` most likely tokens at its position.
@@ -30,14 +26,9 @@ class Vocabulary:
         chosen = logprobs[token_id]
         ranked = sorted(logprobs.items(), key=lambda item: item[1].rank)[:alternatives]
         top = tuple(TopToken(other, entry.decoded_token or "", entry.logprob) for other, entry in ranked)
-        return Token(token_id, chosen.decoded_token or "", chosen.logprob, token_id in self._special, top, chosen.rank)
-
-    def text(self, token_id: int) -> str:
-        """Return the text of one token, decoded alone."""
-        text = self._texts.get(token_id)
-        if text is None:
-            text = self._texts[token_id] = self.decode([token_id])
-        return text
+        return Token(
+            token_id, chosen.decoded_token or "", chosen.logprob, token_id in self.special_ids, top, chosen.rank
+        )
 
 
 class DeltaBuilder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -35,6 +36,12 @@ def record(kind: str, **values: Any) -> None:
     if path:
         with Path(path).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"kind": kind, **values}, default=str) + "\n")
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+    """Run `function` on an event loop, which may have ended."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(function)
 
 
 @dataclass(slots=True)
@@ -142,7 +149,7 @@ class RequestOutput:
 
     def put(self, step: Step) -> None:
         """Take a step in the executor's thread."""
-        self._loop.call_soon_threadsafe(self._steps.put_nowait, step)
+        _call(self._loop, lambda: self._steps.put_nowait(step))
 
     def _take(self, step: Step) -> None:
         if step.error is not None:
@@ -193,7 +200,7 @@ class IterationResult:
         self.timeout = 2.0
 
     def put(self, values: dict[str, Any]) -> None:
-        self._loop.call_soon_threadsafe(self._queue.put_nowait, json.dumps(values))
+        _call(self._loop, lambda: self._queue.put_nowait(json.dumps(values)))
 
     def mark_undone(self) -> None:
         self._done = False

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,9 +54,7 @@ class BaseLLM:
         **kwargs: Any,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "kwargs", "__class__")}
-        for name in kwargs:
-            if name not in self.args_class.model_fields:
-                raise ValueError(f"{type(self).__name__} got invalid argument: {name}")
+        self._check_names(kwargs)
         self.args = self.args_class(**given, **kwargs)
         record(
             "llm",
@@ -70,6 +68,11 @@ class BaseLLM:
         self._executor: Executor | None = None
         self.tokenizer = None if skip_tokenizer_init else _load_tokenizer(tokenizer or self._engine_dir)
         self._executor = Executor(self.tokenizer, self._batch_size(), self._reports_statistics())
+
+    def _check_names(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self.args_class.model_fields:
+                raise ValueError(f"{type(self).__name__} got invalid argument: {name}")
 
     def _build(self, model: Path) -> Path:
         raise NotImplementedError
@@ -148,26 +151,13 @@ async def _nothing() -> AsyncIterator[dict[str, Any]]:
 class LLM(BaseLLM):
     args_class = TorchLlmArgs
 
-    def __init__(
-        self,
-        model: str | Path,
-        tokenizer: Any = None,
-        tokenizer_mode: Literal["auto", "slow"] = "auto",
-        skip_tokenizer_init: bool = False,
-        trust_remote_code: bool = False,
-        tensor_parallel_size: int = 1,
-        dtype: str = "auto",
-        revision: str | None = None,
-        tokenizer_revision: str | None = None,
-        **kwargs: Any,
-    ) -> None:
-        specific = sorted(kwargs.keys() & (TrtLlmArgs.model_fields.keys() - TorchLlmArgs.model_fields.keys()))
+    def _check_names(self, names: Iterable[str]) -> None:
+        specific = sorted({*names} & (TrtLlmArgs.model_fields.keys() - TorchLlmArgs.model_fields.keys()))
         if specific:
             raise ValueError(
                 f"The following arguments are specific to TensorRT backend and are not supported in PyTorch: {specific}"
             )
-        given = (model, tokenizer, tokenizer_mode, skip_tokenizer_init, trust_remote_code, tensor_parallel_size)
-        super().__init__(*given, dtype, revision, tokenizer_revision, **kwargs)
+        super()._check_names(names)
 
     def _build(self, model: Path) -> Path:
         _check_checkpoint(model)
