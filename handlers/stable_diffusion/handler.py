@@ -149,7 +149,7 @@ class StableDiffusionHandler(RequestHandler):
             if len(group) > 1:
                 return [answer for request in group for answer in self._answers([request])]
             return [failure_of(error)]
-        return [request.respond(images) for request, images in zip(group, drawn, strict=True)]
+        return [_response(request, images) for request, images in zip(group, drawn, strict=True)]
 
     def _draw(self, group: Sequence[_Request]) -> Sequence[Sequence[Any]]:
         """Return the images of each request. Raises _ClientsGoneError if the clients of all of them have left."""
@@ -175,6 +175,13 @@ class StableDiffusionHandler(RequestHandler):
         if all(self.is_cancelled(request.sent) for request in group):
             logger.info("request %s: the client is gone at %s", group[0].sent.request_id, place)
             raise _ClientsGoneError
+
+
+def _response(request: _Request, images: Sequence[Any]) -> Response | LmiServerError:
+    try:
+        return request.respond(images)
+    except Exception as error:  # noqa: BLE001 - the border to Pillow: a format may not hold images of that size
+        return failure_of(error)
 
 
 # OpenAI's fields say the number of images and their size.
@@ -220,7 +227,8 @@ def _form_body(parts: Sequence[tuple[str, bytes]]) -> Mapping[str, Any]:
             body[field] = value
         else:
             (body if field in _BODY_FIELDS else parameters)[field] = value.decode(errors="replace")
-    return {**body, "parameters": {**(body.get("parameters") or {}), **parameters}}
+    given = body.get("parameters") or {}
+    return {**body, "parameters": {**given, **parameters} if isinstance(given, dict) else given}
 
 
 def _as_json(images: Sequence[Any], drawing: Drawing) -> bytes:

@@ -202,6 +202,16 @@ def test_a_body_that_cannot_be_read_is_refused(served: Server, body: Any, words:
     assert words in answer.json()["message"]
 
 
+def test_a_broken_request_does_not_fail_the_others(served: Server) -> None:
+    """Whatever a client sends is refused by name, also as a form and as a file that ends too soon."""
+    cut = served.http.post("/invocations", files={"data": picture()[:-30], "prompt": (None, "a")})
+    assert (cut.status_code, "image is an image that cannot be read" in cut.json()["message"]) == (424, True)
+    text = served.http.post("/invocations", files={"prompt": (None, "a"), "parameters": (None, "many")})
+    assert (text.status_code, "parameters" in text.json()["message"]) == (424, True)
+    twice = served.http.post("/v1/images/edits", files=[("image[]", picture()), ("image[]", picture())])
+    assert (twice.status_code, "more than once" in twice.json()["error"]["message"]) == (400, True)
+
+
 # --- clients ---
 
 
