@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -18,6 +19,7 @@ from lmi_server.contract.protocol import Failed, FromWorker, Load
 from lmi_server.contract.ranks import RANK_BYTES, RankGroup
 from lmi_server.machine.environment import process_environment
 from lmi_server.machine.mpi import MpiRun, rank_of_line
+from lmi_server.machine.process_tree import session_members
 from lmi_server.supervisor.command import mpi_worker_command, progress_path, socket_path, worker_command
 from lmi_server.supervisor.group_directory import SHARED_MEMORY, GroupDirectory, remove_abandoned
 
@@ -121,7 +123,14 @@ class MpiGroup(WorkerLaunch):
 
     @property
     def pids(self) -> Sequence[int]:
-        return [*(() if self._launcher is None else (self._launcher,)), *self._pids.values()]
+        """Return mpirun and its ranks; until all have connected, every process of the session: one may be a rank."""
+        if self._launcher is None:
+            return ()
+        known = {self._launcher, *self._pids.values()}
+        if len(self._links) < self._ranks:
+            with contextlib.suppress(OSError):  # no file is free to look for them
+                known |= {*session_members(self._launcher)}
+        return list(known)
 
     def rank_of_line(self, line: str) -> tuple[int | None, str]:
         return rank_of_line(line)

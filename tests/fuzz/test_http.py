@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
+import httpx
 import pytest
 from fuzzing import NUMBERS, TEXTS, VALUES, budget, words
 from hypothesis import given
@@ -149,7 +150,8 @@ def test_any_bytes_are_answered_or_end_the_connection(server: Server, sent: list
     data = b"".join(sent)
     answer = exchanged(server, [data] if whole else [data[:cut], data[cut:]])
     assert not answer or STATUS.match(answer), answer
-    assert all(int(status) < 500 or status == b"505" for status in STATUS.findall(answer)), answer
+    statuses = {int(status) for status in STATUS.findall(answer)}
+    assert {status for status in statuses if status >= 500} <= {505}, answer  # another major version of HTTP
     assert b"Traceback" not in answer
 
 
@@ -174,6 +176,11 @@ MODELS = st.sampled_from(["echo", "own", "none", "", "%00", "%2e%2e", "%ff"])
 JSON = {"content-type": "application/json"}
 
 
+def is_failed_load(answer: httpx.Response) -> bool:
+    """Return whether a model cannot be fetched or loaded, which is 500: a text may be the id of a model on the Hub."""
+    return answer.status_code == 500 and answer.json()["type"] == "EngineException"
+
+
 @budget(150)
 @given(
     st.sampled_from(["GET", "POST", "PUT", "DELETE"]),
@@ -189,4 +196,4 @@ def test_any_call_of_the_management_api_is_answered(
         return
     parameters = {name: str(value)[:5000] for name, value in query.items()}
     answer = server.http.request(method, target, params=parameters, content=json.dumps(body).encode(), headers=JSON)
-    assert answer.status_code < 500, answer.text
+    assert answer.status_code < 500 or is_failed_load(answer), answer.text

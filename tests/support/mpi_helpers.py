@@ -51,9 +51,13 @@ def group_members(server: int) -> list[int]:
 
 def process_of_rank(server: int, rank: int) -> int:
     """Return the process id of a rank."""
+    return ranks_of(server, rank)[0]
+
+
+def ranks_of(server: int, rank: int) -> list[int]:
+    """Return the processes that have this rank in their environment, none before mpirun has started it."""
     mark = f"OMPI_COMM_WORLD_RANK={rank}".encode()
-    found = [pid for pid in group_members(server) if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")]
-    return found[0]
+    return [pid for pid in group_members(server) if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")]
 
 
 def generated(model: Any, prompt: str, count: int) -> list[int]:

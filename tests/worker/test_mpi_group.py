@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from mpi_helpers import SHARED_MEMORY, clean, group_members, is_running, litter
+from mpi_helpers import SHARED_MEMORY, clean, group_members, is_running, litter, ranks_of
 from server_helpers import Server, make_model, serving
 from waiting import wait_until
 
@@ -99,6 +99,15 @@ def test_a_rank_lost_while_it_loads_fails_the_load(fault: str, tmp_path: Path) -
     with clean(directory) as server:
         server.log_line("model model could not be loaded: the worker process")
         assert server.http.get("/ping").status_code == 500
+
+
+def test_a_rank_stopped_before_it_has_connected_fails_the_load(tmp_path: Path) -> None:
+    with clean(model(tmp_path)) as server:
+        pid = server.process.pid
+        wait_until(lambda: ranks_of(pid, 1), "the process of rank 1 is there")
+        os.kill(ranks_of(pid, 1)[0], signal.SIGSTOP)
+        server.log_line("is stopped by a signal; killing the worker")
+        server.log_line("model model could not be loaded: the worker process was stopped")
 
 
 def test_a_server_killed_leaves_no_rank_and_no_file(tmp_path: Path) -> None:
