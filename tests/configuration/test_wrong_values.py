@@ -42,6 +42,8 @@ def problems_of(directory: Path, spec: HandlerSpec, key: str) -> tuple[str, ...]
 @pytest.mark.parametrize("spec", [*HANDLERS.specs, HANDLERS.java], ids=lambda spec: spec.title)
 def test_wrong_values(spec: HandlerSpec, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    if spec.weights_index is not None:
+        (tmp_path / spec.weights_index).write_text("{}")
     shared = ServingOptions.declared() if spec is HANDLERS.default else ()
     allowed = {
         key: option.allowed
