@@ -5,6 +5,7 @@ Without it, `import transformers` takes a third longer, and vLLM's imports a qua
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -34,6 +35,7 @@ def imported() -> None:
     time. The imports leave hardly any garbage, so none has to be collected before.
     """
     gc.freeze()
+    atexit.register(gc.unfreeze)  # nanobind would report what is never collected as leaks, a hundred lines of log
 
 
 def loaded() -> None:
@@ -82,19 +84,26 @@ _LATE = {
     "transformers.loss.loss_rf_detr": _LOSS_OF_DETECTION,
     "transformers.loss.loss_rt_detr": _LOSS_OF_DETECTION,
 }
+# Modules that do without a library if it is not installed, the library, and its name in the module. This one resamples
+# audio; with it comes scipy.stats: more than half a second of processor time.
+_OPTIONAL = {"vllm.multimodal.audio": ("scipy.signal", "scipy_signal")}
 
 
 class _LateImportFinder(MetaPathFinder):
-    """Finds the modules of `_LATE`, and has them import the library when they call its function."""
+    """Finds the modules of `_LATE` and `_OPTIONAL`, and has them import the library when they use it."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in _LATE:
+        if fullname in _LATE:
+            loader: type[SourceFileLoader] = _LateImportLoader
+        elif fullname in _OPTIONAL:
+            loader = _OptionalImportLoader
+        else:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and isinstance(spec.loader, SourceFileLoader):
-            spec.loader = _LateImportLoader(fullname, spec.loader.path)
+            spec.loader = loader(fullname, spec.loader.path)
         return spec
 
 
@@ -116,3 +125,23 @@ class _LateImportLoader(SourceFileLoader):
             return getattr(importlib.import_module(late.library), late.function)(*arguments, **more)
 
         vars(module).update({late.available: is_available, late.function: function})
+
+
+class _OptionalImportLoader(SourceFileLoader):
+    """Executes a module as if its library were not installed, and then puts in one that is imported when it is used."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        library, name = _OPTIONAL[module.__name__]
+        with hidden(library):
+            super().exec_module(module)
+        setattr(module, name, _LateLibrary(library))
+
+
+class _LateLibrary:
+    """Stands for a library, and imports it when an attribute of it is used."""
+
+    def __init__(self, library: str) -> None:
+        self._library = library
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._library), name)

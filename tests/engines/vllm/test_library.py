@@ -1,9 +1,13 @@
-"""What library.py changes in vLLM, without an engine."""
+"""What library.py and the imports of a worker change in vLLM, without an engine."""
 
 from __future__ import annotations
 
+import sys
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 pytestmark = pytest.mark.slow  # imports vLLM
@@ -22,3 +26,14 @@ def test_no_process_is_started_to_look_at_the_class_of_a_model(monkeypatch: pyte
         model.inspect_model_cls()
     library.inspect_models_in_this_process()
     assert model.inspect_model_cls().is_text_generation_model
+
+
+def test_audio_is_resampled_with_scipy_which_is_imported_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = find_spec("vllm.multimodal.audio")
+    assert found is not None
+    assert found.loader is not None
+    monkeypatch.delitem(sys.modules, "scipy.signal", raising=False)  # another test may have imported it
+    audio: Any = module_from_spec(found)
+    found.loader.exec_module(audio)
+    assert "scipy.signal" not in sys.modules
+    assert audio.resample_audio_scipy(np.ones(4), orig_sr=1, target_sr=2).shape == (8,)
