@@ -1,41 +1,85 @@
-"""Loads models with the vllm handler, each in a fork of one process that has imported vLLM, which takes ten seconds.
+"""Loads models with the vllm handlers, each in a fork of one process that has imported vLLM, which takes ten seconds.
 
 A line of standard input is a JSON object: the `options` of a load, or the `directory` of a model with a
-serving.properties. The answer is a line of JSON: how many tokens a request of four gets, or why the load failed.
+serving.properties. It may also have:
+
+- `variables`: variables of the environment,
+- `until`: a pattern; the requests wait for a log line that has it,
+- `prompts`, and how many `tokens` each of them gets (4), or `requests`, pairs of a route and a body,
+- `kill`: after the answers, a process of the engine with this in its name is killed.
+
+The answer is a line of JSON: an object with the `answers` and the `log`, or a text that says why there are none. If the
+load ends by something else than its own will, a line that says so follows.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
+import re
 import sys
+import time
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from handlers.vllm.options import VllmOptions
 from lmi_server.configuration.handlers import load
 from lmi_server.configuration.resolve import resolve_model
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.generation import GenerationRequest, SamplingParameters
+from lmi_server.contract.handler import LLMHandler, RequestHandler, Response
+from lmi_server.contract.protocol import Input
+from lmi_server.machine import model_imports
 from lmi_server.machine.environment import process_environment
 from lmi_server.machine.inventory import this_machine
 
+_LIMIT_S = 300.0
+_PAUSE_S = 0.02
 _RECOMMENDED = {
     key.removeprefix("option."): value
     for key, value in VllmOptions.recommended(this_machine(process_environment())).items()
 }
 
 
-async def outcome(asked: dict[str, Any]) -> int | str:
-    """Return the number of tokens of an answer, or the kind and the message of the error."""
+class Log(logging.Handler):
+    """Keeps the messages of the handler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+    async def wait_for(self, pattern: str) -> None:
+        deadline = time.monotonic() + _LIMIT_S
+        while not any(re.search(pattern, message) for message in self.messages):
+            assert time.monotonic() < deadline, (pattern, self.messages)
+            await asyncio.sleep(_PAUSE_S)
+
+
+async def outcome(asked: dict[str, Any]) -> dict[str, Any] | str:
+    """Return the answers and the log, or the kind and the message of the error."""
+    os.environ.update(asked.get("variables", {}))
+    log = Log()
+    logging.getLogger("handlers").addHandler(log)
+    logging.getLogger("handlers").setLevel(logging.INFO)
     try:
         handler, directory, options = chosen(asked)
+        os.environ.update(options.worker_environment())
+        if isinstance(handler, RequestHandler):
+            return {"answers": handled(handler, directory, options, asked["requests"])}
         await handler.start(directory, options)
-        sampling = SamplingParameters(max_new_tokens=4, ignore_eos=True)
-        request = GenerationRequest(request_id="1", prompt="Once", sampling=sampling)
-        return sum([len(delta.tokens) async for delta in handler.generate(request)])
+        if "until" in asked:
+            await log.wait_for(asked["until"])
+        prompts, tokens = asked.get("prompts", ["Once"]), asked.get("tokens", 4)
+        answers = await asyncio.gather(*(generated(handler, prompt, tokens) for prompt in prompts))
+        return {"answers": answers, "log": log.messages}
     except LmiServerError as error:
         return f"{error.kind}: {error.message}"
 
@@ -50,15 +94,41 @@ def chosen(asked: dict[str, Any]) -> tuple[Any, str, Any]:
     return load("handlers.vllm.handler:VllmHandler")(), raw["model_id"], VllmOptions.restore(raw, passed_through)
 
 
+async def generated(handler: LLMHandler, prompt: str, tokens: int) -> list[int]:
+    sampling = SamplingParameters(max_new_tokens=tokens, ignore_eos=True)
+    request = GenerationRequest(request_id="1", prompt=prompt, sampling=sampling)
+    return [token.id async for delta in handler.generate(request) for token in delta.tokens]
+
+
+def handled(handler: RequestHandler, directory: str, options: Any, requests: list[tuple[str, Any]]) -> list[Any]:
+    """Return the answers of all requests, which the handler gets as one batch; the message of one that fails."""
+    handler.served_names = ("model",)
+    handler.start(directory, options)
+    headers = {"content-type": "application/json"}
+    batch = [Input(route, headers, [("data", json.dumps(body).encode())]) for route, body in requests]
+    return [json.loads(one.data) if isinstance(one, Response) else one.message for one in handler.handle(batch)]
+
+
+def run(asked: dict[str, Any]) -> None:
+    """Do what a line asks for, in a process of its own that ends then."""
+    print(json.dumps(asyncio.run(outcome(asked))), flush=True)
+    if "kill" in asked:
+        children = psutil.Process().children(recursive=True)
+        next(child for child in children if asked["kill"] in child.name()).kill()
+        time.sleep(_LIMIT_S)  # this process does not outlive a part of its engine
+    os._exit(0)  # an engine that runs would be waited for
+
+
 if __name__ == "__main__":
     # Libraries read these variables when they are imported, as in a worker.
     os.environ.update(VllmOptions.restore({"model_id": "", **_RECOMMENDED}, {}).worker_environment())
-    for name in ("handlers.vllm.engine", "vllm.v1.worker.cpu_model_runner", "vllm.model_executor.models.llama"):
+    model_imports.prepare()
+    for name in ("handlers.vllm.engine", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.llama"):
         import_module(name)
+    model_imports.imported()
     for line in sys.stdin:
         child = os.fork()
         if not child:
-            print(json.dumps(asyncio.run(outcome(json.loads(line)))), flush=True)
-            os._exit(0)  # an engine that runs would be waited for
+            run(json.loads(line))
         if status := os.waitpid(child, 0)[1]:
             print(json.dumps(f"ended with status {status}"), flush=True)

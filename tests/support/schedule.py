@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-# Files whose tests share a server of the session run in one process, as if they were one file.
-AS_ONE_FILE = {"tests/engines/vllm/test_vllm_openai.py": "tests/engines/vllm/test_vllm.py"}
+# Files whose tests share servers of the session run in one process, as if they were one file.
+AS_ONE_FILE = {
+    f"tests/engines/vllm/{name}.py": "tests/engines/vllm/test_vllm.py"
+    for name in ("test_vllm_openai", "test_vllm_pooling")
+}
 # A process that starts a long file last would work on while the others have nothing left to do.
 LONGEST = (
     "engines/vllm/test_vllm",

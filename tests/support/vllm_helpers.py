@@ -1,16 +1,19 @@
-"""A tiny model that fits vLLM's kernels, and vLLM's own server to compare with."""
+"""A tiny model that fits vLLM's kernels, vLLM's own server to compare with, and handlers without a server."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import httpx
+from paths import MODEL_CODE
 from process_log import ProcessLog
 from tiny_models import CONTEXT, VOCABULARY, byte_tokenizer, random_model
 from transformers import LlamaConfig, PreTrainedModel
@@ -19,7 +22,7 @@ SETTINGS = {
     "rolling_batch": "vllm",
     "dtype": "fp32",
     "max_rolling_batch_size": "32",
-    "kv_cache_memory_gb": "1",
+    "kv_cache_memory_gb": "0.125",
     "tool_call_parser": "hermes",
     "enable_auto_tool_choice": "true",
 }
@@ -69,3 +72,32 @@ def vllm_server(model: Path, name: str, *arguments: str) -> Iterator[httpx.Clien
         server.terminate()
         log.close()
         server.wait(60)
+
+
+class Loader:
+    """vllm_loader.py, which loads a model for each line that it gets."""
+
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(MODEL_CODE / "vllm_loader.py")],
+            env={**os.environ, "HF_HUB_OFFLINE": "1", **variables},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._log = ProcessLog(self._process.stdout)
+
+    def load(self, **asked: Any) -> Any:
+        """Return the answers of a model and its log; a text that says why there are none."""
+        assert self._process.stdin is not None
+        print(json.dumps(asked), file=self._process.stdin, flush=True)
+        return self.next_line()
+
+    def next_line(self) -> Any:
+        return json.loads(self._log.wait_for(r'^(\{".*}|".*")$')[0])
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._log.close()
+        assert self._process.wait(60) == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 from product_helpers import Server, serving
-from vllm_helpers import SETTINGS, make_tiny_model, vllm_server
+from vllm_helpers import SETTINGS, Loader, make_tiny_model, vllm_server
 
 
 @pytest.fixture(scope="session")
@@ -18,16 +18,20 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def compiled_code(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory where servers of the tiny model store compiled code."""
-    return tmp_path_factory.mktemp("compiled")
+def compilation(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return the variables with which the tiny model is compiled and its code is found again.
+
+    torch compiles programs to see which vector instructions the compiler can make; the tests take that for granted.
+    """
+    return {"VLLM_CACHE_ROOT": str(tmp_path_factory.mktemp("compiled")), "TORCHINDUCTOR_VEC_ISA_OK": "1"}
 
 
 @pytest.fixture(scope="session")
-def ours(tiny_model: Path, compiled_code: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def ours(tiny_model: Path, compilation: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("VLLM_CACHE_ROOT", str(compiled_code))
+            for name, value in compilation.items():
+                patch.setenv(name, value)
             server = stack.enter_context(serving(tmp_path_factory.mktemp("ours"), tiny_model, **SETTINGS))
         yield server
 
@@ -38,3 +42,10 @@ def theirs(tiny_model: Path) -> Iterator[httpx.Client]:
     tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     with vllm_server(tiny_model, "model", *arguments, *tools) as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def loader(compilation: dict[str, str]) -> Iterator[Loader]:
+    loader = Loader(compilation)
+    yield loader
+    loader.close()

@@ -8,10 +8,10 @@ import random
 import re
 import signal
 import string
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,14 @@ import psutil
 import pytest
 import torch
 from adapter_helpers import save_adapter, with_adapter
-from paths import MODEL_CODE, SAMPLES
-from process_log import ProcessLog
+from paths import SAMPLES
 from product_helpers import Server, serving
 from relay_helpers import on_loop
 from rolling_batch_helpers import generated
 from safetensors.torch import load_file, save_file
 from tiny_models import VOCABULARY, byte_tokenizer, random_model
 from transformers import MambaConfig
-from vllm_helpers import SETTINGS, make_tiny_model, tiny_llama
+from vllm_helpers import SETTINGS, Loader, make_tiny_model, tiny_llama
 from waiting import wait_until
 
 from lmi_server.configuration.properties import edited_properties
@@ -38,16 +37,8 @@ from lmi_server.machine.environment import process_environment
 
 pytestmark = pytest.mark.slow
 
-# Compiling takes a minute of both cores. Compiled code with LoRA and on several ranks runs in test_lmi_dist.py.
+# Compiling takes half a minute. Compiled code with LoRA and on several ranks runs in test_lmi_dist.py.
 UNCOMPILED = {**SETTINGS, "enforce_eager": "true"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared_compiled_code(compiled_code: Path) -> Iterator[None]:
-    """Let all servers of this module store compiled code in one directory."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_CACHE_ROOT", str(compiled_code))
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -162,58 +153,75 @@ def test_the_same_requests_get_the_same_answers_from_both(ours: Server, theirs: 
 
 
 def compare(client: httpx.Client, other: httpx.Client, indices: range) -> None:
-    """Send the same requests to two servers, one after the other, to both at the same time."""
-    with ThreadPoolExecutor(1) as beside:
-        for index in indices:
-            path, body = varied_request(index)
-            expected = beside.submit(answered, other, path, body)
-            assert_same(answered(client, path, body), expected.result(), (index, body))
+    """Send the same requests to two servers, all at the same time: each server has a batch of its own making."""
+    asked = [varied_request(index) for index in indices]
+    with ThreadPoolExecutor(2 * len(asked)) as pool:
+        found = [[pool.submit(answered, server, *one) for server in (client, other)] for one in asked]
+        for request, (mine, expected) in zip(asked, found, strict=True):
+            assert_same(mine.result(), expected.result(), request)
 
 
 # --- compiled code ---
 
 
-def test_compiled_code_is_found_again(ours: Server, tiny_model: Path, tmp_path: Path) -> None:
-    with serving(tmp_path, tiny_model, **SETTINGS) as server:
-        compare(server.http, ours.http, range(5))
-    assert not any("uncompiled" in line for line in server.lines)
+def greedy(prompts: Sequence[str] = ("Once",), tokens: int = 4) -> list[list[int]]:
+    """Return the tokens that the loader should answer with."""
+    model = tiny_llama()
+    return [list(generated(model, byte_tokenizer().encode(prompt), tokens)) for prompt in prompts]
 
 
-def test_a_model_that_cannot_be_compiled_goes_on_uncompiled(
-    ours: Server, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CXX", "/bin/false")
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "compiled"))
-    with serving(tmp_path, tiny_model, **SETTINGS) as server:
-        warning = server.log_line("the model goes on uncompiled, vLLM could not compile it .*")
-        compare(server.http, ours.http, range(5))
-    assert "/bin/false" in warning[0]
+def test_compiled_code_is_found_again(ours: Server, loader: Loader, tiny_model: Path) -> None:
+    loaded = loader.load(options={**SETTINGS, "model_id": str(tiny_model)})
+    assert loaded["answers"] == greedy()
+    assert not any("uncompiled" in message for message in loaded["log"])
 
 
-def test_nothing_is_compiled_that_cannot_be_stored(
-    ours: Server, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_cannot_be_compiled_goes_on_uncompiled(loader: Loader, tiny_model: Path, tmp_path: Path) -> None:
+    failing = {"CXX": "/bin/false", "VLLM_CACHE_ROOT": str(tmp_path / "compiled")}
+    warning = "the model goes on uncompiled, vLLM could not compile it"
+    loaded = loader.load(options={**SETTINGS, "model_id": str(tiny_model)}, variables=failing, until=warning)
+    assert loaded["answers"] == greedy()
+    assert "/bin/false" in next(message for message in loaded["log"] if warning in message)
+
+
+def test_nothing_is_compiled_that_cannot_be_stored(loader: Loader, tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "file" / "compiled"))
-    with serving(tmp_path, tiny_model, **SETTINGS) as server:
-        compare(server.http, ours.http, range(5))
-    assert any("VLLM_CACHE_ROOT cannot be written" in line for line in server.lines)
+    nowhere = {"VLLM_CACHE_ROOT": str(tmp_path / "file" / "compiled")}
+    loaded = loader.load(options={**SETTINGS, "model_id": str(tiny_model)}, variables=nowhere)
+    assert loaded["answers"] == greedy()
+    assert any("VLLM_CACHE_ROOT cannot be written" in message for message in loaded["log"])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_the_compiler_ends_with_its_server(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
-) -> None:
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "compiled"))
-    with serving(tmp_path, tiny_model, **SETTINGS) as server:
+@dataclass(frozen=True)
+class Compiling:
+    """A server that has begun to compile its model. The compilers are stopped, since nobody waits for their code."""
+
+    server: Server
+    compilers: list[psutil.Process]
+
+
+@contextmanager
+def compiling(directory: Path, model: Path, code: str | None = None, **settings: str) -> Iterator[Compiling]:
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("VLLM_CACHE_ROOT", str(directory / "compiled"))
+            server = stack.enter_context(serving(directory, model, code, **settings))
         worker = psutil.Process(server.worker_pid())
-        wait_until(worker.children, "the compiler runs")
-        compilers = worker.children()
-        server.process.send_signal(number)
-        server.process.wait(60)
-        server.stop()  # closes what it has open
-    psutil.wait_procs(compilers, timeout=60)  # it may be importing vLLM
-    assert [process for process in compilers if process.is_running() and process.status() != psutil.STATUS_ZOMBIE] == []
+        wait_until(lambda: compilers_of(worker), "the compiler runs")
+        compilers = compilers_of(worker)
+        for compiler in compilers:
+            compiler.suspend()
+        yield Compiling(server, compilers)
+
+
+def compilers_of(worker: psutil.Process) -> list[psutil.Process]:
+    return [child for child in worker.children() if "handlers.vllm.compilation" in child.cmdline()]
+
+
+@pytest.fixture(scope="module")
+def with_formatters(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiling]:
+    with compiling(tmp_path_factory.mktemp("formatters"), tiny_model, _COUNTING, **SETTINGS) as started:
+        yield started
 
 
 # --- what only one of them is asked ---
@@ -340,45 +348,51 @@ def change_adapter(directory: Path, change: Callable[[dict[str, torch.Tensor]], 
     save_file(change(load_file(file)), file)
 
 
-def test_adapters_share_a_batch_and_are_replaced(tmp_path: Path) -> None:
-    model = tiny_llama()
+@pytest.fixture
+def with_adapters(tmp_path: Path) -> Iterator[Server]:
+    """Serve a model without a chat template, with room for two adapters."""
+    model = make_tiny_model(tmp_path / "bare", chat_template=None)
+    settings = {**UNCOMPILED, "enable_lora": "true", "max_lora_rank": "8", "max_loras": "2", "max_cpu_loras": "4"}
+    with serving(tmp_path, model, **settings) as server:
+        yield server
+
+
+def test_adapters_share_a_batch_and_are_replaced(with_adapters: Server, tmp_path: Path) -> None:
+    server, model = with_adapters, tiny_llama()
     for name, seed in (("one", 1), ("two", 2), ("other", 3)):
         save_adapter(model, tmp_path / name, seed, r=8)
-    settings = {**UNCOMPILED, "enable_lora": "true", "max_lora_rank": "8", "max_loras": "2", "max_cpu_loras": "4"}
-    without_template = make_tiny_model(tmp_path / "bare", chat_template=None)
-    with serving(tmp_path, without_template, **settings) as server:
 
-        def register(name: str, source: str) -> int:
-            source = str(tmp_path / source)
-            return server.http.post("/models/model/adapters", params={"name": name, "src": source}).status_code
+    def register(name: str, source: str) -> int:
+        source = str(tmp_path / source)
+        return server.http.post("/models/model/adapters", params={"name": name, "src": source}).status_code
 
-        def answer(name: str) -> list[int]:
-            response = complete(server, model=name or "model", max_tokens=12, return_token_ids=True).json()
-            return list(response["choices"][0]["token_ids"])
+    def answer(name: str) -> list[int]:
+        response = complete(server, model=name or "model", max_tokens=12, return_token_ids=True).json()
+        return list(response["choices"][0]["token_ids"])
 
-        def expected(name: str) -> list[int]:
-            adapted = with_adapter(model, tmp_path / name) if name else model
-            return list(generated(adapted, byte_tokenizer().encode("Once"), 12))
+    def expected(name: str) -> list[int]:
+        adapted = with_adapter(model, tmp_path / name) if name else model
+        return list(generated(adapted, byte_tokenizer().encode("Once"), 12))
 
-        assert [register("one", "one"), register("two", "two")] == [200, 200]
-        names = ["", "one", "two", ""]
-        with ThreadPoolExecutor(len(names)) as pool:
-            assert list(pool.map(answer, names)) == [expected(name) for name in names]
-        updated = server.http.post("/adapters/one/update", params={"src": str(tmp_path / "other")})
-        assert updated.status_code == 200
-        assert answer("one") == expected("other")
-        save_adapter(model, tmp_path / "wide", 4, r=16)
-        assert register("wide", "wide") == 424
-        for change, message in BROKEN_ADAPTERS.values():
-            change_adapter(save_adapter(model, tmp_path / "broken", 5, r=8), change)
-            refused = server.http.post("/models/model/adapters", params={"name": "b", "src": str(tmp_path / "broken")})
-            assert (refused.status_code, message in refused.text) == (424, True), refused.text
-        unknown = server.http.post("/invocations", json={"inputs": "a", "adapters": "wide"})
-        assert (unknown.status_code, "wide" in unknown.text) == (424, True)
-        chat = {"model": "model", "messages": [{"role": "user", "content": "Hi"}]}
-        untold = server.http.post("/v1/chat/completions", json=chat)
-        assert (untold.status_code, "chat template" in untold.json()["error"]["message"]) == (400, True)
-        assert answer("two") == expected("two")
+    assert [register("one", "one"), register("two", "two")] == [200, 200]
+    names = ["", "one", "two", ""]
+    with ThreadPoolExecutor(len(names)) as pool:
+        assert list(pool.map(answer, names)) == [expected(name) for name in names]
+    updated = server.http.post("/adapters/one/update", params={"src": str(tmp_path / "other")})
+    assert updated.status_code == 200
+    assert answer("one") == expected("other")
+    save_adapter(model, tmp_path / "wide", 4, r=16)
+    assert register("wide", "wide") == 424
+    for change, message in BROKEN_ADAPTERS.values():
+        change_adapter(save_adapter(model, tmp_path / "broken", 5, r=8), change)
+        refused = server.http.post("/models/model/adapters", params={"name": "b", "src": str(tmp_path / "broken")})
+        assert (refused.status_code, message in refused.text) == (424, True), refused.text
+    unknown = server.http.post("/invocations", json={"inputs": "a", "adapters": "wide"})
+    assert (unknown.status_code, "wide" in unknown.text) == (424, True)
+    chat = {"model": "model", "messages": [{"role": "user", "content": "Hi"}]}
+    untold = server.http.post("/v1/chat/completions", json=chat)
+    assert (untold.status_code, "chat template" in untold.json()["error"]["message"]) == (400, True)
+    assert answer("two") == expected("two")
 
 
 # --- formatters ---
@@ -403,14 +417,37 @@ def write(output: TextGenerationOutput) -> str:
 """
 
 
-def test_formatters_get_vllms_tokenizer(tiny_model: Path, tmp_path: Path) -> None:
-    with serving(tmp_path, tiny_model, _COUNTING, **UNCOMPILED) as server:
-        response = server.http.post("/invocations", json={"ask": "Hi"})
+def test_formatters_get_vllms_tokenizer(with_formatters: Compiling) -> None:
+    response = with_formatters.server.http.post("/invocations", json={"ask": "Hi"})
     prompt = "user: Hi\n"
     assert (response.status_code, response.text) == (200, f"{prompt!r} {len(prompt)} {len(prompt)}")
 
 
 # --- life ---
+
+
+@pytest.fixture
+def without_formatters(tiny_model: Path, tmp_path: Path) -> Iterator[Compiling]:
+    with compiling(tmp_path, tiny_model, **SETTINGS) as started:
+        yield started
+
+
+@pytest.mark.parametrize(
+    ("server", "number"), [("without_formatters", signal.SIGTERM), ("with_formatters", signal.SIGKILL)]
+)
+def test_the_compiler_ends_with_its_server(server: str, number: signal.Signals, request: pytest.FixtureRequest) -> None:
+    """It ends the server with formatters, which the test above has asked."""
+    ended: Compiling = request.getfixturevalue(server)
+    assert all(compiler.is_running() for compiler in ended.compilers)
+    ended.server.process.send_signal(number)
+    ended.server.process.wait(60)
+    ended.server.stop()  # closes what it has open
+    for compiler in ended.compilers:
+        with suppress(psutil.NoSuchProcess):
+            compiler.resume()  # it may see for itself that its worker is gone
+    psutil.wait_procs(ended.compilers, timeout=60)
+    left = [process for process in ended.compilers if process.is_running()]
+    assert [process for process in left if process.status() != psutil.STATUS_ZOMBIE] == []
 
 
 def test_an_engine_in_its_own_process_is_served_and_replaced_when_it_dies(tiny_model: Path, tmp_path: Path) -> None:
@@ -424,56 +461,15 @@ def test_an_engine_in_its_own_process_is_served_and_replaced_when_it_dies(tiny_m
         assert server.worker_pid() != worker.pid
 
 
-def test_a_model_split_over_two_processes_gives_the_tokens_of_one(tiny_model: Path, tmp_path: Path) -> None:
-    model = tiny_llama()
-    prompts = [f"{index} once " * (index + 1) for index in range(6)]
-    with serving(tmp_path, tiny_model, **UNCOMPILED, tensor_parallel_degree="2") as server:
-
-        def answer(prompt: str) -> list[int]:
-            response = complete(server, prompt=prompt, max_tokens=24, ignore_eos=True, return_token_ids=True).json()
-            return list(response["choices"][0]["token_ids"])
-
-        def expected(prompt: str) -> list[int]:
-            return list(generated(model, byte_tokenizer().encode(prompt), 24))
-
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            assert list(pool.map(answer, prompts)) == list(map(expected, prompts))
-        worker = psutil.Process(server.worker_pid())
-        share = next(child for child in worker.children(recursive=True) if "Worker" in child.name())
-        share.kill()
-        worker.wait(30)  # the worker does not outlive a part of its engine
-
-
 # --- loads without a server ---
 
 
-class Loader:
-    """vllm_loader.py, which loads a model for each line that it gets."""
-
-    def __init__(self) -> None:
-        command = [sys.executable, str(MODEL_CODE / "vllm_loader.py")]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._log = ProcessLog(self._process.stdout)
-
-    def load(self, **asked: Any) -> int | str:
-        """Return the number of tokens of an answer, or why there is none."""
-        assert self._process.stdin is not None
-        print(json.dumps(asked), file=self._process.stdin, flush=True)
-        outcome: int | str = json.loads(self._log.wait_for(r'^(\d+|".*")$')[0])
-        return outcome
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._log.close()
-        assert self._process.wait(60) == 0
-
-
-@pytest.fixture(scope="module")
-def loader() -> Iterator[Loader]:
-    loader = Loader()
-    yield loader
-    loader.close()
+def test_a_model_split_over_two_processes_gives_the_tokens_of_one(loader: Loader, tiny_model: Path) -> None:
+    prompts = [f"{index} once " * (index + 1) for index in range(6)]
+    options = {**UNCOMPILED, "model_id": str(tiny_model), "tensor_parallel_degree": "2"}
+    loaded = loader.load(options=options, prompts=prompts, tokens=24, kill="Worker")
+    assert loaded["answers"] == greedy(prompts, 24)
+    assert "ended with status" in loader.next_line()  # a worker does not outlive a part of its engine
 
 
 @pytest.mark.parametrize("name", ["vllm", "vllm-lora", "vllm-tools"])
@@ -484,7 +480,7 @@ def test_a_sample_runs(name: str, loader: Loader, tiny_model: Path, tmp_path: Pa
         keys["tool_call_parser"] = "hermes"
     instead = edited_properties(sample, {f"option.{key}": str(value) for key, value in keys.items()})
     (tmp_path / "serving.properties").write_text(instead)
-    assert loader.load(directory=str(tmp_path)) == 4
+    assert [len(tokens) for tokens in loader.load(directory=str(tmp_path))["answers"]] == [4]
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -150,19 +153,30 @@ def asked_for(path: str, body: dict[str, Any]) -> bool:
     return not (body.get("echo") and path.startswith((".choices.prompt_logprobs", ".choices.prompt_token_ids")))
 
 
+def from_both(ours: Server, theirs: httpx.Client, *calls: Callable[[httpx.Client], Any]) -> list[tuple[Any, Any]]:
+    """Make all calls to both servers at the same time; return both results of each call."""
+    with ThreadPoolExecutor(2 * len(calls)) as pool:
+        results = list(pool.map(lambda call: call[0](call[1]), itertools.product(calls, (ours.http, theirs))))
+    return list(zip(results[::2], results[1::2], strict=True))
+
+
 def compare(ours: Server, theirs: httpx.Client, path: str, body: dict[str, Any]) -> None:
-    mine, other = whole_of(ours.http, path, body), whole_of(theirs, path, body)
-    assert choices_of_answer(mine) == choices_of_answer(other), body
-    expected = shape(other) - THEIRS
+    """Send a request to both servers, whole and streamed; a short one is streamed in two ways."""
+    streams: list[dict[str, Any]] = [CONTINUOUS] if len(body) > PLAIN else [{"include_usage": True}, CONTINUOUS]
     if "prompt_logprobs" in body:
-        assert shape(mine) - OURS == expected, body
-        return
-    assert shape(mine) - OURS == {path for path in expected if asked_for(path, body)}, body
-    for options in (CONTINUOUS,) if len(body) > PLAIN else ({"include_usage": True}, CONTINUOUS):
-        mine, other = chunks_of(ours.http, path, body, options), chunks_of(theirs, path, body, options)
+        streams = []
+    whole, *chunked = from_both(
+        ours,
+        theirs,
+        partial(whole_of, path=path, body=body),
+        *(partial(chunks_of, path=path, body=body, options=options) for options in streams),
+    )
+    assert choices_of_answer(whole[0]) == choices_of_answer(whole[1]), body
+    for mine, other in chunked:
         assert choices_of_stream(mine) == choices_of_stream(other), body
-        assert shape(mine) - OURS == {path for path in shape(other) - THEIRS if asked_for(path, body)}, body
         assert mine[-1]["usage"]["total_tokens"] == other[-1]["usage"]["total_tokens"]
+    for mine, other in (whole, *chunked):
+        assert shape(mine) - OURS == {path for path in shape(other) - THEIRS if asked_for(path, body)}, body
 
 
 @pytest.mark.parametrize("body", CHATS + WHOLE_ONLY, ids=lambda body: ",".join(map(str, body)) or "plain")
@@ -362,8 +376,9 @@ def streamed(events: list[dict[str, Any]]) -> list[Any]:
 @pytest.mark.parametrize("body", MESSAGES)
 def test_messages_have_the_answers_of_vllms_server(ours: Server, theirs: httpx.Client, body: dict[str, Any]) -> None:
     body = {"model": "model", "max_tokens": 20, "temperature": 0, "messages": QUESTION, **body}
-    assert message_of(ours.http, body) == message_of(theirs, body)
-    assert streamed(events_of(ours.http, body)) == streamed(events_of(theirs, body))
+    messages, streams = from_both(ours, theirs, partial(message_of, body=body), partial(events_of, body=body))
+    assert messages[0] == messages[1]
+    assert streamed(streams[0]) == streamed(streams[1])
     count = {name: value for name, value in body.items() if name in ("model", "messages", "system", "tools")}
     counts = [client.post("/v1/messages/count_tokens", json=count).json() for client in (ours.http, theirs)]
     assert counts[0]["input_tokens"] == counts[1]["input_tokens"]

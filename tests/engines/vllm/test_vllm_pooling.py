@@ -1,4 +1,4 @@
-"""Pooling models under vLLM, over HTTP: embeddings, scores of pairs, reranked documents, classes of texts."""
+"""Pooling models under vLLM: embeddings, scores of pairs, reranked documents, classes of texts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from paths import BUILT_MODELS, SAMPLES
 from product_helpers import Server, serving
 from tiny_models import byte_tokenizer
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel
+from vllm_helpers import Loader
+
+from lmi_server.dialects import routes
 
 pytestmark = pytest.mark.slow
 
 SAMPLE = SAMPLES / "vllm-embedding.properties"
 MINILM = BUILT_MODELS / "all-minilm-l6-v2"
 TEXTS = ["A man is eating food.", "Someone eats.", "The girl is carrying a baby.", "word " * 100]
-SETTINGS = {"rolling_batch": "vllm", "dtype": "fp32", "enforce_eager": "true"}
+SETTINGS = {"option.rolling_batch": "vllm", "option.dtype": "fp32", "option.enforce_eager": "true"}
 
 
 @pytest.fixture(scope="module")
@@ -54,17 +57,14 @@ def classifier(labels: int) -> PreTrainedModel:
     return model.eval()
 
 
-def save(model: PreTrainedModel, directory: Path) -> Path:
-    model.save_pretrained(directory)
-    byte_tokenizer().save_pretrained(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def cross_encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    directory = tmp_path_factory.mktemp("pairs")
-    with serving(directory, save(classifier(1), directory / "weights"), **SETTINGS) as server:
-        yield server
+def answers(loader: Loader, directory: Path, model: PreTrainedModel, *requests: tuple[str, Any]) -> list[Any]:
+    """Return what the handler answers to pairs of a route and a body, without a server."""
+    weights = directory / "weights"
+    model.save_pretrained(weights)
+    byte_tokenizer().save_pretrained(weights)
+    keys = {**SETTINGS, "option.model_id": str(weights)}
+    (directory / "serving.properties").write_text("\n".join(f"{key}={value}" for key, value in keys.items()))
+    return list(loader.load(directory=str(directory), requests=requests)["answers"])
 
 
 def embedded(server: Server, **body: Any) -> dict[str, Any]:
@@ -141,28 +141,25 @@ def test_an_embedding_model_refuses_what_it_does_not_do(embedding: Server) -> No
     assert "query" in refusal(embedding.http.post("/rerank", json={"documents": ["a"]}))
 
 
-def test_a_cross_encoder_scores_pairs(cross_encoder: Server) -> None:
-    response = cross_encoder.http.post("/score", json={"text_1": "one", "text_2": ["two", "three"]}).json()
+def test_a_cross_encoder_scores_pairs(loader: Loader, tmp_path: Path) -> None:
     model, tokenizer = classifier(1), byte_tokenizer()
+    pairs = {"text_1": "one", "text_2": ["two", "three"]}
+    scored, refused = answers(loader, tmp_path, model, (routes.SCORE, pairs), (routes.EMBEDDINGS, {"input": "a"}))
     with torch.inference_mode():
         expected = [
             torch.sigmoid(model(**tokenizer("one", other, return_tensors="pt")).logits).item()
             for other in ("two", "three")
         ]
-    assert [entry["score"] for entry in response["data"]] == pytest.approx(expected, abs=1e-4)
-    assert "makes no embeddings" in refusal(cross_encoder.http.post("/v1/embeddings", json={"input": "a"}))
+    assert [entry["score"] for entry in scored["data"]] == pytest.approx(expected, abs=1e-4)
+    assert "makes no embeddings" in refused
 
 
-def test_a_classifier_returns_the_most_likely_label(tmp_path: Path) -> None:
+def test_a_classifier_returns_the_most_likely_label(loader: Loader, tmp_path: Path) -> None:
     model, tokenizer = classifier(3), byte_tokenizer()
-    with serving(tmp_path, save(model, tmp_path / "weights"), **SETTINGS) as server:
-        response = server.http.post("/invocations", json={"inputs": ["one", "another"]}).json()
-        with torch.inference_mode():
-            scores = [
-                torch.softmax(model(**tokenizer(text, return_tensors="pt")).logits[0], 0) for text in ("one", "another")
-            ]
-        assert [entry["label"] for entry in response] == [f"LABEL_{int(score.argmax())}" for score in scores]
-        assert [entry["score"] for entry in response] == pytest.approx(
-            [float(score.max()) for score in scores], abs=1e-4
-        )
-        assert "a classifier with one label" in refusal(server.http.post("/score", json={"text_1": "a", "text_2": "b"}))
+    texts, pair = {"inputs": ["one", "another"]}, {"text_1": "a", "text_2": "b"}
+    labels, refused = answers(loader, tmp_path, model, (routes.INVOCATIONS, texts), (routes.SCORE, pair))
+    with torch.inference_mode():
+        scores = [torch.softmax(model(**tokenizer(text, return_tensors="pt")).logits[0], 0) for text in texts["inputs"]]
+    assert [entry["label"] for entry in labels] == [f"LABEL_{int(score.argmax())}" for score in scores]
+    assert [entry["score"] for entry in labels] == pytest.approx([float(score.max()) for score in scores], abs=1e-4)
+    assert "a classifier with one label" in refused
