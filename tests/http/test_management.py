@@ -68,6 +68,14 @@ def test_parameters_that_no_file_and_no_number_can_have(
     assert (answer.status_code, answer.json()["code"]) == (status, status), answer.text
 
 
+def test_a_form_of_openai_s_names_the_model_as_json_does(server: Server) -> None:
+    """With files, as for /v1/images/edits, an OpenAI request is a form; on LMI's paths `model` is a field as any."""
+    parts = {"image": b"png", "prompt": (None, "a")}
+    unknown = server.http.post("/v1/images/edits", files={**parts, "model": (None, "nobody")})
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+    assert "nobody" in unknown.json()["error"]["message"]
+
+
 def test_a_form_names_a_model_in_any_bytes(server: Server) -> None:
     part = b'--b\r\ncontent-disposition: form-data; name="model_name"\r\n\r\n\xff\r\n--b--\r\n'
     answer = server.http.post("/invocations", content=part, headers={"content-type": "multipart/form-data; boundary=b"})
