@@ -99,6 +99,13 @@ def test_a_slow_client_that_goes_on_is_served(server: Server) -> None:
         assert received(connection, b"}").startswith(b"HTTP/1.1 200")
 
 
+def test_an_idle_connection_is_closed(tmp_path: Path) -> None:
+    with serving(tmp_path, variables={"SERVING_KEEP_ALIVE_TIMEOUT": "1"}) as server:
+        began = time.monotonic()
+        assert exchanged(server, raw_request("a")).startswith(b"HTTP/1.1 200")
+        assert time.monotonic() - began < 60, "the default is 75 seconds"
+
+
 def test_more_connections_than_the_limit_are_refused(server: Server) -> None:
     connections = [connect(server, b"") for _ in range(30)]
     answer = exchanged(server, b"")
