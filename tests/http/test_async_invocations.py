@@ -6,11 +6,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import boto3
 import httpx
 import pytest
 from artifact_helpers import BUCKET, S3, s3_server
-from botocore.exceptions import ClientError
 from server_helpers import Server, make_model, request, running
 from waiting import wait_until
 
@@ -37,6 +35,8 @@ def server(s3: S3, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Any:
+    import boto3
+
     return boto3.client(
         "sagemaker-runtime",
         endpoint_url=f"http://127.0.0.1:{server.port}",
@@ -118,7 +118,7 @@ def test_a_failure_is_written_in_its_place(client: Any, s3: S3, given: dict[str,
     ],
 )
 def test_what_cannot_be_taken_is_refused_by_name(client: Any, given: dict[str, Any], named: str) -> None:
-    with pytest.raises(ClientError) as raised:
+    with pytest.raises(client.exceptions.ClientError) as raised:
         client.invoke_endpoint_async(EndpointName="model", **given)
     error = raised.value.response["Error"]
     assert (error["Code"], named in error["Message"]) == ("ValidationError", True), error

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import openai
 import pytest
 import uvloop
 from server_helpers import Server, connect, make_model, raw_request, received, request, running
@@ -99,6 +98,8 @@ def test_a_request_whose_deadline_passes_in_the_queue_never_reaches_the_worker(s
 
 
 def test_a_deadline_is_an_error_in_the_form_of_each_api(server: Server) -> None:
+    import openai
+
     headers = {"x-request-timeout": "0.05"}
     chat = {**CHAT, "model": "patient"}
     answer = late(server, headers, "/v1/chat/completions", chat)

@@ -6,12 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import boto3
 import httpx
 import pytest
-from botocore.config import Config
-from botocore.eventstream import EventStreamBuffer
-from botocore.exceptions import ClientError
 from own_code_helpers import make_own
 from server_helpers import Server, make_model, request, running
 
@@ -46,6 +42,9 @@ def client(server: Server) -> Any:
 
 
 def runtime(server: Server) -> Any:
+    import boto3
+    from botocore.config import Config
+
     return boto3.client(
         "sagemaker-runtime",
         endpoint_url=f"http://127.0.0.1:{server.port}",
@@ -121,7 +120,7 @@ def test_a_bad_request_tells_what_the_model_has_said(client: Any) -> None:
 
 @pytest.mark.parametrize("named", [{"TargetModel": "none.tar.gz"}, {"InferenceComponentName": "none"}])
 def test_a_model_that_is_not_there_is_a_validation_error(client: Any, named: dict[str, str]) -> None:
-    with pytest.raises(ClientError) as raised:
+    with pytest.raises(client.exceptions.ClientError) as raised:
         client.invoke_endpoint(EndpointName="all", Body=b"x", **named)
     assert raised.value.response["Error"]["Code"] == "ValidationError"
     assert "none" in raised.value.response["Error"]["Message"]
@@ -140,7 +139,7 @@ def test_where_keys_are_wanted_a_signature_is_none(tmp_path_factory: pytest.Temp
     with running(model, variables={"SERVING_API_KEYS": KEY}) as server:
         server.log_line(r"\] ready: process")
         client = runtime(server)
-        with pytest.raises(ClientError) as raised:
+        with pytest.raises(client.exceptions.ClientError) as raised:
             client.invoke_endpoint(EndpointName="model", Body=body("a"))
         assert raised.value.response["Error"]["Code"] == "AccessDeniedException"
         client.meta.events.register("before-sign", lambda request, **_: request.headers.add_header("x-api-key", KEY))
@@ -149,6 +148,8 @@ def test_where_keys_are_wanted_a_signature_is_none(tmp_path_factory: pytest.Temp
 
 
 def test_an_event_of_any_size_is_read_by_the_sdk() -> None:
+    from botocore.eventstream import EventStreamBuffer
+
     buffer = EventStreamBuffer()
     sizes = [1, 255, 65_536, 1_000_000]
     for size in sizes:

@@ -16,7 +16,6 @@ from typing import Any
 
 import httpx
 import numpy as np
-import openai
 import pytest
 from huggingface_hub import InferenceClient
 from pipeline_helpers import request, started
@@ -78,7 +77,9 @@ def same(found: Any, expected: Any) -> bool:
     return bool(found.shape == expected.shape and np.abs(found - expected).max() <= 1)
 
 
-def sdk(server: Server) -> openai.OpenAI:
+def sdk(server: Server) -> Any:
+    import openai
+
     return openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
 
 
@@ -249,6 +250,8 @@ def _only(answer: Any) -> Any:
 
 
 def test_errors_have_openai_s_form(served: Server) -> None:
+    import openai
+
     usual: dict[str, Any] = {"model": "model", "prompt": "a cat"}
 
     def refused(**body: Any) -> str:
