@@ -136,7 +136,8 @@ class RegistrationLimits:
 class Access:
     """What limits requests and the management API.
 
-    `keys` is None if requests need none; `pages` is None if they need one, which no page can make a browser send.
+    `keys` is None if requests need none. `pages` is None if they need one, which no page can make a browser send, and
+    if others than this machine reach the server.
     """
 
     keys: KeyRing | None

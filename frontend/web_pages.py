@@ -21,10 +21,9 @@ _REMEMBERED = 64  # values of Host
 
 
 class WebPages:
-    """Which pages may call the server: its own, and those of `origin`. Host is checked if `checks_host` is set."""
+    """Which pages may call the server: its own, and those of `origin`."""
 
-    def __init__(self, settings: ServerSettings, origin: str | None, checks_host: bool) -> None:
-        self._checks_host = checks_host
+    def __init__(self, settings: ServerSettings, origin: str | None) -> None:
         self._hosts = {name.lower() for name in (*settings.allowed_hosts, socket.gethostname())}
         self._hosts |= {name.lower() for name in (settings.host, settings.management_host) if name}
         self._origin = origin
@@ -32,7 +31,7 @@ class WebPages:
 
     def check(self, host: str, origin: str | None, site: str | None) -> None:
         """Raise PermissionDeniedError for a page of another site; the arguments are Host, Origin and Sec-Fetch-Site."""
-        if self._checks_host and not self._is_own_host(host):
+        if not self._is_own_host(host):
             raise PermissionDeniedError(
                 f"Header Host is {host[:100]!r}, which is no name of this server; allowed_hosts names further ones"
             )
@@ -65,15 +64,18 @@ class WebPages:
         return _is_address(name) or "." not in name or name.endswith(".localhost") or name in self._hosts
 
 
-def pages_of_requests(settings: ServerSettings) -> WebPages:
-    """Return the check for requests. A server that only this machine reaches has no names of other machines."""
-    return WebPages(settings, settings.cors_allowed_origin, checks_host=_is_loopback(settings.host))
+def pages_of_requests(settings: ServerSettings) -> WebPages | None:
+    """Return the check for requests; None if others than this machine reach the server.
+
+    Anybody may send requests then, and a gateway may pass on those of pages that it answers for.
+    """
+    return WebPages(settings, settings.cors_allowed_origin) if _is_loopback(settings.host) else None
 
 
 def pages_of_management(settings: ServerSettings) -> WebPages:
     """Return the check for the management API, which is never open to all pages."""
     origin = settings.cors_allowed_origin
-    return WebPages(settings, None if origin == ANY else origin, checks_host=True)
+    return WebPages(settings, None if origin == ANY else origin)
 
 
 def _is_loopback(host: str) -> bool:

@@ -167,10 +167,8 @@ def test_settings_name_further_hosts_and_pages(opened: Server) -> None:
     ("host", "checked"),
     [("127.0.0.1", True), ("localhost", True), ("::1", True), ("0.0.0.0", False), ("unix:/run/lmi.sock", False)],
 )
-def test_host_counts_where_only_this_machine_reaches_the_server(host: str, checked: bool) -> None:
-    pages = pages_of_requests(ServerSettings(host=host))
-    with pytest.raises(PermissionDeniedError, match="Host") if checked else contextlib.nullcontext():
-        pages.check("evil.example", None, None)
+def test_pages_count_where_only_this_machine_reaches_the_server(host: str, checked: bool) -> None:
+    assert (pages_of_requests(ServerSettings(host=host)) is not None) == checked
 
 
 def test_cors_for_all_pages_opens_requests_and_not_the_management() -> None:
