@@ -615,13 +615,22 @@ def test_the_pause_between_restarts() -> None:
     assert backoff.pause_s(was_of_use=True) == 0.1
 
 
+EARLIER: set[str] = set()  # processes of other tests' fixtures
+
+
+@pytest.fixture(autouse=True)
+def _others_children() -> None:
+    EARLIER.clear()
+    EARLIER.update(children())
+
+
 def children() -> list[str]:
-    """Return the processes that this one has started and not yet waited for, but for the one that Python keeps itself.
+    """Return the processes that the test has started and not yet waited for, but for the one that Python keeps itself.
 
     That one is there from the first test that shares memory or spawns with multiprocessing.
     """
     started = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-    return [pid for pid in started if b"multiprocessing.resource_tracker" not in command_of(pid)]
+    return [pid for pid in started if pid not in EARLIER and b"multiprocessing.resource_tracker" not in command_of(pid)]
 
 
 def command_of(pid: str) -> bytes:
