@@ -150,7 +150,7 @@ async def test_an_error_after_it_is_the_last_chunk(tmp_path: Path) -> None:
         assert head.status == 200
         assert isinstance(chunks[-1], Chunk)
         assert b"raised after a token" in chunks[-1].data
-        assert end == End(1, 424)
+        assert end == End(1, 424, "RuntimeError: raised after a token")
         worker.submit(2, "token-then-raise", stream=False)
         (reply,) = await worker.ended(2)
         assert isinstance(reply, Reply)
@@ -180,7 +180,7 @@ async def test_a_cancellation_by_the_handler_itself_is_its_error(tmp_path: Path)
             assert reply.status == 500
             assert b"the handler cancelled the request" in reply.data
         worker.submit(4, "token-then-cancel")
-        assert (await worker.ended(4))[-1] == End(4, 424)
+        assert (await worker.ended(4))[-1] == End(4, 424, "the handler cancelled the request")
 
 
 @on_loop
