@@ -28,7 +28,8 @@ MAY_IMPORT = {
     "explain": {*_CONFIGURED, "supervisor"},
     "serving": _SERVING,
     "worker": {*_CONFIGURED, "dialects"},
-    "commands": {*_SERVING, "dialects", "explain", "serving"},
+    "ray": {*_SERVING, "dialects", "explain", "serving", "worker"},
+    "commands": {*_SERVING, "dialects", "explain", "ray", "serving"},
     "__main__": {"commands"},
     # Public names for code of one's own; nothing of this project imports them.
     **{name: {"contract"} for name in ("errors", "generation", "handler", "protocol")},

@@ -1,0 +1,208 @@
+"""One model on Ray Serve as a plain value: what it serves, how many replicas, and what each of them takes of a node.
+
+It needs neither a cluster nor the package ray. The names are those of Ray Serve's config file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from lmi_server.configuration.resolve import Inspection, inspect_model
+from lmi_server.machine.inventory import Machine
+
+PlacementStrategy = Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"]
+ONGOING_SHARE = 0.4
+"""Share of max_ongoing_requests that autoscaling aims at, as RayLLM recommends."""
+ACCELERATOR_SHARE = 0.001
+"""How much of accelerator_type:A10G and the like a worker asks for: the resource only names a kind of node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Autoscaling:
+    """Ray Serve's autoscaling_config; what is None has Ray's default."""
+
+    min_replicas: int = 1
+    max_replicas: int = 1
+    initial_replicas: int | None = None
+    target_ongoing_requests: float | None = None
+    metrics_interval_s: float | None = None
+    look_back_period_s: float | None = None
+    upscaling_factor: float | None = None
+    downscaling_factor: float | None = None
+    upscale_delay_s: float | None = None
+    downscale_delay_s: float | None = None
+    downscale_to_zero_delay_s: float | None = None
+    aggregation_function: str | None = None
+    policy: Mapping[str, Any] | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Return the values that are set, as Ray Serve takes them."""
+        return _without_none({name: getattr(self, name) for name in self.__dataclass_fields__})
+
+
+@dataclass(frozen=True, slots=True)
+class ActorOptions:
+    """What the actor of a replica takes; of several workers, the further ones take bundles of their own."""
+
+    num_cpus: float = 1
+    num_gpus: float = 0
+    memory: float | None = None
+    resources: Mapping[str, float] = field(default_factory=dict)
+    accelerator_type: str | None = None
+    label_selector: Mapping[str, str] | None = None
+    fallback_strategy: tuple[Mapping[str, Any], ...] | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Return the values that are set, as Ray takes them."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        resources, fallback = dict(self.resources) or None, self.fallback_strategy
+        return _without_none({**values, "resources": resources, "fallback_strategy": fallback and list(fallback)})
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The placement group of a replica. Its actor is in the first bundle, beside the first worker."""
+
+    bundles: tuple[Mapping[str, float], ...]
+    strategy: PlacementStrategy = "STRICT_PACK"
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """One model as a deployment of Ray Serve.
+
+    - `name`: of the deployment; `model_id`: the name by which requests ask for the model.
+    - `url`: the model directory, or what `lmi-server serve` takes as a model. Each replica fetches it by itself.
+    - `settings`: the layer of the registration call, by key in full, for `inspect_model` and the registry.
+    - `num_workers`: ranks of a replica: tensor_parallel_degree x pipeline_parallel_degree.
+    - `placement`: None if a replica is nothing but its actor.
+    - `more_options`: options of Ray Serve that have no field here, such as request_router_config.
+    """
+
+    name: str
+    model_id: str
+    url: str
+    settings: Mapping[str, str] = field(default_factory=dict)
+    autoscaling: Autoscaling | None = None
+    num_replicas: int = 1
+    max_ongoing_requests: int = 32
+    max_queued_requests: int = -1
+    num_workers: int = 1
+    actor: ActorOptions = field(default_factory=ActorOptions)
+    placement: Placement | None = None
+    accelerator_type: str | None = None
+    runtime_env: Mapping[str, Any] = field(default_factory=dict)
+    more_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of Ray Serve: for `Deployment.options`, and for `deployments` in its config file."""
+        actor = self.actor.options() | ({"runtime_env": dict(self.runtime_env)} if self.runtime_env else {})
+        scaled = self.autoscaling is not None
+        return {
+            "name": self.name,
+            **({} if scaled else {"num_replicas": self.num_replicas}),
+            **({"autoscaling_config": self.autoscaling.options()} if self.autoscaling is not None else {}),
+            "max_ongoing_requests": self.max_ongoing_requests,
+            "max_queued_requests": self.max_queued_requests,
+            "ray_actor_options": actor,
+            **_placement_options(self.placement),
+            **self.more_options,
+        }
+
+
+def deployment_of(
+    directory: Path,
+    environment: Mapping[str, str],
+    settings: Mapping[str, str] | None = None,
+    *,
+    accelerator_type: str | None = None,
+    machine: Machine | None = None,
+) -> Deployment:
+    """Return the deployment of the model directory, with `settings` above its serving.properties.
+
+    The workers of a model (minWorkers to maxWorkers) become replicas. Raises ConfigurationError if the model cannot be
+    served.
+    """
+    found = inspect_model(directory, environment, settings or {}, machine)
+    found.resolved()
+    return deployment_from(found, str(directory.absolute()), settings or {}, accelerator_type)
+
+
+def deployment_from(
+    found: Inspection, url: str, settings: Mapping[str, str], accelerator_type: str | None = None
+) -> Deployment:
+    """Return the deployment of a model whose configuration has been read."""
+    ongoing = found.options.max_rolling_batch_size
+    workers = found.options.devices_per_worker or max(1, len(found.machine.gpus))
+    worker = _worker_bundle(found, accelerator_type)
+    return with_workers(
+        Deployment(
+            name=found.name,
+            model_id=found.name,
+            url=url,
+            settings=settings,
+            autoscaling=_autoscaling(found, ongoing),
+            num_replicas=found.serving.min_workers,
+            max_ongoing_requests=ongoing,
+            max_queued_requests=found.serving.job_queue_size,
+            actor=ActorOptions(num_cpus=0),  # it waits for its workers, and computes nothing
+            accelerator_type=accelerator_type,
+        ),
+        workers,
+        worker,
+    )
+
+
+def with_workers(
+    deployment: Deployment, workers: int, bundle: Mapping[str, float], strategy: PlacementStrategy = "STRICT_PACK"
+) -> Deployment:
+    """Return the deployment with `workers` that take a `bundle` each; the actor of a replica counts as the first."""
+    first = _added(bundle, {"CPU": deployment.actor.num_cpus})
+    if workers == 1:
+        custom = {name: amount for name, amount in first.items() if name not in ("CPU", "GPU")}
+        actor = replace(
+            deployment.actor,
+            num_cpus=first["CPU"],
+            num_gpus=first.get("GPU", 0),
+            resources={**deployment.actor.resources, **custom},
+        )
+        return replace(deployment, num_workers=1, actor=actor, placement=None)
+    bundles = (first, *(dict(bundle) for _ in range(workers - 1)))
+    return replace(deployment, num_workers=workers, placement=Placement(bundles, strategy))
+
+
+def accelerator_resource(accelerator_type: str | None) -> dict[str, float]:
+    """Return the custom resource by which Ray finds nodes with an accelerator of this type; empty for None."""
+    return {} if accelerator_type is None else {f"accelerator_type:{accelerator_type}": ACCELERATOR_SHARE}
+
+
+def _worker_bundle(found: Inspection, accelerator_type: str | None) -> dict[str, float]:
+    """Return what one worker takes; a GPU if the handler needs one, the machine has one, or somebody names its type."""
+    needs_gpu = found.options.needed_device(found.spec.device) == "gpu" or bool(found.machine.gpus)
+    gpus: dict[str, float] = {"GPU": 1} if needs_gpu or accelerator_type is not None else {}
+    return {"CPU": 1, **gpus, **accelerator_resource(accelerator_type)}
+
+
+def _autoscaling(found: Inspection, ongoing: int) -> Autoscaling | None:
+    least, most = found.serving.min_workers, max(found.serving.min_workers, found.serving.max_workers)
+    if least == most:
+        return None
+    return Autoscaling(least, most, target_ongoing_requests=max(1.0, round(ongoing * ONGOING_SHARE)))
+
+
+def _placement_options(placement: Placement | None) -> dict[str, Any]:
+    if placement is None:
+        return {}
+    bundles = [dict(bundle) for bundle in placement.bundles]
+    return {"placement_group_bundles": bundles, "placement_group_strategy": placement.strategy}
+
+
+def _added(left: Mapping[str, float], right: Mapping[str, float]) -> dict[str, float]:
+    return {name: left.get(name, 0) + right.get(name, 0) for name in {**left, **right}}
+
+
+def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
