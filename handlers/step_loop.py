@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Generic, Protocol, TypeVar
 
-from lmi_server.contract.errors import HandlerError, LmiServerError, ModelNotReadyError, describe
+from lmi_server.contract.errors import HandlerError, LmiServerError, ModelNotReadyError, describe, failure_of
 from lmi_server.contract.generation import Delta
 
 _log = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ class StepLoop(Generic[E]):
         # The border to the engine: a request that it cannot take ends alone; the thread goes on.
         except BaseException as error:  # noqa: BLE001
             _log.exception("the engine cannot take a request")
-            emit(HandlerError(describe(error)))
+            emit(failure_of(error))
 
     def _command(self, command: Callable[[], None]) -> None:
         with self._wake:

@@ -14,8 +14,14 @@ from handlers.rolling_batch.sampler import BannedTokens, Sampled, SamplingState,
 from handlers.rolling_batch.scheduler import Chunk, Scheduler, Sequence
 from handlers.rolling_batch.step_recorder import EngineStats, StepRecorder
 from handlers.rolling_batch.step_runner import StepLogits, StepRunner
-from handlers.step_loop import Output
-from lmi_server.contract.errors import ContextLengthError, HandlerError, RequestError, describe
+from handlers.step_loop import EngineLostError, Output
+from lmi_server.contract.errors import (
+    ContextLengthError,
+    RequestError,
+    describe,
+    failure_of,
+    is_device_failure,
+)
 from lmi_server.contract.generation import Delta, FinishReason, SamplingParameters, Token, TopToken, Usage
 
 _log = logging.getLogger(__name__)
@@ -198,12 +204,15 @@ class RollingBatchEngine:
     def fail_running(self, error: BaseException) -> None:
         """End every running request with an error after a step failed. Waiting requests stay in the queue.
 
-        The failed step may have written some of its keys and values, so that nothing of those slots is reused.
+        The failed step may have written some of its keys and values, so that nothing of those slots is reused. Raises
+        EngineLostError if the GPU failed, because every further step would fail as well.
         """
+        if is_device_failure(error):
+            raise EngineLostError(f"the device failed in a step: {describe(error)}") from error
         for sequence in list(self._scheduler.running):
             request = self._requests.pop(sequence.request_id)
             self._scheduler.remove(sequence, sound=False)
-            request.emit(HandlerError(f"the step failed: {describe(error)}"))
+            request.emit(failure_of(error, f"the step failed: {describe(error)}"))
         self._recorder.observe()
 
     def _scores(self, chunk: Chunk) -> bool:
@@ -231,7 +240,7 @@ class RollingBatchEngine:
             _log.exception("request %s ends: its token %d has no text", request.sequence.request_id, sampled.token)
             if self._requests.pop(request.sequence.request_id, None):
                 self._scheduler.remove(request.sequence)
-            request.emit(HandlerError(describe(error)))
+            request.emit(failure_of(error))
 
     def _accept(self, request: _Request, sampled: Sampled) -> None:
         """Append a token to its sequence and emit its delta; end the request if it is the last one."""

@@ -236,6 +236,8 @@ def exit_message(error: BaseException) -> str:
 _OUT_OF_MEMORY_CLASS = "OutOfMemoryError"
 _OUT_OF_MEMORY_TEXTS = (
     "CUDA error: out of memory",
+    "HIP error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
     "No available memory for the cache blocks",
     "can't allocate memory",
     "Cannot allocate memory",
@@ -249,3 +251,23 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == _OUT_OF_MEMORY_CLASS:
         return True
     return any(text in message_of(error) for text in _OUT_OF_MEMORY_TEXTS) or is_out_of_memory(error.__cause__)
+
+
+def failure_of(error: BaseException, message: str | None = None) -> ServingError | ModelMemoryError:
+    """Return the error of a request that `error` ended; its message is `message`, or else that of `error`."""
+    text = describe(error) if message is None else message
+    return ModelMemoryError(text) if is_out_of_memory(error) else HandlerError(text)
+
+
+# torch's class is known by its name again. Older versions, and libraries of the driver, raise RuntimeError.
+_DEVICE_FAILED_CLASS = "AcceleratorError"
+_DEVICE_FAILED_TEXTS = ("CUDA error: ", "HIP error: ", "CUBLAS_STATUS_EXECUTION_FAILED", "CUBLAS_STATUS_INTERNAL_ERROR")
+
+
+def is_device_failure(error: BaseException) -> bool:
+    """Return whether a GPU has failed under this process, which can use it no more: each later call fails, too."""
+    if is_out_of_memory(error):
+        return False
+    return type(error).__name__ == _DEVICE_FAILED_CLASS or any(
+        text in message_of(error) for text in _DEVICE_FAILED_TEXTS
+    )

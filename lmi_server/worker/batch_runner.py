@@ -16,11 +16,9 @@ from lmi_server.contract.errors import (
     EXITS,
     HandlerError,
     LmiServerError,
-    ModelMemoryError,
     WorkerDiedError,
-    describe,
     exit_message,
-    is_out_of_memory,
+    failure_of,
 )
 from lmi_server.contract.handler import RequestHandler, Response
 from lmi_server.contract.protocol import CANCELLED, RECALLED, AddAdapter, Command, Input, Ready, RemoveAdapter, Submit
@@ -265,5 +263,4 @@ def _failure(error: BaseException) -> LmiServerError:
     if isinstance(error, LmiServerError):
         return error
     logger.error("the handler raised", exc_info=error)
-    message = describe(error)
-    return ModelMemoryError(message) if is_out_of_memory(error) else HandlerError(message)
+    return failure_of(error)

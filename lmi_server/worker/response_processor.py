@@ -10,11 +10,9 @@ from lmi_server.contract.errors import (
     EXITS,
     HandlerError,
     LmiServerError,
-    ModelMemoryError,
     WorkerDiedError,
-    describe,
     exit_message,
-    is_out_of_memory,
+    failure_of,
 )
 from lmi_server.contract.handler import AsyncRequestHandler, ModelInfo, Response
 from lmi_server.contract.protocol import CANCELLED, AddAdapter, Command, Input, RemoveAdapter
@@ -54,8 +52,7 @@ class ResponseProcessor(RequestProcessor):
             raise
         except BaseException as error:  # the border to handlers, which raise anything; the request ends with it
             logger.exception("request %s: the handler raised", request.request_id)
-            message = describe(error)
-            writer.fail(ModelMemoryError(message) if is_out_of_memory(error) else HandlerError(message))
+            writer.fail(failure_of(error))
         finally:
             if response is not None:
                 call_after(response)

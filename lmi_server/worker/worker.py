@@ -9,13 +9,10 @@ from typing import Any
 
 from lmi_server.contract.errors import (
     EXITS,
-    HandlerError,
     LmiServerError,
-    ModelMemoryError,
     WorkerDiedError,
-    describe,
     exit_message,
-    is_out_of_memory,
+    failure_of,
 )
 from lmi_server.contract.link import FrontendLink
 from lmi_server.contract.protocol import (
@@ -187,4 +184,4 @@ class Worker:
 def _command_failure(error: BaseException) -> LmiServerError:
     if isinstance(error, EXITS):
         return WorkerDiedError(exit_message(error))
-    return ModelMemoryError(describe(error)) if is_out_of_memory(error) else HandlerError(describe(error))
+    return failure_of(error)
