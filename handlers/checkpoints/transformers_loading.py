@@ -20,6 +20,7 @@ from handlers.checkpoints.quantization import (
     quantization_details,
     refuse_odd_widths,
 )
+from handlers.checkpoints.saving import saving
 from lmi_server.configuration.options import LONG_DTYPES
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.machine.memory import free_and_total
@@ -64,10 +65,8 @@ def save_weights(model: Any, options: TransformersOptions) -> None:
     directory = options.save_mp_checkpoint_path
     if directory is None:
         return
-    try:
+    with saving(directory):
         model.save_pretrained(directory)
-    except OSError as error:
-        raise ModelLoadError(f"option.save_mp_checkpoint_path={directory} cannot be written: {error}") from error
     _log.info("weights of %.1f MiB written to %s", model.get_memory_footprint() / 2**20, directory)
 
 

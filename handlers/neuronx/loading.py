@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+from handlers.checkpoints.saving import saving
 from handlers.checkpoints.transformers_loading import from_pretrained
 from handlers.neuronx import optimum_model, tnx_model
 from handlers.neuronx.failures import failures_of_load
@@ -86,7 +87,7 @@ def load_engine(model_dir: str, options: NeuronxOptions) -> LoadedEngine:
         "max_running_requests": options.lines,
         "prompt_buckets": list(options.prompt_buckets()),
         "batching": "continuous" if isinstance(runner, LineRunner) else "all sequences at one column",
-        "graphs": "compiled now" if files.graphs is None else str(files.graphs),
+        "graphs": str(_compiled_before(loader, files) or "compiled now"),
         "load_seconds": round(time.perf_counter() - began, 1),
     }
     return LoadedEngine(engine, prompts, options.n_positions, room, details)
@@ -155,6 +156,14 @@ def _loader(config: Any, files: _Files, options: NeuronxOptions) -> str:
     return "tnx" if config.model_type in tnx_model.MODEL_TYPES else "optimum"
 
 
+def _compiled_before(loader: str, files: _Files) -> Path | None:
+    """Return where the graphs are that the library loads; None if it compiles."""
+    if loader == "tnx":
+        return files.graphs
+    weights = Path(files.weights)
+    return weights if (weights / COMPILED_BY_OPTIMUM).is_file() else None
+
+
 def _import(loader: str) -> None:
     """Import the library. Raises ModelLoadError that names the package and how to install it."""
     module, package, install = _PACKAGES[loader]
@@ -172,7 +181,8 @@ def _load(loader: str, model_dir: str, files: _Files, config: Any, options: Neur
         return optimum_model.load(files.weights, config, options, save_to)
     if save_to is None:
         return tnx_model.load(files.weights, config, options, files.graphs, None)
-    return _partition(model_dir, files, config, options, save_to)
+    with saving(save_to):
+        return _partition(model_dir, files, config, options, save_to)
 
 
 def _partition(

@@ -67,14 +67,19 @@ _NEURON_CONFIG = (
     "weight_tiling",
     "mlp_out_weight_transpose",
 )
-# What optimum-neuron gets from this handler; its compiler chooses everything else.
-_OF_OPTIMUM = frozenset({"n_positions", "dtype", "tensor_parallel_degree", "fuse_qkv", "context_length_estimate"})
-_OF_TNX = (*_NEURON_CONFIG, "unroll", "load_in_8bit", "quantize", "low_cpu_mem_usage", "load_split_model")
+# What has no effect on optimum-neuron, which gives its compiler flags of its own.
+_OF_TNX = (
+    *(name for name in _NEURON_CONFIG if name != "fuse_qkv"),
+    *("unroll", "load_in_8bit", "quantize", "low_cpu_mem_usage", "load_split_model", "sequence_parallel"),
+    *("neuron_optimize_level", "enable_mixed_precision_accumulation", "enable_saturate_infinity"),
+    *("neuron_cc_pipeline_factor",),
+)
 _ON_HOST = "remove it: the scheduler samples on the host, by the parameters of each request"
 _NO_DRAFT = (
-    "remove it: the scheduler decodes one token per step and sequence; with option.rolling_batch=vllm,"
-    " option.speculative_config names a draft model"
+    "remove it, or set option.rolling_batch=vllm, which takes option.speculative_draft_model: the scheduler decodes one"
+    " token per step and sequence"
 )
+_NO_DRAFTING = NoEffect("only option.rolling_batch=vllm takes a draft model")
 
 
 def _graph_path(text: str | None) -> str | None:
@@ -169,10 +174,10 @@ class NeuronxOptions(ModelOptions):
     speculative_draft_model: Annotated[str | None, Unavailable(lambda name: name is not None, _NO_DRAFT)] = Field(
         None, description="Model that drafts tokens for speculative decoding."
     )
-    speculative_length: Annotated[PositiveInt, NoEffect("there is no draft model")] = Field(
+    speculative_length: Annotated[PositiveInt, _NO_DRAFTING] = Field(
         5, description="Number of tokens that the draft model proposes."
     )
-    draft_model_tp_size: Annotated[PositiveInt | None, NoEffect("there is no draft model")] = Field(
+    draft_model_tp_size: Annotated[PositiveInt | None, _NO_DRAFTING] = Field(
         None, description="Neuron cores of the draft model."
     )
     fuse_mlp: bool = Field(False, description="Fuse the MLP.")
@@ -357,11 +362,19 @@ class NeuronxOptions(ModelOptions):
                 f"BSH only with option.context_length_estimate={self.n_positions}, the value of option.n_positions",
             )
 
+    def _only_of_tnx(self) -> Iterator[str]:
+        """Yield the keys that, with the values that they have, do nothing for optimum-neuron."""
+        yield from _OF_TNX
+        if self.rolling_batch_strategy == "naive_rolling_batch":
+            yield "rolling_batch_strategy"
+        if self.compiled_graph_path is not None and holds_graphs(Path(self.compiled_graph_path)):
+            yield "compiled_graph_path"
+
     def warnings(self, given: Collection[str]) -> Iterator[Conflict]:
         if self.loader == "optimum":
-            for name in _OF_TNX:
-                if f"option.{name}" in given and name not in _OF_OPTIMUM:
-                    yield Conflict((f"option.{name}",), "has no effect on optimum-neuron, only on transformers-neuronx")
+            for key in (f"option.{name}" for name in self._only_of_tnx()):
+                if key in given:
+                    yield Conflict((key,), "has no effect on optimum-neuron, only on transformers-neuronx")
         continuous = self.rolling_batch_strategy == "continuous_batching"
         if continuous and self.rolling_batch == "disable":
             yield Conflict(("option.rolling_batch_strategy",), "has no effect with option.rolling_batch=disable")

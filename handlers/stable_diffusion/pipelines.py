@@ -13,6 +13,7 @@ import diffusers
 import torch
 import transformers
 
+from handlers.checkpoints.saving import saving
 from handlers.stable_diffusion.options import (
     IMAGE_TO_IMAGE,
     INPAINTING,
@@ -59,7 +60,9 @@ class Pipelines:
             pipeline.set_progress_bar_config(disable=True)
         self._adapters: dict[str, str] = {}
         self._added = 0
-        _save(self._base, options)
+        if options.save_mp_checkpoint_path is not None:
+            with saving(options.save_mp_checkpoint_path):
+                self._base.save_pretrained(options.save_mp_checkpoint_path)
 
     @property
     def modes(self) -> Mapping[str, Mode]:
@@ -260,16 +263,6 @@ def _can(base: Any, task: str) -> bool:
     """Return whether the denoiser takes what the task gives it: one that was trained to inpaint takes a mask, too."""
     channels = getattr(getattr(base, "unet", None), "config", {}).get("in_channels", 4)
     return task == INPAINTING if channels == 9 else True
-
-
-def _save(pipeline: Any, options: StableDiffusionOptions) -> None:
-    directory = options.save_mp_checkpoint_path
-    if directory is None:
-        return
-    try:
-        pipeline.save_pretrained(directory)
-    except OSError as error:
-        raise ModelLoadError(f"option.save_mp_checkpoint_path={directory} cannot be written: {error}") from error
 
 
 def _defaults(pipeline: Any) -> Mapping[str, Any]:

@@ -7,10 +7,11 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import AsyncExitStack, aclosing, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+from handlers.checkpoints.saving import saving
 from handlers.rolling_batch.prompts import PromptEncoder
 from handlers.tensorrt_llm import library
 from handlers.tensorrt_llm.adapters import Adapters
@@ -141,13 +142,12 @@ async def load(model_dir: str, options: TensorRtLlmOptions) -> tuple[Engine, Mod
     checkpoint = find(model_dir, options)
     _log.info("TensorRT-LLM %s: %s", library.version(), _plan(checkpoint, options))
     llm = await _with_progress(checkpoint, options)
-    try:
+    async with AsyncExitStack() as ranks:  # they end with a load that fails
+        ranks.push_async_callback(asyncio.to_thread, llm.shutdown)
         if options.save_mp_checkpoint_path is not None:
             await _save(llm, Path(options.save_mp_checkpoint_path))
         engine = Engine(llm, checkpoint, options)
-    except BaseException:  # whatever it was: the ranks of the engine must not outlive it
-        await asyncio.to_thread(llm.shutdown)
-        raise
+        ranks.pop_all()
     details = {
         "engine": f"TensorRT-LLM {library.version()}",
         "backend": options.backend,
@@ -193,8 +193,9 @@ def _make_llm(checkpoint: Checkpoint, options: TensorRtLlmOptions) -> Any:
 
 async def _save(llm: Any, target: Path) -> None:
     repository = target / ENGINE_REPOSITORY
-    repository.mkdir(parents=True, exist_ok=True)
-    await asyncio.to_thread(llm.save, str(repository))
+    with saving(target):
+        repository.mkdir(parents=True, exist_ok=True)
+        await asyncio.to_thread(llm.save, str(repository))
     _log.info("saved the engine to %s", repository)
 
 

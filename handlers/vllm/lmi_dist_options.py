@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from handlers.vllm.options import InWorkerOptions
+from handlers.vllm.options import InWorkerOptions, drafting
 from lmi_server.configuration.declaration import (
     Allowed,
     Conflict,
@@ -90,13 +90,10 @@ class LmiDistOptions(InWorkerOptions):
             arguments["quantization"] = self.vllm_quantization
         if self.dtype == "int8":
             arguments["dtype"] = "auto"
-        if self.speculative_draft_model is not None:
-            arguments["speculative_config"] = {
-                "model": self.speculative_draft_model,
-                "num_speculative_tokens": self.speculative_length,
-                "draft_tensor_parallel_size": self.draft_model_tp_size,
-            }
-        return arguments
+        return {
+            **arguments,
+            **drafting(self.speculative_draft_model, self.speculative_length, self.draft_model_tp_size),
+        }
 
     def conflicts(self, given: Collection[str]) -> Iterator[Conflict]:
         if not self.mpi_mode:
@@ -106,11 +103,7 @@ class LmiDistOptions(InWorkerOptions):
                 ("option.enable_lora", "option.speculative_draft_model"),
                 "true only without option.speculative_draft_model",
             )
-        if self.speculative_config is not None and self.speculative_draft_model is not None:
-            yield Conflict(
-                ("option.speculative_draft_model", "option.speculative_config"),
-                "only without option.speculative_config, which sets the same",
-            )
+        yield from self.drafting_conflicts()
         if self.dtype == "int8" and self.quantize not in (None, "bitsandbytes8"):
             yield Conflict(("option.dtype", "option.quantize"), "int8 only without option.quantize")
         else:

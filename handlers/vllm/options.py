@@ -330,6 +330,14 @@ class VllmEngineOptions(ModelOptions):
             if instead is not None:
                 yield Conflict((f"option.{name}", name), instead)
 
+    def drafting_conflicts(self) -> Iterator[Conflict]:
+        """Yield two ways of naming a draft model."""
+        if self.speculative_config is not None and self.speculative_draft_model is not None:
+            yield Conflict(
+                ("option.speculative_draft_model", "option.speculative_config"),
+                "only without option.speculative_config, which sets the same",
+            )
+
     def parser_conflicts(self) -> Iterator[Conflict]:
         """Yield the options that require a parser, if none is named."""
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
@@ -391,6 +399,17 @@ class VllmPoolingOptions(InWorkerOptions):
 
     def engine_arguments(self) -> Mapping[str, Any]:
         return {**super().engine_arguments(), "runner": "pooling"}
+
+
+def drafting(model: str | None, length: int, degree: int | None) -> Mapping[str, Any]:
+    """Return vLLM's argument for a draft model by LMI's keys (speculative_draft_model and such); empty without one.
+
+    Without `degree` vLLM splits the draft model as it splits the model.
+    """
+    if model is None:
+        return {}
+    split = {} if degree is None else {"draft_tensor_parallel_size": degree}
+    return {"speculative_config": {"model": model, "num_speculative_tokens": length, **split}}
 
 
 def runs_pooling(workload: Workload) -> bool:

@@ -65,17 +65,24 @@ def _unet(channels: int, **more: Any) -> Any:
     return kind(**(usual | more))
 
 
-def _vae() -> Any:
+def _vae(channels: tuple[int, ...] = (8, 16), latent_channels: int = 4, **more: Any) -> Any:
     from diffusers import AutoencoderKL
 
     return AutoencoderKL(  # type: ignore[no-untyped-call]
-        block_out_channels=[8, 16],
+        block_out_channels=channels,
         norm_num_groups=4,
-        down_block_types=["DownEncoderBlock2D"] * 2,
-        up_block_types=["UpDecoderBlock2D"] * 2,
-        latent_channels=4,
+        down_block_types=["DownEncoderBlock2D"] * len(channels),
+        up_block_types=["UpDecoderBlock2D"] * len(channels),
+        latent_channels=latent_channels,
         sample_size=SIDE,
+        **more,
     )
+
+
+def _flow_vae(channels: tuple[int, ...], latent_channels: int) -> Any:
+    """Return the autoencoder of a pipeline with flow matching."""
+    further = {"use_quant_conv": False, "use_post_quant_conv": False, "shift_factor": 0.06, "scaling_factor": 1.5}
+    return _vae(channels, latent_channels, **further)
 
 
 def _vocabulary() -> dict[str, int]:
@@ -201,13 +208,13 @@ def save_sdxl(directory: Path) -> Path:
 def save_flux(directory: Path) -> Path:
     """Write a Flux: a transformer with flow matching, a CLIP and a T5."""
     import torch
-    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
     from tiny_models import byte_tokenizer
     from transformers import T5Config, T5EncoderModel
 
     torch.manual_seed(0)
-    kinds: tuple[Any, ...] = (FluxTransformer2DModel, AutoencoderKL, FlowMatchEulerDiscreteScheduler)
-    transformer, vae, scheduler = kinds
+    kinds: tuple[Any, ...] = (FluxTransformer2DModel, FlowMatchEulerDiscreteScheduler)
+    transformer, scheduler = kinds
     second = byte_tokenizer()
     second.pad_token = second.eos_token
     pipeline: Any = FluxPipeline(
@@ -229,18 +236,7 @@ def save_flux(directory: Path) -> Path:
             pooled_projection_dim=16,
             axes_dims_rope=[4, 4, 8],
         ),
-        vae=vae(
-            block_out_channels=(8,),
-            norm_num_groups=4,
-            down_block_types=("DownEncoderBlock2D",),
-            up_block_types=("UpDecoderBlock2D",),
-            latent_channels=1,
-            sample_size=SIDE,
-            use_quant_conv=False,
-            use_post_quant_conv=False,
-            shift_factor=0.06,
-            scaling_factor=1.5,
-        ),
+        vae=_flow_vae((8,), latent_channels=1),
     )
     pipeline.save_pretrained(directory)
     return directory
@@ -249,17 +245,12 @@ def save_flux(directory: Path) -> Path:
 def save_sd3(directory: Path) -> Path:
     """Write a Stable Diffusion 3 without its T5, as it is often served."""
     import torch
-    from diffusers import (
-        AutoencoderKL,
-        FlowMatchEulerDiscreteScheduler,
-        SD3Transformer2DModel,
-        StableDiffusion3Pipeline,
-    )
+    from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
     from transformers import CLIPTextModelWithProjection
 
     torch.manual_seed(0)
-    kinds: tuple[Any, ...] = (SD3Transformer2DModel, AutoencoderKL, FlowMatchEulerDiscreteScheduler)
-    transformer, vae, scheduler = kinds
+    kinds: tuple[Any, ...] = (SD3Transformer2DModel, FlowMatchEulerDiscreteScheduler)
+    transformer, scheduler = kinds
     encoders = [CLIPTextModelWithProjection(_text_config(projection_dim=16)) for _ in range(2)]
     pipeline: Any = StableDiffusion3Pipeline(
         scheduler=scheduler(),
@@ -281,18 +272,7 @@ def save_sd3(directory: Path) -> Path:
             caption_projection_dim=32,
             pooled_projection_dim=32,
         ),
-        vae=vae(
-            block_out_channels=(8, 16),
-            norm_num_groups=4,
-            down_block_types=["DownEncoderBlock2D"] * 2,
-            up_block_types=["UpDecoderBlock2D"] * 2,
-            latent_channels=16,
-            sample_size=SIDE,
-            use_quant_conv=False,
-            use_post_quant_conv=False,
-            shift_factor=0.06,
-            scaling_factor=1.5,
-        ),
+        vae=_flow_vae((8, 16), latent_channels=16),
     )
     pipeline.save_pretrained(directory)
     return directory

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from neuronx_helpers import FAKE_TRANSFORMERS_NEURONX, deltas, ids, importable, options_of, started
+from neuronx_helpers import FAKE_TRANSFORMERS_NEURONX, deltas, ids, importable, started
 from paths import ROOT, TESTS
 from rolling_batch_helpers import generated
 from server_helpers import Server, running
@@ -113,90 +113,12 @@ def test_bad_requests_are_refused_and_others_go_on(models: Path) -> None:
     asyncio.run(run())
 
 
-def test_every_key_reaches_its_argument(models: Path) -> None:
-    """The arguments that transformers-neuronx gets are those that `explain` shows."""
-    given: dict[str, Any] = {
-        **BATCHED,
-        "dtype": "bf16",
-        "tensor_parallel_degree": "4",
-        "unroll": "2",
-        "low_cpu_mem_usage": True,
-        "context_length_estimate": "64,32",
-        "quantize": "static_int8",
-        "group_query_attention": "replicated-heads",
-        "fuse_qkv": True,
-        "on_device_embedding": True,
-        "collectives_layout": "BSH",
-        "attention_layout": "BSH",
-        "cache_layout": "SBH",
-        "all_reduce_dtype": "float32",
-        "cast_logits_dtype": "float32",
-        "sequence_parallel": True,
-        "sequence_parallel_norm_threshold": "32",
-        "shard_over_sequence": True,
-        "compilation_worker_count": "2",
-        "fuse_mlp": True,
-        "fused_rmsnorm_qkv": True,
-        "qkv_tiling": True,
-        "weight_tiling": True,
-        "mlp_out_weight_transpose": True,
-        "revision": "main",
-        "trust_remote_code": True,
-    }
-    calls = loaded(models / "llama", **given)
-    arguments = calls["from_pretrained"]
-    config = neuron_config(arguments)
-    shown = dict(options_of(**given).engine_arguments())
-    assert {
-        "amp": "bf16",
-        "tp_degree": 4,
-        "unroll": 2,
-        "low_cpu_mem_usage": True,
-        "context_length_estimate": [32, 64],
-        "batch_size": 3,
-        "n_positions": [64],
-        "revision": "main",
-        "trust_remote_code": True,
-    }.items() <= arguments.items()
-    assert config["continuous_batching"].batch_size_for_shared_caches == 3
-    assert vars(config["quant"]) | {"quant_dtype": "s8", "dequant_dtype": "bf16"} == vars(config["quant"])
-    assert dict(shown.pop("neuron_config")) == {
-        **{name: config[name] for name in given if name in config},
-        "sequence_parallel_norm": True,
-        "quant": {"quant_dtype": "s8", "dequant_dtype": "bf16"},
-        "sequence_parallel_norm_threshold": 32,
-        "compilation_worker_count": 2,
-    }
-    assert shown | {"n_positions": [64]} == {name: arguments[name] for name in shown}
-
-
 def test_defaults_are_those_of_lmi(models: Path) -> None:
     arguments = loaded(models / "llama")["from_pretrained"]
     assert {"amp": "f16", "tp_degree": 1, "batch_size": 1, "n_positions": 64}.items() <= arguments.items()
     assert neuron_config(arguments)["continuous_batching"] is None
     assert neuron_config(arguments)["quant"] is None
     assert NeuronxOptions().engine_arguments()["n_positions"] == 128
-
-
-def test_flags_of_the_compiler_and_its_cache(models: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The flags are added to those that the server was started with."""
-    given = {
-        "neuron_optimize_level": "3",
-        "enable_mixed_precision_accumulation": True,
-        "enable_saturate_infinity": True,
-        "neuron_cc_pipeline_factor": "4",
-        "compiled_graph_path": str(tmp_path),
-    }
-    flags = (
-        "-O3 --enable-mixed-precision-accumulation --enable-saturate-infinity"
-        " --tensorizer-options='--cc-pipeline-tiling-factor=4'"
-    )
-    variables = {"NEURON_CC_FLAGS": flags, "NEURON_COMPILE_CACHE_URL": str(tmp_path)}
-    assert options_of(**given).worker_environment() == variables
-    assert options_of().worker_environment() == {}
-    monkeypatch.setenv("NEURON_CC_FLAGS", "--verbose=35 -O3")
-    loaded(models / "llama", **given)
-    assert os.environ["NEURON_CC_FLAGS"] == f"--verbose=35 {flags}"
 
 
 @pytest.mark.parametrize(
@@ -257,6 +179,12 @@ def test_a_model_compiled_ahead_of_time_is_loaded_and_not_compiled_again(
     assert calls["from_pretrained"]["path"] == str(target / "checkpoint")
     with pytest.raises(ModelLoadError, match=r"set option\.n_positions=64 in place of 32"):
         loaded(target, **BATCHED, n_positions="32")
+
+
+def test_a_directory_that_cannot_be_written_is_named(models: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelLoadError, match=r"option\.save_mp_checkpoint_path=.*file cannot be written"):
+        loaded(models / "llama", save_mp_checkpoint_path=str(tmp_path / "file"))
 
 
 def test_graphs_alone_are_compiled_beside_a_model_that_stays_where_it_is(models: Path, tmp_path: Path) -> None:

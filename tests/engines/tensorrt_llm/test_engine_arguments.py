@@ -12,7 +12,7 @@ from paths import DATA
 from tensorrt_llm_helpers import RECORD, fake_installed, make_model, records, write_properties
 
 from handlers.tensorrt_llm.options import TensorRtLlmOptions
-from lmi_server.configuration.declaration import NoEffect
+from lmi_server.configuration.declaration import NoEffect, Unavailable
 from lmi_server.configuration.resolve import Inspection, inspect_model
 from lmi_server.explain.explanation import explain
 from lmi_server.machine.inventory import Gpu, Machine
@@ -119,6 +119,63 @@ CASES: list[tuple[dict[str, str], dict[str, Any]]] = [
         },
     ),
     ({**LORA, "max_lora_rank": "8"}, {"build_config.lora_config.max_lora_rank": 8}),
+    ({"q_format": "int4_awq", "quantize": "awq", "awq_block_size": "64"}, {"quant_config.group_size": 64}),
+    (
+        {"quant_algo": "FP8", "group_size": "32", "use_meta_recipe": "true", "smoothquant_val": "0.3"},
+        {
+            "quant_config.group_size": 32,
+            "quant_config.use_meta_recipe": True,
+            "quant_config.smoothquant_val": 0.3,
+        },
+    ),
+    (
+        {
+            "quantize": "fp8",
+            "calib_batches": "3",
+            "calib_dataset": "texts",
+            "calib_max_seq_length": "99",
+            "tokenizer_max_seq_length": "88",
+        },
+        {
+            "calib_config.calib_batches": 3,
+            "calib_config.calib_dataset": "texts",
+            "calib_config.calib_max_seq_length": 99,
+            "calib_config.tokenizer_max_seq_length": 88,
+        },
+    ),
+    ({"max_batch_size": "7"}, {"build_config.max_batch_size": 7}),
+    ({"pipeline_parallel_size": "2", "tensor_parallel_degree": "1"}, {"pipeline_parallel_size": 2}),
+    ({"context_parallel_size": "2"}, {"context_parallel_size": 2}),
+    ({"moe_tensor_parallel_size": "2"}, {"moe_tensor_parallel_size": 2}),
+    ({"enable_overlap_scheduler": "false", **TORCH}, {"disable_overlap_scheduler": True}),
+    ({"free_gpu_memory_fraction": "0.25"}, {"kv_cache_config.free_gpu_memory_fraction": 0.25}),
+    ({"enable_block_reuse": "true"}, {"kv_cache_config.enable_block_reuse": True}),
+    (
+        {
+            "cross_kv_cache_fraction": "0.5",
+            "event_buffer_max_size": "6",
+            "onboard_blocks": "false",
+            "secondary_offload_min_priority": "5",
+            "sink_token_length": "4",
+        },
+        {
+            "kv_cache_config.cross_kv_cache_fraction": 0.5,
+            "kv_cache_config.event_buffer_max_size": 6,
+            "kv_cache_config.onboard_blocks": False,
+            "kv_cache_config.secondary_offload_min_priority": 5,
+            "kv_cache_config.sink_token_length": 4,
+        },
+    ),
+    ({"embedding_parallel_mode": "none"}, {"embedding_parallel_mode": "NONE"}),
+    ({"gather_generation_logits": "true"}, {"gather_generation_logits": True}),
+    ({"iter_stats_max_iterations": "9"}, {"iter_stats_max_iterations": 9}),
+    ({"request_stats_max_iterations": "8"}, {"request_stats_max_iterations": 8}),
+    ({"normalize_log_probs": "true"}, {"normalize_log_probs": True}),
+    ({"skip_tokenizer_init": "true"}, {"skip_tokenizer_init": True}),
+    (
+        {"tokenizer": "owner/name", "tokenizer_mode": "slow", "tokenizer_revision": "main"},
+        {"tokenizer": "owner/name", "tokenizer_mode": "slow", "tokenizer_revision": "main"},
+    ),
     # Arguments of the LLM class that no option declares, in both spellings.
     ({"trtllm_kv_cache_config": '{"use_uvm": true}'}, {"kv_cache_config.use_uvm": True}),
     ({"stream_interval": "4", **TORCH}, {"stream_interval": 4}),
@@ -181,20 +238,34 @@ def test_the_keys_reach_their_arguments(weights: Path, tmp_path: Path, monkeypat
     assert wrong == []
 
 
-def test_every_documented_key_is_a_case_or_says_that_it_has_no_effect() -> None:
-    rows = json.loads((DATA / "documented_keys.json").read_text())["tables"]
-    keys = {row["key"].removeprefix("option.") for row in rows if row["section"] == "TensorRT-LLM"}
-    assert len(keys) > 20
-    tested = {name for options, _ in CASES for name in options}
-    silent = {
+def test_every_key_is_a_case_or_says_by_name_that_it_has_no_effect() -> None:
+    documented = json.loads((DATA / "documented_keys.json").read_text())
+    rows = [row for row in documented["tables"] if row["section"] == "TensorRT-LLM"]
+    keys = {*(row["key"].removeprefix("option.") for row in rows), *documented["further options"]["tensorrt_llm"]}
+    assert len(keys) > 90
+    marked = {
         option.key.removeprefix("option.")
         for option in TensorRtLlmOptions.declared()
-        if any(isinstance(mark, NoEffect) for mark in option.marks)
+        if any(isinstance(mark, NoEffect | Unavailable) for mark in option.marks)
     }
-    # TensorRT-LLM reads these from the model's config.json, and has no argument for them.
-    in_config = {"baichuan_model_version", "chatglm_model_version", "gpt_model_version", "multi_query_mode"}
-    assert keys - tested == in_config
-    assert in_config <= silent
+    tested = {name for options, _ in CASES for name in options}
+    # The LLM class has no argument for these: it reads the first four from the model's config.json.
+    assert keys & marked == {
+        *("baichuan_model_version", "chatglm_model_version", "gpt_model_version", "multi_query_mode"),
+        *("num_checkpoint_workers", "num_engine_workers", "load_by_shard", "logits_dtype"),
+        *("auto_parallel", "auto_parallel_world_size"),
+    }
+    places = {"trtllm_checkpoint_path", "save_mp_checkpoint_path"}  # tests of their own have them
+    assert keys - marked - places <= tested
+
+
+def test_a_converted_checkpoint_is_loaded_in_the_place_of_the_model(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RECORD, str(tmp_path / "record"))
+    found = inspected(tmp_path / "model", model_id="owner/name", trtllm_checkpoint_path=str(weights))
+    assert explain(found).engine_arguments["model"] == str(weights)
+    assert recorded(found, tmp_path / "record")["model"] == str(weights)
 
 
 def test_a_changed_config_leaves_the_model_alone(

@@ -15,6 +15,9 @@ from product_helpers import Server
 from tensorrt_llm_helpers import fake_server, make_adapter, make_model, records, write_properties
 from waiting import wait_until
 
+from lmi_server.configuration.resolve import inspect_model
+from lmi_server.explain.explanation import explain
+
 pytestmark = pytest.mark.slow
 
 OPTIONS = {
@@ -65,6 +68,22 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 def lines(answer: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line) for line in answer.text.splitlines() if line]
+
+
+def test_the_engine_of_the_server_has_the_arguments_that_explain_shows(served: Served, tmp_path: Path) -> None:
+    properties = write_properties(tmp_path, model_id=str(served.adapters / "weights"), **OPTIONS)
+    (loaded,) = records(served.record, "llm")
+    given = loaded["arguments"]
+    given["build_config"]["plugin_config"] = loaded["plugins"]
+    shown = json.loads(json.dumps(explain(inspect_model(properties, {})).engine_arguments))
+    assert holds(given, shown)
+
+
+def holds(given: dict[str, Any], shown: dict[str, Any]) -> bool:
+    """Return whether every value of `shown` is in `given`, which has defaults beside them."""
+    return all(
+        holds(given[name], value) if isinstance(value, dict) else given[name] == value for name, value in shown.items()
+    )
 
 
 # --- answers ---

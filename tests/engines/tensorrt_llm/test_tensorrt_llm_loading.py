@@ -115,6 +115,15 @@ def test_options_that_do_not_fit_the_model_are_named(tmp_path: Path, options: di
 
 
 @pytest.mark.usefixtures("fake")
+def test_a_load_that_fails_late_ends_the_ranks_of_the_engine(tmp_path: Path, record: Path) -> None:
+    (tmp_path / "file").touch()
+    text = r"option\.save_mp_checkpoint_path=.*file cannot be written .*; name another directory"
+    with pytest.raises(ModelLoadError, match=text):
+        generated(make_model(tmp_path / "model"), GREEDY, save_mp_checkpoint_path=str(tmp_path / "file"))
+    assert [line["kind"] for line in records(record)] == ["llm", "shutdown"]
+
+
+@pytest.mark.usefixtures("fake")
 def test_a_version_without_engines_of_tensorrt_says_what_to_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
