@@ -16,9 +16,9 @@ from frontend import kserve
 from frontend.adapters import AdapterManagement
 from frontend.async_invocations import AsyncInvocations
 from frontend.async_jobs import AsyncJobs
-from frontend.clients import shown_path
+from frontend.clients import Receive, Scope, Send, shown_path
 from frontend.error_rates import ErrorRates
-from frontend.inference import Receive, Relay, Scope, Send
+from frontend.inference import Relay
 from frontend.management import Management
 from frontend.management_access import Access, protected
 from frontend.metrics import Metrics

@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, NamedTuple
-from uuid import uuid4
 
 from starlette.responses import Response
 
 from frontend.clients import Receive, Scope
 from frontend.detached import DetachedRequest, Inference
 from frontend.job_store import JobRecord, as_os_errors, aws_client
+from frontend.request_ids import new_request_id
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import LmiServerError, QueueFullError, RequestError
 from lmi_server.dialects import routes
@@ -101,10 +101,10 @@ class AsyncInvocations:
         given = {
             key[len(_PREFIX) :]: value.decode("latin-1") for key, value in headers.items() if key.startswith(_PREFIX)
         }
-        inference_id = _matching(given, "Inference-Id", _INFERENCE_ID) or str(uuid4())
+        inference_id = _matching(given, "Inference-Id", _INFERENCE_ID) or new_request_id()
         extension = _matching(given, "S3OutputPathExtension", _EXTENSION)
         folder = f"{outputs.key}/{extension}/" if extension else f"{outputs.key}/"
-        name = _matching(given, "Filename", _FILE_NAME) or str(uuid4())
+        name = _matching(given, "Filename", _FILE_NAME) or new_request_id()
         stem, dot, ending = name.partition(".")
         begin = f"{folder}{stem}".strip("/")
         return _Invocation(

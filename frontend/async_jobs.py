@@ -14,7 +14,6 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from uuid import uuid4
 
 from starlette.responses import Response
 
@@ -22,6 +21,7 @@ from frontend.clients import Receive, Scope, Send
 from frontend.detached import DetachedRequest, Inference, Target
 from frontend.http_protocol import connection_of
 from frontend.job_store import JobRecord, job_store
+from frontend.request_ids import new_request_id
 from frontend.responses import error_response, json_response
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import BadParameterError, LmiServerError, QueueFullError, WorkerDiedError
@@ -138,7 +138,7 @@ class AsyncJobs:
     async def _start(self, target: Target, scope: Scope, receive: Receive) -> Response:
         self._make_room()
         record = JobRecord(owner=self._owner, expires=time.time() + self._lifetime)
-        job = _Job(str(uuid4()), DetachedRequest(record))
+        job = _Job(new_request_id(), DetachedRequest(record))
         self._jobs[job.token] = job
         job.task = asyncio.create_task(self._run(job, target, scope, receive))
         accepted = asyncio.create_task(job.request.accepted.wait())

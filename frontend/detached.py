@@ -62,6 +62,10 @@ class DetachedRequest:
     def linger(self) -> None:
         """Do nothing: there is no client that could still send."""
 
+    def write_whole(self, send: Send, status: int, head: bytes, body: bytes) -> bool:
+        """Return False: the answer comes to `_keep` in its parts."""
+        return False
+
     def set_reason(self, phrase: str) -> None:
         """Keep the reason phrase."""
         self.record.reason = phrase

@@ -10,14 +10,15 @@ import termios
 from collections.abc import Callable, MutableMapping
 from http import HTTPStatus
 from typing import Any, cast
-from uuid import uuid4
 
 import httptools
 import msgspec
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from frontend.clients import Send
 from frontend.connection_limits import ConnectionLimits
+from frontend.request_ids import new_request_id
 from frontend.responses import CACHE_HEADERS
 from lmi_server.supervisor.job import ReplySlot
 
@@ -350,6 +351,27 @@ class RelayProtocol(HttpToolsProtocol):
             self.transport.write_eof()
         self.flow.resume_reading()
 
+    def write_whole(self, send: Send, status: int, head: bytes, body: bytes) -> bool:
+        """Write a whole answer as uvicorn's `send` would from its two messages, in half the time; return whether it is.
+
+        It is not if anything about the answer or its connection needs uvicorn. `head` has the lines behind those of
+        uvicorn itself, checked, and the empty line.
+        """
+        cycle = self._answering
+        if cycle is None or send != cycle.send or cycle.transport is not self.transport:
+            return False  # the messages go through something first
+        if cycle.response_started or cycle.disconnected or cycle.flow.write_paused or cycle.access_log:
+            return False
+        if not cycle.keep_alive or cycle.scope["method"] == "HEAD":
+            return False
+        standard = b"".join([b"%b: %b\r\n" % header for header in cycle.default_headers])
+        self.transport.write(b"".join((STATUS_LINE[status], standard, head, body)))
+        cycle.response_started = cycle.response_complete = True
+        cycle.waiting_for_100_continue = False
+        cycle.message_event.set()
+        cycle.on_response()
+        return True
+
     def set_reason(self, phrase: str) -> None:
         """Set the reason phrase of the answer that comes next, for which ASGI has no field."""
         assert self._answering is not None
@@ -394,7 +416,7 @@ class RelayProtocol(HttpToolsProtocol):
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(body)),
             (b"connection", b"close"),
-            (b"x-request-id", str(uuid4()).encode()),
+            (b"x-request-id", new_request_id().encode()),
             *CACHE_HEADERS,
         ]
         head = f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode()

@@ -10,23 +10,23 @@ import codecs
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Mapping
 from urllib.parse import parse_qsl
-from uuid import uuid4
 
 import msgspec
 
 from frontend.api_keys import TENANT
-from frontend.clients import shown_answer, shown_error, shown_text
+from frontend.clients import Receive, Scope, Send
 from frontend.compression import decoded_body
 from frontend.deadlines import deadline_of
 from frontend.error_rates import ErrorRates
-from frontend.http_protocol import RelayProtocol, connection_of, header_names
+from frontend.http_protocol import connection_of, header_names
 from frontend.implicit_registration import ImplicitRegistration
+from frontend.inference_response import Response
 from frontend.lmi_metrics import CLIENT_GONE
 from frontend.management_access import Access
 from frontend.metrics import Metrics, ModelMetrics
+from frontend.request_ids import new_request_id
 from frontend.responses import error_statuses, standard_headers
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import (
@@ -48,19 +48,12 @@ from lmi_server.supervisor.job import Job
 
 logger = logging.getLogger(__name__)
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
 _SITE = "sec-fetch-site"
 _CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
-_WITHOUT_BODY = frozenset({204, 304})
-_SET_HERE = frozenset({"cache-control", "expires", "pragma", "x-request-id"})  # whatever a handler says
 
 # Bounded in length, because int() takes quadratic time in the number of digits.
 _INTEGER = re.compile(r"-?[0-9]{1,10}")
 _SHORT_BODY = 64 * 1024
-_PART = 256 * 1024  # bytes of a whole answer that are written at once
 _MALFORMED = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 _PRIORITIES = range(-(2**31), 2**31)
 
@@ -106,7 +99,7 @@ class Relay:
         """Serve one request. `route` is that of Input; `name` and `version` come from the path, None if it has none."""
         arrived = time.monotonic()
         properties, names = _properties(scope)
-        request_id = properties.get(self._request_id_header) or str(uuid4())
+        request_id = properties.get(self._request_id_header) or new_request_id()
         connection = connection_of(scope)
         response = self._response(route, request_id, scope, send)
         model: Model | None = None
@@ -185,7 +178,7 @@ class Relay:
     def request_id(self, scope: Scope) -> str:
         """Return the id that the client gives the request, or a new one."""
         sent = _header(scope, self._request_id_header.encode("latin-1"))
-        return str(uuid4()) if sent is None else sent.decode("latin-1")
+        return new_request_id() if sent is None else sent.decode("latin-1")
 
     def _choose(
         self,
@@ -294,75 +287,6 @@ class Relay:
         self._metrics.failed(error)
         self.error_rates.count(status, error)
         await response.whole(status, headers, data)
-
-
-class Response:
-    """Writes the answer to one request as ASGI messages."""
-
-    __slots__ = ("_connection", "_headers", "_scope", "_send", "request_id")
-
-    def __init__(
-        self, connection: RelayProtocol, send: Send, request_id: str, headers: list[tuple[bytes, bytes]], scope: Scope
-    ) -> None:
-        """`headers` are added to every answer."""
-        self._connection = connection
-        self._headers = headers
-        self._send = send
-        self.request_id = request_id
-        self._scope = scope
-
-    def shown(self, error: LmiServerError) -> LmiServerError:
-        """Return the error as the client may read it."""
-        return shown_error(error, self._scope)
-
-    def shown_answer(self, data: bytes, message: str) -> bytes:
-        """Return an answer of a worker that reports an error with this message as the client may read it."""
-        return shown_answer(data, message, self._scope)
-
-    def shown_text(self, text: str) -> str:
-        return shown_text(text, self._scope)
-
-    def linger(self) -> None:
-        """Let a client that still sends its request read the answer, although the connection ends with it."""
-        self._connection.linger()
-
-    async def whole(self, status: int, headers: list[tuple[str, str]], data: bytes, reason: str = "") -> None:
-        if reason:
-            self._connection.set_reason(reason)
-        if status in _WITHOUT_BODY:
-            await self._start(status, headers)
-            await self._send({"type": "http.response.body"})
-            return
-        await self._start(status, headers, (b"content-length", b"%d" % len(data)))
-        last = max(len(data) - 1, 0) // _PART * _PART
-        for start in range(0, last, _PART):  # each waits for the client to read: TLS would keep a copy of the whole
-            await self.chunk(data[start : start + _PART])
-        await self._send({"type": "http.response.body", "body": data[last:]})
-
-    async def begin(self, head: Head) -> None:
-        if head.reason:
-            self._connection.set_reason(head.reason)
-        await self._start(head.status, head.headers)
-
-    async def chunk(self, data: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
-
-    async def end(self, data: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": data})
-
-    async def _start(self, status: int, headers: list[tuple[str, str]], *more: tuple[bytes, bytes]) -> None:
-        raw = [
-            (name.encode("latin-1"), value.encode("latin-1"))
-            for name, value in headers
-            if name.lower() not in _SET_HERE
-        ]
-        await self._send(
-            {
-                "type": "http.response.start",
-                "status": status,
-                "headers": [*raw, *more, (b"x-request-id", self.request_id.encode("latin-1")), *self._headers],
-            }
-        )
 
 
 async def _relay(route: str, job: Job, response: Response, statuses: Mapping[type[LmiServerError], int]) -> int:
@@ -495,7 +419,10 @@ def parse_priority(value: str | None) -> int:
 
 
 def _header(scope: Scope, name: bytes) -> bytes | None:
-    return next((value for key, value in scope["headers"] if key == name), None)
+    for key, value in scope["headers"]:
+        if key == name:
+            return bytes(value)
+    return None
 
 
 def _query(scope: Scope) -> list[tuple[str, bytes]]:

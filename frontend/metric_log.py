@@ -14,15 +14,13 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
+from frontend.clients import Receive, Scope, Send
 from frontend.lmi_metrics import HOST, response_name
 from frontend.server_log import BackgroundLog, LineFormatter
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.metrics import HISTOGRAM, Metric
 from lmi_server.contract.secrets import SECRETS
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _LOGGERS = {"access": "ACCESS_LOG", "model_metric": "model_metric", "server_metric": "server_metric"}

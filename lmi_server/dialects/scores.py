@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Sequence
 from typing import Any
-from uuid import uuid4
 
 from lmi_server.dialects.framing import encode
 
@@ -17,7 +17,7 @@ def score_body(model: str, scores: Sequence[float], prompt_tokens: int) -> bytes
     """Return the answer of /score: one score per pair, in order."""
     data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
     usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
-    head = {"id": f"score-{uuid4().hex}", "object": "list", "created": int(time.time()), "model": model}
+    head = {"id": f"score-{secrets.token_hex(16)}", "object": "list", "created": int(time.time()), "model": model}
     return encode({**head, "data": data, "usage": usage})
 
 
@@ -33,7 +33,7 @@ def rerank_body(model: str, documents: Any, relevances: Sequence[float], top_n: 
         {"index": index, "document": _document(given[index]), "relevance_score": relevances[index]} for index in ranked
     ]
     usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
-    head = {"id": f"rerank-{uuid4().hex}", "model": model}
+    head = {"id": f"rerank-{secrets.token_hex(16)}", "model": model}
     return encode({**head, "usage": usage, "results": results[: top_n or None]})
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from typing import Any
-from uuid import uuid4
 
 import msgspec
 
@@ -56,7 +56,7 @@ def parse_tokenize(request: Input, served: ServedModel) -> tuple[GenerationReque
     if messages is not None:
         messages = chats.for_model(messages, served)
     to_tokenize = GenerationRequest(
-        request_id=uuid4().hex,
+        request_id=secrets.token_hex(16),
         prompt=prompt,
         messages=messages,
         tools=values.get("tools"),

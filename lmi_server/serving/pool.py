@@ -153,6 +153,8 @@ class WorkerPool:
         """Return why the model takes no requests, None if it does. It takes some while a worker is being restarted."""
         if self.failure is not None:
             return self._not_ready(self.failure.message)
+        if self._roster.ready:
+            return None
         if not self.was_ready and not self._starts_on_demand:
             return self._not_ready("it is loading")
         enabled = [replicas for replicas in self.replica_sets if replicas.max_workers]

@@ -1,8 +1,14 @@
 from __future__ import annotations
 
+import asyncio
+from typing import Any, cast
+from uuid import RFC_4122, UUID
+
 import pytest
 
 from frontend.inference import model_named_in, parse_priority, priority_named_in
+from frontend.inference_response import Response
+from frontend.request_ids import new_request_id
 from lmi_server.contract.errors import RequestError
 
 
@@ -42,3 +48,57 @@ def test_the_priority_in_the_body() -> None:
 def test_a_priority_in_a_body_that_the_worker_refuses_changes_nothing(value: bytes) -> None:
     body = b'{"priority": %b' % value if value == b"1" else b'{"priority": %b}' % value
     assert priority_named_in(body, 5) == 5
+
+
+class RecordingConnection:
+    def __init__(self) -> None:
+        self.written: list[tuple[int, bytes, bytes]] = []
+
+    def write_whole(self, send: object, status: int, head: bytes, body: bytes) -> bool:
+        self.written.append((status, head, body))
+        return True
+
+
+def answer(headers: list[tuple[str, str]], body: bytes = b"{}") -> tuple[RecordingConnection, list[Any]]:
+    """Return what a connection was asked to write at once, and the messages that uvicorn got."""
+    connection, messages = RecordingConnection(), []
+
+    async def send(message: Any) -> None:
+        messages.append(message)
+
+    response = Response(cast(Any, connection), send, "id-1", [(b"pragma", b"no-cache")], {})
+    asyncio.run(response.whole(200, headers, body))
+    return connection, messages
+
+
+def test_a_usual_answer_is_written_at_once() -> None:
+    connection, messages = answer([("Content-Type", "text/plain"), ("X-Request-Id", "the handler's"), ("x-a", "é")])
+    head = (
+        b"content-type: text/plain\r\nx-a: \xe9\r\ncontent-length: 2\r\nx-request-id: id-1\r\npragma: no-cache\r\n\r\n"
+    )
+    assert connection.written == [(200, head, b"{}")]
+    assert messages == []
+
+
+@pytest.mark.parametrize(
+    "header", [("x-a", "1\r\nx-b: 2"), ("x a", "1"), ("x-a\n", "1"), ("Connection", "close"), ("content-length", "1")]
+)
+def test_uvicorn_checks_headers_that_change_how_an_answer_is_read(header: tuple[str, str]) -> None:
+    connection, messages = answer([header])
+    assert connection.written == []
+    assert tuple(part.encode() for part in header) in messages[0]["headers"]
+
+
+def test_a_long_answer_is_written_in_parts_as_the_client_reads() -> None:
+    connection, messages = answer([], bytes(600 * 1024))
+    assert connection.written == []
+    assert b"".join(message["body"] for message in messages[1:]) == bytes(600 * 1024)
+    assert len(messages) == 4
+
+
+def test_an_id_is_a_random_uuid() -> None:
+    texts = {new_request_id() for _ in range(1000)}
+    assert len(texts) == 1000
+    for text in texts:
+        parsed = UUID(text)
+        assert (str(parsed), parsed.version, parsed.variant) == (text, 4, RFC_4122)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
-from uuid import uuid4
 
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import BeamSearch, GenerationRequest, SamplingParameters
@@ -206,7 +206,7 @@ def _exchange(request: Input, served: ServedModel, values: dict[str, Any], warni
     asynchronous = served.async_service and not as_tgi
     streams = framing is not None or (asynchronous and stream)
     generation = GenerationRequest(
-        request_id=uuid4().hex,
+        request_id=secrets.token_hex(16),
         prompt=prompt,
         sampling=_sampling(parameters, options, streams),
         priority=request.priority,

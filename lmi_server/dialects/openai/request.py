@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Mapping
 from typing import Any
-from uuid import uuid4
 
 import msgspec
 
@@ -149,7 +149,7 @@ def shown_model_name(request: Input, model: str | None, served: ServedModel) -> 
 def envelope_of(prefix: str, values: dict[str, Any], served: ServedModel) -> Envelope:
     """Take the id and the model of the answer out of `values`; `prefix` is that of OpenAI's ids."""
     default = served.served_names[0] if served.served_names else served.name
-    name = values.pop("request_id", None) or uuid4().hex
+    name = values.pop("request_id", None) or secrets.token_hex(16)
     return Envelope(f"{prefix}-{name}", int(time.time()), values.pop("model", default))
 
 

@@ -1,0 +1,116 @@
+"""How the answer to one inference request is written."""
+
+from __future__ import annotations
+
+import functools
+
+from uvicorn.protocols.http.httptools_impl import HEADER_RE, HEADER_VALUE_RE
+
+from frontend.clients import Scope, Send, shown_answer, shown_error, shown_text
+from frontend.http_protocol import RelayProtocol
+from lmi_server.contract.errors import LmiServerError
+from lmi_server.contract.protocol import Head
+
+_PART = 256 * 1024  # bytes of a whole answer that are written at once
+_WITHOUT_BODY = frozenset({204, 304})
+_SET_HERE = frozenset({"cache-control", "expires", "pragma", "x-request-id"})  # whatever a handler says
+_FRAMING = frozenset({"connection", "content-length", "transfer-encoding"})  # uvicorn acts on them
+
+
+class Response:
+    """Writes the answer to one request as ASGI messages."""
+
+    __slots__ = ("_connection", "_headers", "_scope", "_send", "request_id")
+
+    def __init__(
+        self, connection: RelayProtocol, send: Send, request_id: str, headers: list[tuple[bytes, bytes]], scope: Scope
+    ) -> None:
+        """`headers` are added to every answer."""
+        self._connection = connection
+        self._headers = headers
+        self._send = send
+        self.request_id = request_id
+        self._scope = scope
+
+    def shown(self, error: LmiServerError) -> LmiServerError:
+        """Return the error as the client may read it."""
+        return shown_error(error, self._scope)
+
+    def shown_answer(self, data: bytes, message: str) -> bytes:
+        """Return an answer of a worker that reports an error with this message as the client may read it."""
+        return shown_answer(data, message, self._scope)
+
+    def shown_text(self, text: str) -> str:
+        return shown_text(text, self._scope)
+
+    def linger(self) -> None:
+        """Let a client that still sends its request read the answer, although the connection ends with it."""
+        self._connection.linger()
+
+    async def whole(self, status: int, headers: list[tuple[str, str]], data: bytes, reason: str = "") -> None:
+        if reason:
+            self._connection.set_reason(reason)
+        if status in _WITHOUT_BODY:
+            await self._start(status, headers)
+            await self._send({"type": "http.response.body"})
+            return
+        if len(data) <= _PART and self._write_at_once(status, headers, data):
+            return
+        await self._start(status, headers, (b"content-length", b"%d" % len(data)))
+        last = max(len(data) - 1, 0) // _PART * _PART
+        for start in range(0, last, _PART):  # each waits for the client to read: TLS would keep a copy of the whole
+            await self.chunk(data[start : start + _PART])
+        await self._send({"type": "http.response.body", "body": data[last:]})
+
+    def _write_at_once(self, status: int, headers: list[tuple[str, str]], data: bytes) -> bool:
+        """Write head and body of a usual answer, and return True; do nothing and return False for any other one."""
+        lines = _checked_lines(tuple(headers))
+        request_id = self.request_id.encode("latin-1")
+        if lines is None or HEADER_VALUE_RE.search(request_id):
+            return False
+        own = b"".join([b"%b: %b\r\n" % header for header in self._headers])
+        head = b"%bcontent-length: %d\r\nx-request-id: %b\r\n%b\r\n" % (lines, len(data), request_id, own)
+        return self._connection.write_whole(self._send, status, head, data)
+
+    async def begin(self, head: Head) -> None:
+        if head.reason:
+            self._connection.set_reason(head.reason)
+        await self._start(head.status, head.headers)
+
+    async def chunk(self, data: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self, data: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": data})
+
+    async def _start(self, status: int, headers: list[tuple[str, str]], *more: tuple[bytes, bytes]) -> None:
+        raw = [
+            (name.encode("latin-1"), value.encode("latin-1"))
+            for name, value in headers
+            if name.lower() not in _SET_HERE
+        ]
+        await self._send(
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [*raw, *more, (b"x-request-id", self.request_id.encode("latin-1")), *self._headers],
+            }
+        )
+
+
+@functools.lru_cache(256)
+def _checked_lines(headers: tuple[tuple[str, str], ...]) -> bytes | None:
+    """Return the lines of a handler's headers, None if uvicorn must look at them.
+
+    Nearly all answers of a model have the same headers: the check, which keeps a handler from writing lines of its own
+    into the head, is made once for them.
+    """
+    lines = b""
+    for name, value in headers:
+        if name.lower() in _SET_HERE:
+            continue
+        raw_name, raw_value = name.encode("latin-1").lower(), value.encode("latin-1")
+        if name.lower() in _FRAMING or HEADER_RE.search(raw_name) or HEADER_VALUE_RE.search(raw_value):
+            return None
+        lines += b"%b: %b\r\n" % (raw_name, raw_value)
+    return lines
