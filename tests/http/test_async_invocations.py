@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from artifact_helpers import BUCKET, S3, s3_server
+from sagemaker_helpers import sagemaker_runtime
 from server_helpers import Server, make_model, request, running
 from waiting import wait_until
 
@@ -35,15 +36,7 @@ def server(s3: S3, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Any:
-    import boto3
-
-    return boto3.client(
-        "sagemaker-runtime",
-        endpoint_url=f"http://127.0.0.1:{server.port}",
-        region_name="us-east-1",
-        aws_access_key_id="x",
-        aws_secret_access_key="y",
-    )
+    return sagemaker_runtime(server.port)
 
 
 def body(prompt: str, tokens: int = 3) -> bytes:
@@ -77,6 +70,14 @@ def test_an_input_on_s3_has_its_output_there(client: Any, s3: S3) -> None:
     assert answer["OutputLocation"].startswith(f"{OUTPUTS}/today/")
     assert answer["FailureLocation"] == answer["OutputLocation"].replace(".out", "-error.out")
     assert json.loads(written(s3, answer["OutputLocation"])) == {"generated_text": " a b c"}
+
+
+def test_the_async_predictor_of_sagemakers_sdk_names_no_type(client: Any, s3: S3) -> None:
+    s3.put("in/of-the-sdk.json", body("a b"))
+    answer = client.invoke_endpoint_async(
+        EndpointName="model", InputLocation=f"s3://{BUCKET}/in/of-the-sdk.json", Accept="application/json"
+    )
+    assert json.loads(written(s3, answer["OutputLocation"])) == {"generated_text": " a b a"}
 
 
 def test_an_input_may_come_with_the_request(client: Any, s3: S3) -> None:

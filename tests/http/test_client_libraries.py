@@ -29,6 +29,7 @@ CLIENTS = {
     "huggingface_hub": "Paris",
     "langchain_openai": "Paris",
     "langchain_huggingface": "Paris",
+    "langchain_aws": "Paris",
     "litellm": "Paris",
     "instructor": "country=",
     "pydantic_ai": "country=",
@@ -123,6 +124,10 @@ def test_the_page_has_each_client() -> None:
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_client_works_as_the_page_says(ran: ClientScripts, client: str) -> None:
     assert CLIENTS[client] in ran.output(client)
+
+
+def test_langchain_reads_a_sagemaker_endpoint_at_once_and_as_a_stream(ran: ClientScripts) -> None:
+    assert ran.output("langchain_aws").count("Paris") == 2
 
 
 def test_litellm_falls_back_if_a_prompt_is_too_long(ran: ClientScripts) -> None:
