@@ -24,7 +24,7 @@ from lmi_server.serving.model_store import ModelSource, name_of
 from lmi_server.serving.pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus
 from lmi_server.serving.registry import Endpoint, Model, ModelRegistry
-from lmi_server.supervisor.replicas import ReplicaSet
+from lmi_server.supervisor.replicas import Replicas
 
 _UNCHANGED = -1
 _ALL_DEVICES = "*"
@@ -266,7 +266,7 @@ def _serving(model: Model) -> dict[str, int]:
     }
 
 
-def _replicas(replicas: ReplicaSet, pool: WorkerPool) -> dict[str, Any]:
+def _replicas(replicas: Replicas, pool: WorkerPool) -> dict[str, Any]:
     return {
         "device": {"deviceType": replicas.devices.kind, "deviceId": replicas.devices.first},
         "minWorkers": replicas.min_workers,

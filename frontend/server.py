@@ -59,10 +59,11 @@ def run(
     settings: ServerSettings,
     environment: Mapping[str, str],
     inspect: Inspect = inspect_model,
+    registry: type[ModelRegistry] = ModelRegistry,
 ) -> int:
     """Serve the models of `sources` until SIGTERM or SIGINT; return the exit code.
 
-    `environment` has the variables that configure models.
+    `environment` has the variables that configure models. `registry` is the class that keeps them.
 
     The first signal drains the server: it accepts nothing more, and finishes what it has accepted within
     `drain_timeout` (exit code 0). The second signal ends everything at once (exit code 1). A model of `sources` that
@@ -78,7 +79,7 @@ def run(
     with background_log(sys.stderr.fileno()) as log:
         try:
             with log_files(settings.written_logs, directory):
-                return _run(sources, settings, environment, inspect, log)
+                return _run(sources, settings, environment, inspect, registry, log)
         except ConfigurationError as error:
             logger.error("%s", error)
             return 1
@@ -89,6 +90,7 @@ def _run(
     settings: ServerSettings,
     environment: Mapping[str, str],
     inspect: Inspect,
+    registry: type[ModelRegistry],
     log: BackgroundLog,
 ) -> int:
     listeners = listen(settings)
@@ -97,7 +99,8 @@ def _run(
         logger.warning("the certificate has no effect, because no address begins with https:// (tls=true)")
     _allow_many_connections()
     try:
-        return uvloop.run(_Server(sources, settings, listeners, certificate, environment, inspect, log).serve())
+        server = _Server(sources, settings, listeners, certificate, environment, inspect, registry, log)
+        return uvloop.run(server.serve())
     finally:
         for listener in listeners:
             listener.close()
@@ -114,6 +117,7 @@ class _Server:
         certificate: Certificate | None,
         environment: Mapping[str, str],
         inspect: Inspect,
+        registry: type[ModelRegistry],
         log: BackgroundLog,
     ) -> None:
         self._sources = sources
@@ -130,7 +134,7 @@ class _Server:
         self._orphans = Orphans()
         self._failed = False  # a model of the start could not be loaded
         artifacts = artifact_settings(settings.download_dir, environment)
-        self._models = ModelRegistry(
+        self._models = registry(
             environment, artifacts, inspect, settings.drain_timeout, settings.log_level.upper(), self._metrics.record
         )
 
@@ -148,6 +152,7 @@ class _Server:
         starting = [models.register(source, at_startup=True) for source in self._sources]
         watches = [asyncio.create_task(self._measure_start(starting))]
         watches += [asyncio.create_task(self._end_if_unloadable(model)) for model in starting]
+        watches.append(asyncio.create_task(models.follow()))
         watches += [asyncio.create_task(ring.watch()) for ring in self._access.key_rings]
         if self._certificate is not None:
             watches.append(asyncio.create_task(self._certificate.watch()))

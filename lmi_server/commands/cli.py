@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version as distribution_version
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +15,8 @@ from rich.console import Console
 
 from frontend.server_log import LOG_FORMAT, LineFormatter
 from lmi_server.artifacts.location import MODEL_FORMS
+from lmi_server.commands import ray
+from lmi_server.commands.terminal import plain_configuration_errors
 from lmi_server.configuration.handlers import HANDLERS
 from lmi_server.configuration.resolve import inspect_model
 from lmi_server.configuration.server_settings import (
@@ -35,6 +36,7 @@ from lmi_server.machine.inventory import this_machine, with_gpu_memory
 from lmi_server.serving.model_store import ModelSource, Startup, is_spec, startup_sources
 
 app = typer.Typer(name="lmi-server", no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
+app.add_typer(ray.app)
 
 _log = logging.getLogger(__name__)
 _ONE_MODEL = f"Model: {MODEL_FORMS}. It is fetched first if it is not on this machine."
@@ -97,7 +99,7 @@ def serve(
         "wait_model_loading": False if keep_going else None,
         "log_level": log_level,
     }
-    with _plain_configuration_errors():
+    with plain_configuration_errors():
         config_file = config_file or find_config_file(environment, Path.cwd())
         settings, setting_warnings = resolve_server(environment, flags, config_file)
         if config_file is not None:
@@ -180,7 +182,7 @@ def _explain(argument: str) -> Explanation:
 
     environment = process_environment()
     SECRETS.add_named(environment)
-    with _plain_configuration_errors():
+    with plain_configuration_errors():
         model = local_model(argument, environment)
         machine = with_gpu_memory(this_machine(environment, HANDLERS.engines()), environment)
         return explain_model(inspect_local(model, environment, machine))
@@ -205,7 +207,7 @@ def try_model(
     settings = {"option.handler": handler, "option.entryPoint": entry_point}
     source = ModelSource(str(model_dir), "model", settings={key: value for key, value in settings.items() if value})
     _log_to_stderr("warning")
-    with _plain_configuration_errors():
+    with plain_configuration_errors():
         raise typer.Exit(run_once(source, inputs or [], parameters or [], process_environment()))
 
 
@@ -220,7 +222,7 @@ def partition_model(
 
     _log_to_stderr("info")
     environment = process_environment()
-    with _plain_configuration_errors():
+    with plain_configuration_errors():
         try:
             partition(local_model(model, environment), save, environment)
         except LmiServerError as error:
@@ -236,7 +238,7 @@ def demo_model(
     from lmi_server.commands.demo_model import build_demo_model
 
     model_imports.prepare()
-    with _plain_configuration_errors():
+    with plain_configuration_errors():
         built = build_demo_model(directory)
     typer.echo(f"{directory}: {'built' if built else 'complete, nothing to do'}")
 
@@ -245,19 +247,6 @@ def demo_model(
 def version() -> None:
     """Print the version."""
     typer.echo(distribution_version("lmi-server"))
-
-
-@contextmanager
-def _plain_configuration_errors() -> Iterator[None]:
-    """Print the message of a ConfigurationError without a traceback, and exit with code 1."""
-    try:
-        yield
-    except ConfigurationError as error:
-        # soft_wrap: a problem stays one line on a narrow terminal. markup=False: the text may hold [brackets].
-        Console(stderr=True).print(
-            SECRETS.masked(error.message), style="red", markup=False, highlight=False, soft_wrap=True
-        )
-        raise typer.Exit(1) from error
 
 
 def _log_to_stderr(level: str) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from typing import Protocol
 
 _SIZE = 4096
 _BEGUN, _BEGUN_AT, _BATCH_S = range(3)  # words of eight bytes
@@ -22,6 +23,23 @@ READ_AHEAD_S = 0.002
 """A worker gets in advance the batches that it will begin within this time."""
 
 _MAX_AHEAD = 16
+
+
+class HandlerProgress(Protocol):
+    """What the front end knows of the batches of a worker; see `BatchProgress`."""
+
+    @property
+    def begun(self) -> int:
+        """Return the number of batches that the handler has got."""
+
+    def running_s(self, now: float) -> float:
+        """Return for how many seconds the current batch has been running; 0.0 if there is none."""
+
+    def ahead(self, now: float) -> int:
+        """Return how many batches the worker may hold beside the current one."""
+
+    def close(self) -> None:
+        """Release what it is read from."""
 
 
 class BatchProgress:

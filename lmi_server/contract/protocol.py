@@ -4,7 +4,7 @@ On the wire each message is a 4-byte big-endian length and that many bytes of ms
 positional (`array_like`), after a tag that names the class. The front end chooses the ids, unique per worker process.
 
     front end -> worker   Load (once, first), Submit, Cancel, Hold, Recall, Control, SetLogLevel, Shutdown
-    worker -> front end   Ready or Failed (once), Frames, Stats
+    worker -> front end   Ready or Failed (once), Frames, Stats, Leaving (at most once)
 
 For every Submit the worker sends exactly one terminal item: Reply, End or Error. A streamed answer is Head, Chunk*,
 End; an Error may replace the Head or follow it. Nothing follows a terminal item.
@@ -273,5 +273,12 @@ class Stats(Message, frozen=True):
     progressed: list[int] = []
 
 
+class Leaving(Message, frozen=True):
+    """The worker takes no more requests: it gives back what arrives, finishes what it holds, and closes the link.
+
+    Only workers that others than the front end may end send it: the replicas of a cluster.
+    """
+
+
 ToWorker = Load | Submit | Cancel | Hold | Recall | Control | SetLogLevel | Shutdown
-FromWorker = Ready | Failed | Frames | Stats
+FromWorker = Ready | Failed | Frames | Stats | Leaving

@@ -34,7 +34,7 @@ from lmi_server.serving.quarantine import Quarantine, fingerprint
 from lmi_server.serving.roster import WorkerRoster
 from lmi_server.serving.service_rate import ServiceRate, retry_after
 from lmi_server.serving.sticky_sessions import StickySessions
-from lmi_server.supervisor.job import Deadline, Job
+from lmi_server.supervisor.job import Deadline, Job, ReplySlot
 from lmi_server.supervisor.worker_process import WorkerProcess
 from lmi_server.supervisor.worker_requests import WorkerRequests
 
@@ -86,13 +86,18 @@ class Dispatcher:
     # --- requests ---
 
     def submit(
-        self, request: Input, on_overflow: Callable[[], None], deadline: Deadline | None = None, tenant: bytes = b""
+        self,
+        request: Input,
+        on_overflow: Callable[[], None],
+        deadline: Deadline | None = None,
+        tenant: bytes = b"",
+        reply: ReplySlot | None = None,
     ) -> Job:
         """Accept one request.
 
         Raises QueueFullError, QueueDelayError and QuarantinedError; nothing was accepted then.
         """
-        job = Job(next(self._ids), request, on_overflow, deadline, tenant)
+        job = Job(next(self._ids), request, on_overflow, deadline, tenant, reply)
         if self._quarantine:
             job.fingerprint = self._quarantine.check(request, time.monotonic())
         if self._max_queue_delay_s is not None:

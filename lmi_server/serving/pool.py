@@ -28,8 +28,9 @@ from lmi_server.serving.progress_watch import ProgressWatch
 from lmi_server.serving.roster import WorkerRoster
 from lmi_server.serving.scaling import WorkerScaling
 from lmi_server.serving.worker_metrics import engine_metrics, worker_gauges
-from lmi_server.supervisor.job import Deadline, Job
-from lmi_server.supervisor.replicas import CrashLoopDetector, LoadPlan, ReplicaSet
+from lmi_server.supervisor.job import Deadline, Job, ReplySlot
+from lmi_server.supervisor.remote import RemotePlace
+from lmi_server.supervisor.replicas import CrashLoopDetector, LoadPlan, Replicas, ReplicaSet
 from lmi_server.supervisor.worker_process import WorkerProcess
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,8 @@ class WorkerPool:
     """Serves one model with the workers on its device sets. Everything runs on one event loop.
 
     `failure` says why the model is given up for good; None while it is not. `max_model_len` is in tokens, 0 before the
-    model is loaded and if it has no such bound. `on_metric` gets what the workers print and what the pool measures.
+    model is loaded and if it has no such bound; `batch_size` is that of Ready. `on_metric` gets what the workers print
+    and what the pool measures.
     """
 
     def __init__(self, settings: PoolSettings, on_metric: MetricSink = unrecorded) -> None:
@@ -52,6 +54,7 @@ class WorkerPool:
         self.failure: LmiServerError | None = None
         self.was_ready = False
         self.max_model_len = 0
+        self.batch_size: int | None = None
         self.stopping = False
         self.loading_turns = asyncio.Semaphore(_PARALLEL_LOADS if settings.parallel_loading else 1)
         self._settings = settings
@@ -59,8 +62,7 @@ class WorkerPool:
         self._settled = asyncio.Event()
         self._closing: str | None = None  # the message for new requests, from the start of the drain on
         self._crash_loop = CrashLoopDetector(settings.retry_threshold, settings.death_window_s)
-        plan = LoadPlan(settings.load, settings.model_loading_timeout_s)
-        self.replica_sets: Sequence[ReplicaSet] = [ReplicaSet(devices, plan, self) for devices in settings.device_sets]
+        self.replica_sets = self._make_replica_sets(LoadPlan(settings.load, settings.model_loading_timeout_s))
         self._roster = roster = WorkerRoster()
         self._scaling = WorkerScaling(self.label, self.replica_sets)
         self._dispatcher = Dispatcher(settings, roster, self._on_no_room, on_metric)
@@ -71,6 +73,9 @@ class WorkerPool:
             lambda: roster.serving,
             self._retire_idle,
         )
+
+    def _make_replica_sets(self, plan: LoadPlan) -> Sequence[Replicas]:
+        return [ReplicaSet(devices, plan, self) for devices in self._settings.device_sets]
 
     # --- state ---
 
@@ -129,14 +134,15 @@ class WorkerPool:
         on_overflow: Callable[[], None],
         deadline: Deadline | None = None,
         tenant: bytes = b"",
+        reply: ReplySlot | None = None,
     ) -> Job:
-        """Accept one request; its answer arrives in `job.reply`.
+        """Accept one request; its answer arrives in `job.reply`, which is `reply` if it is given.
 
         `on_overflow` is called if the client reads so slowly that the answer is given up. Raises QueueFullError,
         QueueDelayError, QuarantinedError and ModelNotReadyError; nothing was accepted then.
         """
         self._check_open()
-        return self._dispatcher.submit(request, on_overflow, deadline, tenant)
+        return self._dispatcher.submit(request, on_overflow, deadline, tenant, reply)
 
     def cancel(self, job: Job) -> None:
         """Free what `job` holds, because its client went away. Nothing happens if the job has ended."""
@@ -207,7 +213,7 @@ class WorkerPool:
 
     # --- what a replica set needs of its pool (see `replicas.Owner`) ---
 
-    def new_worker(self, devices: DeviceSet) -> WorkerProcess:
+    def new_worker(self, devices: DeviceSet, remote: RemotePlace | None = None) -> WorkerProcess:
         number = self._roster.free_number()
         worker = WorkerProcess(
             f"{self.label}-{number}",
@@ -219,6 +225,7 @@ class WorkerPool:
             self._settings.mpi,
             self._on_metric,
             self._settings.python,
+            remote,
         )
         self._roster.add(worker, number)
         return worker
@@ -235,6 +242,7 @@ class WorkerPool:
         )
         self.was_ready = True
         self.max_model_len = ready.max_model_len
+        self.batch_size = ready.batch_size
         self._roster.ready.append(worker)
         self._settled.set()
         self._dispatcher.resume()

@@ -163,6 +163,9 @@ class ModelRegistry:
         self._aliases: dict[str, Endpoint] = {}
         self._ending: set[WorkerPool] = set()  # of models that are unregistered
 
+    async def follow(self) -> None:
+        """Follow what another process says of the models. Nobody does of the models of a single server."""
+
     # --- look-ups ---
 
     @property
@@ -294,20 +297,12 @@ class ModelRegistry:
     async def _load(self, model: Model) -> None:
         began = time.monotonic()
         try:
-            fetched = await self._fetch(model)
-            fetched_at = self._measure("DownloadModel", model, began)
-            fetched = replace(fetched, resolved=replace(fetched.resolved, name=model.name))
-            resolved = fetched.resolved
-            self._claim_names(model, resolved)
-            model.resolved = resolved
-            for warning in resolved.warnings:
-                logger.warning("model %s: %s", model.label, warning)
-            await asyncio.to_thread(self._check_memory, resolved)
-            model.pool = WorkerPool(self._pool_settings(model.source, fetched), self._on_metric)
+            model.pool = await self._make_pool(model)
+            made_at = time.monotonic()
             model.pool.start()
             await model.pool.settled()
             if model.failure is None:
-                self._measure("LoadModel", model, fetched_at)
+                self._measure("LoadModel", model, made_at)
                 self._measure("RegisterWorkflow", model, began)
         except LmiServerError as error:
             self._fail(model, error)
@@ -317,11 +312,27 @@ class ModelRegistry:
         finally:
             model.settled.set()
 
-    def _measure(self, name: str, model: Model, since: float) -> float:
-        """Report the microseconds since `since`, a time of time.monotonic(), under LMI's name; return the time now."""
-        now = time.monotonic()
-        self._on_metric(Metric(name, "Microseconds", round((now - since) * 1e6), (("Model", model.name),)))
-        return now
+    async def _make_pool(self, model: Model) -> WorkerPool:
+        """Fetch `model` and return its pool, not started yet. Raises LmiServerError."""
+        began = time.monotonic()
+        fetched = await self._fetch(model)
+        self._measure("DownloadModel", model, began)
+        fetched = replace(fetched, resolved=replace(fetched.resolved, name=model.name))
+        self._settle_configuration(model, fetched.resolved)
+        await asyncio.to_thread(self._check_memory, fetched.resolved)
+        return WorkerPool(self._pool_settings(model.source, fetched), self._on_metric)
+
+    def _settle_configuration(self, model: Model, resolved: ResolvedModel) -> None:
+        """Record the configuration of `model`. Raises ConfigurationError if another model has one of its names."""
+        self._claim_names(model, resolved)
+        model.resolved = resolved
+        for warning in resolved.warnings:
+            logger.warning("model %s: %s", model.label, warning)
+
+    def _measure(self, name: str, model: Model, since: float) -> None:
+        """Report the microseconds since `since`, a time of time.monotonic(), under LMI's name."""
+        spent = round((time.monotonic() - since) * 1e6)
+        self._on_metric(Metric(name, "Microseconds", spent, (("Model", model.name),)))
 
     def _check_memory(self, resolved: ResolvedModel) -> None:
         """Raise ModelMemoryError if less memory is free than the model asks for.

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 
 from lmi_server.contract.errors import BadParameterError, LmiServerError
-from lmi_server.supervisor.replicas import ReplicaSet
+from lmi_server.supervisor.replicas import Replicas
 
 logger = logging.getLogger(__name__)
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 class WorkerScaling:
     """Scales the replica sets of one model."""
 
-    def __init__(self, name: str, replica_sets: Sequence[ReplicaSet]) -> None:
+    def __init__(self, name: str, replica_sets: Sequence[Replicas]) -> None:
         self._name = name
         self._replica_sets = replica_sets
         self._waiting: list[asyncio.Future[None]] = []
@@ -65,7 +65,7 @@ class WorkerScaling:
             smallest.grow()
 
 
-def _bounds(replicas: ReplicaSet, min_workers: int | None, max_workers: int | None) -> tuple[int, int]:
+def _bounds(replicas: Replicas, min_workers: int | None, max_workers: int | None) -> tuple[int, int]:
     """Return the new bounds of `replicas`. A bound that is not given moves only as far as the other one demands."""
     least = replicas.min_workers if min_workers is None else min_workers
     most = replicas.max_workers if max_workers is None else max_workers

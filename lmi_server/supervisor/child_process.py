@@ -96,6 +96,9 @@ class ChildProcess:
         self._on_exit(reason, out_of_memory)
         logger.info("[%s] process %d %s", self._name, process.pid, reason)
 
+    def link_lost(self) -> None:
+        """Do nothing: the end of the process follows that of its link, and says more."""
+
     def kill(self) -> None:
         """Kill the process and every process that it started."""
         self.killed = True

@@ -120,6 +120,7 @@ class Job:
         on_overflow: Callable[[], None],
         deadline: Deadline | None = None,
         tenant: bytes = b"",
+        reply: ReplySlot | None = None,
     ) -> None:
         self.id = job_id
         self.request = request
@@ -127,7 +128,7 @@ class Job:
         self.tenant = tenant
         self.timer: asyncio.TimerHandle | None = None
         self.priority = request.priority
-        self.reply = ReplySlot()
+        self.reply = reply or ReplySlot()
         self.on_overflow = on_overflow
         self.holder: WorkerRequests | None = None  # the requests of the worker that has it; None while it waits
         self.batch = 0  # the number of its batch in that worker

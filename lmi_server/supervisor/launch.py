@@ -13,7 +13,7 @@ from asyncio.subprocess import Process
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
-from lmi_server.contract.batch_progress import BatchProgress
+from lmi_server.contract.batch_progress import BatchProgress, HandlerProgress
 from lmi_server.contract.link import WorkerLink, worker_link
 from lmi_server.contract.protocol import Failed, FromWorker, Load
 from lmi_server.contract.ranks import RANK_BYTES, RankGroup
@@ -31,7 +31,7 @@ _CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
 class WorkerLaunch(ABC):
     """One start of a worker."""
 
-    progress: BatchProgress  # set by `start`
+    progress: HandlerProgress  # set by `start`
 
     @abstractmethod
     async def start(self, link: WorkerLink, load: Load, variables: Mapping[str, str]) -> Process:

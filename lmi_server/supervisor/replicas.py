@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -14,6 +15,7 @@ import msgspec
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.protocol import Load, Ready
 from lmi_server.machine.devices import DeviceSet
+from lmi_server.supervisor.remote import RemotePlace
 from lmi_server.supervisor.worker_process import WorkerProcess
 
 logger = logging.getLogger(__name__)
@@ -54,6 +56,51 @@ class CrashLoopDetector:
         return len(self._times) > self._threshold
 
 
+class Replicas(Protocol):
+    """Workers that are kept running; `ReplicaSet` is the one whose processes this server starts itself."""
+
+    devices: DeviceSet
+    min_workers: int
+    max_workers: int
+
+    @property
+    def workers(self) -> Sequence[WorkerProcess]:
+        """Return the loaded workers, including those that only finish their last requests."""
+
+    @property
+    def ready(self) -> int:
+        """Return the number of workers that take requests."""
+
+    @property
+    def size(self) -> int:
+        """Return the number of workers that stay, loaded or not."""
+
+    @property
+    def is_failing(self) -> bool:
+        """Return whether no worker is going to be ready soon."""
+
+    def scale(self, min_workers: int, max_workers: int) -> None:
+        """Set the bounds."""
+
+    def set_log_level(self, level: str) -> None:
+        """Set the log level of workers that start from now on."""
+
+    def can_grow(self) -> bool:
+        """Return whether another worker may be started now."""
+
+    def grow(self) -> None:
+        """Start one more worker."""
+
+    def retire_idle(self, now: float, max_idle_s: float) -> None:
+        """Retire workers beyond `min_workers` that had no request for `max_idle_s` seconds."""
+
+    def close(self) -> None:
+        """Retire every worker; each finishes what it holds."""
+
+    async def stop(self) -> None:
+        """End what keeps the workers running."""
+
+
 class Owner(Protocol):
     """What a replica set needs of its pool."""
 
@@ -61,8 +108,8 @@ class Owner(Protocol):
     was_ready: bool
     stopping: bool
 
-    def new_worker(self, devices: DeviceSet) -> WorkerProcess:
-        """Return a worker that is not spawned yet."""
+    def new_worker(self, devices: DeviceSet, remote: RemotePlace | None = None) -> WorkerProcess:
+        """Return a worker that is not spawned yet; one at a `remote` place is not connected to yet."""
 
     async def equip(self, worker: WorkerProcess) -> None:
         """Give the adapters to a worker that has loaded the model. Raises ModelLoadError."""

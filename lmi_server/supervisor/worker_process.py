@@ -34,6 +34,7 @@ from lmi_server.contract.protocol import (
     Frames,
     FromWorker,
     Item,
+    Leaving,
     Load,
     Ready,
     SetLogLevel,
@@ -46,6 +47,7 @@ from lmi_server.supervisor.control_calls import ControlCalls
 from lmi_server.supervisor.crash_report import crash_report, requests_inside
 from lmi_server.supervisor.health import HealthChecks
 from lmi_server.supervisor.launch import MpiGroup, SingleProcess, WorkerLaunch
+from lmi_server.supervisor.remote import RemoteLaunch, RemotePlace, RemoteProcess
 from lmi_server.supervisor.worker_requests import WorkerRequests
 
 logger = logging.getLogger(__name__)
@@ -66,7 +68,8 @@ class WorkerProcess:
     that was ready ends: `on_ending` as soon as it can take nothing more, `on_lost` when it is dead. A worker that sends
     no Stats for `heartbeat_timeout_s` seconds is killed. `environment` is added to that of this process. With an `mpi`
     launcher the worker is a group of ranks, which lives while all of them do. `on_metric` gets the metrics that it
-    prints. `python` is its interpreter. `cause` is the error of the requests that it held at its end.
+    prints. `python` is its interpreter. With a `remote` place the worker runs there, and is connected to. `cause` is
+    the error of the requests that it held at its end.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class WorkerProcess:
         mpi: MpiLauncher | None = None,
         on_metric: MetricSink = unrecorded,
         python: str = sys.executable,
+        remote: RemotePlace | None = None,
     ) -> None:
         self.name = name
         self.ready_at = 0.0  # time.time(); 0.0 before
@@ -90,10 +94,16 @@ class WorkerProcess:
         launch: WorkerLaunch = SingleProcess(python)
         if mpi is not None:
             launch = MpiGroup(python, mpi.mpirun, mpi.ranks, self._on_message, self._on_rank_lost)
+        if remote is not None:
+            launch = RemoteLaunch(remote)
         self._link = worker_link(self._on_message, self._on_link_lost)
         self.requests = WorkerRequests(self._link, launch)
         self.controls = ControlCalls(self._link)
-        self._child = ChildProcess(name, launch, self._on_exit, on_metric)
+        self._child: ChildProcess | RemoteProcess = (
+            ChildProcess(name, launch, self._on_exit, on_metric)
+            if remote is None
+            else RemoteProcess(remote, self._on_exit)
+        )
         self._health = HealthChecks(name, launch, heartbeat_timeout_s, self._on_hung)
         self._on_items = on_items
         self._on_ending = on_ending
@@ -182,6 +192,9 @@ class WorkerProcess:
             case Failed(kind, text):
                 cause = error_from_kind(kind, text)
                 self._fail_loading(cause if isinstance(cause, ModelLoadError) else ModelLoadError(cause.message))
+            case Leaving():
+                self.is_retiring = True
+                self._on_ending(self)
 
     # --- what ends ---
 
@@ -216,6 +229,7 @@ class WorkerProcess:
 
     def _on_link_lost(self) -> None:
         self._health.stop()
+        self._child.link_lost()
         if not self._loaded.done():
             # The exit code says more than the end of the link, so it gets a moment to arrive.
             self._loop.call_later(EXIT_GRACE_S, self.kill)

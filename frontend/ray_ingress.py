@@ -1,0 +1,35 @@
+"""The front end of a cluster: `python -m frontend.ray_ingress`. The actor of an ingress starts it, nobody by hand.
+
+It is the front end of `lmi-server serve` with other models behind it: the replicas of which its actor tells it.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+from frontend.server import run
+from frontend.server_log import LOG_FORMAT, LineFormatter
+from lmi_server.configuration.server_settings import find_config_file, resolve_server
+from lmi_server.machine.environment import process_environment
+from lmi_server.ray.registry import ClusterRegistry
+
+_log = logging.getLogger(__name__)
+
+
+def main() -> int:
+    host, port, drain_timeout = sys.argv[1:]
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LineFormatter(LOG_FORMAT))
+    logging.basicConfig(level="INFO", handlers=[handler])
+    environment = process_environment()
+    flags = {"host": host, "port": int(port), "drain_timeout": float(drain_timeout), "model_store": None}
+    settings, warnings = resolve_server(environment, flags, find_config_file(environment, Path.cwd()))
+    for warning in warnings:
+        _log.warning(warning)
+    return run([], settings, environment, registry=ClusterRegistry)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

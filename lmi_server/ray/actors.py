@@ -1,0 +1,173 @@
+"""The actors of the application, one class per kind of deployment. Ray starts, checks and ends them.
+
+Requests do not pass through here: an actor starts a process beside it, and tells it what Ray says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import ray
+from ray import serve
+
+from lmi_server.ray.announcements import ANNOUNCEMENT, watch
+from lmi_server.ray.autoscaling import ONGOING
+from lmi_server.ray.child import Child
+from lmi_server.ray.messages import Drain, FromReplica, Models, NotServing, Ongoing, Replicas, Serving, Start
+from lmi_server.supervisor.remote import RemotePlace
+
+_REPLICA_PROCESS = "lmi_server.ray.replica_process"
+_INGRESS_PROCESS = "frontend.ray_ingress"
+_END_S = 5.0  # beyond the limit of the drain
+
+
+class Replica:
+    """One replica of a model. It is there once the model is loaded."""
+
+    # Ray awaits it, in the thread whose loop the actor has.
+    async def __init__(self, start: Mapping[str, Any]) -> None:  # type: ignore[misc]
+        self._start = msgspec.convert({**start, "host": ray.util.get_node_ip_address()}, Start)
+        self._loop = asyncio.get_running_loop()
+        self._serving: asyncio.Future[Serving] = self._loop.create_future()
+        self._ongoing = 0
+        self._ending = False
+        self._failure = ""
+        self._child = Child([_REPLICA_PROCESS], self._on_line, self._on_end)
+        self._child.tell(self._start)
+        serving = await self._serving
+        self._announcement = {ANNOUNCEMENT: msgspec.json.encode(serving).decode()}
+
+    async def __call__(self) -> int:
+        """Return the number of requests that the replica holds. A call has Ray start a replica if there is none."""
+        return self._ongoing
+
+    async def process_id(self) -> int:
+        """Return the id of the process that serves."""
+        return self._child.pid
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Return where front ends connect to; Ray asks once, and tells the router of each handle."""
+        return self._announcement
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return how many requests the replica holds, of which Ray sees nothing."""
+        return {ONGOING: float(self._ongoing)}
+
+    def check_health(self) -> None:
+        """Raise RuntimeError if the model is given up; the end of the process ends the actor."""
+        if self._failure:
+            raise RuntimeError(self._failure)
+
+    def __del__(self) -> None:
+        self._ending = True
+        self._child.tell(Drain())
+        self._child.wait(self._start.drain_timeout_s + _END_S)
+
+    def _on_line(self, text: bytes) -> None:
+        self._loop.call_soon_threadsafe(self._on_message, msgspec.json.decode(text, type=FromReplica))
+
+    def _on_message(self, message: FromReplica) -> None:
+        match message:
+            case Serving():
+                self._serving.set_result(message)
+            case NotServing(reason):
+                self._fail(reason)
+            case Ongoing(requests):
+                self._ongoing = requests
+
+    def _on_end(self, code: int) -> None:
+        if self._ending:
+            return
+        if self._serving.done():
+            os._exit(1)  # Ray sees the end of an actor at once, and its health only now and then
+        self._loop.call_soon_threadsafe(self._fail, f"the process of the replica exited with code {code}")
+
+    def _fail(self, reason: str) -> None:
+        self._failure = reason
+        if not self._serving.done():
+            self._serving.set_exception(RuntimeError(reason))
+
+
+class Ingress:
+    """One front end, which takes the requests for every model of the application.
+
+    `replicas` are handles: they make Ray deploy the models with the ingress. `reconfigure` says which models there are.
+    """
+
+    async def __init__(  # type: ignore[misc]
+        self, host: str, port: int, drain_timeout_s: float, *replicas: object
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._drain_timeout_s = drain_timeout_s
+        self._app = serve.get_replica_context().app_name
+        self._address = {"host": ray.util.get_node_ip_address(), "port": port}
+        self._replicas: dict[str, Replicas] = {}
+        self._handles: dict[str, Any] = {}
+        self._names: dict[str, str] = {}  # of models, by deployment
+        self._ending = False
+        arguments = [_INGRESS_PROCESS, host, str(port), str(drain_timeout_s)]
+        self._child = Child(arguments, lambda line: None, self._on_end)
+
+    async def __call__(self) -> dict[str, Any]:
+        """Return the address of the front end, and the number of replicas of each model."""
+        replicas = {name: len(replicas.places) for name, replicas in self._replicas.items()}
+        return {**self._address, "models": replicas}
+
+    def reconfigure(self, config: Mapping[str, Any]) -> None:
+        """Serve the models of `config`, a list of Replicas without places, with the name of each deployment."""
+        models = {entry["deployment"]: entry for entry in config["models"]}
+        for deployment in self._handles.keys() - models.keys():
+            del self._handles[deployment]
+        self._names = {deployment: entry["name"] for deployment, entry in models.items()}
+        before = self._replicas
+        self._replicas = {
+            entry["name"]: msgspec.structs.replace(
+                before.get(entry["name"], _NO_REPLICAS),
+                name=entry["name"],
+                min_replicas=entry["min_replicas"],
+                max_replicas=entry["max_replicas"],
+            )
+            for entry in models.values()
+        }
+        for deployment in models.keys() - self._handles.keys():
+            watch(self._app, deployment, self._on_replicas)
+            handle = self._handles[deployment] = serve.get_deployment_handle(deployment, self._app)
+            handle._init()  # makes the router, which hears from Ray which replicas there are
+        self._tell()
+
+    def check_health(self) -> None:
+        """Do nothing: the end of the process ends the actor."""
+
+    def __del__(self) -> None:
+        self._ending = True
+        self._child.end(self._drain_timeout_s + _END_S)
+
+    def _on_replicas(self, deployment: str, announced: Mapping[str, str]) -> None:
+        self._loop.call_soon_threadsafe(self._update, deployment, announced)
+
+    def _update(self, deployment: str, announced: Mapping[str, str]) -> None:
+        name = self._names.get(deployment)
+        if name is None:
+            return
+        before = self._replicas[name]
+        serving = {replica: msgspec.json.decode(text, type=Serving) for replica, text in announced.items()}
+        places: dict[str, RemotePlace] = {replica: there.place for replica, there in serving.items()}
+        model = next((there.model for there in serving.values()), before.model)
+        after = msgspec.structs.replace(before, places=places, model=model)
+        if after != before:
+            self._replicas[name] = after
+            self._tell()
+
+    def _tell(self) -> None:
+        self._child.tell(Models(list(self._replicas.values())))
+
+    def _on_end(self, code: int) -> None:
+        if not self._ending:
+            os._exit(1)
+
+
+_NO_REPLICAS = Replicas(name="", min_replicas=0, max_replicas=0)

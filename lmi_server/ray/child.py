@@ -1,0 +1,60 @@
+"""A process that a Ray actor starts, and the lines that both tell each other (`lmi_server.ray.messages`)."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import IO, cast
+
+import msgspec
+
+from lmi_server.ray.messages import line
+
+
+class Child:
+    """The process. The pipe to it is its lease: it ends when the actor does, however that happens.
+
+    `on_line` gets what it writes, `on_end` its exit code; both are called in a thread.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str], on_line: Callable[[bytes], None], on_end: Callable[[int], None]
+    ) -> None:
+        command = [sys.executable, "-m", *arguments]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        self._on_line = on_line
+        self._on_end = on_end
+        threading.Thread(target=self._read, name="child", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def tell(self, message: msgspec.Struct) -> None:
+        """Send a message; one to a process that has ended is dropped."""
+        pipe = cast("IO[bytes]", self._process.stdin)
+        with contextlib.suppress(BrokenPipeError):
+            pipe.write(line(message))
+            pipe.flush()
+
+    def end(self, limit_s: float) -> None:
+        """Close the pipe and wait for the end; kill the process after `limit_s` seconds."""
+        with contextlib.suppress(BrokenPipeError):
+            cast("IO[bytes]", self._process.stdin).close()
+        self.wait(limit_s)
+
+    def wait(self, limit_s: float) -> None:
+        """Wait for the end of the process; kill it after `limit_s` seconds."""
+        try:
+            self._process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _read(self) -> None:
+        for text in cast("IO[bytes]", self._process.stdout):
+            self._on_line(text)
+        self._on_end(self._process.wait())

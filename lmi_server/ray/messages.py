@@ -1,0 +1,92 @@
+"""What a Ray actor and the process beside it tell each other: one message of JSON per line.
+
+The actor of a replica writes one Start to its process, which answers with one Serving or NotServing, then with Ongoing.
+The actor of an ingress writes Replicas whenever one comes or goes. The end of the actor's pipe means that it is dead.
+Requests and answers never come this way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from lmi_server.supervisor.remote import RemotePlace
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True):
+    """Load the model at `url` and take connections on `host`. `settings` is the layer of the registration call.
+
+    After the end of the replica is asked for (`Drain`), the requests that it holds get `drain_timeout_s` seconds.
+    """
+
+    url: str
+    name: str
+    host: str
+    settings: Mapping[str, str] = {}
+    variables: Mapping[str, str] = {}
+    log_level: str = "INFO"
+    drain_timeout_s: float
+
+
+class Described(msgspec.Struct, frozen=True, kw_only=True):
+    """What a front end must know of a model that it does not load: its configuration, as `dump` of options writes it.
+
+    `handler` finds the HandlerSpec. `adapters` are directories by name.
+    """
+
+    url: str
+    model_dir: str
+    handler: str
+    options: dict[str, Any]
+    passed_through: dict[str, str]
+    serving: dict[str, Any]
+    adapters: dict[str, str] = {}
+
+
+class Serving(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The model is loaded, and front ends may connect to `place`."""
+
+    place: RemotePlace
+    model: Described
+
+
+class NotServing(msgspec.Struct, frozen=True, tag=True):
+    """The model cannot be loaded, or not any more; the process ends."""
+
+    reason: str
+
+
+class Ongoing(msgspec.Struct, frozen=True, tag=True):
+    """The number of requests that the replica holds."""
+
+    requests: int
+
+
+FromReplica = Serving | NotServing | Ongoing
+
+
+class Drain(msgspec.Struct, frozen=True):
+    """Take no more requests, finish what is there, and end."""
+
+
+class Replicas(msgspec.Struct, frozen=True, kw_only=True):
+    """Every replica of one model, by its id; `model` is None until the first of them is loaded."""
+
+    name: str
+    min_replicas: int
+    max_replicas: int
+    model: Described | None = None
+    places: Mapping[str, RemotePlace] = {}
+
+
+class Models(msgspec.Struct, frozen=True):
+    """Every model of the application."""
+
+    models: list[Replicas]
+
+
+def line(message: msgspec.Struct) -> bytes:
+    """Return the line of `message`."""
+    return msgspec.json.encode(message) + b"\n"

@@ -1,0 +1,202 @@
+"""The process that serves one replica: `python -m lmi_server.ray.replica_process`. The actor of the replica starts it.
+
+It loads the model and keeps its worker as a server does, and takes the connections of front ends. It has a process of
+its own because Ray's actor shares its interpreter with the threads of Ray, which would be in the way of every token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+import secrets
+import sys
+from collections.abc import Callable, Mapping
+from typing import cast
+
+import msgspec
+import uvloop
+
+from lmi_server.artifacts.fetch import artifact_settings
+from lmi_server.configuration.resolve import inspect_model
+from lmi_server.contract.errors import LmiServerError
+from lmi_server.machine.environment import process_environment
+from lmi_server.ray.front_end import FrontEnd
+from lmi_server.ray.messages import Described, FromReplica, NotServing, Ongoing, Serving, Start, line
+from lmi_server.serving.model_store import ModelSource
+from lmi_server.serving.pool import WorkerPool
+from lmi_server.serving.registry import Model, ModelRegistry
+from lmi_server.supervisor.orphans import Orphans
+from lmi_server.supervisor.remote import TOKEN_BYTES, RemotePlace
+
+logger = logging.getLogger(__name__)
+
+_REPORT_S = 1.0
+_BATCHES_AHEAD = 2  # how many batches a front end may send in advance, so that full ones can be formed here
+ONE_WORKER: Mapping[str, str] = {"minWorkers": "1", "maxWorkers": "1"}
+
+
+def main() -> int:
+    # What code of a model prints must not reach the actor as a message.
+    output = os.dup(1)
+    os.dup2(2, 1)
+    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
+    logging.basicConfig(stream=sys.stderr, level=start.log_level, format="%(levelname)s %(name)s: %(message)s")
+    return uvloop.run(_Replica(start, output).serve())
+
+
+class _Replica:
+    """The replica, from the load of its model to its end."""
+
+    def __init__(self, start: Start, output: int) -> None:
+        self._start = start
+        self._output = output
+        self._token = secrets.token_hex(TOKEN_BYTES // 2)
+        self._front_ends: set[FrontEnd] = set()
+        self._reported = -1
+
+    async def serve(self) -> int:
+        environment = process_environment()
+        models = ModelRegistry(
+            environment,
+            artifact_settings(None, environment),
+            inspect_model,
+            self._start.drain_timeout_s,
+            self._start.log_level,
+        )
+        orphans = Orphans()
+        orphans.start()
+        try:
+            return await self._serve(models)
+        except LmiServerError as error:
+            self._tell(NotServing(error.message))
+            return 1
+        finally:
+            await models.stop()
+            orphans.end()
+
+    async def _serve(self, models: ModelRegistry) -> int:
+        start = self._start
+        source = ModelSource(
+            start.url, start.name, settings={**start.settings, **ONE_WORKER}, variables=dict(start.variables)
+        )
+        ending = asyncio.create_task(_next_line())
+        loading = asyncio.create_task(models.register_and_load(source))
+        await asyncio.wait([ending, loading], return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done():
+            loading.cancel()
+            return 0
+        model = loading.result()
+        server = await asyncio.get_running_loop().create_server(
+            lambda: _Arrival(self._token, lambda: self._arrived(model.loaded())), start.host, 0
+        )
+        port = server.sockets[0].getsockname()[1]
+        self._tell(Serving(place=self._place(model, port), model=_described(model)))
+        failed = await self._watch(model, ending)
+        server.close()
+        if failed is None and ending.result():
+            await self._drain(model.loaded())
+        else:
+            models.kill()
+        return 0 if failed is None else 1
+
+    def _place(self, model: Model, port: int) -> RemotePlace:
+        batch_size = model.loaded().batch_size
+        ahead = 0 if batch_size is None else _BATCHES_AHEAD * batch_size
+        return RemotePlace(host=self._start.host, port=port, token=self._token, ahead=ahead)
+
+    def _arrived(self, pool: WorkerPool) -> FrontEnd:
+        front_end = FrontEnd(pool, self._front_ends.discard)
+        self._front_ends.add(front_end)
+        return front_end
+
+    async def _watch(self, model: Model, ending: asyncio.Task[bytes]) -> str | None:
+        """Report once a second, until the actor asks for the end or is gone; return why the model failed before."""
+        pool = model.loaded()
+        while not ending.done():
+            if model.failure is not None:
+                self._tell(NotServing(model.failure.message))
+                return model.failure.message
+            for front_end in self._front_ends:
+                front_end.report()
+            self._report_ongoing(pool)
+            await asyncio.wait([ending], timeout=_REPORT_S)
+        return None
+
+    async def _drain(self, pool: WorkerPool) -> None:
+        """Finish what the front ends have sent, within the limit; they give what comes now to other replicas."""
+        for front_end in list(self._front_ends):
+            front_end.leave()
+        logger.info("draining: %d requests", pool.queued + pool.in_flight)
+        deadline = asyncio.get_running_loop().time() + self._start.drain_timeout_s
+        while self._front_ends and asyncio.get_running_loop().time() < deadline:
+            for front_end in self._front_ends:
+                front_end.report()
+            await asyncio.sleep(_REPORT_S / 20)
+
+    def _report_ongoing(self, pool: WorkerPool) -> None:
+        ongoing = pool.queued + pool.in_flight
+        if ongoing != self._reported:
+            self._reported = ongoing
+            self._tell(Ongoing(ongoing))
+
+    def _tell(self, message: FromReplica) -> None:
+        os.write(self._output, line(message))
+
+
+class _Arrival(asyncio.Protocol):
+    """A connection that has not sent the token yet."""
+
+    def __init__(self, token: str, arrived: Callable[[], FrontEnd]) -> None:
+        self._token = token.encode()
+        self._arrived = arrived
+        self._received = b""
+        self._transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        if len(self._received) < TOKEN_BYTES:
+            return
+        token, rest = self._received[:TOKEN_BYTES], self._received[TOKEN_BYTES:]
+        if not hmac.compare_digest(token, self._token):
+            logger.warning("refused a connection that does not know the token of this replica")
+            self._transport.abort()
+            return
+        front_end = self._arrived()
+        link = front_end.link
+        self._transport.set_protocol(link)
+        link.connection_made(self._transport)
+        front_end.greet()
+        if rest:
+            link.data_received(rest)
+
+
+def _described(model: Model) -> Described:
+    resolved = model.resolved
+    assert resolved is not None, "a loaded model has a configuration"
+    adapters = model.loaded().adapters
+    return Described(
+        url=model.source.url,
+        model_dir=resolved.model_dir,
+        handler=resolved.spec.title,
+        options=resolved.options.dump(),
+        passed_through=dict(resolved.options.passed_through),
+        serving=resolved.serving.model_dump(mode="json", exclude_unset=True),
+        adapters={name: adapters.get(name).adapter.directory for name in adapters.names},
+    )
+
+
+async def _next_line() -> bytes:
+    """Return the next line of the actor; empty if the actor is dead."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    return await reader.readline()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

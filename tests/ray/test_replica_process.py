@@ -1,0 +1,180 @@
+"""Replicas behind a front end: real processes and connections, and this test in the place of Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from replica_helpers import FrontEndProcess, ReplicaProcess, ending
+from waiting import wait_until
+
+from lmi_server.ray.messages import NotServing, Serving
+
+SHORT, LONG = 5, 400  # tokens; a long answer takes four seconds
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "model"
+    directory.mkdir()
+    (directory / "serving.properties").write_text("option.entryPoint=djl_python.echo\noption.echo_delay_ms=10\n")
+    return directory
+
+
+class Cluster:
+    """A front end, and replicas that come and go."""
+
+    def __init__(self, model: Path) -> None:
+        self._model = model
+        self.front_end = FrontEndProcess()
+        self.processes: dict[str, ReplicaProcess] = {}
+        self.serving: dict[str, Serving] = {}
+
+    def start(self, *names: str) -> None:
+        """Start replicas, which the front end does not know yet."""
+        self.processes |= {name: ReplicaProcess(self._model) for name in names}
+        for name in names:
+            heard = self.processes[name].heard()
+            assert isinstance(heard, Serving)
+            self.serving[name] = heard
+
+    def announce(self, *names: str) -> None:
+        """Tell the front end that these replicas run, and wait until it has connected to each."""
+        first = next(iter(self.serving.values()))
+        self.front_end.knows(first.model, {name: self.serving[name] for name in names})
+        wait_until(lambda: self._ready() == len(names), f"{len(names)} replicas are ready")
+
+    def _ready(self) -> int:
+        answer = self.front_end.http.get("/models/model")
+        groups = answer.json()[0]["models"][0]["workerGroups"] if answer.status_code == 200 else []
+        return sum(worker["status"] == "READY" for group in groups for worker in group["workers"])
+
+    def ask(self, prompt: str, tokens: int = SHORT) -> httpx.Response:
+        body = {"inputs": prompt, "parameters": {"max_new_tokens": tokens}}
+        return self.front_end.http.post("/invocations", json=body)
+
+    def streaming(self, tokens: int) -> Stream:
+        return Stream(self.front_end, tokens)
+
+
+class Stream:
+    """A streamed chat whose first token has arrived."""
+
+    def __init__(self, front_end: FrontEndProcess, tokens: int) -> None:
+        chat = {"model": "model", "messages": [{"role": "user", "content": "a b c"}]}
+        self._client = httpx.Client(base_url=front_end.http.base_url, timeout=60)
+        body = chat | {"stream": True, "max_tokens": tokens}
+        request = self._client.build_request("POST", "/v1/chat/completions", json=body)
+        self._response = self._client.send(request, stream=True)
+        self.lines = self._response.iter_lines()
+        assert next(self.lines).startswith("data: ")
+
+    def rest(self) -> list[str]:
+        """Return the further events, to the end of the stream."""
+        return [line.removeprefix("data: ") for line in self.lines if line]
+
+    def close(self) -> None:
+        self._response.close()
+        self._client.close()
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path) -> Iterator[Cluster]:
+    cluster = Cluster(model)
+    try:
+        cluster.start("a", "b")
+        cluster.announce("a")
+        yield cluster
+    finally:
+        with ending(cluster.front_end, *cluster.processes.values()):
+            pass
+
+
+def test_dialects_and_codes_are_those_of_one_machine(cluster: Cluster) -> None:
+    http = cluster.front_end.http
+    assert http.get("/ping").json() == {"model": {"status": "Healthy"}}
+    assert cluster.ask("a b", 3).json() == {"generated_text": " a b a"}
+    chat = {"model": "model", "messages": [{"role": "user", "content": "a b"}], "max_tokens": 2}
+    answer = http.post("/v1/chat/completions", json=chat).json()
+    assert answer["choices"][0]["message"]["content"] == " a b"
+    assert http.post("/v1/messages", json=chat).json()["content"][0]["text"] == " a b"
+    assert http.post("/v1/chat/completions", json=chat | {"max_tokens": -1}).status_code == 400
+    assert http.post("/v1/chat/completions", json=chat | {"model": "other"}).status_code == 404
+    assert http.post("/invocations", json={"inputs": 1}).status_code == 424
+    assert [entry["id"] for entry in http.get("/v1/models").json()["data"]] == ["model"]
+
+
+def test_a_stream_comes_piece_by_piece_and_a_client_that_leaves_frees_its_place(cluster: Cluster) -> None:
+    whole = cluster.streaming(SHORT)
+    events = whole.rest()
+    assert events[-1] == "[DONE]"
+    assert len(events) > SHORT
+    whole.close()
+    gone = cluster.streaming(100 * LONG)
+    gone.close()
+    wait_until(lambda: cluster.front_end.metric("lmi_handler_running_requests") == 0, "the engine runs nothing")
+
+
+def test_models_are_managed_by_ray_alone(cluster: Cluster) -> None:
+    http = cluster.front_end.http
+    refused = [
+        http.delete("/models/model"),
+        http.post("/models", params={"url": "/nowhere", "model_name": "other"}),
+        http.put("/models/model", params={"min_worker": 2}),
+    ]
+    assert [answer.status_code for answer in refused] == [400, 400, 400]
+    assert all("lmi-server ray deploy" in answer.text for answer in refused)
+
+
+def test_a_connection_without_the_token_gets_nothing(cluster: Cluster) -> None:
+    place = cluster.serving["a"].place
+    with socket.create_connection((place.host, place.port), timeout=60) as intruder:
+        intruder.sendall(b"x" * 64)
+        with contextlib.suppress(ConnectionResetError):
+            assert intruder.recv(1) == b""
+    assert cluster.ask("a").status_code == 200
+
+
+def test_a_replica_that_ends_finishes_its_streams_and_gets_no_new_requests(cluster: Cluster) -> None:
+    stream = cluster.streaming(LONG)
+    cluster.processes["a"].drain()
+    cluster.start("c")
+    cluster.announce("b", "c")
+    assert [cluster.ask("a").status_code for _ in range(4)] == [200] * 4
+    events = stream.rest()
+    stream.close()
+    assert events[-1] == "[DONE]"
+    assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
+    assert cluster.processes["a"].process.wait(60) == 0
+
+
+def test_a_killed_replica_ends_its_streams_and_its_other_requests_go_to_the_next(cluster: Cluster) -> None:
+    cluster.announce("b")
+    stream = cluster.streaming(100 * LONG)
+    answers: list[httpx.Response] = []
+    asking = threading.Thread(target=lambda: answers.append(cluster.ask("a b", LONG)))
+    asking.start()
+    wait_until(lambda: cluster.front_end.metric("lmi_handler_running_requests") == 2, "both requests run")
+    cluster.processes["b"].process.kill()
+    cluster.announce("c")
+    asking.join(60)
+    events = stream.rest()
+    stream.close()
+    assert "error" in json.loads(events[-1])
+    assert [answer.status_code for answer in answers] == [200]
+
+
+def test_a_model_that_cannot_be_loaded_says_why(tmp_path: Path) -> None:
+    (tmp_path / "serving.properties").write_text("option.entryPoint=djl_python.echo\noption.echo_delay_ms=-1\n")
+    replica = ReplicaProcess(tmp_path)
+    with ending(replica):
+        heard = replica.heard()
+        assert isinstance(heard, NotServing)
+        assert "option.echo_delay_ms" in heard.reason
+        assert replica.process.wait(60) == 1
