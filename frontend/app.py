@@ -64,6 +64,7 @@ _INFERENCE = {
     **kserve.PATHS,
     **SAGEMAKER_PATHS,
 }
+_FROM_BEST = list(ModelStatus)
 _ANY_METHOD = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 
 Target = tuple[str, str | None, str | None]
@@ -90,7 +91,7 @@ class App:
         self._relay = relay
         self._management_place = management_place
         self._takes_preflights = settings.cors_allowed_origin is not None
-        status = StatusEndpoints(models, metrics, relay.error_rates, settings.allow_multi_status)
+        status = StatusEndpoints(models, metrics, relay.error_rates, settings)
         keys = access.keys
         infer = relay if keys is None else keys.protect(relay, relay.refuse)
         check_key = None if keys is None else keys.check
@@ -188,19 +189,30 @@ def _is_preflight(scope: Scope) -> bool:
 class StatusEndpoints:
     """Health, metrics and the list of models."""
 
-    def __init__(self, models: ModelRegistry, metrics: Metrics, error_rates: ErrorRates, multi_status: bool) -> None:
+    def __init__(
+        self, models: ModelRegistry, metrics: Metrics, error_rates: ErrorRates, settings: ServerSettings
+    ) -> None:
         self._models = models
         self._metrics = metrics
         self._error_rates = error_rates
-        self._multi_status = multi_status
+        self._multi_status = settings.allow_multi_status
+        self._ping_codes = _ping_codes(settings)
 
     async def ping(self, request: Request) -> Response:
         """Return every model's status in LMI's form; the code depends on the models of the start alone."""
         statuses = {endpoint.name: endpoint.status for endpoint in self._models.endpoints}
         body = {name: {"status": status.value} for name, status in statuses.items()}
         several = self._multi_status and len(set(statuses.values())) > 1 and ModelStatus.HEALTHY in statuses.values()
-        code = 503 if self._error_rates.exceeded else _ping_code(self._models.startup_statuses, several)
-        return json_response(body, code)
+        return json_response(body, 503 if self._error_rates.exceeded else self._ping_code(several))
+
+    def _ping_code(self, several: bool) -> int:
+        """Return the code for the model of the start that is worst off.
+
+        `several` asks for 207 unless one has failed. Models that are registered later do not change the code: whoever
+        registers them gets the answer of the registration.
+        """
+        worst = max(self._models.startup_statuses, key=_FROM_BEST.index, default=ModelStatus.HEALTHY)
+        return 207 if several and worst is not ModelStatus.FAILED else self._ping_codes[worst]
 
     async def live(self, request: Request) -> Response:
         """Return 500 if every model of the start has failed for good, so that only a new process helps; else 200."""
@@ -291,18 +303,18 @@ def _application(routes: list[Route], inference: Mapping[str, str]) -> Starlette
     return starlette
 
 
-def _ping_code(at_startup: set[ModelStatus], several: bool) -> int:
-    """Return 500 if a model of the start has failed for good, 503 while one is loaded for the first time, else 200.
+def _ping_codes(settings: ServerSettings) -> dict[ModelStatus, int]:
+    """Return the code of /ping by the status of a model.
 
-    A model whose workers are restarted counts as 200, as it does in LMI: a platform that takes anything else for a
-    reason to end the server would end it while it recovers. `several` asks for 207 instead of 200 and 503. Models that
-    are registered later do not change the code: whoever registers them gets the answer of the registration.
+    A model whose workers are restarted counts as 200 by default, as it does in LMI: a platform that takes anything else
+    for a reason to end the server would end it while it recovers.
     """
-    if ModelStatus.FAILED in at_startup:
-        return 500
-    if several:
-        return 207
-    return 503 if ModelStatus.PENDING in at_startup else 200
+    return {
+        ModelStatus.HEALTHY: 200,
+        ModelStatus.UNHEALTHY: settings.ping_restarting_http_code,
+        ModelStatus.PENDING: settings.ping_loading_http_code,
+        ModelStatus.FAILED: settings.ping_failed_http_code,
+    }
 
 
 def _entry(name: str, model: Model, scope: Scope) -> dict[str, Any]:

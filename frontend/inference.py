@@ -49,6 +49,7 @@ from lmi_server.supervisor.job import Job
 logger = logging.getLogger(__name__)
 
 _SITE = "sec-fetch-site"
+_INFERENCE_ID = "x-amzn-sagemaker-inference-id"
 _CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
 
 # Bounded in length, because int() takes quadratic time in the number of digits.
@@ -99,7 +100,7 @@ class Relay:
         """Serve one request. `route` is that of Input; `name` and `version` come from the path, None if it has none."""
         arrived = time.monotonic()
         properties, names = _properties(scope)
-        request_id = properties.get(self._request_id_header) or new_request_id()
+        request_id = properties.get(self._request_id_header) or properties.get(_INFERENCE_ID) or new_request_id()
         connection = connection_of(scope)
         response = self._response(route, request_id, scope, send)
         model: Model | None = None
@@ -176,8 +177,9 @@ class Relay:
         self.error_rates.count(status, error)
 
     def request_id(self, scope: Scope) -> str:
-        """Return the id that the client gives the request, or a new one."""
+        """Return the id that the client gives the request, here or to SageMaker, or a new one."""
         sent = _header(scope, self._request_id_header.encode("latin-1"))
+        sent = sent or _header(scope, _INFERENCE_ID.encode("latin-1"))
         return new_request_id() if sent is None else sent.decode("latin-1")
 
     def _choose(
@@ -389,12 +391,13 @@ def _properties(scope: Scope) -> tuple[dict[str, str], str]:
     """Return the headers (names in lower case, the last of several wins) with SageMaker's custom attributes.
 
     Return also their names as the client wrote them, one per line. An attribute never replaces a header: it must not
-    change how the body is read.
+    change how the body is read. A header without any name=value, such as an id, stays as it is.
     """
     properties = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
     names = b"\n".join(header_names(scope)).decode("latin-1")
-    attributes = properties.pop(_CUSTOM_ATTRIBUTES, None)
-    if attributes is not None:
+    attributes = properties.get(_CUSTOM_ATTRIBUTES)
+    if attributes is not None and "=" in attributes:
+        del properties[_CUSTOM_ATTRIBUTES]
         for attribute in attributes.split(";"):
             name, separator, value = attribute.partition("=")
             if separator:

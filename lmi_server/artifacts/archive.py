@@ -52,7 +52,8 @@ def extract_archive(archive: Path, target: Path, limits: ArchiveLimits, activity
         else:
             _extract_tar(archive, target, limits, activity)
     except _DAMAGED as error:
-        raise ArtifactError(f"{archive}: is damaged, or is no tar or zip archive: {error}") from error
+        reason = str(error).partition("\n")[0].rstrip(":")  # further lines say what each decompressor found
+        raise ArtifactError(f"{archive}: is damaged, or is no tar or zip archive: {reason}") from error
 
 
 class _Allowance:

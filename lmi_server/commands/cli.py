@@ -31,7 +31,8 @@ from lmi_server.contract.secrets import SECRETS
 from lmi_server.explain.explanation import Explanation
 from lmi_server.explain.explanation import explain as explain_model
 from lmi_server.machine import model_imports
-from lmi_server.machine.environment import process_environment
+from lmi_server.machine.descriptors import send_errors_to_output
+from lmi_server.machine.environment import is_multi_model, log_stream, process_environment, set_region
 from lmi_server.machine.inventory import this_machine, with_gpu_memory
 from lmi_server.serving.model_store import ModelSource, Startup, is_spec, startup_sources
 
@@ -89,6 +90,7 @@ def serve(
     # Imported late: `explain` and `check` need neither the front end nor uvicorn.
     from frontend.server import run
 
+    set_region()
     environment = process_environment()
     flags = {
         "model_store": model_store,
@@ -99,13 +101,17 @@ def serve(
         "wait_model_loading": False if keep_going else None,
         "log_level": log_level,
     }
+    _choose_stream(log_stream(environment))
     with plain_configuration_errors():
         config_file = config_file or find_config_file(environment, Path.cwd())
         settings, setting_warnings = resolve_server(environment, flags, config_file)
+        _choose_stream(settings.log_stream)
         if config_file is not None:
             environment = {**model_defaults(config_file), **environment}
         startup = _startup(directories or (), models or (), settings, environment)
         sources, warnings = startup_sources(startup, environment)
+        if settings.require_model and not sources and warnings and not is_multi_model(environment):
+            raise ConfigurationError(f"require_model is set, and there is no model: {'; '.join(warnings)}")
         if startup.directories and len(sources) == 1:
             _check_directory(sources[0], environment)
     _log_to_stderr(settings.log_level)
@@ -247,6 +253,12 @@ def demo_model(
 def version() -> None:
     """Print the version."""
     typer.echo(distribution_version("lmi-server"))
+
+
+def _choose_stream(name: str) -> None:
+    """Send the log, and messages about what is wrong, to the standard output if the setting log_stream says so."""
+    if name == "stdout":
+        send_errors_to_output()
 
 
 def _log_to_stderr(level: str) -> None:

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from lmi_server.configuration.check import build
 from lmi_server.configuration.declaration import Allowed, Key, Option, Options
+from lmi_server.configuration.idle_variables import idle_variables
 from lmi_server.configuration.layers import (
     Given,
     Source,
@@ -29,10 +30,9 @@ from lmi_server.configuration.properties import read_properties
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine import environment as env
 
-LogLevel = Annotated[
-    Literal["debug", "info", "warning", "error", "off"],
-    BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value),
-]
+_InLowerCase = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
+LogLevel = Annotated[Literal["debug", "info", "warning", "error", "off"], _InLowerCase]
+LogStream = Annotated[Literal["stderr", "stdout"], _InLowerCase]
 
 EXTRA_LOGS = ("access", "model_metric", "server_metric")
 
@@ -88,6 +88,7 @@ ErrorRateLimit = Annotated[
     Allowed("errors/time, such as 10/PT5M for ten in five minutes; without a time it is one minute"),
 ]
 ErrorStatus = Annotated[int, Field(ge=400, le=599), Allowed("a status of an error, from 400 to 599")]
+PingStatus = Annotated[int, Field(ge=200, le=599), Allowed("a status, from 200 to 599")]
 HeaderValue = Annotated[str | None, Field(pattern=r"^[\x20-\x7e]+$"), Allowed("a text in ASCII, on one line")]
 
 
@@ -232,13 +233,33 @@ class ServerSettings(Options):
         True,
         description="End the server with exit code 1 if a model of the start cannot be loaded; false serves the rest.",
     )
+    require_model: bool = Field(
+        False,
+        description="End the server with exit code 1 if it would start without any model. SAGEMAKER_MULTI_MODEL=true, "
+        "where models are registered later, and load_models=NONE overrule it.",
+    )
     allow_multi_status: bool = Field(
         False, description="Answer /ping with 207 while one model can serve and another is loading or cannot."
+    )
+    ping_loading_http_code: PingStatus = Field(
+        503, description="Status of /ping while a model of the start is loading for the first time."
+    )
+    ping_restarting_http_code: PingStatus = Field(
+        200,
+        description="Status of /ping while a model of the start, which has served before, has no ready worker. "
+        "SAGEMAKER_HEALTH_CHECK_OVERRIDE=true sets it to 500.",
+    )
+    ping_failed_http_code: PingStatus = Field(
+        500, description="Status of /ping if a model of the start has failed for good."
     )
     fail_fast: bool = Field(
         False, description="Drain and stop the server, with exit code 1, as soon as a model of the start fails."
     )
     log_level: LogLevel = Field("info", description="Lowest level of messages that are logged.")
+    log_stream: LogStream = Field(
+        "stderr",
+        description="Where the log goes: standard error, or standard output with all that standard error gets.",
+    )
     extra_logs: ExtraLogs | None = Field(
         None,
         description="Logs beside the server's own, in LMI's formats; if not set, all three with log_dir, else none.",
@@ -279,7 +300,7 @@ _WITHOUT_EFFECT = {
     "opts": "there is no JVM; of its flags only log4j2.configurationFile has a meaning",
     "features": "installed engines are detected",
     "prometheus": "/metrics is always on",
-    "health_check_override": "/ping answers 500 only if a model of the start has failed for good",
+    "health_check_override": "ping_failed_http_code=200 keeps a model that has failed from failing /ping",
     "chunked_read_timeout": "option.predict_timeout limits how long a request may make no progress",
     **dict.fromkeys(("number_of_netty_threads", "use_native_io", "io_ratio"), "the server has one event loop"),
     **dict.fromkeys(("cluster_address", "plugin_folder", "WEB_ROOT"), "the server has no such feature"),
@@ -312,6 +333,10 @@ def resolve_server(
     options = {option.key: str(command_line[option.field]) for option in declared if _given(command_line, option)}
     given = merge([from_values("command line", options), *(layer.known for layer in found)])
     settings, wrong = build(ServerSettings, given)
+    try:
+        safe_ports = env.safe_ports(environment)
+    except ValueError as error:
+        problems.append(f"variable SAGEMAKER_SAFE_PORT_RANGE: {error}")
     if problems or wrong:
         raise ConfigurationError("\n".join([*problems, *wrong.values()]))
     warnings = [text for layer in found for text in layer.warnings]
@@ -323,7 +348,9 @@ def resolve_server(
         for key, source in layer.unknown.items()
         if key not in _MODEL_DEFAULTS
     ]
-    return settings, tuple(warnings)
+    if safe_ports is not None and settings.management_port not in (None, settings.port, *safe_ports):
+        warnings.append(f"management_port = {settings.management_port} is not in SAGEMAKER_SAFE_PORT_RANGE")
+    return settings, (*warnings, *idle_variables(environment))
 
 
 def server_home(environment: Mapping[str, str], directory: Path) -> Path:

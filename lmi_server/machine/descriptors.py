@@ -18,6 +18,12 @@ def keep_from_children(fd: int) -> None:
     os.register_at_fork(after_in_child=lambda: os.dup2(null, fd, inheritable=False))
 
 
+def send_errors_to_output() -> None:
+    """Make standard error the same file as standard output, for this process and all that it starts."""
+    sys.stderr.flush()
+    os.dup2(1, 2)
+
+
 def open_standard_files() -> None:
     """Open /dev/null in place of standard input, output and error if this process was started without them.
 

@@ -27,10 +27,14 @@ _OPTION_NAMES = {"ENTRYPOINT": "option.entryPoint", "ENGINE": "engine"}
 
 _SAGEMAKER = {
     "SAGEMAKER_NUM_MODEL_WORKERS": ("minWorkers", "maxWorkers"),
+    "SAGEMAKER_MODEL_SERVER_WORKERS": ("minWorkers", "maxWorkers"),
     "SAGEMAKER_STARTUP_TIMEOUT": ("option.model_loading_timeout",),
     "SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS": ("option.predict_timeout",),
+    "SAGEMAKER_MODEL_SERVER_TIMEOUT": ("option.predict_timeout",),
     "SAGEMAKER_DEFAULT_INVOCATIONS_ACCEPT": ("option.default_accept",),
 }
+_PORT_RANGE = re.compile(r"(\d{1,5})-(\d{1,5})", re.ASCII)
+_LOG_LEVELS = {"10": "debug", "20": "info", "30": "warning", "40": "error", "50": "error"}
 _HUGGING_FACE = {"HF_MODEL_ID": "option.model_id", "HF_REVISION": "option.revision", "HF_TASK": "option.task"}
 _MODEL_DEFAULTS = {
     "TENSOR_PARALLEL_DEGREE": "option.tensor_parallel_degree",
@@ -70,9 +74,15 @@ _GLOBAL_DEFAULTS = {
 _SECRETS_OF_SERVER = ("SERVING_API_KEYS", "SERVING_MANAGEMENT_API_KEYS", "SERVING_KEYSTORE_PASS")
 
 # Flags of LMI's JVM, and which of its logs the configurations that LMI ships print to the console.
-_JVM_FLAGS = ("DEFAULT_JVM_OPTS", "JAVA_OPTS", "SERVING_OPTS")
+JVM_FLAGS = ("DEFAULT_JVM_OPTS", "JAVA_OPTS", "SERVING_OPTS")
 _LOG_CONFIGURATION = re.compile(r"-Dlog4j2?\.configurationFile=\S*\blog4j2-(access|console)\.xml\b")
 _LOGS = {"access": "access", "console": "access,model_metric,server_metric"}
+
+SAGEMAKER_SETTINGS = (
+    *("SAGEMAKER_BIND_TO_PORT", "SAGEMAKER_MAX_REQUEST_SIZE", "SAGEMAKER_MAX_PAYLOAD_IN_MB"),
+    *("SAGEMAKER_CONTAINER_LOG_LEVEL", "SAGEMAKER_HEALTH_CHECK_OVERRIDE"),
+)
+"""SageMaker's variables that are settings of the server."""
 
 VARIABLES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "SageMaker": _SAGEMAKER,
@@ -109,6 +119,13 @@ def add_flags(name: str, flags: Sequence[str]) -> None:
         os.environ[name] = joined
 
 
+def set_region() -> None:
+    """Have the AWS libraries use the region that SageMaker's SDK names, unless they know one."""
+    for region in _given(os.environ, "SAGEMAKER_REGION"):
+        if not any(os.environ.get(name) for name in ("AWS_REGION", "AWS_DEFAULT_REGION")):
+            os.environ["AWS_DEFAULT_REGION"] = region
+
+
 def without_secrets_of_server(environment: Mapping[str, str]) -> dict[str, str]:
     """Return `environment` without the server's own keys and passwords, and remove them from this process too.
 
@@ -117,6 +134,25 @@ def without_secrets_of_server(environment: Mapping[str, str]) -> dict[str, str]:
     for name in _SECRETS_OF_SERVER:
         os.environ.pop(name, None)
     return {name: value for name, value in environment.items() if name not in _SECRETS_OF_SERVER}
+
+
+def log_stream(environment: Mapping[str, str]) -> str:
+    """Return the value of the setting `log_stream`, for messages about settings that cannot be read."""
+    return environment.get("SERVING_LOG_STREAM", "").strip().lower()
+
+
+def safe_ports(environment: Mapping[str, str]) -> range | None:
+    """Return the ports that SageMaker leaves to this container beside its own; None if it does not say.
+
+    The containers of an inference pipeline share one network. Raises ValueError if the range cannot be read.
+    """
+    for value in _given(environment, "SAGEMAKER_SAFE_PORT_RANGE"):
+        found = _PORT_RANGE.fullmatch(value)
+        ports = range(0) if found is None else range(int(found[1]), int(found[2]) + 1)
+        if not ports or not 0 < ports[0] <= ports[-1] <= 65535:
+            raise ValueError(f'"{value}" is not allowed; allowed: two ports with a hyphen between, such as 21000-21999')
+        return ports
+    return None
 
 
 def sagemaker_program(environment: Mapping[str, str]) -> str:
@@ -176,8 +212,8 @@ def default_variables(environment: Mapping[str, str]) -> list[Variable]:
 def server_variables(environment: Mapping[str, str]) -> list[Variable]:
     """Return `SERVING_*` settings of the server itself by their lower-cased names, and those of other variables.
 
-    The others are SageMaker's port and limit of requests, and the logs that a flag of LMI's JVM asks for. Kubernetes
-    gives every container variables about its services; those about one called "serving" are no settings.
+    The others are SageMaker's, the directory of LMI's downloads, and the logs that a flag of LMI's JVM asks for.
+    Kubernetes gives every container variables about its services; those about one called "serving" are no settings.
     """
     found = [
         Variable(name, name.removeprefix("SERVING_").lower(), value)
@@ -187,11 +223,36 @@ def server_variables(environment: Mapping[str, str]) -> list[Variable]:
         if not _ABOUT_A_SERVICE.fullmatch(f"{name}={value}")
     ]
     ports = _named(environment, {"SAGEMAKER_BIND_TO_PORT": "port"})
-    return [*ports, *_sagemaker_request_limit(environment), *found, *_logs_of_jvm_flags(environment)]
+    return [
+        *ports,
+        *_sagemaker_request_limit(environment),
+        *found,
+        *_named(environment, {"DJL_CACHE_DIR": "download_dir"}),
+        *_sagemaker_log_level(environment),
+        *_sagemaker_ping_code(environment),
+        *_logs_of_jvm_flags(environment),
+    ]
+
+
+def _sagemaker_log_level(environment: Mapping[str, str]) -> Iterator[Variable]:
+    """Yield the log level, which SageMaker's SDK gives as a number of Python's logging."""
+    for value in _given(environment, "SAGEMAKER_CONTAINER_LOG_LEVEL"):
+        yield Variable("SAGEMAKER_CONTAINER_LOG_LEVEL", "log_level", _LOG_LEVELS.get(value, value))
+
+
+def _sagemaker_ping_code(environment: Mapping[str, str]) -> Iterator[Variable]:
+    for value in _given(environment, "SAGEMAKER_HEALTH_CHECK_OVERRIDE"):
+        if value.lower() == "true":
+            yield Variable("SAGEMAKER_HEALTH_CHECK_OVERRIDE", "ping_restarting_http_code", "500")
+
+
+def asks_for_logs(flags: str) -> bool:
+    """Return whether flags of LMI's JVM name one of the configurations that print LMI's logs."""
+    return _LOG_CONFIGURATION.search(flags) is not None
 
 
 def _logs_of_jvm_flags(environment: Mapping[str, str]) -> Iterator[Variable]:
-    for name in _JVM_FLAGS:
+    for name in JVM_FLAGS:
         for value in _given(environment, name):
             asked = _LOG_CONFIGURATION.search(value)
             if asked is not None:

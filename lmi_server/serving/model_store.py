@@ -11,8 +11,10 @@ from urllib.parse import parse_qsl
 
 from lmi_server.artifacts.location import archive_stem, is_hub_id, path_of_file_url
 from lmi_server.contract.errors import ConfigurationError
+from lmi_server.machine.environment import is_multi_model
 
 HUB_VARIABLES = ("HF_MODEL_ID", "HF_REVISION", "HF_TASK")
+_MODEL_ID = "OPTION_MODEL_ID"
 LOAD_ALL = "ALL"
 LOAD_NONE = "NONE"
 
@@ -68,7 +70,8 @@ def startup_sources(startup: Startup, environment: Mapping[str, str]) -> tuple[l
     """Return the models to load, and warnings.
 
     If one directory is given and nothing else, `HF_MODEL_ID` names the weights of that model. Otherwise it is a model
-    of its own. Raises ConfigurationError if a spec cannot be read, or two models have one name and version.
+    of its own. `OPTION_MODEL_ID` is the model if there is no other one. Raises ConfigurationError if a spec cannot be
+    read, or two models have one name and version.
     """
     plain = [_directory_source(directory) for directory in startup.directories]
     named = [parse_spec(text, startup.model_store) for text in _specs(startup)]
@@ -84,9 +87,11 @@ def startup_sources(startup: Startup, environment: Mapping[str, str]) -> tuple[l
             named = [*found, *named]
     sources = _distinct([*_with_hub_model(plain, named, environment), *named])
     if not sources and startup.load_models.strip().upper() != LOAD_NONE:
-        warnings.append(
-            "no model is named; name a MODEL, --model-store, --models or HF_MODEL_ID, or POST it to /models"
-        )
+        sources = _model_of_option(environment)
+        if not sources:
+            warnings.append(
+                "no model is named; name a MODEL, --model-store, --models or HF_MODEL_ID, or POST it to /models"
+            )
     return sources, warnings
 
 
@@ -232,6 +237,12 @@ def _with_hub_model(
         return [ModelSource(plain[0].url, plain[0].name, variables=variables)]
     url = variables["HF_MODEL_ID"].strip()
     return [*plain, ModelSource(_in_store(url, None), name_of(url), variables=variables)]
+
+
+def _model_of_option(environment: Mapping[str, str]) -> list[ModelSource]:
+    """Return the model of `OPTION_MODEL_ID`. On a multi-model endpoint it is an option of every model instead."""
+    url = environment.get(_MODEL_ID, "").strip()
+    return [ModelSource(_in_store(url, None), name_of(url))] if url and not is_multi_model(environment) else []
 
 
 def _distinct(sources: Sequence[ModelSource]) -> list[ModelSource]:

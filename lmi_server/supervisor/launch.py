@@ -17,8 +17,9 @@ from lmi_server.contract.batch_progress import BatchProgress, HandlerProgress
 from lmi_server.contract.link import WorkerLink, worker_link
 from lmi_server.contract.protocol import Failed, FromWorker, Load
 from lmi_server.contract.ranks import RANK_BYTES, RankGroup
-from lmi_server.machine.environment import process_environment
+from lmi_server.machine.environment import process_environment, safe_ports
 from lmi_server.machine.mpi import MpiRun, rank_of_line
+from lmi_server.machine.ports import free_port
 from lmi_server.machine.process_tree import session_members
 from lmi_server.supervisor.command import mpi_worker_command, progress_path, socket_path, worker_command
 from lmi_server.supervisor.group_directory import SHARED_MEMORY, GroupDirectory, remove_abandoned
@@ -137,9 +138,10 @@ class MpiGroup(WorkerLaunch):
 
     async def start(self, link: WorkerLink, load: Load, variables: Mapping[str, str]) -> Process:
         self._link, self._load = link, load
+        port = free_port(safe_ports(process_environment()))
         remove_abandoned()
         self._directory = GroupDirectory()
-        group = self._group = RankGroup(self._ranks, self._directory.path, _free_port())
+        group = self._group = RankGroup(self._ranks, self._directory.path, port)
         self.progress = BatchProgress.create_file(progress_path(group.directory))
         try:
             self._server = await asyncio.get_running_loop().create_unix_server(
@@ -218,11 +220,3 @@ async def _execute(command: Sequence[str], variables: Mapping[str, str], inherit
         pass_fds=inherited,
         env={**process_environment(), **variables, "PYTHONUNBUFFERED": "1"},
     )
-
-
-def _free_port() -> int:
-    """Return a port on which nothing listens now; another process may take it before the ranks do."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -98,7 +98,6 @@ def test_a_key_of_lmi_without_effect_says_what_to_do(tmp_path: Path) -> None:
             {"JAVA_OPTS": "-Dlog4j2.configurationFile=/c/log4j2-console.xml", "SERVING_EXTRA_LOGS": "access"},
             ("access",),
         ),
-        ({"JAVA_OPTS": "-Dlog4j2.configurationFile=/conf/log4j2-plain.xml"}, ()),
     ],
 )
 def test_which_of_lmi_s_logs_are_written(variables: dict[str, str], logs: tuple[str, ...]) -> None:

@@ -22,16 +22,17 @@ from relay_helpers import HANDLERS
 SCRIPT = TESTS / "models" / "fault_server.py"
 
 
-class ForkedServer:
-    """A fork of the template that runs fault_server.py, with what the tests use of subprocess.Popen."""
+class _Forked:
+    """A fork of the template, with what the tests use of subprocess.Popen."""
 
-    def __init__(self, arguments: Sequence[str], variables: Mapping[str, str]) -> None:
-        reading, writing = os.pipe()
-        self.stderr: IO[str] = os.fdopen(reading)
+    def __init__(
+        self, what: str, arguments: Sequence[str], variables: Mapping[str, str], directory: str, outputs: Sequence[int]
+    ) -> None:
         try:
-            self.pid = _template().fork("server", arguments, variables, os.getcwd(), [writing])
+            self.pid = _template().fork(what, arguments, variables, directory, outputs)
         finally:
-            os.close(writing)
+            for descriptor in outputs:
+                os.close(descriptor)
         self._ended = os.pidfd_open(self.pid)  # the template keeps the exit code until it is asked for it
         self.returncode: int | None = None
 
@@ -52,6 +53,25 @@ class ForkedServer:
             self.returncode = _template().exit_code(self.pid)
             os.close(self._ended)
         return self.returncode
+
+
+class ForkedServer(_Forked):
+    """Runs fault_server.py."""
+
+    def __init__(self, arguments: Sequence[str], variables: Mapping[str, str]) -> None:
+        reading, writing = os.pipe()
+        self.stderr: IO[str] = os.fdopen(reading)
+        super().__init__("server", arguments, variables, os.getcwd(), [writing])
+
+
+class ForkedCommand(_Forked):
+    """Runs `lmi-server` in `directory`, with these variables and no others."""
+
+    def __init__(self, arguments: Sequence[str], variables: Mapping[str, str], directory: Path) -> None:
+        output, errors = os.pipe(), os.pipe()
+        self.stdout: IO[str] = os.fdopen(output[0])
+        self.stderr: IO[str] = os.fdopen(errors[0])
+        super().__init__("command", arguments, variables, str(directory), [output[1], errors[1]])
 
 
 def run_command(*arguments: str, env: Mapping[str, str], cwd: Path) -> subprocess.CompletedProcess[str]:
