@@ -23,6 +23,7 @@ from frontend.management import Management
 from frontend.management_access import Access, protected
 from frontend.metrics import Metrics
 from frontend.openapi import Document
+from frontend.request_signatures import SignatureCheck
 from frontend.responses import error_response, json_response, on_http_error, on_lmi_error
 from frontend.sagemaker_runtime import ENDPOINTS, SageMakerRuntime
 from frontend.sagemaker_runtime import PATHS as SAGEMAKER_PATHS
@@ -97,7 +98,7 @@ class App:
         check_key = None if keys is None else keys.check
         self._infer = AsyncJobs(infer, self._answer, check_key, settings)
         self._invocations = AsyncInvocations(infer, check_key, settings)
-        self._sagemaker = SageMakerRuntime(models, self._infer, self._invocations, self._answer)
+        self._sagemaker = SageMakerRuntime(models, self._infer, self._invocations, self._answer, _signatures(settings))
         serving, managing = _serving_routes(status, models), _managing_routes(status, models, access)
         if keys is not None:
             serving = protected(serving, keys.check)
@@ -179,6 +180,12 @@ class App:
             await send(message)
 
         await application(scope, receive, send_with_headers)
+
+
+def _signatures(settings: ServerSettings) -> SignatureCheck | None:
+    if settings.sigv4_keys is None:
+        return None
+    return SignatureCheck(settings.sigv4_keys, settings.sigv4_region, settings.max_request_size)
 
 
 def _is_preflight(scope: Scope) -> bool:

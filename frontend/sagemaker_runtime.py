@@ -2,7 +2,7 @@
 
 The paths, headers and errors are those of InvokeEndpoint, InvokeEndpointWithResponseStream and InvokeEndpointAsync in
 Amazon's reference of the SageMaker Runtime API; the stream is in the event stream encoding of Amazon's SDKs. Signatures
-are not checked.
+are checked if `sigv4_keys` is set.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from frontend.async_invocations import AsyncInvocations
 from frontend.clients import Receive, Scope, Send
+from frontend.request_signatures import SignatureCheck, SignatureRefusedError
 from lmi_server.contract.errors import AuthenticationError, LmiServerError, ModelNotFoundError, QueueFullError
 from lmi_server.dialects import routes
 from lmi_server.serving.registry import ModelRegistry
@@ -67,18 +68,26 @@ class SageMakerRuntime:
         infer: Inference,
         invocations: AsyncInvocations,
         answer: Callable[[Response, Scope, Receive, Send], Awaitable[None]],
+        signatures: SignatureCheck | None = None,
     ) -> None:
-        """`answer` sends a response with the headers that every answer has."""
+        """`answer` sends a response with the headers that every answer has; `signatures` is None if all are taken."""
         self._models = models
         self._infer = infer
         self._invocations = invocations
         self._answer = answer
+        self._signatures = signatures
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> bool:
         """Answer the request; return False if its path or its method is not one of this API."""
         found = _PATH.fullmatch(scope["path"])
         if found is None or scope["method"] != "POST":
             return False
+        if self._signatures is not None:
+            try:
+                receive = await self._signatures(scope, receive)
+            except LmiServerError as error:
+                await self._answer(_refused(error), scope, receive, send)
+                return True
         endpoint, action = found.groups()
         name = self._model(endpoint, scope)
         if action == _INVOKE_LATER:
@@ -92,9 +101,7 @@ class SageMakerRuntime:
         try:
             return await self._invocations(name, scope, receive)
         except LmiServerError as error:
-            kind, status = _KINDS.get(type(error), ("ValidationError", 400))
-            body = json.dumps({"Message": error.message})
-            return Response(body, status, {"x-amzn-errortype": kind}, "application/json")
+            return _refused(error)
 
     def _model(self, endpoint: str, scope: Scope) -> str | None:
         """Return the name of the model that is meant, None for the one that requests without a name go to.
@@ -118,6 +125,13 @@ class SageMakerRuntime:
         if model != name:
             scope["headers"] = [*scope["headers"], (_ADAPTER, name.encode("latin-1"))]
         return model
+
+
+def _refused(error: LmiServerError) -> Response:
+    kind, status = _KINDS.get(type(error), ("ValidationError", 400))
+    if isinstance(error, SignatureRefusedError):
+        kind, status = error.error_type, 403
+    return Response(json.dumps({"Message": error.message}), status, {"x-amzn-errortype": kind}, "application/json")
 
 
 def _as_forwarded(headers: Headers) -> Headers:

@@ -118,6 +118,12 @@ class ServerSettings(Options):
         None, description="API keys for the management API and metrics; any client with one may manage models."
     )
     management_api_keys_file: str | None = Field(None, description="File with API keys for the management API.")
+    sigv4_keys: str | None = Field(
+        None,
+        description="Access keys of boto3's clients, ACCESS_KEY_ID:SECRET_KEY with commas between: /endpoints/ then "
+        "takes only requests that are signed with one of them. If not set, no signature is read.",
+    )
+    sigv4_region: str = Field("us-east-1", description="Region that the signatures must be for.")
     management_clients: Literal["local", "any"] = Field(
         "local", description="Who may manage models: clients on this machine, or any."
     )

@@ -71,7 +71,12 @@ _GLOBAL_DEFAULTS = {
     "SERVING_RETRY_THRESHOLD": "retry_threshold",
 }
 
-_SECRETS_OF_SERVER = ("SERVING_API_KEYS", "SERVING_MANAGEMENT_API_KEYS", "SERVING_KEYSTORE_PASS")
+_SECRETS_OF_SERVER = (
+    "SERVING_API_KEYS",
+    "SERVING_MANAGEMENT_API_KEYS",
+    "SERVING_KEYSTORE_PASS",
+    "SERVING_SIGV4_KEYS",
+)
 
 # Flags of LMI's JVM, and which of its logs the configurations that LMI ships print to the console.
 JVM_FLAGS = ("DEFAULT_JVM_OPTS", "JAVA_OPTS", "SERVING_OPTS")
