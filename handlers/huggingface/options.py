@@ -7,11 +7,19 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from handlers.checkpoints.chat_template import CHAT_TEMPLATE_DESCRIPTION
 from handlers.checkpoints.options import TransformersOptions
 from handlers.huggingface.unbatched import UNBATCHED
 from handlers.rolling_batch.options import RollingBatchOptions
 from lmi_server.configuration.declaration import Conflict, Deprecated, NoEffect, Unavailable
-from lmi_server.configuration.options import MPI_MODE_DESCRIPTION, Fraction, ParallelDegree, PositiveInt
+from lmi_server.configuration.options import (
+    MPI_MODE_DESCRIPTION,
+    STOP_SEQUENCE_DESCRIPTION,
+    Fraction,
+    ParallelDegree,
+    PositiveInt,
+    Texts,
+)
 from lmi_server.configuration.tasks import TEXT_GENERATION, Workload
 
 _NO_PADDING = "sequences are batched without padding"
@@ -42,9 +50,8 @@ class HuggingFaceOptions(TransformersOptions, RollingBatchOptions):
         Deprecated("use option.tensor_parallel_degree"),
         Unavailable(lambda name: name is not None, "remove the key"),
     ] = Field(None, description="Sharding of a rolling batch over GPUs.")
-    stop_sequence: Annotated[str | None, Unavailable(lambda text: text is not None, "send `stop` with the request")] = (
-        Field(None, description="Texts that end every output, as a list in brackets.")
-    )
+    stop_sequence: Texts = Field((), description=STOP_SEQUENCE_DESCRIPTION)
+    chat_template: str | None = Field(None, description=CHAT_TEMPLATE_DESCRIPTION)
     max_model_len: PositiveInt | None = Field(
         None, description="Maximum tokens of prompt and output together; if not set, what config.json allows."
     )
@@ -54,6 +61,10 @@ class HuggingFaceOptions(TransformersOptions, RollingBatchOptions):
 
     def context_length(self) -> int | None:
         return self.max_model_len
+
+    @property
+    def default_stops(self) -> tuple[str, ...]:
+        return self.stop_sequence
 
     def unavailable(self) -> Iterator[Conflict]:
         if self.mpi_mode and self.device_map is not None and self.devices_per_worker != 1:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from handlers.checkpoints.adapter_layers import AdapterCheck
+from handlers.checkpoints.chat_template import read_chat_template, with_prompt_beginning
 from handlers.rolling_batch.communicator import Communicator
 from handlers.step_loop import StepLoop
 from handlers.vllm import (
@@ -88,7 +89,7 @@ async def load(model_dir: str, options: VllmEngineOptions) -> LoadedEngine:
     began = time.perf_counter()
     statistics = Statistics()
     _prepare_adapters(options)
-    template = None if options.chat_template is None else _chat_template(options.chat_template, Path(model_dir))
+    template = None if options.chat_template is None else read_chat_template(options.chat_template, Path(model_dir))
     library.silence_default_statistics()
     load_engine = _load_in_worker if options.engine_process == "worker" else _load_in_own_process
     driver, engine = await load_engine(model_dir, options, statistics)
@@ -102,6 +103,7 @@ async def load(model_dir: str, options: VllmEngineOptions) -> LoadedEngine:
         sampling_defaults=library.default_sampling(config),
         details=engine_details(config, options, began),
     )
+    template = None if template is None else with_prompt_beginning(template, tokenizer)
     chats = _chat_renderer(config, renderer, template, options)
     prompts = PromptRenderer(renderer, max_model_len, template, options.chat_template_content_format, chats)
     vocabulary = Vocabulary(tokenizer.decode, tokenizer.all_special_ids)
@@ -171,19 +173,6 @@ def _chat_renderer(
     # KeyError: vLLM knows no such parser, or the tokenizer lacks a token that it needs.
     with load_errors(f"{parsers} cannot be used with this model", KeyError):
         return ChatRenderer(config, renderer, template, options)
-
-
-def _chat_template(value: str, model_dir: Path) -> str:
-    """Return the chat template that `value` is, or that the file of that name holds."""
-    if "{" in value:
-        return value
-    file = model_dir / value  # an absolute path replaces model_dir
-    if not file.is_file():
-        raise ModelLoadError(
-            f"option.chat_template={value} is neither a file nor a template; name a file, relative to the model"
-            f" directory {model_dir}"
-        )
-    return file.read_text(encoding="utf-8")
 
 
 async def _load_in_worker(

@@ -11,11 +11,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
+from handlers.checkpoints.chat_template import CHAT_TEMPLATE_DESCRIPTION
 from handlers.vllm import engine_fields
 from lmi_server.configuration.declaration import Allowed, Conflict, Key, NoEffect
 from lmi_server.configuration.options import (
     DTYPE_NOTE,
     LONG_DTYPES,
+    STOP_SEQUENCE_DESCRIPTION,
     FloatDtype,
     JsonObject,
     ModelOptions,
@@ -25,6 +27,7 @@ from lmi_server.configuration.options import (
     PositiveFloat,
     PositiveInt,
     Share,
+    Texts,
     lower,
     without_effect,
 )
@@ -128,11 +131,8 @@ class VllmEngineOptions(ModelOptions):
     max_logprobs: PositiveInt = Field(
         20, description="Maximum number of log probabilities per token that a request may ask for."
     )
-    chat_template: str | None = Field(
-        None,
-        description="Chat template to use instead of the model's: a file, relative to the model directory, or the"
-        " template itself.",
-    )
+    chat_template: str | None = Field(None, description=CHAT_TEMPLATE_DESCRIPTION)
+    stop_sequence: Texts = Field((), description=STOP_SEQUENCE_DESCRIPTION)
     chat_template_content_format: Literal["auto", "string", "openai"] = Field(
         "auto", description="Form of message contents that the chat template expects."
     )
@@ -300,6 +300,10 @@ class VllmEngineOptions(ModelOptions):
         names = ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "fully_sharded_loras", "lora_dtype")
         return {name: getattr(self, name) for name in names}
 
+    @property
+    def default_stops(self) -> tuple[str, ...]:
+        return self.stop_sequence
+
     def context_length(self) -> int | None:
         return self.max_model_len
 
@@ -395,6 +399,7 @@ class VllmPoolingOptions(InWorkerOptions):
         BeforeValidator(lambda name: "disable" if lower(name) in ("auto", "vllm") else lower(name)),
         Allowed("auto, vllm or disable"),
     ] = Field("disable", description="Requests run together as a dynamic batch (batch_size) with any of these values.")
+    stop_sequence: Annotated[Texts, NoEffect("no text is generated")] = Field((), description=STOP_SEQUENCE_DESCRIPTION)
     normalize: bool = Field(True, description="Scale embeddings to length 1.")
 
     def engine_arguments(self) -> Mapping[str, Any]:

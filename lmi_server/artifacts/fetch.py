@@ -16,11 +16,13 @@ from lmi_server.artifacts.archive import ArchiveLimits, content_root, extract_ar
 from lmi_server.artifacts.hub import fetch_hub_model
 from lmi_server.artifacts.interpreter import Interpreters, WorkerPython
 from lmi_server.artifacts.location import (
+    RAY_MODEL_FILE,
     GgufFile,
     HubModel,
     LocalArchive,
     LocalDirectory,
     Location,
+    ModelFile,
     S3Location,
     archive_stem,
     parse_location,
@@ -162,6 +164,8 @@ def _bring(location: Location, revision: str | None, settings: ArtifactSettings,
             return _extracted(path, settings, activity)
         case GgufFile(path):
             return path
+        case ModelFile(path):
+            return _directory_of_model_file(path, settings)
         case HubModel():
             return fetch_hub_model(location, revision, activity)
         case S3Location():
@@ -175,6 +179,17 @@ def _from_s3(location: S3Location, settings: ArtifactSettings, activity: Activit
     archive = directory / location.prefix.rpartition("/")[2]
     if archive_stem(location.prefix) and archive.is_file():
         return _extracted(archive, settings, activity)
+    return directory
+
+
+def _directory_of_model_file(path: Path, settings: ArtifactSettings) -> Path:
+    """Return a model directory with nothing but a link to the model file, so that messages name the file itself."""
+    directory = entry(settings.root, "model-files", str(path), path.stem).files
+    link = directory / RAY_MODEL_FILE
+    with file_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):  # of an earlier start, or of another server
+            link.symlink_to(path)
     return directory
 
 

@@ -10,9 +10,14 @@ from urllib.parse import unquote
 
 # What a user may name as a model, for messages.
 MODEL_FORMS = (
-    "a directory, an archive, a file in GGUF, owner/name of the Hugging Face Hub, s3://bucket/prefix, or a file: URL"
+    "a directory, an archive, a file in GGUF, a model file of Ray in YAML, owner/name of the Hugging Face Hub,"
+    " s3://bucket/prefix, or a file: URL"
 )
 ARCHIVE_SUFFIXES = (".tar.gz", ".tgz", ".tar", ".zip", ".mar")
+
+MODEL_FILE_SUFFIXES = (".yaml", ".yml")
+RAY_MODEL_FILE = "ray-model.yaml"
+"""The name of a model file in a model directory, which takes the place of serving.properties."""
 
 WORKFLOW_SUFFIXES = (".json", ".yml", ".yaml")
 NO_WORKFLOWS = "workflows are not served; register each of its models by itself, and call one after the other"
@@ -45,6 +50,13 @@ class GgufFile:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelFile:
+    """A model file of Ray, by its absolute path: YAML that describes a model and says where its weights are."""
+
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
 class HubModel:
     """A model on the Hugging Face Hub; of several files in GGUF, the one with `quantization` in its name."""
 
@@ -69,7 +81,7 @@ class S3Location:
         return f"s3://{self.bucket}/{self.prefix}"
 
 
-Location = LocalDirectory | LocalArchive | GgufFile | HubModel | S3Location
+Location = LocalDirectory | LocalArchive | GgufFile | ModelFile | HubModel | S3Location
 
 
 def parse_location(text: str, base: Path) -> Location:
@@ -122,13 +134,15 @@ def refuse_remote_entry_point(entry_point: str) -> None:
         )
 
 
-def _local(path: str, base: Path) -> LocalDirectory | LocalArchive | GgufFile:
+def _local(path: str, base: Path) -> LocalDirectory | LocalArchive | GgufFile | ModelFile:
     local = Path(os.path.abspath(base / path))  # an absolute path replaces base
     # Functions of os.path return False for a text that is too long for a path; methods of Path raise OSError.
     if os.path.isdir(local):
         return LocalDirectory(local)
     if local.suffix == _GGUF and os.path.isfile(local):
         return GgufFile(local)
+    if local.suffix in MODEL_FILE_SUFFIXES and os.path.isfile(local):
+        return ModelFile(local)  # whether it is one, or a workflow, says its reader
     if local.suffix in WORKFLOW_SUFFIXES and os.path.isfile(local):
         raise ValueError(f"is not available: {local} defines a workflow; {NO_WORKFLOWS}")
     if archive_stem(local.name) is None:

@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version as distribution_version
 from pathlib import Path
 from typing import Annotated
@@ -14,11 +15,11 @@ import typer
 from rich.console import Console
 
 from frontend.server_log import LOG_FORMAT, LineFormatter
-from lmi_server.artifacts.location import MODEL_FORMS
+from lmi_server.artifacts.location import MODEL_FILE_SUFFIXES, MODEL_FORMS
 from lmi_server.commands import ray
 from lmi_server.commands.terminal import plain_configuration_errors
 from lmi_server.configuration.handlers import HANDLERS
-from lmi_server.configuration.resolve import inspect_model
+from lmi_server.configuration.resolve import Inspection, inspect_model
 from lmi_server.configuration.server_settings import (
     ServerSettings,
     find_config_file,
@@ -123,11 +124,19 @@ def serve(
 
 
 def _check_directory(source: ModelSource, environment: Mapping[str, str]) -> None:
-    """Report errors of a single directory before the server starts; an archive is read only when it is loaded."""
-    if not Path(source.url).is_file():
-        found = inspect_model(Path(source.url), {**environment, **source.variables})
-        if found.problems or found.unavailable:
-            raise ConfigurationError("\n".join((*found.problems, *found.unavailable)))
+    """Report errors of a single model before the server starts; an archive is read only when it is loaded."""
+    if Path(source.url).suffix in MODEL_FILE_SUFFIXES and Path(source.url).is_file():
+        from lmi_server.commands.local_model import inspect_local, local_model
+
+        local = replace(local_model(source.url, environment), variables=source.variables)
+        _raise_problems(inspect_local(local, environment))
+    elif not Path(source.url).is_file():
+        _raise_problems(inspect_model(Path(source.url), {**environment, **source.variables}))
+
+
+def _raise_problems(found: Inspection) -> None:
+    if found.problems or found.unavailable:
+        raise ConfigurationError("\n".join((*found.problems, *found.unavailable)))
 
 
 def _startup(

@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lmi_server.artifacts.location import GgufFile, HubModel, LocalArchive, LocalDirectory, S3Location, parse_location
+from lmi_server.artifacts.location import (
+    GgufFile,
+    HubModel,
+    LocalArchive,
+    LocalDirectory,
+    ModelFile,
+    S3Location,
+    parse_location,
+)
 from lmi_server.configuration.gguf import gguf_files, is_gguf, read_gguf
 from lmi_server.contract.errors import ConfigurationError
 
@@ -34,6 +42,8 @@ def locate_model(model_id: str | None, model_dir: Path) -> str:
             return _own_model(path)
         case LocalArchive(path) | GgufFile(path):
             return str(path)
+        case ModelFile():
+            raise ValueError("is not allowed; a model file holds no weights; name it in place of the model directory")
         case HubModel() as model:
             return model.id
         case S3Location() as location:

@@ -152,7 +152,7 @@ def _option(prefix: str, field: str, info: FieldInfo) -> Option:
         must_agree=key.must_agree,
         default=info.get_default(call_default_factory=False),
         description=info.description or "",
-        allowed=_allowed(info.annotation, info.metadata),
+        allowed=allowed_values(info.annotation, info.metadata),
         choices=tuple(_choices(info.annotation)),
         marks=tuple(mark for mark in info.metadata if isinstance(mark, Mark)),
     )
@@ -168,7 +168,8 @@ def _choices(annotation: Any) -> Iterator[Any]:
             yield from _choices(member)
 
 
-def _allowed(annotation: Any, metadata: list[Any] | tuple[Any, ...] = ()) -> str:
+def allowed_values(annotation: Any, metadata: list[Any] | tuple[Any, ...] = ()) -> str:
+    """Return in words what a field with this annotation takes; the mark `Allowed` decides if there is one."""
     for mark in metadata:
         if isinstance(mark, Allowed):
             return mark.text
@@ -178,7 +179,7 @@ def _allowed(annotation: Any, metadata: list[Any] | tuple[Any, ...] = ()) -> str
 def _parts(annotation: Any) -> Iterator[str]:
     origin = get_origin(annotation)
     if origin is Annotated:
-        yield _allowed(annotation.__origin__, annotation.__metadata__)
+        yield allowed_values(annotation.__origin__, annotation.__metadata__)
     elif origin is Literal:
         yield ", ".join(str(value) for value in get_args(annotation))
     elif origin in (Union, types.UnionType):

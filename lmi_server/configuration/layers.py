@@ -16,6 +16,7 @@ Layer = Literal[
     "sagemaker",  # SageMaker's overriding variables
     "registration",  # the call that registered the model
     "serving.properties",
+    "model file",  # a model file of Ray in place of serving.properties
     "model directory",  # what its files say if there is no serving.properties
     "environment",  # OPTION_* and ARGS_*, HF_MODEL_ID, variables of text-generation-inference
     "engine alias",  # values that engine=MPI and engine=DeepSpeed stand for

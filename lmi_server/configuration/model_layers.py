@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from lmi_server.artifacts.location import RAY_MODEL_FILE
 from lmi_server.configuration.declaration import Deprecated, Option
 from lmi_server.configuration.handler_choice import ENTRY_POINT, engine_alias
 from lmi_server.configuration.handlers import HandlerSpec
@@ -20,6 +21,7 @@ from lmi_server.configuration.layers import (
     sort_keys,
 )
 from lmi_server.configuration.model_code import MODEL_CODE, framework_script
+from lmi_server.configuration.model_file.read import read_model_file
 from lmi_server.configuration.properties import read_properties
 from lmi_server.configuration.recommender import is_true, recommend, with_max_resolved
 from lmi_server.machine import environment as env
@@ -56,7 +58,7 @@ class ModelLayers:
 
 def read_layers(model_dir: Path, environment: Mapping[str, str], registration: Mapping[str, str]) -> ModelLayers:
     """Read the layers of the model in `model_dir`. Raises ConfigurationError if serving.properties cannot be read."""
-    from_disk, warnings = _read_file(model_dir / SERVING_PROPERTIES)
+    from_disk, warnings = _read_file(model_dir)
     hugging_face = env.hugging_face_variables(environment)
     names_model = bool(hugging_face)
     if hugging_face and (model_dir / "config.json").is_file():
@@ -98,7 +100,12 @@ def _with_new_names(layer: Given) -> Given:
     return {_MODEL_ID: renamed, **{key: source for key, source in layer.items() if key != _OLD_MODEL_ID}}
 
 
-def _read_file(path: Path) -> tuple[Given, list[str]]:
+def _read_file(model_dir: Path) -> tuple[Given, list[str]]:
+    """Read serving.properties, or the model file of Ray in its place."""
+    path, model_file = model_dir / SERVING_PROPERTIES, model_dir / RAY_MODEL_FILE
+    if not path.exists() and model_file.exists():
+        read = read_model_file(model_file)
+        return read.given, [*read.warnings, *read.only_on_clusters]
     if not path.exists():
         return {}, []
     properties = read_properties(path)

@@ -53,6 +53,13 @@ def _comma_separated(value: Any) -> Any:
     return value
 
 
+def _json_texts(value: Any) -> Any:
+    if isinstance(value, str):
+        decoded = json.loads(value or "[]")
+        return tuple(decoded) if isinstance(decoded, list) else value
+    return value
+
+
 def _json_object(value: Any) -> Any:
     if isinstance(value, str) and not isinstance(json.loads(value), dict):
         raise ValueError("not a JSON object")
@@ -89,6 +96,7 @@ Fraction = Annotated[float, Field(gt=0, lt=1), Allowed("a number between 0 and 1
 Share = Annotated[float, Field(gt=0, le=1), Allowed("a number above 0, at most 1")]
 Names = Annotated[tuple[str, ...], BeforeValidator(_comma_separated), Allowed("names separated by commas")]
 JsonObject = Annotated[str, AfterValidator(_json_object), Allowed("a JSON object")]
+Texts = Annotated[tuple[str, ...], BeforeValidator(_json_texts), Allowed('a JSON list of texts, ["a", "b"]')]
 EnvironmentPairs = Annotated[str, AfterValidator(_environment_pairs), Allowed("NAME=VALUE pairs separated by commas")]
 Dtype = Annotated[
     Literal["auto", "fp32", "fp16", "bf16", "int8"],
@@ -124,6 +132,7 @@ Devices = Annotated[
 ]
 DTYPE_NOTE = Documented("fp16", "fp16 would lose accuracy of a model in bf16 or fp32")
 
+STOP_SEQUENCE_DESCRIPTION = "Texts that end every output, beside those of the request, as a JSON list."
 MPI_MODE_DESCRIPTION = (
     "Start tensor_parallel_degree processes with mpirun, one per device; without devices they share the CPU."
 )
@@ -500,6 +509,11 @@ class ModelOptions(Options):
     def one_worker_only(self) -> str | None:
         """Return the key in full that forbids a second worker; None if any number may run."""
         return next((key for key in self.one_worker_keys if getattr(self, key.removeprefix(self.prefix))), None)
+
+    @property
+    def default_stops(self) -> tuple[str, ...]:
+        """Return the texts that end every output, beside those that a request names."""
+        return ()
 
     def context_length(self) -> int | None:
         """Return the configured limit of prompt and output together, in tokens; None if config.json decides."""

@@ -29,6 +29,9 @@ A dialect refuses, by name, a field that needs any other feature. "media" are pa
 "engine_extras" is `SamplingParameters.extra`; the others are fields of the structs below.
 """
 
+PROMPT_BEGINNING = "{#- begins like a prompt -#}"
+"""Stands in a chat template for the special tokens that the tokenizer puts before a prompt."""
+
 LEAST_TEMPERATURE = 1e-5
 """Below this, dividing logits by the temperature overflows float32, so that only the most likely token is left."""
 

@@ -69,7 +69,8 @@ def _values(options: Sequence[Explained], model_dir: str, width: int) -> Iterato
     """Yield key, value and origin of each option, and what it means below."""
     widest = max((len(option.key) for option in options if len(option.key) <= _WIDEST_KEY), default=0)
     for option in options:
-        line = f"{_INDENT}{option.key:<{widest}}  {written(option.value)}"
+        value = written(option.value).replace("\n", "\\n")
+        line = f"{_INDENT}{option.key:<{widest}}  {value}"
         origin = _origin(option, model_dir)
         if origin and len(line) + 2 + len(origin) <= width:
             yield f"{line}  {origin}"

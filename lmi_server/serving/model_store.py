@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import parse_qsl
 
-from lmi_server.artifacts.location import archive_stem, is_hub_id, path_of_file_url
+from lmi_server.artifacts.location import MODEL_FILE_SUFFIXES, RAY_MODEL_FILE, archive_stem, is_hub_id, path_of_file_url
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.environment import is_multi_model
 
@@ -118,8 +118,14 @@ def discover(store: Path) -> tuple[list[ModelSource], list[str]]:
 
 
 def is_one_model(store: Path) -> bool:
-    """Return whether the store is itself a model directory: it holds files that are not archives."""
-    return any(not entry.is_dir() and archive_stem(entry.name) is None for entry in _visible(store))
+    """Return whether the store is itself a model directory: it holds files that are no models by themselves."""
+    return any(not entry.is_dir() and not _is_model_by_itself(entry) for entry in _visible(store))
+
+
+def _is_model_by_itself(file: Path) -> bool:
+    return archive_stem(file.name) is not None or (
+        file.suffix in MODEL_FILE_SUFFIXES and file.name != RAY_MODEL_FILE and file.stem != "workflow"
+    )
 
 
 def is_spec(text: str) -> bool:
@@ -170,8 +176,14 @@ def name_of(url: str) -> str:
     last = url.rstrip("/").rpartition("/")[2]
     if "://" not in url and "/" in url and not url.startswith((".", "/")) and not os.path.exists(url):
         last = url  # the id of a Hugging Face model: its owner is part of the name
-    stem = archive_stem(last) or last.removesuffix(".gguf") if not url.endswith("/") else None
+    stem = archive_stem(last) or _without_suffix(last) if not url.endswith("/") else None
     return re.sub(r"\W", "_", stem or last, flags=re.ASCII) or "model"
+
+
+def _without_suffix(name: str) -> str:
+    """Return the name of a file without the suffix of a model in one file."""
+    suffix = next((suffix for suffix in (".gguf", *MODEL_FILE_SUFFIXES) if name.endswith(suffix)), "")
+    return name.removesuffix(suffix)
 
 
 def _directory_source(directory: Path) -> ModelSource:

@@ -8,8 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from lmi_server.configuration.options import ModelOptions
 from lmi_server.contract.errors import EXITS, HandlerError, LmiServerError, WorkerDiedError, describe, exit_message
+from lmi_server.contract.generation import GenerationRequest
 from lmi_server.contract.handler import LLMHandler, ModelInfo
 from lmi_server.contract.protocol import CANCELLED, AddAdapter, Command, GetMetrics, Input, RemoveAdapter
 from lmi_server.dialects import anthropic, routes, tokens
@@ -35,6 +38,7 @@ class GenerationProcessor(RequestProcessor):
     def __init__(self, handler: LLMHandler, loading: Loading) -> None:
         self._handler = handler
         self._loading = loading
+        self._default_stops = loading.options.default_stops
         self._max_sequences = loading.options.max_rolling_batch_size  # of one request at once
         self._served: ServedModel | None = None  # once it is loaded
         self._began = False  # the handler has to stop, also if it could not load
@@ -191,6 +195,12 @@ class GenerationProcessor(RequestProcessor):
         except BaseExceptionGroup as failed:
             raise (exits or failed.exceptions)[0] from None
 
+    def _with_default_stops(self, request: GenerationRequest) -> GenerationRequest:
+        if not self._default_stops:
+            return request
+        stops = tuple(dict.fromkeys((*request.sampling.stop, *self._default_stops)))
+        return replace(request, sampling=replace(request.sampling, stop=stops))
+
     async def _generate_one(
         self, exchange: Exchange, index: int, writer: ResponseWriter, emit: Callable[[bytes], None]
     ) -> None:
@@ -199,7 +209,7 @@ class GenerationProcessor(RequestProcessor):
         burst = BURST
         add = exchange.add
         try:
-            async with aclosing(self._handler.generate(exchange.requests[index])) as deltas:
+            async with aclosing(self._handler.generate(self._with_default_stops(exchange.requests[index]))) as deltas:
                 async for delta in deltas:
                     writer.progressed = True
                     data = add(index, delta)

@@ -31,7 +31,7 @@ def test_hub_ids(tmp_path: Path, text: str) -> None:
     assert parse_location(text, tmp_path) == HubModel(text)
 
 
-@pytest.mark.parametrize("name", ["workflow.json", "chain.yml", "chain.yaml"])
+@pytest.mark.parametrize("name", ["workflow.json", "chain.json"])
 def test_workflows_are_refused_by_that_name(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
     with pytest.raises(ValueError, match=rf"{name} defines a workflow; workflows are not served; register each"):

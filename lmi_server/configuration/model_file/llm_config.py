@@ -1,0 +1,81 @@
+"""The LLMConfig of Ray Serve LLM (`ray.serve.llm`)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from lmi_server.configuration.declaration import Allowed, NoEffect, Unavailable
+from lmi_server.configuration.model_file.serve_sections import (
+    Amounts,
+    Anything,
+    DeploymentSection,
+    MirrorSection,
+    Section,
+    Strategy,
+)
+from lmi_server.configuration.options import PositiveFloat, PositiveInt
+
+
+class ModelLoading(Section):
+    """Where the model comes from."""
+
+    model_id: str = Field(description="Name by which requests ask for the model.")
+    model_source: Annotated[
+        str | MirrorSection | None, Allowed("a Hugging Face id, a directory, s3://bucket/prefix, or a bucket_uri")
+    ] = Field(None, description="Hugging Face id, directory or s3:// address of the weights; model_id if not set.")
+    tokenizer_source: str | None = Field(None, description="Another place of the tokenizer, for vLLM.")
+
+
+class LoraSection(Section):
+    """LoRA adapters."""
+
+    dynamic_lora_loading_path: str | None = Field(
+        None, description="Prefix of adapters that replicas load on demand. Clusters only."
+    )
+    max_num_adapters_per_replica: PositiveInt = Field(16, description="Adapters that a replica keeps in main memory.")
+    download_timeout_s: PositiveFloat | None = Field(None, description="Seconds that fetching an adapter may take.")
+    max_download_tries: PositiveInt = Field(3, description="Times that fetching an adapter is tried.")
+
+
+class PlacementSection(Section):
+    """The placement group of a replica: `bundles`, or `bundle_per_worker` once for each worker."""
+
+    bundles: list[Amounts] | None = Field(None, description="Resources of each worker.")
+    bundle_per_worker: Amounts | None = Field(None, description="Resources of every worker.")
+    strategy: Strategy = Field("PACK", description="How the bundles spread over nodes.")
+
+
+class LlmConfigFile(Section):
+    """An LLMConfig of Ray Serve LLM."""
+
+    model_loading_config: ModelLoading = Field(description="The model's name, and where it comes from.")
+    llm_engine: Literal["vLLM"] | None = Field(
+        None, description="Engine. If not set, the server chooses what serves the model best."
+    )
+    engine_kwargs: Anything = Field({}, description="Arguments of the engine by vLLM's names.")
+    accelerator_type: str | None = Field(None, description="Type of accelerator that the nodes must have.")
+    accelerator_config: Anything | None = Field(
+        None, description="Kind of accelerator; kind: cpu runs without one. TPUs are not available."
+    )
+    placement_group_config: PlacementSection | None = Field(None, description="What the workers of a replica take.")
+    lora_config: LoraSection | None = Field(None, description="LoRA adapters.")
+    deployment_config: DeploymentSection = Field(
+        DeploymentSection.model_validate({}), description="Replicas of the model."
+    )
+    runtime_env: Anything | None = Field(
+        None, description="Ray's runtime environment. On one machine env_vars alone has an effect."
+    )
+    log_engine_metrics: Annotated[bool | None, NoEffect("/metrics always has them")] = Field(
+        None, description="Report the engine's metrics."
+    )
+    server_cls: Annotated[str | None, Unavailable(bool, "remove the key: the server is this one")] = Field(
+        None, description="Class of Ray Serve LLM's server."
+    )
+    experimental_configs: Annotated[Anything, NoEffect("Ray Serve LLM's own router reads it")] = Field(
+        {}, description="Settings of Ray Serve LLM's own router."
+    )
+    callback_config: Annotated[Anything, Unavailable(bool, "remove the key: the server calls no class of Ray's")] = (
+        Field({}, description="Callbacks of Ray Serve LLM's server.")
+    )
