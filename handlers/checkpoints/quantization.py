@@ -94,9 +94,11 @@ def quantization_details(model: Any) -> dict[str, Any]:
     }
 
 
-def rounds_activations(config: Any) -> bool:
-    """Return whether layers of a checkpoint round their inputs, as compressed-tensors' W8A8 does."""
-    declared = getattr(config, "quantization_config", None)
+def rounds_activations(model: Any) -> bool:
+    """Return whether layers round their inputs, as compressed-tensors' W8A8 does, and bitsandbytes' 8 bits on GPUs."""
+    if any(type(module).__name__ == "Linear8bitLt" for module in model.modules()):  # on the CPU none are left
+        return True
+    declared = getattr(model.config, "quantization_config", None)
     values = declared if isinstance(declared, dict) else declared.to_dict() if declared is not None else {}
     groups = values.get("config_groups") or {}
     return any(isinstance(group, dict) and bool(group.get("input_activations")) for group in groups.values())

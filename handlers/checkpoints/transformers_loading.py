@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer
 
 from handlers.checkpoints.gguf import gguf_arguments, gguf_weights, is_gguf, load_gguf_tokenizer
+from handlers.checkpoints.gpus import NO_GPUS, TorchGpus, free_memory, lack_bf16, usable_gpus
 from handlers.checkpoints.options import STRATEGIES, TransformersOptions
 from handlers.checkpoints.placement import memory_limits, refuse_divided_layers
 from handlers.checkpoints.quantization import (
@@ -22,10 +23,13 @@ from handlers.checkpoints.quantization import (
 )
 from handlers.checkpoints.saving import saving
 from lmi_server.configuration.options import LONG_DTYPES
-from lmi_server.contract.errors import ModelLoadError
+from lmi_server.contract.errors import ModelLoadError, ModelMemoryError, first_line, is_out_of_memory
+from lmi_server.machine.environment import own_rank
 from lmi_server.machine.memory import free_and_total
 
 _log = logging.getLogger(__name__)
+
+_BEFORE_BF16 = "a GPU of this worker is older than compute capability 8.0, and computes no bfloat16"
 
 
 def load_tokenizer(path: str, options: TransformersOptions) -> Any:
@@ -44,7 +48,7 @@ def load_config(path: str, options: TransformersOptions) -> Any:
 
 def load_model(auto_class: Any, path: str, options: TransformersOptions, **more: Any) -> Any:
     """Load a model for inference; `more` are further arguments of `from_pretrained`. Raises ModelLoadError."""
-    arguments = {"path": path, **model_arguments(path, options), **more}
+    arguments = {"path": path, **model_arguments(path, options, **more)}
     model = from_pretrained(auto_class, **arguments)
     refuse_divided_layers(model, arguments.get("device_map"))
     model.requires_grad_(False)
@@ -70,39 +74,40 @@ def save_weights(model: Any, options: TransformersOptions) -> None:
     _log.info("weights of %.1f MiB written to %s", model.get_memory_footprint() / 2**20, directory)
 
 
-def model_arguments(path: str, options: TransformersOptions) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained`; a worker with a GPU loads on it unless the options say otherwise."""
-    has_gpu = torch.cuda.is_available()
-    _refuse_absent_device(options)
+def model_arguments(path: str, options: TransformersOptions, **more: Any) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained`; a worker with a GPU loads on it unless the options say otherwise.
+
+    `more` are arguments that replace these. Raises ModelLoadError, also if torch cannot use a GPU of this worker.
+    """
+    on_cpu = options.device_map not in (None, *STRATEGIES) and not options.mapped_gpus
+    gpus = NO_GPUS if on_cpu else usable_gpus()
+    _refuse_absent_device(options, gpus.count)
     config = load_config(path, options)
-    arguments = {**_default_map(), **options.engine_arguments()}
+    arguments = {**_default_map(gpus.count), **options.engine_arguments(), **more}
     arguments.pop("quantization_config", None)
-    on_cpu = not has_gpu or (options.device_map not in (None, *STRATEGIES) and not options.mapped_gpus)
-    arguments["dtype"] = _dtype(config, options, on_cpu)
-    if torch.cuda.device_count() > 1 and arguments["device_map"] in STRATEGIES:
-        arguments["max_memory"] = memory_limits(_free_gpu_memory(), free_and_total()[0])
+    arguments["dtype"] = _dtype(config, options, gpus)
+    if gpus.count > 1 and arguments["device_map"] in STRATEGIES:
+        arguments["max_memory"] = memory_limits(free_memory(gpus), free_and_total()[0])
     if is_gguf(path):
         dtype = torch.bfloat16 if arguments["dtype"] == "auto" else arguments["dtype"]
         return {**arguments, **gguf_weights(path), "dtype": dtype}
     return arguments | quantization_arguments(options, config, arguments["dtype"])
 
 
-def _refuse_absent_device(options: TransformersOptions) -> None:
-    if max(options.mapped_gpus, default=-1) >= torch.cuda.device_count():
+def _refuse_absent_device(options: TransformersOptions, gpus: int) -> None:
+    if max(options.mapped_gpus, default=-1) >= gpus:
         raise ModelLoadError(
-            f"option.device_map={options.device_map}: this worker has {torch.cuda.device_count()} CUDA devices;"
+            f"option.device_map={options.device_map}: this worker has {gpus} CUDA devices;"
             " leave it out, set option.device_map=cpu, or raise option.tensor_parallel_degree"
         )
 
 
-def _default_map() -> dict[str, str]:
-    """Return the map for a worker's GPUs: all of them, as with LMI."""
-    gpus = torch.cuda.device_count()
+def _default_map(gpus: int) -> dict[str, str]:
+    """Return the map for a worker's GPUs: all of them, as with LMI; each rank of a group has one."""
+    rank = own_rank()
+    if rank.size > 1 and gpus:
+        return {"device_map": f"cuda:{rank.rank}"}
     return {"device_map": "cuda" if gpus == 1 else "auto"} if gpus else {}
-
-
-def _free_gpu_memory() -> list[int]:
-    return [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
 
 
 def set_threads(threads: int | None) -> None:
@@ -125,8 +130,14 @@ def from_pretrained(loader: Any, path: str, **arguments: Any) -> Any:
     except SafetensorError as error:
         damaged = ", ".join(_damaged_weights(Path(path))) or path
         raise ModelLoadError(f"{damaged}: SafetensorError: {error}; the file is damaged, fetch it again") from error
-    # What transformers raises for a broken directory, and for a package that a quantised checkpoint needs.
+    # What transformers raises for a broken directory, for a lack of memory, and for a package that a quantised
+    # checkpoint needs.
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        if is_out_of_memory(error):
+            raise ModelMemoryError(
+                f"{path} does not fit into memory ({first_line(error)}); set option.quantize=bitsandbytes4, raise"
+                " option.tensor_parallel_degree, or use a machine with more memory"
+            ) from error
         raise ModelLoadError(f"{loader.__name__} cannot load {path}: {error}") from error
 
 
@@ -144,11 +155,17 @@ def _origin(options: TransformersOptions) -> dict[str, Any]:
     return {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
 
 
-def _dtype(config: Any, options: TransformersOptions, on_cpu: bool) -> torch.dtype | str:
+def _dtype(config: Any, options: TransformersOptions, gpus: TorchGpus) -> torch.dtype | str:
     if options.dtype in LONG_DTYPES:
         dtype: torch.dtype = getattr(torch, LONG_DTYPES[options.dtype])
+        if dtype == torch.bfloat16 and lack_bf16(gpus):
+            _log.warning("option.dtype=%s: %s; fp16 is faster", options.dtype, _BEFORE_BF16)
         return dtype
-    if on_cpu and getattr(config, "dtype", None) == torch.float16:
+    stored = getattr(config, "dtype", None)
+    if not gpus.count and stored == torch.float16:
         _log.warning("the checkpoint is fp16, which the CPU has no kernels for: loading as bf16; set option.dtype=fp32")
         return torch.bfloat16
+    if stored == torch.bfloat16 and lack_bf16(gpus):
+        _log.warning("the checkpoint is bf16: %s: loading as fp16; set option.dtype=fp32 if it overflows", _BEFORE_BF16)
+        return torch.float16
     return "auto"

@@ -23,6 +23,7 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
+from handlers.checkpoints.gpus import usable_gpus
 from handlers.deepspeed.int8 import check_device
 from handlers.deepspeed.options import DeepSpeedOptions
 from handlers.rolling_batch.communicator import Communicator
@@ -65,7 +66,7 @@ def import_deepspeed() -> Any:
         raise ModelLoadError(
             f"the deepspeed handler needs the extra 'deepspeed' ({error}); install lmi-server[deepspeed]"
         ) from error
-    if not torch.cuda.is_available():
+    if not usable_gpus().count:
         # The extensions that DeepSpeed may compile. Reading an entry runs compilers to find out if it can, for seconds,
         # and nothing on the CPU needs any.
         deepspeed.ops.__compatible_ops__ = {}
@@ -108,7 +109,7 @@ def check_before_loading(config: Any, options: DeepSpeedOptions, degree: int) ->
     DeepSpeed divides attention heads unevenly if it must, but each rank needs one.
     """
     _check_file(options, degree)
-    has_gpu = torch.cuda.is_available()
+    has_gpu = usable_gpus().count > 0
     if options.dtype == "fp16" and not has_gpu:
         raise ModelLoadError("option.dtype=fp16: DeepSpeed has no fp16 on the CPU; set option.dtype=bf16 or fp32")
     if options.quantize is not None:
@@ -143,12 +144,6 @@ def _check_file(options: DeepSpeedOptions, degree: int) -> None:
         if first["type"] != "extra_forbidden":
             problem = f"{key} = {first['input']!r} is not allowed: {first['msg']}; correct it"
         raise ModelLoadError(f"option.deepspeed_config_path: {path}: {problem}") from error
-
-
-def choose_device(rank: Rank) -> None:
-    """Make the GPU of this rank the current one, if there are GPUs."""
-    if torch.cuda.is_available():
-        torch.cuda.set_device(rank.rank)
 
 
 def _join(rank: Rank) -> Communicator:

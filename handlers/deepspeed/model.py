@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from transformers import AutoModelForCausalLM
 
+from handlers.checkpoints.gpus import own_gpu, usable_gpus
 from handlers.checkpoints.transformers_loading import load_config, load_model, load_tokenizer, set_threads
-from handlers.deepspeed.initialization import check_before_loading, choose_device, initialize
+from handlers.deepspeed.initialization import check_before_loading, initialize
 from handlers.deepspeed.int8 import model_bytes, quantize
 from handlers.deepspeed.options import DeepSpeedOptions
 from handlers.deepspeed.shards import Shards, find_shards, save_shards
@@ -25,7 +25,7 @@ def load(path: str, options: DeepSpeedOptions) -> LoadedModel:
     set_threads(options.threads)
     set_kernel_threads()
     rank = own_rank()
-    choose_device(rank)
+    own_gpu(rank)
     reading = options.reading()
     config = load_config(path, reading)
     check_before_loading(config, options, rank.size)
@@ -55,7 +55,7 @@ def _model(path: str, config: Any, options: DeepSpeedOptions, shards: Shards | N
     if shards is not None:
         return shards.empty_model(AutoModelForCausalLM, config, options.trust_remote_code)
     # With several GPUs the whole model may not fit on one; DeepSpeed moves this rank's part there.
-    device_map = {"device_map": "cpu"} if ranks > 1 and torch.cuda.is_available() else {}
+    device_map = {"device_map": "cpu"} if ranks > 1 and usable_gpus().count else {}
     return load_model(AutoModelForCausalLM, path, options.reading(), **device_map)
 
 

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.initialization import no_init_weights
 
+from handlers.checkpoints.gpus import usable_gpus
 from handlers.deepspeed.initialization import read_json
 from handlers.deepspeed.int8 import insert_empty_layers
 from handlers.deepspeed.options import SHARDS_MANIFEST, DeepSpeedOptions
@@ -90,7 +91,7 @@ def find_shards(path: str, options: DeepSpeedOptions, rank: Rank) -> Shards | No
             f"option.checkpoint: {manifest} is in {content['dtype']}, but option.dtype={options.dtype}; set the data"
             " type of the checkpoint"
         )
-    if content["dtype"] == "float16" and not torch.cuda.is_available():
+    if content["dtype"] == "float16" and not usable_gpus().count:
         raise ModelLoadError(
             f"option.checkpoint: {manifest} is in float16, and DeepSpeed has no fp16 on the CPU; split the model again"
             " with option.dtype=bf16 or fp32"

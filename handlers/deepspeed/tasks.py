@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from handlers.checkpoints.gpus import own_gpu
 from handlers.checkpoints.transformers_loading import load_config, set_threads
-from handlers.deepspeed.initialization import check_before_loading, choose_device, initialize
+from handlers.deepspeed.initialization import check_before_loading, initialize
 from handlers.deepspeed.int8 import quantize
 from handlers.deepspeed.options import DeepSpeedOptions
 from handlers.rolling_batch.communicator import Communicator
@@ -35,10 +36,10 @@ def load_task(task: str, path: str, options: DeepSpeedOptions) -> tuple[Task, Co
     model's output. Raises ModelLoadError if DeepSpeed cannot serve the model.
     """
     set_threads(options.threads)
-    choose_device(own_rank())
+    on_gpu = own_gpu(own_rank()) is not None
     config = load_config(path, options.reading())
     check_before_loading(config, options, own_rank().size)
-    inject = torch.cuda.is_available() and config.model_type in _INJECTED and options.deepspeed_config_path is None
+    inject = on_gpu and config.model_type in _INJECTED and options.deepspeed_config_path is None
     loaded = task_loading.load_task(task, path, options.pipeline(task))
     if inject:
         try:
@@ -70,4 +71,4 @@ def _sample_output(task: Task) -> torch.Tensor:
     ids = task.tokenizer("The harbour's new cranes, 12 in all", return_tensors="pt")["input_ids"].to(task.model.device)
     more: dict[str, Any] = {"decoder_input_ids": ids} if task.model.config.is_encoder_decoder else {}
     found: torch.Tensor = task.model(input_ids=ids, **more)[0]
-    return found.float()
+    return found.float().cpu()  # the model may come back on another device

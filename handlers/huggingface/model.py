@@ -36,7 +36,7 @@ def load(path: str, options: HuggingFaceOptions) -> LoadedModel:
 def _load_whole(path: str, options: HuggingFaceOptions) -> LoadedModel:
     model = load_model(AutoModelForCausalLM, path, options)
     max_len = _max_len(model, options)
-    check = LoadCheck(model, max_len, rounds_activations=True) if rounds_activations(model.config) else None
+    check = LoadCheck(model, max_len, rounds_activations=True) if rounds_activations(model) else None
     return LoadedModel(
         model,
         load_tokenizer(path, options),

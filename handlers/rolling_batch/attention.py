@@ -9,7 +9,7 @@ part, and each attends to its own slot.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -100,6 +100,7 @@ class SlotAttention:
         out = query.new_zeros((query.shape[2], query.shape[1], value.shape[3]))  # padding rows stay zero
         settings = AttentionSettings(float(scaling), int(sliding_window or 0), float(softcap or 0.0), self._threads)
         layer: int = module.layer_idx
+        key, value = self._operators.harmless(key), self._operators.harmless(value)
         if len(self._rows.slots):
             self._operators.attend_single(layer, query[0], key[0], value[0], self._rows, out, settings)
         for group in self._groups:
@@ -185,6 +186,10 @@ class _KernelAttention:
         self._keys = [as_numpy(keys) for keys in cache.keys]
         self._values = [as_numpy(values) for values in cache.values]
 
+    def harmless(self, states: torch.Tensor) -> torch.Tensor:
+        """Return keys or values as they are: these kernels read only what a row sees."""
+        return states
+
     def kept(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the keys and values of a layer, each (slots, kv_heads, max_len, dim)."""
         return self._keys[layer], self._values[layer]
@@ -224,6 +229,43 @@ class _KernelAttention:
         self._chunk_kernel(as_numpy(query), *kept, span, columns, as_numpy(out), settings)
 
 
+@dataclass(eq=False)
+class SingleRows:
+    """Rows that attend one by one, as tensors on the device of a layer, and how many `columns` of the slots they read.
+
+    `remembers`: masks are kept from layer to layer.
+    """
+
+    slots: torch.Tensor
+    positions: torch.Tensor
+    columns: int
+    remembers: bool = True
+    _masks: dict[int, torch.Tensor] = field(default_factory=dict)  # by window
+
+    @classmethod
+    def of(cls, rows: StepRows, device: torch.device) -> SingleRows:
+        slots, positions = (torch.as_tensor(numbers, device=device) for numbers in (rows.slots, rows.positions))
+        return cls(slots, positions, int(rows.positions.max()) + 1)
+
+    def seen(self, window: int) -> torch.Tensor:
+        """Return what each row sees, (rows, columns)."""
+        mask = self._masks.get(window)
+        if mask is None:
+            mask = self._seen(window)
+            if self.remembers:
+                self._masks[window] = mask
+        return mask
+
+    def _seen(self, window: int) -> torch.Tensor:
+        columns = torch.arange(self.columns, device=self.positions.device)
+        seen = columns <= self.positions[:, None]
+        return seen & (columns > self.positions[:, None] - window) if window else seen
+
+
+MOST_SCORES = 2**26
+"""The most scores (heads, rows, columns) that torch's operators compute at a time; they may keep all of them."""
+
+
 class _TorchAttention:
     """Attention by torch's own operators; decode rows are one padded batch over the slots in use."""
 
@@ -231,6 +273,16 @@ class _TorchAttention:
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
+        self._rows: StepRows | None = None
+        self._singles: dict[torch.device, SingleRows] = {}  # of `_rows`
+
+    def harmless(self, states: torch.Tensor) -> torch.Tensor:
+        """Return keys or values with zeros in place of what is not finite.
+
+        torch's operators also read what is masked, and give it the weight zero: a NaN or an infinity that one sequence
+        leaves behind in a slot would make all outputs of the next one NaN.
+        """
+        return torch.nan_to_num(states, nan=0.0, posinf=0.0, neginf=0.0)
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, group: _ChunkGroup) -> None:
         """Write the keys and values of chunks, each (kv_heads, rows, dim), to their slots."""
@@ -251,22 +303,36 @@ class _TorchAttention:
         settings: AttentionSettings,
     ) -> None:
         """Write keys and values of the first rows to their slots; each row attends to its slot up to itself."""
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
         count = len(rows.slots)
-        slots = torch.as_tensor(rows.slots, device=keys.device)
-        positions = torch.as_tensor(rows.positions, device=keys.device)
+        single = self._single(rows, self._cache.keys[layer].device)
+        out[:count] = self.attend_rows(layer, query[:, :count], key[:, :count], value[:, :count], single, settings)
+
+    def _single(self, rows: StepRows, device: torch.device) -> SingleRows:
+        """Return the rows of a pass for a device: copied there once, not in every layer."""
+        if rows is not self._rows:
+            self._rows, self._singles = rows, {}
+        if device not in self._singles:
+            self._singles[device] = SingleRows.of(rows, device)
+        return self._singles[device]
+
+    def attend_rows(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rows: SingleRows,
+        settings: AttentionSettings,
+    ) -> torch.Tensor:
+        """Query (heads, rows, dim), keys and values (kv_heads, rows, dim) -> (rows, heads, value_dim)."""
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
         # Written before it is read: several rows may be tokens of one slot, each of which sees those before it.
-        keys[slots, :, positions] = key[:, :count].transpose(0, 1)
-        values[slots, :, positions] = value[:, :count].transpose(0, 1)
-        longest = int(rows.positions.max()) + 1
-        columns = torch.arange(longest, device=keys.device)
-        seen = columns <= positions[:, None]
-        if settings.window:
-            seen &= columns > positions[:, None] - settings.window
-        queries = query[:, :count].transpose(0, 1).unflatten(1, (keys.shape[1], -1))
-        out[:count] = _attention(
-            queries, keys[slots, :, :longest], values[slots, :, :longest], seen[:, None, None], settings
-        ).flatten(1, 2)
+        keys[rows.slots, :, rows.positions] = key.transpose(0, 1)
+        values[rows.slots, :, rows.positions] = value.transpose(0, 1)
+        queries = query.transpose(0, 1).unflatten(1, (keys.shape[1], -1))
+        keys, values = (area[rows.slots, :, : rows.columns] for area in (keys, values))
+        seen = rows.seen(settings.window)[:, None, None]
+        return _attention(queries, keys, values, seen, settings).flatten(1, 2)
 
     def attend_chunk(
         self,
@@ -280,19 +346,27 @@ class _TorchAttention:
     ) -> None:
         """query (heads, rows, dim), `span` of keys and values (slots, kv_heads, max_len, dim) -> out, by rows."""
         keys, values = (kept[span.slot, :, span.first : span.last] for kept in (keys, values))
-        first, last = (
-            torch.as_tensor(own, device=keys.device)[:, None] for own in (columns.first_own, columns.last_own)
-        )
-        column = torch.arange(keys.shape[1], device=keys.device)
-        shared = column < columns.start - columns.begin
-        seen = shared | ((column >= first) & (column < last))
-        if settings.window:
-            token = torch.where(shared, columns.begin + column, columns.start + column - first)
-            seen &= token >= columns.start + last - first - settings.window
         grouped = query.unflatten(0, (keys.shape[0], -1))  # a group of heads shares keys and values
         shared = (keys.shape[0], grouped.shape[1], -1, -1)
-        attended = _attention(grouped, keys[:, None].expand(shared), values[:, None].expand(shared), seen, settings)
-        out.copy_(attended.flatten(0, 1).transpose(0, 1))
+        keys, values = keys[:, None].expand(shared), values[:, None].expand(shared)
+        rows = query.shape[1]
+        step = max(1, MOST_SCORES // (query.shape[0] * keys.shape[2]))
+        for block in (slice(first, first + step) for first in range(0, rows, step)):
+            seen = _seen_columns(columns, block, keys.shape[2], settings.window, keys.device)
+            attended = _attention(grouped[:, :, block], keys, values, seen, settings)
+            out[block] = attended.flatten(0, 1).transpose(0, 1)
+
+
+def _seen_columns(columns: SeenColumns, block: slice, count: int, window: int, device: torch.device) -> torch.Tensor:
+    """Return which of `count` columns the rows of `block` see, (rows, columns)."""
+    first, last = (torch.as_tensor(own[block], device=device)[:, None] for own in (columns.first_own, columns.last_own))
+    column = torch.arange(count, device=device)
+    shared = column < columns.start - columns.begin
+    seen = shared | ((column >= first) & (column < last))
+    if window:
+        token = torch.where(shared, columns.begin + column, columns.start + column - first)
+        seen &= token >= columns.start + last - first - window
+    return seen
 
 
 def _attention(

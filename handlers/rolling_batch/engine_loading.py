@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,27 +15,39 @@ import torch
 from handlers.checkpoints.transformers_loading import eos_token_ids
 from handlers.rolling_batch.attention import UnsupportedAttentionError
 from handlers.rolling_batch.communicator import Communicator
+from handlers.rolling_batch.device_memory import (
+    StepSize,
+    enough_for_steps,
+    kv_tokens,
+    refuse_more_than_free,
+    step_size,
+)
 from handlers.rolling_batch.engine import RollingBatchEngine
-from handlers.rolling_batch.kv_cache import bytes_per_token, fitting_tokens
+from handlers.rolling_batch.kv_cache import bytes_per_token
 from handlers.rolling_batch.model_runner import LoadCheck, ModelRunner
 from handlers.rolling_batch.options import RollingBatchOptions
 from handlers.rolling_batch.prompts import PromptEncoder
 from handlers.rolling_batch.scheduler import Scheduler, SchedulerLimits
-from lmi_server.contract.errors import LmiServerError, ModelLoadError, describe, is_out_of_memory
+from lmi_server.contract.errors import (
+    LmiServerError,
+    ModelLoadError,
+    ModelMemoryError,
+    describe,
+    first_line,
+    is_device_failure,
+    is_out_of_memory,
+)
 from lmi_server.contract.generation import SamplingParameters
 from lmi_server.machine import model_imports
 from lmi_server.machine.environment import own_rank
-from lmi_server.machine.memory import free_and_total
+
+_log = logging.getLogger(__name__)
 
 _GIB = 2**30
-# Prompt tokens per step (while others decode, while none does). On the CPU a step takes 30 to 45 ms to decode 32
-# sequences of a small model, and 0.75 ms more per prompt token: with 128 of them the inter-token latency is three to
-# four times as long while a long prompt arrives. Larger chunks would save little time in all.
-_CHUNK_SIZES = {"cpu": (128, 512), "cuda": (2048, 8192)}
+_LEAST_SLOT = 16  # tokens
 # Slots in addition to those of running sequences: they keep finished sequences whose prefix others may reuse. On the
 # CPU a slot takes memory only for the tokens in it.
 _FURTHER_SLOTS = {"cpu": 64}
-_FREE_MEMORY_SHARE = {"cpu": 0.5, "cuda": 0.9}
 
 
 @dataclass(frozen=True)
@@ -100,13 +113,16 @@ def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -
     model, tokenizer = loaded.model, loaded.tokenizer
     with _refusals(model):
         runner = loaded.runner()
-        limits, max_len = _limits(runner, loaded, options)
+        step = step_size(runner, loaded.max_len, options)
+        limits, max_len = _limits(runner, loaded, options, step)
         _refuse_unsteady_rope(model.config, max_len)
         _refuse_chunked_attention(model.config, max_len)
-        runner.prepare(limits.slots, max_len)
+        with enough_for_steps(runner, limits.kv_tokens, step):
+            runner.prepare(limits.slots, max_len)
     engine = RollingBatchEngine(runner, Scheduler(limits), tokenizer, eos_token_ids(model, tokenizer), max_len)
     prompts = PromptEncoder(tokenizer)
-    warm_up(engine, prompts)
+    with enough_for_steps(runner, limits.kv_tokens, step):
+        warm_up(engine, prompts, 4 if runner.device.type == "cpu" else min(step.idle_chunk, max_len - 2))
     details = {
         "model": type(model).__name__,
         "dtype": str(runner.dtype).removeprefix("torch."),
@@ -136,6 +152,11 @@ def _refusals(model: Any) -> Iterator[None]:
     except Exception as error:  # the border to the code of any model: it may need what the rolling batch leaves out
         if is_out_of_memory(error):
             raise
+        if is_device_failure(error):
+            raise ModelLoadError(
+                f"the GPU failed while {type(model).__name__} was loaded: {first_line(error)}; nvidia-smi and the"
+                " kernel's log (dmesg, NVRM: Xid) say more"
+            ) from error
         reason = str(error) if isinstance(error, UnsupportedAttentionError) else f"its code raised {describe(error)}"
         raise ModelLoadError(
             f"{type(model).__name__} cannot run under the rolling batch: {reason}; other ways to serve it are"
@@ -193,59 +214,57 @@ def _refuse_chunked_attention(config: Any, max_len: int) -> None:
         )
 
 
-def _limits(runner: ModelRunner, loaded: LoadedModel, options: RollingBatchOptions) -> tuple[SchedulerLimits, int]:
-    kind = runner.device.type
+def _limits(
+    runner: ModelRunner, loaded: LoadedModel, options: RollingBatchOptions, step: StepSize
+) -> tuple[SchedulerLimits, int]:
     per_token = bytes_per_token(runner.layers, runner.dtype)
     running = min(options.max_running_requests or options.max_rolling_batch_size, options.max_rolling_batch_size)
-    slots = running + _FURTHER_SLOTS.get(kind, 0)
+    slots = running + _FURTHER_SLOTS.get(runner.device.type, 0)
     max_len = loaded.max_len
-    kv_tokens = min(slots * max_len, _kv_tokens(runner, loaded.weights, options))
-    if kind != "cpu":  # slots are allocated in full there, all of one length
-        max_len = min(max_len, kv_tokens // slots)
-    if kv_tokens < 16:
-        raise ModelLoadError(
-            f"no memory for a KV cache: there is room for {max(kv_tokens, 0)} tokens of {per_token} bytes each;"
+    tokens = min(slots * max_len, kv_tokens(runner, loaded.weights, options, step))
+    refuse_more_than_free(runner, tokens, options)
+    if tokens < 16:
+        raise ModelMemoryError(
+            f"no memory for a KV cache: there is room for {max(tokens, 0)} tokens of {per_token} bytes each;"
             " raise option.kv_cache_memory_gb, or free memory"
         )
-    chunk, idle_chunk = _CHUNK_SIZES.get(kind, _CHUNK_SIZES["cuda"])
-    if options.chunked_prefill_size:
-        chunk = idle_chunk = options.chunked_prefill_size if options.chunked_prefill_size > 0 else kv_tokens
+    if runner.device.type != "cpu":  # slots are allocated in full there, all of one length
+        max_len = _slot_length(max_len, tokens, slots, options)
+    all_at_once = options.chunked_prefill_size == -1 and runner.device.type == "cpu"
+    chunk, idle_chunk = (tokens, tokens) if all_at_once else (step.chunk, step.idle_chunk)
     limits = SchedulerLimits(
-        running, kv_tokens, chunk, idle_chunk, slots, options.schedule_policy, options.schedule_conservativeness
+        running, tokens, chunk, idle_chunk, slots, options.schedule_policy, options.schedule_conservativeness
     )
-    return limits, min(max_len, kv_tokens)
+    return limits, min(max_len, tokens)
 
 
-def _kv_tokens(runner: ModelRunner, weights: Mapping[torch.device, int], options: RollingBatchOptions) -> int:
-    """Return how many tokens there is room for on every device that has layers."""
-    if options.kv_cache_memory_gb is not None:
-        size = options.kv_cache_memory_gb * _GIB / own_rank().size
-        return int(size // bytes_per_token(runner.layers, runner.dtype))
-    devices = {layer.device for layer in runner.layers}
-    room = {device: _kv_bytes(device, weights.get(device, 0), options) for device in devices}
-    return fitting_tokens(runner.layers, runner.dtype, room)
+def _slot_length(max_len: int, tokens: int, slots: int, options: RollingBatchOptions) -> int:
+    """Return how many tokens each of `slots` slots has. Raises ModelMemoryError if the options ask for more."""
+    length = tokens // slots
+    if length >= max_len:
+        return max_len
+    reason = f"the memory of the GPU has room for {tokens} tokens, {length} for each of {slots} requests at a time"
+    if length < _LEAST_SLOT or options.context_length() is not None:
+        raise ModelMemoryError(
+            f"{reason}, and each may have {max_len}; lower option.max_rolling_batch_size or option.max_model_len, set"
+            " option.quantize=bitsandbytes4, or raise option.tensor_parallel_degree"
+        )
+    _log.warning(
+        "%s: prompts and outputs of more than %d tokens in all are refused; lower option.max_rolling_batch_size for"
+        " longer ones",
+        reason, length,
+    )  # fmt: skip
+    return length
 
 
-def _kv_bytes(device: torch.device, weights: int, options: RollingBatchOptions) -> float:
-    free, total = _memory(device)
-    if options.mem_fraction_static is not None:
-        return total * options.mem_fraction_static - weights
-    return free * _FREE_MEMORY_SHARE.get(device.type, 0.9)
+def warm_up(engine: RollingBatchEngine, prompts: PromptEncoder, tokens: int = 4) -> None:
+    """Run a request, so that kernels are compiled and buffers allocated before the model is ready.
 
-
-def _memory(device: torch.device) -> tuple[int, int]:
-    """Return free and total bytes of the device, which the ranks of a group share if it is main memory."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return int(free), int(total)
-    free, total = free_and_total()
-    return free // own_rank().size, total // own_rank().size
-
-
-def warm_up(engine: RollingBatchEngine, prompts: PromptEncoder) -> None:
-    """Run a short request, so that kernels are compiled and buffers allocated before the model is ready."""
+    Its prompt has up to `tokens` tokens, more than four where a large step might lack memory.
+    """
     parameters = SamplingParameters(max_new_tokens=2, ignore_eos=True, logprobs=0)
     prompt = (prompts.tokenize("a b c") or [0])[:4]
+    prompt = (prompt * tokens)[: max(tokens, len(prompt))]
     engine.add("warm-up", prompt, parameters, "", 0, lambda output: None)
     while engine.has_work:
         engine.step()

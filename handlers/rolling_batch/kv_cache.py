@@ -63,7 +63,7 @@ class KVCache:
 
     def __init__(self, layers: list[LayerShape], slots: int, max_len: int, dtype: torch.dtype) -> None:
         self.slots = slots
-        self.max_len = _aligned_length(layers, max_len, dtype)
+        self.max_len = _aligned_length(layers, max_len, dtype) if _has_pages(layers) else max_len
         self.bytes_per_token = bytes_per_token(layers, dtype)
         self._maps: list[mmap.mmap] = []
         self.keys = [
@@ -105,6 +105,10 @@ class KVCache:
         area.madvise(mmap.MADV_NOHUGEPAGE)
         self._maps.append(area)
         return torch.frombuffer(area, dtype=dtype).view(shape)
+
+
+def _has_pages(layers: list[LayerShape]) -> bool:
+    return any(layer.device.type == "cpu" for layer in layers)
 
 
 def _aligned_length(layers: list[LayerShape], max_len: int, dtype: torch.dtype) -> int:

@@ -27,7 +27,7 @@ from handlers.rolling_batch.kv_cache import KVCache, LayerShape
 from handlers.rolling_batch.lora import LoraLayers
 from handlers.rolling_batch.scheduler import Chunk, Sequence, StepPlan
 from handlers.rolling_batch.slots import Copy
-from handlers.rolling_batch.step_messages import Pass, Prepare, Stop, decode, encode
+from handlers.rolling_batch.step_messages import Measure, Pass, Prepare, Stop, decode, encode
 from handlers.rolling_batch.step_runner import StepLogits
 from lmi_server.contract.errors import RequestError
 
@@ -88,6 +88,15 @@ class ModelRunner:
     def device(self) -> torch.device:
         return self._device
 
+    def measure(self, rows: int) -> None:
+        """Compute `rows` rows before there is a KV cache, so that the caller sees what memory a step takes."""
+        self._broadcast(Measure(rows))
+        self._measure(rows)
+
+    def _measure(self, rows: int) -> None:
+        with torch.inference_mode():
+            self._forward([0] * rows, list(range(rows)), [rows - 1])
+
     def prepare(self, slots: int, max_len: int) -> None:
         """Allocate the KV cache: `slots` slots of up to `max_len` tokens.
 
@@ -143,6 +152,8 @@ class ModelRunner:
         assert self._communicator is not None
         while True:
             match decode(self._communicator.receive()):
+                case Measure(rows):
+                    self._measure(rows)
                 case Prepare(slots, max_len):
                     self._allocate(slots, max_len)
                 case Pass() as step:
@@ -154,7 +165,7 @@ class ModelRunner:
         """End `follow` on the other ranks."""
         self._broadcast(Stop())
 
-    def _broadcast(self, message: Pass | Prepare | Stop) -> None:
+    def _broadcast(self, message: Pass | Measure | Prepare | Stop) -> None:
         if self._communicator is not None:
             self._communicator.broadcast(encode(message))
 
@@ -283,7 +294,7 @@ class LoadCheck:
         for slot in {0, other}:
             runner.cache.trim(slot, 0)
         judge = self._judge_rounded if self._rounds_activations else self._judge
-        judge(torch.cat(logits).float(), self._expected[length], runner.dtype)
+        judge(torch.cat(logits).float().cpu(), self._expected[length], runner.dtype)
 
     @staticmethod
     def _judge(logits: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
@@ -330,12 +341,15 @@ def windows(config: Any) -> set[int]:
 
 
 def _logits(model: Any, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return the logits that the model as it is has for some rows of a sequence."""
+    """Return, in main memory, the logits that the model as it is has for some rows of a sequence.
+
+    The model may move to another device before others are compared with them.
+    """
     inputs = {"input_ids": ids.to(main_device(model)), "use_cache": False}
     with torch.inference_mode():
         if _keeps_rows(model):
-            return model(**inputs, logits_to_keep=rows.numpy()).logits[0].float()
-        return model(**inputs).logits[0, rows].float()
+            return model(**inputs, logits_to_keep=rows.numpy()).logits[0].float().cpu()
+        return model(**inputs).logits[0, rows].float().cpu()
 
 
 def _keeps_rows(model: Any) -> bool:

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from handlers.checkpoints.gpus import own_gpu
 from handlers.rolling_batch.communicator import Communicator
-from lmi_server.contract.errors import ModelLoadError
+from lmi_server.contract.errors import ModelLoadError, first_line
 from lmi_server.contract.ranks import Rank
 
 _DEGREE = "option.tensor_parallel_degree"
@@ -37,14 +38,26 @@ def check_degree(config: Any, degree: int) -> None:
 
 
 def join_process_group(rank: Rank) -> None:
-    """Join torch's process group, by which transformers loads. Ranks meet through a file, without a port."""
-    if not torch.distributed.is_initialized():
+    """Join torch's process group, by which transformers loads. Ranks meet through a file, without a port.
+
+    On GPUs the ranks connect by NCCL, each from its own. Raises ModelLoadError if they cannot.
+    """
+    if torch.distributed.is_initialized():
+        return
+    device = own_gpu(rank)
+    try:
         torch.distributed.init_process_group(
-            "nccl" if torch.cuda.is_available() else "gloo",
+            "gloo" if device is None else "nccl",
             init_method=f"file://{rank.directory}/rendezvous",
             rank=rank.rank,
             world_size=rank.size,
+            device_id=device,
         )
+    except RuntimeError as error:
+        raise ModelLoadError(
+            f"{_DEGREE}={rank.size}: the ranks cannot connect: {first_line(error)}; NCCL_DEBUG=INFO has NCCL log why,"
+            f" and {_DEGREE}=1 needs no connection"
+        ) from error
 
 
 def loading_arguments(degree: int) -> dict[str, Any]:

@@ -32,6 +32,12 @@ class Pass(msgspec.Struct, array_like=True, frozen=True, tag=True):
     copies: list[Copy]
 
 
+class Measure(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """Compute `rows` rows without a KV cache, which is not allocated yet."""
+
+    rows: int
+
+
 class Prepare(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """Allocate a KV cache of `slots` slots of `max_len` tokens."""
 
@@ -44,4 +50,4 @@ class Stop(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode = msgspec.msgpack.Decoder(Pass | Prepare | Stop).decode
+decode = msgspec.msgpack.Decoder(Pass | Measure | Prepare | Stop).decode

@@ -21,6 +21,8 @@ from lmi_server.contract.errors import (
     LmiServerError,
     ModelLoadError,
     RequestError,
+    first_line,
+    is_device_failure,
 )
 from lmi_server.contract.handler import ModelInfo, RequestHandler, Response
 from lmi_server.contract.protocol import Input
@@ -224,7 +226,9 @@ class TaskHandler(RequestHandler):
             results = self._task.run(inputs, calls[0].parameters)
         except EXITS:
             raise
-        except BaseException as error:  # noqa: BLE001 - the border to engines (Rust's panics are no Exception)
+        except BaseException as error:  # the border to engines (Rust's panics are no Exception)
+            if is_device_failure(error):
+                raise SystemExit(f"the GPU failed: {first_line(error)}") from error
             if len(calls) > 1:
                 return [answer for call in calls for answer in self._answers([call])]
             return [self._failure(calls[0], error)]

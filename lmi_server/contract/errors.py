@@ -226,6 +226,11 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
+def first_line(error: BaseException) -> str:
+    """Return "Class: message" without what follows the first line: CUDA's messages end in advice for its developers."""
+    return describe(error).partition("\n")[0]
+
+
 def exit_message(error: BaseException) -> str:
     """Return what a request, or a load, reports that ended because the handler raised one of `EXITS`."""
     return f"The handler ended its process: {type(error).__name__}({message_of(error)})"

@@ -68,7 +68,7 @@ def this_machine(environment: Mapping[str, str], engines: Iterable[str] = ()) ->
     """
     available, total = free_and_total()
     cores, threads = _cores(), _threads(environment)
-    accelerator, gpus = _gpus(environment)
+    accelerator, gpus = shown_gpus(environment)
     return Machine(
         total_bytes=total,
         available_bytes=available,
@@ -84,8 +84,11 @@ def this_machine(environment: Mapping[str, str], engines: Iterable[str] = ()) ->
     )
 
 
-def _gpus(environment: Mapping[str, str]) -> tuple[Accelerator, tuple[Gpu, ...]]:
-    """Return the visible GPUs: NVIDIA's from the driver, which takes no time, otherwise AMD's."""
+def shown_gpus(environment: Mapping[str, str]) -> tuple[Accelerator, tuple[Gpu, ...]]:
+    """Return the GPUs that a process with these variables may use.
+
+    They are NVIDIA's from the driver, which takes no time, or else AMD's.
+    """
     installed = installed_gpus()
     found = device_tools.known_amd_gpus(environment) if not installed else ()
     if not found:

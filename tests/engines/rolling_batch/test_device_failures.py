@@ -14,6 +14,8 @@ from handlers.rolling_batch.lora import LoraLayers
 from handlers.rolling_batch.scheduler import Scheduler, SchedulerLimits, StepPlan
 from handlers.rolling_batch.step_runner import StepLogits
 from handlers.step_loop import EngineLostError
+from handlers.tasks.handler import PipelineHandler
+from handlers.tasks.task_handler import ParsedRequest
 from lmi_server.contract.errors import HandlerError, LmiServerError, ModelMemoryError, is_device_failure
 from lmi_server.contract.generation import SamplingParameters
 
@@ -75,3 +77,17 @@ def test_what_counts_as_a_failed_device() -> None:
     assert not is_device_failure(torch.AcceleratorError("CUDA error: out of memory"))
     assert not is_device_failure(NO_WORKSPACE)
     assert not is_device_failure(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+class FailingTask:
+    """A task whose model is on a GPU that fails."""
+
+    def run(self, inputs: Any, parameters: Any) -> Any:
+        raise ILLEGAL
+
+
+def test_a_failed_device_ends_the_worker_of_a_static_batch() -> None:
+    handler: Any = PipelineHandler()
+    handler._task = FailingTask()
+    with pytest.raises(SystemExit, match="the GPU failed: AcceleratorError: CUDA error: an illegal memory access"):
+        handler._answers([ParsedRequest(["a"], {}, lambda results: None)] * 2)  # type: ignore[arg-type,return-value]
