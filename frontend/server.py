@@ -137,6 +137,7 @@ class _Server:
         self._models = registry(
             environment, artifacts, inspect, settings.drain_timeout, settings.log_level.upper(), self._metrics.record
         )
+        self._models.unloads_idle = settings.unload_idle_models
 
     async def serve(self) -> int:
         models, metrics = self._models, self._metrics

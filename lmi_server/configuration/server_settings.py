@@ -258,6 +258,11 @@ class ServerSettings(Options):
     ping_failed_http_code: PingStatus = Field(
         500, description="Status of /ping if a model of the start has failed for good."
     )
+    unload_idle_models: bool = Field(
+        False,
+        description="Unload models without requests, the least recently used first, if another one finds too little "
+        "memory; not those of the start. Otherwise that one is refused with 507, and SageMaker unloads others.",
+    )
     fail_fast: bool = Field(
         False, description="Drain and stop the server, with exit code 1, as soon as a model of the start fails."
     )

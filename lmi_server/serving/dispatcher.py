@@ -66,6 +66,7 @@ class Dispatcher:
         self._on_no_room = on_no_room
         self._on_metric = on_metric
         self._dimensions = (("Model", settings.load.model_name),)
+        self.used_at = time.monotonic()
         self._ids = itertools.count(1)
         self._sessions = StickySessions()
         self._quarantine = Quarantine(settings.quarantine_s)
@@ -110,6 +111,7 @@ class Dispatcher:
 
     def _push(self, job: Job) -> None:
         """Put `job` into the queue. Raises QueueFullError."""
+        self.used_at = job.queued_at
         try:
             loser = self._queue.push(job)
         except QueueFullError as error:

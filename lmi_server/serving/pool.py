@@ -102,6 +102,16 @@ class WorkerPool:
         return self._dispatcher.in_flight
 
     @property
+    def used_at(self) -> float:
+        """Return when the last request came, by time.monotonic(); without any, when the pool was made."""
+        return self._dispatcher.used_at
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether the model can serve and has no request."""
+        return self.status is ModelStatus.HEALTHY and not self.queued and not self.in_flight
+
+    @property
     def ready_workers(self) -> int:
         return len(self._roster.ready)
 

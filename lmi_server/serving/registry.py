@@ -18,7 +18,6 @@ from pathlib import Path
 from lmi_server.artifacts.fetch import ArtifactSettings
 from lmi_server.artifacts.location import HubModel, parse_location
 from lmi_server.artifacts.progress import shown_progress
-from lmi_server.configuration.memory_estimate import estimate_of_files, shortages
 from lmi_server.configuration.resolve import ResolvedModel
 from lmi_server.configuration.secure_mode import secure_mode
 from lmi_server.contract.errors import (
@@ -34,10 +33,11 @@ from lmi_server.contract.metrics import Metric, MetricSink, unrecorded
 from lmi_server.contract.protocol import Load
 from lmi_server.machine.devices import plan_devices
 from lmi_server.machine.environment import is_multi_model, process_environment
-from lmi_server.machine.inventory import this_machine, with_gpu_memory
+from lmi_server.machine.inventory import this_machine
 from lmi_server.machine.mpi import NO_MPIRUN, find_mpirun
 from lmi_server.serving.adapters import RegisteredAdapter, adapters_in
 from lmi_server.serving.fetch_model import FetchedModel, Inspect, fetch_directory, fetch_model
+from lmi_server.serving.model_memory import memory_shortage
 from lmi_server.serving.model_store import HUB_VARIABLES, ModelSource
 from lmi_server.serving.pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus, PoolSettings
@@ -153,6 +153,7 @@ class ModelRegistry:
     ) -> None:
         self.only: Endpoint | None = None
         self.default: Endpoint | None = None
+        self.unloads_idle = False  # models without requests, if another one finds too little memory
         self._environment = {name: value for name, value in environment.items() if name not in HUB_VARIABLES}
         self.artifacts = artifacts
         self._inspect = inspect
@@ -319,7 +320,7 @@ class ModelRegistry:
         self._measure("DownloadModel", model, began)
         fetched = replace(fetched, resolved=replace(fetched.resolved, name=model.name))
         self._settle_configuration(model, fetched.resolved)
-        await asyncio.to_thread(self._check_memory, fetched.resolved)
+        await self._make_room(model, fetched.resolved)
         return WorkerPool(self._pool_settings(model.source, fetched), self._on_metric)
 
     def _settle_configuration(self, model: Model, resolved: ResolvedModel) -> None:
@@ -334,20 +335,30 @@ class ModelRegistry:
         spent = round((time.monotonic() - since) * 1e6)
         self._on_metric(Metric(name, "Microseconds", spent, (("Model", model.name),)))
 
-    def _check_memory(self, resolved: ResolvedModel) -> None:
-        """Raise ModelMemoryError if less memory is free than the model asks for.
+    async def _make_room(self, model: Model, resolved: ResolvedModel) -> None:
+        """Raise ModelMemoryError if less memory is free than `model` asks for, and unloading others does not help.
 
-        SageMaker's multi-model endpoints load models until the server answers 507. So the need of a model that does not
-        say it is estimated there.
+        SageMaker's multi-model endpoints load models until the server answers 507, and unload others then. So the need
+        of a model that does not say it is estimated there.
         """
-        serving, machine = resolved.serving, this_machine(self._environment)
-        estimated = 0
-        if is_multi_model(self._environment) and not serving.required_memory_mb:
-            estimated = estimate_of_files({resolved.model_dir, resolved.options.model_id or resolved.model_dir})
-        on_gpus = estimated or serving.gpu_required_memory_mb or serving.gpu_reserved_memory_mb
-        missing = shortages(serving, with_gpu_memory(machine, self._environment) if on_gpus else machine, estimated)
-        if missing:
-            raise ModelMemoryError("; ".join(f"{key}: {text}" for key, text in missing.items()))
+        estimates = self.unloads_idle or is_multi_model(self._environment)
+        while shortage := await asyncio.to_thread(memory_shortage, resolved, self._environment, estimates):
+            held = [each.resolved for each in self._idle_models() if each.resolved is not None]
+            lacking = await asyncio.to_thread(memory_shortage, resolved, self._environment, estimates, held)
+            idle = self._idle_models()
+            if lacking or not idle:
+                raise ModelMemoryError(shortage)
+            logger.warning("model %s is unloaded to make room for model %s: %s", idle[0].label, model.label, shortage)
+            await self._remove(idle[:1])
+
+    def _idle_models(self) -> list[Model]:
+        """Return the models that may be unloaded to make room, the one without a request for longest first."""
+        idle = [
+            (model.pool.used_at, model)
+            for model in self.models
+            if self.unloads_idle and not model.at_startup and model.pool is not None and model.pool.is_idle
+        ]
+        return [model for _, model in sorted(idle, key=lambda pair: pair[0])]
 
     def _fail(self, model: Model, error: LmiServerError) -> None:
         logger.error("model %s could not be loaded: %s", model.label, error)
