@@ -16,6 +16,8 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from lmi_server.machine.shorter_imports import ScanningLoader
+
 # The libraries make about two million objects that stay to the end. The usual thresholds (700, 10, 10) have the garbage
 # collector walk all of them dozens of times. It is not switched off, since loading a large model leaves garbage too.
 _WHILE_LOADING = (100_000, 50, 1000)
@@ -87,10 +89,12 @@ _LATE = {
 # Modules that do without a library if it is not installed, the library, and its name in the module. This one resamples
 # audio; with it comes scipy.stats: more than half a second of processor time.
 _OPTIONAL = {"vllm.multimodal.audio": ("scipy.signal", "scipy_signal")}
+# It reads all installed packages and all files of its models.
+_SCANNING = "transformers.utils.import_utils"
 
 
 class _LateImportFinder(MetaPathFinder):
-    """Finds the modules of `_LATE` and `_OPTIONAL`, and has them import the library when they use it."""
+    """Finds the modules of `_LATE` and `_OPTIONAL`, which then import the library when they use it, and `_SCANNING`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -99,6 +103,8 @@ class _LateImportFinder(MetaPathFinder):
             loader: type[SourceFileLoader] = _LateImportLoader
         elif fullname in _OPTIONAL:
             loader = _OptionalImportLoader
+        elif fullname == _SCANNING:
+            loader = ScanningLoader
         else:
             return None
         spec = PathFinder.find_spec(fullname, path, target)

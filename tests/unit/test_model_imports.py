@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import importlib.metadata
+import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from lmi_server.machine import model_imports
+from lmi_server.machine import model_imports, shorter_imports
 
 
 @pytest.fixture(autouse=True)
@@ -80,3 +83,21 @@ def test_the_loss_of_object_detection_finds_scipy_when_it_needs_it() -> None:
         assert module.is_scipy_available()
         rows, columns = module.linear_sum_assignment([[2.0, 1.0], [1.0, 2.0]])
         assert (rows.tolist(), columns.tolist()) == ([0, 1], [1, 0])
+
+
+def test_the_installed_packages_are_those_that_python_finds() -> None:
+    found, usual = shorter_imports.packages_distributions(), importlib.metadata.packages_distributions()
+    assert {name: sorted(found[name]) for name in found} == {name: sorted(usual[name]) for name in usual}
+
+
+@pytest.mark.slow
+def test_transformers_finds_its_modules_as_it_does_by_itself() -> None:
+    from transformers.utils import import_utils as ours
+
+    spec = importlib.util.find_spec(ours.__name__)
+    assert isinstance(spec.loader, shorter_imports.ScanningLoader)
+    usual = importlib.util.module_from_spec(importlib.util.spec_from_file_location(ours.__name__, spec.origin))
+    usual.__spec__.loader.exec_module(usual)
+    models = Path(ours.__file__).parent.parent / "models"
+    assert ours.define_import_structure(models) == usual.define_import_structure(models)
+    assert ours.PACKAGE_DISTRIBUTION_MAPPING.keys() == usual.PACKAGE_DISTRIBUTION_MAPPING.keys()
