@@ -3,41 +3,46 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from lmi_server.commands.terminal import plain_configuration_errors
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.environment import process_environment
-from lmi_server.ray.deployment import Deployment, deployment_of
+from lmi_server.ray.model_files import deployments, described
+from lmi_server.ray.serve_config import serve_config
 
 app = typer.Typer(name="ray", no_args_is_help=True, help="Serve models on a cluster of Ray.")
 
+_MODELS = "Model directories, model files of Ray (RayLLM's YAML, LLMConfig), and folders of them."
+_HOST = "Address to listen on."
+_PORT = "Port to listen on."
+_FRONT_ENDS = "Number of front ends, each on another node."
+_DRAIN = "Seconds that requests have when what serves them ends."
 NOT_INSTALLED = "Ray is not installed; pip install lmi-server[ray] brings it"
 
 
 @app.command()
 def deploy(
-    models: Annotated[list[Path], typer.Argument(metavar="MODEL...", help="Model directories.")],
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",
-    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8080,
-    front_ends: Annotated[int, typer.Option(help="Number of front ends, each on another node.")] = 1,
-    drain_timeout: Annotated[float, typer.Option(help="Seconds that requests have when what serves them ends.")] = 60,
+    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help=_MODELS)],
+    host: Annotated[str, typer.Option(help=_HOST)] = "0.0.0.0",
+    port: Annotated[int, typer.Option(help=_PORT)] = 8080,
+    front_ends: Annotated[int, typer.Option(help=_FRONT_ENDS)] = 1,
+    drain_timeout: Annotated[float, typer.Option(help=_DRAIN)] = 60,
 ) -> None:
     """Serve models as one application of Ray Serve, on the cluster that RAY_ADDRESS names or on a local one."""
     with plain_configuration_errors():
         environment = process_environment()
-        deployments = [_deployment(model, environment) for model in models]
+        found = deployments(models, environment)
         try:
             from lmi_server.ray import cluster
             from lmi_server.ray.application import IngressSettings
         except ImportError as error:
             raise ConfigurationError(NOT_INSTALLED) from error
         settings = IngressSettings(host, port, front_ends, drain_timeout)
-        for line in cluster.deploy(deployments, settings, environment):
+        for line in cluster.deploy(found, settings, environment):
             typer.echo(line)
 
 
@@ -52,7 +57,41 @@ def status() -> None:
         typer.echo(json.dumps(cluster.status(process_environment()), indent=2))
 
 
-def _deployment(model: Path, environment: Mapping[str, Any]) -> Deployment:
-    if not model.is_dir():
-        raise ConfigurationError(f"{model}: there is no such directory")
-    return deployment_of(model, environment)
+@app.command()
+def explain(
+    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help=_MODELS)],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show the resolved deployments, their placement groups and engine arguments, without a cluster."""
+    from lmi_server.ray.explanation import as_lines, as_values
+
+    with plain_configuration_errors():
+        found = described(models, process_environment())
+    if as_json:
+        typer.echo(json.dumps([as_values(model) for model in found], indent=2, default=str))
+        return
+    for number, model in enumerate(found):
+        typer.echo("\n".join((*([""] if number else []), *as_lines(model))))
+
+
+@app.command()
+def build(
+    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help=_MODELS)],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File to write; otherwise it is printed.")
+    ] = None,
+    host: Annotated[str, typer.Option(help=_HOST)] = "0.0.0.0",
+    port: Annotated[int, typer.Option(help=_PORT)] = 8080,
+    front_ends: Annotated[int, typer.Option(help=_FRONT_ENDS)] = 1,
+    drain_timeout: Annotated[float, typer.Option(help=_DRAIN)] = 60,
+) -> None:
+    """Write the Serve config file of the models, for Ray's `serve deploy`."""
+    with plain_configuration_errors():
+        found = deployments(models, process_environment())
+    # JSON is YAML too, and needs no package.
+    text = json.dumps(serve_config(found, host, port, front_ends, drain_timeout), indent=2) + "\n"
+    if output is None:
+        typer.echo(text, nl=False)
+    else:
+        output.write_text(text, encoding="utf-8")
+        typer.echo(f"{output}: run serve deploy {output}")

@@ -15,12 +15,10 @@ from ray.serve import Application
 from lmi_server.ray.actors import Ingress, Replica
 from lmi_server.ray.deployment import Deployment
 
-APPLICATION = "lmi-server"
 INGRESS = "front-end"
 
 _ON_HEAD = {"node:__internal_head__": 0.001}
 _END_S = 10.0  # beyond the limit of the drain, for Ray's own steps
-_AUTOSCALING = {"policy_function": "lmi_server.ray.autoscaling:desired_replicas"}
 _ROUTER = {"request_router_class": "lmi_server.ray.request_router.ReplicaDirectory"}
 
 
@@ -56,8 +54,6 @@ def application(models: Sequence[Deployment], settings: IngressSettings) -> Appl
 
 def _replica(model: Deployment, drain_timeout_s: float) -> Application:
     options = model.options()
-    if "autoscaling_config" in options:
-        options["autoscaling_config"] = {"policy": _AUTOSCALING, **options["autoscaling_config"]}
     options["request_router_config"] = {**_ROUTER, **options.get("request_router_config", {})}
     options["graceful_shutdown_timeout_s"] = drain_timeout_s + _END_S
     options["version"] = _digest(model.url, dict(model.settings), model.runtime_env, _contents(model.url))

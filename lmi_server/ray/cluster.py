@@ -11,8 +11,8 @@ import ray
 from ray import serve
 
 from lmi_server.contract.errors import ConfigurationError
-from lmi_server.ray.application import APPLICATION, INGRESS, IngressSettings, application
-from lmi_server.ray.deployment import Deployment
+from lmi_server.ray.application import INGRESS, IngressSettings, application
+from lmi_server.ray.deployment import APPLICATION, Deployment
 
 ADDRESS = "RAY_ADDRESS"
 

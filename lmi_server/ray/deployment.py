@@ -14,10 +14,16 @@ from lmi_server.configuration.resolve import Inspection, inspect_model
 from lmi_server.machine.inventory import Machine
 
 PlacementStrategy = Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"]
+APPLICATION = "lmi-server"
+"""The name of the application that all models are deployments of."""
 ONGOING_SHARE = 0.4
 """Share of max_ongoing_requests that autoscaling aims at, as RayLLM recommends."""
 ACCELERATOR_SHARE = 0.001
 """How much of accelerator_type:A10G and the like a worker asks for: the resource only names a kind of node."""
+
+
+AUTOSCALING_POLICY = {"policy_function": "lmi_server.ray.autoscaling:desired_replicas"}
+"""Scales by the requests that replicas report, because Ray itself sees none of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +42,7 @@ class Autoscaling:
     downscale_delay_s: float | None = None
     downscale_to_zero_delay_s: float | None = None
     aggregation_function: str | None = None
-    policy: Mapping[str, Any] | None = None
+    policy: Mapping[str, Any] = field(default_factory=lambda: AUTOSCALING_POLICY)
 
     def options(self) -> dict[str, Any]:
         """Return the values that are set, as Ray Serve takes them."""
@@ -160,15 +166,12 @@ def with_workers(
     deployment: Deployment, workers: int, bundle: Mapping[str, float], strategy: PlacementStrategy = "STRICT_PACK"
 ) -> Deployment:
     """Return the deployment with `workers` that take a `bundle` each; the actor of a replica counts as the first."""
-    first = _added(bundle, {"CPU": deployment.actor.num_cpus})
+    own = deployment.actor
+    first = _added(bundle, {"CPU": own.num_cpus, "GPU": own.num_gpus, **own.resources})
+    first = {name: amount for name, amount in first.items() if amount}
     if workers == 1:
         custom = {name: amount for name, amount in first.items() if name not in ("CPU", "GPU")}
-        actor = replace(
-            deployment.actor,
-            num_cpus=first["CPU"],
-            num_gpus=first.get("GPU", 0),
-            resources={**deployment.actor.resources, **custom},
-        )
+        actor = replace(own, num_cpus=first.get("CPU", 0), num_gpus=first.get("GPU", 0), resources=custom)
         return replace(deployment, num_workers=1, actor=actor, placement=None)
     bundles = (first, *(dict(bundle) for _ in range(workers - 1)))
     return replace(deployment, num_workers=workers, placement=Placement(bundles, strategy))

@@ -8,7 +8,7 @@ import pytest
 
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.inventory import Machine
-from lmi_server.ray.deployment import Deployment, deployment_of
+from lmi_server.ray.deployment import AUTOSCALING_POLICY, Deployment, deployment_of
 
 CPU = Machine(total_bytes=2**34, available_bytes=2**33, cores=4, engines=frozenset({"torch", "transformers"}))
 
@@ -39,7 +39,12 @@ def test_workers_become_replicas_and_an_accelerator_a_resource(tmp_path: Path) -
     directory = directory_with(tmp_path, "minWorkers=0", "maxWorkers=3", "option.max_rolling_batch_size=10")
     deployment = resolved(directory, "A10G")
     options = deployment.options()
-    assert options["autoscaling_config"] == {"min_replicas": 0, "max_replicas": 3, "target_ongoing_requests": 4.0}
+    assert options["autoscaling_config"] == {
+        "min_replicas": 0,
+        "max_replicas": 3,
+        "target_ongoing_requests": 4.0,
+        "policy": AUTOSCALING_POLICY,
+    }
     assert "num_replicas" not in options
     assert options["ray_actor_options"] == {
         "num_cpus": 1,
