@@ -21,7 +21,8 @@ one way by name.
 `python -m benchmarks.zoo --page docs/models.md` writes this page. It builds a tiny random model of each type, serves it
 on the CPU in float32 with several prompts at once, longer than every window and chunk of the model, and compares tokens
 and log probabilities with greedy `generate` of transformers for each prompt alone. `exact` means that all are the same.
-A model of images or audio is asked with text alone.
+A model of images or audio is asked with text alone. Pipelines of diffusers, which make images, are on a
+[page of their own](images.md).
 """
 
 

@@ -8,7 +8,7 @@ signatures, and check the calls of optimum-neuron against its real ones.
     loading.py           chooses the package, loads, compiles, saves (partition), and makes the engine
     tnx_model.py         the calls of transformers-neuronx
     optimum_model.py     the calls of optimum-neuron
-    failures.py          what the Neuron runtime raises, as errors of this project
 
-Imports `rolling_batch/`, `checkpoints/`, and of lmi_server the contract, the machine and the declarations of options.
+Imports `rolling_batch/`, `checkpoints/`, `neuron_failures.py`, and of lmi_server the contract, the machine and the
+declarations of options.
 """

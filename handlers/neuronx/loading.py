@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from handlers.checkpoints.saving import saving
 from handlers.checkpoints.transformers_loading import from_pretrained
+from handlers.neuron_failures import failures_of_load
 from handlers.neuronx import optimum_model, tnx_model
-from handlers.neuronx.failures import failures_of_load
 from handlers.neuronx.options import (
     AMP,
     CHECKPOINT,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from handlers.neuronx.failures import failures_of_load, failures_of_step
+from handlers.neuron_failures import failures_of_load, failures_of_step
 from handlers.neuronx.options import COMPILED_BY_OPTIMUM, NeuronxOptions
 from handlers.rolling_batch.bucket_runner import LineRunner
 from lmi_server.contract.errors import ModelLoadError

@@ -211,9 +211,9 @@ class NeuronxOptions(ModelOptions):
     neuron_quant: Annotated[bool, Unavailable.values(True, instead="use option.quantize=static_int8")] = Field(
         False, description="Quantise as vLLM on Neuron does."
     )
-    use_stable_diffusion: Annotated[
-        bool, Unavailable.values(True, instead="use option.entryPoint=djl_python.stable_diffusion")
-    ] = Field(False, description="The model is a stable-diffusion pipeline.")
+    use_stable_diffusion: bool = Field(
+        False, description="The model is a pipeline of diffusers, which another handler of Neuron serves."
+    )
     height: Annotated[PositiveInt, NoEffect("it is for images")] = Field(512, description="Height of images in pixels.")
     width: Annotated[PositiveInt, NoEffect("it is for images")] = Field(512, description="Width of images in pixels.")
     num_images_per_prompt: Annotated[PositiveInt, NoEffect("it is for images")] = Field(

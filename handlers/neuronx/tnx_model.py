@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from handlers.neuronx.failures import failures_of_load, failures_of_step
+from handlers.neuron_failures import failures_of_load, failures_of_step
 from handlers.neuronx.options import NeuronxOptions
 from handlers.rolling_batch.bucket_runner import BatchRunner, LineRunner
 from lmi_server.contract.errors import ModelLoadError

@@ -7,12 +7,12 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from handlers import content
 from handlers.stable_diffusion.images import encode_image
 from handlers.stable_diffusion.options import StableDiffusionOptions
-from handlers.stable_diffusion.requests import PARAMETERS, Drawing, DrawingReader
+from handlers.stable_diffusion.requests import PARAMETERS, Drawing, DrawingReader, ImageModel
 from handlers.tasks.task import failure_of
 from lmi_server.contract.errors import EXITS, HandlerError, LmiServerError, ModelLoadError, RequestError
 from lmi_server.contract.handler import ModelInfo, RequestHandler, Response
@@ -22,9 +22,6 @@ from lmi_server.dialects.adapters import registered_adapter
 from lmi_server.dialects.base import ServedModel
 from lmi_server.dialects.forms import form_fields, is_form
 from lmi_server.dialects.openai import images as openai_images
-
-if TYPE_CHECKING:
-    from handlers.stable_diffusion.pipelines import Pipelines
 
 logger = logging.getLogger(__name__)
 
@@ -52,17 +49,27 @@ class StableDiffusionHandler(RequestHandler):
 
     def __init__(self) -> None:
         self._adapters: dict[str, Adapter] = {}
-        self._pipelines: Pipelines
+        self._pipelines: ImageModel
         self._reader: DrawingReader
         self._served: ServedModel
 
     def start(self, model_dir: str, options: StableDiffusionOptions) -> ModelInfo:
-        self._pipelines = _load(options.model_id or model_dir, options)
-        self._reader = DrawingReader(options, self._pipelines.modes, self._pipelines.multiple)
+        self._pipelines = self.load(options.model_id or model_dir, options)
+        self._reader = DrawingReader(options, self._pipelines)
         self._served = ServedModel(
             name=self.served_names[0], served_names=tuple(self.served_names), adapters=self._adapters.keys()
         )
         return ModelInfo(max_model_len=0, details=self._pipelines.details)
+
+    def load(self, directory: str, options: Any) -> ImageModel:
+        """Load the pipeline in `directory`. Raises ModelLoadError."""
+        try:
+            from handlers.stable_diffusion.pipelines import Pipelines
+        except ImportError as error:
+            raise ModelLoadError(
+                f"images need the extra 'stable-diffusion' ({error}); install lmi-server[stable-diffusion]"
+            ) from error
+        return Pipelines(directory, options)
 
     def handle(self, requests: Sequence[Input]) -> Sequence[Response | LmiServerError]:
         outcomes: dict[int, Response | LmiServerError] = {}
@@ -192,17 +199,6 @@ _PARAMETERS_OF_OPENAI = {
 }
 _JSON_PART = "json"  # of LMI's form, whose part `data` is an image
 _FORM_NAMES = {"data": "image", "mask": "mask_image"}
-
-
-def _load(directory: str, options: StableDiffusionOptions) -> Pipelines:
-    try:
-        from handlers.stable_diffusion.pipelines import Pipelines
-
-        return Pipelines(directory, options)
-    except ImportError as error:
-        raise ModelLoadError(
-            f"images need the extra 'stable-diffusion' ({error}); install lmi-server[stable-diffusion]"
-        ) from error
 
 
 def _lmi_body(sent: Input) -> Mapping[str, Any]:

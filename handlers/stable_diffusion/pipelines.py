@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import json
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,32 +12,27 @@ import torch
 import transformers
 
 from handlers.checkpoints.saving import saving
-from handlers.stable_diffusion.options import (
-    IMAGE_TO_IMAGE,
-    INPAINTING,
-    TEXT_TO_IMAGE,
-    StableDiffusionOptions,
+from handlers.stable_diffusion.classes import (
+    CLASS_ENDINGS,
+    OnStep,
+    defaults_of,
+    read_index,
+    stem_of,
+    step_callback,
 )
+from handlers.stable_diffusion.options import IMAGE_TO_IMAGE, INPAINTING, StableDiffusionOptions
 from handlers.stable_diffusion.requests import Drawing, Mode
 from lmi_server.contract.errors import ModelLoadError, RequestError, describe
 
-INDEX = "model_index.json"
 _DENOISERS = ("unet", "transformer", "prior", "decoder")
-_CLASS_ENDINGS = {
-    TEXT_TO_IMAGE: ("Pipeline",),
-    IMAGE_TO_IMAGE: ("Img2ImgPipeline",),
-    INPAINTING: ("InpaintPipeline", "InpaintingPipeline"),
-}
-_ENDING = re.compile(r"(Img2Img|Inpaint|Inpainting)?Pipeline$")
 _QUANTIZED = ("unet", "transformer", "text_encoder", "text_encoder_2", "text_encoder_3")
 _MIB = 2**20
-
-OnStep = Callable[[int, int], None]
-"""Gets the number of the step that has ended, and that of all steps; may raise to end the run."""
 
 
 class Pipelines:
     """One pipeline with its weights, in each of the forms that its tasks need."""
+
+    size = None  # any
 
     def __init__(self, model_dir: str, options: StableDiffusionOptions) -> None:
         """Load the pipeline in a directory. Raises ModelLoadError."""
@@ -67,7 +60,7 @@ class Pipelines:
     @property
     def modes(self) -> Mapping[str, Mode]:
         """Return what the pipeline can do, by task."""
-        return {task: Mode(type(one).__name__, _defaults(one)) for task, one in self._by_task.items()}
+        return {task: Mode(type(one).__name__, defaults_of(one.__call__)) for task, one in self._by_task.items()}
 
     @property
     def multiple(self) -> int:
@@ -104,7 +97,7 @@ class Pipelines:
 
     def _arguments(self, pipeline: Any, drawings: Sequence[Drawing], on_step: OnStep) -> dict[str, Any]:
         first = drawings[0]
-        known = _defaults(pipeline)
+        known = defaults_of(pipeline.__call__)
         arguments: dict[str, Any] = {**first.arguments, "output_type": "pil"}
         for name in first.texts:
             arguments[name] = [text for drawing in drawings for text in drawing.texts[name]]
@@ -116,7 +109,7 @@ class Pipelines:
         if first.size is not None and {"width", "height"} <= known.keys():
             arguments["width"], arguments["height"] = first.size
         if "callback_on_step_end" in known:
-            arguments["callback_on_step_end"] = _callback(on_step)
+            arguments["callback_on_step_end"] = step_callback(on_step)
         return arguments
 
     # --- adapters ---
@@ -166,10 +159,8 @@ def _dtype(name: str, device: str) -> torch.dtype:
 
 
 def _load(model_dir: str, options: StableDiffusionOptions, device: str, dtype: torch.dtype) -> Any:
-    if not Path(model_dir, INDEX).is_file():
-        raise ModelLoadError(f"{model_dir}: holds no {INDEX}, so that it is no pipeline of diffusers")
+    index = read_index(model_dir)
     spread = device == "cuda" and torch.cuda.device_count() > 1
-    index = json.loads(Path(model_dir, INDEX).read_text(encoding="utf-8"))
     more: dict[str, Any] = {"device_map": "balanced"} if spread else {}
     more |= _left_out(index)
     variant = _variant(Path(model_dir))
@@ -231,7 +222,7 @@ def _quantization(index: Mapping[str, Any], options: StableDiffusionOptions, dty
 
 def _forms(base: Any, wanted: str) -> Iterator[tuple[str, Any]]:
     """Yield each task that the weights of `base` can do, with the pipeline for it."""
-    for task in _CLASS_ENDINGS:
+    for task in CLASS_ENDINGS:
         if wanted in ("auto", task) and _can(base, task):
             kind = _class_for(base, task)
             if kind is not None:
@@ -250,11 +241,11 @@ def _class_for(base: Any, task: str) -> Any:
     The classes for one kind of weights differ in the end of their names. diffusers has a table of them, but reading it
     imports every pipeline that there is.
     """
-    stem = _ENDING.sub("", type(base).__name__)
-    names = (f"{stem}{ending}" for ending in _CLASS_ENDINGS[task])
+    stem = stem_of(type(base).__name__)
+    names = (f"{stem}{ending}" for ending in CLASS_ENDINGS[task])
     found = next((kind for name in names if (kind := getattr(diffusers, name, None)) is not None), None)
-    edits = task == IMAGE_TO_IMAGE and "image" in _defaults(
-        base
+    edits = task == IMAGE_TO_IMAGE and "image" in defaults_of(
+        base.__call__
     )  # one class for texts and images, such as Flux Kontext
     return type(base) if found is None and edits else found
 
@@ -265,20 +256,5 @@ def _can(base: Any, task: str) -> bool:
     return task == INPAINTING if channels == 9 else True
 
 
-def _defaults(pipeline: Any) -> Mapping[str, Any]:
-    """Return the arguments of a call, with their defaults."""
-    return {name: one.default for name, one in inspect.signature(pipeline.__call__).parameters.items()}
-
-
 def _bytes(module: torch.nn.Module) -> int:
     return sum(weight.numel() * weight.element_size() for weight in module.parameters())
-
-
-def _callback(on_step: OnStep) -> Callable[..., dict[str, Any]]:
-    """Return diffusers' callback, which is called after each step."""
-
-    def end_of_step(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        on_step(step + 1, pipeline.num_timesteps)
-        return {}
-
-    return end_of_step

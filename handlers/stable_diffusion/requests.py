@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from handlers.stable_diffusion.classes import OnStep
 from handlers.stable_diffusion.images import read_image, transparent_parts
 from handlers.stable_diffusion.options import IMAGE_TO_IMAGE, INPAINTING, TEXT_TO_IMAGE, StableDiffusionOptions
 from handlers.tasks.task import read_parameters
@@ -27,6 +28,38 @@ class Mode:
 
     name: str
     defaults: Mapping[str, Any]
+
+
+class ImageModel(Protocol):
+    """A loaded pipeline.
+
+    `modes` says what it can do, by task. Width and height are multiples of `multiple`; `size` is the only (width,
+    height) that its images have, None for any. `details` are facts for the log and `explain`.
+    """
+
+    @property
+    def modes(self) -> Mapping[str, Mode]: ...
+
+    @property
+    def multiple(self) -> int: ...
+
+    @property
+    def size(self) -> tuple[int, int] | None: ...
+
+    @property
+    def details(self) -> Mapping[str, Any]: ...
+
+    def draw(self, drawings: Sequence[Drawing], on_step: OnStep) -> Sequence[Sequence[Any]]:
+        """Return the images of each drawing; they are of one group and run together."""
+        ...
+
+    def add_adapter(self, name: str, directory: str) -> None:
+        """Load a LoRA adapter, or replace the one of that name. Raises RequestError; nothing has changed then."""
+        ...
+
+    def remove_adapter(self, name: str) -> None:
+        """Remove an adapter; nothing happens if there is none of that name."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -85,12 +118,13 @@ _OWN = frozenset({"seed", "width", "height", "num_images_per_prompt", *_TEXTS})
 
 
 class DrawingReader:
-    """Reads requests for the pipeline whose tasks are `modes`; width and height must be multiples of `multiple`."""
+    """Reads requests for a pipeline."""
 
-    def __init__(self, options: StableDiffusionOptions, modes: Mapping[str, Mode], multiple: int) -> None:
+    def __init__(self, options: StableDiffusionOptions, model: ImageModel) -> None:
         self._options = options
-        self._modes = modes
-        self._multiple = multiple
+        self._modes = model.modes
+        self._multiple = model.multiple
+        self._only_size = model.size
 
     def lmi(self, body: Mapping[str, Any], adapter: str | None) -> Drawing:
         """Read LMI's body: `prompt` or `inputs`, `parameters`, and for images `image` and `mask_image`.
@@ -185,6 +219,8 @@ class DrawingReader:
     def _size(self, values: Mapping[str, Any], image: Image | None) -> tuple[int, int] | None:
         """Return width and height: those of the request, of its image, or of the options. Raises RequestError."""
         options = self._options
+        if self._only_size is not None:
+            return self._compiled_size(values, self._only_size)
         if image is None:
             default = (options.width, options.height)
         else:
@@ -203,6 +239,17 @@ class DrawingReader:
                 f"{options.max_image_pixels}; send a smaller width and height"
             )
         return width, height
+
+    @staticmethod
+    def _compiled_size(values: Mapping[str, Any], size: tuple[int, int]) -> tuple[int, int]:
+        """Return the only size that there is, to which images are fitted. Raises RequestError for another one."""
+        asked = (values.get("width", size[0]), values.get("height", size[1]))
+        if asked != size:
+            raise RequestError(
+                f"width and height: {asked[0]} x {asked[1]} is not allowed; the model was compiled for"
+                f" {size[0]} x {size[1]}, leave them out"
+            )
+        return size
 
 
 def _repeated(name: str, texts: Sequence[str], prompts: int, count: int) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,21 +81,24 @@ async def _load(source: ModelSource, environment: Mapping[str, str], artifacts: 
 def _complete(partial: Path, resolved: ResolvedModel, changes: Mapping[str, str | None]) -> None:
     """Add all other files of the model to the weights, and the changed serving.properties."""
     model_dir = Path(resolved.model_dir)
+    written = {path.parent.relative_to(partial) for path in partial.rglob("*") if path.is_file()} | {Path()}
     for origin in (model_dir, Path(resolved.options.model_id or model_dir)):
-        for path in _other_files(origin):
+        for path in _other_files(origin, written):
             copy = partial / path.relative_to(origin)
             if not copy.exists():
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, copy)
-    written = model_dir / SERVING_PROPERTIES
-    text = decode_properties(written.read_bytes(), str(written))[0] if written.is_file() else ""
+    properties = model_dir / SERVING_PROPERTIES
+    text = decode_properties(properties.read_bytes(), str(properties))[0] if properties.is_file() else ""
     (partial / SERVING_PROPERTIES).write_text(edited_properties(text, changes), encoding="utf-8")
 
 
-def _other_files(origin: Path) -> Iterator[Path]:
+def _other_files(origin: Path, written: Collection[Path]) -> Iterator[Path]:
+    """Yield the files of a model, but for the weights of the folders that the load has `written`."""
     for path in sorted(origin.rglob("*")):
-        hidden = any(part.startswith(".") for part in path.relative_to(origin).parts)
-        is_weights = path.parent == origin and path.name.endswith(_WEIGHTS)
+        place = path.relative_to(origin)
+        hidden = any(part.startswith(".") for part in place.parts)
+        is_weights = place.parent in written and path.name.endswith(_WEIGHTS)
         if path.is_file() and not hidden and not is_weights and path.name != SERVING_PROPERTIES:
             yield path
 

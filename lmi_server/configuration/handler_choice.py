@@ -138,6 +138,7 @@ def _workload(given: Given, task: str | None) -> Workload:
         rolling_batch=None if rolling is None else rolling.raw.lower(),
         under_mpi=MPI_MODE in given and is_true(given[MPI_MODE].raw),
         batches_statically=batches_statically(given),
+        true_keys=frozenset(key for key, source in given.items() if is_true(source.raw)),
     )
 
 

@@ -29,6 +29,10 @@ class Variant:
     title: str
     serves: str
 
+    def takes(self, workload: Workload) -> bool:
+        """Return whether it serves `workload`."""
+        return cast("Callable[[Workload], bool]", load(self.serves))(workload)
+
 
 @dataclass(frozen=True, slots=True)
 class HandlerSpec:
@@ -44,7 +48,7 @@ class HandlerSpec:
     - `model_files`: files in the directory of the model or of its weights, if there is no entry point.
     - `model_tasks`: values of option.task that no other handler has, if there is no entry point.
     - `mpi_architectures`: beginnings of the architectures that it serves under the MPI engine if nothing names it.
-    - `variant`: the handler that takes its place for other workloads.
+    - `variants`: the handlers that take its place for other workloads; the first one that serves it counts.
     - `generates`: "module:function" that takes architectures and a kind of device (`Machine.device_kind`), and returns
       whether the engine generates text with one of them; None if the handler takes over no model from another one.
 
@@ -78,7 +82,7 @@ class HandlerSpec:
     model_files: tuple[str, ...] = ()
     model_tasks: tuple[str, ...] = ()
     mpi_architectures: tuple[str, ...] = ()
-    variant: Variant | None = None
+    variants: tuple[Variant, ...] = ()
     generates: str | None = None
     engines: tuple[str, ...] = ()
     alternatives: tuple[str, ...] = ()
@@ -119,10 +123,7 @@ class HandlerSpec:
 
     def variant_for(self, workload: Workload) -> str | None:
         """Return the title of the variant that serves `workload`; None if the handler serves it itself."""
-        if self.variant is None:
-            return None
-        serves = cast("Callable[[Workload], bool]", load(self.variant.serves))
-        return self.variant.title if serves(workload) else None
+        return next((variant.title for variant in self.variants if variant.takes(workload)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +196,7 @@ _HUGGING_FACE = HandlerSpec(
     entry_points=("djl_python.huggingface", "huggingface"),
     rolling_batches=("scheduler",),
     rolling_batch_decides=True,
-    variant=Variant("huggingface pipeline", serves="handlers.huggingface.options:runs_as_pipeline"),
+    variants=(Variant("huggingface pipeline", serves="handlers.huggingface.options:runs_as_pipeline"),),
     engines=("transformers", "torch"),
     causal_lm_only=True,
     reads_checkpoint=True,
@@ -218,7 +219,7 @@ _DEEPSPEED = HandlerSpec(
     options="handlers.deepspeed.options:DeepSpeedOptions",
     entry_points=("djl_python.deepspeed", "deepspeed"),
     rolling_batches=("deepspeed",),
-    variant=Variant("deepspeed task", serves="handlers.deepspeed.options:runs_whole_tasks"),
+    variants=(Variant("deepspeed task", serves="handlers.deepspeed.options:runs_whole_tasks"),),
     engines=("deepspeed",),
     causal_lm_only=True,
     reads_checkpoint=True,
@@ -253,7 +254,7 @@ _VLLM = HandlerSpec(
     options="handlers.vllm.options:VllmOptions",
     entry_points=("djl_python.lmi_vllm.vllm_async_service", "djl_python.vllm", "vllm"),
     rolling_batches=("vllm",),
-    variant=Variant("vllm pooling", serves="handlers.vllm.options:runs_pooling"),
+    variants=(Variant("vllm pooling", serves="handlers.vllm.options:runs_pooling"),),
     generates="handlers.vllm.architectures:can_generate",
     engines=("vllm",),
     reads_checkpoint=True,
@@ -288,7 +289,10 @@ _NEURONX = HandlerSpec(
     handler="handlers.neuronx.handler:NeuronxHandler",
     options="handlers.neuronx.options:NeuronxOptions",
     entry_points=("djl_python.transformers_neuronx", "transformers_neuronx", "neuronx"),
-    variant=Variant("vllm on Neuron", serves="handlers.neuronx.options:runs_on_vllm"),
+    variants=(
+        Variant("vllm on Neuron", serves="handlers.neuronx.options:runs_on_vllm"),
+        Variant("stable_diffusion on Neuron", serves="handlers.stable_diffusion.neuron_options:makes_images"),
+    ),
     engines=("transformers_neuronx",),
     alternatives=("optimum.neuron",),
     installed_by="pip install transformers-neuronx or optimum-neuron[neuronx], from Neuron's own package index",
@@ -315,6 +319,17 @@ _STABLE_DIFFUSION = HandlerSpec(
     weights_index="model_index.json",
     engines=("diffusers", "torch", "transformers"),
     installed_by="pip install lmi-server[stable-diffusion]",
+    takes_batches=True,
+)
+_NEURON_IMAGES = HandlerSpec(
+    title="stable_diffusion on Neuron",
+    handler="handlers.stable_diffusion.neuron_handler:NeuronImageHandler",
+    options="handlers.stable_diffusion.neuron_options:NeuronImageOptions",
+    entry_points=("djl_python.stable_diffusion_inf2", "stable_diffusion_inf2"),
+    weights_index="model_index.json",
+    engines=("optimum.neuron",),
+    installed_by="pip install optimum-neuron[neuronx,diffusers], from Neuron's own package index",
+    device="nc",
     takes_batches=True,
 )
 _SKLEARN = HandlerSpec(
@@ -366,6 +381,7 @@ HANDLERS = HandlerTable(
         _NEURONX,
         _NEURON_VLLM,
         _STABLE_DIFFUSION,
+        _NEURON_IMAGES,
         _SKLEARN,
         _XGBOOST,
         _ECHO,

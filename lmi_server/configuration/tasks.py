@@ -50,7 +50,7 @@ class Workload:
 
     `task` is None if it is unknown, `rolling_batch` (in lower case) if the key is not given; `batches_statically` is
     true if requests are collected to batches that run together from start to end. `architectures` are those of the
-    model if the handler's own rolling batch would serve it.
+    model if the handler's own rolling batch would serve it. `true_keys` are the keys in full whose value is true.
     """
 
     task: str | None
@@ -58,6 +58,7 @@ class Workload:
     under_mpi: bool
     batches_statically: bool
     architectures: tuple[str, ...] = ()
+    true_keys: frozenset[str] = frozenset()
 
 
 def canonical_task(name: Any) -> Any:

@@ -14,7 +14,7 @@ from mpi_helpers import answered, body, clean, generated
 
 from handlers.deepspeed.options import DeepSpeedOptions
 from handlers.huggingface.options import HuggingFaceOptions
-from lmi_server.commands.partition import partition
+from lmi_server.commands.partition import _other_files, partition
 from lmi_server.configuration.resolve import resolve_model
 from lmi_server.contract.errors import ConfigurationError, ModelLoadError
 from lmi_server.serving.model_store import named_source
@@ -170,3 +170,13 @@ def test_nothing_is_left_of_a_model_that_cannot_be_loaded(weights: Path, tmp_pat
     with pytest.raises(ModelLoadError, match="DeepSpeed has no fp16 on the CPU"):
         partition(named_source(str(directory)), tmp_path / "target", {})
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_weights_stay_behind_where_the_load_has_written_them_in_another_form(tmp_path: Path) -> None:
+    """A compiled pipeline has graphs in the folders of its parts; other folders keep the weights that they had."""
+    names = ("unet/config.json", "unet/a.fp16.safetensors", "dense/a.safetensors", "a.safetensors", "tokenizer/v.json")
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    copied = {str(path.relative_to(tmp_path)) for path in _other_files(tmp_path, {Path(), Path("unet")})}
+    assert copied == {"unet/config.json", "dense/a.safetensors", "tokenizer/v.json"}

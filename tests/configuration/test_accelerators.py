@@ -18,21 +18,32 @@ from lmi_server.machine.inventory import Gpu, Machine
 
 BARE = Machine(2**34, 2**33)
 GPUS = Machine(
-    2**38, 2**37, gpus=(Gpu("0", 2**36), Gpu("1", 2**36)), engines=frozenset({"tensorrt_llm", "diffusers", "torch"})
+    2**38,
+    2**37,
+    gpus=(Gpu("0", 2**36), Gpu("1", 2**36)),
+    engines=frozenset({"tensorrt_llm", "diffusers", "torch", "transformers"}),
 )
 NEURON = Machine(
     2**38,
     2**37,
     neuron_devices=1,
     neuron_cores=tuple(Gpu(str(core), 2**34) for core in range(8)),
-    engines=frozenset({"transformers_neuronx", "optimum.neuron", "vllm", "vllm_neuron", "diffusers", "torch"}),
+    engines=frozenset({"transformers_neuronx", "optimum.neuron", "vllm", "vllm_neuron"}),
 )
 # By the title of the handler, a machine that has what it needs.
-EQUIPPED = {"tensorrt_llm": GPUS, "transformers_neuronx": NEURON, "vllm on Neuron": NEURON}
+EQUIPPED = {
+    "tensorrt_llm": GPUS,
+    "transformers_neuronx": NEURON,
+    "vllm on Neuron": NEURON,
+    "stable_diffusion": GPUS,
+    "stable_diffusion on Neuron": NEURON,
+}
 FILES = sorted(
     path
     for path in SAMPLES.glob("*.properties")
-    if path.stem.startswith(("tensorrt_llm", "transformers_neuronx", "optimum_neuron", "vllm-neuron"))
+    if path.stem.startswith(
+        ("tensorrt_llm", "transformers_neuronx", "optimum_neuron", "vllm-neuron", "stable_diffusion")
+    )
 )
 SECTIONS = {"TensorRT-LLM": "tensorrt_llm", "Transformers-NeuronX": "transformers_neuronx"}
 DEVICES = {"gpu": "an NVIDIA GPU", "nc": "a Neuron device"}
@@ -54,8 +65,10 @@ def written(directory: Path, *lines: str) -> Path:
 
 def missing(spec: HandlerSpec, packages: tuple[str, ...]) -> set[str]:
     """Return the lines of a machine without packages and devices."""
-    device = f"{spec.title} needs {DEVICES[spec.device]}, and none is visible; serve the model on a machine with one"
-    return {device} | {
+    device = (
+        f"{spec.title} needs {DEVICES.get(spec.device)}, and none is visible; serve the model on a machine with one"
+    )
+    return ({device} if spec.device else set()) | {
         f"{spec.title} needs the Python package {package}, which is not installed; run: {spec.installed_by}"
         for package in packages
     }
@@ -72,7 +85,7 @@ def test_a_sample_is_served_or_names_what_is_missing(sample: Path, tmp_path: Pat
     written(tmp_path, sample.read_text(encoding="utf-8"))
     bare = inspect_model(tmp_path, {}, machine=BARE)
     needed = missing(bare.spec, bare.options.packages(bare.spec.engines))
-    assert len(needed) >= 2
+    assert len(needed) >= 2  # packages, and the device but for images
     assert all("; run: pip install" in line or "serve the model on a machine" in line for line in needed)
     assert set(check(bare)) == needed
     assert check(inspect_model(tmp_path, {}, machine=EQUIPPED[bare.spec.title])) == ()

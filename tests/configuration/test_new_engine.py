@@ -60,7 +60,7 @@ TINY = HandlerSpec(
     entry_points=("tiny",),
     rolling_batches=("tiny",),
     model_files=("model.tiny",),
-    variant=Variant("echo", serves="tiny_engine.options:says_nothing"),
+    variants=(Variant("echo", serves="tiny_engine.options:says_nothing"),),
     engines=("no_such_library",),
 )
 MACHINE = Machine(total_bytes=2**34, available_bytes=2**33)

@@ -223,7 +223,7 @@ def test_every_handler_is_found_by_each_of_its_names() -> None:
     for spec in HANDLERS:
         assert issubclass(load_options_type(spec), ModelOptions)
         assert all(HANDLERS.by_entry_point(name) is spec for name in spec.entry_points)
-        assert spec.variant is None or HANDLERS.by_title(spec.variant.title) in HANDLERS.specs
+        assert all(HANDLERS.by_title(variant.title) in HANDLERS.specs for variant in spec.variants)
     assert HANDLERS.by_entry_point("vllm2") is None
 
 

@@ -753,7 +753,8 @@ def test_a_handler_that_is_missing_is_one_line(write: Write) -> None:
         f'{directory / "serving.properties"}:1: engine = "OnnxRuntime" is not available in this version; '
         "missing: an engine in Java; served are djl_python.huggingface or djl_python.deepspeed or "
         "djl_python.lmi_dist or djl_python.lmi_vllm.vllm_async_service or djl_python.tensorrt_llm or "
-        "djl_python.transformers_neuronx or djl_python.stable_diffusion or djl_python.sklearn_handler or "
+        "djl_python.transformers_neuronx or djl_python.stable_diffusion or djl_python.stable_diffusion_inf2 or "
+        "djl_python.sklearn_handler or "
         "djl_python.xgboost_handler or "
         "djl_python.echo"
     )

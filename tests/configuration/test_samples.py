@@ -47,6 +47,7 @@ HANDLER = {
     "static-batch": "huggingface pipeline",
     "text-embedding": "huggingface pipeline",
     "stable_diffusion": "stable_diffusion",
+    "stable_diffusion-neuron": "stable_diffusion on Neuron",
     "tensorrt_llm": "tensorrt_llm",
     "tensorrt_llm-awq": "tensorrt_llm",
     "tensorrt_llm-pytorch": "tensorrt_llm",
@@ -63,7 +64,8 @@ HANDLER = {
 }
 PIPELINE = "huggingface pipeline"
 VLLM_ENGINES = ("vllm", "vllm pooling", "lmi-dist")  # tests of their own run them
-NEURON = ("transformers_neuronx", "vllm on Neuron")  # of these, test_neuronx.py runs the first over a fake
+# Tests of their own run the first and the last of these over fakes.
+NEURON = ("transformers_neuronx", "vllm on Neuron", "stable_diffusion on Neuron")
 TENSORRT_LLM = "tensorrt_llm"  # test_tensorrt_llm_loading.py runs its samples on a fake
 OWN = "a handler of one's own"  # test_own_code.py runs such
 TREE_MODELS = ("sklearn", "xgboost")  # test_tree_models.py runs them

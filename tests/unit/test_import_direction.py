@@ -47,7 +47,16 @@ HANDLERS_MAY_IMPORT = (
     "lmi_server.configuration.tasks",
 )
 # Folders and modules of handlers/ that several handlers share.
-SHARED = {"batch_messages", "checkpoints", "content", "rolling_batch", "step_loop", "tasks", "user_code"}
+SHARED = {
+    "batch_messages",
+    "checkpoints",
+    "content",
+    "neuron_failures",
+    "rolling_batch",
+    "step_loop",
+    "tasks",
+    "user_code",
+}
 
 
 def name_of(path: Path) -> str:

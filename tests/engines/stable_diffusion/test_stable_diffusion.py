@@ -18,6 +18,7 @@ import httpx
 import numpy as np
 import pytest
 from huggingface_hub import InferenceClient
+from neuronx_helpers import FAKE_OPTIMUM_NEURON, importable
 from pipeline_helpers import request, started
 from server_helpers import Server, connect, running
 from tiny_pipelines import (
@@ -34,8 +35,11 @@ from tiny_pipelines import (
     save_sdxl,
 )
 
-from lmi_server.contract.errors import ModelLoadError
+from lmi_server.configuration.resolve import inspect_model
+from lmi_server.contract.errors import ModelLoadError, ModelMemoryError, RequestError
 from lmi_server.contract.handler import Response
+from lmi_server.contract.protocol import Adapter
+from lmi_server.explain.explanation import explain
 
 pytestmark = pytest.mark.slow
 
@@ -402,3 +406,143 @@ def test_only_safetensors_are_read_and_no_code_of_the_model_runs(tiny: Path, tmp
     with pytest.raises(Exception, match="trust_remote_code"):
         loaded(coded_model)
     assert not ran.exists()
+
+
+# --- on Neuron cores, over a fake of optimum-neuron ---
+
+INF2 = {
+    "entryPoint": "djl_python.stable_diffusion_inf2",
+    "enable_lora": "false",
+    "width": "24",
+    "height": "16",
+    "compiled_batch_size": "2",
+    "num_images_per_prompt": "2",
+}
+
+
+@pytest.fixture(scope="module")
+def neuron() -> Iterator[list[tuple[str, dict[str, Any]]]]:
+    """Let the fake be imported; return the calls that it gets."""
+    with importable(FAKE_OPTIMUM_NEURON, "optimum"):
+        from optimum.neuron import calls
+
+        yield calls
+
+
+def answers(handler: Any, *bodies: Any) -> list[list[Any]]:
+    """Return the pixels of the images of each answer."""
+    outcomes = handler.handle([request(body, accept="application/json") for body in bodies])
+    assert [outcome for outcome in outcomes if not isinstance(outcome, Response)] == []
+    return [[pixels(base64.b64decode(file)) for file in json.loads(outcome.data)["images"]] for outcome in outcomes]
+
+
+def test_graphs_draw_what_the_pipeline_draws(neuron: Any, tiny: Path) -> None:
+    """Requests for any number of prompts and images share runs of two prompts with two images each."""
+    bodies = [
+        {"prompt": "a cat", "parameters": {**FEW, "num_images_per_prompt": 3}},
+        {"prompt": ["a dog", "a house"], "parameters": {**FEW, "num_images_per_prompt": 1, "seed": 9}},
+    ]
+    plain = loaded(tiny, entryPoint="stable_diffusion", width="24", height="16")
+    expected = answers(plain, *bodies)
+    assert [len(images) for images in expected] == [3, 2]
+    drawn_by_graphs = answers(started(tiny, **INF2), *bodies)
+    for images, others in zip(drawn_by_graphs, expected, strict=True):
+        assert all(same(image, other) for image, other in zip(images, others, strict=True))
+
+
+def test_lmi_s_keys_reach_optimum_neuron(neuron: Any, tiny: Path, tmp_path: Path) -> None:
+    keys = {**INF2, "entryPoint": "djl_python.transformers_neuronx", "use_stable_diffusion": "true"}
+    more = {"dtype": "f32", "neuron_optimize_level": "1", "trust_remote_code": "false", "tensor_parallel_degree": "2"}
+    lines = [f"option.{name}={value}" for name, value in {**keys, **more, "model_id": str(tiny)}.items()]
+    (tmp_path / "serving.properties").write_text("\n".join(lines))
+    found = inspect_model(tmp_path, {})
+    assert (found.spec.title, found.problems, found.warnings) == ("stable_diffusion on Neuron", (), ())
+    neuron.clear()
+    started(tmp_path)
+    shown = dict(explain(found).engine_arguments)
+    assert shown == {
+        "torch_dtype": "float32",
+        "batch_size": 2,
+        "height": 16,
+        "width": 24,
+        "num_images_per_prompt": 2,
+        "optlevel": "1",
+        "trust_remote_code": False,
+        "auto_cast": None,
+    }
+    ((_, got),) = neuron
+    assert (got.pop("class"), got.pop("model_id")) == ("NeuronStableDiffusionPipeline", str(tiny))
+    assert got | {"torch_dtype": "float32", "trust_remote_code": False} == {**shown, "export": True}
+
+
+@pytest.mark.filterwarnings("ignore:Passing `image` as torch tensor:FutureWarning")  # as optimum-neuron does
+def test_the_task_chooses_the_class_that_is_compiled(neuron: Any, tiny: Path) -> None:
+    painter = started(tiny, **INF2, task="inpainting")
+    body = {"prompt": "a cat", "image": coded(picture((32, 32))), "mask_image": coded(half_white((32, 32)))}
+    ((first, second),) = answers(painter, {**body, "parameters": {**FEW, "num_inference_steps": 4}})
+    assert first.shape == second.shape == (16, 24, 3)
+    (refused,) = painter.handle([request({"prompt": "a"})])
+    assert refused.message.startswith("the model serves inpainting, and the request asks for text-to-image")
+    changer = started(tiny, **INF2, task="image-to-image")
+    (changed,) = answers(changer, {"prompt": "a", "image": coded(picture()), "parameters": {**FEW, "strength": 1}})
+    assert changed[0].shape == (16, 24, 3)
+
+
+def test_compiled_graphs_are_loaded_and_other_sizes_are_refused(neuron: Any, tiny: Path, tmp_path: Path) -> None:
+    target = tmp_path / "compiled"
+    started(tiny, **INF2, save_mp_checkpoint_path=str(target))
+    neuron.clear()
+    handler = started(target, **INF2)
+    assert [arguments["export"] for _, arguments in neuron] == [False]
+    body = {"prompt": "a", "parameters": {**FEW, "width": 24, "height": 16}}
+    assert answers(handler, body)[0][0].shape == (16, 24, 3)
+    wide, narrow = handler.handle([request({**body, "parameters": {**FEW, "width": side}}) for side in (32, 24)])
+    assert (
+        wide.message == "width and height: 32 x 16 is not allowed; the model was compiled for 24 x 16, leave them out"
+    )
+    assert isinstance(narrow, Response)
+    with pytest.raises(RequestError, match="merge the adapter into the model"):
+        handler.add_adapter(Adapter(name="a", directory=str(tmp_path)))
+    with pytest.raises(ModelLoadError, match=r"set option\.width=24 in place of 48, or compile it again"):
+        started(target, **{**INF2, "width": "48"})
+    with pytest.raises(ModelLoadError, match=r"option\.task=inpainting: .* was compiled for text-to-image"):
+        started(target, **INF2, task="inpainting")
+
+
+@pytest.mark.parametrize(
+    ("fails", "error", "text"),
+    [
+        ("device", ModelLoadError, "no Neuron device can be used here: neuron-ls"),
+        ("no device", ModelLoadError, "found no Neuron device to load .* on"),
+        ("compile", ModelLoadError, "option.neuron_optimize_level=1"),
+        ("memory", ModelMemoryError, r"lower option\.height, option\.width, option\.compiled_batch_size"),
+    ],
+)
+@pytest.mark.usefixtures("neuron")
+def test_a_failed_load_on_neuron_names_cause_and_remedy(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, fails: str, error: type[Exception], text: str
+) -> None:
+    monkeypatch.setenv("FAKE_NEURONX_FAILS", fails)
+    with pytest.raises(error, match=text):
+        started(tiny, **INF2)
+
+
+@pytest.mark.usefixtures("neuron")
+def test_a_dead_core_ends_the_process_and_a_client_that_leaves_ends_the_run(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handler = started(tiny, **INF2)
+    handler.is_cancelled = lambda asked: True
+    (gone,) = handler.handle([request({"prompt": "a", "parameters": {"num_inference_steps": 200}})])
+    assert str(gone) == "the client is gone"
+    handler.is_cancelled = lambda asked: False
+    monkeypatch.setenv("FAKE_NEURONX_FAILS", "core")
+    with pytest.raises(SystemExit):
+        handler.handle([request({"prompt": "a"})])
+
+
+@pytest.mark.usefixtures("neuron")
+def test_a_pipeline_that_neuron_has_no_graphs_for_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
+    with pytest.raises(ModelLoadError, match=r"is a FluxPipeline, .* use option\.entryPoint=djl_python"):
+        started(tmp_path, **INF2)

@@ -13,6 +13,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 calls: list[tuple[str, dict[str, Any]]] = []
 
 
+def __getattr__(name: str) -> Any:
+    """Import diffusers, which takes seconds, for the classes of its pipelines alone."""
+    if not name.startswith("NeuronStableDiffusion"):
+        raise AttributeError(name)
+    from optimum.neuron.pipelines import pipeline_class
+
+    return pipeline_class(name)
+
+
 class NxDNeuronConfig:
     """What the compiler is asked for; the parameters that the handler never touches are left out."""
 

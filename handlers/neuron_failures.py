@@ -22,9 +22,16 @@ _COMPILER = ("neuronxcc failed", "neuronx-cc", "CompilerInternalError")
 _RUNTIME = ("nrt_", "NRT_", "NEURON_RT", "Neuron Runtime")
 
 
+TEXT_SIZES = "option.max_rolling_batch_size or option.n_positions"
+"""The keys that make the graphs of a language model smaller."""
+
+
 @contextmanager
-def failures_of_load(library: str, path: str) -> Iterator[None]:
-    """Raise ModelLoadError or ModelMemoryError, with the remedy, for anything that loading or compiling raises."""
+def failures_of_load(library: str, path: str, sizes: str = TEXT_SIZES) -> Iterator[None]:
+    """Raise ModelLoadError or ModelMemoryError, with the remedy, for anything that loading or compiling raises.
+
+    `sizes` names the keys whose lower values make the graphs smaller.
+    """
     try:
         yield
     except LmiServerError:
@@ -36,7 +43,7 @@ def failures_of_load(library: str, path: str) -> Iterator[None]:
         if is_out_of_memory(error) or _any(_NO_MEMORY, text):
             raise ModelMemoryError(
                 f"{path} does not fit the memory of its Neuron cores ({describe(error)}); raise"
-                " option.tensor_parallel_degree, or lower option.max_rolling_batch_size or option.n_positions"
+                f" option.tensor_parallel_degree, or lower {sizes}"
             ) from error
         raise ModelLoadError(f"{library} cannot load {path}: {describe(error)}{_remedy(error, text)}") from error
 
