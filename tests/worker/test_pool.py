@@ -638,3 +638,42 @@ def command_of(pid: str) -> bytes:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return b""
+
+
+class FakeLoadingWorker:
+    """A worker without a process, which loads for ever."""
+
+    loading = 0
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.pid = None
+
+    async def load(self, *_: object) -> None:
+        type(self).loading += 1
+        await asyncio.Event().wait()
+
+    async def reap(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("parallel", "at_once"), [(True, 16), (False, 1)])
+@on_loop
+async def test_workers_load_in_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parallel: bool, at_once: int
+) -> None:
+    """However many are asked for: each load takes a process, and memory beside that of the model."""
+    monkeypatch.setattr(FakeLoadingWorker, "loading", 0)
+    monkeypatch.setattr(WorkerPool, "new_worker", lambda pool, devices: FakeLoadingWorker("fake"))
+    monkeypatch.setattr(WorkerPool, "forget", lambda pool, worker: None)
+    settings = pool_settings(load_of(tmp_path, FAULTS, {}), min_workers=40, max_workers=40, parallel_loading=parallel)
+    pool = WorkerPool(settings)
+    pool.start()
+    try:
+        await until(lambda: FakeLoadingWorker.loading >= at_once)
+        for _ in range(10):  # time for more of them, if they did not wait
+            await asyncio.sleep(0)
+        assert FakeLoadingWorker.loading == at_once
+        assert sum(replicas.size for replicas in pool.replica_sets) == 40
+    finally:
+        await pool.stop()
