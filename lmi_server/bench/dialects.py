@@ -1,0 +1,163 @@
+"""How a prompt is sent and an answer is read in each API that servers of language models have."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from lmi_server.bench.workload import Prompt
+
+Usage = Mapping[str, int]
+"""Tokens by name: prompt_tokens, completion_tokens, cached_tokens."""
+
+# To look for what events with tokens have costs a tenth of parsing them, and the load generator needs its time. Events
+# without text, such as the one with the role, do not count.
+_CONTENT = re.compile(rb'"(?:reasoning_)?content":\s*"(?!")')
+_TEXT = re.compile(rb'"text":\s*"(?!")')
+_TOKEN = re.compile(rb'"token":\s*\{')
+_DATA = b"data:"
+_DONE = b"[DONE]"
+
+
+class Dialect(Protocol):
+    """One API: its path, the body of a request, and what an answer says."""
+
+    path: str
+
+    def body(self, prompt: Prompt, model: str, stream: bool) -> dict[str, Any]:
+        """Return the JSON body of a request."""
+
+    def count(self, lines: bytes) -> int:
+        """Return how many events with tokens these whole lines of a stream have."""
+
+    def usage(self, answer: bytes, stream: bool) -> Usage:
+        """Return what a complete answer says about tokens. Raises ValueError if it is an error, or cannot be read."""
+
+
+class _Chat:
+    path = "/v1/chat/completions"
+
+    def body(self, prompt: Prompt, model: str, stream: bool) -> dict[str, Any]:
+        return {"messages": prompt.chat, **_openai(prompt, model, stream)}
+
+    def count(self, lines: bytes) -> int:
+        return len(_CONTENT.findall(lines))
+
+    def usage(self, answer: bytes, stream: bool) -> Usage:
+        return _openai_usage(answer, stream)
+
+
+class _Completions:
+    path = "/v1/completions"
+
+    def body(self, prompt: Prompt, model: str, stream: bool) -> dict[str, Any]:
+        return {"prompt": _text(prompt), **_openai(prompt, model, stream)}
+
+    def count(self, lines: bytes) -> int:
+        return len(_TEXT.findall(lines))
+
+    def usage(self, answer: bytes, stream: bool) -> Usage:
+        return _openai_usage(answer, stream)
+
+
+class _Lmi:
+    """LMI's own schema; a stream is JSON lines, one per token."""
+
+    path = "/invocations"
+
+    def body(self, prompt: Prompt, model: str, stream: bool) -> dict[str, Any]:
+        adapter = {} if prompt.adapter is None else {"adapters": prompt.adapter}
+        parameters: dict[str, Any] = {} if stream else {"details": True}
+        if prompt.output_tokens is not None:
+            parameters["max_new_tokens"] = prompt.output_tokens
+        if prompt.exact:
+            parameters["ignore_eos_token"] = True
+        return {"inputs": _text(prompt), "parameters": parameters, "stream": stream, **adapter}
+
+    def count(self, lines: bytes) -> int:
+        return len(_TOKEN.findall(lines))
+
+    def usage(self, answer: bytes, stream: bool) -> Usage:
+        if stream:
+            lines = [json.loads(line) for line in answer.splitlines() if line]
+            if lines and "error" in lines[-1]:
+                raise ValueError(str(lines[-1]["error"]))
+            return {"completion_tokens": sum("token" in line for line in lines)}
+        details = json.loads(answer).get("details") or {}
+        return {} if "generated_tokens" not in details else {"completion_tokens": int(details["generated_tokens"])}
+
+
+class _Tgi:
+    path = "/generate"
+
+    def body(self, prompt: Prompt, model: str, stream: bool) -> dict[str, Any]:
+        parameters: dict[str, Any] = {"details": True}
+        if prompt.output_tokens is not None:
+            parameters["max_new_tokens"] = prompt.output_tokens
+        if prompt.exact:
+            parameters["ignore_eos_token"] = True
+        if prompt.adapter is not None:
+            parameters["adapter_id"] = prompt.adapter
+        return {"inputs": _text(prompt), "parameters": parameters}
+
+    def count(self, lines: bytes) -> int:
+        return len(_TOKEN.findall(lines))
+
+    def usage(self, answer: bytes, stream: bool) -> Usage:
+        last = _events(answer)[-1] if stream else json.loads(answer)
+        if "error" in last:
+            raise ValueError(str(last["error"]))
+        return {"completion_tokens": int(last["details"]["generated_tokens"])}
+
+
+class _TgiStream(_Tgi):
+    path = "/generate_stream"
+
+
+_STREAMED: Mapping[str, Dialect] = {"chat": _Chat(), "completions": _Completions(), "lmi": _Lmi(), "tgi": _TgiStream()}
+_WHOLE: Mapping[str, Dialect] = {**_STREAMED, "tgi": _Tgi()}
+NAMES = tuple(_STREAMED)
+
+
+def dialect_of(name: str, stream: bool) -> Dialect:
+    """Return the API of this name; one of NAMES."""
+    return (_STREAMED if stream else _WHOLE)[name]
+
+
+def _text(prompt: Prompt) -> str:
+    return prompt.text or "\n".join(str(message.get("content", "")) for message in prompt.messages)
+
+
+def _openai(prompt: Prompt, model: str, stream: bool) -> dict[str, Any]:
+    body: dict[str, Any] = {"model": prompt.adapter or model, "stream": stream}
+    if stream:
+        body["stream_options"] = {"include_usage": True}
+    if prompt.output_tokens is not None:
+        body["max_tokens"] = prompt.output_tokens
+    if prompt.exact:
+        body["ignore_eos"] = True
+    return body
+
+
+def _openai_usage(answer: bytes, stream: bool) -> Usage:
+    values = _events(answer) if stream else [json.loads(answer)]
+    usage: Mapping[str, Any] = {}
+    for value in values:
+        if "error" in value:
+            raise ValueError(str(value["error"]))
+        usage = value.get("usage") or usage
+    details = usage.get("prompt_tokens_details") or {}
+    counts = {name: usage.get(name) for name in ("prompt_tokens", "completion_tokens")}
+    counts["cached_tokens"] = details.get("cached_tokens")
+    return {name: int(count) for name, count in counts.items() if count is not None}
+
+
+def _events(answer: bytes) -> list[dict[str, Any]]:
+    """Return the last two server-sent events, which have errors and counts; the others are tokens alone."""
+    lines = [line[len(_DATA) :].strip() for line in answer.splitlines() if line.startswith(_DATA)]
+    lines = [line for line in lines if line != _DONE]
+    if not lines:
+        raise ValueError("the stream has no events")
+    return [json.loads(line) for line in lines[-2:]]

@@ -1,0 +1,87 @@
+"""What a benchmark shows and writes: tables on the terminal, JSON, and CSV."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lmi_server.bench.records import LATENCIES, QUANTILES, Record
+
+_STATISTICS = ("mean", *QUANTILES)
+_TITLES = {
+    "ttft": "time to first token",
+    "tpot": "time per output token",
+    "itl": "between tokens",
+    "e2el": "end to end",
+}
+
+
+def print_runs(console: Console, runs: Mapping[str, Mapping[str, Any]]) -> None:
+    """Print one column for each run; keys are their titles, values what `records.summary` returns."""
+    table = Table(title="latencies in milliseconds")
+    table.add_column("")
+    for title in runs:
+        table.add_column(title, justify="right")
+    for title, key, digits in (
+        ("completed", "completed", 0),
+        ("requests/s", "requests_per_s", 2),
+        ("goodput/s", "goodput_per_s", 2),
+        ("output tokens/s", "output_tokens_per_s", 1),
+        ("prompt tokens", "prompt_tokens", 0),
+        ("cached tokens", "cached_tokens", 0),
+    ):
+        values = [run.get(key) for run in runs.values()]
+        if any(value is not None for value in values):
+            table.add_row(title, *("" if value is None else f"{value:,.{digits}f}" for value in values))
+    for name in LATENCIES:
+        for statistic in _STATISTICS:
+            values = [run[f"{name}_ms"].get(statistic) for run in runs.values()]
+            if any(value is not None for value in values):
+                cells = ("" if value is None else f"{value:,.1f}" for value in values)
+                table.add_row(f"{_TITLES[name]}, {statistic}", *cells)
+    errors = sorted({error for run in runs.values() for error in run["errors"]})
+    for error in errors:
+        table.add_row(f"error: {error}", *(str(run["errors"].get(error, "")) for run in runs.values()), style="red")
+    console.print(table)
+
+
+def write_json(path: Path, settings: Mapping[str, Any], runs: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write the settings and the figures of each run."""
+    path.write_text(json.dumps({"settings": settings, "runs": runs}, indent=2) + "\n", encoding="utf-8")
+
+
+def write_csv(path: Path, runs: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write one line for each run; a latency has a column for each statistic, such as `ttft_ms_p99`."""
+    lines = [{"run": title, **_flat(run)} for title, run in runs.items()]
+    columns = list(dict.fromkeys(column for line in lines for column in line))
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(lines)
+
+
+def write_records(path: Path, runs: Mapping[str, Sequence[Record]]) -> None:
+    """Write each request as a line of JSON, with times in seconds of the load generator's clock."""
+    with path.open("w", encoding="utf-8") as file:
+        for title, records in runs.items():
+            for record in records:
+                file.write(json.dumps({"run": title, **asdict(record)}) + "\n")
+
+
+def _flat(run: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in run.items():
+        if name == "errors":
+            flat[name] = sum(value.values())
+        elif isinstance(value, Mapping):
+            flat |= {f"{name}_{statistic}": number for statistic, number in value.items()}
+        else:
+            flat[name] = value
+    return flat

@@ -1,0 +1,168 @@
+"""One run of a load: sends the requests when they are due, and collects their records."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from lmi_server.bench.arrivals import Arrivals, ClosedLoop, within
+from lmi_server.bench.client import Connection, Target
+from lmi_server.bench.records import Record
+from lmi_server.bench.workload import Prompt
+
+_TICK_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How long a run is: so many requests or seconds, whichever ends first. A request has `timeout_s`."""
+
+    requests: int | None
+    duration_s: float | None
+    timeout_s: float
+
+
+class Run:
+    """A run. `records` has the requests that have ended so far."""
+
+    def __init__(self, target: Target, arrivals: Arrivals, prompts: Iterator[Prompt], extent: Extent) -> None:
+        self.records: list[Record] = []
+        self.running = 0
+        self._target = target
+        self._arrivals = arrivals
+        self._prompts = prompts
+        self._extent = extent
+        self._idle: list[Connection] = []
+        self._busy: dict[Connection, Record] = {}
+        self._opening: set[asyncio.Task[None]] = set()
+        self._all_sent = False
+        self._ended = asyncio.Event()
+
+    async def run(self, seed: int, on_tick: Callable[[Run], None] = lambda run: None) -> list[Record]:
+        """Run the load, and call `on_tick` twice a second. Returns the records in the order of their ends."""
+        ticker = asyncio.create_task(self._tick(on_tick))
+        try:
+            if isinstance(self._arrivals, ClosedLoop):
+                await self._closed(self._arrivals.concurrency)
+            else:
+                await self._open(within(self._arrivals.offsets(seed), self._extent.requests, self._extent.duration_s))
+            self._all_sent = True
+            if self.running:
+                await self._ended.wait()
+        finally:
+            ticker.cancel()
+            for task in self._opening:
+                task.cancel()
+            for connection in [*self._idle, *self._busy]:
+                connection.close()
+        return self.records
+
+    # --- when requests are sent ---
+
+    async def _closed(self, concurrency: int) -> None:
+        """Keep `concurrency` requests running."""
+        start = time.perf_counter()
+        done = asyncio.Event()
+        left = self._extent.requests
+        clients = concurrency if left is None else min(concurrency, left)
+        sent = 0
+
+        def next_request() -> None:
+            nonlocal sent, clients
+            now = time.perf_counter()
+            is_late = self._extent.duration_s is not None and now - start >= self._extent.duration_s
+            if is_late or (left is not None and sent >= left):
+                clients -= 1
+                if not clients:
+                    done.set()
+                return
+            sent += 1
+            self._request(now, next_request)
+
+        for _ in range(clients):
+            next_request()
+        await done.wait()
+
+    async def _open(self, offsets: Iterator[float]) -> None:
+        """Send each request at its time, however many are running."""
+        start = time.perf_counter()
+        for offset in offsets:
+            due = start + offset
+            wait_s = due - time.perf_counter()
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
+            self._request(due, _nothing)
+
+    # --- one request ---
+
+    def _request(self, due: float, then: Callable[[], None]) -> None:
+        prompt = next(self._prompts)
+        record = Record(due, adapter=prompt.adapter)
+        request = self._target.request(prompt)
+        self.running += 1
+
+        def on_end(record: Record) -> None:
+            self.running -= 1
+            self.records.append(record)
+            then()
+            if self._all_sent and not self.running:
+                self._ended.set()
+
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_open:
+                self._send(connection, request, record, on_end)
+                return
+        self._connect(request, record, on_end)
+
+    def _connect(self, request: bytes, record: Record, on_end: Callable[[Record], None]) -> None:
+        task = asyncio.create_task(self._connect_and_send(request, record, on_end))
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
+
+    async def _connect_and_send(self, request: bytes, record: Record, on_end: Callable[[Record], None]) -> None:
+        target = self._target
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._extent.timeout_s):
+                _, connection = await loop.create_connection(
+                    lambda: Connection(target, self._idle.append, self._lost), target.host, target.port, ssl=target.tls
+                )
+        except OSError as error:  # TimeoutError, too
+            record.sent = record.end = time.perf_counter()
+            record.error = f"cannot connect: {error or 'timed out'}"
+            await asyncio.sleep(_TICK_S)  # a server that is down would be asked without pause by a closed loop
+            on_end(record)
+            return
+        self._send(connection, request, record, on_end)
+
+    def _send(self, connection: Connection, request: bytes, record: Record, on_end: Callable[[Record], None]) -> None:
+        def ended(record: Record) -> None:
+            del self._busy[connection]
+            if connection.was_stale:
+                self._connect(request, record, on_end)
+                return
+            # Not at once: the connection becomes free right after this, and the next request may use it.
+            asyncio.get_running_loop().call_soon(on_end, record)
+
+        self._busy[connection] = record
+        connection.send(request, record, ended)
+
+    def _lost(self, connection: Connection) -> None:
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    async def _tick(self, on_tick: Callable[[Run], None]) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            late = time.perf_counter() - self._extent.timeout_s
+            for connection, record in list(self._busy.items()):
+                if record.sent < late:
+                    connection.abandon(f"no end within {self._extent.timeout_s:g} s")
+            on_tick(self)
+
+
+def _nothing() -> None:
+    """Follow no request with another one: an open loop sends by the clock."""

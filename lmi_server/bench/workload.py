@@ -1,0 +1,174 @@
+"""What is asked: random prompts of given lengths, or the prompts of a file."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from lmi_server.contract.errors import ConfigurationError
+
+# Common words that most tokenizers have as one token each, with the space before it.
+_COMMON = """
+time year people way day man thing woman life child world school state family student group country problem hand part
+place case week company system program question work government number night point home water room mother area money
+story fact month lot right study book eye job word business issue side kind head house service friend father power hour
+game line end member law car city community name president team minute idea body information back parent face others
+level office door health person art war history party result change morning reason
+"""
+_WORDS = _COMMON.split()
+
+
+class Tokenizer(Protocol):
+    """What random prompts need of the package tokenizers."""
+
+    def encode(self, text: str, add_special_tokens: bool = ...) -> Any:
+        """Return an object with the `ids`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One request: a text, or a chat in the form of OpenAI's messages.
+
+    `output_tokens` is the most that may be generated; None leaves it to the server. `exact` asks for exactly as many.
+    `at` is the time of a recorded request in seconds.
+    """
+
+    text: str
+    messages: tuple[Mapping[str, Any], ...] = ()
+    output_tokens: int | None = None
+    exact: bool = False
+    adapter: str | None = None
+    at: float | None = None
+
+    @property
+    def chat(self) -> list[Mapping[str, Any]]:
+        """Return the prompt as messages."""
+        return list(self.messages) or [{"role": "user", "content": self.text}]
+
+
+@dataclass(frozen=True, slots=True)
+class RandomPrompts:
+    """Prompts of `input_tokens` random words, of which a share is the same in all.
+
+    With a tokenizer a prompt has just so many tokens, without one so many words. No two prompts are the same, so that a
+    prefix cache finds the shared part alone.
+    """
+
+    input_tokens: int
+    output_tokens: int
+    shared_prefix: float = 0.0
+    tokenizer: Tokenizer | None = None
+
+    def prompts(self, seed: int) -> Iterator[Prompt]:
+        """Yield prompts without end; the same for the same seed."""
+        numbers = random.Random(seed)
+        shared = round(self.input_tokens * self.shared_prefix)
+        prefix = self._text(numbers, shared, "")
+        while True:
+            text = self._text(numbers, self.input_tokens, prefix)
+            yield Prompt(text, output_tokens=self.output_tokens, exact=True)
+
+    def _text(self, numbers: random.Random, tokens: int, start: str) -> str:
+        words = start.split()
+        words += numbers.choices(_WORDS, k=max(tokens - len(words), 0))
+        text = " ".join(words[:tokens])
+        if self.tokenizer is None:
+            return text
+        # A word may be more than one token: drop words until the number fits, which takes a few rounds.
+        while len(words) > 1 and (excess := len(self.tokenizer.encode(text, False).ids) - tokens) > 0:
+            words = words[: len(words) - max(excess // 2, 1)]
+            text = " ".join(words)
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """The prompts of a file, in their order, again and again."""
+
+    recorded: Sequence[Prompt]
+    output_tokens: int | None = None
+
+    def prompts(self, seed: int) -> Iterator[Prompt]:
+        """Yield the prompts without end."""
+        given = self.recorded
+        if self.output_tokens is not None:
+            given = [replace(prompt, output_tokens=self.output_tokens, exact=True) for prompt in given]
+        return itertools.cycle(given)
+
+
+Workload = RandomPrompts | Recorded
+
+
+def with_adapters(prompts: Iterator[Prompt], weights: Mapping[str, float], seed: int) -> Iterator[Prompt]:
+    """Return the prompts with adapters drawn by their weights; the name "base" is the model without an adapter."""
+    if not weights:
+        return prompts
+    numbers = random.Random(seed)
+    names, shares = list(weights), list(weights.values())
+    return (replace(prompt, adapter=_adapter(numbers.choices(names, shares)[0])) for prompt in prompts)
+
+
+def _adapter(name: str) -> str | None:
+    return None if name == "base" else name
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Return the prompts of a file: JSON lines, or ShareGPT's JSON.
+
+    A line has `prompt` or `messages`, and may have `max_tokens`, `adapter`, and `at`, the second in which it is sent.
+    Raises ConfigurationError if the file is neither, or has none.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--data {path}: {error}") from error
+    prompts = _share_gpt(text, path) if text.lstrip().startswith("[") else _lines(text, path)
+    if not prompts:
+        raise ConfigurationError(f"--data {path} has no prompts")
+    return prompts
+
+
+def _lines(text: str, path: Path) -> list[Prompt]:
+    prompts = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            prompts.append(_of_line(json.loads(line)))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigurationError(
+                f'--data {path}, line {number}: {error}; a line is {{"prompt": "..."}} or {{"messages": [...]}}'
+            ) from error
+    return prompts
+
+
+def _of_line(value: dict[str, Any]) -> Prompt:
+    if not isinstance(value, dict) or not ("prompt" in value or value.get("messages")):
+        raise ValueError("it has neither prompt nor messages")
+    tokens, at = value.get("max_tokens"), value.get("at")
+    return Prompt(
+        str(value.get("prompt", "")),
+        tuple(value.get("messages") or ()),
+        None if tokens is None else int(tokens),
+        adapter=value.get("adapter"),
+        at=None if at is None else float(at),
+    )
+
+
+def _share_gpt(text: str, path: Path) -> list[Prompt]:
+    """Return the first question of each conversation; the answer's length in words is what may be generated."""
+    try:
+        turns = [entry["conversations"] for entry in json.loads(text)]
+        return [
+            Prompt(str(first["value"]), output_tokens=max(len(str(second["value"]).split()), 1))
+            for first, second, *_ in (turn for turn in turns if len(turn) > 1)
+        ]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigurationError(
+            f'--data {path}: {error!r}; ShareGPT\'s form is [{{"conversations": [{{"from": ..., "value": ...}}]}}]'
+        ) from error

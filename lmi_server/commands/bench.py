@@ -1,0 +1,256 @@
+"""`lmi-server bench`: puts a load on a server, and says how fast it is."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import uvloop
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from lmi_server.bench import dialects, report
+from lmi_server.bench.arrivals import Arrivals, ClosedLoop, OpenLoop, Replay
+from lmi_server.bench.client import Target, address
+from lmi_server.bench.records import LATENCIES, Record, summary
+from lmi_server.bench.run import Extent, Run
+from lmi_server.bench.workload import Prompt, RandomPrompts, Recorded, Tokenizer, Workload, read_prompts, with_adapters
+from lmi_server.commands.terminal import plain_configuration_errors
+from lmi_server.contract.errors import ConfigurationError
+
+_API_HELP = (
+    "API of the server: chat and completions are OpenAI's, lmi is LMI's /invocations, tgi is /generate(_stream)."
+)
+
+
+def bench(
+    url: Annotated[str, typer.Argument(help="The server, such as http://127.0.0.1:8080.")],
+    api: Annotated[str, typer.Option(help=_API_HELP)] = "completions",
+    model: Annotated[str, typer.Option(help="Name of the model in OpenAI's requests.")] = "lmi",
+    concurrency: Annotated[
+        str | None, typer.Option(help="Closed loop: so many requests at a time; 1,8,32 makes three runs.")
+    ] = None,
+    rate: Annotated[
+        str | None, typer.Option(help="Open loop: so many requests per second; 2,4,8 makes three runs.")
+    ] = None,
+    burstiness: Annotated[
+        float, typer.Option(help="Shape of the gaps of an open loop: 1 is Poisson, less is bursts, inf is even.")
+    ] = 1.0,
+    ramp_to: Annotated[float | None, typer.Option(help="Rate at the end of --duration, from --rate on.")] = None,
+    replay: Annotated[
+        float | None, typer.Option(help="Open loop: send the prompts of --data at their times, so many times as fast.")
+    ] = None,
+    requests: Annotated[int | None, typer.Option(help="Requests of each run; 200 without --duration.")] = None,
+    duration: Annotated[float | None, typer.Option(help="Seconds in which each run sends requests.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds after which a request is given up.")] = 600,
+    data: Annotated[
+        Path | None, typer.Option(help="Prompts: JSON lines with prompt or messages, or ShareGPT's JSON.")
+    ] = None,
+    input_tokens: Annotated[int, typer.Option(help="Tokens of random prompts; words without --tokenizer.")] = 128,
+    output_tokens: Annotated[
+        int | None, typer.Option(help="Tokens that each request generates; 128 with random prompts.")
+    ] = None,
+    shared_prefix: Annotated[float, typer.Option(help="Share of random prompts that is the same in all.")] = 0.0,
+    tokenizer: Annotated[Path | None, typer.Option(help="Model directory with a tokenizer.json.")] = None,
+    adapters: Annotated[
+        str | None, typer.Option(help="Adapters by weight, such as base=1,french=3; base is the model without one.")
+    ] = None,
+    stream: Annotated[bool, typer.Option(help="Have answers streamed, without which only their end is timed.")] = True,
+    header: Annotated[list[str] | None, typer.Option(help="A header of each request, 'name: value'.")] = None,
+    slo: Annotated[
+        str | None, typer.Option(help="Limits in milliseconds for the goodput: ttft=500,tpot=50,itl=200,e2el=5000.")
+    ] = None,
+    warmup: Annotated[int, typer.Option(help="Requests before the first run, which are not measured.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of prompts, gaps and adapters.")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="File for all figures.")] = None,
+    csv_file: Annotated[Path | None, typer.Option("--csv", help="File for a line per run.")] = None,
+    records_file: Annotated[Path | None, typer.Option("--records", help="File for a line of JSON per request.")] = None,
+) -> None:
+    """Put a load on a server, this one or another, and print how fast it answers."""
+    with plain_configuration_errors():
+        workload = _workload(data, input_tokens, output_tokens, shared_prefix, tokenizer)
+        runs = _arrivals(concurrency, rate, burstiness, ramp_to, duration, replay, workload)
+        extent = Extent(_requests(requests, duration, replay), duration, timeout)
+        plan = _Plan(
+            _target(url, api, model, stream, header or ()),
+            runs,
+            workload,
+            extent,
+            _weights(adapters),
+            _limits(slo),
+            seed,
+        )
+        console = Console()
+        records = uvloop.run(_run(plan, warmup, console))
+    summaries = {title: summary(found, plan.limits) for title, found in records.items()}
+    report.print_runs(console, summaries)
+    settings = {"url": url, "api": api, "seed": seed, "stream": stream, "slo": slo, "data": data and str(data)}
+    if json_file is not None:
+        report.write_json(json_file, settings, summaries)
+    if csv_file is not None:
+        report.write_csv(csv_file, summaries)
+    if records_file is not None:
+        report.write_records(records_file, records)
+    if not any(found["completed"] for found in summaries.values()):
+        raise typer.Exit(1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """All runs of one call of the command."""
+
+    target: Target
+    runs: Mapping[str, Arrivals]
+    workload: Workload
+    extent: Extent
+    weights: Mapping[str, float]
+    limits: Mapping[str, float]
+    seed: int
+
+    def prompts(self, run: int) -> Iterator[Prompt]:
+        """Return the prompts of a run: others than those of the run before, which a prefix cache may still have."""
+        seed = self.seed + run
+        return with_adapters(self.workload.prompts(seed), self.weights, seed)
+
+
+async def _run(plan: _Plan, warmup: int, console: Console) -> dict[str, list[Record]]:
+    """Return the records of each run. Raises ConfigurationError if the server cannot answer the requests before it."""
+    if warmup:
+        extent = Extent(warmup, None, plan.extent.timeout_s)
+        first = await Run(plan.target, ClosedLoop(1), plan.prompts(-1), extent).run(plan.seed)
+        if all(record.error for record in first):
+            raise ConfigurationError(f"the server does not answer as it should: {first[0].error}")
+    found = {}
+    with Live(console=console, transient=True) as live:
+        for number, (title, arrivals) in enumerate(plan.runs.items()):
+            run = Run(plan.target, arrivals, plan.prompts(number), plan.extent)
+            found[title] = await run.run(plan.seed, _shown_in(live, title))
+            await asyncio.sleep(0)
+    return found
+
+
+def _shown_in(live: Live, title: str) -> Callable[[Run], None]:
+    def show(run: Run) -> None:
+        so_far = summary(run.records, {})
+        table = Table(title=title)
+        for name in ("running", "ended", "failed", "requests/s", "output tokens/s"):
+            table.add_column(name, justify="right")
+        table.add_row(
+            str(run.running),
+            str(so_far["requests"]),
+            str(so_far["requests"] - so_far["completed"]),
+            f"{so_far['requests_per_s']:.1f}",
+            f"{so_far['output_tokens_per_s']:.0f}",
+        )
+        live.update(table)
+
+    return show
+
+
+# --- the arguments ---
+
+
+def _target(url: str, api: str, model: str, stream: bool, headers: Sequence[str]) -> Target:
+    if api not in dialects.NAMES:
+        raise ConfigurationError(f'--api "{api}" is not allowed; allowed: {", ".join(dialects.NAMES)}')
+    pairs = [header.partition(":") for header in headers]
+    for name, separator, _ in pairs:
+        if not (name and separator):
+            raise ConfigurationError(f'--header "{name}" is not allowed; allowed: "name: value"')
+    host, port, prefix, tls = address(url)
+    given = tuple((name.strip(), value.strip()) for name, _, value in pairs)
+    return Target(host, port, prefix, tls, given, model, dialects.dialect_of(api, stream), stream)
+
+
+def _workload(
+    data: Path | None, input_tokens: int, output_tokens: int | None, shared_prefix: float, tokenizer: Path | None
+) -> Workload:
+    if data is not None:
+        return Recorded(read_prompts(data), output_tokens)
+    if input_tokens < 1 or not 0 <= shared_prefix <= 1:
+        raise ConfigurationError("--input-tokens takes 1 or more, and --shared-prefix a share from 0 to 1")
+    return RandomPrompts(
+        input_tokens, output_tokens or 128, shared_prefix, None if tokenizer is None else _tokenizer(tokenizer)
+    )
+
+
+def _tokenizer(directory: Path) -> Tokenizer:
+    try:
+        tokenizers = importlib.import_module("tokenizers")
+    except ImportError as error:
+        raise ConfigurationError("--tokenizer needs the package tokenizers: pip install tokenizers") from error
+    path = directory / "tokenizer.json" if directory.is_dir() else directory
+    if not path.is_file():
+        raise ConfigurationError(f"--tokenizer {directory}: there is no {path}")
+    found: Tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    return found
+
+
+def _arrivals(
+    concurrency: str | None,
+    rate: str | None,
+    burstiness: float,
+    ramp_to: float | None,
+    duration: float | None,
+    replay: float | None,
+    workload: Workload,
+) -> dict[str, Arrivals]:
+    if len([given for given in (concurrency, rate, replay) if given is not None]) > 1:
+        raise ConfigurationError("--concurrency, --rate and --replay exclude each other: give one of them")
+    if ramp_to is not None and (rate is None or duration is None):
+        raise ConfigurationError("--ramp-to needs --rate, where it begins, and --duration")
+    if burstiness <= 0:
+        raise ConfigurationError(f"--burstiness {burstiness:g} is not allowed; allowed: more than 0")
+    if replay is not None:
+        return {"replay": Replay(_times(workload), _positive("--replay", str(replay)))}
+    if rate is not None:
+        rates = [_positive("--rate", text) for text in rate.split(",")]
+        return {f"{each:g} requests/s": OpenLoop(each, burstiness, ramp_to, duration or 0.0) for each in rates}
+    counts = [int(_positive("--concurrency", text)) for text in (concurrency or "1").split(",")]
+    return {f"concurrency {count}": ClosedLoop(count) for count in counts}
+
+
+def _times(workload: Workload) -> tuple[float, ...]:
+    times = [prompt.at for prompt in workload.recorded] if isinstance(workload, Recorded) else []
+    if not times or None in times:
+        raise ConfigurationError('--replay needs --data with lines that all have "at", the second of the request')
+    return tuple(at for at in times if at is not None)
+
+
+def _requests(requests: int | None, duration: float | None, replay: float | None) -> int | None:
+    if requests is not None or duration is not None or replay is not None:
+        return requests
+    return 200
+
+
+def _positive(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ConfigurationError(f'{name} "{text}" is not allowed; allowed: a number above 0, or several with commas')
+    return value
+
+
+def _weights(text: str | None) -> dict[str, float]:
+    return {name: _positive(f"--adapters {name}", value or "1") for name, value in _pairs(text)}
+
+
+def _limits(text: str | None) -> dict[str, float]:
+    limits = {name: _positive(f"--slo {name}", value) / 1000 for name, value in _pairs(text)}
+    for name in limits:
+        if name not in LATENCIES:
+            raise ConfigurationError(f'--slo "{name}" is not allowed; allowed: {", ".join(LATENCIES)}')
+    return limits
+
+
+def _pairs(text: str | None) -> list[tuple[str, str]]:
+    pairs = [pair.partition("=") for pair in (text or "").split(",") if pair.strip()]
+    return [(name.strip(), value.strip()) for name, _, value in pairs]

@@ -1,0 +1,288 @@
+"""`lmi-server bench`, against the real server in every API, and against a scripted one for faults."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import os
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked_servers import run_command
+from server_helpers import Server, serving
+
+from lmi_server.bench.arrivals import OpenLoop, Replay, within
+from lmi_server.bench.records import Record, distribution, summary
+from lmi_server.bench.workload import Prompt, RandomPrompts, read_prompts, with_adapters
+from lmi_server.contract.errors import ConfigurationError
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("bench"), max_rolling_batch_size=64) as server:
+        yield server
+
+
+def bench(url: str, directory: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """Run the command; return what it printed, and the figures that it wrote."""
+    figures = directory / "figures.json"
+    done = run_command("bench", url, *arguments, "--json", str(figures), env=os.environ, cwd=directory)
+    return done, json.loads(figures.read_text())["runs"] if figures.exists() else {}
+
+
+def url_of(server: Server) -> str:
+    return f"http://127.0.0.1:{server.port}"
+
+
+@pytest.mark.parametrize("api", ["completions", "chat", "lmi", "tgi"])
+@pytest.mark.parametrize("stream", ["--stream", "--no-stream"])
+def test_every_api_is_measured(server: Server, tmp_path: Path, api: str, stream: str) -> None:
+    shape = ("--input-tokens", "6", "--output-tokens", "5", "--requests", "9", "--concurrency", "1,4")
+    done, runs = bench(url_of(server), tmp_path, "--api", api, stream, *shape)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert list(runs) == ["concurrency 1", "concurrency 4"]
+    for run in runs.values():
+        assert (run["requests"], run["completed"], run["errors"]) == (9, 9, {})
+        assert run["output_tokens"] == 9 * 5
+        assert run["e2el_ms"]["median"] > 0
+        assert (run["ttft_ms"] == {}) == (stream == "--no-stream")
+        assert run["requests_per_s"] == pytest.approx(9 / run["duration_s"])
+    assert "concurrency 4" in done.stdout
+
+
+def test_an_open_loop_sends_by_the_clock_however_long_answers_take(server: Server, tmp_path: Path) -> None:
+    """Each request waits for ever, so a closed loop of one would send one."""
+    (tmp_path / "data").write_text('{"prompt": "wait"}\n')
+    arguments = ("--data", "data", "--rate", "20", "--burstiness", "inf", "--duration", "1", "--timeout", "2")
+    done, runs = bench(url_of(server), tmp_path, *arguments, "--warmup", "0")
+    assert done.returncode == 1
+    assert runs["20 requests/s"]["errors"] == {"no end within 2 s": 20}
+    server.until("lmi_requests_in_flight", 0)
+
+
+def test_errors_are_counted_by_what_the_server_says(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "data").write_text('{"prompt": "fine"}\n{"prompt": "refuse"}\n{"prompt": "raise"}\n')
+    done, runs = bench(url_of(server), tmp_path, "--data", "data", "--requests", "6", "--records", "records")
+    assert done.returncode == 0
+    (run,) = runs.values()
+    assert run["completed"] == 2
+    (refused, raised) = sorted(run["errors"].items())
+    assert refused == ("400: the prompt is refused", 2)
+    assert raised[1] == 2
+    assert "raised before the first token" in raised[0]
+    records = [json.loads(line) for line in (tmp_path / "records").read_text().splitlines()]
+    assert [record["status"] for record in records] == [200, 400, 500] * 2
+
+
+def test_goodput_and_the_csv_file(server: Server, tmp_path: Path) -> None:
+    arguments = ("--requests", "5", "--output-tokens", "3", "--slo", "e2el=60000,ttft=0.000001", "--csv", "runs.csv")
+    _, runs = bench(url_of(server), tmp_path, *arguments)
+    assert runs["concurrency 1"]["goodput_per_s"] == 0
+    _, runs = bench(url_of(server), tmp_path, *arguments[:-3], "e2el=60000", "--csv", "runs.csv")
+    assert runs["concurrency 1"]["goodput_per_s"] == runs["concurrency 1"]["requests_per_s"]
+    (line,) = csv.DictReader((tmp_path / "runs.csv").read_text().splitlines())
+    assert (line["run"], line["requests"], line["errors"]) == ("concurrency 1", "5", "0")
+    assert float(line["e2el_ms_p99"]) == runs["concurrency 1"]["e2el_ms"]["p99"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--api", "grpc"], '--api "grpc" is not allowed; allowed: chat, completions, lmi, tgi'),
+        (["--rate", "1", "--concurrency", "1"], "--concurrency, --rate and --replay exclude each other"),
+        (["--rate", "0"], '--rate "0" is not allowed; allowed: a number above 0'),
+        (["--slo", "speed=1"], '--slo "speed" is not allowed; allowed: ttft, tpot, itl, e2el'),
+        (["--ramp-to", "3"], "--ramp-to needs --rate, where it begins, and --duration"),
+        (["--replay", "1"], '--replay needs --data with lines that all have "at"'),
+        (["--header", "x"], '--header "x" is not allowed; allowed: "name: value"'),
+        (["--data", "none"], "--data none: [Errno 2] No such file"),
+        (["--tokenizer", "none"], "--tokenizer none: there is no none"),
+        ([], "the server does not answer as it should: cannot connect: "),
+    ],
+)
+def test_what_cannot_be_done_is_said(tmp_path: Path, arguments: list[str], message: str) -> None:
+    with socket.socket() as unused:  # bound, and nobody listens
+        unused.bind(("127.0.0.1", 0))
+        done, _ = bench(f"http://127.0.0.1:{unused.getsockname()[1]}", tmp_path, *arguments)
+    assert done.returncode == 1
+    assert done.stderr.startswith(message)
+    assert "Traceback" not in done.stderr
+
+
+# --- a server that misbehaves ---
+
+
+@contextmanager
+def scripted(answer: Callable[[socket.socket, int], None]) -> Iterator[str]:
+    """Serve each connection by `answer`, which gets the number of the connection."""
+
+    def accept() -> None:
+        for number in itertools.count():
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection:
+                answer(connection, number)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=accept)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+    thread.join(60)
+
+
+def whole(body: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+
+
+def test_a_kept_connection_that_the_server_has_closed_is_no_error(tmp_path: Path) -> None:
+    def answer(connection: socket.socket, number: int) -> None:
+        connection.recv(65536)
+        connection.sendall(whole(b'{"usage": {"completion_tokens": 3}}'))
+        connection.recv(1)  # the start of the next request, which gets no answer
+
+    with scripted(answer) as url:
+        done, runs = bench(url, tmp_path, "--no-stream", "--requests", "4", "--warmup", "0")
+    assert done.returncode == 0
+    assert (runs["concurrency 1"]["completed"], runs["concurrency 1"]["errors"]) == (4, {})
+
+
+def test_an_answer_that_breaks_off_is_an_error(tmp_path: Path) -> None:
+    def answer(connection: socket.socket, number: int) -> None:
+        connection.recv(65536)
+        connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 50\r\n\r\n{" if number else b"nonsense\r\n\r\n")
+
+    with scripted(answer) as url:
+        _, runs = bench(url, tmp_path, "--requests", "2", "--warmup", "0")
+    garbled, broken = sorted(runs["concurrency 1"]["errors"], reverse=True)
+    assert garbled.startswith("the connection broke")
+    assert broken.startswith("the answer is not HTTP")
+
+
+def test_an_error_inside_a_stream_is_an_error(tmp_path: Path) -> None:
+    events = b'data: {"choices": [{"text": " a"}]}\n\ndata: {"error": {"message": "out of memory"}}\n\n'
+
+    def answer(connection: socket.socket, number: int) -> None:
+        connection.recv(65536)
+        connection.sendall(whole(events))
+
+    with scripted(answer) as url:
+        _, runs = bench(url, tmp_path, "--requests", "1", "--warmup", "0")
+    (error,) = runs["concurrency 1"]["errors"]
+    assert "out of memory" in error
+
+
+# --- what is sent, and when ---
+
+
+def test_gaps_have_the_rate_and_the_burstiness() -> None:
+    def gaps(loop: OpenLoop) -> list[float]:
+        times = list(itertools.islice(loop.offsets(1), 20_001))
+        return [after - before for before, after in itertools.pairwise(times)]
+
+    def spread(values: list[float]) -> float:
+        """Return the coefficient of variation: that of gamma's gaps is 1 / sqrt(burstiness)."""
+        mean = sum(values) / len(values)
+        return float((sum((value - mean) ** 2 for value in values) / len(values)) ** 0.5 / mean)
+
+    assert gaps(OpenLoop(4, float("inf"))) == pytest.approx([0.25] * 20_000)
+    for burstiness in (0.25, 1.0, 4.0):
+        found = gaps(OpenLoop(4, burstiness))
+        assert sum(found) / len(found) == pytest.approx(0.25, rel=0.05)
+        assert spread(found) == pytest.approx(burstiness**-0.5, rel=0.05)
+
+
+def test_a_ramp_ends_at_its_rate() -> None:
+    times = list(within(OpenLoop(10, float("inf"), 30, 10).offsets(0), None, 10))
+    assert len([at for at in times if at < 1]) == 11
+    assert len([at for at in times if at >= 9]) == pytest.approx(29, abs=1)
+    assert len(list(within(OpenLoop(10).offsets(0), 7, None))) == 7
+
+
+def test_a_trace_is_replayed_at_its_times() -> None:
+    assert list(Replay((12.0, 10.0, 11.0), speed=2).offsets(0)) == [0.0, 0.5, 1.0]
+
+
+def test_random_prompts_share_a_prefix_and_nothing_more() -> None:
+    texts = [prompt.text.split() for prompt in itertools.islice(RandomPrompts(40, 8, 0.5).prompts(3), 50)]
+    assert {len(text) for text in texts} == {40}
+    assert len({tuple(text[:20]) for text in texts}) == 1
+    assert len({tuple(text[20:]) for text in texts}) == 50
+    again = next(RandomPrompts(40, 8, 0.5).prompts(3)).text.split()
+    assert again == texts[0]
+    assert next(RandomPrompts(40, 8, 0.5).prompts(4)).text.split()[:20] != texts[0][:20]
+
+
+class FakeTokenizer:
+    """Two tokens per word."""
+
+    class Encoding:
+        def __init__(self, ids: list[int]) -> None:
+            self.ids = ids
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> Encoding:
+        return self.Encoding([0] * (2 * len(text.split()) + add_special_tokens))
+
+
+def test_a_tokenizer_counts_the_tokens_of_a_random_prompt() -> None:
+    prompt = next(RandomPrompts(40, 8, tokenizer=FakeTokenizer()).prompts(0))
+    assert len(prompt.text.split()) == 20
+
+
+def test_adapters_come_by_their_weights() -> None:
+    prompts = list(itertools.islice(with_adapters(itertools.repeat(Prompt("a")), {"base": 1, "x": 3}, 0), 4000))
+    assert len([prompt for prompt in prompts if prompt.adapter == "x"]) == pytest.approx(3000, abs=150)
+    assert {prompt.adapter for prompt in prompts} == {None, "x"}
+
+
+def test_files_of_prompts(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_text('{"prompt": "a", "max_tokens": 4, "at": 1.5, "adapter": "x"}\n\n{"messages": [{"role": "user"}]}\n')
+    first, second = read_prompts(path)
+    assert first == Prompt("a", output_tokens=4, adapter="x", at=1.5)
+    assert second.messages == ({"role": "user"},)
+    turns = [{"from": "human", "value": "why?"}, {"from": "gpt", "value": "because it is"}]
+    path.write_text(json.dumps([{"conversations": turns}, {"conversations": turns[:1]}]))
+    assert read_prompts(path) == [Prompt("why?", output_tokens=3)]
+    for wrong, message in (
+        ("", "has no prompts"),
+        ('{"prompt": "a"}\n{"text": "b"}', "line 2: it has neither prompt nor messages"),
+        ("[1]", "ShareGPT's form is"),
+        ("no json", "line 1: "),
+    ):
+        path.write_text(wrong)
+        with pytest.raises(ConfigurationError, match=message):
+            read_prompts(path)
+
+
+# --- figures ---
+
+
+def test_latencies_count_from_when_a_request_was_due() -> None:
+    late = Record(due=10.0, sent=11.0, first=11.5, end=12.5, gaps=[0.4, 0.6], events=3, status=200)
+    failed = Record(due=10.0, sent=10.0, end=14.0, error="500: broken")
+    found = summary([late, failed], {"ttft": 1.5, "itl": 0.6})
+    assert (found["requests"], found["completed"], found["errors"]) == (2, 1, {"500: broken": 1})
+    assert found["duration_s"] == 4.0
+    assert found["output_tokens_per_s"] == 3 / 4
+    assert found["ttft_ms"]["p99"] == 1500
+    assert found["tpot_ms"]["mean"] == 500
+    assert found["e2el_ms"]["median"] == 2500
+    assert found["sent_late_ms"]["p99"] == 1000
+    assert found["goodput_per_s"] == 1 / 4
+    assert summary([late, failed], {"itl": 0.5})["goodput_per_s"] == 0
+
+
+def test_quantiles_are_values_that_were_measured() -> None:
+    assert distribution([]) == {}
+    assert distribution([3.0]) == {"mean": 3.0, "median": 3.0, "p90": 3.0, "p95": 3.0, "p99": 3.0}
+    assert distribution(range(1, 101)) == {"mean": 50.5, "median": 50, "p90": 90, "p95": 95, "p99": 99}
