@@ -41,16 +41,25 @@ run: $(RUN_SETUP) demo-model ## Serve the demo model on 127.0.0.1:8080
 
 # podman and buildah build it as well.
 DOCKER ?= docker
-IMAGE ?= lmi-server
-# The engines of the image, as extras of setup.cfg.
-EXTRAS ?= huggingface
+# cpu, cuda or slim; tensorrt-llm or neuronx with the BASE_IMAGE that has the engine.
+TARGET ?= cpu
+IMAGE ?= lmi-server$(if $(filter-out cpu,$(TARGET)),-$(TARGET))
+# The engines of the image in the place of its own, as extras of setup.cfg.
+EXTRAS ?=
+BASE_IMAGE ?=
+VERSION = $(shell sed -n 's/^version = //p' setup.cfg)
+IMAGE_ARGS = $(foreach name,EXTRAS TORCH_ARGS BASE_IMAGE,$(if $($(name)),--build-arg $(name)="$($(name))"))
 
-image: ## Build the container image lmi-server
-	$(DOCKER) build -f docker/Dockerfile -t $(IMAGE) --build-arg EXTRAS="$(EXTRAS)" \
-	  $(if $(TORCH_ARGS),--build-arg TORCH_ARGS="$(TORCH_ARGS)") .
+image: ## Build the container image lmi-server, or another one with TARGET=slim
+	$(DOCKER) build -f docker/Dockerfile --target $(TARGET) -t $(IMAGE) $(IMAGE_ARGS) \
+	  --label org.opencontainers.image.version=$(VERSION) \
+	  --label org.opencontainers.image.revision=$(shell git rev-parse HEAD 2>/dev/null) .
 
-test-image: $(SETUP) demo-model image ## Build the container image and test its containers
-	LMI_TEST_IMAGE=$(IMAGE) LMI_TEST_DOCKER=$(DOCKER) $(BIN)/python -m pytest -m image tests/packaging
+test-image: $(SETUP) demo-model ## Build the container images slim and cpu, and test their containers
+	@$(MAKE) --no-print-directory image TARGET=slim IMAGE=lmi-server-slim
+	@$(MAKE) --no-print-directory image TARGET=cpu IMAGE=lmi-server
+	LMI_TEST_IMAGE=lmi-server LMI_TEST_SLIM_IMAGE=lmi-server-slim LMI_TEST_DOCKER=$(DOCKER) \
+	  $(BIN)/python -m pytest -m image tests/packaging
 
 lint: $(SETUP) ## Run ruff and mypy
 	$(BIN)/ruff check .

@@ -52,6 +52,8 @@ ENGINE_EXTRAS = (
 )
 TEST_EXTRAS = ("test", "bench")
 WITHOUT_TORCH = frozenset(("hub", "mpi", "s3", "sklearn", "tasks", "xgboost"))
+# These bring the ordinary build of torch, whatever the machine has that they are installed on.
+WITH_CUDA = frozenset(("vllm-cuda",))
 
 # How pip's settings are called by uv; those of pip that are lists are separated by white space, as uv's are.
 PIP_TO_UV = {
@@ -97,9 +99,13 @@ def set_up_test(environment):
 
 def set_up_image(environment, *extras):
     """Install the requirements that setup.cfg names, which takes no source file of the server."""
+    named = [f"--extra={extra}" for extra in extras]
+    if WITH_CUDA.intersection(extras):
+        # Not the overrides: they leave out what does not fit the other builds of torch.
+        uv(environment, "install", "--constraint", str(CONSTRAINTS), "--requirements", str(SETTINGS), *named)
+        return
     if not WITHOUT_TORCH.issuperset(extras):
         install_torch()
-    named = (f"--extra={extra}" for extra in extras)
     uv(environment, "install", *pinned(), "--requirements", str(SETTINGS), *named)
 
 

