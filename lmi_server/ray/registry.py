@@ -117,4 +117,5 @@ def _pool_settings(resolved: ResolvedModel, described: Described, replicas: Repl
         parallel_loading=True,
         retry_threshold=serving.retry_threshold,
         quarantine_s=serving.quarantine_time,
+        prefix_affinity=True,
     )

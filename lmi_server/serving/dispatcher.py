@@ -30,6 +30,7 @@ from lmi_server.contract.protocol import CANCELLED, RECALLED, Chunk, End, Error,
 from lmi_server.serving.batch_forming import BatchForming
 from lmi_server.serving.job_queue import JobQueue
 from lmi_server.serving.pool_settings import PoolSettings
+from lmi_server.serving.prefix_affinity import PrefixAffinity
 from lmi_server.serving.quarantine import Quarantine, fingerprint
 from lmi_server.serving.roster import WorkerRoster
 from lmi_server.serving.service_rate import ServiceRate, retry_after
@@ -69,6 +70,7 @@ class Dispatcher:
         self.used_at = time.monotonic()
         self._ids = itertools.count(1)
         self._sessions = StickySessions()
+        self._prefixes: PrefixAffinity[WorkerProcess] | None = PrefixAffinity() if settings.prefix_affinity else None
         self._quarantine = Quarantine(settings.quarantine_s)
         self._idle = asyncio.Event()
         self._draining = False
@@ -176,6 +178,8 @@ class Dispatcher:
                 continue
             for job in jobs:
                 self._sessions.sent(job.request, worker)
+                if self._prefixes is not None:
+                    self._prefixes.sent(job.request.body(), worker)
             requests.submit(jobs)
             if requests.batch_size is not None:
                 self._forming.watch_delayed()
@@ -191,9 +195,18 @@ class Dispatcher:
         self.dispatch()
 
     def _worker_for(self, job: Job) -> WorkerProcess | None:
-        """Return the worker that `job` goes to: that of its session if it has room, otherwise the least loaded one."""
+        """Return the worker that `job` goes to: that of its session if it has room, otherwise the least loaded one.
+
+        With `prefix_affinity` a worker that knows the beginning of the request comes before the least loaded one.
+        """
         sticky = self._sessions.worker_of(job.request)
-        return sticky if sticky is not None and self._has_room(sticky.requests) else self._least_loaded()
+        if sticky is not None and self._has_room(sticky.requests):
+            return sticky
+        if self._prefixes is None:
+            return self._least_loaded()
+        able = [worker for worker in self._roster.ready if self._has_room(worker.requests)]
+        held = {worker: len(worker.requests.in_flight) for worker in able}
+        return self._prefixes.choose(job.request.body(), held)
 
     def _least_loaded(self) -> WorkerProcess | None:
         best: WorkerProcess | None = None
@@ -315,10 +328,12 @@ class Dispatcher:
     def forget_sessions(self, worker: WorkerProcess) -> None:
         """Let the sessions of a worker that takes no more requests go to any other worker."""
         self._sessions.forget(worker)
+        if self._prefixes is not None:
+            self._prefixes.forget(worker)
 
     def take_back(self, worker: WorkerProcess) -> None:
         """Take the jobs of a dead worker: retry once those of which no client has seen a byte, and fail the rest."""
-        self._sessions.forget(worker)
+        self.forget_sessions(worker)
         jobs = worker.requests.take_all()
         if not worker.is_retiring:
             self._suspect([job for job in jobs if not job.cancelled and worker.requests.has_begun(job)])

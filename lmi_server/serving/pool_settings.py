@@ -26,6 +26,8 @@ class ModelStatus(Enum):
 class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What the pool needs to know of a model. Times are in seconds; numbers of workers are those of each device set.
 
+    With `prefix_affinity` a request goes to a worker that had one with the same beginning.
+
     `version` distinguishes the versions of one model. `python` is the interpreter of the workers. `environment` is
     added to that of each worker; with an `mpi` launcher each worker is a group of ranks. What a user may configure has
     no default here: the defaults are those of `ServingOptions` and `ModelOptions`.
@@ -50,5 +52,6 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     parallel_loading: bool
     retry_threshold: int
     quarantine_s: float
+    prefix_affinity: bool = False
     heartbeat_timeout_s: float = 30.0
     death_window_s: float = 600.0

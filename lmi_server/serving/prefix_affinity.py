@@ -1,0 +1,72 @@
+"""Which worker has computed the beginning of a request already, so that its prefix cache need not be filled again.
+
+The front end does not parse bodies, so prefixes are compared as bytes: clients write the fields of a conversation in
+the same order each time. A wrong guess costs time and nothing else. Plain data: no I/O, no clock, no asyncio.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Generic, TypeVar
+
+_BLOCK = 256  # bytes
+_MOST_BLOCKS = 64  # of a body: what is behind 16 KiB does not count
+_REMEMBERED = 200_000  # blocks; the ones without a request for longest are forgotten first
+_LEAST_SHARE = 0.5  # of a body that must be known: many bodies begin alike, and differ in what is long
+_MOST_AHEAD = 8  # requests that a worker may hold beyond the least loaded one
+
+W = TypeVar("W", bound=Hashable)
+
+
+class PrefixAffinity(Generic[W]):
+    """Remembers the worker of each prefix."""
+
+    def __init__(self) -> None:
+        self._workers: OrderedDict[int, W] = OrderedDict()
+        self._blocks: Counter[W] = Counter()
+
+    def choose(self, body: bytes, held: Mapping[W, int]) -> W | None:
+        """Return the worker for a request, of those in `held` (with how many requests each holds); None without any.
+
+        It is the worker that knows the longest beginning of `body`, unless that is short or the worker has too much to
+        do. Otherwise it is the least loaded one; of several the one that knows the fewest prefixes.
+        """
+        if not held:
+            return None
+        least = min(held.values())
+        blocks = list(_blocks(body))
+        for known in range(len(blocks), 0, -1):
+            if known < _LEAST_SHARE * len(blocks):
+                break
+            worker = self._workers.get(blocks[known - 1])
+            if worker is not None and held.get(worker, least + _MOST_AHEAD) < least + _MOST_AHEAD:
+                return worker
+        return min((worker for worker, count in held.items() if count == least), key=self._blocks.__getitem__)
+
+    def sent(self, body: bytes, worker: W) -> None:
+        """Record that `worker` gets a request with this body."""
+        for block in _blocks(body):
+            before = self._workers.pop(block, None)
+            if before is not None:
+                self._blocks[before] -= 1
+            self._workers[block] = worker
+            self._blocks[worker] += 1
+        while len(self._workers) > _REMEMBERED:
+            _, oldest = self._workers.popitem(last=False)
+            self._blocks[oldest] -= 1
+
+    def forget(self, worker: W) -> None:
+        """Forget a worker that takes no more requests."""
+        for block in [block for block, owner in self._workers.items() if owner == worker]:
+            del self._workers[block]
+        del self._blocks[worker]
+
+
+def _blocks(body: bytes) -> Iterator[int]:
+    """Yield a hash for each whole block of `body`, of everything up to the end of it."""
+    whole = min(len(body) // _BLOCK, _MOST_BLOCKS)
+    known = 0
+    for number in range(whole):
+        known = hash((known, body[number * _BLOCK : (number + 1) * _BLOCK]))
+        yield known
