@@ -18,6 +18,7 @@ from lmi_server.ray.announcements import ANNOUNCEMENT, watch
 from lmi_server.ray.autoscaling import ONGOING
 from lmi_server.ray.child import Child
 from lmi_server.ray.messages import Drain, FromReplica, Models, NotServing, Ongoing, Replicas, Serving, Start
+from lmi_server.ray.ranks import FurtherRanks
 from lmi_server.supervisor.remote import RemotePlace
 
 _REPLICA_PROCESS = "lmi_server.ray.replica_process"
@@ -36,7 +37,9 @@ class Replica:
         self._ongoing = 0
         self._ending = False
         self._failure = ""
-        self._child = Child([_REPLICA_PROCESS], self._on_line, self._on_end)
+        self._ranks = FurtherRanks()
+        variables = await self._ranks.variables()
+        self._child = Child([_REPLICA_PROCESS], variables, self._on_line, self._on_end)
         self._child.tell(self._start)
         serving = await self._serving
         self._announcement = {ANNOUNCEMENT: msgspec.json.encode(serving).decode()}
@@ -110,7 +113,7 @@ class Ingress:
         self._names: dict[str, str] = {}  # of models, by deployment
         self._ending = False
         arguments = [_INGRESS_PROCESS, host, str(port), str(drain_timeout_s)]
-        self._child = Child(arguments, lambda line: None, self._on_end)
+        self._child = Child(arguments, {}, lambda line: None, self._on_end)
 
     async def __call__(self) -> dict[str, Any]:
         """Return the address of the front end, and the number of replicas of each model."""

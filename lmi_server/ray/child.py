@@ -6,25 +6,36 @@ import contextlib
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, cast
 
 import msgspec
 
+from lmi_server.machine.environment import process_environment
 from lmi_server.ray.messages import line
 
 
 class Child:
     """The process. The pipe to it is its lease: it ends when the actor does, however that happens.
 
-    `on_line` gets what it writes, `on_end` its exit code; both are called in a thread.
+    `variables` are added to the environment. `on_line` gets what it writes, `on_end` its exit code; both are called in
+    a thread.
     """
 
     def __init__(
-        self, arguments: Sequence[str], on_line: Callable[[bytes], None], on_end: Callable[[int], None]
+        self,
+        arguments: Sequence[str],
+        variables: Mapping[str, str],
+        on_line: Callable[[bytes], None],
+        on_end: Callable[[int], None],
     ) -> None:
-        command = [sys.executable, "-m", *arguments]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            env={**process_environment(), **variables},
+        )
         self._on_line = on_line
         self._on_end = on_end
         threading.Thread(target=self._read, name="child", daemon=True).start()

@@ -13,7 +13,7 @@ import pytest
 from ray_helpers import RayCluster, echo_model, loaded
 from waiting import wait_until
 
-from lmi_server.ray.deployment import Autoscaling, Deployment, deployment_of
+from lmi_server.ray.deployment import ActorOptions, Autoscaling, Deployment, Placement, deployment_of
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install lmi-server[ray]")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray's own warnings
@@ -50,8 +50,19 @@ def scaled(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
     return replace(deployment_of(directory, {}), autoscaling=scaling)
 
 
-def test_models_are_served_as_on_one_machine(cluster: RayCluster, fixed: Path, scaled: Deployment) -> None:
-    cluster.deploy(deployment_of(fixed, {}), scaled)
+@pytest.fixture(scope="module")
+def ranked(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
+    """Return a model whose replica has two ranks with a GPU each, which Ray takes to be there."""
+    directory = echo_model(tmp_path_factory.mktemp("models") / "ranked", 5, load_on_devices="cpu")
+    bundle = {"CPU": 1.0, "GPU": 1.0}
+    actor = ActorOptions(num_cpus=1, num_gpus=1)
+    return replace(deployment_of(directory, {}), num_workers=2, actor=actor, placement=Placement((bundle, bundle)))
+
+
+def test_models_are_served_as_on_one_machine(
+    cluster: RayCluster, fixed: Path, scaled: Deployment, ranked: Deployment
+) -> None:
+    cluster.deploy(deployment_of(fixed, {}), scaled, ranked)
     cluster.until_ready("fixed", 3)
     cluster.until_ready("scaled", 1)
     body = {"model": "fixed", "messages": [{"role": "user", "content": "a b"}], "max_tokens": 2}
@@ -67,6 +78,10 @@ def test_status_names_the_replicas(cluster: RayCluster) -> None:
     status = json.loads(shown.stdout)
     assert status["status"] == "RUNNING"
     assert status["deployments"]["fixed"]["replicas"] == {"RUNNING": 3}
+
+
+def test_a_replica_sees_the_gpus_of_all_its_ranks(cluster: RayCluster) -> None:
+    assert sorted(cluster.variables("ranked")["CUDA_VISIBLE_DEVICES"].split(",")) == ["0", "1"]
 
 
 def test_ray_scales_by_what_replicas_hold_and_ends_no_stream(cluster: RayCluster) -> None:
@@ -96,14 +111,14 @@ def test_a_controller_that_starts_again_costs_nothing(cluster: RayCluster) -> No
 
 
 def test_a_new_version_replaces_replicas_and_loses_nothing(
-    cluster: RayCluster, fixed: Path, scaled: Deployment
+    cluster: RayCluster, fixed: Path, scaled: Deployment, ranked: Deployment
 ) -> None:
     before = set(cluster.replicas("fixed"))
     properties = fixed / "serving.properties"
     properties.write_text(properties.read_text().replace("delay_ms=5", "delay_ms=4"))
     others = set(cluster.replicas("scaled"))
     with loaded(cluster, "fixed") as load:
-        cluster.deploy(deployment_of(fixed, {}), scaled)
+        cluster.deploy(deployment_of(fixed, {}), scaled, ranked)
         wait_until(lambda: not before & set(cluster.replicas("fixed")), "every replica is a new one")
         cluster.until_ready("fixed", 3)
     assert set(load.endings) == {"200"}

@@ -29,8 +29,10 @@ class RayCluster:
         from ray.cluster_utils import Cluster
 
         self._ray, self._serve = ray, serve
-        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
-        self.node = self._cluster.add_node(num_cpus=4)
+        self._cluster = Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 8, "num_gpus": 2, "include_dashboard": False}
+        )
+        self.node = self._cluster.add_node(num_cpus=8)
         ray.init(address=self._cluster.address, namespace="lmi-server", log_to_driver=False)
         serve.start(proxy_location="Disabled")
         self.environment = os.environ | {"RAY_ADDRESS": self._cluster.address, "PYTHONPATH": str(ROOT)}
@@ -61,6 +63,12 @@ class RayCluster:
 
     def kill(self, actor: str, restarts: bool = False) -> None:
         self._ray.kill(self._ray.get_actor(actor, namespace="serve"), no_restart=not restarts)
+
+    def variables(self, model: str) -> dict[str, str]:
+        """Return the environment of the process of a model's replica."""
+        handle = self._serve.get_deployment_handle(model, "lmi-server")
+        environment = Path(f"/proc/{handle.process_id.remote().result()}/environ").read_bytes()
+        return dict(entry.split("=", 1) for entry in environment.decode().split("\0") if entry)
 
     def remove_node(self) -> None:
         self._cluster.remove_node(self.node, allow_graceful=False)

@@ -1,0 +1,179 @@
+"""Measures what a cluster of Ray serves through this project's front end, beside plain Ray Serve and one machine.
+
+    python -m benchmarks.ray [--model DIR]
+
+Every pair is measured in one run on the same machine, one after the other. Without --model, generation and prefixes are
+left out. Needs the extra `ray`. Prints a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.relay import Server, rates
+
+PEER = Path(__file__).parent / "peers" / "ray_serve_echo.py"
+CHUNKS = 2000
+PREFIXES, QUESTIONS = 3, 8  # of the measurement of prefixes, which has as many replicas as prefixes
+
+
+def model_directory(parent: Path, lines: str) -> Path:
+    directory = parent / "model"
+    directory.mkdir(parents=True)
+    (directory / "serving.properties").write_text(lines)
+    return directory
+
+
+@contextlib.contextmanager
+def serving(*command: str) -> Iterator[Server]:
+    with tempfile.TemporaryDirectory() as parent:
+        server = Server(sys.executable, *(part.replace("{tmp}", parent) for part in command))
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
+@contextlib.contextmanager
+def serving_model(lines: str, *command: str) -> Iterator[Server]:
+    with tempfile.TemporaryDirectory() as parent:
+        directory = str(model_directory(Path(parent), lines))
+        with serving("-m", "lmi_server", *command, directory, "--host", "127.0.0.1", "--port", "{port}") as server:
+            yield server
+
+
+def cluster(lines: str) -> contextlib.AbstractContextManager[Server]:
+    return serving_model(lines, "ray", "deploy")
+
+
+def one_machine(lines: str) -> contextlib.AbstractContextManager[Server]:
+    return serving_model(lines, "serve")
+
+
+def echo(workers: int) -> str:
+    return f"option.entryPoint=djl_python.echo\noption.max_rolling_batch_size=256\nminWorkers={workers}\n"
+
+
+def generating(model: Path, workers: int) -> str:
+    lines = ["engine=Python", "option.entryPoint=djl_python.huggingface", "option.rolling_batch=scheduler"]
+    lines += [f"option.model_id={model}", "option.dtype=bf16", f"minWorkers={workers}", f"maxWorkers={workers}"]
+    return "\n".join(lines)
+
+
+# --- echo ---
+
+
+async def relays(table: Table, seconds: float) -> None:
+    requests, chunks = {}, {}
+    for name, count in (("requests", 0), ("chunks", CHUNKS)):
+        with serving(str(PEER), "{port}", "{tmp}", str(count)) as peer:
+            measured = await rates(peer, 16, CHUNKS, bool(count), seconds)
+            {"requests": requests, "chunks": chunks}[name]["ray"] = measured
+    with cluster(echo(1)) as ours:
+        requests["ours"] = await rates(ours, 16, 4, False, seconds)
+        chunks["ours"] = await rates(ours, 16, CHUNKS, True, seconds)
+    pair = requests["ours"].requests, requests["ray"].requests
+    row(table, "echo, requests/s", "plain Ray Serve", *pair, ">= 2")
+    row(table, "streams, tokens/s", "plain Ray Serve", chunks["ours"].tokens, chunks["ray"].tokens, ">= 1")
+
+
+def row(table: Table, what: str, peer: str, ours: float, theirs: float, aim: str) -> None:
+    table.add_row(what, f"{ours:,.1f}", f"{theirs:,.1f} ({peer})", f"{ours / theirs:.2f}", aim)
+
+
+# --- generation ---
+
+
+def chat(server: Server, prompt: str, tokens: int) -> dict[str, Any]:
+    body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": tokens, "temperature": 0}
+    return post(server, body | {"model": "model", "ignore_eos": True})
+
+
+def post(server: Server, body: dict[str, Any]) -> dict[str, Any]:
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{server.port}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        value: dict[str, Any] = json.load(answer)
+    return value
+
+
+async def until_served(server: Server) -> None:
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            await asyncio.to_thread(chat, server, "warm", 1)
+            return
+        await asyncio.sleep(0.5)
+    sys.exit("the server did not answer within 300 s")
+
+
+async def tokens_per_second(server: Server, count: int, tokens: int) -> float:
+    """Return the rate of `count` chats of `tokens` tokens, eight at a time."""
+    await until_served(server)
+    with ThreadPoolExecutor(8) as clients:
+        list(clients.map(lambda number: chat(server, f"warm {number}", 4), range(8)))
+        began = time.perf_counter()
+        list(clients.map(lambda number: chat(server, f"Tell me about the number {number}.", tokens), range(count)))
+        return count * tokens / (time.perf_counter() - began)
+
+
+async def generation(table: Table, model: Path, count: int) -> None:
+    with cluster(generating(model, 2)) as ours:
+        measured = await tokens_per_second(ours, count, 64)
+    with one_machine(generating(model, 2)) as theirs:
+        peer = await tokens_per_second(theirs, count, 64)
+    row(table, "generation, tokens/s", "two workers of serve", measured, peer, ">= 0.95")
+
+
+async def prefixes(table: Table, model: Path) -> None:
+    """Ask about three long texts in turn; the best possible computes each text once, in one of three replicas."""
+    texts = [" ".join(f"Fact {number} about {name} is {number * 7}." for number in range(60)) for name in "ABC"]
+    with cluster(generating(model, PREFIXES)) as ours:
+        await until_served(ours)
+        usages = []
+        for question in range(QUESTIONS):
+            for text in texts:
+                answer = await asyncio.to_thread(chat, ours, f"{text} What is fact {question}?", 2)
+                usages.append(answer["usage"])
+    cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+    best = sum(usage["prompt_tokens"] for usage in usages[PREFIXES:])
+    row(table, "three prefixes, three replicas: cached tokens", "prompts but the first ones", cached, best, ">= 0.9")
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", type=Path, help="a Hugging Face directory for generation")
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--count", type=int, default=32, help="chats of the measurement of generation")
+    arguments = parser.parse_args()
+    # Ray counts the processors of the machine, and a replica takes one: three would not fit on two.
+    os.environ["RAY_OVERRIDE_RESOURCES"] = json.dumps({"CPU": 8})
+    table = Table("measured", "cluster", "peer", "ratio", "aim", title="A cluster of Ray on this machine")
+    await relays(table, arguments.seconds)
+    if arguments.model is not None:
+        await generation(table, arguments.model.resolve(), arguments.count)
+        await prefixes(table, arguments.model.resolve())
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    uvloop.run(main())
