@@ -36,6 +36,8 @@ from lmi_server.machine import model_imports
 from lmi_server.machine.descriptors import send_errors_to_output
 from lmi_server.machine.environment import is_multi_model, log_stream, process_environment, set_region
 from lmi_server.machine.inventory import this_machine, with_gpu_memory
+from lmi_server.ray.recommendation import CONTEXT, find_accelerator, find_model
+from lmi_server.ray.recommendation import recommend as recommend_settings
 from lmi_server.serving.model_store import ModelSource, Startup, is_spec, startup_sources
 
 app = typer.Typer(name="lmi-server", no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
@@ -203,6 +205,31 @@ def _explain(argument: str) -> Explanation:
         model = local_model(argument, environment)
         machine = with_gpu_memory(this_machine(environment, HANDLERS.engines()), environment)
         return explain_model(inspect_local(model, environment, machine))
+
+
+@app.command()
+def recommend(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Directory with a config.json, or a family: llama-3.1-8b, ...")
+    ],
+    accelerator: Annotated[str, typer.Option(help="T4, L4, A10G, A100-40G, A100-80G, H100, H200, MI300X, Inf2, Trn1.")],
+    throughput: Annotated[
+        bool, typer.Option("--throughput/--latency", help="Many requests per device, or quick tokens for each.")
+    ] = False,
+    context: Annotated[int, typer.Option(min=1, help="Most tokens of prompt and output together.")] = CONTEXT,
+    as_file: Annotated[bool, typer.Option("--file", help="Print a model file of Ray.")] = False,
+) -> None:
+    """Recommend workers and batch sizes for a model on an accelerator, by its size and the memory."""
+    from lmi_server.ray.tuned_files import model_file
+
+    with plain_configuration_errors():
+        found_model, device = find_model(model), find_accelerator(accelerator)
+        found = recommend_settings(found_model, device, "throughput" if throughput else "latency", context)
+    if as_file:
+        typer.echo(model_file(found_model, device, found), nl=False)
+        return
+    for name, value in found.settings().items():
+        typer.echo(f"{name:<24} {value}")
 
 
 @app.command("test-model")

@@ -85,7 +85,7 @@ def test_the_distributions_hold_everything(distributions: tuple[Path, Path]) -> 
     assert packages - in_wheel == set()
     assert {path for path in tracked if not path.startswith(".")} - in_sdist == set()
     samples = {path.rpartition("/")[2] for path in in_wheel if "/share/lmi-server/serving.properties.d/" in path}
-    assert samples == {sample.name for sample in SAMPLES.glob("*.properties")}
+    assert samples == {sample.name for sample in SAMPLES.rglob("*") if sample.is_file()}
 
 
 def test_own_code_needs_no_extra(base: Path, tmp_path: Path) -> None:

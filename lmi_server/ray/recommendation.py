@@ -1,0 +1,163 @@
+"""Recommends workers and batch sizes for a model on a kind of accelerator, from its size and the memory.
+
+The rule is in docs/ray.md. It asks the estimate that `lmi-server explain` shows (`configuration.memory_estimate`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from lmi_server.configuration.checkpoint import read_config
+from lmi_server.configuration.handlers import HANDLERS, load_options_type
+from lmi_server.configuration.memory_estimate import Estimate, estimate, gib
+from lmi_server.contract.errors import ConfigurationError
+from lmi_server.machine.device_tools import Gpu
+from lmi_server.machine.inventory import Machine
+from lmi_server.ray.accelerators import ACCELERATORS, FAMILIES, Accelerator
+from lmi_server.ray.deployment import ONGOING_SHARE
+
+Goal = Literal["latency", "throughput"]
+UTILIZATION = 0.9
+"""vLLM's gpu_memory_utilization: the share of memory for weights, activations and KV cache."""
+ACTIVATIONS = 2**30
+"""Bytes of a device that activations and CUDA graphs take of that."""
+CONTEXT = 8192
+"""Most tokens of prompt and output together, unless the model has fewer, or somebody asks for others."""
+DEGREES = (1, 2, 4, 8)
+_TOKENS_OF_A_REQUEST = 2048  # that a running request holds on average; fewer if the context is shorter
+_EFFICIENCY = 0.5  # share of the peak that prefill reaches
+_STEP_S: Mapping[Goal, float] = {"latency": 0.1, "throughput": 0.4}
+_STEP_READS_S = 0.025  # for latency, a decode step reads weights and KV cache in this time, or in twice that of weights
+_MOST_SEQS: Mapping[Goal, int] = {"latency": 128, "throughput": 512}
+_LEAST_SEQS = 4
+_BATCHED_TOKENS = (512, 16384)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model by its config.json; `location` is its directory, or its Hugging Face id if it is not here."""
+
+    id: str
+    location: str
+    config: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """Settings of one replica. `target_ongoing_requests` is what autoscaling aims at."""
+
+    workers: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    target_ongoing_requests: int
+    memory: Estimate
+
+    def settings(self) -> Mapping[str, Any]:
+        """Return what `lmi-server recommend` prints, by the names of model files."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "memory"}
+        return values | {
+            "max_ongoing_requests": self.max_num_seqs,
+            "weights per device": gib(self.memory.weights_bytes),
+            "KV cache per device": f"{self.memory.kv_tokens_that_fit} tokens fit",
+        }
+
+
+def find_model(name: str) -> Model:
+    """Return the model of a directory with a config.json, or of the name or Hugging Face id of a known family.
+
+    Raises ConfigurationError if it is neither.
+    """
+    directory = Path(name).absolute()
+    config = read_config(str(directory))
+    if config:
+        return Model(str(directory), str(directory), config)
+    for family, (model_id, shape) in FAMILIES.items():
+        if name in (family, model_id):
+            return Model(model_id, model_id, shape)
+    known = ", ".join(FAMILIES)
+    raise ConfigurationError(f'MODEL = "{name}" is not allowed; allowed: a directory with a config.json, or {known}')
+
+
+def find_accelerator(name: str) -> Accelerator:
+    """Return the accelerator of that name, in any case. Raises ConfigurationError if there is none."""
+    found = next((accelerator for key, accelerator in ACCELERATORS.items() if key.lower() == name.lower()), None)
+    if found is None:
+        raise ConfigurationError(f'--accelerator = "{name}" is not allowed; allowed: {", ".join(ACCELERATORS)}')
+    return found
+
+
+def recommend(model: Model, accelerator: Accelerator, goal: Goal, context: int = CONTEXT) -> Recommendation:
+    """Return the recommendation for `goal`.
+
+    For throughput a replica takes the fewest devices on which the model fits; for latency twice as many if its heads
+    can be divided among them, because each then reads half of the weights per token. Raises ConfigurationError if the
+    model fits on none.
+    """
+    fitting = [found for degree in DEGREES if (found := for_degree(model, accelerator, degree, goal, context))]
+    if not fitting:
+        devices = f"{DEGREES[-1]} x {accelerator.name} with {accelerator.memory_gib:g} GiB"
+        raise ConfigurationError(
+            f"{model.id} does not fit on {devices}; name another accelerator, or a quantised checkpoint"
+        )
+    return fitting[1] if goal == "latency" and len(fitting) > 1 else fitting[0]
+
+
+def for_degree(
+    model: Model, accelerator: Accelerator, degree: int, goal: Goal, context: int = CONTEXT
+) -> Recommendation | None:
+    """Return the recommendation for so many devices; None if the model does not fit, or cannot be divided so."""
+    text = model.config.get("text_config") or model.config
+    heads = int(text.get("num_attention_heads") or text.get("n_head") or 1)
+    length = min(context, int(text.get("max_position_embeddings") or text.get("n_positions") or context))
+    memory = memory_on(model, accelerator, degree, length)
+    if heads % degree or memory.weights_bytes is None or not memory.kv_bytes_per_token or memory.parameters is None:
+        return None
+    tokens = memory.kv_tokens_that_fit or 0
+    per_request = min(length, _TOKENS_OF_A_REQUEST)
+    seqs = min(tokens // per_request, _MOST_SEQS[goal])
+    if goal == "latency":
+        alone_s = memory.weights_bytes / accelerator.bandwidth  # a step with one request reads little but weights
+        kv_bytes = (max(_STEP_READS_S, 2 * alone_s) - alone_s) * accelerator.bandwidth
+        seqs = min(seqs, max(_LEAST_SEQS, int(kv_bytes) // (memory.kv_bytes_per_token * per_request)))
+    if tokens < length or seqs < _LEAST_SEQS:
+        return None
+    seqs = _power_of_two(seqs)
+    flops = accelerator.flops * _EFFICIENCY * degree
+    batched = _power_of_two(int(_STEP_S[goal] * flops / (2 * _active_parameters(text, memory.parameters))))
+    least, most = _BATCHED_TOKENS
+    return Recommendation(
+        workers=degree,
+        max_model_len=length,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=max(least, seqs, min(most, batched)),
+        target_ongoing_requests=max(1, round(seqs * ONGOING_SHARE)),
+        memory=memory,
+    )
+
+
+def memory_on(model: Model, accelerator: Accelerator, degree: int, context: int, seqs: int = 1024) -> Estimate:
+    """Return the estimate for `degree` devices, of which vLLM's share without activations is free."""
+    spec = HANDLERS.by_rolling_batch("vllm")
+    assert spec is not None, "the table of handlers has vLLM"
+    options = load_options_type(spec).model_validate({"max_model_len": context, "max_rolling_batch_size": seqs})
+    total = int(accelerator.memory_gib * 2**30)
+    device = Gpu("0", total, max(0, int(total * UTILIZATION) - ACTIVATIONS))
+    machine = Machine(total_bytes=total, available_bytes=total, gpus=(device,) * degree)
+    return estimate(options, model.location, model.config, degree, machine)
+
+
+def _active_parameters(text: Mapping[str, Any], parameters: int) -> int:
+    """Return the parameters that compute one token: of a mixture of experts, only some."""
+    experts = text.get("num_local_experts") or text.get("num_experts") or 1
+    used = text.get("num_experts_per_tok") or experts
+    inner, layers = int(text.get("intermediate_size") or 0), int(text.get("num_hidden_layers") or 0)
+    return parameters - (experts - used) * layers * 3 * int(text.get("hidden_size") or 0) * inner
+
+
+def _power_of_two(number: int) -> int:
+    """Return the greatest power of two that is not above `number`, at least 1."""
+    return 1 << max(0, number.bit_length() - 1)

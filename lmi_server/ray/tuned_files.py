@@ -1,0 +1,90 @@
+"""Writes the tuned model files of serving.properties.d/ray: one per model, accelerator and number of devices.
+
+python -m lmi_server.ray.tuned_files serving.properties.d/ray
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from lmi_server.ray.accelerators import ACCELERATORS, FAMILIES, Accelerator
+from lmi_server.ray.deployment import ACCELERATOR_SHARE
+from lmi_server.ray.recommendation import DEGREES, UTILIZATION, Model, Recommendation, find_model, for_degree
+
+_FILE = """\
+# {model} on {workers} x {accelerator}, tuned for latency by lmi_server/ray/recommendation.py. docs/ray.md has the rule.
+deployment_config:
+  autoscaling_config:
+    min_replicas: 1
+    initial_replicas: 1
+    max_replicas: 8
+    target_ongoing_requests: {target}
+    look_back_period_s: 30.0
+    upscale_delay_s: 15.0
+    downscale_delay_s: 300.0
+  max_ongoing_requests: {seqs}
+engine_config:
+  model_id: {model}
+  type: VLLMEngine
+  engine_kwargs:
+    dtype: {dtype}
+    gpu_memory_utilization: {utilization}
+    max_num_seqs: {seqs}
+    max_num_batched_tokens: {batched}
+  max_total_tokens: {context}
+scaling_config:
+  num_workers: {workers}
+  num_gpus_per_worker: {gpus}
+  num_cpus_per_worker: 4
+  placement_strategy: STRICT_PACK
+  resources_per_worker: {resources}
+"""
+
+
+def model_file(model: Model, accelerator: Accelerator, found: Recommendation) -> str:
+    """Return RayLLM's file for the recommendation."""
+    on_gpu = accelerator.resource == "GPU"
+    named = f'"accelerator_type:{accelerator.ray_type}": {ACCELERATOR_SHARE}'
+    counted = "" if on_gpu else f"{accelerator.resource}: 1, "
+    return _FILE.format(
+        model=model.id,
+        accelerator=accelerator.name,
+        workers=found.workers,
+        target=found.target_ongoing_requests,
+        seqs=found.max_num_seqs,
+        batched=found.max_num_batched_tokens,
+        context=found.max_model_len,
+        dtype=accelerator.dtype,
+        utilization=UTILIZATION,
+        gpus=1 if on_gpu else 0,
+        resources=f"{{{counted}{named}}}",
+    )
+
+
+def tuned_files() -> Mapping[str, str]:
+    """Return the text of every file by its name; there is none where the model does not fit."""
+    return {
+        f"{family}_{accelerator.name.lower()}_tp{degree}.yaml": model_file(model, accelerator, found)
+        for family in FAMILIES
+        for model in [find_model(family)]
+        for accelerator in ACCELERATORS.values()
+        for degree in DEGREES
+        if (found := for_degree(model, accelerator, degree, "latency"))
+    }
+
+
+def write(folder: Path) -> None:
+    """Write the files, and remove those that are none any more."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = tuned_files()
+    for outdated in folder.glob("*.yaml"):
+        if outdated.name not in files:
+            outdated.unlink()
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))

@@ -1,0 +1,107 @@
+"""`lmi-server recommend` and the tuned files: the rule keeps to the estimate of memory, and the files are current."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from forked_servers import run_command
+from paths import SAMPLES
+
+from lmi_server.configuration.memory_estimate import Estimate
+from lmi_server.contract.errors import ConfigurationError
+from lmi_server.ray.accelerators import ACCELERATORS, FAMILIES
+from lmi_server.ray.recommendation import DEGREES, Goal, find_accelerator, find_model, for_degree, memory_on, recommend
+from lmi_server.ray.tuned_files import tuned_files
+
+GOALS: tuple[Goal, ...] = ("latency", "throughput")
+BILLIONS = {
+    "llama-3.1-8b": 8.0,
+    "llama-3.1-70b": 70.6,
+    "qwen2.5-32b": 32.8,
+    "mistral-7b": 7.2,
+    "mixtral-8x7b": 46.7,
+    "gemma-2-9b": 9.2,
+}
+
+
+def test_the_shapes_of_the_families_have_the_published_sizes() -> None:
+    for family, billions in BILLIONS.items():
+        parameters = memory_on(find_model(family), find_accelerator("H100"), 1, 8192).parameters
+        assert parameters == pytest.approx(billions * 1e9, rel=0.02), family
+
+
+def test_what_is_recommended_fits_by_the_estimate_of_memory() -> None:
+    """The estimate for exactly this batch raises no warning, and has room for its requests."""
+    wrong = []
+    for family in FAMILIES:
+        for accelerator in ACCELERATORS.values():
+            for goal in GOALS:
+                for degree in DEGREES:
+                    model = find_model(family)
+                    found = for_degree(model, accelerator, degree, goal)
+                    if found is None:
+                        continue
+                    memory: Estimate = memory_on(model, accelerator, degree, found.max_model_len, found.max_num_seqs)
+                    fit = memory.kv_tokens_that_fit or 0
+                    average = min(found.max_model_len, 2048)
+                    if memory.warnings() or fit < found.max_num_seqs * average:
+                        wrong.append((family, accelerator.name, goal, degree))
+    assert wrong == []
+
+
+def test_a_model_that_does_not_fit_has_no_recommendation() -> None:
+    """70B in 16 bits are 141 GB: more than 8 x 15 GiB, and than 90 % of one H200."""
+    with pytest.raises(ConfigurationError, match="does not fit on 8 x T4 with 15 GiB"):
+        recommend(find_model("llama-3.1-70b"), find_accelerator("t4"), "latency")
+    assert for_degree(find_model("llama-3.1-70b"), find_accelerator("H200"), 1, "throughput") is None
+
+
+def test_more_memory_and_the_other_goal_change_what_they_should() -> None:
+    model = find_model("meta-llama/Llama-3.1-8B-Instruct")
+    quick = recommend(model, find_accelerator("A10G"), "latency")
+    many = recommend(model, find_accelerator("A10G"), "throughput")
+    large = recommend(model, find_accelerator("H200"), "throughput")
+    assert (quick.workers, many.workers, large.workers) == (2, 1, 1)
+    assert large.max_num_seqs > many.max_num_seqs
+    assert large.max_num_batched_tokens > many.max_num_batched_tokens >= quick.max_num_batched_tokens
+    for found in (quick, many, large):
+        assert found.target_ongoing_requests == round(0.4 * found.max_num_seqs)
+
+
+def test_the_tuned_files_are_current() -> None:
+    folder = SAMPLES / "ray"
+    written = {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()}
+    advice = "run: python -m lmi_server.ray.tuned_files serving.properties.d/ray"
+    assert written == tuned_files(), advice
+    assert {name.split("_")[0] for name in written} == set(FAMILIES)
+    assert {name.split("_")[1] for name in written} == {name.lower() for name in ACCELERATORS}
+
+
+def test_the_tuned_files_are_model_files() -> None:
+    pytest.importorskip("yaml")
+    from lmi_server.configuration.model_file.read import read_model_file
+
+    for name in ("llama-3.1-8b_t4_tp2.yaml", "mixtral-8x7b_inf2_tp8.yaml", "gemma-2-9b_mi300x_tp1.yaml"):
+        found = read_model_file(SAMPLES / "ray" / name)
+        assert not found.warnings
+        assert found.given["option.tensor_parallel_degree"].raw == name[-6]
+
+
+def test_the_command_takes_a_directory_and_a_family(tmp_path: Path) -> None:
+    def run(*arguments: str) -> tuple[int, str]:
+        ran = run_command("recommend", *arguments, env=dict(os.environ), cwd=tmp_path)
+        return ran.returncode, ran.stdout + ran.stderr
+
+    config = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 512, "dtype": "float32"}))
+    code, printed = run(".", "--accelerator", "L4", "--throughput")
+    lines = dict(line.split(maxsplit=1) for line in printed.splitlines())
+    assert (code, lines["workers"], lines["max_model_len"], lines["max_num_seqs"]) == (0, "1", "512", "512")
+    code, printed = run("mistral-7b", "--accelerator", "a10g", "--file")
+    assert (code, "num_workers: 2" in printed, "accelerator_type:A10G" in printed) == (0, True, True)
+    assert run("nothing", "--accelerator", "L4")[0] == 1
+    code, printed = run("mistral-7b", "--accelerator", "K80")
+    assert (code, "allowed: T4, L4, A10G" in printed) == (1, True)
