@@ -74,6 +74,7 @@ _OF_TNX = (
     *("neuron_optimize_level", "enable_mixed_precision_accumulation", "enable_saturate_infinity"),
     *("neuron_cc_pipeline_factor",),
 )
+_NO_ADAPTERS = "false, because compiled graphs take no adapters; merge the adapter into the model instead"
 _ON_HOST = "remove it: the scheduler samples on the host, by the parameters of each request"
 _NO_DRAFT = (
     "remove it, or set option.rolling_batch=vllm, which takes option.speculative_draft_model: the scheduler decodes one"
@@ -342,6 +343,8 @@ class NeuronxOptions(ModelOptions):
         )
 
     def conflicts(self, given: Collection[str]) -> Iterator[Conflict]:
+        if self.enable_lora:
+            yield Conflict(("option.enable_lora",), _NO_ADAPTERS)
         key = ("option.partition_schema",)
         if self.loader == "tnx" and self.partition_schema == "optimum":
             yield Conflict(key, "optimum only with option.model_loader=optimum")

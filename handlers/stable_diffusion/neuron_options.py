@@ -13,6 +13,7 @@ from lmi_server.configuration.options import LONG_DTYPES, ParallelDegree, Positi
 from lmi_server.configuration.tasks import Workload
 from lmi_server.machine.inventory import Machine
 
+_NO_ADAPTERS = "false, because compiled graphs take no adapters; merge the adapter into the model instead"
 _LMI_HAS_NONE = "LMI has no default, and fails without the key"
 
 
@@ -103,6 +104,4 @@ class NeuronImageOptions(StableDiffusionOptions):
         if self.tensor_parallel_degree in (-1, 0, 1):
             yield Conflict(("option.tensor_parallel_degree",), "2 or more: the denoiser is loaded on two Neuron cores")
         if self.enable_lora:
-            yield Conflict(
-                ("option.enable_lora",), "false: compiled graphs take no adapters; merge the adapter instead"
-            )
+            yield Conflict(("option.enable_lora",), _NO_ADAPTERS)

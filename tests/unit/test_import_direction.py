@@ -9,6 +9,8 @@ from pathlib import Path
 
 from paths import ROOT
 
+from lmi_server.configuration.handlers import HANDLERS
+
 PACKAGES = ("lmi_server", "handlers", "frontend")
 MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 ENGINES = {"torch", "transformers", "tokenizers", "accelerate", "vllm", "deepspeed", "tensorrt_llm", "gguf", "numba"}
@@ -35,6 +37,7 @@ MAY_IMPORT = {
     # Public names for code of one's own; nothing of this project imports them.
     **{name: {"contract"} for name in ("errors", "generation", "handler", "protocol")},
 }
+TABLE = "lmi_server/configuration/handlers.py"
 COMPOSITION_ROOT = "lmi_server/commands/cli.py"
 ENVIRONMENT = "lmi_server/machine/environment.py"
 # What a handler may import of lmi_server: the contract, what the machine has, the dialects' pure functions, and the
@@ -141,6 +144,28 @@ def test_handlers_import_types_and_no_other_handler() -> None:
             own = top_of(other) == "handlers" and folder_of(other) in may
             if top_of(other) in PACKAGES and not own and not other.startswith(HANDLERS_MAY_IMPORT):
                 wrong.append(f"{name_of(path)} imports {other}")
+    assert not wrong
+
+
+def compared(tree: ast.AST) -> Iterator[object]:
+    """Yield the constants that code is compared with."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare | ast.MatchValue):
+            yield from (part.value for part in ast.walk(node) if isinstance(part, ast.Constant))
+
+
+def test_a_handler_is_its_folder_and_its_row_in_the_table() -> None:
+    """No other code asks which handler it is, and only the table names the modules of one."""
+    folders = {folder_of(spec.options.partition(":")[0]) for spec in HANDLERS}
+    names = {*folders, *HANDLERS.entry_points(), *(spec.title for spec in HANDLERS)}
+    wrong = []
+    for name, path in BY_NAME.items():
+        if top_of(name) == "handlers" or folder_of(name) == "compat" or name_of(path) == TABLE:
+            continue
+        texts = [node.value for node in ast.walk(parsed(path)) if isinstance(node, ast.Constant)]
+        modules = [text for text in texts if isinstance(text, str) and text.startswith("handlers.")]
+        asked = [value for value in compared(parsed(path)) if value in names]
+        wrong += [f"{name_of(path)} names {text}" for text in (*modules, *asked)]
     assert not wrong
 
 

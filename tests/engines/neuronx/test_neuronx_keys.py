@@ -231,6 +231,12 @@ def test_graphs_and_split_weights_are_loaded(llama: Path, tmp_path: Path) -> Non
     assert calls["from_pretrained"][CONFIG].on_device_embedding is True
 
 
+def test_adapters_are_refused_before_the_model_loads(tmp_path: Path) -> None:
+    (problem,) = inspected(tmp_path, model_id="owner/name", enable_lora="true").problems
+    assert "option.enable_lora" in problem
+    assert "compiled graphs take no adapters; merge the adapter into the model instead" in problem
+
+
 @pytest.mark.parametrize("key", REFUSED)
 def test_what_no_library_takes_is_named_with_the_reason(key: str, tmp_path: Path) -> None:
     raw, reason = REFUSED[key]

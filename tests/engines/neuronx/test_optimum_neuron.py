@@ -15,7 +15,7 @@ from paths import DATA
 from rolling_batch_helpers import generated
 from tiny_models import byte_tokenizer, tiny_model
 
-from lmi_server.contract.errors import ModelLoadError
+from lmi_server.contract.errors import ModelLoadError, ModelMemoryError
 
 BATCHED = {"model_loader": "optimum", "rolling_batch": "auto", "max_rolling_batch_size": 3, "dtype": "bf16"}
 PROMPTS = [[7], [1, 2], list(range(30)), list(range(9))]
@@ -99,3 +99,20 @@ def test_a_compiled_model_is_loaded_as_it_was_compiled(directory: Path, tmp_path
     (target / "neuron_config.json").write_text(json.dumps({**stored, "on_device_sampling": True}))
     with pytest.raises(ModelLoadError, match="compiled to sample on the device"):
         asyncio.run(answers(target, **batched))
+
+
+@pytest.mark.parametrize(
+    ("fails", "error", "text"),
+    [
+        ("device", ModelLoadError, "no Neuron device can be used here: neuron-ls"),
+        ("compile", ModelLoadError, "optimum-neuron cannot load .*the compiler's log says more"),
+        ("memory", ModelMemoryError, "raise option.tensor_parallel_degree"),
+        ("core", ModelLoadError, "optimum-neuron cannot compute with .*nrt_execute status=1202"),
+    ],
+)
+def test_a_failed_load_names_the_cause_and_the_remedy(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, fails: str, error: type[Exception], text: str
+) -> None:
+    monkeypatch.setenv("FAKE_NEURONX_FAILS", fails)
+    with pytest.raises(error, match=text):
+        asyncio.run(answers(directory, **BATCHED))

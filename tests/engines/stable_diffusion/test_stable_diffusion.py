@@ -6,6 +6,7 @@ The tests without the server load further pipelines. They are in the same module
 from __future__ import annotations
 
 import base64
+import inspect
 import io
 import json
 import shutil
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 from huggingface_hub import InferenceClient
 from neuronx_helpers import FAKE_OPTIMUM_NEURON, importable
+from paths import DATA
 from pipeline_helpers import request, started
 from server_helpers import Server, connect, running
 from tiny_pipelines import (
@@ -35,6 +37,7 @@ from tiny_pipelines import (
     save_sdxl,
 )
 
+from handlers.stable_diffusion.neuron_options import NeuronImageOptions
 from lmi_server.configuration.resolve import inspect_model
 from lmi_server.contract.errors import ModelLoadError, ModelMemoryError, RequestError
 from lmi_server.contract.handler import Response
@@ -356,6 +359,27 @@ def test_requests_of_a_batch_fail_alone(tiny: Path) -> None:
     assert "serves text-to-image, and the request asks for image-to-image; send no image" in refused.message
 
 
+def test_a_run_without_enough_memory_fails_its_requests_alone(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from diffusers import UNet2DConditionModel
+
+    handler = loaded(tiny, enable_lora="false")
+    usual = UNet2DConditionModel.forward
+
+    def forward(self: Any, sample: Any, *arguments: Any, **more: Any) -> Any:
+        """Draw one image; more do not fit. With guidance there are two samples of each."""
+        if len(sample) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return usual(self, sample, *arguments, **more)
+
+    monkeypatch.setattr(UNet2DConditionModel, "forward", forward)
+    two = {"prompt": "a", "parameters": {**FEW, "num_images_per_prompt": 2}}
+    one, many, other = handler.handle([request(body) for body in ({"prompt": "b", "parameters": FEW}, two, {**two})])
+    assert isinstance(one, Response)
+    assert [type(outcome) for outcome in (many, other)] == [ModelMemoryError] * 2
+    assert "CUDA out of memory" in many.message
+
+
 def test_a_pipeline_that_inpaints_does_nothing_else(tmp_path: Path) -> None:
     handler = loaded(save_pipeline(tmp_path / "model", inpaints_only=True))
     body = {"prompt": "a", "image": coded(picture()), "mask_image": coded(half_white()), "parameters": FEW}
@@ -427,6 +451,24 @@ def neuron() -> Iterator[list[tuple[str, dict[str, Any]]]]:
         from optimum.neuron import calls
 
         yield calls
+
+
+def test_the_fake_has_the_parameters_of_optimum_neuron(neuron: Any) -> None:
+    """A call with a parameter that the real one lacks fails in the tests below."""
+    from optimum.neuron import NeuronStableDiffusionPipeline, NeuronStableDiffusionXLPipeline
+
+    recorded = json.loads((DATA / "optimum_neuron_signatures.json").read_text())
+    for kind in (NeuronStableDiffusionPipeline, NeuronStableDiffusionXLPipeline):
+        for name in ("from_pretrained", "_from_pretrained", "_export", "save_pretrained"):
+            parameters = set(inspect.signature(getattr(kind, name)).parameters) - {"self", "kwargs"}
+            sizes = set(recorded["InputShapesArguments"]) if name == "_export" else set()
+            assert parameters <= {*recorded[f"{kind.__name__}.{name}"], *sizes}, name
+    arguments = set(NeuronImageOptions().engine_arguments()) - set(recorded["InputShapesArguments"])
+    taken = {
+        *recorded["NeuronStableDiffusionPipeline._export"],
+        *recorded["NeuronStableDiffusionPipeline.from_pretrained"],
+    }
+    assert arguments <= taken
 
 
 def answers(handler: Any, *bodies: Any) -> list[list[Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,21 @@ from static_graphs import Graphs
 from transformers import AutoConfig, AutoModelForCausalLM
 
 calls: list[tuple[str, dict[str, Any]]] = []
+_FAILURES = {
+    "device": "The PyTorch Neuron Runtime could not be initialized. Neuron Driver issues are logged",
+    "memory": "nrt_tensor_allocate status=4 message=Allocation Failure",
+    "compile": "neuronxcc failed: Error class: CompilerInternalError",
+}
+
+
+def fails() -> str:
+    return os.environ.get("FAKE_NEURONX_FAILS", "")
+
+
+def fail_to_load() -> None:
+    """Raise what the real one raises for the failure that is asked for."""
+    if fails() in _FAILURES:
+        raise RuntimeError(_FAILURES[fails()])
 
 
 def __getattr__(name: str) -> Any:
@@ -89,6 +105,7 @@ class NeuronModelForCausalLM:
     ) -> NeuronModelForCausalLM:
         calls.append(("export", {"model_id": model_id, "load_weights": load_weights, **vars(neuron_config)}))
         assert load_weights
+        fail_to_load()
         return cls(model_id, config, neuron_config)
 
     @classmethod
@@ -116,6 +133,8 @@ class NeuronModelForCausalLM:
         return_dict: Any = None,
     ) -> torch.Tensor:
         """Compute a prompt padded to the longest one, or a token of every line."""
+        if fails() == "core":
+            raise RuntimeError("nrt_execute status=1202 message=hardware error")
         assert len(input_ids) == len(position_ids) == len(seq_ids) == len(sampling_params)
         length = input_ids.shape[1]
         if length > 1 and int(position_ids.min()) == 0:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,17 +11,7 @@ from typing import Any
 import diffusers
 import torch
 
-from optimum.neuron import calls
-
-_FAILURES = {
-    "device": "The PyTorch Neuron Runtime could not be initialized. Neuron Driver issues are logged",
-    "memory": "nrt_tensor_allocate status=4 message=Allocation Failure",
-    "compile": "neuronxcc failed: Error class: CompilerInternalError",
-}
-
-
-def _fails() -> str:
-    return os.environ.get("FAKE_NEURONX_FAILS", "")
+from optimum.neuron import calls, fail_to_load, fails
 
 
 @functools.cache
@@ -59,8 +48,7 @@ class Pipeline:
         **kwargs: Any,
     ) -> Pipeline | None:
         calls.append(("from_pretrained", {"class": cls.__name__, "model_id": model_id, "export": export, **kwargs}))
-        if _fails() in _FAILURES:
-            raise RuntimeError(_FAILURES[_fails()])
+        fail_to_load()
         return (cls._export if export else cls._from_pretrained)(model_id, **kwargs)
 
     @classmethod
@@ -85,7 +73,7 @@ class Pipeline:
     ) -> Pipeline | None:
         assert isinstance(torch_dtype, torch.dtype)
         sizes = {"batch_size": batch_size, "height": height, "width": width}
-        if _fails() == "no device":
+        if fails() == "no device":
             return None
         return cls(model_id, {**sizes, "num_images_per_prompt": num_images_per_prompt})
 
@@ -100,7 +88,7 @@ class Pipeline:
         self._drawing.set_progress_bar_config(**settings)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _fails() == "core":
+        if fails() == "core":
             raise RuntimeError("nrt_execute status=1202 message=hardware error")
         width, height = self._sizes["width"], self._sizes["height"]
         kwargs.pop("height", None)
