@@ -152,7 +152,7 @@ def test_what_is_accepted_is_answered_before_the_container_ends(served: Running)
         asked = thread.submit(served.ask, {"wait_for": "ended"})
         wait_until(lambda: 'lmi_requests_in_flight{model="model"} 1' in served.http.get("/metrics").text, "it runs")
         served.container.process.terminate()
-        served.container.log_line("draining: up to 30 seconds")
+        served.container.log_line("draining: up to 20 seconds")
         (served.gates / "ended").touch()
         assert asked.result().status_code == 200
     assert served.container.ended() == 0
