@@ -116,19 +116,25 @@ def post(server: Server, body: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-async def until_served(server: Server) -> None:
+def ready_workers(server: Server) -> int:
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/models/model", timeout=10) as answer:
+        groups = json.load(answer)[0]["models"][0]["workerGroups"]
+    return sum(worker["status"] == "READY" for group in groups for worker in group["workers"])
+
+
+async def until_ready(server: Server, workers: int) -> None:
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):
-            await asyncio.to_thread(chat, server, "warm", 1)
-            return
+            if await asyncio.to_thread(ready_workers, server) == workers:
+                return
         await asyncio.sleep(0.5)
-    sys.exit("the server did not answer within 300 s")
+    sys.exit(f"{workers} workers were not ready within 300 s")
 
 
 async def tokens_per_second(server: Server, count: int, tokens: int) -> float:
-    """Return the rate of `count` chats of `tokens` tokens, eight at a time."""
-    await until_served(server)
+    """Return the rate of two workers for `count` chats of `tokens` tokens, eight at a time."""
+    await until_ready(server, 2)
     with ThreadPoolExecutor(8) as clients:
         list(clients.map(lambda number: chat(server, f"warm {number}", 4), range(8)))
         began = time.perf_counter()
@@ -148,7 +154,7 @@ async def prefixes(table: Table, model: Path) -> None:
     """Ask about three long texts in turn; the best possible computes each text once, in one of three replicas."""
     texts = [" ".join(f"Fact {number} about {name} is {number * 7}." for number in range(60)) for name in "ABC"]
     with cluster(generating(model, PREFIXES)) as ours:
-        await until_served(ours)
+        await until_ready(ours, PREFIXES)
         usages = []
         for question in range(QUESTIONS):
             for text in texts:

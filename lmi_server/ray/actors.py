@@ -29,6 +29,8 @@ _END_S = 5.0  # beyond the limit of the drain
 class Replica:
     """One replica of a model. It is there once the model is loaded."""
 
+    _child: Child | None = None  # until its ranks have their places
+
     # Ray awaits it, in the thread whose loop the actor has.
     async def __init__(self, start: Mapping[str, Any]) -> None:  # type: ignore[misc]
         self._start = msgspec.convert({**start, "host": ray.util.get_node_ip_address()}, Start)
@@ -50,6 +52,7 @@ class Replica:
 
     async def process_id(self) -> int:
         """Return the id of the process that serves."""
+        assert self._child is not None, "Ray calls an actor once it is initialised"
         return self._child.pid
 
     def record_replica_metadata(self) -> dict[str, Any]:
@@ -67,8 +70,9 @@ class Replica:
 
     def __del__(self) -> None:
         self._ending = True
-        self._child.tell(Drain())
-        self._child.wait(self._start.drain_timeout_s + _END_S)
+        if self._child is not None:
+            self._child.tell(Drain())
+            self._child.wait(self._start.drain_timeout_s + _END_S)
 
     def _on_line(self, text: bytes) -> None:
         self._loop.call_soon_threadsafe(self._on_message, msgspec.json.decode(text, type=FromReplica))

@@ -15,6 +15,7 @@ from lmi_server.ray.application import INGRESS, IngressSettings, application
 from lmi_server.ray.deployment import APPLICATION, Deployment
 
 ADDRESS = "RAY_ADDRESS"
+EVERYWHERE = ("0.0.0.0", "::")
 
 
 def deploy(models: Sequence[Deployment], settings: IngressSettings, environment: Mapping[str, str]) -> Iterator[str]:
@@ -31,19 +32,16 @@ def deploy(models: Sequence[Deployment], settings: IngressSettings, environment:
     except RuntimeError as error:
         raise ConfigurationError(f"the models cannot be deployed: {error}") from error
     front_end = serve.get_deployment_handle(INGRESS, APPLICATION).remote().result()
-    yield f"serving {', '.join(model.model_id for model in models)} on http://{front_end['host']}:{front_end['port']}"
+    host = front_end["host"] if settings.host in EVERYWHERE else settings.host
+    yield f"serving {', '.join(model.model_id for model in models)} on http://{host}:{settings.port}"
     if address is None:
         yield "this process keeps the cluster; SIGTERM or SIGINT ends it"
-        _wait_for_signal()
+        ended = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: ended.set())
+        ended.wait()
         serve.shutdown()
         ray.shutdown()
-
-
-def _wait_for_signal() -> None:
-    ended = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
-    ended.wait()
 
 
 def status(environment: Mapping[str, str]) -> dict[str, Any]:

@@ -23,7 +23,8 @@ SHORT, LONG = 5, 400  # tokens; a long answer takes four seconds
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models") / "model"
     directory.mkdir()
-    (directory / "serving.properties").write_text("option.entryPoint=djl_python.echo\noption.echo_delay_ms=10\n")
+    keys = ("option.entryPoint=djl_python.echo", "option.echo_delay_ms=10", "option.enable_lora=true")
+    (directory / "serving.properties").write_text("\n".join(keys))
     return directory
 
 
@@ -152,6 +153,20 @@ def test_a_replica_that_ends_finishes_its_streams_and_gets_no_new_requests(clust
     assert events[-1] == "[DONE]"
     assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
     assert cluster.processes["a"].process.wait(60) == 0
+
+
+def test_an_adapter_reaches_the_replicas_that_are_there_and_those_that_come(cluster: Cluster, tmp_path: Path) -> None:
+    http = cluster.front_end.http
+    (tmp_path / "adapter_config.json").write_text("{}")
+    cluster.announce("b")
+    assert http.post("/models/model/adapters", params={"name": "x", "src": str(tmp_path)}).status_code == 200
+    cluster.announce("b", "c")
+    cluster.announce("c")
+    chat = {"model": "x", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+    assert http.post("/v1/chat/completions", json=chat).json()["choices"][0]["message"]["content"] == " x: a"
+    assert http.delete("/models/model/adapters/x").status_code == 200
+    assert http.post("/v1/chat/completions", json=chat).status_code == 404
+    cluster.announce("b", "c")
 
 
 def test_a_killed_replica_ends_its_streams_and_its_other_requests_go_to_the_next(cluster: Cluster) -> None:
