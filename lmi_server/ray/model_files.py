@@ -224,5 +224,5 @@ def _bundle(content: LlmConfigFile) -> dict[str, float]:
     named = accelerator_resource(content.accelerator_type)
     if group is not None and group.bundle_per_worker is not None:
         return {**named, **group.bundle_per_worker}
-    on_cpu = (content.accelerator_config or {}).get("kind") == "cpu"
+    on_cpu = content.accelerator_config.get("kind") == "cpu"
     return {"CPU": 1, **({} if on_cpu else {"GPU": 1}), **named}

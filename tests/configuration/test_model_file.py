@@ -145,7 +145,10 @@ deployment_config: {autoscaling_config: {min_replicas: 1, max_replicas: 2}, max_
         "option.env": "A=b",
         "option.max_rolling_batch_size": "64",
     }
-    assert "log_engine_metrics has no effect here" in found.warnings[0]
+    assert [warning.partition(": ")[2].partition(" has no effect here")[0] for warning in sorted(found.warnings)] == [
+        "lora_config.dynamic_lora_loading_path",
+        "log_engine_metrics",
+    ]
 
 
 def test_all_problems_of_a_file_are_named_with_their_lines(tmp_path: Path) -> None:
@@ -198,6 +201,10 @@ scaling_config:
         ("a: [", "m.yaml:1: is not valid YAML: expected the node content, but found '<stream end>'"),
         ("a: 1\na: 2\n", "m.yaml:2: a is given twice; remove one"),
         ("name: chain\nworkflow: {out: [a, in]}\n", "m.yaml: workflows are not served; register each of its models by"),
+        (
+            "model_loading_config: {model_id: a}\naccelerator_config: {kind: tpu}\n",
+            "m.yaml:2: accelerator_config is not available; use GPUs, Neuron cores or kind: cpu",
+        ),
         ("- 1\n", "m.yaml: is no model file; it needs engine_config (RayLLM) or model_loading_config (LLMConfig)"),
         (
             "engine_config:\n  model_id: a/b\n  gcs_mirror_config:\n    bucket_uri: gs://a/b\n",

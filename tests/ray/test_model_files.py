@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,10 @@ def test_ray_accepts_the_config_file(tmp_path: Path, environment: dict[str, str]
     found = deployments([str(folder_with(tmp_path))], environment, CPU)
     checked = schema.ServeDeploySchema.model_validate(serve_config(found, "0.0.0.0", 8080, 1, 60))
     assert checked.applications[0].name == "lmi-server"
+    import_module("ray.serve")  # the builder is what Ray imports and calls on the cluster
+    arguments = checked.applications[0].args
+    module, _, builder = checked.applications[0].import_path.partition(":")
+    assert getattr(import_module(module), builder)(arguments) is not None
     for model in found:
         schema.DeploymentSchema.model_validate(model.options())
 

@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 from lmi_server.contract.errors import ConfigurationError
-from lmi_server.serving.model_store import ModelSource, Startup, is_spec, name_of, parse_spec, startup_sources
+from lmi_server.serving.model_store import (
+    ModelSource,
+    Startup,
+    discover,
+    is_one_model,
+    is_spec,
+    name_of,
+    parse_spec,
+    startup_sources,
+)
 
 
 def model(directory: Path, file: str = "serving.properties") -> Path:
@@ -246,3 +255,13 @@ def test_a_store_that_cannot_be_read_is_named() -> None:
         Path(store).chmod(0)
         with without_privileges(), pytest.raises(ConfigurationError, match=f"{store}: cannot be read: Permission"):
             startup_sources(Startup(model_store=Path(store)), {})
+
+
+def test_each_model_file_of_a_store_is_a_model(tmp_path: Path) -> None:
+    for name in ("team--a.yaml", "b.yml"):
+        (tmp_path / name).touch()
+    assert not is_one_model(tmp_path)
+    found, warnings = discover(tmp_path)
+    assert ([source.name for source in found], warnings) == (["b", "team__a"], [])
+    (tmp_path / "config.json").touch()
+    assert is_one_model(tmp_path)

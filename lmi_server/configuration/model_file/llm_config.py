@@ -28,15 +28,22 @@ class ModelLoading(Section):
     tokenizer_source: str | None = Field(None, description="Another place of the tokenizer, for vLLM.")
 
 
+_BY_CALL = NoEffect("a call registers adapters: POST /models/{model}/adapters")
+
+
 class LoraSection(Section):
     """LoRA adapters."""
 
-    dynamic_lora_loading_path: str | None = Field(
-        None, description="Prefix of adapters that replicas load on demand. Clusters only."
+    dynamic_lora_loading_path: Annotated[str | None, _BY_CALL] = Field(
+        None, description="Prefix of adapters that are loaded on demand."
     )
     max_num_adapters_per_replica: PositiveInt = Field(16, description="Adapters that a replica keeps in main memory.")
-    download_timeout_s: PositiveFloat | None = Field(None, description="Seconds that fetching an adapter may take.")
-    max_download_tries: PositiveInt = Field(3, description="Times that fetching an adapter is tried.")
+    download_timeout_s: Annotated[PositiveFloat | None, _BY_CALL] = Field(
+        None, description="Seconds that fetching an adapter may take."
+    )
+    max_download_tries: Annotated[PositiveInt, _BY_CALL] = Field(
+        3, description="Times that fetching an adapter is tried."
+    )
 
 
 class PlacementSection(Section):
@@ -56,9 +63,9 @@ class LlmConfigFile(Section):
     )
     engine_kwargs: Anything = Field({}, description="Arguments of the engine by vLLM's names.")
     accelerator_type: str | None = Field(None, description="Type of accelerator that the nodes must have.")
-    accelerator_config: Anything | None = Field(
-        None, description="Kind of accelerator; kind: cpu runs without one. TPUs are not available."
-    )
+    accelerator_config: Annotated[
+        Anything, Unavailable(lambda config: config.get("kind") == "tpu", "use GPUs, Neuron cores or kind: cpu")
+    ] = Field({}, description="Kind of accelerator; kind: cpu runs without one.")
     placement_group_config: PlacementSection | None = Field(None, description="What the workers of a replica take.")
     lora_config: LoraSection | None = Field(None, description="LoRA adapters.")
     deployment_config: DeploymentSection = Field(
