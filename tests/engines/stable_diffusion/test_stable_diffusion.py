@@ -359,6 +359,33 @@ def test_requests_of_a_batch_fail_alone(tiny: Path) -> None:
     assert "serves text-to-image, and the request asks for image-to-image; send no image" in refused.message
 
 
+def test_the_keys_reach_diffusers_as_explain_shows_them(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import diffusers
+    import torch
+
+    got: dict[str, Any] = {}
+    usual = diffusers.DiffusionPipeline.from_pretrained
+
+    def from_pretrained(directory: str, **arguments: Any) -> Any:
+        got.update(arguments)
+        return usual(directory, **arguments)
+
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", from_pretrained)
+    saved = tmp_path / "saved"
+    keys = {"model_id": tiny, "dtype": "bf16", "trust_remote_code": "true", "save_mp_checkpoint_path": saved}
+    lines = [f"option.{name}={value}" for name, value in keys.items()]
+    (tmp_path / "serving.properties").write_text("\n".join(["option.entryPoint=djl_python.stable_diffusion", *lines]))
+    started(tmp_path)
+    shown = dict(explain(inspect_model(tmp_path, {})).engine_arguments)
+    assert shown == {"use_safetensors": True, "dtype": "bfloat16", "trust_remote_code": True}
+    assert got == {**shown, "dtype": torch.bfloat16, "local_files_only": True}
+    assert (saved / "model_index.json").is_file()
+    documented = json.loads((DATA / "documented_keys.json").read_text())["further options"]["stable_diffusion"]
+    assert set(documented) == {"save_mp_checkpoint_path", "enable_cuda_graph"}  # the latter is refused by name
+
+
 def test_a_run_without_enough_memory_fails_its_requests_alone(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     from diffusers import UNet2DConditionModel
