@@ -243,15 +243,20 @@ class WorkerProcess:
             self._loop.call_later(EXIT_GRACE_S, self._bury)
 
     def _bury(self) -> None:
-        """Report the death of a worker that was ready."""
+        """Report the end of a worker; that of one which could not load the model has been reported with its reason."""
         if self.lost.is_set():
             return
-        if not self.is_retiring:
+        if not self.is_retiring and self._was_ready:
             inside = requests_inside(self.requests.in_flight.values(), time.monotonic())
             self._report = lambda: crash_report(self._end, inside, self._child.last_lines)
         self.lost.set()
         self.controls.fail_all()
         self._on_lost(self)
+
+    @property
+    def _was_ready(self) -> bool:
+        loaded = self._loaded
+        return loaded.done() and not loaded.cancelled() and loaded.exception() is None
 
     def _fail_loading(self, error: ModelLoadError) -> None:
         if not self._loaded.done():

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
+from artifact_helpers import write_wheel
 from hosting_container import Container, packed, ready, started, write
 from waiting import wait_until
 
@@ -44,7 +45,8 @@ def handle(inputs):
         os._exit(task["exit"])
     if "pieces" in task:
         return Output().add_stream_content(pieces(task["pieces"], task["pause_s"]), output_formatter=None)
-    output = Output().add_as_json({"properties": inputs.get_properties(), "process": os.getpid()})
+    region = os.environ.get("AWS_DEFAULT_REGION")
+    output = Output().add_as_json({"properties": inputs.get_properties(), "process": os.getpid(), "region": region})
     for name, value in task.get("headers", {}).items():
         output.add_property(name, value)
     return output
@@ -82,6 +84,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         "SAGEMAKER_MAX_PAYLOAD_IN_MB": "1",
         "SAGEMAKER_NUM_MODEL_WORKERS": "1",
         "SAGEMAKER_CONTAINER_LOG_LEVEL": "20",
+        "SAGEMAKER_REGION": "eu-north-1",
         "OPTION_MODEL_LOADING_TIMEOUT": "300",
     }
     with started(opt_ml, **variables) as (container, http):
@@ -106,6 +109,12 @@ def test_the_health_check_waits_for_no_request(served: Running) -> None:
         finally:
             (served.gates / "checked").touch()
         assert {answer.result().status_code for answer in asked} == {200}
+
+
+def test_the_variables_of_the_platform_are_heeded(served: Running) -> None:
+    ((element,), region) = served.http.get("/models/model").json(), served.ask({}).json()["region"]
+    (group,) = element["models"][0]["workerGroups"]
+    assert (group["minWorkers"], group["maxWorkers"], region) == (1, 1, "eu-north-1")
 
 
 def test_the_largest_body_is_the_platform_s(served: Running) -> None:
@@ -182,7 +191,7 @@ def test_time_limits_and_the_codes_of_the_health_check_are_settings(tmp_path: Pa
         (gates / "load").unlink()
         late = server.ask({"wait_for": "never"})
         assert (late.status_code, "predict_timeout=8" in late.json()["message"]) == (503, True), late.text
-        assert server.ping() == (500, "Unhealthy")
+        wait_until(lambda: server.ping() == (500, "Unhealthy"), "the worker has ended")
         (gates / "load").touch()
         wait_until(lambda: server.ping() == (200, "Healthy"), "the model is ready again")
         assert server.ask({"exit": 1}).status_code == 503
@@ -194,6 +203,7 @@ def test_time_limits_and_the_codes_of_the_health_check_are_settings(tmp_path: Pa
 SCRIPT = """
 import os
 from helper import doubled
+from shipped import FACTOR
 
 def model_fn(model_dir):
     with open(os.path.join(model_dir, "factor.txt")) as file:
@@ -203,7 +213,7 @@ def input_fn(body, content_type):
     return int(body)
 
 def predict_fn(data, model):
-    return doubled(data) * model
+    return doubled(data) * model * FACTOR
 
 def output_fn(prediction, accept):
     return f"{accept}: {prediction}", "text/plain"
@@ -216,6 +226,10 @@ def handle(inputs):
 """
 
 
+SESSION = "X-Amzn-SageMaker-Session-Id"
+QUESTION = {"inputs": "a", "parameters": {"max_new_tokens": 2}}
+
+
 def tree(directory: Path) -> list[Path]:
     return sorted(directory.rglob("*"))
 
@@ -226,8 +240,9 @@ def test_an_archive_with_a_script_for_the_framework_containers(tmp_path: Path) -
         factor_txt="7",
         code__inference_py=SCRIPT,
         code__helper_py="def doubled(x):\n    return 2 * x\n",
-        code__requirements_txt="",
+        code__requirements_txt="shipped==1.0",
     )
+    write_wheel(files / "code" / "wheelhouse", "shipped", "1.0", "FACTOR = 10")
     packed(files, tmp_path / "model" / "model.tar.gz")
     before = tree(tmp_path / "model")
     with ready(tmp_path, SAGEMAKER_PROGRAM="inference.py", SAGEMAKER_SUBMIT_DIRECTORY="/opt/ml/model/code") as (
@@ -236,16 +251,33 @@ def test_an_archive_with_a_script_for_the_framework_containers(tmp_path: Path) -
     ):
         headers = {"content-type": "text/csv", "accept": "text/x"}
         answer = http.post("/invocations", content=b"3", headers=headers)
-        assert (answer.status_code, answer.text, answer.headers["content-type"]) == (200, "text/x: 42", "text/plain")
+        assert (answer.status_code, answer.text, answer.headers["content-type"]) == (200, "text/x: 420", "text/plain")
     assert tree(tmp_path / "model") == before, "/opt/ml/model is read-only on SageMaker"
 
 
 def test_variables_alone_configure_a_directory_of_weights(tmp_path: Path) -> None:
     write(tmp_path / "model", config_json="{}", weights_bin="")
-    with ready(tmp_path, OPTION_ENTRYPOINT="djl_python.echo", OPTION_BATCH_SIZE="1") as (_, http):
-        answer = http.post("/invocations", json={"inputs": "a", "parameters": {"max_new_tokens": 2}})
+    variables = {"OPTION_ENABLE_STATEFUL_SESSIONS": "true", "OPTION_SESSIONS_PATH": str(tmp_path / "sessions")}
+    with ready(tmp_path, OPTION_ENTRYPOINT="djl_python.echo", OPTION_BATCH_SIZE="1", **variables) as (_, http):
+        answer = http.post("/invocations", json=QUESTION)
         assert answer.json() == {"generated_text": " a a"}
+        check_sessions(http)
     assert len(tree(tmp_path / "model")) == 2
+
+
+def check_sessions(http: httpx.Client) -> None:
+    """Open, use and close a session, as InvokeEndpoint with SessionId does."""
+
+    def ask(body: dict[str, Any], session: str) -> httpx.Response:
+        return http.post("/invocations", json=body, headers={SESSION: session})
+
+    opened = ask({"requestType": "NEW_SESSION"}, "NEW_SESSION")
+    session, expires = opened.headers[SESSION].split("; Expires=")
+    assert (opened.status_code, len(expires)) == (200, len("2030-01-01T00:00:00Z"))
+    assert ask(QUESTION, session).status_code == 200
+    closed = ask({"requestType": "CLOSE"}, session)
+    assert (closed.status_code, closed.headers["X-Amzn-SageMaker-Closed-Session-Id"]) == (200, session)
+    assert ask(QUESTION, session).status_code >= 400
 
 
 def test_a_model_among_the_additional_data_sources(tmp_path: Path) -> None:
