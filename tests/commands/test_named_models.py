@@ -113,7 +113,7 @@ def test_explain_and_check_fetch_what_serve_would(variables: dict[str, str], tmp
     ("argument", "message"),
     [
         ("team/other", "team/other: there is no such directory, and the hub has no such model, or it is private"),
-        ("other", "other: there is no such directory; a model is a directory, an archive, a file in GGUF, owner/name"),
+        ("other", "other: there is no such directory; a model is a directory, an archive, a file in GGUF, a model"),
         ("none.tar.gz", "none.tar.gz: there is no such directory; a model is a directory, an archive,"),
         ("s3://absent/model", "there is no bucket absent"),
         ("https://example.com/m.tar.gz", "the server fetches no model over HTTP; download it and name the local"),
