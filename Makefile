@@ -61,10 +61,9 @@ test-image: $(SETUP) demo-model ## Build the container images slim and cpu, and 
 	LMI_TEST_IMAGE=lmi-server LMI_TEST_SLIM_IMAGE=lmi-server-slim LMI_TEST_DOCKER=$(DOCKER) \
 	  $(BIN)/python -m pytest -m image tests/packaging
 
+LINT := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 lint: $(SETUP) ## Run ruff and mypy
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(LINT)
 
 # Tests of one file share their servers, so a file stays in one process; tests/support/schedule.py says which files start
 # first. Each process may run servers of engines, of about 2 GiB each.
@@ -74,8 +73,11 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reor
 test-unit: $(SETUP) ## Run the tests that start no server and load no model (half a minute)
 	$(PYTEST) -m "not slow" tests/unit tests/configuration tests/dialects
 
-check: lint ## Run ruff, mypy and the tests that are not slow (three minutes)
-	$(PYTEST) -m "not slow"
+# mypy is one process, and the tests wait now and then: side by side they leave no core idle.
+check: $(SETUP) ## Run ruff, mypy and the tests that are not slow (two to three minutes)
+	@{ $(LINT); } > $(VENV)/lint.log 2>&1 & linting=$$!; \
+	$(PYTEST) -m "not slow"; tested=$$?; \
+	wait $$linting; linted=$$?; cat $(VENV)/lint.log; exit $$((tested + linted))
 
 # One core compiles the kernels while the other runs the linters. Several processes of the tests, and both ranks of a
 # split model, would each compile them otherwise.
