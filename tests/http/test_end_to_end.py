@@ -192,26 +192,25 @@ def test_mixed_requests_get_what_generate_gives_each_alone(exact: Server, demo_m
     check_against_generate(server=exact, jobs=jobs, expected=expected)
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "message"),
-    [
-        (b"{", 424, "JSON"),
-        (b'{"inputs": ""}', 424, "inputs"),
-        (b'{"inputs": 5}', 424, "inputs"),
-        (b'{"parameters": {}}', 424, "inputs"),
-        (b'{"inputs": "a", "parameters": {"max_new_tokens": 0}}', 424, "max_new_tokens"),
-        (b'{"inputs": "%s"}' % (b"a " * 9000), 424, "8192"),
-        (b'{"inputs": "a", "parameters": {"temperature": "hot"}}', 424, "temperature"),
-    ],
-)
-def test_bad_requests_are_named_and_disturb_nobody(exact: Server, body: bytes, status: int, message: str) -> None:
+BAD_REQUESTS = {
+    b"{": "JSON",
+    b'{"inputs": ""}': "inputs",
+    b'{"inputs": 5}': "inputs",
+    b'{"parameters": {}}': "inputs",
+    b'{"inputs": "a", "parameters": {"max_new_tokens": 0}}': "max_new_tokens",
+    b'{"inputs": "%s"}' % (b"a " * 9000): "8192",
+    b'{"inputs": "a", "parameters": {"temperature": "hot"}}': "temperature",
+}
+
+
+def test_bad_requests_are_named_and_disturb_nobody(exact: Server) -> None:
     headers = {"content-type": "application/json"}
     with exact.http.stream("POST", "/invocations", json={"inputs": "a", "stream": True}) as good:
-        reply = exact.http.post("/invocations", content=body, headers=headers)
+        replies = [exact.http.post("/invocations", content=body, headers=headers) for body in BAD_REQUESTS]
         lines = [json.loads(line) for line in good.iter_lines()]
-    assert reply.status_code == status
-    assert reply.json()["code"] == status
-    assert message in reply.json()["message"]
+    answers = [(reply.status_code, reply.json()["code"], reply.json()["message"]) for reply in replies]
+    asked = zip(BAD_REQUESTS.values(), answers, strict=True)
+    assert [pair for pair in asked if pair[1][:2] != (424, 424) or pair[0] not in pair[1][2]] == []
     assert lines[-1]["generated_text"]
 
 

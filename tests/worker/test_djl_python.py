@@ -235,7 +235,7 @@ def test_headers_beyond_ascii_are_sent_as_latin_1(server: Server) -> None:
 
 
 def test_requests_in_a_batch(tmp_path: Any) -> None:
-    with serving_own(tmp_path, CODE, batch_size=3, max_batch_delay=300) as server:
+    with serving_own(tmp_path, CODE, batch_size=3, max_batch_delay=60_000) as server:
         expressions = ["1", "2", "dict(i.properties)['X-Mine']"]
         sent = [{"x-eval": expression, "X-Mine": "a"} for expression in expressions]
         sent[1]["handler"] = "another"
@@ -247,7 +247,7 @@ def test_requests_in_a_batch(tmp_path: Any) -> None:
 
 
 def test_a_batch_keeps_its_code(tmp_path: Any) -> None:
-    with serving_own(tmp_path, CODE, batch_size=3, max_batch_delay=300, handler="batched") as server:
+    with serving_own(tmp_path, CODE, batch_size=3, max_batch_delay=60_000, handler="batched") as server:
         with ThreadPoolExecutor() as threads:
             answers = list(threads.map(lambda _: server.http.post("/invocations"), range(3)))
         assert [(answer.status_code, answer.reason_phrase, answer.text) for answer in answers] == [
@@ -298,7 +298,7 @@ def test_a_rolling_batch_gets_the_body_alone(rolling: Server) -> None:
 
 
 def test_a_request_of_a_batch_without_an_answer_is_400(tmp_path: Any) -> None:
-    with serving_own(tmp_path, CODE, batch_size=2, max_batch_delay=300, handler="halved") as server:
+    with serving_own(tmp_path, CODE, batch_size=2, max_batch_delay=60_000, handler="halved") as server:
         with ThreadPoolExecutor() as threads:
             answers = list(threads.map(lambda _: server.http.post("/invocations"), range(2)))
         assert sorted(answer.status_code for answer in answers) == [200, 400]
