@@ -111,6 +111,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=longest_first)
 
 
+def pytest_collection_finish() -> None:
+    """Keep what the modules have imported out of garbage collections, which would walk millions of objects each."""
+    model_imports.imported()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesTogether | None:
     return FilesTogether(config, log) if config.getoption("dist") == "loadfile" else None
