@@ -42,7 +42,8 @@ class RayCluster:
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
 
     def deploy(self, *models: Any) -> None:
-        from lmi_server.ray.application import APPLICATION, IngressSettings, application
+        from lmi_server.ray.application import IngressSettings, application
+        from lmi_server.ray.deployment import APPLICATION
 
         settings = IngressSettings(host="127.0.0.1", port=self.port, drain_timeout_s=60)
         self._serve.run(application(models, settings), name=APPLICATION, route_prefix=None)
