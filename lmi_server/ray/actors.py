@@ -17,7 +17,7 @@ from ray import serve
 from lmi_server.ray.announcements import ANNOUNCEMENT, watch
 from lmi_server.ray.autoscaling import ONGOING
 from lmi_server.ray.child import Child
-from lmi_server.ray.messages import Drain, FromReplica, Models, NotServing, Ongoing, Replicas, Serving, Start
+from lmi_server.ray.messages import Drain, FromReplica, Models, NotServing, Ongoing, Replicas, Serving, Start, Wanted
 from lmi_server.ray.ranks import FurtherRanks
 from lmi_server.supervisor.remote import RemotePlace
 
@@ -115,9 +115,10 @@ class Ingress:
         self._replicas: dict[str, Replicas] = {}
         self._handles: dict[str, Any] = {}
         self._names: dict[str, str] = {}  # of models, by deployment
+        self._waking: set[str] = set()  # models of which a replica is being started
         self._ending = False
         arguments = [_INGRESS_PROCESS, host, str(port), str(drain_timeout_s)]
-        self._child = Child(arguments, {}, lambda line: None, self._on_end)
+        self._child = Child(arguments, {}, self._on_line, self._on_end)
 
     async def __call__(self) -> dict[str, Any]:
         """Return the address of the front end, and the number of replicas of each model."""
@@ -168,6 +169,20 @@ class Ingress:
         if after != before:
             self._replicas[name] = after
             self._tell()
+
+    def _on_line(self, text: bytes) -> None:
+        self._loop.call_soon_threadsafe(self._wake, msgspec.json.decode(text, type=Wanted).name)
+
+    def _wake(self, name: str) -> None:
+        """Have Ray start a replica of a model that has none: it does so for a call by a handle, which waits for it."""
+        deployments = [deployment for deployment, model in self._names.items() if model == name]
+        if deployments and name not in self._waking:
+            self._waking.add(name)
+            task = self._loop.create_task(self._call(deployments[0]))
+            task.add_done_callback(lambda _: self._waking.discard(name))
+
+    async def _call(self, deployment: str) -> None:
+        await self._handles[deployment].remote()
 
     def _tell(self) -> None:
         self._child.tell(Models(list(self._replicas.values())))

@@ -1,8 +1,8 @@
 """What a Ray actor and the process beside it tell each other: one message of JSON per line.
 
 The actor of a replica writes one Start to its process, which answers with one Serving or NotServing, then with Ongoing.
-The actor of an ingress writes Replicas whenever one comes or goes. The end of the actor's pipe means that it is dead.
-Requests and answers never come this way.
+The actor of an ingress writes Models whenever a replica comes or goes, and its process writes Wanted. The end of the
+actor's pipe means that it is dead. Requests and answers never come this way.
 """
 
 from __future__ import annotations
@@ -85,6 +85,12 @@ class Models(msgspec.Struct, frozen=True):
     """Every model of the application."""
 
     models: list[Replicas]
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """A request for the model `name` waits, and there is no replica."""
+
+    name: str
 
 
 def line(message: msgspec.Struct) -> bytes:

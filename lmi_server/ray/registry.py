@@ -18,7 +18,7 @@ from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.configuration.resolve import ResolvedModel
 from lmi_server.contract.errors import BadParameterError
 from lmi_server.contract.protocol import Adapter, Load
-from lmi_server.ray.messages import Described, Models, Replicas
+from lmi_server.ray.messages import Described, Models, Replicas, Wanted, line
 from lmi_server.ray.remote_replicas import ClusterPool
 from lmi_server.serving.adapters import RegisteredAdapter
 from lmi_server.serving.model_store import ModelSource
@@ -43,8 +43,8 @@ class ClusterRegistry(ModelRegistry):
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(limit=_LONGEST_LINE)
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-        while line := await reader.readline():
-            await self.update(msgspec.json.decode(line, type=Models))
+        while told := await reader.readline():
+            await self.update(msgspec.json.decode(told, type=Models))
         os.kill(os.getpid(), signal.SIGTERM)
 
     async def update(self, models: Models) -> None:
@@ -69,6 +69,8 @@ class ClusterRegistry(ModelRegistry):
         raise BadParameterError(_ELSEWHERE)
 
     async def _make_pool(self, model: Model) -> WorkerPool:
+        if not self._described[model.name].is_set():
+            _want(model.name)  # it may be one without a replica, of which Ray can tell nothing
         await self._described[model.name].wait()
         replicas = self._replicas[model.name]
         described = replicas.model
@@ -76,9 +78,15 @@ class ClusterRegistry(ModelRegistry):
         model.source = ModelSource(described.url, model.name)
         resolved = _resolved(model.name, described)
         self._settle_configuration(model, resolved)
-        pool = ClusterPool(_pool_settings(resolved, described, replicas, self._log_level), self._on_metric)
+        settings = _pool_settings(resolved, described, replicas, self._log_level)
+        pool = ClusterPool(settings, self._on_metric, lambda: _want(model.name))
         pool.replicas.update(replicas.places)
         return pool
+
+
+def _want(name: str) -> None:
+    """Tell the actor that a model needs a replica."""
+    os.write(sys.stdout.fileno(), line(Wanted(name)))
 
 
 def _resolved(name: str, described: Described) -> ResolvedModel:

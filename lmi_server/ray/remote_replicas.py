@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from lmi_server.contract.errors import BadParameterError, ModelLoadError
+from lmi_server.contract.metrics import MetricSink
 from lmi_server.machine.devices import DeviceSet
 from lmi_server.serving.pool import WorkerPool
+from lmi_server.serving.pool_settings import PoolSettings
 from lmi_server.supervisor.remote import RemotePlace
 from lmi_server.supervisor.replicas import Backoff, LoadPlan, Owner, Replicas
 from lmi_server.supervisor.worker_process import WorkerProcess
@@ -28,13 +30,17 @@ class _Connection:
 
 
 class RemoteReplicas:
-    """Keeps a connection to every replica. How many there are is Ray's business: nothing here starts or ends one."""
+    """Keeps a connection to every replica. How many there are is Ray's business: nothing here starts or ends one.
 
-    def __init__(self, plan: LoadPlan, owner: Owner) -> None:
+    `on_wanted` is called when a request waits and there is no replica.
+    """
+
+    def __init__(self, plan: LoadPlan, owner: Owner, on_wanted: Callable[[], None]) -> None:
         self.devices = DeviceSet()
         self.min_workers = self.max_workers = 0
         self._plan = plan
         self._owner = owner
+        self._on_wanted = on_wanted
         self._connections: dict[str, _Connection] = {}
         self._ending: set[_Connection] = set()
 
@@ -68,10 +74,11 @@ class RemoteReplicas:
         """Do nothing: replicas have the level of their deployment."""
 
     def can_grow(self) -> bool:
-        return False
+        """Return whether there is no replica. Otherwise Ray counts the requests of each, and adds one."""
+        return not self._connections
 
     def grow(self) -> None:
-        """Do nothing: Ray counts the requests of each replica, and adds one."""
+        self._on_wanted()
 
     def retire_idle(self, now: float, max_idle_s: float) -> None:
         """Do nothing: Ray ends idle replicas."""
@@ -121,10 +128,14 @@ class RemoteReplicas:
 
 
 class ClusterPool(WorkerPool):
-    """The pool of a front end whose workers are replicas of a cluster."""
+    """The pool of a front end whose workers are replicas of a cluster; see `RemoteReplicas` for `on_wanted`."""
+
+    def __init__(self, settings: PoolSettings, on_metric: MetricSink, on_wanted: Callable[[], None]) -> None:
+        self._on_wanted = on_wanted
+        super().__init__(settings, on_metric)
 
     def _make_replica_sets(self, plan: LoadPlan) -> Sequence[Replicas]:
-        self.replicas = RemoteReplicas(plan, self)
+        self.replicas = RemoteReplicas(plan, self, self._on_wanted)
         return [self.replicas]
 
     async def scale(self, min_workers: int | None, max_workers: int | None, device: int | None = None) -> None:

@@ -51,6 +51,15 @@ def scaled(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
 
 
 @pytest.fixture(scope="module")
+def asleep(scaled: Deployment, tmp_path_factory: pytest.TempPathFactory) -> Deployment:
+    """Return a model that has no replica while nobody asks for it."""
+    directory = echo_model(tmp_path_factory.mktemp("models") / "asleep", 5)
+    assert scaled.autoscaling is not None
+    scaling = replace(scaled.autoscaling, min_replicas=0, max_replicas=1)
+    return replace(deployment_of(directory, {}), autoscaling=scaling)
+
+
+@pytest.fixture(scope="module")
 def ranked(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
     """Return a model whose replica has two ranks with a GPU each, which Ray takes to be there."""
     directory = echo_model(tmp_path_factory.mktemp("models") / "ranked", 5, load_on_devices="cpu")
@@ -60,9 +69,9 @@ def ranked(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
 
 
 def test_models_are_served_as_on_one_machine(
-    cluster: RayCluster, fixed: Path, scaled: Deployment, ranked: Deployment
+    cluster: RayCluster, fixed: Path, scaled: Deployment, ranked: Deployment, asleep: Deployment
 ) -> None:
-    cluster.deploy(deployment_of(fixed, {}), scaled, ranked)
+    cluster.deploy(deployment_of(fixed, {}), scaled, ranked, asleep)
     cluster.until_ready("fixed", 3)
     cluster.until_ready("scaled", 1)
     body = {"model": "fixed", "messages": [{"role": "user", "content": "a b"}], "max_tokens": 2}
@@ -93,6 +102,12 @@ def test_ray_scales_by_what_replicas_hold_and_ends_no_stream(cluster: RayCluster
     assert set(load.streams) == set(few.streams) == {"whole"}
 
 
+def test_a_request_wakes_a_model_without_replicas(cluster: RayCluster) -> None:
+    cluster.until_ready("asleep", 0)
+    answer = cluster.http.post("/predictions/asleep", json={"inputs": "a b", "parameters": {"max_new_tokens": 2}})
+    assert answer.json() == {"generated_text": " a b"}
+
+
 def test_a_killed_replica_costs_streams_alone(cluster: RayCluster) -> None:
     with loaded(cluster, "fixed") as load:
         cluster.kill(cluster.replicas("fixed")[0])
@@ -111,14 +126,14 @@ def test_a_controller_that_starts_again_costs_nothing(cluster: RayCluster) -> No
 
 
 def test_a_new_version_replaces_replicas_and_loses_nothing(
-    cluster: RayCluster, fixed: Path, scaled: Deployment, ranked: Deployment
+    cluster: RayCluster, fixed: Path, scaled: Deployment, ranked: Deployment, asleep: Deployment
 ) -> None:
     before = set(cluster.replicas("fixed"))
     properties = fixed / "serving.properties"
     properties.write_text(properties.read_text().replace("delay_ms=5", "delay_ms=4"))
     others = set(cluster.replicas("scaled"))
     with loaded(cluster, "fixed") as load:
-        cluster.deploy(deployment_of(fixed, {}), scaled, ranked)
+        cluster.deploy(deployment_of(fixed, {}), scaled, ranked, asleep)
         wait_until(lambda: not before & set(cluster.replicas("fixed")), "every replica is a new one")
         cluster.until_ready("fixed", 3)
     assert set(load.endings) == {"200"}
