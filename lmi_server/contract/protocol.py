@@ -276,6 +276,7 @@ class Stats(Message, frozen=True):
 class Leaving(Message, frozen=True):
     """The worker takes no more requests: it gives back what arrives, finishes what it holds, and closes the link.
 
+    The front end answers with Shutdown, behind the last request that it sent; only then may the link be closed.
     Only workers that others than the front end may end send it: the replicas of a cluster.
     """
 

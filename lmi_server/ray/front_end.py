@@ -56,6 +56,7 @@ class FrontEnd:
         self._items: list[Item] = []
         self._reported_at = 0.0
         self._leaving = False
+        self._is_last_known = False  # the front end has said that it sends no more requests
         self._calls: set[asyncio.Task[None]] = set()
         self.link: FrontendLink = frontend_link(self._on_message, self._on_lost)
 
@@ -74,7 +75,6 @@ class FrontEnd:
         if not self._leaving:
             self._leaving = True
             self.link.send(Leaving())
-            self._close_if_done()
 
     def report(self) -> None:
         """Send the heartbeat."""
@@ -102,7 +102,9 @@ class FrontEnd:
                 self._calls.add(call)
                 call.add_done_callback(self._calls.discard)
             case Shutdown():
+                self._is_last_known = True
                 self.leave()
+                self._close_if_done()
             case _:  # a pool of its own recalls nothing, and loads what the actor says
                 logger.warning("a front end sent a %s, which a replica does not take", type(message).__name__)
 
@@ -147,7 +149,7 @@ class FrontEnd:
         self._jobs.pop(number, None)
 
     def _close_if_done(self) -> None:
-        if self._leaving and not self._jobs and not self._items:
+        if self._is_last_known and not self._jobs and not self._items:
             self.link.close()
 
     def _on_lost(self) -> None:

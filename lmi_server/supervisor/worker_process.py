@@ -193,8 +193,9 @@ class WorkerProcess:
                 cause = error_from_kind(kind, text)
                 self._fail_loading(cause if isinstance(cause, ModelLoadError) else ModelLoadError(cause.message))
             case Leaving():
-                self.is_retiring = True
                 self._on_ending(self)
+                self._link.send(Shutdown(0.0))  # tells the worker that no request is on its way any more
+                self.is_retiring = True
 
     # --- what ends ---
 
