@@ -131,3 +131,21 @@ def own_gpu(rank: Rank) -> torch.device | None:
     device = torch.device("cuda", rank.rank)
     torch.cuda.set_device(device)
     return device
+
+
+def describe_gpus() -> tuple[list[str], str | None]:
+    """Return what `lmi-server devices` says of torch and the GPUs that it can use, and the fault of the others."""
+    accelerator, granted = shown_gpus(process_environment())
+    found = torch_gpus()
+    kind = found.build if found.has_cuda else f"{found.build}, built for CPUs"
+    lines = [kind, *(_line(index, found.capabilities[index]) for index in range(found.count))]
+    return lines, gpu_fault([gpu.name for gpu in granted], accelerator.variables[0], found)
+
+
+def _line(index: int, capability: _Capability) -> str:
+    free, total = (size / 2**30 for size in torch.cuda.mem_get_info(index))
+    dtype = "fp16" if torch.version.hip is None and capability < _BF16_SINCE else "bf16"
+    return (
+        f"cuda:{index}: {torch.cuda.get_device_name(index)}, compute capability {'.'.join(map(str, capability))},"
+        f" {free:.1f} of {total:.1f} GiB free; checkpoints in bf16 are loaded as {dtype}"
+    )

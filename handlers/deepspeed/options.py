@@ -100,9 +100,6 @@ class DeepSpeedOptions(RollingBatchOptions):
     low_cpu_mem_usage: Annotated[bool, NoEffect("transformers always does so")] = Field(
         True, description="Load weights one by one instead of taking twice the model's memory."
     )
-    enable_cuda_graph: bool = Field(
-        False, description="Capture the forward pass of DeepSpeed's kernels as a CUDA graph; on one GPU only."
-    )
     triangular_masking: bool = Field(True, description="Mask attention to later tokens in DeepSpeed's kernels.")
     return_tuple: bool = Field(
         True, description="Return a tuple instead of a tensor from the layers of DeepSpeed's kernels."
@@ -207,6 +204,8 @@ class DeepSpeedOptions(RollingBatchOptions):
             yield from without_effect(given, "option.quantize=smoothquant", ["option.smoothquant_alpha"])
         if self.rolling_batch != "disable":
             yield from without_effect(given, "option.rolling_batch=disable", ["option.enable_streaming"])
+        else:
+            yield from without_effect(given, "option.rolling_batch=deepspeed", ["option.enable_cuda_graph"])
 
 
 def runs_whole_tasks(workload: Workload) -> bool:

@@ -63,6 +63,7 @@ class SlotAttention:
         self._threads = torch.get_num_threads()
         self._rows = StepRows(np.empty(0, np.int64), np.empty(0, np.int64), [])
         self._groups: list[_ChunkGroup] = []
+        self._decoding: SingleRows | None = None
         AttentionInterface.register(name, self)
 
     def row_by_row(self, start: int, end: int) -> bool:
@@ -73,6 +74,11 @@ class SlotAttention:
         """Set what the rows of the next forward pass are."""
         self._rows = rows
         self._groups = _groups(rows.chunks)
+        self._decoding = None
+
+    def begin_decoding(self, rows: SingleRows) -> None:
+        """Set the rows of the next forward passes, all of which decode; only for a cache on a GPU."""
+        self._decoding = rows
 
     def kept(self, layer: int) -> tuple[np.ndarray, np.ndarray] | None:
         """Return a layer's keys and values as the kernels see them; None if the kernels do not support this cache."""
@@ -97,10 +103,14 @@ class SlotAttention:
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        out = query.new_zeros((query.shape[2], query.shape[1], value.shape[3]))  # padding rows stay zero
         settings = AttentionSettings(float(scaling), int(sliding_window or 0), float(softcap or 0.0), self._threads)
         layer: int = module.layer_idx
         key, value = self._operators.harmless(key), self._operators.harmless(value)
+        if self._decoding is not None:
+            assert isinstance(self._operators, _TorchAttention)
+            rows = (query[0], key[0], value[0], self._decoding)
+            return self._operators.attend_rows(layer, *rows, settings).unsqueeze(0), None
+        out = query.new_zeros((query.shape[2], query.shape[1], value.shape[3]))  # padding rows stay zero
         if len(self._rows.slots):
             self._operators.attend_single(layer, query[0], key[0], value[0], self._rows, out, settings)
         for group in self._groups:

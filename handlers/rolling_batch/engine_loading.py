@@ -15,6 +15,7 @@ import torch
 from handlers.checkpoints.transformers_loading import eos_token_ids
 from handlers.rolling_batch.attention import UnsupportedAttentionError
 from handlers.rolling_batch.communicator import Communicator
+from handlers.rolling_batch.decode_graphs import CudaCapture
 from handlers.rolling_batch.device_memory import (
     StepSize,
     enough_for_steps,
@@ -119,6 +120,7 @@ def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -
         _refuse_chunked_attention(model.config, max_len)
         with enough_for_steps(runner, limits.kv_tokens, step):
             runner.prepare(limits.slots, max_len)
+        graphs = runner.capture(limits.max_running, CudaCapture) if options.enable_cuda_graph else 0
     engine = RollingBatchEngine(runner, Scheduler(limits), tokenizer, eos_token_ids(model, tokenizer), max_len)
     prompts = PromptEncoder(tokenizer)
     with enough_for_steps(runner, limits.kv_tokens, step):
@@ -137,6 +139,7 @@ def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -
         "schedule_policy": limits.policy,
         **loaded.details,
         "fused_modules": runner.fused,
+        **({"cuda_graphs": graphs} if options.enable_cuda_graph else {}),
         "load_seconds": round(time.perf_counter() - began, 1),
     }
     return LoadedEngine(engine, prompts, max_len, limits.kv_tokens, details)

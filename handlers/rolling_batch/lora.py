@@ -99,6 +99,11 @@ class LoraLayers:
         self._rows: _Rows | None = None  # of the current pass; None if no row has an adapter
         self._head_rows: _Rows | None = None
 
+    @property
+    def is_active(self) -> bool:
+        """Whether a row of the pass has an adapter."""
+        return bool(self._hooks)
+
     def check(self, adapter: Mapping[str, LoraPair]) -> None:
         """Raise RequestError, naming the layer, if the adapter does not fit the model."""
         refuse_foreign(

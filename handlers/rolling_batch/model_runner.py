@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from handlers.rolling_batch.attention import (
     probe_layers,
 )
 from handlers.rolling_batch.communicator import Communicator, GroupBrokenError
+from handlers.rolling_batch.decode_graphs import Capture, DecodeGraphs, captured, not_captured
 from handlers.rolling_batch.decoder_layers import fuse_decoder_layers
 from handlers.rolling_batch.decoder_model import DecoderModel
 from handlers.rolling_batch.fusion import fuse
@@ -73,6 +75,7 @@ class ModelRunner:
         self._attention: SlotAttention
         self._decoder: DecoderModel | None = None
         self._lora: LoraLayers | None = None  # None until the first adapter
+        self._graphs: DecodeGraphs | None = None
         self._copies_due: list[Copy] = []  # to be made before anything else of the next step
 
     @property
@@ -114,6 +117,28 @@ class ModelRunner:
             self.fused["decoder_layers"] = fuse_decoder_layers(self._model, self._attention_layers, self._attention)
             self._decoder = DecoderModel.of(self._model, self._attention) if self._keeps_rows else None
             self.fused["models"] = int(self._decoder is not None)
+
+    def capture(self, rows: int, capture: Callable[[], Capture]) -> int:
+        """Record decoding of up to `rows` rows; return the number of recorded shapes, 0 if steps run eagerly."""
+        reason = self._uncapturable()
+        if reason is not None:
+            not_captured(reason)
+            return 0
+        limits = (rows, self.cache.max_len, self._device)
+        self._graphs = captured(
+            lambda: DecodeGraphs(self._model, self._attention, *limits, capture()), self._decoded_eagerly
+        )
+        return 0 if self._graphs is None else self._graphs.shapes
+
+    def _uncapturable(self) -> str | None:
+        if self._device.type == "cpu":
+            return "the model is on the CPU"
+        if self._communicator is not None:
+            return "the model is split over ranks"
+        return "the model is spread over several devices" if is_spread(self._model) else None
+
+    def _decoded_eagerly(self, token_ids: list[int], positions: list[int], slots: list[int]) -> torch.Tensor:
+        return self._compute(Pass(token_ids, positions, slots, [], [0], [], []))
 
     @property
     def lora(self) -> LoraLayers:
@@ -179,6 +204,8 @@ class ModelRunner:
         later = {chunk.slot for chunk in step.chunks if chunk.source != chunk.slot}
         self._copies_due = [copy for copy in step.copies if copy.target in later]
         self._copy([copy for copy in step.copies if copy.target not in later])
+        if self._graphs is not None and not step.chunks and (self._lora is None or not self._lora.is_active):
+            return self._graphs.logits(step.token_ids, step.positions, step.slots)
         singles = np.array(step.positions[: len(step.slots)], np.int64)
         self._attention.begin(StepRows(np.array(step.slots, np.int64), singles, step.chunks))
         with torch.inference_mode():

@@ -44,3 +44,8 @@ class RollingBatchOptions(ModelOptions):
     kv_cache_memory_gb: PositiveFloat | None = Field(
         None, description="Maximum memory of the KV cache in GiB; it overrides option.mem_fraction_static."
     )
+    enable_cuda_graph: bool = Field(
+        False,
+        description="Record decoding as CUDA graphs when the model loads: on one GPU, for requests without adapters."
+        " Everything else, and a model that cannot be recorded, runs eagerly, and the log says why.",
+    )

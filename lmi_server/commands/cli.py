@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version as distribution_version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 from rich.console import Console
@@ -19,7 +19,8 @@ from lmi_server.artifacts.location import MODEL_FILE_SUFFIXES, MODEL_FORMS
 from lmi_server.commands import ray
 from lmi_server.commands.bench import bench
 from lmi_server.commands.terminal import plain_configuration_errors
-from lmi_server.configuration.handlers import HANDLERS
+from lmi_server.configuration.handlers import DESCRIBE_GPUS, HANDLERS
+from lmi_server.configuration.handlers import load as load_by_name
 from lmi_server.configuration.resolve import Inspection, inspect_model
 from lmi_server.configuration.server_settings import (
     ServerSettings,
@@ -34,6 +35,8 @@ from lmi_server.explain.explanation import Explanation
 from lmi_server.explain.explanation import explain as explain_model
 from lmi_server.machine import model_imports
 from lmi_server.machine.descriptors import send_errors_to_output
+from lmi_server.machine.device_tools import Gpu
+from lmi_server.machine.devices import nvidia_driver
 from lmi_server.machine.environment import is_multi_model, log_stream, process_environment, set_region
 from lmi_server.machine.inventory import this_machine, with_gpu_memory
 from lmi_server.ray.recommendation import CONTEXT, find_accelerator, find_model
@@ -194,6 +197,36 @@ def check(
     if not found.can_be_served:
         raise typer.Exit(2)
     typer.echo(f"{model}: {len(found.warnings)} warnings, no problem")
+
+
+@app.command()
+def devices() -> None:
+    """Show the GPUs of this machine with driver and free memory, and whether torch can use them.
+
+    Exit codes: 0 torch can use them, or there are none; 2 it cannot.
+    """
+    environment = process_environment()
+    machine = with_gpu_memory(this_machine(environment), environment)
+    typer.echo(nvidia_driver() or "NVIDIA's driver is not loaded")
+    for gpu in machine.gpus:
+        sizes = [f"{size / 2**30:.1f} GiB {kind}" for size, kind in _sizes(gpu) if size is not None]
+        typer.echo(f"{machine.gpu_accelerator.noun} {gpu.name}: {', '.join(sizes) or 'its memory was not measured'}")
+    if not machine.gpus:
+        typer.echo("no GPU is visible: models run on the CPU")
+    try:
+        describe = cast("Callable[[], tuple[list[str], str | None]]", load_by_name(DESCRIBE_GPUS))
+        lines, fault = describe()
+    except ImportError as error:
+        lines, fault = [f"torch is not installed: {error}"], None
+    for line in lines:
+        typer.echo(line)
+    if fault is not None:
+        Console(stderr=True).print(fault, style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2)
+
+
+def _sizes(gpu: Gpu) -> Sequence[tuple[int | None, str]]:
+    return (gpu.free_bytes, "free"), (gpu.total_bytes, "in all")
 
 
 def _explain(argument: str) -> Explanation:

@@ -368,6 +368,9 @@ _OWN_CODE = HandlerSpec(
     runs_user_code=True,
 )
 
+DESCRIBE_GPUS = "handlers.checkpoints.gpus:describe_gpus"
+"""What `lmi-server devices` asks about torch, which the server itself does not import."""
+
 HANDLERS = HandlerTable(
     specs=(
         _HUGGING_FACE,

@@ -17,6 +17,7 @@ CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 ALL_DEVICES = "*"
 
 _GPUS = Path("/proc/driver/nvidia/gpus")
+_DRIVER = Path("/proc/driver/nvidia/version")
 _GPU = re.compile(r"(?:gpu|nc|hpu)?(\d+)")
 _CPU = ("cpu", "-1")
 
@@ -97,6 +98,11 @@ def _known(entries: Sequence[str], installed: int) -> Iterator[str]:
 def installed_gpus() -> int:
     """Return the number of NVIDIA GPUs that the driver knows. It reads /proc: loading CUDA here would take seconds."""
     return len(list(_GPUS.iterdir())) if _GPUS.is_dir() else 0
+
+
+def nvidia_driver() -> str | None:
+    """Return the first line of what NVIDIA's driver says of itself, with its version; None if it is not loaded."""
+    return _DRIVER.read_text().partition("\n")[0] if _DRIVER.is_file() else None
 
 
 def plan_devices(

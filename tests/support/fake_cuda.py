@@ -32,7 +32,8 @@ class FakeCuda:
         monkeypatch.setattr(torch.version, "cuda", self.version or None)
         for name in (
             "is_available", "device_count", "get_device_capability", "get_arch_list", "mem_get_info", "empty_cache",
-            "init", "set_device", "memory_allocated", "max_memory_allocated", "reset_peak_memory_stats",
+            "init", "set_device", "get_device_name", "memory_allocated", "max_memory_allocated",
+            "reset_peak_memory_stats",
         ):  # fmt: skip
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
         return self
@@ -45,6 +46,9 @@ class FakeCuda:
 
     def get_device_capability(self, device: Any = None) -> tuple[int, int]:
         return self.capability
+
+    def get_device_name(self, device: Any = None) -> str:
+        return "Fake GPU"
 
     def get_arch_list(self) -> list[str]:
         return [*self.architectures, "compute_90"]

@@ -11,11 +11,13 @@ import torch
 from fake_cuda import GIB, FakeCuda
 from tiny_models import byte_tokenizer, tiny_model
 from transformers import AutoConfig
+from typer.testing import CliRunner
 
 from handlers.checkpoints import transformers_loading
 from handlers.checkpoints.gpus import TorchGpus, gpu_fault, own_gpu, usable_gpus
 from handlers.checkpoints.options import TransformersOptions
 from handlers.checkpoints.quantization import rounds_activations
+from lmi_server.commands.cli import app
 from lmi_server.contract.errors import ModelLoadError, ModelMemoryError
 from lmi_server.contract.ranks import Rank
 
@@ -141,3 +143,31 @@ def test_layers_of_8_bits_on_a_gpu_are_judged_as_rounded() -> None:
     assert not rounds_activations(model)
     model.model.layers[0].mlp.up_proj = Linear8bitLt(64, 96)
     assert rounds_activations(model)
+
+
+def devices(directory: Path, **variables: str) -> tuple[int, str]:
+    """Return what `lmi-server devices` answers if `directory` alone has the tools of vendors."""
+    result = CliRunner().invoke(app, ["devices"], env={"PATH": str(directory), **variables})
+    return result.exit_code, result.output
+
+
+def test_devices_shows_each_gpu_with_what_a_load_would_choose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    FakeCuda(capability=(7, 5)).install(monkeypatch)
+    code, output = devices(tmp_path)
+    assert code == 0
+    assert f"torch {torch.__version__} for CUDA 12.8" in output
+    chosen = "Fake GPU, compute capability 7.5, 14.0 of 16.0 GiB free; checkpoints in bf16 are loaded as fp16"
+    assert f"cuda:0: {chosen}" in output
+
+
+def test_devices_fails_with_the_remedy_if_torch_cannot_use_a_gpu(tmp_path: Path) -> None:
+    """amd-smi is a script here, which prints what the real one does for one GPU."""
+    tool = tmp_path / "amd-smi"
+    usage = '{"total_vram": {"value": 196592, "unit": "MB"}, "used_vram": {"value": 283, "unit": "MB"}}'
+    tool.write_text(f"""#!/bin/sh\necho '[{{"gpu": 0, "mem_usage": {usage}}}]'\n""")
+    tool.chmod(0o755)
+    code, output = devices(tmp_path)
+    assert code == 2
+    assert "GPU 0: 191.7 GiB free, 192.0 GiB in all" in output
+    assert "this worker has 1 GPU (HIP_VISIBLE_DEVICES=0), and torch" in output
+    assert "is built for CPUs; install the build of torch for GPUs, or set load_on_devices=cpu" in output
