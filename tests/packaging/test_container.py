@@ -201,7 +201,7 @@ def test_a_multi_model_endpoint_of_sagemaker(tmp_path: Path) -> None:
 
 
 def test_the_server_is_configured_as_in_the_containers_of_lmi(tmp_path: Path) -> None:
-    (tmp_path / "config.properties").write_text("job_queue_size=5\n")
+    (tmp_path / "config.properties").write_text("job_queue_size=5\nmanagement_clients=any\n")
     (tmp_path / "model.py").write_text(OWN_CODE)
     tmp_path.chmod(0o755)
     configured = ("--volume", f"{tmp_path}:/opt/djl/conf:ro")
