@@ -124,6 +124,8 @@ def _pool_settings(resolved: ResolvedModel, described: Described, replicas: Repl
         max_idle_s=serving.max_idle_time,
         parallel_loading=True,
         retry_threshold=serving.retry_threshold,
-        quarantine_s=serving.quarantine_time,
+        # A replica that ends says nothing of its requests: its node may have died, or somebody has killed it. Requests
+        # that end worker processes are found by the pool of the replica, which outlives them.
+        quarantine_s=0.0,
         prefix_affinity=True,
     )
