@@ -49,8 +49,9 @@ ENGINE_EXTRAS = (
     "stable-diffusion",
     "bitsandbytes",
     "compressed-tensors",
+    "ray",
 )
-TEST_EXTRAS = ("test", "bench")
+TEST_EXTRAS = ("test", "bench", "tune")
 WITHOUT_TORCH = frozenset(("hub", "mpi", "s3", "sklearn", "tasks", "xgboost"))
 # These bring the ordinary build of torch, whatever the machine has that they are installed on.
 WITH_CUDA = frozenset(("vllm-cuda",))

@@ -10,7 +10,7 @@ import asyncio
 import ssl
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -37,6 +37,11 @@ class Target:
     model: str
     dialect: Dialect
     stream: bool
+
+    def at(self, url: str) -> Target:
+        """Return the same on another server."""
+        host, port, prefix, tls = address(url)
+        return replace(self, host=host, port=port, prefix=prefix, tls=tls)
 
     def request(self, prompt: Prompt) -> bytes:
         """Return the bytes of a request."""

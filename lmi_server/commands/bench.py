@@ -78,11 +78,11 @@ def bench(
         runs = _arrivals(concurrency, rate, burstiness, ramp_to, duration, replay, workload)
         extent = Extent(_requests(requests, duration, replay), duration, timeout)
         plan = _Plan(
-            _target(url, api, model, stream, header or ()),
+            bench_target(url, api, model, stream, header or ()),
             runs,
             workload,
             extent,
-            _weights(adapters),
+            parse_weights(adapters),
             _limits(slo),
             seed,
         )
@@ -156,7 +156,8 @@ def _shown_in(live: Live, title: str) -> Callable[[Run], None]:
 # --- the arguments ---
 
 
-def _target(url: str, api: str, model: str, stream: bool, headers: Sequence[str]) -> Target:
+def bench_target(url: str, api: str, model: str, stream: bool, headers: Sequence[str]) -> Target:
+    """Return where requests go. Raises ConfigurationError if the API or a header is not known."""
     if api not in dialects.NAMES:
         raise ConfigurationError(f'--api "{api}" is not allowed; allowed: {", ".join(dialects.NAMES)}')
     pairs = [header.partition(":") for header in headers]
@@ -239,7 +240,8 @@ def _positive(name: str, text: str) -> float:
     return value
 
 
-def _weights(text: str | None) -> dict[str, float]:
+def parse_weights(text: str | None) -> dict[str, float]:
+    """Return adapters by weight of NAME=WEIGHT,... Raises ConfigurationError if one is no number above 0."""
     return {name: _positive(f"--adapters {name}", value or "1") for name, value in _pairs(text)}
 
 

@@ -19,6 +19,7 @@ from lmi_server.artifacts.location import MODEL_FILE_SUFFIXES, MODEL_FORMS
 from lmi_server.commands import ray
 from lmi_server.commands.bench import bench
 from lmi_server.commands.terminal import plain_configuration_errors
+from lmi_server.commands.tune import tune
 from lmi_server.configuration.handlers import DESCRIBE_GPUS, HANDLERS
 from lmi_server.configuration.handlers import load as load_by_name
 from lmi_server.configuration.resolve import Inspection, inspect_model
@@ -46,6 +47,7 @@ from lmi_server.serving.model_store import ModelSource, Startup, is_spec, startu
 app = typer.Typer(name="lmi-server", no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
 app.add_typer(ray.app)
 app.command()(bench)
+app.command()(tune)
 
 _log = logging.getLogger(__name__)
 _ONE_MODEL = f"Model: {MODEL_FORMS}. It is fetched first if it is not on this machine."

@@ -1,0 +1,262 @@
+"""`lmi-server tune`: searches the options of a model for the highest throughput within limits of latency."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from lmi_server.bench.workload import RandomPrompts, Recorded, Workload, read_prompts
+from lmi_server.commands.bench import bench_target, parse_weights
+from lmi_server.commands.terminal import plain_configuration_errors
+from lmi_server.contract.errors import ConfigurationError
+from lmi_server.machine.environment import process_environment
+from lmi_server.tune.measurement import Limits, Load, Measurement
+from lmi_server.tune.outcome import Trial, best_of, pareto
+from lmi_server.tune.result import as_json, difference, tuned_properties
+from lmi_server.tune.server import MODEL, trial_server
+from lmi_server.tune.space import Space, check_space, grid, parse_space, space_of_script
+
+_DURATION = re.compile(r"([0-9.]+)(ms|s|)")
+_NOT_INSTALLED = "lmi-server tune needs optuna; pip install lmi-server[tune] brings it"
+
+
+def tune(
+    directory: Annotated[Path, typer.Argument(metavar="MODEL", help="Model directory with a serving.properties.")],
+    option: Annotated[
+        list[str] | None,
+        typer.Option(help="What to try: NAME=8,16,32 or NAME=LOW:HIGH or NAME=LOW:HIGH:STEP; once per key."),
+    ] = None,
+    trials: Annotated[int, typer.Option(help="Settings to try, those of earlier calls included.")] = 40,
+    use_grid: Annotated[
+        bool, typer.Option("--grid", help="Try all combinations, as vLLM's auto_tune.sh does.")
+    ] = False,
+    max_p99_e2el: Annotated[str | None, typer.Option(help="Limit of the p99 end to end, such as 13s.")] = None,
+    max_p99_ttft: Annotated[str | None, typer.Option(help="Limit of the p99 to the first token, as 500ms.")] = None,
+    max_p99_tpot: Annotated[str | None, typer.Option(help="Limit of the p99 per output token, such as 50ms.")] = None,
+    min_cache_hit: Annotated[
+        str | None, typer.Option(help="Share of prompt tokens that must come from the prefix cache, such as 30%.")
+    ] = None,
+    concurrency: Annotated[int, typer.Option(help="Requests at a time, fewer where the limits demand it.")] = 32,
+    requests: Annotated[int, typer.Option(help="Requests of the run that judges a setting.")] = 128,
+    api: Annotated[str, typer.Option(help="API of the requests, as in lmi-server bench.")] = "completions",
+    input_tokens: Annotated[int | None, typer.Option(help="Words of random prompts; 128 by default.")] = None,
+    output_tokens: Annotated[int | None, typer.Option(help="Tokens that each generates; 128 by default.")] = None,
+    shared_prefix: Annotated[float, typer.Option(help="Share of random prompts that is the same in all.")] = 0.0,
+    data: Annotated[Path | None, typer.Option(help="Prompts, as in lmi-server bench.")] = None,
+    adapters: Annotated[
+        str | None, typer.Option(help="Adapters by weight, such as base=1,french=3, as they will be used.")
+    ] = None,
+    load_timeout: Annotated[float, typer.Option(help="Seconds in which the model must load.")] = 1800,
+    study: Annotated[Path, typer.Option(help="SQLite file of the search; the same call goes on where it was.")] = Path(
+        "lmi-tune.sqlite"
+    ),
+    seed: Annotated[int, typer.Option(help="Seed of the search and of the prompts.")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="File for all that was found.")] = None,
+    apply: Annotated[bool, typer.Option("--apply", help="Write the found values to the model's file.")] = False,
+) -> None:
+    """Search options of a model for the most output tokens per second within limits, and print what to change."""
+    variables = process_environment()
+    with plain_configuration_errors():
+        properties = _properties_of(directory)
+        space = {**space_of_script(variables), **parse_space(option or ())}
+        if not space:
+            raise ConfigurationError("nothing to try: give --option NAME=VALUES, such as max_rolling_batch_size=8,32")
+        check_space(directory, space, variables)
+        if use_grid:
+            list(grid(space))
+        _search(
+            _Asked(
+                directory=directory.resolve(),
+                properties=properties,
+                space=space,
+                is_grid=use_grid,
+                trials=trials,
+                p99_s=_limits(max_p99_e2el, max_p99_ttft, max_p99_tpot, variables),
+                min_cache_hit=_share(min_cache_hit, variables),
+                concurrency=concurrency,
+                requests=requests,
+                api=api,
+                workload=_workload(data, input_tokens, output_tokens, shared_prefix, variables),
+                weights=parse_weights(adapters),
+                load_timeout_s=load_timeout,
+                study=study,
+                seed=seed,
+                json_file=json_file,
+                applies=apply,
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """The arguments, read."""
+
+    directory: Path
+    properties: Path
+    space: Space
+    is_grid: bool
+    trials: int
+    p99_s: Mapping[str, float]
+    min_cache_hit: float
+    concurrency: int
+    requests: int
+    api: str
+    workload: Workload
+    weights: Mapping[str, float]
+    load_timeout_s: float
+    study: Path
+    seed: int
+    json_file: Path | None
+    applies: bool
+
+    @property
+    def what(self) -> dict[str, Any]:
+        """Return what makes another search of it: the model and its file, the traffic, the limits."""
+        return {
+            "directory": str(self.directory),
+            "properties": self.properties.read_text(encoding="utf-8"),
+            "limits": [dict(self.p99_s), self.min_cache_hit],
+            "load": [self.concurrency, self.requests, self.api, dict(self.weights), repr(self.workload), self.seed],
+        }
+
+
+def _search(asked: _Asked) -> None:
+    try:
+        from lmi_server.tune.search import Search
+    except ImportError as error:
+        raise ConfigurationError(f"{_NOT_INSTALLED} ({error})") from error
+    console = Console()
+    search = Search(asked.study, asked.what, asked.space, asked.seed, asked.is_grid)
+    target = bench_target("http://127.0.0.1:1", asked.api, MODEL, True, ())
+    load = Load(target, asked.workload, asked.weights, asked.requests, asked.concurrency, asked.seed)
+    log = asked.study.with_suffix(".log")
+    with contextlib.ExitStack() as servers:
+        measurement = Measurement(
+            str(asked.directory),
+            load,
+            Limits(asked.p99_s, asked.min_cache_hit),
+            asked.load_timeout_s,
+            lambda: servers.enter_context(trial_server(log)),
+        )
+        for trial in search.run(asked.trials, measurement):
+            console.print(_line(trial), markup=False, highlight=False, soft_wrap=True)
+    _report(console, asked, search.trials, search.importances)
+
+
+def _report(console: Console, asked: _Asked, trials: Sequence[Trial], importances: Mapping[str, float]) -> None:
+    best = best_of(trials)
+    if asked.json_file is not None:
+        found = as_json(trials, best, importances)
+        asked.json_file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    if best is None:
+        console.print("No setting keeps the limits; the lines above say why.", style="red")
+        raise typer.Exit(1)
+    console.print(_front(pareto(trials, "e2el_ms")))
+    for key, importance in importances.items():
+        console.print(f"{key}: {importance:.0%} of the differences", highlight=False)
+    if not best.settings:
+        console.print("The configuration as it is is the best that was found.")
+        return
+    before = asked.properties.read_text(encoding="utf-8")
+    baseline = next((trial for trial in trials if trial.number < 0), None)
+    after = tuned_properties(before, best, baseline)
+    console.print(difference(before, after, str(asked.properties)), markup=False, highlight=False, soft_wrap=True)
+    if asked.applies:
+        asked.properties.write_text(after, encoding="utf-8")
+        console.print(f"{asked.properties} is changed.", highlight=False, soft_wrap=True)
+    else:
+        console.print("Nothing is changed; --apply writes this.")
+
+
+def _line(trial: Trial) -> str:
+    outcome = trial.outcome
+    settings = " ".join(f"{key.removeprefix('option.')}={value}" for key, value in trial.settings.items())
+    name = f"trial {trial.number}: {settings}" if trial.settings else "as it is"
+    if outcome.value is None:
+        return f"{name}: {outcome.reason}"
+    p99 = outcome.figures["e2el_ms"]["p99"] / 1000
+    return (
+        f"{name}: {outcome.value:.1f} output tokens/s at {outcome.concurrency} requests, "
+        f"p99 end to end {p99:.2f} s{f' ({outcome.reason})' if outcome.reason else ''}"
+    )
+
+
+def _front(trials: Sequence[Trial]) -> Table:
+    table = Table(title="none is both faster and better in its p99 end to end")
+    for name in ("trial", "output tokens/s", "p99 end to end, s", "settings"):
+        table.add_column(name)
+    for trial in trials:
+        settings = "\n".join(f"{key}={value}" for key, value in trial.settings.items()) or "as it is"
+        p99 = trial.outcome.figures["e2el_ms"]["p99"] / 1000
+        table.add_row(str(max(trial.number, 0)), f"{trial.outcome.value or 0:.1f}", f"{p99:.2f}", settings)
+    return table
+
+
+# --- the arguments ---
+
+
+def _properties_of(directory: Path) -> Path:
+    path = directory / "serving.properties"
+    if not path.is_file():
+        raise ConfigurationError(f"{directory} has no serving.properties; name a model directory")
+    return path
+
+
+def _limits(e2el: str | None, ttft: str | None, tpot: str | None, variables: Mapping[str, str]) -> dict[str, float]:
+    script = variables.get("MAX_LATENCY_ALLOWED_MS", "").strip()
+    given = {"e2el": e2el or (f"{script}ms" if script else None), "ttft": ttft, "tpot": tpot}
+    return {name: _seconds(f"--max-p99-{name}", text) for name, text in given.items() if text is not None}
+
+
+def _seconds(name: str, text: str) -> float:
+    found = _DURATION.fullmatch(text.strip())
+    try:
+        value = float(found[1]) if found else 0.0
+    except ValueError:
+        value = 0.0
+    if found is None or value <= 0:
+        raise ConfigurationError(f'{name} "{text}" is not allowed; allowed: seconds, such as 13s, or 500ms')
+    return value / 1000 if found[2] == "ms" else value
+
+
+def _share(text: str | None, variables: Mapping[str, str]) -> float:
+    given = text or variables.get("MIN_CACHE_HIT_PCT", "").strip() or "0"
+    try:
+        value = float(given.removesuffix("%")) / 100
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise ConfigurationError(f'--min-cache-hit "{given}" is not allowed; allowed: a percentage, such as 30%')
+    return value
+
+
+def _workload(
+    data: Path | None,
+    input_tokens: int | None,
+    output_tokens: int | None,
+    shared_prefix: float,
+    variables: Mapping[str, str],
+) -> Workload:
+    if data is not None:
+        return Recorded(read_prompts(data), output_tokens)
+    return RandomPrompts(
+        input_tokens or _whole("INPUT_LEN", variables),
+        output_tokens or _whole("OUTPUT_LEN", variables),
+        shared_prefix,
+    )
+
+
+def _whole(name: str, variables: Mapping[str, str]) -> int:
+    text = variables.get(name, "").strip() or "128"
+    if not text.isdecimal() or not int(text):
+        raise ConfigurationError(f'variable {name} is "{text}"; it takes a number of tokens above 0')
+    return int(text)

@@ -1,0 +1,128 @@
+"""How one setting is judged: the model is loaded with it, and a load is put on it until it keeps the limits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import uvloop
+
+from lmi_server.bench.arrivals import ClosedLoop
+from lmi_server.bench.client import Target
+from lmi_server.bench.records import summary
+from lmi_server.bench.run import Extent, Run
+from lmi_server.bench.workload import Workload, with_adapters
+from lmi_server.tune.outcome import Outcome
+from lmi_server.tune.server import LoadFailedError, TrialServer
+
+_SHORT = 5  # the short run before has a fifth of the requests
+_HOPELESS = 0.6  # of the best value, below which a short run ends a trial
+_REQUEST_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a setting must keep: p99 in seconds by name of the latency, and the share of prompt tokens in the cache."""
+
+    p99_s: Mapping[str, float]
+    min_cache_hit: float = 0.0
+
+    def broken_by(self, figures: Mapping[str, Any]) -> str:
+        """Return which limits the figures of a run exceed; empty if none."""
+        problems = [
+            f"p99 of {name} is {p99 / 1000:.2f} s, more than {most:g}"
+            for name, most in self.p99_s.items()
+            if (p99 := figures[f"{name}_ms"].get("p99")) is None or p99 > most * 1000
+        ]
+        if self.min_cache_hit and (share := cache_hit(figures)) < self.min_cache_hit:
+            problems.append(f"{share:.0%} of prompt tokens were in the cache, less than {self.min_cache_hit:.0%}")
+        return "; ".join(problems)
+
+
+def cache_hit(figures: Mapping[str, Any]) -> float:
+    """Return the share of prompt tokens that were in the prefix cache, 0 if the server does not say it."""
+    return (figures.get("cached_tokens") or 0) / (figures.get("prompt_tokens") or 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The traffic of each trial: `requests` of `workload`, `concurrency` at a time."""
+
+    target: Target
+    workload: Workload
+    weights: Mapping[str, float]
+    requests: int
+    concurrency: int
+    seed: int
+
+    def run(self, concurrency: int, requests: int, number: int) -> dict[str, Any]:
+        """Return the figures of a run; no two numbers have the same prompts."""
+        seed = self.seed + number
+        prompts = with_adapters(self.workload.prompts(seed), self.weights, seed)
+        run = Run(self.target, ClosedLoop(concurrency), prompts, Extent(requests, None, _REQUEST_S))
+        return summary(uvloop.run(run.run(seed)), {})
+
+
+class Measurement:
+    """Judges settings of one model on one server. `start` returns a server in place of one that has died."""
+
+    def __init__(
+        self, model: str, load: Load, limits: Limits, load_timeout_s: float, start: Callable[[], TrialServer]
+    ) -> None:
+        self._model = model
+        self._load = load
+        self._limits = limits
+        self._load_timeout_s = load_timeout_s
+        self._start = start
+        self._server = start()
+
+    def __call__(self, settings: Mapping[str, str], best: float) -> Outcome:
+        """Return what the settings give. A model that does not load, or dies, is an outcome like any other."""
+        if not self._server.is_running:
+            self._server = self._start()
+        began = time.monotonic()
+        try:
+            self._server.load(self._model, settings, self._load_timeout_s)
+        except LoadFailedError as error:
+            self._server.unload()
+            return Outcome(None, reason=f"it does not load: {error}", load_s=time.monotonic() - began)
+        load_s = time.monotonic() - began
+        try:
+            return replace(self._judged(best), load_s=load_s)
+        finally:
+            self._server.unload()
+
+    def _judged(self, best: float) -> Outcome:
+        load = self._target_load()
+        short = max(load.requests // _SHORT, load.concurrency)
+        figures = load.run(load.concurrency, short, 0)
+        if not figures["completed"]:
+            return Outcome(None, load.concurrency, figures, _errors(figures))
+        # Far slower than the best, with or without the limits: the limits could only make it slower.
+        if figures["output_tokens_per_s"] < _HOPELESS * best:
+            value = figures["output_tokens_per_s"]
+            return Outcome(value, load.concurrency, figures, "given up after a short run", is_pruned=True)
+        return self._within_limits(load)
+
+    def _within_limits(self, load: Load) -> Outcome:
+        """Return the outcome at the highest concurrency that keeps the limits, halving it until it does."""
+        concurrency, number, problem = load.concurrency, 1, ""
+        figures: dict[str, Any] = {}
+        while concurrency >= 1:
+            figures = load.run(concurrency, max(load.requests * concurrency // load.concurrency, 2), number)
+            if figures["errors"]:
+                return Outcome(None, concurrency, figures, _errors(figures))
+            problem = self._limits.broken_by(figures)
+            if not problem:
+                return Outcome(figures["output_tokens_per_s"], concurrency, figures)
+            concurrency, number = concurrency // 2, number + 1
+        return Outcome(None, 1, figures, problem)
+
+    def _target_load(self) -> Load:
+        return replace(self._load, target=self._load.target.at(self._server.url))
+
+
+def _errors(figures: Mapping[str, Any]) -> str:
+    return "; ".join(f"{count} requests: {error}" for error, count in figures["errors"].items())

@@ -1,0 +1,57 @@
+"""What a trial gave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a trial gave: `value` is the throughput within the limits, None if nothing could be measured.
+
+    `reason` says why there is no value, or why the trial was given up early (`is_pruned`). `figures` are those of the
+    run that decided, at `concurrency` requests at a time.
+    """
+
+    value: float | None
+    concurrency: int = 0
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    reason: str = ""
+    is_pruned: bool = False
+    load_s: float = 0.0
+
+
+Measure = Callable[[Mapping[str, str], float], Outcome]
+"""Measures settings; the second argument is the best value so far, far below which a trial may be given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One trial of a search; number -1 is the configuration as it is."""
+
+    number: int
+    settings: Mapping[str, str]
+    outcome: Outcome
+
+
+def best_of(trials: Sequence[Trial]) -> Trial | None:
+    """Return the trial with the highest value; None if none has one."""
+    valued = [trial for trial in trials if trial.outcome.value is not None and not trial.outcome.is_pruned]
+    return max(valued, key=lambda trial: trial.outcome.value or 0.0, default=None)
+
+
+def pareto(trials: Sequence[Trial], latency: str) -> list[Trial]:
+    """Return the trials of which none is both faster and better in the p99 of `latency`, the slowest first."""
+    points = [
+        (trial.outcome.value, trial.outcome.figures[latency]["p99"], trial)
+        for trial in trials
+        if trial.outcome.value is not None and "p99" in trial.outcome.figures.get(latency, {})
+    ]
+    front = [
+        (value, p99, trial)
+        for value, p99, trial in points
+        if not any((v >= value and p <= p99 and (v, p) != (value, p99)) for v, p, _ in points)
+    ]
+    return [trial for _, _, trial in sorted(front, key=lambda point: (point[0], point[1]))]

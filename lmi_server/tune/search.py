@@ -1,0 +1,127 @@
+"""The search: optuna proposes settings, a measurement judges them, and SQLite keeps what was found."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
+from optuna.trial import FrozenTrial, TrialState
+
+from lmi_server.tune.outcome import Measure, Outcome, Trial, best_of
+from lmi_server.tune.space import Choices, Range, Space, grid, size_of, text_of
+
+_BASELINE = "baseline"
+_OUTCOME = "outcome"
+_MOST_REPEATS = 200  # proposals of settings that are known already, one after the other
+
+
+class Search:
+    """A search that can be stopped at any time, and goes on where it was.
+
+    A study of the same model, space and load in the same file is the same search. A trial that was running when the
+    process was killed is tried again.
+    """
+
+    def __init__(self, path: Path, what: Mapping[str, Any], space: Space, seed: int, is_grid: bool) -> None:
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        digest = hashlib.sha256(json.dumps([what, _described(space), is_grid], sort_keys=True).encode()).hexdigest()
+        self._distributions = {key: _distribution(values) for key, values in space.items()}
+        self._study = optuna.create_study(
+            storage=f"sqlite:///{path}",
+            study_name=f"tune-{digest[:12]}",
+            sampler=optuna.samplers.TPESampler(seed=seed),
+            direction="maximize",
+            load_if_exists=True,
+        )
+        self._size = size_of(space)
+        self._is_grid = is_grid
+        self._try_again()
+        if is_grid:
+            for combination in grid(space):
+                self._study.enqueue_trial(combination, skip_if_exists=True)
+
+    @property
+    def trials(self) -> list[Trial]:
+        """Return the trials that have ended, the configuration as it is first. No two have the same settings."""
+        ended = [trial for trial in self._study.trials if trial.state.is_finished() and _OUTCOME in trial.user_attrs]
+        baseline = self._study.user_attrs.get(_BASELINE)
+        found = [] if baseline is None else [Trial(-1, {}, Outcome(**baseline))]
+        for each in ended:
+            settings = _settings(each)
+            if all(trial.settings != settings for trial in found):
+                found.append(Trial(each.number, settings, Outcome(**each.user_attrs[_OUTCOME])))
+        return found
+
+    @property
+    def importances(self) -> dict[str, float]:
+        """Return how much of the differences in throughput each option explains; empty before that can be told."""
+        try:
+            # The default evaluator fits random forests and needs scikit-learn.
+            return dict(get_param_importances(self._study, evaluator=PedAnovaImportanceEvaluator()))
+        except (RuntimeError, ValueError):  # too few trials, or all of them alike
+            return {}
+
+    def run(self, trials: int, measure: Measure) -> Iterator[Trial]:
+        """Try settings until there are `trials`, those of earlier calls included, or no others; yield each new one.
+
+        A grid is tried to its end.
+        """
+        found = self.trials
+        if not any(trial.number < 0 for trial in found):
+            found.append(Trial(-1, {}, measure({}, 0.0)))
+            self._study.set_user_attr(_BASELINE, asdict(found[-1].outcome))
+            yield found[-1]
+        wanted = min(sys.maxsize if self._is_grid else trials, self._size or sys.maxsize)
+        repeats = 0
+        while len(found) - 1 < wanted and repeats < _MOST_REPEATS:
+            proposed = self._study.ask(self._distributions)
+            settings = {key: text_of(value) for key, value in proposed.params.items()}
+            # Optuna proposes some settings again; it is told what they gave.
+            known = next((trial for trial in found if trial.settings == settings), None)
+            best = best_of(found)
+            outcome = known.outcome if known else measure(settings, best.outcome.value or 0.0 if best else 0.0)
+            proposed.set_user_attr(_OUTCOME, asdict(outcome))
+            self._tell(proposed, outcome)
+            repeats = repeats + 1 if known else 0
+            if known is None:
+                found.append(Trial(proposed.number, settings, outcome))
+                yield found[-1]
+
+    def _tell(self, trial: optuna.Trial, outcome: Outcome) -> None:
+        if outcome.value is None:
+            # A setting that does not load is the worst there is. Optuna would learn nothing from a failed trial.
+            self._study.tell(trial, 0.0)
+        elif outcome.is_pruned:
+            trial.report(outcome.value, 0)
+            self._study.tell(trial, state=TrialState.PRUNED)
+        else:
+            self._study.tell(trial, outcome.value)
+
+    def _try_again(self) -> None:
+        for trial in self._study.get_trials(states=[TrialState.RUNNING]):
+            self._study.tell(trial.number, state=TrialState.FAIL)
+            self._study.enqueue_trial(trial.params)
+
+
+def _settings(trial: FrozenTrial) -> dict[str, str]:
+    return {key: text_of(value) for key, value in trial.params.items()}
+
+
+def _distribution(values: Choices | Range) -> BaseDistribution:
+    if isinstance(values, Choices):
+        return CategoricalDistribution(values.values)
+    if values.is_whole:
+        return IntDistribution(int(values.low), int(values.high), step=int(values.step or 1))
+    return FloatDistribution(values.low, values.high, step=values.step)
+
+
+def _described(space: Space) -> dict[str, Any]:
+    return {key: asdict(values) for key, values in space.items()}

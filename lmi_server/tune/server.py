@@ -1,0 +1,117 @@
+"""The server that tries settings: one process for a whole search, in which each trial registers the model anew."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO
+from urllib.error import HTTPError, URLError
+from urllib.parse import quote, urlencode
+from urllib.request import Request, urlopen
+
+from lmi_server.contract.errors import ConfigurationError
+from lmi_server.machine.ports import free_port
+from lmi_server.machine.process_tree import end_with_parent
+from lmi_server.tune.space import PARAMETERS
+
+MODEL = "trial"
+"""The name of the model while it is tried."""
+
+_START_S = 60.0
+_END_S = 60.0
+
+
+class LoadFailedError(Exception):
+    """A model does not load with the settings of a trial; the message says why."""
+
+
+class TrialServer:
+    """A server on this machine, at `url`; it ends with this process, however that ends."""
+
+    def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+        self.url = url
+        self._process = process
+        self._log = log
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def load(self, model: str, settings: Mapping[str, str], timeout_s: float) -> None:
+        """Load the model with `settings` in place of those of its serving.properties.
+
+        The server answers when the model is ready, or says what keeps it from starting: nothing has to be guessed from
+        a port. Raises LoadFailedError if it does not load within `timeout_s`.
+        """
+        given = {PARAMETERS.get(key, key): value for key, value in settings.items()}
+        query = {"url": model, "model_name": MODEL, **given}
+        query.setdefault("option.model_loading_timeout", str(int(timeout_s)))
+        self._call("POST", f"/models?{urlencode(query)}", timeout_s + _END_S)
+
+    def unload(self) -> None:
+        """Unload the model, if it is loaded."""
+        with contextlib.suppress(LoadFailedError):
+            self._call("DELETE", f"/models/{quote(MODEL)}", _END_S)
+
+    def _call(self, method: str, path: str, timeout_s: float) -> None:
+        request = Request(self.url + path, method=method)
+        try:
+            with urlopen(request, timeout=timeout_s) as answer:  # nosec B310
+                answer.read()
+        except HTTPError as error:
+            raise LoadFailedError(_message(error.read())) from error
+        except (URLError, OSError) as error:
+            raise LoadFailedError(f"the server does not answer: {error}; its log is {self._log}") from error
+
+
+@contextlib.contextmanager
+def trial_server(log: Path) -> Iterator[TrialServer]:
+    """Start a server without a model, which writes its log to `log`. Raises ConfigurationError if it does not start."""
+    command = [sys.executable, "-m", "lmi_server", "serve", "--host", "127.0.0.1"]
+    with log.open("ab") as output:
+        port = free_port(None)
+        process = subprocess.Popen(
+            [*command, "--port", str(port)], stdout=output, stderr=output, preexec_fn=end_with_parent
+        )
+    try:
+        _await_start(process, port, log)
+        yield TrialServer(process, f"http://127.0.0.1:{port}", log)
+    finally:
+        process.terminate()
+        try:
+            process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _await_start(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(OSError), urlopen(f"http://127.0.0.1:{port}/health/live", timeout=5):  # nosec B310
+            return
+        time.sleep(0.1)
+    raise ConfigurationError(f"the server of the trials does not start; the end of its log, {log}:\n{_end_of(log)}")
+
+
+def _end_of(log: Path) -> str:
+    with log.open(encoding="utf-8", errors="replace") as file:
+        return "".join(_last_lines(file, 5))
+
+
+def _last_lines(file: IO[str], count: int) -> list[str]:
+    return file.readlines()[-count:]
+
+
+def _message(body: bytes) -> str:
+    try:
+        text = str(json.loads(body)["message"])
+    except (ValueError, KeyError, TypeError):
+        text = body.decode("utf-8", "replace")
+    return re.sub(r"\s+", " ", text).strip()

@@ -1,0 +1,207 @@
+"""`lmi-server tune`: real trials of the echo model on a real server, and the search itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked_servers import run_command
+from waiting import wait_until
+
+from lmi_server.contract.errors import ConfigurationError
+from lmi_server.tune.measurement import Limits
+from lmi_server.tune.outcome import Outcome, Trial, best_of, pareto
+from lmi_server.tune.result import difference, tuned_properties
+from lmi_server.tune.search import Search
+from lmi_server.tune.space import Choices, Range, grid, parse_space, size_of, space_of_script
+
+# Each token takes 4 ms, so the throughput follows from the number of requests at a time.
+PROPERTIES = "option.entryPoint=djl_python.echo\n# at a time\noption.max_rolling_batch_size=2\noption.echo_delay_ms=4\n"
+TRAFFIC = ("--concurrency", "8", "--requests", "16", "--input-tokens", "3", "--output-tokens", "5")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "serving.properties").write_text(PROPERTIES)
+    return directory
+
+
+def tune(model: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **variables, "COLUMNS": "200"}
+    return run_command("tune", str(model), *TRAFFIC, *arguments, env=environment, cwd=model.parent)
+
+
+def test_the_best_setting_is_found_and_written_on_request(model: Path) -> None:
+    arguments = ("--option", "max_rolling_batch_size=1,8", "--option", "pythonExecutable=nowhere,python3")
+    done = tune(model, *arguments, "--grid", "--json", "found.json")
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads((model.parent / "found.json").read_text())
+    trials = {tuple(trial["settings"].values()): trial for trial in found["trials"]}
+    assert set(trials) == {(), ("1", "python3"), ("8", "python3"), ("1", "nowhere"), ("8", "nowhere")}
+    assert "nowhere" in trials["8", "nowhere"]["reason"]
+    assert trials["8", "nowhere"]["output_tokens_per_s"] is None
+    best = next(trial for trial in found["trials"] if trial["number"] == found["best"])
+    assert best["settings"] == {"option.max_rolling_batch_size": "8", "option.pythonExecutable": "python3"}
+    assert best["output_tokens_per_s"] > 2 * trials[()]["output_tokens_per_s"]
+    assert "+option.max_rolling_batch_size=8" in done.stdout
+    assert (model / "serving.properties").read_text() == PROPERTIES
+    again = tune(model, *arguments, "--grid", "--apply")
+    assert "trial 0" not in again.stdout.split("none is both")[0]  # nothing was tried again
+    lines = (model / "serving.properties").read_text().splitlines()
+    assert lines[1] == "# at a time"
+    assert lines[2].startswith("# lmi-server tune: trial ")
+    assert lines[3] == "option.max_rolling_batch_size=8"
+
+
+def test_limits_lower_the_traffic_until_it_keeps_them(model: Path) -> None:
+    """Here not even one request at a time does."""
+    done = tune(model, "--option", "max_rolling_batch_size=1,2", "--max-p99-e2el", "0.1ms", "--trials", "0")
+    assert done.returncode == 1
+    assert "as it is: p99 of e2el is " in done.stdout
+    assert "No setting keeps the limits" in done.stdout
+
+
+def test_a_search_goes_on_after_it_was_killed(model: Path) -> None:
+    command = [sys.executable, "-m", "lmi_server", "tune", str(model), *TRAFFIC, "--option"]
+    values = ",".join(map(str, range(1, 9)))
+    arguments = [f"max_rolling_batch_size={values}", "--trials", "8", "--requests", "64"]
+    process = subprocess.Popen([*command, *arguments], cwd=model.parent, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    before = [process.stdout.readline(), process.stdout.readline()]
+    assert before[0].startswith("as it is: ")
+    server = _child(process.pid)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    wait_until(lambda: not Path(f"/proc/{server}/cmdline").exists() or _is_dead(server), "no server is left behind")
+    done = tune(model, "--option", arguments[0], "--trials", "2", "--requests", "64")
+    assert done.returncode == 0
+    assert "as it is: " not in done.stdout.split("none is both")[0]
+    assert len([line for line in done.stdout.splitlines() if line.startswith("trial ")]) == 1
+
+
+def _child(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+
+def _is_dead(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "nothing to try: give --option NAME=VALUES"),
+        (
+            ["--option", "max_rolling_batch_size"],
+            '--option "max_rolling_batch_size" is not allowed; allowed: NAME=8,16',
+        ),
+        (["--option", "max_rolling_batch_sise=1"], "did you mean option.max_rolling_batch_size?"),
+        (["--option", "max_rolling_batch_size=many"], 'max_rolling_batch_size = "many"'),
+        (["--option", "quantize=awq"], "option.quantize has no effect on echo"),
+        (["--option", "required_memory_mb=1"], "--option required_memory_mb cannot be tried; of the keys of the"),
+        (["--option", "a=2:1"], '--option "a=2:1" is not allowed'),
+        (["--option", "echo_delay_ms=0:1", "--grid"], "--grid needs a step for the range of option.echo_delay_ms"),
+        (["--option", "echo_delay_ms=1", "--max-p99-ttft", "soon"], '--max-p99-ttft "soon" is not allowed'),
+        (["--option", "echo_delay_ms=1", "--min-cache-hit", "x"], '--min-cache-hit "x" is not allowed'),
+    ],
+)
+def test_what_cannot_be_tried_is_said_before_anything_is(model: Path, arguments: list[str], message: str) -> None:
+    done = tune(model, *arguments)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (model.parent / "lmi-tune.sqlite").exists()
+
+
+# --- spaces ---
+
+
+def test_a_space_has_lists_and_ranges() -> None:
+    space = parse_space(["a=8,16", "option.b=0.8:0.9", "job_queue_size=1:9:4"])
+    assert space == {
+        "option.a": Choices(("8", "16")),
+        "option.b": Range(0.8, 0.9),
+        "job_queue_size": Range(1, 9, 4),
+    }
+    assert size_of(space) is None
+    del space["option.b"]
+    assert size_of(space) == 6
+    assert [tuple(each.values()) for each in grid(space)][:4] == [("8", "1"), ("8", "5"), ("8", "9"), ("16", "1")]
+    with pytest.raises(ConfigurationError, match="--grid needs a step for the range of b"):
+        list(grid({"b": Range(0.8, 0.9)}))
+
+
+def test_the_variables_of_vllms_script() -> None:
+    variables = {"NUM_SEQS_LIST": "128 256", "NUM_BATCHED_TOKENS_LIST": "4096"}
+    assert space_of_script(variables) == {
+        "option.max_rolling_batch_size": Choices(("128", "256")),
+        "option.max_rolling_batch_prefill_tokens": Choices(("4096",)),
+    }
+    assert space_of_script({"NUM_SEQS_LIST": " "}) == {}
+
+
+# --- the search ---
+
+
+def parabola(settings: Mapping[str, str], best: float) -> Outcome:
+    """Return most for x=70; settings above 90 do not load."""
+    x = float(settings.get("option.x", 0))
+    if x > 90:
+        return Outcome(None, reason="out of memory")
+    return Outcome(10_000 - (x - 70) ** 2, 1, {"e2el_ms": {"p99": x}})
+
+
+def test_the_search_comes_near_the_best_in_few_trials(tmp_path: Path) -> None:
+    search = Search(tmp_path / "study", {}, {"option.x": Range(0, 1000)}, seed=1, is_grid=False)
+    tried = list(search.run(30, parabola))
+    assert len(tried) == 31
+    best = best_of(search.trials)
+    assert best is not None
+    assert abs(float(best.settings["option.x"]) - 70) <= 20
+    assert any(trial.outcome.reason == "out of memory" for trial in tried)
+    assert list(search.run(30, parabola)) == []
+
+
+def test_a_small_space_ends_when_all_is_tried(tmp_path: Path) -> None:
+    search = Search(tmp_path / "study", {}, {"option.x": Choices(("1", "2", "3"))}, seed=0, is_grid=False)
+    assert len(list(search.run(100, parabola))) == 4
+    other = Search(tmp_path / "study", {"other": 1}, {"option.x": Choices(("1", "2", "3"))}, seed=0, is_grid=False)
+    assert other.trials == []
+
+
+def outcome(value: float | None, p99: float) -> Outcome:
+    return Outcome(value, 4, {"e2el_ms": {"p99": p99}})
+
+
+def test_the_front_leaves_out_what_is_worse_in_both() -> None:
+    trials = [Trial(number, {}, outcome(*pair)) for number, pair in enumerate([(10, 5), (20, 9), (15, 9), (None, 1)])]
+    assert [trial.number for trial in pareto(trials, "e2el_ms")] == [0, 1]
+
+
+def test_limits_say_what_broke_them() -> None:
+    figures: dict[str, Any] = {"e2el_ms": {"p99": 2500}, "ttft_ms": {}, "prompt_tokens": 100, "cached_tokens": 20}
+    assert Limits({"e2el": 3.0}, 0.2).broken_by(figures) == ""
+    assert Limits({"e2el": 2.0}).broken_by(figures) == "p99 of e2el is 2.50 s, more than 2"
+    assert Limits({}, 0.3).broken_by(figures) == "20% of prompt tokens were in the cache, less than 30%"
+
+
+def test_found_values_replace_those_of_the_file() -> None:
+    best = Trial(7, {"option.a": "8", "option.b": "2"}, outcome(120.0, 2500))
+    text = "option.a = 4\noption.ab=1"
+    tuned = tuned_properties(text, best, Trial(-1, {}, outcome(60.0, 1000)))
+    comment = "# lmi-server tune: trial 7, 120.0 output tokens/s at 4 requests, p99 end to end 2.50 s (before: 60.0 "
+    assert tuned.splitlines()[1:3] == ["option.a=8", "option.ab=1"]
+    assert tuned.splitlines()[0].startswith(comment)
+    assert tuned.splitlines()[4] == "option.b=2"
+    assert tuned_properties(tuned, best, None).splitlines()[1::3] == ["option.a=8", "option.b=2"]
+    assert "-option.a = 4" in difference(text, tuned, "file")
