@@ -1,6 +1,7 @@
 """Shorter ways to what transformers finds out while it is imported: the installed packages, and its own modules.
 
-Together they save a second of processor time, and the results are the same.
+Together they save about 0.8 s of processor time, and the results are the same. A version of transformers without these
+functions is imported as it is.
 """
 
 from __future__ import annotations
@@ -27,11 +28,14 @@ class ScanningLoader(SourceFileLoader):
             super().exec_module(module)
         finally:
             importlib.metadata.packages_distributions = usual
-        scan, exported = module.create_import_structure_from_path, module.fetch__all__
         # The cache of transformers has room for 128 directories. There are more, and each is scanned twice.
-        vars(module)["create_import_structure_from_path"] = functools.cache(scan.__wrapped__)
+        scan = getattr(getattr(module, "create_import_structure_from_path", None), "__wrapped__", None)
+        if scan is not None:
+            vars(module)["create_import_structure_from_path"] = functools.cache(scan)
         # It looks for the last line that begins with __all__, in a list of all lines.
-        vars(module)["fetch__all__"] = lambda content: exported(content[content.rfind("\n__all__") + 1 :])
+        exported = getattr(module, "fetch__all__", None)
+        if exported is not None:
+            vars(module)["fetch__all__"] = lambda content: exported(content[content.rfind("\n__all__") + 1 :])
 
 
 def packages_distributions() -> dict[str, list[str]]:
