@@ -170,4 +170,6 @@ def test_devices_fails_with_the_remedy_if_torch_cannot_use_a_gpu(tmp_path: Path)
     assert code == 2
     assert "GPU 0: 191.7 GiB free, 192.0 GiB in all" in output
     assert "this worker has 1 GPU (HIP_VISIBLE_DEVICES=0), and torch" in output
-    assert "is built for CPUs; install the build of torch for GPUs, or set load_on_devices=cpu" in output
+    built_for_cpus = torch.version.cuda is None
+    remedy = "install the build of torch for GPUs" if built_for_cpus else "install a build of torch that fits it"
+    assert f"{remedy}, or set load_on_devices=cpu" in output
