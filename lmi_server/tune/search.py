@@ -12,7 +12,6 @@ from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
-from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.trial import FrozenTrial, TrialState
 
 from lmi_server.tune.outcome import Measure, Outcome, Trial, best_of
@@ -63,6 +62,8 @@ class Search:
     @property
     def importances(self) -> dict[str, float]:
         """Return how much of the differences in throughput each option explains; empty before that can be told."""
+        from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances  # takes as long as the rest
+
         try:
             # The default evaluator fits random forests and needs scikit-learn.
             return dict(get_param_importances(self._study, evaluator=PedAnovaImportanceEvaluator()))

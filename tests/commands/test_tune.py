@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from forked_servers import run_command
@@ -19,8 +19,10 @@ from lmi_server.contract.errors import ConfigurationError
 from lmi_server.tune.measurement import Limits
 from lmi_server.tune.outcome import Outcome, Trial, best_of, pareto
 from lmi_server.tune.result import difference, tuned_properties
-from lmi_server.tune.search import Search
-from lmi_server.tune.space import Choices, Range, grid, parse_space, size_of, space_of_script
+from lmi_server.tune.space import Choices, Range, Space, grid, parse_space, size_of, space_of_script
+
+if TYPE_CHECKING:
+    from lmi_server.tune.search import Search
 
 # Each token takes 4 ms, so the throughput follows from the number of requests at a time.
 PROPERTIES = "option.entryPoint=djl_python.echo\n# at a time\noption.max_rolling_batch_size=2\noption.echo_delay_ms=4\n"
@@ -153,6 +155,12 @@ def test_the_variables_of_vllms_script() -> None:
 # --- the search ---
 
 
+def searching(path: Path, space: Space, **what: Any) -> Search:
+    from lmi_server.tune.search import Search  # optuna takes a second to import
+
+    return Search(path, what, space, seed=1, is_grid=False)
+
+
 def parabola(settings: Mapping[str, str], best: float) -> Outcome:
     """Return most for x=70; settings above 90 do not load."""
     x = float(settings.get("option.x", 0))
@@ -162,7 +170,7 @@ def parabola(settings: Mapping[str, str], best: float) -> Outcome:
 
 
 def test_the_search_comes_near_the_best_in_few_trials(tmp_path: Path) -> None:
-    search = Search(tmp_path / "study", {}, {"option.x": Range(0, 1000)}, seed=1, is_grid=False)
+    search = searching(tmp_path / "study", {"option.x": Range(0, 1000)})
     tried = list(search.run(30, parabola))
     assert len(tried) == 31
     best = best_of(search.trials)
@@ -173,10 +181,10 @@ def test_the_search_comes_near_the_best_in_few_trials(tmp_path: Path) -> None:
 
 
 def test_a_small_space_ends_when_all_is_tried(tmp_path: Path) -> None:
-    search = Search(tmp_path / "study", {}, {"option.x": Choices(("1", "2", "3"))}, seed=0, is_grid=False)
+    space = {"option.x": Choices(("1", "2", "3"))}
+    search = searching(tmp_path / "study", space)
     assert len(list(search.run(100, parabola))) == 4
-    other = Search(tmp_path / "study", {"other": 1}, {"option.x": Choices(("1", "2", "3"))}, seed=0, is_grid=False)
-    assert other.trials == []
+    assert searching(tmp_path / "study", space, other=1).trials == []
 
 
 def outcome(value: float | None, p99: float) -> Outcome:

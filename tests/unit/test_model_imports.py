@@ -100,4 +100,5 @@ def test_transformers_finds_its_modules_as_it_does_by_itself() -> None:
     usual.__spec__.loader.exec_module(usual)
     models = Path(ours.__file__).parent.parent / "models"
     assert ours.define_import_structure(models) == usual.define_import_structure(models)
-    assert ours.PACKAGE_DISTRIBUTION_MAPPING.keys() == usual.PACKAGE_DISTRIBUTION_MAPPING.keys()
+    # Not what transformers itself found: the import path may have grown since.
+    assert shorter_imports.packages_distributions().keys() == usual.PACKAGE_DISTRIBUTION_MAPPING.keys()
