@@ -27,6 +27,11 @@ _SERVING = gc.get_threshold()
 def prepare() -> None:
     """Make the imports that follow cheap. Call it first thing in a process that will load a model."""
     gc.set_threshold(*_WHILE_LOADING)
+    prepare_spawned()
+
+
+def prepare_spawned() -> None:
+    """Make the imports of a process cheaper that an engine spawns: the garbage collector stays as the engine has it."""
     sys.meta_path.insert(0, _LateImportFinder())
 
 
