@@ -21,7 +21,7 @@ from handlers.user_code import find_class, find_marked, load_entry_point
 from lmi_server.contract.errors import LmiServerError, ModelLoadError, RequestError
 from lmi_server.contract.handler import AsyncRequestHandler, LLMHandler, ModelInfo, RequestHandler, Response
 from lmi_server.contract.protocol import Adapter, Input
-from lmi_server.machine import model_imports
+from lmi_server.machine import model_imports, public_addresses
 from lmi_server.machine.environment import extend_python_path, own_rank
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ class OwnCodeHandler(RequestHandler):
         os.chdir(model_dir)  # LMI's workers run there, so user code opens its files by relative names
         sys.path.insert(0, model_dir)
         extend_python_path(model_dir)
+        if options.allow_private_media:
+            public_addresses.allow_private()
         self._code = _code_of(load_entry_point(options.entry_point, model_dir), options)
         self._code.served_names = self.served_names
         rank = own_rank()

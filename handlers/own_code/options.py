@@ -37,6 +37,9 @@ class OwnCodeOptions(ModelOptions):
     async_mode: bool = Field(
         False, description="Call the function for each request as it arrives, as an async function is in any case."
     )
+    allow_private_media: bool = Field(
+        False, description="Let `fetch_image` of djl_python fetch from private addresses too, as LMI does."
+    )
     output_formatter: str | None = Field(None, description="For the code to read.")
     input_formatter: str | None = Field(None, description="For the code to read.")
 

@@ -7,7 +7,6 @@ address the next time, or a redirect, cannot get around the check.
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -23,20 +22,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.media.connector import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 
 from handlers.vllm.options import ANY_MEDIA, PUBLIC_MEDIA
-
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
-
-
-def is_public(address: str) -> bool:
-    """Return whether an address is one of the public internet, also if it stands for an IPv4 address."""
-    found = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(found, ipaddress.IPv6Address):
-        inner = found.ipv4_mapped or found.sixtofour or (found.teredo or (None, None))[1]
-        if found in _NAT64:
-            inner = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)
-        if inner is not None:
-            found = inner
-    return found.is_global and not found.is_multicast
+from lmi_server.machine.public_addresses import is_public
 
 
 def _check(address: str, allows: Callable[[str], bool] = is_public) -> None:

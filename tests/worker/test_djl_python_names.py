@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import base64
 import inspect
 import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +28,10 @@ NAMES: Mapping[str, list[str]] = json.loads((ROOT / "tests/data/djl_python_names
 """Every public name of LMI 0.36, by module, and the services of earlier releases."""
 MADE_OF_ENGINES = {"PEFT_MODEL_TASK_TO_CLS": "transformers", "VLLM_GENERATION_PARAMS": "vllm"}
 """Names whose values are an engine's, which is imported for them."""
+# A PNG of one pixel.
+PIXEL = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
+)
 ENGINES = ("transformers", "vllm", "torch", "tensorrt_llm", "deepspeed", "sklearn", "xgboost", "skops", "joblib")
 
 
@@ -477,3 +484,53 @@ def test_a_chat_of_texts(named: Any) -> None:
     assert (parse({"role": "user"}), parse({"role": "user", "content": "a"})[0]["content"]) == ([], "a")
     with pytest.raises(NotImplementedError, match="image_url"):
         parse({"role": "user", "content": [{"type": "image_url"}]})
+
+
+@pytest.fixture
+def images() -> Iterator[str]:
+    """Serve a picture at /image.png, and a way to it by another name at /moved."""
+
+    class Images(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(302 if self.path == "/moved" else 200)
+            if self.path == "/moved":
+                self.send_header("location", f"http://localhost:{self.server.server_address[1]}/image.png")
+            self.end_headers()
+            self.wfile.write(PIXEL)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Images)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+    thread.join(60)
+
+
+def test_code_fetches_images_from_public_addresses_alone(
+    named: Any, images: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """127.0.0.1 counts as public for a part of the test, as nothing else can be reached."""
+    from lmi_server.machine import public_addresses
+
+    utils = named("djl_python.multimodal.utils")
+    url = f"{images}/image.png"
+    assert utils.fetch_image("data:image/png;base64," + base64.b64encode(PIXEL).decode()).size == (1, 1)
+    for fetch in (utils.fetch_image, utils.fetch_image_from_url, utils.encode_image_base64_from_url):
+        with pytest.raises(ValueError, match=r"is not public; .* option\.allow_private_media=true"):
+            fetch(url)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # a proxy would connect in our place
+    with pytest.raises(ValueError, match="is not public"):
+        utils.fetch_image(url)
+    monkeypatch.delenv("http_proxy")
+    seen = []
+    monkeypatch.setattr(public_addresses, "is_public", lambda address: seen.append(address) or len(seen) < 3)
+    assert utils.fetch_image(url).size == (1, 1)
+    with pytest.raises(ValueError, match="is not public"):
+        utils.fetch_image(f"{images}/moved")  # the second of its connections
+    monkeypatch.undo()
+    monkeypatch.setattr(public_addresses, "_allows_private", True)
+    assert utils.fetch_image(f"{images}/moved").size == (1, 1)

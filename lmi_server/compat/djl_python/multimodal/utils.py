@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import base64
 import io
+from http.client import HTTPConnection, HTTPResponse, HTTPSConnection
 from typing import Any
-from urllib.request import urlopen
+from urllib.error import URLError
+from urllib.request import (
+    FTPHandler,
+    HTTPHandler,
+    HTTPSHandler,
+    OpenerDirector,
+    ProxyHandler,
+    Request,
+    build_opener,
+)
 
 from djl_python.optional_packages import needs
+from lmi_server.machine.public_addresses import allows_private, connect_to_public
 
 _TIMEOUT_S = 60
 
@@ -30,7 +41,8 @@ def fetch_image_from_url(image_url: str) -> Any:
 def fetch_image(image_url: str) -> Any:
     """Return the PIL image of a URL: `http`, `https`, or `data:image/...` with the image in base64.
 
-    Raises ValueError for other URLs.
+    Raises ValueError for other URLs, and for those that lead to a private address, unless
+    option.allow_private_media=true allows them.
     """
     if image_url.startswith(("http://", "https://")):
         return fetch_image_from_url(image_url)
@@ -47,9 +59,43 @@ def encode_image_base64_from_url(image_url: str) -> str:
 def _fetched(image_url: str) -> bytes:
     if not image_url.startswith(("http://", "https://")):
         raise ValueError(f"the URL of the image is {image_url[:40]!r}; allowed: http://, https://")
-    with urlopen(image_url, timeout=_TIMEOUT_S) as answer:  # http and https alone  # nosec B310
+    with _opener().open(image_url, timeout=_TIMEOUT_S) as answer:
         data: bytes = answer.read()
         return data
+
+
+def _opener() -> OpenerDirector:
+    """Return what opens URLs. A proxy, or FTP behind a redirect, would connect without the check of the address."""
+    if allows_private():
+        return build_opener()
+    return build_opener(ProxyHandler({}), _PublicHTTP(), _PublicHTTPS(), _NoFtp())
+
+
+class _PublicHTTPConnection(HTTPConnection):
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._create_connection = connect_to_public
+
+
+class _PublicHTTPSConnection(HTTPSConnection):
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._create_connection = connect_to_public
+
+
+class _PublicHTTP(HTTPHandler):
+    def http_open(self, req: Request) -> HTTPResponse:
+        return self.do_open(_PublicHTTPConnection, req)
+
+
+class _PublicHTTPS(HTTPSHandler):
+    def https_open(self, req: Request) -> HTTPResponse:
+        return self.do_open(_PublicHTTPSConnection, req)
+
+
+class _NoFtp(FTPHandler):
+    def ftp_open(self, req: Request) -> Any:
+        raise URLError("images are fetched by http and https alone")
 
 
 def _image(data: bytes) -> Any:
