@@ -1,10 +1,16 @@
-"""The switches of `make chaos`. pytest knows them if it is given this folder, as there."""
+"""The switches of `make chaos`. pytest knows them if it is given this folder, as there.
+
+CHAOS_SECONDS, which .ci/run sets, holds for a run of all tests.
+"""
 
 from __future__ import annotations
 
+import os
 import random
 
 import pytest
+
+_SECONDS = os.environ.get("CHAOS_SECONDS", "45")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -14,7 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def seconds(pytestconfig: pytest.Config) -> float:
-    return float(pytestconfig.getoption("--chaos-seconds", None) or 45)
+    return float(pytestconfig.getoption("--chaos-seconds", None) or _SECONDS)
 
 
 @pytest.fixture
