@@ -26,7 +26,7 @@ _WORDS = _COMMON.split()
 class Tokenizer(Protocol):
     """What random prompts need of the package tokenizers."""
 
-    def encode(self, text: str, add_special_tokens: bool = ...) -> Any:
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> Any:
         """Return an object with the `ids`."""
 
 
@@ -80,10 +80,14 @@ class RandomPrompts:
         if self.tokenizer is None:
             return text
         # A word may be more than one token: drop words until the number fits, which takes a few rounds.
-        while len(words) > 1 and (excess := len(self.tokenizer.encode(text, False).ids) - tokens) > 0:
-            words = words[: len(words) - max(excess // 2, 1)]
+        while len(words) > 1 and (length := _length(self.tokenizer, text)) > tokens:
+            words = words[: max(min(len(words) * tokens // length, len(words) - 1), 1)]
             text = " ".join(words)
         return text
+
+
+def _length(tokenizer: Tokenizer, text: str) -> int:
+    return len(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 @dataclass(frozen=True, slots=True)
