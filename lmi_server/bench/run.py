@@ -25,11 +25,15 @@ class Extent:
 
 
 class Run:
-    """A run. `records` has the requests that have ended so far."""
+    """A run. `records` has the requests that have ended so far.
+
+    The counts beside them are for a look at a run that goes on: figures of all records take time that it needs.
+    """
 
     def __init__(self, target: Target, arrivals: Arrivals, prompts: Iterator[Prompt], extent: Extent) -> None:
         self.records: list[Record] = []
-        self.running = 0
+        self.running = self.completed = self.output_tokens = 0
+        self.started = time.perf_counter()
         self._target = target
         self._arrivals = arrivals
         self._prompts = prompts
@@ -106,6 +110,9 @@ class Run:
         def on_end(record: Record) -> None:
             self.running -= 1
             self.records.append(record)
+            if record.is_good:
+                self.completed += 1
+                self.output_tokens += record.output_tokens
             then()
             if self._all_sent and not self.running:
                 self._ended.set()

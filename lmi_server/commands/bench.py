@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,23 +131,18 @@ async def _run(plan: _Plan, warmup: int, console: Console) -> dict[str, list[Rec
         for number, (title, arrivals) in enumerate(plan.runs.items()):
             run = Run(plan.target, arrivals, plan.prompts(number), plan.extent)
             found[title] = await run.run(plan.seed, _shown_in(live, title))
-            await asyncio.sleep(0)
     return found
 
 
 def _shown_in(live: Live, title: str) -> Callable[[Run], None]:
     def show(run: Run) -> None:
-        so_far = summary(run.records, {})
+        seconds = time.perf_counter() - run.started
         table = Table(title=title)
         for name in ("running", "ended", "failed", "requests/s", "output tokens/s"):
             table.add_column(name, justify="right")
-        table.add_row(
-            str(run.running),
-            str(so_far["requests"]),
-            str(so_far["requests"] - so_far["completed"]),
-            f"{so_far['requests_per_s']:.1f}",
-            f"{so_far['output_tokens_per_s']:.0f}",
-        )
+        ended = len(run.records)
+        counts = (str(run.running), str(ended), str(ended - run.completed))
+        table.add_row(*counts, f"{run.completed / seconds:.1f}", f"{run.output_tokens / seconds:.0f}")
         live.update(table)
 
     return show

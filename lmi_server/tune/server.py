@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO
 from urllib.error import HTTPError, URLError
 from urllib.parse import quote, urlencode
 from urllib.request import Request, urlopen
@@ -101,12 +100,7 @@ def _await_start(process: subprocess.Popen[bytes], port: int, log: Path) -> None
 
 
 def _end_of(log: Path) -> str:
-    with log.open(encoding="utf-8", errors="replace") as file:
-        return "".join(_last_lines(file, 5))
-
-
-def _last_lines(file: IO[str], count: int) -> list[str]:
-    return file.readlines()[-count:]
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:])
 
 
 def _message(body: bytes) -> str:
