@@ -1,4 +1,4 @@
-"""What a benchmark shows and writes: tables on the terminal, JSON, and CSV."""
+"""What a benchmark shows and writes: its figures as rows, a table on the terminal, JSON, and CSV."""
 
 from __future__ import annotations
 
@@ -15,7 +15,16 @@ from rich.table import Table
 from lmi_server.bench.records import LATENCIES, QUANTILES, Record
 
 _STATISTICS = ("mean", *QUANTILES)
-_TITLES = {
+_ERROR = "error: "
+_COUNTS = (
+    ("completed", "completed", 0),
+    ("requests/s", "requests_per_s", 2),
+    ("goodput/s", "goodput_per_s", 2),
+    ("output tokens/s", "output_tokens_per_s", 1),
+    ("prompt tokens", "prompt_tokens", 0),
+    ("cached tokens", "cached_tokens", 0),
+)
+TITLES = {
     "ttft": "time to first token",
     "tpot": "time per output token",
     "itl": "between tokens",
@@ -29,27 +38,28 @@ def print_runs(console: Console, runs: Mapping[str, Mapping[str, Any]]) -> None:
     table.add_column("")
     for title in runs:
         table.add_column(title, justify="right")
-    for title, key, digits in (
-        ("completed", "completed", 0),
-        ("requests/s", "requests_per_s", 2),
-        ("goodput/s", "goodput_per_s", 2),
-        ("output tokens/s", "output_tokens_per_s", 1),
-        ("prompt tokens", "prompt_tokens", 0),
-        ("cached tokens", "cached_tokens", 0),
-    ):
-        values = [run.get(key) for run in runs.values()]
-        if any(value is not None for value in values):
-            table.add_row(title, *("" if value is None else f"{value:,.{digits}f}" for value in values))
-    for name in LATENCIES:
-        for statistic in _STATISTICS:
-            values = [run[f"{name}_ms"].get(statistic) for run in runs.values()]
-            if any(value is not None for value in values):
-                cells = ("" if value is None else f"{value:,.1f}" for value in values)
-                table.add_row(f"{_TITLES[name]}, {statistic}", *cells)
-    errors = sorted({error for run in runs.values() for error in run["errors"]})
-    for error in errors:
-        table.add_row(f"error: {error}", *(str(run["errors"].get(error, "")) for run in runs.values()), style="red")
+    for row in rows(runs):
+        table.add_row(*row, style="red" if row[0].startswith(_ERROR) else None)
     console.print(table)
+
+
+def rows(runs: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """Return a row for each figure that a run has: its name, and its value in each run."""
+    figures = [(title, [run.get(key) for run in runs.values()], digits) for title, key, digits in _COUNTS]
+    figures += [
+        (f"{TITLES[name]}, {statistic}", [run[f"{name}_ms"].get(statistic) for run in runs.values()], 1)
+        for name in LATENCIES
+        for statistic in _STATISTICS
+    ]
+    found = [
+        [title, *("" if value is None else f"{value:,.{digits}f}" for value in values)]
+        for title, values, digits in figures
+        if any(value is not None for value in values)
+    ]
+    errors = sorted({error for run in runs.values() for error in run["errors"]})
+    return found + [
+        [f"{_ERROR}{error}", *(str(run["errors"].get(error, "")) for run in runs.values())] for error in errors
+    ]
 
 
 def write_json(path: Path, settings: Mapping[str, Any], runs: Mapping[str, Mapping[str, Any]]) -> None:

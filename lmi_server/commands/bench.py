@@ -18,6 +18,7 @@ from rich.table import Table
 from lmi_server.bench import dialects, report
 from lmi_server.bench.arrivals import Arrivals, ClosedLoop, OpenLoop, Replay
 from lmi_server.bench.client import Target, address
+from lmi_server.bench.html_report import html_report
 from lmi_server.bench.records import LATENCIES, Record, summary
 from lmi_server.bench.run import Extent, Run
 from lmi_server.bench.workload import Prompt, RandomPrompts, Recorded, Tokenizer, Workload, read_prompts, with_adapters
@@ -69,6 +70,9 @@ def bench(
     warmup: Annotated[int, typer.Option(help="Requests before the first run, which are not measured.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of prompts, gaps and adapters.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="File for all figures.")] = None,
+    html_file: Annotated[
+        Path | None, typer.Option("--html", help="File for a report with plots, which opens offline.")
+    ] = None,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="File for a line per run.")] = None,
     records_file: Annotated[Path | None, typer.Option("--records", help="File for a line of JSON per request.")] = None,
 ) -> None:
@@ -93,6 +97,8 @@ def bench(
     settings = {"url": url, "api": api, "seed": seed, "stream": stream, "slo": slo, "data": data and str(data)}
     if json_file is not None:
         report.write_json(json_file, settings, summaries)
+    if html_file is not None:
+        html_file.write_text(html_report(settings, summaries, records), encoding="utf-8")
     if csv_file is not None:
         report.write_csv(csv_file, summaries)
     if records_file is not None:

@@ -6,6 +6,7 @@ import csv
 import itertools
 import json
 import os
+import re
 import socket
 import subprocess
 import threading
@@ -20,6 +21,8 @@ from server_helpers import Server, serving
 
 from lmi_server.bench.arrivals import OpenLoop, Replay, within
 from lmi_server.bench.records import Record, distribution, summary
+from lmi_server.bench.report import TITLES
+from lmi_server.bench.timeline import timeline
 from lmi_server.bench.workload import Prompt, RandomPrompts, read_prompts, with_adapters
 from lmi_server.contract.errors import ConfigurationError
 
@@ -90,6 +93,29 @@ def test_goodput_and_the_csv_file(server: Server, tmp_path: Path) -> None:
     (line,) = csv.DictReader((tmp_path / "runs.csv").read_text().splitlines())
     assert (line["run"], line["requests"], line["errors"]) == ("concurrency 1", "5", "0")
     assert float(line["e2el_ms_p99"]) == runs["concurrency 1"]["e2el_ms"]["p99"]
+
+
+def test_the_report_opens_offline_and_has_the_figures(server: Server, tmp_path: Path) -> None:
+    arguments = ("--requests", "6", "--output-tokens", "5", "--concurrency", "1,3", "--html", "report.html")
+    done, runs = bench(url_of(server), tmp_path, *arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    text = (tmp_path / "report.html").read_text()
+    assert not re.findall(r"""(?:src|href)\s*=|@import|url\(|\bfetch\(|XMLHttpRequest""", text)
+    assert "Permission is hereby granted" in text  # uPlot's licence asks to be passed on
+    assert f'<th scope="row">requests/s</th><td>{runs["concurrency 1"]["requests_per_s"]:,.2f}</td>' in text
+    plots: dict[str, list[dict[str, Any]]] = {}
+    for plot in json.loads(
+        re.findall(r'<script type="application/json" id="plots">(.*?)</script>', text, re.DOTALL)[0]
+    ):
+        assert all(len(values) == len(plot["x"]) for _, values in plot["series"])
+        assert plot["x"] == sorted(plot["x"])
+        plots.setdefault(plot["title"], []).append(plot)
+    assert [len(plots[f"{title}, by throughput"][0]["x"]) for title in TITLES.values()] == [2] * 4
+    assert [name for name, _ in plots["end to end"][0]["series"]] == ["concurrency 1", "concurrency 3"]
+    assert len(text.split('<figure data-plot="')) - 1 == sum(map(len, plots.values()))
+    for plot, run in zip(plots["Output tokens per second"], runs.values(), strict=True):
+        step_s = plot["x"][1] if len(plot["x"]) > 1 else 0.05
+        assert sum(plot["series"][0][1]) * step_s == pytest.approx(run["output_tokens"])
 
 
 @pytest.mark.parametrize(
@@ -259,6 +285,19 @@ def test_files_of_prompts(tmp_path: Path) -> None:
 
 
 # --- figures ---
+
+
+def test_a_timeline_has_each_request_and_token_in_its_step() -> None:
+    slow = Record(due=10.0, sent=10.0, first=10.11, end=18.01, gaps=[7.8], events=2, usage={"completion_tokens": 4})
+    broken = Record(due=14.0, sent=14.0, end=15.01, error="500: broken")
+    found = timeline([slow, broken])
+    assert found.step_s == 0.05
+    assert len(found.times) == 161
+    assert (found.in_flight[0], found.in_flight[90], found.in_flight[150]) == (1, 2, 1)
+    assert {index: value for index, value in enumerate(found.tokens_per_s) if value} == {2: 40.0, 158: 40.0}
+    assert {index: value for index, value in enumerate(found.failed_per_s) if value} == {100: 20.0}
+    assert sum(found.ended_per_s) * found.step_s == pytest.approx(1)
+    assert len(timeline([]).times) == 1
 
 
 def test_latencies_count_from_when_a_request_was_due() -> None:

@@ -1,0 +1,90 @@
+"""The report of a benchmark as a page: figures, latency over throughput, quantiles, and what happened when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lmi_server.bench.page import Plot, Points, Section, Table, page, scattered
+from lmi_server.bench.records import Record, quantile
+from lmi_server.bench.report import TITLES, rows
+from lmi_server.bench.timeline import start_of, timeline
+
+_PERCENTS = [*map(float, range(100)), 99.5, 99.9, 100.0]
+_MOST_POINTS = 4000  # of requests in one plot
+_OF_REQUEST: Mapping[str, Callable[[Record], Sequence[float]]] = {
+    "ttft": lambda record: () if record.ttft is None else (record.ttft,),
+    "tpot": lambda record: () if record.tpot is None else (record.tpot,),
+    "itl": lambda record: record.gaps,
+    "e2el": lambda record: (record.e2el,),
+}
+
+
+def html_report(
+    settings: Mapping[str, Any], summaries: Mapping[str, Mapping[str, Any]], runs: Mapping[str, Sequence[Record]]
+) -> str:
+    """Return the page of a benchmark; keys are the titles of its runs."""
+    asked = [(name, str(value)) for name, value in settings.items() if value not in (None, "")]
+    sections = [
+        Section("What was asked", tables=[Table("", ("", ""), asked)]),
+        Section("Figures", tables=[Table("Latencies in milliseconds", ("", *summaries), rows(summaries))]),
+        Section("Throughput and latency", _note(summaries), plots=_curves(summaries)),
+        Section("Quantiles", plots=_quantiles(runs)),
+        *(Section(title, plots=_over_time(records)) for title, records in runs.items()),
+    ]
+    return page(f"Benchmark of {settings['url']}", sections)
+
+
+def _note(summaries: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    if len(summaries) > 1:
+        return ["Each run is a point, from the lowest throughput to the highest."]
+    return ["One run is one point. Several, such as --concurrency 1,8,32, show where latency begins to grow."]
+
+
+def _curves(summaries: Mapping[str, Mapping[str, Any]]) -> list[Plot]:
+    """Return each latency over the throughput."""
+    found = sorted(summaries.values(), key=lambda figures: float(figures["output_tokens_per_s"]))
+    plots = []
+    for name, title in TITLES.items():
+        measured = [figures for figures in found if figures[f"{name}_ms"]]
+        if measured:
+            x = [figures["output_tokens_per_s"] for figures in measured]
+            series = [(each, [figures[f"{name}_ms"][each] for figures in measured]) for each in ("median", "p99")]
+            plots.append(Plot(f"{title}, by throughput", "output tokens/s", "ms", x, series, "both"))
+    return plots
+
+
+def _quantiles(runs: Mapping[str, Sequence[Record]]) -> list[Plot]:
+    plots = []
+    for name, title in TITLES.items():
+        series = [(run, values) for run, records in runs.items() if (values := _percents(records, _OF_REQUEST[name]))]
+        if series:
+            plots.append(Plot(title, "% of the values are at most", "ms", _PERCENTS, series))
+    return plots
+
+
+def _percents(records: Sequence[Record], values: Callable[[Record], Sequence[float]]) -> list[float]:
+    ordered = sorted(value * 1000 for record in records if record.is_good for value in values(record))
+    return [quantile(ordered, percent / 100) for percent in _PERCENTS] if ordered else []
+
+
+def _over_time(records: Sequence[Record]) -> list[Plot]:
+    found = timeline(records)
+    time_s = "seconds from the start"
+    points = _points(records)
+    ended = [("ended", found.ended_per_s), ("failed", found.failed_per_s)]
+    return [
+        Plot("Requests in flight", time_s, "requests", found.times, [("in flight", found.in_flight)]),
+        Plot("Requests per second", time_s, "requests/s", found.times, ended),
+        Plot("Output tokens per second", time_s, "tokens/s", found.times, [("tokens", found.tokens_per_s)]),
+        Plot("Latency of each request, by when it was due", time_s, "ms", points.x, points.series, "points"),
+    ]
+
+
+def _points(records: Sequence[Record]) -> Points:
+    start = start_of(records)
+    good = [record for record in records if record.is_good]
+    shown = good[:: len(good) // _MOST_POINTS + 1]
+    found = {"end to end": [(record.due - start, record.e2el * 1000) for record in shown]}
+    first = [(record.due - start, record.ttft * 1000) for record in shown if record.ttft is not None]
+    return scattered({**found, "to the first token": first} if first else found)
