@@ -38,6 +38,12 @@ class Target:
     dialect: Dialect
     stream: bool
 
+    @property
+    def url(self) -> str:
+        """Return the URL before the path of the API."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if self.tls else 'http'}://{host}:{self.port}{self.prefix}"
+
     def at(self, url: str) -> Target:
         """Return the same on another server."""
         host, port, prefix, tls = address(url)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lmi_server.bench.page import Plot, Points, Section, Table, page, scattered
+from lmi_server.bench.observation import Measured, Observed
+from lmi_server.bench.page import Plot, Points, Section, Table, Values, page, scattered
 from lmi_server.bench.records import Record, quantile
 from lmi_server.bench.report import TITLES, rows
+from lmi_server.bench.server_metrics import waiting
 from lmi_server.bench.timeline import start_of, timeline
 
 _PERCENTS = [*map(float, range(100)), 99.5, 99.9, 100.0]
+_MIB = 2**20
 _MOST_POINTS = 4000  # of requests in one plot
 _OF_REQUEST: Mapping[str, Callable[[Record], Sequence[float]]] = {
     "ttft": lambda record: () if record.ttft is None else (record.ttft,),
@@ -21,7 +25,7 @@ _OF_REQUEST: Mapping[str, Callable[[Record], Sequence[float]]] = {
 
 
 def html_report(
-    settings: Mapping[str, Any], summaries: Mapping[str, Mapping[str, Any]], runs: Mapping[str, Sequence[Record]]
+    settings: Mapping[str, Any], summaries: Mapping[str, Mapping[str, Any]], runs: Mapping[str, Measured]
 ) -> str:
     """Return the page of a benchmark; keys are the titles of its runs."""
     asked = [(name, str(value)) for name, value in settings.items() if value not in (None, "")]
@@ -29,8 +33,8 @@ def html_report(
         Section("What was asked", tables=[Table("", ("", ""), asked)]),
         Section("Figures", tables=[Table("Latencies in milliseconds", ("", *summaries), rows(summaries))]),
         Section("Throughput and latency", _note(summaries), plots=_curves(summaries)),
-        Section("Quantiles", plots=_quantiles(runs)),
-        *(Section(title, plots=_over_time(records)) for title, records in runs.items()),
+        Section("Quantiles", plots=_quantiles({title: run.records for title, run in runs.items()})),
+        *(Section(title, plots=[*_over_time(run.records), *_of_server(run)]) for title, run in runs.items()),
     ]
     return page(f"Benchmark of {settings['url']}", sections)
 
@@ -79,6 +83,42 @@ def _over_time(records: Sequence[Record]) -> list[Plot]:
         Plot("Output tokens per second", time_s, "tokens/s", found.times, [("tokens", found.tokens_per_s)]),
         Plot("Latency of each request, by when it was due", time_s, "ms", points.x, points.series, "points"),
     ]
+
+
+def _of_server(run: Measured) -> list[Plot]:
+    """Return what the server said of itself, and used, during the run; without what it did not say."""
+    start, seen = start_of(run.records), run.seen
+    x = [each.at - start for each in seen]
+    readings = [each.reading for each in seen]
+    shares: list[tuple[str, Values]] = [("KV cache", _percent([reading.get("kv_usage") for reading in readings]))]
+    shares.append(("GPU", _percent([each.gpu.load if each.gpu else None for each in seen])))
+    requests: list[tuple[str, Values]] = [
+        ("running", [reading.get("running") for reading in readings]),
+        ("waiting", [waiting(reading) for reading in readings]),
+    ]
+    cores = [None, *(_cores(*pair) for pair in itertools.pairwise(seen))]
+    memory = [each.processes and each.processes.memory_bytes / _MIB for each in seen]
+    plots: list[tuple[str, str, list[tuple[str, Values]]]] = [
+        ("Server: requests", "requests", requests),
+        ("Server: in use", "%", shares),
+        ("Server: processor", "cores", [("cores", cores)]),
+        ("Server: memory", "MiB", [("resident", memory)]),
+    ]
+    return [
+        Plot(title, "seconds from the start", unit, x, known)
+        for title, unit, series in plots
+        if (known := [pair for pair in series if any(value is not None for value in pair[1])])
+    ]
+
+
+def _percent(values: Sequence[float | None]) -> list[float | None]:
+    return [None if value is None else 100 * value for value in values]
+
+
+def _cores(before: Observed, after: Observed) -> float | None:
+    if before.processes is None or after.processes is None or after.at <= before.at:
+        return None
+    return (after.processes.cpu_s - before.processes.cpu_s) / (after.at - before.at)
 
 
 def _points(records: Sequence[Record]) -> Points:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,26 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lmi_server.bench.records import LATENCIES, QUANTILES, Record
+from lmi_server.bench.observation import Measured
+from lmi_server.bench.records import LATENCIES, QUANTILES
 
 _STATISTICS = ("mean", *QUANTILES)
 _ERROR = "error: "
+_MIB = 2**20
+_SERVER = (
+    ("server: prefix cache, % of prompt tokens", "cache_hit", 1, 100.0),
+    ("server: time in queue, mean", "queue_ms", 1, 1.0),
+    ("server: waiting requests, most", "waiting_max", 0, 1.0),
+    ("server: running requests, most", "running_max", 0, 1.0),
+    ("server: retractions", "retracted", 0, 1.0),
+    ("server: KV cache before, %", "kv_usage_before", 1, 100.0),
+    ("server: KV cache, most, %", "kv_usage_max", 1, 100.0),
+    ("server: KV cache after, %", "kv_usage_after", 1, 100.0),
+    ("server: processor cores", "cpu_cores", 2, 1.0),
+    ("server: memory, most, MiB", "memory_bytes_max", 0, 1 / _MIB),
+    ("GPU, % of the time", "gpu_load_mean", 1, 100.0),
+    ("GPU memory, most, MiB", "gpu_memory_bytes_max", 0, 1 / _MIB),
+)
 _COUNTS = (
     ("completed", "completed", 0),
     ("requests/s", "requests_per_s", 2),
@@ -33,7 +49,7 @@ TITLES = {
 
 
 def print_runs(console: Console, runs: Mapping[str, Mapping[str, Any]]) -> None:
-    """Print one column for each run; keys are their titles, values what `records.summary` returns."""
+    """Print one column for each run; keys are their titles, values what `Measured.figures` returns."""
     table = Table(title="latencies in milliseconds")
     table.add_column("")
     for title in runs:
@@ -50,6 +66,14 @@ def rows(runs: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
         (f"{TITLES[name]}, {statistic}", [run[f"{name}_ms"].get(statistic) for run in runs.values()], 1)
         for name in LATENCIES
         for statistic in _STATISTICS
+    ]
+    figures += [
+        (
+            title,
+            [None if (value := run.get("server", {}).get(key)) is None else value * factor for run in runs.values()],
+            digits,
+        )
+        for title, key, digits, factor in _SERVER
     ]
     found = [
         [title, *("" if value is None else f"{value:,.{digits}f}" for value in values)]
@@ -77,11 +101,11 @@ def write_csv(path: Path, runs: Mapping[str, Mapping[str, Any]]) -> None:
         writer.writerows(lines)
 
 
-def write_records(path: Path, runs: Mapping[str, Sequence[Record]]) -> None:
+def write_records(path: Path, runs: Mapping[str, Measured]) -> None:
     """Write each request as a line of JSON, with times in seconds of the load generator's clock."""
     with path.open("w", encoding="utf-8") as file:
-        for title, records in runs.items():
-            for record in records:
+        for title, run in runs.items():
+            for record in run.records:
                 file.write(json.dumps({"run": title, **asdict(record)}) + "\n")
 
 

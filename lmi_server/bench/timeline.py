@@ -1,4 +1,4 @@
-"""What a run looked like over time: requests in flight and tokens per second, in steps of equal length."""
+"""What a run looked like over time: requests in flight and tokens per second in steps of equal length."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ _STEPS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Values per step of `step_s` seconds; `times` are the starts of the steps, from the start of the run."""
+    """Values per step of `step_s` seconds; `times` are the starts of the steps, from the start of the run.
+
+    `in_flight` is the mean of a step, so that a request that follows another one does not count as a second one.
+    """
 
     step_s: float
     times: Sequence[float]
@@ -35,22 +38,22 @@ def timeline(records: Sequence[Record]) -> Timeline:
     seconds = max((record.end - start for record in records), default=0.0)
     step = next((step for step in _STEPS_S if seconds / step <= _MOST_STEPS), _STEPS_S[-1])
     count = int(seconds / step) + 1
-    changes, ended, failed, tokens = ([0.0] * count for _ in range(4))
+    changes, parts, ended, failed, tokens = ([0.0] * count for _ in range(5))
 
     def place(at: float) -> int:
         return min(max(int((at - start) / step), 0), count - 1)
 
     for record in records:
-        changes[place(record.due)] += 1
-        if (after := place(record.end) + 1) < count:
-            changes[after] -= 1
+        for at, sign in ((record.due, 1), (record.end, -1)):
+            changes[place(at)] += sign
+            parts[place(at)] += sign * ((at - start) / step - place(at))
         (failed if record.error else ended)[place(record.end)] += 1
         for at, number in _token_times(record):
             tokens[place(at)] += number
     return Timeline(
         step,
         [number * step for number in range(count)],
-        list(itertools.accumulate(changes)),
+        [level - part for level, part in zip(itertools.accumulate(changes), parts, strict=True)],
         *([value / step for value in values] for values in (ended, failed, tokens)),
     )
 

@@ -19,11 +19,15 @@ from lmi_server.bench import dialects, report
 from lmi_server.bench.arrivals import Arrivals, ClosedLoop, OpenLoop, Replay
 from lmi_server.bench.client import Target, address
 from lmi_server.bench.html_report import html_report
-from lmi_server.bench.records import LATENCIES, Record, summary
+from lmi_server.bench.observation import Measured, Observer
+from lmi_server.bench.records import LATENCIES
 from lmi_server.bench.run import Extent, Run
+from lmi_server.bench.server_metrics import fetch
 from lmi_server.bench.workload import Prompt, RandomPrompts, Recorded, Tokenizer, Workload, read_prompts, with_adapters
 from lmi_server.commands.terminal import plain_configuration_errors
 from lmi_server.contract.errors import ConfigurationError
+from lmi_server.machine.environment import process_environment
+from lmi_server.machine.process_usage import listener
 
 _API_HELP = (
     "API of the server: chat and completions are OpenAI's, lmi is LMI's /invocations, tgi is /generate(_stream)."
@@ -67,6 +71,9 @@ def bench(
     slo: Annotated[
         str | None, typer.Option(help="Limits in milliseconds for the goodput: ttft=500,tpot=50,itl=200,e2el=5000.")
     ] = None,
+    metrics: Annotated[
+        str | None, typer.Option(help="URL of the server's Prometheus metrics; URL/metrics by default.")
+    ] = None,
     warmup: Annotated[int, typer.Option(help="Requests before the first run, which are not measured.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of prompts, gaps and adapters.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="File for all figures.")] = None,
@@ -81,8 +88,10 @@ def bench(
         workload = _workload(data, input_tokens, output_tokens, shared_prefix, tokenizer)
         runs = _arrivals(concurrency, rate, burstiness, ramp_to, duration, replay, workload)
         extent = Extent(_requests(requests, duration, replay), duration, timeout)
+        target = bench_target(url, api, model, stream, header or ())
         plan = _Plan(
-            bench_target(url, api, model, stream, header or ()),
+            target,
+            observer_of(target, metrics),
             runs,
             workload,
             extent,
@@ -91,18 +100,18 @@ def bench(
             seed,
         )
         console = Console()
-        records = uvloop.run(_run(plan, warmup, console))
-    summaries = {title: summary(found, plan.limits) for title, found in records.items()}
+        measured = uvloop.run(_run(plan, warmup, console))
+    summaries = {title: run.figures(plan.limits) for title, run in measured.items()}
     report.print_runs(console, summaries)
     settings = {"url": url, "api": api, "seed": seed, "stream": stream, "slo": slo, "data": data and str(data)}
     if json_file is not None:
         report.write_json(json_file, settings, summaries)
     if html_file is not None:
-        html_file.write_text(html_report(settings, summaries, records), encoding="utf-8")
+        html_file.write_text(html_report(settings, summaries, measured), encoding="utf-8")
     if csv_file is not None:
         report.write_csv(csv_file, summaries)
     if records_file is not None:
-        report.write_records(records_file, records)
+        report.write_records(records_file, measured)
     if not any(found["completed"] for found in summaries.values()):
         raise typer.Exit(1)
 
@@ -112,6 +121,7 @@ class _Plan:
     """All runs of one call of the command."""
 
     target: Target
+    observer: Observer
     runs: Mapping[str, Arrivals]
     workload: Workload
     extent: Extent
@@ -125,8 +135,8 @@ class _Plan:
         return with_adapters(self.workload.prompts(seed), self.weights, seed)
 
 
-async def _run(plan: _Plan, warmup: int, console: Console) -> dict[str, list[Record]]:
-    """Return the records of each run. Raises ConfigurationError if the server cannot answer the requests before it."""
+async def _run(plan: _Plan, warmup: int, console: Console) -> dict[str, Measured]:
+    """Return what each run gave. Raises ConfigurationError if the server cannot answer the requests before it."""
     if warmup:
         extent = Extent(warmup, None, plan.extent.timeout_s)
         first = await Run(plan.target, ClosedLoop(1), plan.prompts(-1), extent).run(plan.seed)
@@ -136,7 +146,9 @@ async def _run(plan: _Plan, warmup: int, console: Console) -> dict[str, list[Rec
     with Live(console=console, transient=True) as live:
         for number, (title, arrivals) in enumerate(plan.runs.items()):
             run = Run(plan.target, arrivals, plan.prompts(number), plan.extent)
-            found[title] = await run.run(plan.seed, _shown_in(live, title))
+            with plan.observer.watching() as seen:
+                records = await run.run(plan.seed, _shown_in(live, title))
+            found[title] = Measured(records, seen)
     return found
 
 
@@ -168,6 +180,18 @@ def bench_target(url: str, api: str, model: str, stream: bool, headers: Sequence
     host, port, prefix, tls = address(url)
     given = tuple((name.strip(), value.strip()) for name, _, value in pairs)
     return Target(host, port, prefix, tls, given, model, dialects.dialect_of(api, stream), stream)
+
+
+def observer_of(target: Target, metrics: str | None) -> Observer:
+    """Return what to look at during a run. Raises ConfigurationError if `metrics` is given and cannot be read."""
+    headers = dict(target.headers)
+    pid = listener(target.host, target.port)
+    if metrics is not None:
+        try:
+            fetch(metrics, headers)
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"--metrics {metrics}: {error}") from error
+    return Observer(metrics or f"{target.url}/metrics", headers, pid, process_environment() if pid else None)
 
 
 def _workload(

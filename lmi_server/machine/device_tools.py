@@ -32,6 +32,14 @@ class Gpu:
     free_bytes: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class GpuLoad:
+    """The mean share of time in which the GPUs work, and the bytes that are in use on all of them."""
+
+    load: float
+    memory_bytes: int
+
+
 Devices = tuple[Gpu, ...]
 
 
@@ -56,6 +64,15 @@ def parse_nvidia_smi(text: str) -> Devices:
         if index.isdecimal()
         for name in (index, uuid)
     )
+
+
+def parse_nvidia_load(text: str) -> GpuLoad | None:
+    """Read `--query-gpu=utilization.gpu,memory.used --format=csv,noheader,nounits`: percents, and MiB."""
+    rows = [row for line in text.splitlines() if (row := _fields(line, 2)) and all(map(str.isdecimal, row))]
+    if not rows:
+        return None
+    loads, used = zip(*rows, strict=True)
+    return GpuLoad(sum(map(int, loads)) / 100 / len(rows), sum(map(int, used)) * _MIB)
 
 
 def parse_amd_smi(text: str) -> Devices:
@@ -144,6 +161,7 @@ def _json(text: str) -> Any:
 _NVIDIA = _Tool(
     ("nvidia-smi", "--query-gpu=index,uuid,memory.total,memory.free", "--format=csv,noheader,nounits"), parse_nvidia_smi
 )
+_NVIDIA_LOAD = ("nvidia-smi", "--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits")
 _AMD = (
     _Tool(("amd-smi", "metric", "--mem-usage", "--json"), parse_amd_smi),
     _Tool(("rocm-smi", "--showmeminfo", "vram", "--json"), parse_rocm_smi),
@@ -155,6 +173,12 @@ _GAUDI = _Tool(("hl-smi", "-Q", "module_id,memory.total,memory.free", "-f", "csv
 def nvidia_gpus(environment: Mapping[str, str]) -> Devices:
     """Return the NVIDIA GPUs with their memory now, by index and by UUID."""
     return _devices(_NVIDIA, environment, _run)
+
+
+def nvidia_load(environment: Mapping[str, str]) -> GpuLoad | None:
+    """Return what the NVIDIA GPUs of this machine do now; None without nvidia-smi."""
+    path = _path_of(_NVIDIA_LOAD[0], environment)
+    return None if path is None else parse_nvidia_load(_run((path, *_NVIDIA_LOAD[1:])))
 
 
 def amd_gpus(environment: Mapping[str, str]) -> Devices:
@@ -178,9 +202,12 @@ def gaudi_cards(environment: Mapping[str, str]) -> Devices:
 
 
 def _devices(tool: _Tool, environment: Mapping[str, str], run: Callable[[tuple[str, ...]], str]) -> Devices:
-    search = os.pathsep.join([environment.get("PATH", os.defpath), _NEURON_TOOLS])
-    path = shutil.which(tool.command[0], path=search)
+    path = _path_of(tool.command[0], environment)
     return () if path is None else tool.parse(run((path, *tool.command[1:])))
+
+
+def _path_of(name: str, environment: Mapping[str, str]) -> str | None:
+    return shutil.which(name, path=os.pathsep.join([environment.get("PATH", os.defpath), _NEURON_TOOLS]))
 
 
 def _run(command: tuple[str, ...]) -> str:

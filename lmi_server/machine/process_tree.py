@@ -21,6 +21,7 @@ WORKER_VARIABLE = "LMI_WORKER"
 
 _PROC = Path("/proc")
 _STATE, _PARENT, _SESSION = 0, 1, 3  # among the fields of /proc/PID/stat behind the name
+_TIMES = slice(11, 15)  # utime, stime, cutime, cstime
 _ENDED = (b"Z", b"X")
 _RESOURCE_TRACKER = b"from multiprocessing.resource_tracker import main"
 _PASSES = 3  # a process may start another one between the listing and its end
@@ -76,6 +77,16 @@ def session_members(leader: int) -> Iterator[int]:
     Raises OSError as `_running` does.
     """
     return (pid for pid, process in _running().items() if process.session == leader)
+
+
+def with_descendants(pid: int) -> set[int]:
+    """Return a process and every one below it. Raises OSError as `_running` does."""
+    return {pid} | _below({pid}, _running())
+
+
+def processor_ticks(pid: int) -> int:
+    """Return the processor time of a process, with that of children that it has waited for; 0 if it has ended."""
+    return sum(map(int, _stat(pid)[_TIMES]))
 
 
 def adopted_zombies() -> set[int]:

@@ -20,11 +20,15 @@ from forked_servers import run_command
 from server_helpers import Server, serving
 
 from lmi_server.bench.arrivals import OpenLoop, Replay, within
+from lmi_server.bench.observation import Observed, Observer, server_figures
 from lmi_server.bench.records import Record, distribution, summary
 from lmi_server.bench.report import TITLES
+from lmi_server.bench.server_metrics import cache_hit, increase, queue_time, read, waiting
 from lmi_server.bench.timeline import timeline
 from lmi_server.bench.workload import Prompt, RandomPrompts, read_prompts, with_adapters
 from lmi_server.contract.errors import ConfigurationError
+from lmi_server.machine.device_tools import GpuLoad
+from lmi_server.machine.process_usage import Usage
 
 
 @pytest.fixture(scope="module")
@@ -118,9 +122,31 @@ def test_the_report_opens_offline_and_has_the_figures(server: Server, tmp_path: 
         assert sum(plot["series"][0][1]) * step_s == pytest.approx(run["output_tokens"])
 
 
+def test_the_server_is_watched_meanwhile(server: Server, tmp_path: Path) -> None:
+    """nvidia-smi says that two GPUs work."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho '30, 1000'\necho '50, 2000'\n")
+    tool.chmod(0o755)
+    figures = tmp_path / "figures.json"
+    variables = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    arguments = ("--requests", "200", "--json", str(figures), "--html", "report.html", "--csv", "runs.csv")
+    assert run_command("bench", url_of(server), *arguments, env=variables, cwd=tmp_path).returncode == 0
+    (run,) = json.loads(figures.read_text())["runs"].values()
+    found = run["server"]
+    assert (found["gpu_load_mean"], found["gpu_memory_bytes_max"]) == (0.4, 3000 * 2**20)
+    assert found["memory_bytes_max"] > 2**25  # the server and its worker, two interpreters
+    assert found["cpu_cores"] > 0
+    assert found["queue_ms"] >= 0
+    assert found["waiting_max"] >= 0
+    assert '"title": "Server: processor"' in (tmp_path / "report.html").read_text()
+    (line,) = csv.DictReader((tmp_path / "runs.csv").read_text().splitlines())
+    assert float(line["server_cpu_cores"]) == found["cpu_cores"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--metrics", "http://127.0.0.1:1/metrics"], "--metrics http://127.0.0.1:1/metrics: "),
         (["--api", "grpc"], '--api "grpc" is not allowed; allowed: chat, completions, lmi, tgi'),
         (["--rate", "1", "--concurrency", "1"], "--concurrency, --rate and --replay exclude each other"),
         (["--rate", "0"], '--rate "0" is not allowed; allowed: a number above 0'),
@@ -284,6 +310,62 @@ def test_files_of_prompts(tmp_path: Path) -> None:
             read_prompts(path)
 
 
+# --- the server's own figures ---
+
+VLLM = """# TYPE vllm:kv_cache_usage_perc gauge
+lmi_queue_depth{model="m"} 3.0
+lmi_queue_time_seconds_sum{model="m"} 2.0
+lmi_queue_time_seconds_count{model="m"} 4.0
+vllm:num_requests_waiting{engine="0",model_name="a b"} 2.0
+vllm:kv_cache_usage_perc{worker="0"} 0.5
+vllm:kv_cache_usage_perc{worker="1"} 0.25
+vllm:prefix_cache_hits_total{worker="0"} 10.0
+vllm:prefix_cache_queries_total{worker="0"} 40.0
+vllm:request_queue_time_seconds_bucket{le="1"} 9.0
+vllm:request_queue_time_seconds_sum{worker="0"} 1.0
+vllm:request_queue_time_seconds_count{worker="0"} 4.0
+lmi_handler_kv_cache_usage{worker="0"} 0.9
+no sample
+"""
+
+
+def test_metrics_of_every_server_are_read() -> None:
+    vllm = read(VLLM)
+    assert waiting(vllm) == 5
+    assert vllm["kv_usage"] == 0.375
+    assert cache_hit({}, vllm) == 0.25
+    assert queue_time({}, vllm) == 0.75
+    sglang = read(
+        'sglang:token_usage{a="b"} 0.28\nsglang:cached_tokens_total 5\nsglang:prompt_tokens_total 20 1700000000000'
+    )
+    assert (sglang["kv_usage"], cache_hit({}, sglang), waiting(sglang)) == (0.28, 0.25, None)
+    own = read("lmi_handler_cached_prompt_tokens 30\nlmi_handler_computed_prompt_tokens 70")
+    assert cache_hit(own, own) is None
+    assert cache_hit({"cached_tokens": 20.0, "computed_tokens": 60.0}, own) == 0.5
+    assert increase({"retracted": 9.0}, {"retracted": 2.0}, "retracted") == 2  # the server has started again
+    assert read("# nothing") == {}
+
+
+def test_figures_are_of_what_could_be_seen() -> None:
+    seen = [
+        Observed(0.0, {"kv_usage": 0.1, "retracted": 1.0}, Usage(10.0, 100), GpuLoad(0.5, 7)),
+        Observed(1.0, {}, Usage(11.0, 300), None),
+        Observed(2.0, {"kv_usage": 0.3, "retracted": 3.0}, Usage(13.0, 200), GpuLoad(0.7, 5)),
+    ]
+    assert server_figures(seen) == {
+        "retracted": 2.0,
+        "kv_usage_before": 0.1,
+        "kv_usage_max": 0.3,
+        "kv_usage_after": 0.3,
+        "memory_bytes_max": 300,
+        "cpu_cores": 1.5,
+        "gpu_load_mean": 0.6,
+        "gpu_memory_bytes_max": 7,
+    }
+    nothing = Observer().look()
+    assert server_figures([nothing, nothing]) == {}
+
+
 # --- figures ---
 
 
@@ -293,7 +375,7 @@ def test_a_timeline_has_each_request_and_token_in_its_step() -> None:
     found = timeline([slow, broken])
     assert found.step_s == 0.05
     assert len(found.times) == 161
-    assert (found.in_flight[0], found.in_flight[90], found.in_flight[150]) == (1, 2, 1)
+    assert [found.in_flight[step] for step in (0, 90, 100, 150, 160)] == pytest.approx([1, 2, 1.2, 1, 0.2])
     assert {index: value for index, value in enumerate(found.tokens_per_s) if value} == {2: 40.0, 158: 40.0}
     assert {index: value for index, value in enumerate(found.failed_per_s) if value} == {100: 20.0}
     assert sum(found.ended_per_s) * found.step_s == pytest.approx(1)

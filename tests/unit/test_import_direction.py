@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "artifacts": {"contract"},
     "configuration": {*_CORE, "artifacts"},
     "dialects": {"contract"},
-    "bench": {"contract"},
+    "bench": _CORE,
     "tune": {*_CONFIGURED, "bench"},
     "supervisor": _CONFIGURED,
     "explain": {*_CONFIGURED, "supervisor"},

@@ -1,0 +1,137 @@
+"""What a server says of itself on /metrics, in Prometheus' text format, under the names of the servers that are known.
+
+These are this server's own names and those of vLLM (docs.vllm.ai, "Production Metrics"), SGLang (docs.sglang.io,
+"Production Metrics") and text-generation-inference ("Metrics").
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from urllib.request import Request, urlopen
+
+_SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{.*\})? ([-+.\deE]*\d|NaN|[-+]Inf)(?: \d+)?")
+_LIMIT_S = 5.0
+
+Reading = Mapping[str, float]
+"""Values of a moment by keys of QUANTITIES; a key is missing if the server does not report it."""
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+@dataclass(frozen=True, slots=True)
+class _Quantity:
+    """The names that servers have for one value, and how the samples of several workers become one."""
+
+    names: tuple[str, ...]
+    total: Callable[[Sequence[float]], float] = sum
+
+
+QUANTITIES: Mapping[str, _Quantity] = {
+    "running": _Quantity(
+        (
+            "vllm:num_requests_running",
+            "sglang:num_running_reqs",
+            "tgi_batch_current_size",
+            "lmi_handler_running_requests",
+            "lmi_requests_in_flight",
+        )
+    ),
+    "queued": _Quantity(("lmi_queue_depth", "sglang:num_queue_reqs", "tgi_queue_size")),
+    "queued_in_engine": _Quantity(("vllm:num_requests_waiting", "lmi_handler_waiting_requests")),
+    "kv_usage": _Quantity(
+        ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage", "lmi_handler_kv_cache_usage"),
+        _mean,
+    ),
+    "cached_tokens": _Quantity(
+        ("vllm:prefix_cache_hits_total", "sglang:cached_tokens_total", "lmi_handler_cached_prompt_tokens")
+    ),
+    "looked_up_tokens": _Quantity(("vllm:prefix_cache_queries_total", "sglang:prompt_tokens_total")),
+    "computed_tokens": _Quantity(("lmi_handler_computed_prompt_tokens",)),
+    "generated_tokens": _Quantity(
+        (
+            "vllm:generation_tokens_total",
+            "sglang:generation_tokens_total",
+            "lmi_handler_generated_tokens",
+            "tgi_request_generated_tokens_sum",
+        )
+    ),
+    "retracted": _Quantity(
+        ("vllm:num_preemptions_total", "sglang:num_retracted_requests_total", "lmi_handler_retracted_requests")
+    ),
+    "queue_s": _Quantity(
+        ("lmi_queue_time_seconds_sum", "sglang:queue_time_seconds_sum", "tgi_request_queue_duration_sum")
+    ),
+    "queue_count": _Quantity(
+        ("lmi_queue_time_seconds_count", "sglang:queue_time_seconds_count", "tgi_request_queue_duration_count")
+    ),
+    "engine_queue_s": _Quantity(("vllm:request_queue_time_seconds_sum",)),
+    "engine_queue_count": _Quantity(("vllm:request_queue_time_seconds_count",)),
+}
+"""The values that are read; of several names that a server has, the first one counts."""
+
+
+def read(text: str) -> Reading:
+    """Return the values in a text of /metrics."""
+    samples: dict[str, list[float]] = defaultdict(list)
+    for name, value in _samples(text.splitlines()):
+        samples[name].append(value)
+    found = {}
+    for key, quantity in QUANTITIES.items():
+        known = [name for name in quantity.names if name in samples]
+        if known:
+            found[key] = quantity.total(samples[known[0]])
+    return found
+
+
+def fetch(url: str, headers: Mapping[str, str]) -> Reading:
+    """Return the values at a URL. Raises OSError if it cannot be read, ValueError if the answer is not text."""
+    with urlopen(Request(url, headers=dict(headers)), timeout=_LIMIT_S) as answer:  # nosec B310
+        return read(answer.read().decode())
+
+
+def cache_hit(before: Reading, after: Reading) -> float | None:
+    """Return the share of prompt tokens that the prefix cache had between two readings; None if it is not known."""
+    cached = increase(before, after, "cached_tokens")
+    looked_up = increase(before, after, "looked_up_tokens")
+    computed = increase(before, after, "computed_tokens")
+    if cached is None:
+        return None
+    total = looked_up if looked_up is not None else cached + (computed or 0.0)
+    return cached / total if total > 0 else None
+
+
+def queue_time(before: Reading, after: Reading) -> float | None:
+    """Return the mean seconds for which a request waited, before and in the engine; None if that is not known."""
+    means = [
+        seconds / count
+        for prefix in ("", "engine_")
+        if (count := increase(before, after, f"{prefix}queue_count"))
+        and (seconds := increase(before, after, f"{prefix}queue_s")) is not None
+    ]
+    return sum(means) if means else None
+
+
+def waiting(reading: Reading) -> float | None:
+    """Return the requests that wait, before and in the engine; None if that is not known."""
+    counts = [reading[key] for key in ("queued", "queued_in_engine") if key in reading]
+    return sum(counts) if counts else None
+
+
+def increase(before: Reading, after: Reading, key: str) -> float | None:
+    """Return by how much a counter grew; from zero if it is new, or the server has started again."""
+    if key not in after:
+        return None
+    grown = after[key] - before.get(key, 0.0)
+    return after[key] if grown < 0 else grown
+
+
+def _samples(lines: Iterable[str]) -> Iterable[tuple[str, float]]:
+    for line in lines:
+        found = None if line.startswith("#") or "_bucket{" in line else _SAMPLE.fullmatch(line)
+        if found is not None:
+            yield found[1], float(found[2])
