@@ -21,7 +21,7 @@ from frontend.error_rates import ErrorRates
 from frontend.inference import Relay
 from frontend.management import Management
 from frontend.management_access import Access, protected
-from frontend.metrics import Metrics
+from frontend.metrics import PLAIN, Metrics
 from frontend.openapi import Document
 from frontend.request_signatures import SignatureCheck
 from frontend.responses import error_response, json_response, on_http_error, on_lmi_error
@@ -244,9 +244,10 @@ class StatusEndpoints:
         return json_response({"version": version("lmi-server")})
 
     async def metrics(self, request: Request) -> Response:
-        """Return all metrics, or only those that the parameters `name[]` name."""
+        """Return all metrics, or only those that the parameters `name[]` name; as OpenMetrics if Accept names it."""
         names = request.query_params.getlist("name[]")
-        return Response(await self._metrics.text(names), media_type="text/plain; version=0.0.4; charset=utf-8")
+        text, content_type = await self._metrics.exposition(request.headers.get("accept", PLAIN), names)
+        return Response(text, headers={"content-type": content_type})
 
     async def models(self, request: Request) -> Response:
         """Return OpenAI's list of models, in which adapters are models too."""

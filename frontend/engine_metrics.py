@@ -9,31 +9,32 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 
-_HEAD = re.compile(r"# (?:HELP|TYPE) (\S+)")
+_HEAD = re.compile(r"# (HELP|TYPE) (\S+)")
 _SAMPLE = re.compile(r"([^\s{]+)(?:\{(.*)\})? (.+)")
 
 
 def joined(texts: Mapping[tuple[str, str], bytes], names: Collection[str] = ()) -> bytes:
     """Merge texts in Prometheus' format. Model and worker, the keys of `texts`, become labels of every sample.
 
-    With `names` only the families of these names, or with a sample of such a name, are returned.
+    A text that is not of one worker has "" there, and gets no such label. With `names` only the families of these
+    names, or with a sample of such a name, are returned.
     """
-    heads: dict[str, dict[str, None]] = {}
+    heads: dict[str, dict[str, str]] = {}
     samples: dict[str, list[str]] = {}
     for (model, worker), text in texts.items():
-        labels = f'model="{_escaped(model)}",worker="{_escaped(worker)}"'
+        labels = f'model="{_escaped(model)}"' + (f',worker="{_escaped(worker)}"' if worker else "")
         family = ""
         for line in text.decode().splitlines():
             head = _HEAD.match(line)
             if head is not None:
-                family = head[1]
-                heads.setdefault(family, {})[line] = None
+                family = head[2]
+                heads.setdefault(family, {}).setdefault(head[1], line)
                 samples.setdefault(family, [])
             elif (sample := _SAMPLE.fullmatch(line)) is not None:
                 own = f",{sample[2]}" if sample[2] else ""
                 samples.setdefault(family, []).append(f"{sample[1]}{{{labels}{own}}} {sample[3]}")
     chosen = [family for family in samples if not names or _is_named(family, samples[family], names)]
-    lines = [line for family in chosen for line in (*heads.get(family, ()), *samples[family])]
+    lines = [line for family in chosen for line in (*heads.get(family, {}).values(), *samples[family])]
     return "".join(f"{line}\n" for line in lines).encode()
 
 

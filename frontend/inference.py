@@ -25,9 +25,12 @@ from frontend.implicit_registration import ImplicitRegistration
 from frontend.inference_response import Response
 from frontend.lmi_metrics import CLIENT_GONE
 from frontend.management_access import Access
-from frontend.metrics import Metrics, ModelMetrics
+from frontend.metrics import Metrics
+from frontend.model_metrics import ModelMetrics
 from frontend.request_ids import new_request_id
+from frontend.request_record import RequestRecord
 from frontend.responses import error_statuses, standard_headers
+from frontend.trace_context import trace_id_of
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import (
     BadParameterError,
@@ -150,7 +153,7 @@ class Relay:
             pool.cancel(job)
             connection.unwatch()
         counts = self._metrics.of(model)
-        counts.answered(status, *_times(job, arrived))
+        counts.answered(_record(status, job, arrived, properties.get("traceparent")))
         if status >= 424:
             self._count_failure(counts, status, job)
 
@@ -450,9 +453,16 @@ def _last(entries: list[tuple[str, bytes]], key: str) -> str | None:
     return values[-1] if values else None
 
 
-def _times(job: Job, arrived: float) -> tuple[float, float, float]:
-    """Return the seconds in the queue, to the first byte and to the end."""
+def _record(status: int, job: Job, arrived: float, traceparent: str | None) -> RequestRecord:
     now = time.monotonic()
-    sent = job.sent_at or now
-    first_byte = job.reply.first_byte_at or now
-    return sent - job.queued_at, first_byte - arrived, now - arrived
+    terminal = job.reply.terminal
+    return RequestRecord(
+        status,
+        arrived,
+        job.queued_at,
+        job.sent_at or now,
+        job.reply.first_byte_at or now,
+        now,
+        None if terminal is None or isinstance(terminal, Error) else terminal.summary,
+        "" if traceparent is None else trace_id_of(traceparent),
+    )

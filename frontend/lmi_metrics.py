@@ -16,8 +16,8 @@ from typing import Protocol
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as Family
 
-from frontend.histogram import Histogram
 from lmi_server.contract.errors import ConfigurationError, HandlerError, LmiServerError, RequestError, ServingError
+from lmi_server.contract.histogram import Histogram
 from lmi_server.contract.metrics import COUNTER, GAUGE, HISTOGRAM, Metric
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class LmiMetrics:
             logger.warning("metric %s is not counted: %s", name, reason)
 
     def families(self, responses: Mapping[int, int], models: Iterable[Counted]) -> Iterator[Family]:
-        """Yield every family. `responses` has the number of answers by status code."""
+        """Yield the families of requests. `responses` has the number of answers by status code."""
         yield from _response_families(responses)
         for name, count in self._errors.items():
             yield _host_counter(name, count)
@@ -106,6 +106,9 @@ class LmiMetrics:
             by_name[model.name].append(model)
         yield _latencies("RequestLatency", {name: [m.duration for m in all_] for name, all_ in by_name.items()})
         yield _latencies("QueueTime", {name: [m.queue for m in all_] for name, all_ in by_name.items()})
+
+    def recorded(self) -> Iterator[Family]:
+        """Yield what models print and what their loading yields."""
         for family in self._recorded.values():
             yield family.family()
 

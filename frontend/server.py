@@ -130,7 +130,7 @@ class _Server:
         self._began = time.monotonic()
         logs = settings.written_logs
         self._access = Access.of(settings, environment)
-        self._metrics = Metrics(lambda: self._models.models, MetricLog(logs) if logs else None)
+        self._metrics = Metrics(lambda: self._models.models, MetricLog(logs) if logs else None, settings.metric_names)
         self._orphans = Orphans()
         self._failed = False  # a model of the start could not be loaded
         artifacts = artifact_settings(settings.download_dir, environment)

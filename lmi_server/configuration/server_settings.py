@@ -50,6 +50,13 @@ ExtraLogs = Annotated[
 ]
 
 
+MetricNames = Annotated[
+    tuple[Literal["djl_serving", "vllm"], ...],
+    BeforeValidator(_names),
+    Allowed("names separated by commas: djl_serving, vllm; or nothing"),
+]
+
+
 Names = Annotated[tuple[str, ...], BeforeValidator(_names), Allowed("texts separated by commas")]
 
 _DURATION = r"P(?:(?P<days>\d+)D)?(?:T(?:(?P<hours>\d+)H)?(?:(?P<minutes>\d+)M)?(?:(?P<seconds>\d+)S)?)?"
@@ -270,6 +277,10 @@ class ServerSettings(Options):
     log_stream: LogStream = Field(
         "stderr",
         description="Where the log goes: standard error, or standard output with all that standard error gets.",
+    )
+    metric_names: MetricNames = Field(
+        ("djl_serving", "vllm"),
+        description="Under whose names /metrics shows what it measures, beside those that begin with lmi_.",
     )
     extra_logs: ExtraLogs | None = Field(
         None,

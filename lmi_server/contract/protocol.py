@@ -192,6 +192,26 @@ class Failed(Message, frozen=True):
     message: str
 
 
+class Summary(msgspec.Struct, array_like=True, frozen=True):
+    """What generating the text of one answer took, which only its worker knows.
+
+    Times are in seconds from the moment at which the worker got the request: `prefill_s` to its first token,
+    `generate_s` to its last one. `decode_s` is the time from the first to the last token, summed over all `sequences`.
+    If an engine returned the whole output at once, `prefill_s` is None. `finish_reason` is that of the sequence that
+    ended last.
+    """
+
+    finish_reason: str
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    sequences: int
+    prefill_s: float | None
+    generate_s: float
+    decode_s: float
+    adapter: str = ""
+
+
 class Head(Message, frozen=True):
     """Status, headers and reason phrase of a streamed answer; without a phrase it is that of the status."""
 
@@ -211,12 +231,14 @@ class Chunk(Message, frozen=True):
 class End(Message, frozen=True):
     """The streamed answer is complete.
 
-    `status` is 200, or that of the error that its last bytes report, and `message` is the text of that error.
+    `status` is 200, or that of the error that its last bytes report, and `message` is the text of that error. An answer
+    whose text was generated here has a `summary`.
     """
 
     id: int
     status: int = 200
     message: str = ""
+    summary: Summary | None = None
 
 
 CANCELLED = "Cancelled"
@@ -242,7 +264,7 @@ class Error(Message, frozen=True):
 class Reply(Message, frozen=True):
     """A whole answer in one item: status, headers, body and, as in Head, the reason phrase.
 
-    `message` is the text of the error that the body reports, if the server itself wrote it.
+    `message` is the text of the error that the body reports, if the server itself wrote it. `summary` is as in End.
     """
 
     id: int
@@ -251,6 +273,7 @@ class Reply(Message, frozen=True):
     data: bytes
     reason: str = ""
     message: str = ""
+    summary: Summary | None = None
 
 
 Item = Head | Chunk | End | Error | Reply

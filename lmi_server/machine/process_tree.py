@@ -24,6 +24,7 @@ _STATE, _PARENT, _SESSION = 0, 1, 3  # among the fields of /proc/PID/stat behind
 _TIMES = slice(11, 15)  # utime, stime, cutime, cstime
 _ENDED = (b"Z", b"X")
 _RESOURCE_TRACKER = b"from multiprocessing.resource_tracker import main"
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 _PASSES = 3  # a process may start another one between the listing and its end
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -32,6 +33,19 @@ _PR_SET_CHILD_SUBREAPER = 36
 class _Process(NamedTuple):
     parent: int
     session: int
+
+
+def tree_resident_bytes(pid: int) -> int:
+    """Return the memory in RAM of a process and of those that its main thread has started; 0 if it is gone.
+
+    What several of these processes share counts once for each.
+    """
+    try:
+        pages = int((_PROC / str(pid) / "statm").read_bytes().split()[1])
+        children = (_PROC / str(pid) / "task" / str(pid) / "children").read_bytes().split()
+    except OSError:
+        return 0
+    return pages * _PAGE + sum(tree_resident_bytes(int(child)) for child in children)
 
 
 def end_with_parent() -> None:

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from lmi_server.contract.errors import DeadlineError, LmiServerError, QueueDelayError, QueueFullError
+from lmi_server.contract.histogram import Histogram
 from lmi_server.contract.metrics import GAUGE, Metric, MetricSink, unrecorded
 from lmi_server.contract.protocol import CANCELLED, RECALLED, Chunk, End, Error, Head, Input, Item, Reply
 from lmi_server.serving.batch_forming import BatchForming
@@ -42,6 +43,7 @@ from lmi_server.supervisor.worker_requests import WorkerRequests
 logger = logging.getLogger(__name__)
 
 _PACED_UNREAD = 1 << 20  # bytes of one answer that its client has not read yet, from which on its worker waits
+_BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024)
 _MAX_UNREAD = 64 << 20  # although its worker was told to wait; much more than may be on its way then
 
 
@@ -49,7 +51,8 @@ class Dispatcher:
     """Gives each waiting request to a worker with room, and what workers send to the request that it belongs to.
 
     `on_no_room` is called when a request waits, or is refused, because no worker has room for it. `on_metric` gets
-    the size of each batch of several requests.
+    the size of each batch of several requests. `batch_sizes` has the sizes of all batches; if requests are served
+    concurrently, how many a worker had with each that it got. `retries` counts requests that were sent again.
     """
 
     def __init__(
@@ -68,6 +71,8 @@ class Dispatcher:
         self._on_metric = on_metric
         self._dimensions = (("Model", settings.load.model_name),)
         self.used_at = time.monotonic()
+        self.batch_sizes = Histogram(_BATCH_SIZES)
+        self.retries = 0
         self._ids = itertools.count(1)
         self._sessions = StickySessions()
         self._prefixes: PrefixAffinity[WorkerProcess] | None = PrefixAffinity() if settings.prefix_affinity else None
@@ -181,7 +186,10 @@ class Dispatcher:
                 if self._prefixes is not None:
                     self._prefixes.sent(job.request.body(), worker)
             requests.submit(jobs)
-            if requests.batch_size is not None:
+            if requests.batch_size is None:
+                self.batch_sizes.observe(len(requests.in_flight))
+            else:
+                self.batch_sizes.observe(len(jobs))
                 self._forming.watch_delayed()
             if len(jobs) > 1:
                 self._on_metric(Metric("DynamicBatchSize", "Count/Item", len(jobs), self._dimensions, GAUGE))
@@ -369,6 +377,8 @@ class Dispatcher:
     def _requeue(self, job: Job) -> None:
         if job.reply.terminal is not None:
             return
+        self.retries += 1
+        job.attempts = (*job.attempts, (job.sent_at, time.monotonic()))
         job.holder = None
         if job.deadline is None:
             self._queue.push_front(job)

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from lmi_server.contract.errors import LmiServerError, ModelLoadError, ModelNotReadyError
+from lmi_server.contract.histogram import Histogram
 from lmi_server.contract.metrics import MetricSink, unrecorded
 from lmi_server.contract.protocol import Input, Ready
 from lmi_server.machine.devices import DeviceSet
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 _WORKER_STOP_S = 10.0
 _PARALLEL_LOADS = 16
+_LOAD_TIMES = (0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600, 1200, 2400)  # seconds
 _SHUTTING_DOWN = "The server is shutting down"
 
 
@@ -45,7 +47,8 @@ class WorkerPool:
 
     `failure` says why the model is given up for good; None while it is not. `max_model_len` is in tokens, 0 before the
     model is loaded and if it has no such bound; `batch_size` is that of Ready. `on_metric` gets what the workers print
-    and what the pool measures.
+    and what the pool measures. `deaths` counts workers that ended although nobody asked for that, `load_times` has the
+    seconds in which workers loaded the model.
     """
 
     def __init__(self, settings: PoolSettings, on_metric: MetricSink = unrecorded) -> None:
@@ -56,6 +59,8 @@ class WorkerPool:
         self.max_model_len = 0
         self.batch_size: int | None = None
         self.stopping = False
+        self.deaths = 0
+        self.load_times = Histogram(_LOAD_TIMES)
         self.loading_turns = asyncio.Semaphore(_PARALLEL_LOADS if settings.parallel_loading else 1)
         self._settings = settings
         self._on_metric = on_metric
@@ -114,6 +119,26 @@ class WorkerPool:
     @property
     def ready_workers(self) -> int:
         return len(self._roster.ready)
+
+    @property
+    def worker_states(self) -> Mapping[str, int]:
+        """Return how many workers take requests, only finish theirs, or do neither (yet, or any more)."""
+        ready, leaving = len(self._roster.ready), len(self._roster.leaving)
+        return {"ready": ready, "leaving": leaving, "starting": len(self._roster.everyone) - ready - leaving}
+
+    @property
+    def worker_pids(self) -> dict[str, int]:
+        """Return the process of each worker on this machine, by the worker's name."""
+        return {worker.name: worker.pid for worker in self._roster.everyone if worker.is_local and worker.pid}
+
+    @property
+    def batch_sizes(self) -> Histogram:
+        return self._dispatcher.batch_sizes
+
+    @property
+    def retries(self) -> int:
+        """Return how many requests were sent to a worker again, because another one gave them back or died."""
+        return self._dispatcher.retries
 
     def worker_gauges(self) -> dict[str, Mapping[str, float]]:
         """Return the gauges that each ready worker last reported, by the worker's name."""
@@ -251,6 +276,7 @@ class WorkerPool:
             "[%s] ready: process %s, max_model_len=%d %s", worker.name, worker.pid, ready.max_model_len, details
         )
         self.was_ready = True
+        self.load_times.observe(worker.load_s)
         self.max_model_len = ready.max_model_len
         self.batch_size = ready.batch_size
         self._roster.ready.append(worker)
@@ -266,6 +292,7 @@ class WorkerPool:
         self._roster.remove(worker)
 
     def died(self) -> None:
+        self.deaths += 1
         if self._crash_loop.record(time.monotonic()):
             self._fail(
                 ModelLoadError(

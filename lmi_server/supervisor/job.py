@@ -92,10 +92,11 @@ class Job:
 
     `on_overflow` is called if the answer is given up because its client reads too slowly. `fingerprint` identifies the
     request to the quarantine; None while that has no need of it. `tenant` identifies the API key it came with.
-    `timer` runs until the deadline.
+    `timer` runs until the deadline. `attempts` are the times at which workers got it and lost it again.
     """
 
     __slots__ = (
+        "attempts",
         "batch",
         "cancelled",
         "deadline",
@@ -133,6 +134,7 @@ class Job:
         self.holder: WorkerRequests | None = None  # the requests of the worker that has it; None while it waits
         self.batch = 0  # the number of its batch in that worker
         self.retried = False
+        self.attempts: tuple[tuple[float, float], ...] = ()
         self.cancelled = False
         self.fingerprint: bytes | None = None
         self.queued_at = time.monotonic()

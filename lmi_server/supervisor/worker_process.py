@@ -87,6 +87,8 @@ class WorkerProcess:
     ) -> None:
         self.name = name
         self.ready_at = 0.0  # time.time(); 0.0 before
+        self.load_s = 0.0  # from the start of the process until the model was loaded
+        self.is_local = remote is None
         self.gauges: Mapping[str, float] = {}  # as the worker last reported them
         self.is_ending = False
         self.lost = asyncio.Event()
@@ -125,6 +127,7 @@ class WorkerProcess:
 
     async def load(self, load: Load, timeout_s: float) -> Ready:
         """Spawn the process and load the model. Raises ModelLoadError; the process is killed then."""
+        began = time.monotonic()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._child.spawn(self._link, load, self._environment)
@@ -144,6 +147,7 @@ class WorkerProcess:
         self._health.watch_heartbeat()
         self.requests.batch_size = ready.batch_size
         self.requests.progressed_at = time.monotonic()
+        self.load_s = self.requests.progressed_at - began
         self.ready_at = time.time()
         return ready
 

@@ -8,12 +8,14 @@ wake-up of the front end each, so the buffer collects what one turn of the event
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from typing import Protocol
 
 from lmi_server.contract.errors import HandlerError, LmiServerError
 from lmi_server.contract.protocol import Chunk, End, Error, Frames, Head, Item, Reply
 from lmi_server.dialects.errors import error_reply
+from lmi_server.worker.tally import Tally
 
 _UNSENT_LIMIT = 1 << 20  # bytes of streams that a handler may be ahead of the link
 _POLL_S = 0.001
@@ -114,7 +116,8 @@ class ResponseWriter:
     """Writes the answer to one request; it ends exactly once, with `reply`, `end`, `error` or `fail`.
 
     The head of a stream leaves with its first bytes, so that an error before them has a status of its own. What a
-    stream produces between two flushes leaves as one chunk. While `is_held` is set, its client does not keep up.
+    stream produces between two flushes leaves as one chunk. While `is_held` is set, its client does not keep up. What
+    `tally` has counted leaves with the end of the answer.
     """
 
     __slots__ = (
@@ -130,6 +133,7 @@ class ResponseWriter:
         "is_held",
         "progressed",
         "started",
+        "tally",
     )
 
     def __init__(self, buffer: FrameBuffer, number: int, route: str, request_id: str = "") -> None:
@@ -140,6 +144,7 @@ class ResponseWriter:
         self.is_held = False
         self.progressed = False  # set when the handler yields something; whoever reports it clears it
         self.buffer = buffer
+        self.tally = Tally(time.monotonic())
         self._route = route
         self._name = request_id
         self._head: Head | None = None
@@ -169,7 +174,7 @@ class ResponseWriter:
         self, status: int, headers: list[tuple[str, str]], data: bytes, reason: str = "", message: str = ""
     ) -> None:
         """End with a whole answer. `message` is that of the error that it reports, if the server wrote it."""
-        self._finish(Reply(self.id, status, headers, data, reason, message))
+        self._finish(Reply(self.id, status, headers, data, reason, message, self.tally.summary()))
 
     def end(self, status: int = 200, message: str = "") -> None:
         """End the stream. `status` and `message` are those of the error that its last bytes report, if they do."""
@@ -179,7 +184,7 @@ class ResponseWriter:
         if not self.started:
             self.started = True
             self.buffer.add(self)
-        self._finish(End(self.id, status, message))
+        self._finish(End(self.id, status, message, self.tally.summary()))
 
     def error(self, kind: str, message: str, code: int | None = None) -> None:
         """End with an Error, which the front end formats."""

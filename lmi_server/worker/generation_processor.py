@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from msgspec.structs import replace
 
 from lmi_server.configuration.options import ModelOptions
 from lmi_server.contract.errors import EXITS, HandlerError, LmiServerError, WorkerDiedError, describe, exit_message
-from lmi_server.contract.generation import GenerationRequest
+from lmi_server.contract.generation import Delta, GenerationRequest
 from lmi_server.contract.handler import LLMHandler, ModelInfo
 from lmi_server.contract.protocol import CANCELLED, AddAdapter, Command, GetMetrics, Input, RemoveAdapter
 from lmi_server.dialects import anthropic, routes, tokens
@@ -205,18 +206,21 @@ class GenerationProcessor(RequestProcessor):
         self, exchange: Exchange, index: int, writer: ResponseWriter, emit: Callable[[bytes], None]
     ) -> None:
         """Generate the sequence `index` of `exchange`; `emit` gets the bytes that a stream sends for its deltas."""
-        finished = False
-        burst = BURST
+        last: Delta | None = None
+        first_at = last_at = 0.0
+        burst = 1  # the first pause of the loop is only the moment of the first delta
         add = exchange.add
+        request = self._with_default_stops(exchange.requests[index])
         try:
-            async with aclosing(self._handler.generate(self._with_default_stops(exchange.requests[index]))) as deltas:
+            async with aclosing(self._handler.generate(request)) as deltas:
                 async for delta in deltas:
                     writer.progressed = True
                     data = add(index, delta)
                     if data:
                         emit(data)
                     if delta.finish_reason is not None:
-                        finished = True
+                        last = delta
+                        last_at = time.monotonic()
                     if writer.is_held:
                         await writer.released()
                     # An engine that has deltas ready never suspends this loop. Without the pause one sequence would
@@ -224,15 +228,19 @@ class GenerationProcessor(RequestProcessor):
                     burst -= 1
                     if not burst:
                         burst = BURST
-                        await writer.buffer.yield_and_drain()
+                        if first_at:
+                            await writer.buffer.yield_and_drain()
+                        else:
+                            first_at = time.monotonic()
         except asyncio.CancelledError:
             # An engine's own library may raise it, for example when its connection breaks. That must not look as if the
             # client had gone away.
             if is_cancelled():
                 raise
             raise HandlerError("the handler cancelled the request") from None
-        if not finished:
+        if last is None or last.finish_reason is None:
             raise HandlerError("the handler ended a sequence without a finish reason")
+        writer.tally.count(last.finish_reason, last.usage, first_at, last_at, request.adapter or "")
 
 
 def _session_requests(options: ModelOptions) -> SessionRequests:

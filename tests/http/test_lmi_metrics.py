@@ -183,6 +183,12 @@ def test_a_line_that_is_no_metric(text: str) -> None:
     assert parse_metric(text) is None
 
 
+def test_names_of_others_can_be_left_out() -> None:
+    printed = asyncio.run(Metrics(list, names=()).text()).decode()
+    assert "Response_2XX" not in printed
+    assert "process_resident_memory_bytes" in printed
+
+
 def test_whatever_is_printed_the_text_can_be_read() -> None:
     metrics = Metrics(list)
     for text in (
@@ -212,7 +218,7 @@ def test_printed_series_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
     metrics = LmiMetrics()
     for number in range(3000):
         metrics.record(Metric("Request", "Count", 1, (("Id", str(number)),)))
-    (family,) = [family for family in metrics.families({}, []) if family.name == "Request"]
+    (family,) = [family for family in metrics.recorded() if family.name == "Request"]
     assert len(family.samples) == 2000
     assert [record.message for record in caplog.records] == [
         "metric Request is not counted: there are 2000 series already; print fewer names and dimensions"

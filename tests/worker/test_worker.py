@@ -105,7 +105,12 @@ async def test_a_stream_is_head_chunks_end(tmp_path: Path) -> None:
         worker.submit(1, "a b", tokens=1000)
         head, *chunks, end = await worker.ended(1)
         assert head == Head(1, 200, [("content-type", "application/jsonlines")])
-        assert end == End(1)
+        assert isinstance(end, End)
+        assert (end.status, end.message) == (200, "")
+        assert end.summary is not None
+        assert (end.summary.finish_reason, end.summary.prompt_tokens, end.summary.output_tokens) == ("length", 2, 1000)
+        assert end.summary.prefill_s is not None
+        assert 0 < end.summary.prefill_s < end.summary.generate_s
         assert all(isinstance(chunk, Chunk) for chunk in chunks)
         lines = b"".join(chunk.data for chunk in chunks if isinstance(chunk, Chunk)).splitlines()
         assert len(lines) == 1000
@@ -118,7 +123,9 @@ async def test_sequences_that_are_always_ready_share_the_loop(tmp_path: Path) ->
         worker.submit(1, "a", tokens=100_000_000)
         await worker.until(lambda: worker.items(1))
         worker.submit(2, "b")
-        assert (await worker.ended(2))[-1] == End(2)
+        end = (await worker.ended(2))[-1]
+        assert isinstance(end, End)
+        assert end.status == 200
         seen = len(worker.of(Stats))
         await worker.until(lambda: len(worker.of(Stats)) > seen)
         worker.link.send(Cancel(1))
@@ -227,7 +234,9 @@ async def test_a_shutdown_finishes_what_runs(tmp_path: Path, how: str) -> None:
             worker.process.send_signal(signal.SIGTERM)
         else:
             worker.link.send(Shutdown(30))
-        assert (await worker.ended(1))[-1] == End(1)
+        end = (await worker.ended(1))[-1]
+        assert isinstance(end, End)
+        assert end.status == 200
         await worker.lost.wait()
         assert await worker.process.wait() == 0
 

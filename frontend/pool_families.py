@@ -1,0 +1,85 @@
+"""The gauges of models and their workers, which are read at each scrape."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from prometheus_client import ProcessCollector
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import Metric as Family
+
+from frontend.metric_families import counter, gauge, histogram
+from lmi_server.machine.process_tree import tree_resident_bytes
+from lmi_server.serving.pool import WorkerPool
+from lmi_server.serving.pool_settings import ModelStatus
+from lmi_server.serving.registry import Model
+
+_NOT_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
+_MODEL = ("model",)
+
+
+def pool_families(models: Sequence[Model]) -> Iterator[Family]:
+    """Yield the state of each model and of its workers."""
+    pools = [model.pool for model in models if model.pool is not None]
+
+    def by_pool(value: Callable[[WorkerPool], float]) -> list[tuple[tuple[str], float]]:
+        return [((pool.label,), value(pool)) for pool in pools]
+
+    yield gauge("lmi_queue_depth", "Requests that wait for a worker.", _MODEL, by_pool(lambda pool: pool.queued))
+    yield gauge("lmi_requests_in_flight", "Requests that workers hold.", _MODEL, by_pool(lambda pool: pool.in_flight))
+    yield gauge("lmi_workers_ready", "Workers that can serve.", _MODEL, by_pool(lambda pool: pool.ready_workers))
+    yield gauge(
+        "lmi_workers",
+        "Workers by state: ready, leaving (they finish their requests), starting.",
+        ("model", "state"),
+        [((pool.label, state), count) for pool in pools for state, count in pool.worker_states.items()],
+    )
+    yield gauge(
+        "lmi_model_ready",
+        "1 if the model can serve.",
+        _MODEL,
+        [((model.label,), model.status is ModelStatus.HEALTHY) for model in models],
+    )
+    yield counter(
+        "lmi_worker_deaths", "Workers that ended although nobody asked.", _MODEL, by_pool(lambda pool: pool.deaths)
+    )
+    yield counter(
+        "lmi_requests_retried", "Requests that were sent to a worker again.", _MODEL, by_pool(lambda pool: pool.retries)
+    )
+    yield histogram(
+        "lmi_batch_size",
+        "Requests of a batch; without batches, those that a worker had with each that it got.",
+        {pool.label: pool.batch_sizes for pool in pools},
+    )
+    yield histogram(
+        "lmi_model_load_seconds",
+        "Start of a worker's process to its loaded model.",
+        {pool.label: pool.load_times for pool in pools},
+    )
+    yield from _handler_gauges(pools)
+
+
+def memory_families(processes: Mapping[tuple[str, str], int]) -> list[Family]:
+    """Return the memory of workers, and what Prometheus' clients say of their own process.
+
+    `processes` has the process of each worker by model and name. This reads /proc, so that it is for a thread.
+    """
+    memory = [(key, tree_resident_bytes(pid)) for key, pid in processes.items()]
+    workers = gauge(
+        "lmi_worker_resident_memory_bytes", "Memory of a worker and its processes in RAM.", ("model", "worker"), memory
+    )
+    return [workers, *ProcessCollector(pid=os.getpid, registry=None).collect()]
+
+
+def _handler_gauges(pools: Sequence[WorkerPool]) -> Iterator[Family]:
+    families: dict[str, GaugeMetricFamily] = {}
+    for pool in pools:
+        for worker, gauges in pool.worker_gauges().items():
+            for key, value in gauges.items():
+                name = "lmi_handler_" + _NOT_A_NAME.sub("_", key)
+                if name not in families:
+                    families[name] = GaugeMetricFamily(name, f"{key} of the handler.", labels=("model", "worker"))
+                families[name].add_metric((pool.label, worker), value)
+    yield from families.values()

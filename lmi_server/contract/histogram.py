@@ -1,0 +1,69 @@
+"""A histogram of plain numbers, cheap to add to."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Exemplar(NamedTuple):
+    """One value of a bucket, with the trace that it belongs to, at `time` (time.time())."""
+
+    trace_id: str
+    value: float
+    time: float
+
+
+class Histogram:
+    """Counts values by bucket; `bounds` are the upper bounds of all buckets but the last, inclusive."""
+
+    __slots__ = ("bounds", "counts", "exemplars", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+        self.exemplars: dict[int, Exemplar] = {}  # the last of each bucket, by the bucket's index
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Add a value, `count` times."""
+        self.counts[bisect_left(self.bounds, value)] += count
+        self.sum += value * count
+
+    def observe_all(self, values: list[float]) -> None:
+        """Add each of `values`, which are sorted here: many cost far less together than one by one."""
+        if not values:
+            return
+        values.sort()
+        below = 0
+        for index, bound in enumerate(self.bounds):
+            reached = bisect_right(values, bound, below)
+            self.counts[index] += reached - below
+            below = reached
+        self.counts[-1] += len(values) - below
+        self.sum += sum(values)
+
+    def mark(self, value: float, trace_id: str, at: float) -> None:
+        """Keep a value that was observed `at` a time.time() as the exemplar of its bucket."""
+        self.exemplars[bisect_left(self.bounds, value)] = Exemplar(trace_id, value, at)
+
+    def add(self, other: Histogram) -> None:
+        """Add the values of a histogram with the same bounds."""
+        self.counts = [own + more for own, more in zip(self.counts, other.counts, strict=True)]
+        self.sum += other.sum
+
+    def cumulative(self, scale: float = 1) -> list[tuple[str, float]]:
+        """Return for each upper bound, times `scale`, how many values are not above it, as Prometheus has it."""
+        total = 0
+        buckets: list[tuple[str, float]] = []
+        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
+            total += count
+            buckets.append((_written(bound * scale), total))
+        return buckets
+
+
+def _written(bound: float) -> str:
+    """Return a bound as Prometheus' own clients write it."""
+    return "+Inf" if math.isinf(bound) else str(float(round(bound, 9)))
