@@ -43,6 +43,7 @@ from lmi_server.contract.errors import (
     error_from_kind,
 )
 from lmi_server.contract.protocol import CANCELLED, DEFAULT_PRIORITY, End, Error, Head, Input, Reply
+from lmi_server.dialects.adapters import naming_adapter
 from lmi_server.dialects.errors import error_event, error_reply
 from lmi_server.dialects.forms import form_fields, is_form
 from lmi_server.dialects.routes import ANTHROPIC_ROUTES, ANY_MODEL, MODEL_IN_BODY, PREDICTIONS, TGI
@@ -137,7 +138,13 @@ class Relay:
             deadline = deadline_of(properties, arrived)
             pool = model.loaded()
             received = Input(route, properties, content, request_id, priority, names)
-            job = pool.submit(received, connection.abort, deadline, scope.get(TENANT, b""))
+            tenant = scope.get(TENANT, b"")
+            if pool.on_demand is None:
+                job = pool.submit(received, connection.abort, deadline, tenant)
+            else:
+                assert model.resolved is not None, "a loaded model has a configuration"
+                received = naming_adapter(received, model.resolved.served_names)
+                job = await pool.submit_holding(pool.on_demand, received, connection.abort, deadline, tenant)
         except LmiServerError as error:
             closes = self.draining or isinstance(error, PayloadTooLargeError)
             closes = closes or (body is None and not await self._skips_body(scope, receive))
@@ -152,6 +159,8 @@ class Relay:
         finally:
             pool.cancel(job)
             connection.unwatch()
+            if pool.on_demand is not None:
+                pool.on_demand.release(received)
         counts = self._metrics.of(model)
         counts.answered(_record(status, job, arrived, properties.get("traceparent")))
         if status >= 424:

@@ -15,7 +15,7 @@ from lmi_server.artifacts.location import S3Location
 from lmi_server.artifacts.progress import Activity
 from lmi_server.artifacts.s3_clients import Download, S3Client, S3Object, S3UnreachableError
 from lmi_server.artifacts.store import Entry, claim, entry, file_errors, require_room
-from lmi_server.contract.errors import ArtifactError
+from lmi_server.contract.errors import ArtifactError, ArtifactMissingError
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def fetch_s3(location: S3Location, client: S3Client, root: Path, keep_free: int,
         except S3UnreachableError as error:
             return _kept(place, error)
         if not objects:
-            raise ArtifactError(f"{location.url}: there are no objects; check bucket and prefix")
+            raise ArtifactMissingError(f"{location.url}: there are no objects; check bucket and prefix")
         if not _is_current(place, location, objects):
             with file_errors(place.directory):
                 _refresh(place, location, client, objects, keep_free, activity, lock)

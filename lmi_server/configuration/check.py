@@ -122,7 +122,8 @@ def value_warnings(options: Options, sources: Given) -> Iterator[str]:
 
 def combination_warnings(options: ModelOptions, sources: Given) -> Iterator[str]:
     """Yield a warning for each key that has no effect because of the value of another key."""
-    for conflict in options.warnings(_given(sources)):
+    given = _given(sources)
+    for conflict in (*options.warnings(given), *options.adapter_warnings(given)):
         key = conflict.keys[0]
         yield f"{sources[key].place}: {key} {conflict.text}"
 

@@ -357,6 +357,14 @@ class ModelOptions(Options):
     adapters: str = Field(
         "adapters", description="Directory in the model directory; each of its subdirectories is a LoRA adapter."
     )
+    dynamic_lora_loading_path: str | None = Field(
+        None,
+        description="Directory, or s3://bucket/prefix, in which each folder is a LoRA adapter that is loaded when a"
+        " request asks for it; a relative path is relative to the model directory.",
+    )
+    max_num_adapters_per_replica: PositiveInt = Field(
+        16, description="Adapters of option.dynamic_lora_loading_path that stay loaded."
+    )
     is_peft_model: Annotated[bool, Unavailable.values(True, instead="merge the adapter into the model")] = Field(
         False, description="The checkpoint is a PEFT adapter; LMI detects it."
     )
@@ -537,6 +545,20 @@ class ModelOptions(Options):
     def warnings(self, given: Collection[str]) -> Iterator[Conflict]:
         """Yield combinations that are allowed, but in which a key has no effect."""
         yield from ()
+
+    def adapter_warnings(self, given: Collection[str]) -> Iterator[Conflict]:
+        """Yield the keys of adapters on demand that have no effect, whatever the handler."""
+        if not self.enable_lora:
+            yield from without_effect(given, "option.enable_lora=true", ["option.dynamic_lora_loading_path"])
+        if self.dynamic_lora_loading_path is None:
+            most = ["option.max_num_adapters_per_replica"]
+            yield from without_effect(given, "option.dynamic_lora_loading_path", most)
+
+    @property
+    def adapters_on_demand(self) -> int:
+        """Return how many adapters a worker keeps of those that it loads on demand; 0 if it loads none."""
+        loads = self.enable_lora and self.dynamic_lora_loading_path is not None
+        return self.max_num_adapters_per_replica if loads else 0
 
 
 def without_effect(given: Collection[str], unless: str, keys: Collection[str]) -> Iterator[Conflict]:

@@ -66,6 +66,10 @@ class ArtifactError(ModelLoadError):
     """The model's files could not be fetched, or are not what they should be."""
 
 
+class ArtifactMissingError(ArtifactError):
+    """There is nothing at the place that the files should come from."""
+
+
 class RequestError(LmiServerError):
     """The client must change the request before sending it again."""
 

@@ -55,6 +55,10 @@ class Input(msgspec.Struct, array_like=True, frozen=True):
         return self.content[0][1] if self.content else b""
 
 
+ADAPTER_HEADER = "x-amzn-sagemaker-adapter-identifier"
+"""SageMaker's header that names the LoRA adapter of a request; it goes before every other place."""
+
+
 class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     """A LoRA adapter: `directory` holds its files on this machine, as peft writes them.
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from lmi_server.contract.errors import RequestError
-from lmi_server.contract.protocol import Input
+from lmi_server.contract.protocol import ADAPTER_HEADER, Input
 from lmi_server.dialects import fields
 from lmi_server.dialects.base import ServedModel
-from lmi_server.dialects.routes import MODEL_IN_BODY
+from lmi_server.dialects.routes import ANY_MODEL, MODEL_IN_BODY
 
-_HEADER = "x-amzn-sagemaker-adapter-identifier"
 ALIAS_HEADER = "x-amzn-sagemaker-adapter-alias"
 _KEY = "adapter"  # of a query, and of SageMaker's custom attributes
 
@@ -34,7 +33,7 @@ def requested_adapter(request: Input, body: Mapping[str, Any], served: ServedMod
     if a field of the body does not hold one name.
     """
     headers = request.properties
-    for name in (headers.get(_HEADER), _in_query(request)):
+    for name in (headers.get(ADAPTER_HEADER), _in_query(request)):
         if name is not None:
             return name or None
     return next(_in_body(request.route, body, served), headers.get(_KEY)) or None
@@ -53,9 +52,50 @@ def registered_adapter(request: Input, body: Mapping[str, Any], served: ServedMo
     return name
 
 
+def adapter_as_model(model: str, served: ServedModel) -> str | None:
+    """Return the adapter that OpenAI's `model` names: "adapter", or "model:adapter" as with Ray Serve LLM."""
+    base, _, name = model.rpartition(":")
+    if base in (served.name, *served.served_names) and name in served.adapters:
+        return name
+    return model if model in served.adapters else None
+
+
+class _AnyOther(Collection[str]):
+    """Every name that is none of the names of the model: each may be one of an adapter that is not loaded yet."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and bool(name) and name not in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+def naming_adapter(request: Input, served_names: Sequence[str]) -> Input:
+    """Return the request to a model that loads adapters on demand, with the adapter that it asks for in the header.
+
+    What the body names as model, and is no name of the model, is an adapter. If the body cannot be read, the request is
+    returned as it is, for the worker to refuse.
+    """
+    if ADAPTER_HEADER in request.properties:
+        return request
+    others = _AnyOther({*served_names, *ANY_MODEL})
+    served = ServedModel(name=served_names[0], served_names=tuple(served_names), adapters=others)
+    try:
+        name = requested_adapter(request, fields.json_object(request), served)
+    except RequestError:
+        return request
+    return request if name is None else with_adapter(request, name)
+
+
 def with_adapter(request: Input, name: str) -> Input:
     """Return `request` with `name` in the header, which goes before every other place."""
-    return msgspec.structs.replace(request, properties={**request.properties, _HEADER: name})
+    return msgspec.structs.replace(request, properties={**request.properties, ADAPTER_HEADER: name})
 
 
 def _in_body(route: str, body: Mapping[str, Any], served: ServedModel) -> Iterator[str]:
@@ -72,8 +112,9 @@ def _in_body(route: str, body: Mapping[str, Any], served: ServedModel) -> Iterat
         yield adapter_name("parameters.adapter_id", parameters["adapter_id"])
     # OpenAI's API has no field for adapters; clients name one as the model, as with vLLM.
     model = body.get("model")
-    if not is_lmi and isinstance(model, str) and model in served.adapters:
-        yield model
+    name = adapter_as_model(model, served) if not is_lmi and isinstance(model, str) else None
+    if name is not None:
+        yield name
 
 
 def _in_query(request: Input) -> str | None:

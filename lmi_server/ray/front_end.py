@@ -16,6 +16,7 @@ import msgspec
 from lmi_server.contract.errors import LmiServerError, ModelNotReadyError
 from lmi_server.contract.link import FrontendLink, frontend_link
 from lmi_server.contract.protocol import (
+    CANCELLED,
     RECALLED,
     AddAdapter,
     Cancel,
@@ -38,11 +39,15 @@ from lmi_server.contract.protocol import (
     Submit,
     ToWorker,
 )
+from lmi_server.serving.adapter_store import OnDemand
 from lmi_server.serving.adapters import RegisteredAdapter
 from lmi_server.serving.pool import WorkerPool
 from lmi_server.supervisor.job import Job, ReplySlot
 
 logger = logging.getLogger(__name__)
+
+
+def _nothing() -> None: ...
 
 
 class FrontEnd:
@@ -53,6 +58,7 @@ class FrontEnd:
         self._on_gone = on_gone
         self._loop = asyncio.get_running_loop()
         self._jobs: dict[int, Job] = {}
+        self._waiting: dict[int, asyncio.Task[None]] = {}  # requests that wait for their adapters
         self._items: list[Item] = []
         self._reported_at = 0.0
         self._leaving = False
@@ -63,7 +69,7 @@ class FrontEnd:
     @property
     def holds(self) -> int:
         """Return the number of requests that it has sent and that have not ended."""
-        return len(self._jobs)
+        return len(self._jobs) + len(self._waiting)
 
     def greet(self) -> None:
         """Say that the model is loaded."""
@@ -80,6 +86,7 @@ class FrontEnd:
         """Send the heartbeat."""
         since, self._reported_at = self._reported_at, time.monotonic()
         progressed = [number for number, job in self._jobs.items() if job.reply.progressed_at >= since]
+        progressed += self._waiting
         gauges = next(iter(self._pool.worker_gauges().values()), {})
         self.link.send(Stats(dict(gauges), progressed))
 
@@ -93,6 +100,9 @@ class FrontEnd:
                 job = self._jobs.get(number)
                 if job is not None:
                     self._pool.cancel(job)
+                elif number in self._waiting:
+                    self._waiting.pop(number).cancel()
+                    self.send(Error(number, CANCELLED, "the client went away"))
             case Hold(number, held):
                 job = self._jobs.get(number)
                 if job is not None and job.holder is not None:
@@ -112,16 +122,36 @@ class FrontEnd:
         if self._leaving:
             self.send(Error(number, RECALLED, "the replica ends"))
             return
-        reply = RelayedReply(number, self)
+        if self._pool.on_demand is None:
+            reply = RelayedReply(number, self)
+            try:
+                job = self._pool.submit(request, _nothing, reply=reply)
+            except LmiServerError as error:
+                self._refuse(number, error)
+            else:
+                self._keep(number, job)
+            return
+        waiting = self._submit_holding(self._pool.on_demand, number, request)
+        self._waiting[number] = self._loop.create_task(waiting)
+
+    async def _submit_holding(self, on_demand: OnDemand, number: int, request: Input) -> None:
+        reply = RelayedReply(number, self, lambda: on_demand.release(request))
         try:
-            job = self._pool.submit(request, lambda: None, reply=reply)
-        except ModelNotReadyError as error:
-            self.send(Error(number, RECALLED, error.message))
+            job = await self._pool.submit_holding(on_demand, request, _nothing, reply=reply)
         except LmiServerError as error:
-            self.send(Error(number, error.kind, error.message, retry_after=error.retry_after))
+            self._refuse(number, error)
         else:
-            if reply.terminal is None:
-                self._jobs[number] = job
+            self._keep(number, job)
+        finally:
+            self._waiting.pop(number, None)
+
+    def _refuse(self, number: int, error: LmiServerError) -> None:
+        kind = RECALLED if isinstance(error, ModelNotReadyError) else error.kind
+        self.send(Error(number, kind, error.message, retry_after=error.retry_after))
+
+    def _keep(self, number: int, job: Job) -> None:
+        if job.reply.terminal is None:
+            self._jobs[number] = job
 
     async def _do(self, number: int, command: Command) -> None:
         try:
@@ -149,25 +179,32 @@ class FrontEnd:
         self._jobs.pop(number, None)
 
     def _close_if_done(self) -> None:
-        if self._is_last_known and not self._jobs and not self._items:
+        if self._is_last_known and not self.holds and not self._items:
             self.link.close()
 
     def _on_lost(self) -> None:
         for job in list(self._jobs.values()):
             self._pool.cancel(job)
         self._jobs.clear()
+        for task in self._waiting.values():
+            task.cancel()
+        self._waiting.clear()
         self._on_gone(self)
 
 
 class RelayedReply(ReplySlot):
-    """The reply slot of a request that a front end waits for: everything is sent on, under the front end's number."""
+    """The reply slot of a request that a front end waits for: everything is sent on, under the front end's number.
 
-    __slots__ = ("_front_end", "_number")
+    `on_end` is called with the terminal item.
+    """
 
-    def __init__(self, number: int, front_end: FrontEnd) -> None:
+    __slots__ = ("_front_end", "_number", "_on_end")
+
+    def __init__(self, number: int, front_end: FrontEnd, on_end: Callable[[], None] = _nothing) -> None:
         super().__init__()
         self._number = number
         self._front_end = front_end
+        self._on_end = on_end
 
     def put(self, item: Item, now: float) -> None:
         if self.terminal is not None:
@@ -181,6 +218,7 @@ class RelayedReply(ReplySlot):
         else:
             self.terminal = item
             self._front_end.ended(self._number)
+            self._on_end()
         self._front_end.send(msgspec.structs.replace(item, id=self._number))
 
 

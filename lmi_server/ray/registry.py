@@ -20,6 +20,7 @@ from lmi_server.contract.errors import BadParameterError
 from lmi_server.contract.protocol import Adapter, Load
 from lmi_server.ray.messages import Described, Models, Replicas, Wanted, line
 from lmi_server.ray.remote_replicas import ClusterPool
+from lmi_server.serving.adapter_store import LoadedElsewhere
 from lmi_server.serving.adapters import RegisteredAdapter
 from lmi_server.serving.model_store import ModelSource
 from lmi_server.serving.pool import WorkerPool
@@ -80,6 +81,7 @@ class ClusterRegistry(ModelRegistry):
         self._settle_configuration(model, resolved)
         settings = _pool_settings(resolved, described, replicas, self._log_level)
         pool = ClusterPool(settings, self._on_metric, lambda: _want(model.name))
+        pool.on_demand = LoadedElsewhere() if settings.adapter_affinity else None
         pool.replicas.update(replicas.places)
         return pool
 
@@ -128,4 +130,5 @@ def _pool_settings(resolved: ResolvedModel, described: Described, replicas: Repl
         # that end worker processes are found by the pool of the replica, which outlives them.
         quarantine_s=0.0,
         prefix_affinity=True,
+        adapter_affinity=options.adapters_on_demand,
     )

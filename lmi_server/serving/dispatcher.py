@@ -22,12 +22,24 @@ import itertools
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from lmi_server.contract.errors import DeadlineError, LmiServerError, QueueDelayError, QueueFullError
 from lmi_server.contract.histogram import Histogram
 from lmi_server.contract.metrics import GAUGE, Metric, MetricSink, unrecorded
-from lmi_server.contract.protocol import CANCELLED, RECALLED, Chunk, End, Error, Head, Input, Item, Reply
+from lmi_server.contract.protocol import (
+    ADAPTER_HEADER,
+    CANCELLED,
+    RECALLED,
+    Chunk,
+    End,
+    Error,
+    Head,
+    Input,
+    Item,
+    Reply,
+)
+from lmi_server.serving.adapter_affinity import AdapterAffinity
 from lmi_server.serving.batch_forming import BatchForming
 from lmi_server.serving.job_queue import JobQueue
 from lmi_server.serving.pool_settings import PoolSettings
@@ -76,6 +88,8 @@ class Dispatcher:
         self._ids = itertools.count(1)
         self._sessions = StickySessions()
         self._prefixes: PrefixAffinity[WorkerProcess] | None = PrefixAffinity() if settings.prefix_affinity else None
+        most = settings.adapter_affinity
+        self._adapters: AdapterAffinity[WorkerProcess] | None = AdapterAffinity(most) if most else None
         self._quarantine = Quarantine(settings.quarantine_s)
         self._idle = asyncio.Event()
         self._draining = False
@@ -182,9 +196,7 @@ class Dispatcher:
             if not jobs:
                 continue
             for job in jobs:
-                self._sessions.sent(job.request, worker)
-                if self._prefixes is not None:
-                    self._prefixes.sent(job.request.body(), worker)
+                self._remember(job.request, worker)
             requests.submit(jobs)
             if requests.batch_size is None:
                 self.batch_sizes.observe(len(requests.in_flight))
@@ -197,6 +209,14 @@ class Dispatcher:
             self._rate.end(time.monotonic())
         self._check_idle()
 
+    def _remember(self, request: Input, worker: WorkerProcess) -> None:
+        """Record where a request goes, for those that are like it."""
+        self._sessions.sent(request, worker)
+        if self._prefixes is not None:
+            self._prefixes.sent(request.body(), worker)
+        if self._adapters is not None and (adapter := request.properties.get(ADAPTER_HEADER)):
+            self._adapters.sent(adapter, worker)
+
     def resume(self) -> None:
         """Send what waits to a worker that has just become ready. From now on requests end at another rate."""
         self._rate.forget()
@@ -205,7 +225,8 @@ class Dispatcher:
     def _worker_for(self, job: Job) -> WorkerProcess | None:
         """Return the worker that `job` goes to: that of its session if it has room, otherwise the least loaded one.
 
-        With `prefix_affinity` a worker that knows the beginning of the request comes before the least loaded one.
+        A worker that has its adapter, and one that knows the beginning of the request, come before the least loaded
+        one if the settings say so.
         """
         sticky = self._sessions.worker_of(job.request)
         if sticky is not None and self._has_room(sticky.requests):
@@ -213,7 +234,9 @@ class Dispatcher:
         if self._prefixes is None:
             return self._least_loaded()
         able = [worker for worker in self._roster.ready if self._has_room(worker.requests)]
-        held = {worker: len(worker.requests.in_flight) for worker in able}
+        held: Mapping[WorkerProcess, int] = {worker: len(worker.requests.in_flight) for worker in able}
+        if self._adapters is not None and (adapter := job.request.properties.get(ADAPTER_HEADER)):
+            held = self._adapters.narrowed(adapter, held)
         return self._prefixes.choose(job.request.body(), held)
 
     def _least_loaded(self) -> WorkerProcess | None:
@@ -338,6 +361,8 @@ class Dispatcher:
         self._sessions.forget(worker)
         if self._prefixes is not None:
             self._prefixes.forget(worker)
+        if self._adapters is not None:
+            self._adapters.forget(worker)
 
     def take_back(self, worker: WorkerProcess) -> None:
         """Take the jobs of a dead worker: retry once those of which no client has seen a byte, and fail the rest."""

@@ -22,6 +22,7 @@ from lmi_server.contract.histogram import Histogram
 from lmi_server.contract.metrics import MetricSink, unrecorded
 from lmi_server.contract.protocol import Input, Ready
 from lmi_server.machine.devices import DeviceSet
+from lmi_server.serving.adapter_store import OnDemand
 from lmi_server.serving.adapters import Adapters
 from lmi_server.serving.dispatcher import Dispatcher
 from lmi_server.serving.pool_settings import ModelStatus, PoolSettings
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 _WORKER_STOP_S = 10.0
 _PARALLEL_LOADS = 16
 _LOAD_TIMES = (0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600, 1200, 2400)  # seconds
+_PAUSE_S = 0.05
 _SHUTTING_DOWN = "The server is shutting down"
 
 
@@ -46,9 +48,10 @@ class WorkerPool:
     """Serves one model with the workers on its device sets. Everything runs on one event loop.
 
     `failure` says why the model is given up for good; None while it is not. `max_model_len` is in tokens, 0 before the
-    model is loaded and if it has no such bound; `batch_size` is that of Ready. `on_metric` gets what the workers print
-    and what the pool measures. `deaths` counts workers that ended although nobody asked for that, `load_times` has the
-    seconds in which workers loaded the model.
+    model is loaded and if it has no such bound; `batch_size` is that of Ready. `on_demand` is what loads adapters that
+    requests ask for, None if nothing does. `on_metric` gets what the workers print and what the pool measures. `deaths`
+    counts workers that ended although nobody asked for that, `load_times` has the seconds in which workers loaded the
+    model.
     """
 
     def __init__(self, settings: PoolSettings, on_metric: MetricSink = unrecorded) -> None:
@@ -58,6 +61,7 @@ class WorkerPool:
         self.was_ready = False
         self.max_model_len = 0
         self.batch_size: int | None = None
+        self.on_demand: OnDemand | None = None
         self.stopping = False
         self.deaths = 0
         self.load_times = Histogram(_LOAD_TIMES)
@@ -161,6 +165,13 @@ class WorkerPool:
         await self._settled.wait()
         return self.status
 
+    async def until_ready(self) -> None:
+        """Wait until a worker is ready; have one started if none has to run. Raises ModelNotReadyError."""
+        while not self._roster.ready:
+            self._check_open()
+            self._on_no_room()
+            await asyncio.sleep(_PAUSE_S)
+
     # --- requests ---
 
     def submit(
@@ -178,6 +189,26 @@ class WorkerPool:
         """
         self._check_open()
         return self._dispatcher.submit(request, on_overflow, deadline, tenant, reply)
+
+    async def submit_holding(
+        self,
+        on_demand: OnDemand,
+        request: Input,
+        on_overflow: Callable[[], None],
+        deadline: Deadline | None = None,
+        tenant: bytes = b"",
+        reply: ReplySlot | None = None,
+    ) -> Job:
+        """Accept one request, as `submit` does, once its adapter is loaded; `on_demand.release` must follow.
+
+        Raises what `submit` and `OnDemand.hold` raise; nothing is held then.
+        """
+        await on_demand.hold(request)
+        try:
+            return self.submit(request, on_overflow, deadline, tenant, reply)
+        except LmiServerError:
+            on_demand.release(request)
+            raise
 
     def cancel(self, job: Job) -> None:
         """Free what `job` holds, because its client went away. Nothing happens if the job has ended."""
@@ -358,6 +389,8 @@ class WorkerPool:
         self._scaling.notify(closing)
         self._watch.stop()
         self._dispatcher.stop()
+        if self.on_demand is not None:
+            self.on_demand.stop()
         serving = self._roster.serving
         self._roster.drop(serving)
         await asyncio.gather(*(worker.shutdown(deadline_s) for worker in serving))

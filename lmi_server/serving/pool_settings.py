@@ -26,7 +26,8 @@ class ModelStatus(Enum):
 class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What the pool needs to know of a model. Times are in seconds; numbers of workers are those of each device set.
 
-    With `prefix_affinity` a request goes to a worker that had one with the same beginning.
+    With `prefix_affinity` a request goes to a worker that had one with the same beginning, and with `adapter_affinity`
+    to one that had a request for the same adapter; it is the number of adapters that a worker keeps.
 
     `version` distinguishes the versions of one model. `python` is the interpreter of the workers. `environment` is
     added to that of each worker; with an `mpi` launcher each worker is a group of ranks. What a user may configure has
@@ -53,5 +54,6 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     retry_threshold: int
     quarantine_s: float
     prefix_affinity: bool = False
+    adapter_affinity: int = 0
     heartbeat_timeout_s: float = 30.0
     death_window_s: float = 600.0

@@ -35,6 +35,7 @@ from lmi_server.machine.devices import plan_devices
 from lmi_server.machine.environment import is_multi_model, process_environment
 from lmi_server.machine.inventory import this_machine
 from lmi_server.machine.mpi import NO_MPIRUN, find_mpirun
+from lmi_server.serving.adapter_store import AdapterStore, fetch_from_store
 from lmi_server.serving.adapters import RegisteredAdapter, adapters_in
 from lmi_server.serving.fetch_model import FetchedModel, Inspect, fetch_directory, fetch_model
 from lmi_server.serving.model_memory import memory_shortage
@@ -199,6 +200,9 @@ class ModelRegistry:
         for model in () if name in self._endpoints or name in self._aliases else self.models:
             if model.pool is not None and name in model.pool.adapters and version in (None, model.version):
                 return model
+        base, _, adapter = name.rpartition(":")
+        if adapter and base in self.names and name not in self.names:
+            return self.named(base, version)  # model:adapter, as with Ray Serve LLM; the worker knows its adapters
         return self.named(name, version)
 
     def named(self, name: str, version: str | None = None) -> Model:
@@ -321,7 +325,23 @@ class ModelRegistry:
         fetched = replace(fetched, resolved=replace(fetched.resolved, name=model.name))
         self._settle_configuration(model, fetched.resolved)
         await self._make_room(model, fetched.resolved)
-        return WorkerPool(self._pool_settings(model.source, fetched), self._on_metric)
+        pool = WorkerPool(self._pool_settings(model.source, fetched), self._on_metric)
+        pool.on_demand = self._adapter_store(pool, fetched.resolved)
+        return pool
+
+    def _adapter_store(self, pool: WorkerPool, resolved: ResolvedModel) -> AdapterStore | None:
+        options = resolved.options
+        store = options.dynamic_lora_loading_path
+        if store is None or not options.adapters_on_demand:
+            return None
+
+        async def fetch(name: str) -> str:
+            directory = await fetch_from_store(store, name, resolved.model_dir, self.artifacts)
+            await asyncio.to_thread(self.refuse_unsafe_adapter, directory)
+            return directory
+
+        most_waiting = resolved.serving.job_queue_size
+        return AdapterStore(pool.adapters, fetch, pool.until_ready, options.adapters_on_demand, most_waiting)
 
     def _settle_configuration(self, model: Model, resolved: ResolvedModel) -> None:
         """Record the configuration of `model`. Raises ConfigurationError if another model has one of its names."""

@@ -185,19 +185,25 @@ def server_log(model_dir: Path, root: Path, variables: dict[str, str]) -> Iterat
         process.wait(30)
 
 
-def test_a_model_on_s3_is_served(tmp_path: Path, s3: S3) -> None:
+def test_a_model_on_s3_is_served_with_the_adapters_that_requests_ask_for(tmp_path: Path, s3: S3) -> None:
+    s3.put("loras/one/adapter_config.json", b"{}")
     s3.put("echo/config.json", b'{"architectures": ["TinyForCausalLM"]}')
     s3.put("echo/weights", b"w" * 5000)
     model_dir = tmp_path / "model"
     model_dir.mkdir()
     (model_dir / "serving.properties").write_text(
         f"option.entryPoint=djl_python.echo\noption.model_id=s3://{BUCKET}/echo\n"
+        f"option.enable_lora=true\noption.dynamic_lora_loading_path=s3://{BUCKET}/loras\n"
     )
     with server_log(model_dir, tmp_path / "downloads", s3.variables) as log:
-        port = log.wait_for(r"listening on http://127\.0\.0\.1:(\d+)")[1]
+        url = log.wait_for(r"listening on (http://\S+)")[1] + "/invocations"
         log.wait_for(r"\] ready: process")
         body = {"inputs": "a b", "parameters": {"max_new_tokens": 2}}
-        answer = httpx.post(f"http://127.0.0.1:{port}/invocations", json=body, timeout=120)
+        answer = httpx.post(url, json=body, timeout=120)
+        adapted = httpx.post(url, json=body | {"adapters": "one"}, timeout=120)
+        unknown = httpx.post(url, json=body | {"adapters": "two"}, timeout=120)
+    assert adapted.json() == {"generated_text": " one: a"}
+    assert (unknown.status_code, "two" in unknown.text) == (404, True)
     assert (answer.status_code, answer.json()["generated_text"]) == (200, " a b")
     assert f"[model] downloading s3://{BUCKET}/echo: 4.9 KiB of 4.9 KiB (100 %)" in "".join(log.lines)
     (fetched,) = (tmp_path / "downloads" / "s3").glob("*/echo")

@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -16,6 +17,7 @@ from waiting import wait_until
 
 from lmi_server.ray.messages import NotServing, Serving
 
+STORED = ("one", "two", "three")  # adapters, one more than a replica keeps
 SHORT, LONG = 5, 400  # tokens; a long answer takes four seconds
 
 
@@ -24,7 +26,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models") / "model"
     directory.mkdir()
     keys = ("option.entryPoint=djl_python.echo", "option.echo_delay_ms=10", "option.enable_lora=true")
-    (directory / "serving.properties").write_text("\n".join(keys))
+    on_demand = ("option.dynamic_lora_loading_path=stored", "option.max_num_adapters_per_replica=2")
+    (directory / "serving.properties").write_text("\n".join((*keys, *on_demand)))
+    for name in STORED:
+        (directory / "stored" / name).mkdir(parents=True)
+        (directory / "stored" / name / "adapter_config.json").write_text("{}")
     return directory
 
 
@@ -59,6 +65,18 @@ class Cluster:
     def ask(self, prompt: str, tokens: int = SHORT) -> httpx.Response:
         body = {"inputs": prompt, "parameters": {"max_new_tokens": tokens}}
         return self.front_end.http.post("/invocations", json=body)
+
+    def adapted(self, name: str) -> str:
+        """Return what the adapter answers to "a", or the status if there is no answer."""
+        chat = {"model": f"model:{name}", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+        answer = self.front_end.http.post("/v1/chat/completions", json=chat)
+        if answer.status_code != 200:
+            return str(answer.status_code)
+        return str(answer.json()["choices"][0]["message"]["content"])
+
+    def lines(self, replica: str, text: str) -> int:
+        """Return how many of the last lines of the log of a replica have `text`."""
+        return sum(text in line for line in list(self.processes[replica].log.tail))
 
     def streaming(self, tokens: int) -> Stream:
         return Stream(self.front_end, tokens)
@@ -167,6 +185,35 @@ def test_an_adapter_reaches_the_replicas_that_are_there_and_those_that_come(clus
     assert http.delete("/models/model/adapters/x").status_code == 200
     assert http.post("/v1/chat/completions", json=chat).status_code == 404
     cluster.announce("b", "c")
+
+
+def test_an_adapter_of_the_store_is_loaded_by_one_replica_when_it_is_asked_for(cluster: Cluster) -> None:
+    cluster.announce("b", "c")
+    asked = [name for _ in range(4) for name in STORED]
+    assert [cluster.adapted(name) for name in asked] == [f" {name}: a" for name in asked]
+    for name in STORED:
+        line = f"loaded adapter {name}"
+        wait_until(lambda line=line: cluster.lines("b", line) + cluster.lines("c", line) == 1, f"one line: {line}")
+    assert cluster.lines("b", "removed adapter") + cluster.lines("c", "removed adapter") == 0
+
+
+def test_an_adapter_that_the_store_lacks_is_not_found(cluster: Cluster) -> None:
+    http, body = cluster.front_end.http, {"inputs": "a"}
+    assert cluster.adapted("nobody") == "404"
+    assert cluster.adapted("../model") == "404"
+    assert http.post("/invocations", json=body | {"adapters": "nobody"}).status_code == 404
+    header = {"X-Amzn-SageMaker-Adapter-Identifier": ".."}
+    assert http.post("/invocations", json=body, headers=header).status_code == 404
+
+
+def test_the_adapter_that_nobody_has_asked_for_longest_makes_room(cluster: Cluster) -> None:
+    cluster.announce("c")
+    asked = [STORED[number % 3] for number in range(12)]
+    with ThreadPoolExecutor(6) as clients:
+        assert list(clients.map(cluster.adapted, asked)) == [f" {name}: a" for name in asked]
+    wait_until(lambda: cluster.lines("c", "removed adapter") > 0, "an adapter was removed")
+    names = cluster.front_end.http.get("/models/model/adapters").json()["adapters"]
+    assert names == []  # the list has what calls have registered
 
 
 def test_a_killed_replica_ends_its_streams_and_its_other_requests_go_to_the_next(cluster: Cluster) -> None:

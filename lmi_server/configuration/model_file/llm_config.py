@@ -28,20 +28,20 @@ class ModelLoading(Section):
     tokenizer_source: str | None = Field(None, description="Another place of the tokenizer, for vLLM.")
 
 
-_BY_CALL = NoEffect("a call registers adapters: POST /models/{model}/adapters")
+_BY_CLIENT = NoEffect("the S3 client has limits and retries of its own")
 
 
 class LoraSection(Section):
     """LoRA adapters."""
 
-    dynamic_lora_loading_path: Annotated[str | None, _BY_CALL] = Field(
-        None, description="Prefix of adapters that are loaded on demand."
+    dynamic_lora_loading_path: str | None = Field(
+        None, description="Directory, or s3://bucket/prefix, of adapters that are loaded when requests ask for them."
     )
-    max_num_adapters_per_replica: PositiveInt = Field(16, description="Adapters that a replica keeps in main memory.")
-    download_timeout_s: Annotated[PositiveFloat | None, _BY_CALL] = Field(
+    max_num_adapters_per_replica: PositiveInt = Field(16, description="Adapters that a replica keeps loaded.")
+    download_timeout_s: Annotated[PositiveFloat | None, _BY_CLIENT] = Field(
         None, description="Seconds that fetching an adapter may take."
     )
-    max_download_tries: Annotated[PositiveInt, _BY_CALL] = Field(
+    max_download_tries: Annotated[PositiveInt, _BY_CLIENT] = Field(
         3, description="Times that fetching an adapter is tried."
     )
 

@@ -13,7 +13,7 @@ from lmi_server.configuration.handlers import HANDLERS, load_options_type
 from lmi_server.configuration.layers import Given, Source, nearest_key, spellings
 from lmi_server.configuration.model_file.chat_template import chat_template
 from lmi_server.configuration.model_file.checking import validated, without_effect
-from lmi_server.configuration.model_file.llm_config import LlmConfigFile
+from lmi_server.configuration.model_file.llm_config import LlmConfigFile, LoraSection
 from lmi_server.configuration.model_file.positions import Document, KeyPath, read_document
 from lmi_server.configuration.model_file.rayllm import RayLlmFile
 from lmi_server.configuration.model_file.serve_sections import MirrorSection
@@ -167,8 +167,7 @@ def _of_llm_config(content: LlmConfigFile, keys: _Keys) -> Iterator[str]:
         keys.add(key, content.llm_engine, ("llm_engine",), raw)
     yield from _add_engine_arguments(keys, content.engine_kwargs, ("engine_kwargs",))
     if content.lora_config is not None:
-        most = content.lora_config.max_num_adapters_per_replica
-        _add_adapters(keys, most, ("lora_config", "max_num_adapters_per_replica"))
+        _add_lora(keys, content.lora_config)
     yield from _add_variables(keys, content.runtime_env or {}, ("runtime_env",))
     _add_limits(keys, content)
 
@@ -176,8 +175,7 @@ def _of_llm_config(content: LlmConfigFile, keys: _Keys) -> Iterator[str]:
 def _add_location(keys: _Keys, places: Mapping[KeyPath, str | None]) -> None:
     """Add where the weights are: the first of `places` that is given; a path is relative to the file."""
     path, text = next((path, text) for path, text in places.items() if text is not None)
-    local = Path(keys.document.file).parent / text
-    keys.add("option.model_id", text, path, str(local) if "://" not in text and local.exists() else text)
+    keys.add("option.model_id", text, path, _beside(keys, text))
 
 
 def _add_engine_arguments(keys: _Keys, arguments: Mapping[str, Any], path: KeyPath) -> Iterator[str]:
@@ -242,6 +240,22 @@ def _add_variables(keys: _Keys, environment: Mapping[str, Any], path: KeyPath) -
 def _add_adapters(keys: _Keys, most: int, path: KeyPath) -> None:
     keys.add("option.enable_lora", most, path, "true")
     keys.add("option.max_cpu_loras", most, path)
+
+
+def _add_lora(keys: _Keys, lora: LoraSection) -> None:
+    most, path = lora.max_num_adapters_per_replica, ("lora_config", "max_num_adapters_per_replica")
+    _add_adapters(keys, most, path)
+    store = lora.dynamic_lora_loading_path
+    if store is not None:
+        here = ("lora_config", "dynamic_lora_loading_path")
+        keys.add("option.dynamic_lora_loading_path", store, here, _beside(keys, store))
+        keys.add("option.max_num_adapters_per_replica", most, path)
+
+
+def _beside(keys: _Keys, text: str) -> str:
+    """Return the path that `text` is relative to the file, or `text` if there is no such file."""
+    local = Path(keys.document.file).parent / text
+    return str(local) if "://" not in text and local.exists() else text
 
 
 def _add_limits(keys: _Keys, content: RayLlmFile | LlmConfigFile) -> None:

@@ -13,7 +13,7 @@ from lmi_server.contract.errors import ModelNotFoundError, RequestError
 from lmi_server.contract.generation import GenerationRequest, SamplingParameters
 from lmi_server.contract.protocol import Input
 from lmi_server.dialects import constraints, fields, sampling
-from lmi_server.dialects.adapters import adapter_name, registered_adapter
+from lmi_server.dialects.adapters import adapter_as_model, adapter_name, registered_adapter
 from lmi_server.dialects.base import ServedModel
 from lmi_server.dialects.choices import CHOICES
 from lmi_server.dialects.errors import is_openai
@@ -129,7 +129,7 @@ def model_warnings(request: Input, model: str | None, served: ServedModel) -> tu
     """Return the warning about a model that is not served. The routes of public APIs raise ModelNotFoundError."""
     if model is None or model == served.name or model in ANY_MODEL:
         return ()
-    if model in served.served_names or model in served.adapters:
+    if model in served.served_names or adapter_as_model(model, served) is not None:
         return ()
     names = ", ".join(dict.fromkeys((*served.served_names, served.name, *sorted(served.adapters))))
     if request.route in MODEL_IN_BODY:

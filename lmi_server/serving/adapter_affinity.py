@@ -1,0 +1,54 @@
+"""Which workers have a LoRA adapter loaded, as far as this process can tell: those that had requests for it.
+
+Plain data: no I/O, no clock, no asyncio.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping
+from typing import Generic, TypeVar
+
+_MOST_AHEAD = 8  # requests that a worker may hold beyond the least loaded one
+
+W = TypeVar("W", bound=Hashable)
+
+
+class AdapterAffinity(Generic[W]):
+    """Remembers the last `most` adapters of each worker, as a worker keeps `most` adapters."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._adapters: dict[W, OrderedDict[str, None]] = {}
+
+    def narrowed(self, adapter: str, held: Mapping[W, int]) -> Mapping[W, int]:
+        """Return those of `held` (workers with how many requests each holds) that a request for `adapter` may go to.
+
+        These are the workers that have it, unless they have too much to do. Otherwise they are the ones that would
+        remove the fewest adapters for it, of the least loaded.
+        """
+        if not held:
+            return held
+        least = min(held.values())
+        near = {worker: count for worker, count in held.items() if count < least + _MOST_AHEAD}
+        having = {worker: count for worker, count in near.items() if adapter in self._adapters.get(worker, ())}
+        if having:
+            return having
+        idle = {worker: count for worker, count in held.items() if count == least}
+        fewest = min(self._count(worker) for worker in idle)
+        return {worker: count for worker, count in idle.items() if self._count(worker) == fewest}
+
+    def sent(self, adapter: str, worker: W) -> None:
+        """Record that `worker` gets a request for `adapter`."""
+        known = self._adapters.setdefault(worker, OrderedDict())
+        known[adapter] = None
+        known.move_to_end(adapter)
+        if len(known) > self._most:
+            known.popitem(last=False)
+
+    def forget(self, worker: W) -> None:
+        """Forget a worker that takes no more requests."""
+        self._adapters.pop(worker, None)
+
+    def _count(self, worker: W) -> int:
+        return len(self._adapters.get(worker, ()))

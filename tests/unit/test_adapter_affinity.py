@@ -1,0 +1,24 @@
+"""Requests for an adapter go where it is loaded, unless that worker has too much to do."""
+
+from __future__ import annotations
+
+from lmi_server.serving.adapter_affinity import AdapterAffinity
+
+
+def test_an_adapter_stays_where_it_is_and_a_new_one_goes_where_there_is_room() -> None:
+    affinity = AdapterAffinity[str](2)
+    affinity.sent("x", "a")
+    assert affinity.narrowed("x", {"a": 7, "b": 0}) == {"a": 7}
+    assert affinity.narrowed("y", {"a": 0, "b": 0}) == {"b": 0}
+    assert affinity.narrowed("x", {"a": 8, "b": 0}) == {"b": 0}
+    assert affinity.narrowed("x", {}) == {}
+
+
+def test_a_worker_is_taken_to_keep_the_last_ones_alone() -> None:
+    affinity = AdapterAffinity[str](2)
+    for adapter in ("x", "y", "x", "z"):
+        affinity.sent(adapter, "a")
+    assert affinity.narrowed("y", {"a": 1, "b": 0}) == {"b": 0}
+    assert affinity.narrowed("x", {"a": 1, "b": 0}) == {"a": 1}
+    affinity.forget("a")
+    assert affinity.narrowed("x", {"a": 1, "b": 0}) == {"b": 0}
