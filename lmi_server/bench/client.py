@@ -121,6 +121,10 @@ class Connection(asyncio.Protocol):
         """Return whether a connection that was kept broke before any of the answer: the server had given it up."""
         return not self.is_open and self._exchanges > 1 and not self._has_received
 
+    def text(self) -> str:
+        """Return the text of the answer that has just ended well."""
+        return self._target.dialect.text(b"".join(self._body), self._target.stream)
+
     def close(self) -> None:
         if self._transport is not None:
             self._transport.abort()

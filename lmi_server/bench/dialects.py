@@ -35,6 +35,9 @@ class Dialect(Protocol):
     def usage(self, answer: bytes, stream: bool) -> Usage:
         """Return what a complete answer says about tokens. Raises ValueError if it is an error, or cannot be read."""
 
+    def text(self, answer: bytes, stream: bool) -> str:
+        """Return the text of a complete answer that `usage` could read."""
+
 
 class _Chat:
     path = "/v1/chat/completions"
@@ -48,6 +51,10 @@ class _Chat:
     def usage(self, answer: bytes, stream: bool) -> Usage:
         return _openai_usage(answer, stream)
 
+    def text(self, answer: bytes, stream: bool) -> str:
+        key = "delta" if stream else "message"
+        return "".join(choice[key].get("content") or "" for choice in _choices(answer, stream))
+
 
 class _Completions:
     path = "/v1/completions"
@@ -60,6 +67,9 @@ class _Completions:
 
     def usage(self, answer: bytes, stream: bool) -> Usage:
         return _openai_usage(answer, stream)
+
+    def text(self, answer: bytes, stream: bool) -> str:
+        return "".join(choice["text"] for choice in _choices(answer, stream))
 
 
 class _Lmi:
@@ -88,6 +98,11 @@ class _Lmi:
         details = json.loads(answer).get("details") or {}
         return {} if "generated_tokens" not in details else {"completion_tokens": int(details["generated_tokens"])}
 
+    def text(self, answer: bytes, stream: bool) -> str:
+        if not stream:
+            return str(json.loads(answer)["generated_text"])
+        return _token_texts([json.loads(line) for line in answer.splitlines() if line])
+
 
 class _Tgi:
     path = "/generate"
@@ -106,10 +121,15 @@ class _Tgi:
         return len(_TOKEN.findall(lines))
 
     def usage(self, answer: bytes, stream: bool) -> Usage:
-        last = _events(answer)[-1] if stream else json.loads(answer)
+        last = _last_events(answer)[-1] if stream else json.loads(answer)
         if "error" in last:
             raise ValueError(str(last["error"]))
         return {"completion_tokens": int(last["details"]["generated_tokens"])}
+
+    def text(self, answer: bytes, stream: bool) -> str:
+        if not stream:
+            return str(json.loads(answer)["generated_text"])
+        return _token_texts([json.loads(event) for event in _events(answer)])
 
 
 class _TgiStream(_Tgi):
@@ -142,7 +162,7 @@ def _openai(prompt: Prompt, model: str, stream: bool) -> dict[str, Any]:
 
 
 def _openai_usage(answer: bytes, stream: bool) -> Usage:
-    values = _events(answer) if stream else [json.loads(answer)]
+    values = _last_events(answer) if stream else [json.loads(answer)]
     usage: Mapping[str, Any] = {}
     for value in values:
         if "error" in value:
@@ -154,10 +174,25 @@ def _openai_usage(answer: bytes, stream: bool) -> Usage:
     return {name: int(count) for name, count in counts.items() if count is not None}
 
 
-def _events(answer: bytes) -> list[dict[str, Any]]:
+def _choices(answer: bytes, stream: bool) -> list[dict[str, Any]]:
+    """Return the choices of all events, or of the one answer."""
+    values = [json.loads(event) for event in _events(answer)] if stream else [json.loads(answer)]
+    return [choice for value in values for choice in value.get("choices") or ()]
+
+
+def _token_texts(values: list[dict[str, Any]]) -> str:
+    return "".join(value["token"]["text"] for value in values if "token" in value)
+
+
+def _last_events(answer: bytes) -> list[dict[str, Any]]:
     """Return the last two server-sent events, which have errors and counts; the others are tokens alone."""
-    lines = [line[len(_DATA) :].strip() for line in answer.splitlines() if line.startswith(_DATA)]
-    lines = [line for line in lines if line != _DONE]
-    if not lines:
+    events = _events(answer)
+    if not events:
         raise ValueError("the stream has no events")
-    return [json.loads(line) for line in lines[-2:]]
+    return [json.loads(event) for event in events[-2:]]
+
+
+def _events(answer: bytes) -> list[bytes]:
+    """Return the JSON of all server-sent events."""
+    lines = [line[len(_DATA) :].strip() for line in answer.splitlines() if line.startswith(_DATA)]
+    return [line for line in lines if line != _DONE]

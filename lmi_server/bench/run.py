@@ -17,11 +17,20 @@ _TICK_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """How long a run is: so many requests or seconds, whichever ends first. A request has `timeout_s`."""
+    """How long a run is: so many requests, or chats, or seconds, whichever ends first. A request has `timeout_s`."""
 
     requests: int | None
     duration_s: float | None
     timeout_s: float
+
+
+@dataclass(slots=True)
+class _Request:
+    """The bytes of a request. The text of its answer is kept if the chat has another turn."""
+
+    data: bytes
+    has_next: bool
+    answer: str = ""
 
 
 class Run:
@@ -46,6 +55,7 @@ class Run:
 
     async def run(self, seed: int, on_tick: Callable[[Run], None] = lambda run: None) -> list[Record]:
         """Run the load, and call `on_tick` twice a second. Returns the records in the order of their ends."""
+        self.started = time.perf_counter()
         ticker = asyncio.create_task(self._tick(on_tick))
         try:
             if isinstance(self._arrivals, ClosedLoop):
@@ -67,7 +77,6 @@ class Run:
 
     async def _closed(self, concurrency: int) -> None:
         """Keep `concurrency` requests running."""
-        start = time.perf_counter()
         done = asyncio.Event()
         left = self._extent.requests
         clients = concurrency if left is None else min(concurrency, left)
@@ -76,14 +85,13 @@ class Run:
         def next_request() -> None:
             nonlocal sent, clients
             now = time.perf_counter()
-            is_late = self._extent.duration_s is not None and now - start >= self._extent.duration_s
-            if is_late or (left is not None and sent >= left):
+            if self._is_over() or (left is not None and sent >= left):
                 clients -= 1
                 if not clients:
                     done.set()
                 return
             sent += 1
-            self._request(now, next_request)
+            self._request(now, next(self._prompts), next_request)
 
         for _ in range(clients):
             next_request()
@@ -97,14 +105,18 @@ class Run:
             wait_s = due - time.perf_counter()
             if wait_s > 0:
                 await asyncio.sleep(wait_s)
-            self._request(due, _nothing)
+            self._request(due, next(self._prompts), _nothing)
+
+    def _is_over(self) -> bool:
+        limit = self._extent.duration_s
+        return limit is not None and time.perf_counter() - self.started >= limit
 
     # --- one request ---
 
-    def _request(self, due: float, then: Callable[[], None]) -> None:
-        prompt = next(self._prompts)
+    def _request(self, due: float, prompt: Prompt, then: Callable[[], None]) -> None:
+        """Send a request. Its next turn follows when it is answered; `then` is called when all turns have ended."""
         record = Record(due, adapter=prompt.adapter)
-        request = self._target.request(prompt)
+        request = _Request(self._target.request(prompt), has_next=bool(prompt.later))
         self.running += 1
 
         def on_end(record: Record) -> None:
@@ -113,7 +125,10 @@ class Run:
             if record.is_good:
                 self.completed += 1
                 self.output_tokens += record.output_tokens
-            then()
+            if record.is_good and prompt.later and not self._is_over():
+                self._request(time.perf_counter(), prompt.answered(request.answer), then)
+            else:
+                then()
             if self._all_sent and not self.running:
                 self._ended.set()
 
@@ -124,12 +139,12 @@ class Run:
                 return
         self._connect(request, record, on_end)
 
-    def _connect(self, request: bytes, record: Record, on_end: Callable[[Record], None]) -> None:
+    def _connect(self, request: _Request, record: Record, on_end: Callable[[Record], None]) -> None:
         task = asyncio.create_task(self._connect_and_send(request, record, on_end))
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
 
-    async def _connect_and_send(self, request: bytes, record: Record, on_end: Callable[[Record], None]) -> None:
+    async def _connect_and_send(self, request: _Request, record: Record, on_end: Callable[[Record], None]) -> None:
         target = self._target
         loop = asyncio.get_running_loop()
         try:
@@ -145,9 +160,13 @@ class Run:
             return
         self._send(connection, request, record, on_end)
 
-    def _send(self, connection: Connection, request: bytes, record: Record, on_end: Callable[[Record], None]) -> None:
+    def _send(
+        self, connection: Connection, request: _Request, record: Record, on_end: Callable[[Record], None]
+    ) -> None:
         def ended(record: Record) -> None:
             del self._busy[connection]
+            if request.has_next and record.is_good:
+                request.answer = connection.text()  # now: the connection is free for another request after this
             if connection.was_stale:
                 self._connect(request, record, on_end)
                 return
@@ -155,7 +174,7 @@ class Run:
             asyncio.get_running_loop().call_soon(on_end, record)
 
         self._busy[connection] = record
-        connection.send(request, record, ended)
+        connection.send(request.data, record, ended)
 
     def _lost(self, connection: Connection) -> None:
         if connection in self._idle:

@@ -10,6 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 from urllib.request import Request, urlopen
 
 _SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{.*\})? ([-+.\deE]*\d|NaN|[-+]Inf)(?: \d+)?")
@@ -90,8 +91,11 @@ def read(text: str) -> Reading:
 
 def fetch(url: str, headers: Mapping[str, str]) -> Reading:
     """Return the values at a URL. Raises OSError if it cannot be read, ValueError if the answer is not text."""
-    with urlopen(Request(url, headers=dict(headers)), timeout=_LIMIT_S) as answer:  # nosec B310
-        return read(answer.read().decode())
+    try:
+        with urlopen(Request(url, headers=dict(headers)), timeout=_LIMIT_S) as answer:  # nosec B310
+            return read(answer.read().decode())
+    except HTTPException as error:  # what is there does not speak HTTP
+        raise ConnectionError(str(error)) from error
 
 
 def cache_hit(before: Reading, after: Reading) -> float | None:

@@ -21,6 +21,7 @@ game line end member law car city community name president team minute idea body
 level office door health person art war history party result change morning reason
 """
 _WORDS = _COMMON.split()
+_USERS = ("human", "user")  # as ShareGPT's files name them
 
 
 class Tokenizer(Protocol):
@@ -31,8 +32,16 @@ class Tokenizer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """What a user says later in a chat, and the most that is generated for it."""
+
+    text: str
+    output_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
-    """One request: a text, or a chat in the form of OpenAI's messages.
+    """One request: a text, or a chat in the form of OpenAI's messages; `later` are the user's next turns.
 
     `output_tokens` is the most that may be generated; None leaves it to the server. `exact` asks for exactly as many.
     `at` is the time of a recorded request in seconds.
@@ -44,6 +53,14 @@ class Prompt:
     exact: bool = False
     adapter: str | None = None
     at: float | None = None
+    later: tuple[Turn, ...] = ()
+
+    def answered(self, answer: str) -> Prompt:
+        """Return the request of the next turn, which sends all that was said before."""
+        turn, *rest = self.later
+        said = ({"role": "assistant", "content": answer}, {"role": "user", "content": turn.text})
+        messages = (*self.chat, *said)
+        return replace(self, text="", messages=messages, output_tokens=turn.output_tokens, later=tuple(rest))
 
     @property
     def chat(self) -> list[Mapping[str, Any]]:
@@ -56,13 +73,14 @@ class RandomPrompts:
     """Prompts of `input_tokens` random words, of which a share is the same in all.
 
     With a tokenizer a prompt has just so many tokens, without one so many words. No two prompts are the same, so that a
-    prefix cache finds the shared part alone.
+    prefix cache finds the shared part alone. A chat of several `turns` has so many words in each of them.
     """
 
     input_tokens: int
     output_tokens: int
     shared_prefix: float = 0.0
     tokenizer: Tokenizer | None = None
+    turns: int = 1
 
     def prompts(self, seed: int) -> Iterator[Prompt]:
         """Yield prompts without end; the same for the same seed."""
@@ -71,7 +89,10 @@ class RandomPrompts:
         prefix = self._text(numbers, shared, "")
         while True:
             text = self._text(numbers, self.input_tokens, prefix)
-            yield Prompt(text, output_tokens=self.output_tokens, exact=True)
+            later = tuple(
+                Turn(self._text(numbers, self.input_tokens, ""), self.output_tokens) for _ in range(self.turns - 1)
+            )
+            yield Prompt(text, output_tokens=self.output_tokens, exact=True, later=later)
 
     def _text(self, numbers: random.Random, tokens: int, start: str) -> str:
         words = start.split()
@@ -92,17 +113,22 @@ def _length(tokenizer: Tokenizer, text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The prompts of a file, in their order, again and again."""
+    """The prompts of a file, in their order, again and again; of each chat `turns` at most."""
 
     recorded: Sequence[Prompt]
     output_tokens: int | None = None
+    turns: int | None = None
 
     def prompts(self, seed: int) -> Iterator[Prompt]:
         """Yield the prompts without end."""
-        given = self.recorded
-        if self.output_tokens is not None:
-            given = [replace(prompt, output_tokens=self.output_tokens, exact=True) for prompt in given]
-        return itertools.cycle(given)
+        return itertools.cycle([self._asked(prompt) for prompt in self.recorded])
+
+    def _asked(self, prompt: Prompt) -> Prompt:
+        later = prompt.later[: None if self.turns is None else self.turns - 1]
+        if self.output_tokens is None:
+            return replace(prompt, later=later)
+        later = tuple(replace(turn, output_tokens=self.output_tokens) for turn in later)
+        return replace(prompt, output_tokens=self.output_tokens, exact=True, later=later)
 
 
 Workload = RandomPrompts | Recorded
@@ -124,7 +150,8 @@ def _adapter(name: str) -> str | None:
 def read_prompts(path: Path) -> list[Prompt]:
     """Return the prompts of a file: JSON lines, or ShareGPT's JSON.
 
-    A line has `prompt` or `messages`, and may have `max_tokens`, `adapter`, and `at`, the second in which it is sent.
+    A line has `prompt`, `messages`, or the `turns` of a user. It may have `max_tokens`, `adapter`, and `at`, the second
+    in which it is sent.
     Raises ConfigurationError if the file is neither, or has none.
     """
     try:
@@ -146,33 +173,49 @@ def _lines(text: str, path: Path) -> list[Prompt]:
             prompts.append(_of_line(json.loads(line)))
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigurationError(
-                f'--data {path}, line {number}: {error}; a line is {{"prompt": "..."}} or {{"messages": [...]}}'
+                f'--data {path}, line {number}: {error}; a line is {{"prompt": "..."}}, {{"messages": [...]}} or '
+                '{"turns": ["...", ...]}'
             ) from error
     return prompts
 
 
 def _of_line(value: dict[str, Any]) -> Prompt:
-    if not isinstance(value, dict) or not ("prompt" in value or value.get("messages")):
-        raise ValueError("it has neither prompt nor messages")
-    tokens, at = value.get("max_tokens"), value.get("at")
+    if not isinstance(value, dict) or not ("prompt" in value or value.get("messages") or value.get("turns")):
+        raise ValueError("it has neither prompt, messages nor turns")
+    at = value.get("at")
+    tokens = None if value.get("max_tokens") is None else int(value["max_tokens"])
+    first, *later = value.get("turns") or [value.get("prompt", "")]
     return Prompt(
-        str(value.get("prompt", "")),
+        str(first),
         tuple(value.get("messages") or ()),
-        None if tokens is None else int(tokens),
+        tokens,
         adapter=value.get("adapter"),
         at=None if at is None else float(at),
+        later=tuple(Turn(str(text), tokens) for text in later),
     )
 
 
 def _share_gpt(text: str, path: Path) -> list[Prompt]:
-    """Return the first question of each conversation; the answer's length in words is what may be generated."""
+    """Return the questions of each conversation; an answer's length in words is what may be generated for it."""
     try:
-        turns = [entry["conversations"] for entry in json.loads(text)]
-        return [
-            Prompt(str(first["value"]), output_tokens=max(len(str(second["value"]).split()), 1))
-            for first, second, *_ in (turn for turn in turns if len(turn) > 1)
-        ]
+        chats = [_questions(entry["conversations"]) for entry in json.loads(text)]
+        return [_chat(turns) for turns in chats if turns]
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigurationError(
             f'--data {path}: {error!r}; ShareGPT\'s form is [{{"conversations": [{{"from": ..., "value": ...}}]}}]'
         ) from error
+
+
+def _questions(entries: Sequence[Mapping[str, Any]]) -> list[Turn]:
+    """Return the turns of the user that have an answer; some conversations begin with the model, or the system."""
+    is_users = [entry.get("from", ("human", "gpt")[number % 2]) in _USERS for number, entry in enumerate(entries)]
+    return [
+        Turn(str(question["value"]), max(len(str(answer["value"]).split()), 1))
+        for (question, asks), (answer, asks_too) in itertools.pairwise(zip(entries, is_users, strict=True))
+        if asks and not asks_too
+    ]
+
+
+def _chat(turns: Sequence[Turn]) -> Prompt:
+    first, *later = turns
+    return Prompt(first.text, output_tokens=first.output_tokens, later=tuple(later))

@@ -51,17 +51,23 @@ def bench(
     replay: Annotated[
         float | None, typer.Option(help="Open loop: send the prompts of --data at their times, so many times as fast.")
     ] = None,
-    requests: Annotated[int | None, typer.Option(help="Requests of each run; 200 without --duration.")] = None,
+    requests: Annotated[
+        int | None, typer.Option(help="Requests, or chats, of each run; 200 without --duration.")
+    ] = None,
     duration: Annotated[float | None, typer.Option(help="Seconds in which each run sends requests.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds after which a request is given up.")] = 600,
     data: Annotated[
-        Path | None, typer.Option(help="Prompts: JSON lines with prompt or messages, or ShareGPT's JSON.")
+        Path | None, typer.Option(help="Prompts: JSON lines with prompt, messages or turns, or ShareGPT's JSON.")
     ] = None,
     input_tokens: Annotated[int, typer.Option(help="Tokens of random prompts; words without --tokenizer.")] = 128,
     output_tokens: Annotated[
         int | None, typer.Option(help="Tokens that each request generates; 128 with random prompts.")
     ] = None,
     shared_prefix: Annotated[float, typer.Option(help="Share of random prompts that is the same in all.")] = 0.0,
+    turns: Annotated[
+        int | None,
+        typer.Option(help="Turns of each chat: of random prompts, or the most of --data. An answer is sent back."),
+    ] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="Model directory with a tokenizer.json.")] = None,
     adapters: Annotated[
         str | None, typer.Option(help="Adapters by weight, such as base=1,french=3; base is the model without one.")
@@ -85,7 +91,7 @@ def bench(
 ) -> None:
     """Put a load on a server, this one or another, and print how fast it answers."""
     with plain_configuration_errors():
-        workload = _workload(data, input_tokens, output_tokens, shared_prefix, tokenizer)
+        workload = _workload(data, input_tokens, output_tokens, shared_prefix, tokenizer, turns)
         runs = _arrivals(concurrency, rate, burstiness, ramp_to, duration, replay, workload)
         extent = Extent(_requests(requests, duration, replay), duration, timeout)
         target = bench_target(url, api, model, stream, header or ())
@@ -195,14 +201,25 @@ def observer_of(target: Target, metrics: str | None) -> Observer:
 
 
 def _workload(
-    data: Path | None, input_tokens: int, output_tokens: int | None, shared_prefix: float, tokenizer: Path | None
+    data: Path | None,
+    input_tokens: int,
+    output_tokens: int | None,
+    shared_prefix: float,
+    tokenizer: Path | None,
+    turns: int | None,
 ) -> Workload:
+    if turns is not None and turns < 1:
+        raise ConfigurationError(f"--turns {turns} is not allowed; allowed: 1 or more")
     if data is not None:
-        return Recorded(read_prompts(data), output_tokens)
+        return Recorded(read_prompts(data), output_tokens, turns)
     if input_tokens < 1 or not 0 <= shared_prefix <= 1:
         raise ConfigurationError("--input-tokens takes 1 or more, and --shared-prefix a share from 0 to 1")
     return RandomPrompts(
-        input_tokens, output_tokens or 128, shared_prefix, None if tokenizer is None else _tokenizer(tokenizer)
+        input_tokens,
+        output_tokens or 128,
+        shared_prefix,
+        None if tokenizer is None else _tokenizer(tokenizer),
+        turns or 1,
     )
 
 

@@ -15,17 +15,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from forked_servers import run_command
 from server_helpers import Server, serving
 
 from lmi_server.bench.arrivals import OpenLoop, Replay, within
+from lmi_server.bench.dialects import NAMES, dialect_of
 from lmi_server.bench.observation import Observed, Observer, server_figures
 from lmi_server.bench.records import Record, distribution, summary
 from lmi_server.bench.report import TITLES
 from lmi_server.bench.server_metrics import cache_hit, increase, queue_time, read, waiting
 from lmi_server.bench.timeline import timeline
-from lmi_server.bench.workload import Prompt, RandomPrompts, read_prompts, with_adapters
+from lmi_server.bench.workload import Prompt, RandomPrompts, Recorded, Turn, read_prompts, with_adapters
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.device_tools import GpuLoad
 from lmi_server.machine.process_usage import Usage
@@ -133,7 +135,8 @@ def test_the_server_is_watched_meanwhile(server: Server, tmp_path: Path) -> None
     assert run_command("bench", url_of(server), *arguments, env=variables, cwd=tmp_path).returncode == 0
     (run,) = json.loads(figures.read_text())["runs"].values()
     found = run["server"]
-    assert (found["gpu_load_mean"], found["gpu_memory_bytes_max"]) == (0.4, 3000 * 2**20)
+    assert found["gpu_load_mean"] == pytest.approx(0.4)
+    assert found["gpu_memory_bytes_max"] == 3000 * 2**20
     assert found["memory_bytes_max"] > 2**25  # the server and its worker, two interpreters
     assert found["cpu_cores"] > 0
     assert found["queue_ms"] >= 0
@@ -143,9 +146,42 @@ def test_the_server_is_watched_meanwhile(server: Server, tmp_path: Path) -> None
     assert float(line["server_cpu_cores"]) == found["cpu_cores"]
 
 
+@pytest.mark.parametrize("api", ["completions", "chat"])
+def test_each_turn_of_a_chat_sends_back_what_was_said(server: Server, tmp_path: Path, api: str) -> None:
+    """The second prompt has 2 words, an answer of 4 and 1 word; the third one 4 and 2 more."""
+    (tmp_path / "data").write_text('{"turns": ["a b", "c", "d e"], "max_tokens": 4}\n')
+    arguments = ("--api", api, "--data", "data", "--requests", "2", "--concurrency", "2", "--warmup", "0")
+    done, runs = bench(url_of(server), tmp_path, *arguments, "--records", "records")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (runs["concurrency 2"]["completed"], runs["concurrency 2"]["errors"]) == (6, {})
+    records = [json.loads(line) for line in (tmp_path / "records").read_text().splitlines()]
+    assert sorted(record["usage"]["prompt_tokens"] for record in records) == sorted([2, 7, 13] * 2)
+
+
+@pytest.mark.parametrize("api", NAMES)
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_text_of_an_answer_is_read_in_every_api(server: Server, api: str, stream: bool) -> None:
+    dialect = dialect_of(api, stream)
+    body = dialect.body(Prompt("a b", output_tokens=4, exact=True), "lmi", stream)
+    answer = httpx.post(url_of(server) + dialect.path, json=body).content
+    assert dialect.usage(answer, stream)["completion_tokens"] == 4
+    assert dialect.text(answer, stream).split() == ["a", "b", "a", "b"]
+
+
+def test_a_chat_ends_with_the_run_or_an_error(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "data").write_text('{"turns": ["refuse", "never"]}\n{"turns": ["a", "b", "c"]}\n')
+    _, runs = bench(url_of(server), tmp_path, "--data", "data", "--requests", "2", "--turns", "2", "--warmup", "0")
+    assert runs["concurrency 1"]["errors"] == {"400: the prompt is refused": 1}
+    assert runs["concurrency 1"]["completed"] == 2
+    arguments = ("--turns", "3", "--input-tokens", "4", "--output-tokens", "2", "--rate", "50", "--requests", "3")
+    _, runs = bench(url_of(server), tmp_path, *arguments)
+    assert (runs["50 requests/s"]["completed"], runs["50 requests/s"]["prompt_tokens"]) == (9, 3 * (4 + 10 + 16))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--turns", "0"], "--turns 0 is not allowed; allowed: 1 or more"),
         (["--metrics", "http://127.0.0.1:1/metrics"], "--metrics http://127.0.0.1:1/metrics: "),
         (["--api", "grpc"], '--api "grpc" is not allowed; allowed: chat, completions, lmi, tgi'),
         (["--rate", "1", "--concurrency", "1"], "--concurrency, --rate and --replay exclude each other"),
@@ -173,16 +209,22 @@ def test_what_cannot_be_done_is_said(tmp_path: Path, arguments: list[str], messa
 
 @contextmanager
 def scripted(answer: Callable[[socket.socket, int], None]) -> Iterator[str]:
-    """Serve each connection by `answer`, which gets the number of the connection."""
+    """Serve each connection with a request by `answer`, which gets the number of the connection."""
 
     def accept() -> None:
-        for number in itertools.count():
+        number = 0
+        while True:
             try:
                 connection, _ = listener.accept()
             except OSError:
                 return
             with connection:
-                answer(connection, number)
+                if connection.recv(4, socket.MSG_PEEK) == b"GET ":  # of /metrics: there are none
+                    connection.recv(65536)
+                    connection.sendall(b"nonsense\r\n\r\n")
+                else:
+                    answer(connection, number)
+                    number += 1
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=accept)
@@ -299,9 +341,17 @@ def test_files_of_prompts(tmp_path: Path) -> None:
     turns = [{"from": "human", "value": "why?"}, {"from": "gpt", "value": "because it is"}]
     path.write_text(json.dumps([{"conversations": turns}, {"conversations": turns[:1]}]))
     assert read_prompts(path) == [Prompt("why?", output_tokens=3)]
+    system = {"from": "system", "value": "be kind"}
+    unnamed = [{"value": turn["value"]} for turn in turns]
+    path.write_text(json.dumps([{"conversations": [system, *turns, *turns]}, {"conversations": [*unnamed, *unnamed]}]))
+    assert read_prompts(path) == [Prompt("why?", output_tokens=3, later=(Turn("why?", 3),))] * 2
+    path.write_text('{"turns": ["a", "b"], "max_tokens": 4}')
+    assert read_prompts(path) == [Prompt("a", output_tokens=4, later=(Turn("b", 4),))]
+    (asked,) = itertools.islice(Recorded(read_prompts(path), 7).prompts(0), 1)
+    assert (asked.output_tokens, asked.later) == (7, (Turn("b", 7),))
     for wrong, message in (
         ("", "has no prompts"),
-        ('{"prompt": "a"}\n{"text": "b"}', "line 2: it has neither prompt nor messages"),
+        ('{"prompt": "a"}\n{"text": "b"}', "line 2: it has neither prompt, messages nor turns"),
         ("[1]", "ShareGPT's form is"),
         ("no json", "line 1: "),
     ):
@@ -352,16 +402,18 @@ def test_figures_are_of_what_could_be_seen() -> None:
         Observed(1.0, {}, Usage(11.0, 300), None),
         Observed(2.0, {"kv_usage": 0.3, "retracted": 3.0}, Usage(13.0, 200), GpuLoad(0.7, 5)),
     ]
-    assert server_figures(seen) == {
-        "retracted": 2.0,
-        "kv_usage_before": 0.1,
-        "kv_usage_max": 0.3,
-        "kv_usage_after": 0.3,
-        "memory_bytes_max": 300,
-        "cpu_cores": 1.5,
-        "gpu_load_mean": 0.6,
-        "gpu_memory_bytes_max": 7,
-    }
+    assert server_figures(seen) == pytest.approx(
+        {
+            "retracted": 2.0,
+            "kv_usage_before": 0.1,
+            "kv_usage_max": 0.3,
+            "kv_usage_after": 0.3,
+            "memory_bytes_max": 300,
+            "cpu_cores": 1.5,
+            "gpu_load_mean": 0.6,
+            "gpu_memory_bytes_max": 7,
+        }
+    )
     nothing = Observer().look()
     assert server_figures([nothing, nothing]) == {}
 
