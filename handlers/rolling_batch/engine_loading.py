@@ -261,14 +261,18 @@ def _slot_length(max_len: int, tokens: int, slots: int, options: RollingBatchOpt
 
 
 def warm_up(engine: RollingBatchEngine, prompts: PromptEncoder, tokens: int = 4) -> None:
-    """Run a request, so that kernels are compiled and buffers allocated before the model is ready.
+    """Run requests, so that kernels are compiled and buffers allocated before the model is ready.
 
-    Its prompt has up to `tokens` tokens, more than four where a large step might lack memory.
+    The prompt of the first has up to `tokens` tokens, more than four where a large step might lack memory. The others
+    draw their token in the two ways that have kernels.
     """
-    parameters = SamplingParameters(max_new_tokens=2, ignore_eos=True, logprobs=0)
     prompt = (prompts.tokenize("a b c") or [0])[:4]
-    prompt = (prompt * tokens)[: max(tokens, len(prompt))]
-    engine.add("warm-up", prompt, parameters, "", 0, lambda output: None)
+    long = (prompt * tokens)[: max(tokens, len(prompt))]
+    parameters = SamplingParameters(max_new_tokens=2, ignore_eos=True, logprobs=0)
+    engine.add("warm-up", long, parameters, "", 0, lambda output: None)
+    for top_k in (0, 2):
+        drawn = SamplingParameters(max_new_tokens=1, ignore_eos=True, do_sample=True, top_k=top_k)
+        engine.add(f"warm-up {top_k}", prompt[:1], drawn, "", 0, lambda output: None)
     while engine.has_work:
         engine.step()
     engine.reset_stats()

@@ -1,24 +1,23 @@
 """Chooses the next token of every sequence of a step from its logits.
 
 The parameters mean what transformers' logits processors of the same names mean. Each kind of work is done for the rows
-that ask for it only, for all of them at once. A request draws from a random stream of its own, one number per token, so
-that a seed gives the same output in any batch.
+that ask for it only, for all of them at once. What a request draws follows from its seed and the place in its output
+(`gumbel.py`), so that a seed gives the same output in any batch.
 """
 
 from __future__ import annotations
 
-import random
+import secrets
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from handlers.rolling_batch import gumbel
 from handlers.rolling_batch.attention import as_numpy
 from lmi_server.contract.generation import SamplingParameters
-
-_CANDIDATES = 1024  # nucleus sampling tries so many best tokens before it sorts the whole vocabulary
 
 
 class BannedTokens:
@@ -54,7 +53,7 @@ class BannedTokens:
 
 
 class SamplingState:
-    """What the sampler keeps for one request: its parameters, its random stream, the tokens seen so far.
+    """What the sampler keeps for one request: its parameters, its random numbers, the tokens seen so far.
 
     `plain`: the token is the argmax of the unchanged logits. `banned` are the tokens that it must not choose.
     """
@@ -62,7 +61,8 @@ class SamplingState:
     def __init__(self, parameters: SamplingParameters, prompt: list[int], banned: BannedTokens | None = None) -> None:
         self.parameters = parameters
         self.banned = banned
-        self._random = random.Random(parameters.seed)
+        self._stream = gumbel.stream_of(secrets.randbits(64) if parameters.seed is None else parameters.seed)
+        self._position = 0  # of the next token in the output
         self._penalised = parameters.repetition_penalty != 1.0
         self._counted = parameters.presence_penalty != 0.0 or parameters.frequency_penalty != 0.0
         self.seen: set[int] = set(prompt) if self._penalised else set()
@@ -73,12 +73,14 @@ class SamplingState:
         self.changes_logits = self._penalised or self._counted or bool(parameters.logit_bias) or banned is not None
         self.plain = parameters.greedy and not self.changes_logits
 
-    def draw(self) -> float:
-        """Return the request's next random number in [0, 1)."""
-        return self._random.random()
+    @property
+    def key(self) -> int:
+        """The key of the noise with which the next token is drawn."""
+        return gumbel.key_of(self._stream, self._position)
 
     def record(self, token: int) -> None:
-        """Remember a generated token for the penalties."""
+        """Go on to the next position; remember a generated token for the penalties."""
+        self._position += 1
         if self._penalised and token not in self.seen:
             self.seen.add(token)
             self.seen_ids = torch.cat((self.seen_ids, torch.tensor([token])))
@@ -86,6 +88,9 @@ class SamplingState:
             self.generated[token] += 1
         if self.banned is not None:
             self.banned.output.append(token)
+
+
+_Draw = Callable[[torch.Tensor, list[SamplingState]], list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,94 +218,94 @@ def _draw(logits: torch.Tensor, states: list[SamplingState]) -> list[int]:
 
 
 def _draw_sampled(logits: torch.Tensor, states: list[SamplingState]) -> list[int]:
-    parameters = [state.parameters for state in states]
-    temperatures = torch.tensor([entry.temperature for entry in parameters], device=logits.device)
-    logits = logits / temperatures[:, None]
-    candidates = _best_candidates(logits, parameters) if any(map(_truncated, parameters)) else None
-    tokens = []
+    tokens = [0] * len(states)
+    groups: dict[_Draw, list[int]] = {}
     for row, state in enumerate(states):
-        head = candidates.restrict(row, state.parameters) if candidates and _truncated(state.parameters) else None
-        if head is None:
-            tokens.append(_draw_full(logits[row], state))
-        else:
-            ids, weights = head
-            tokens.append(int(ids[_inverse(weights, state.draw())]))
+        groups.setdefault(_way_to_draw(state.parameters, logits.device), []).append(row)
+    for draw, rows in groups.items():
+        part = logits if len(rows) == len(states) else logits[rows]
+        for row, token in zip(rows, draw(part, [states[row] for row in rows]), strict=True):
+            tokens[row] = token
     return tokens
 
 
-def _truncated(parameters: SamplingParameters) -> bool:
-    """Whether only the most likely tokens can be drawn. Typical sampling may leave these out, and is not meant."""
-    return parameters.typical_p >= 1.0 and (parameters.top_k > 0 or parameters.top_p < 1.0 or parameters.min_p > 0.0)
-
-
-@dataclass(frozen=True)
-class _Candidates:
-    """The best tokens of each row in descending order: ids and probabilities (rows, candidates)."""
-
-    ids: torch.Tensor
-    probabilities: torch.Tensor
-    complete: bool  # whether they are the whole vocabulary
-
-    def restrict(self, row: int, parameters: SamplingParameters) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return the ids that may be drawn and their weights; None if a token beyond the candidates may be, too."""
-        ids, weights = self.ids[row], self.probabilities[row]
-        if 0 < parameters.top_k <= len(ids):
-            ids, weights = ids[: parameters.top_k], weights[: parameters.top_k]
-            weights = weights / weights.sum()
-        elif parameters.top_k and not self.complete:
-            return None
-        if parameters.top_p < 1.0:
-            before = weights.cumsum(0) - weights
-            keep = max(1, int((before < parameters.top_p).sum()))
-            if keep == len(ids) and not self.complete and not parameters.top_k:
-                return None
-            ids, weights = ids[:keep], weights[:keep]
-        if parameters.min_p > 0.0:
-            keep = max(1, int((weights >= parameters.min_p * weights[0]).sum()))
-            if keep == len(ids) and not self.complete and not parameters.top_k and parameters.top_p >= 1.0:
-                return None
-            ids, weights = ids[:keep], weights[:keep]
-        return ids, weights
-
-
-def _best_candidates(logits: torch.Tensor, parameters: list[SamplingParameters]) -> _Candidates:
-    vocabulary = logits.shape[-1]
-    most = max((entry.top_k for entry in parameters if _truncated(entry)), default=0)
-    needs_tail = any(_truncated(entry) and entry.top_k == 0 for entry in parameters)
-    count = min(vocabulary, max(most, _CANDIDATES if needs_tail else 1))
-    values, ids = logits.topk(count, dim=-1)
-    probabilities = torch.exp(values - logits.logsumexp(dim=-1, keepdim=True))
-    return _Candidates(ids, probabilities, count == vocabulary)
-
-
-def _draw_full(logits: torch.Tensor, state: SamplingState) -> int:
-    """Draw a token of one row from the whole vocabulary."""
-    parameters = state.parameters
-    if not _truncated(parameters) and parameters.typical_p >= 1.0:
-        return _inverse(torch.softmax(logits, dim=-1), state.draw())
-    probabilities, ids = torch.softmax(logits, dim=-1).sort(descending=True, stable=True)
-    head = _Candidates(ids[None], probabilities[None], complete=True).restrict(0, parameters)
-    assert head is not None  # there are no tokens beyond complete candidates
-    ids, weights = head
+def _way_to_draw(parameters: SamplingParameters, device: torch.device) -> _Draw:
     if parameters.typical_p < 1.0:
-        ids, weights = _typical(ids, weights / weights.sum(), parameters.typical_p)
-    return int(ids[_inverse(weights, state.draw())])
+        return _draw_typical
+    return _draw_by_kernel if device.type == "cpu" and not parameters.top_k else _draw_from_best
 
 
-def _typical(ids: torch.Tensor, weights: torch.Tensor, mass: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keep the tokens whose information is nearest to its expectation, with `mass` in all (Meister et al., 2022)."""
+def _draw_by_kernel(logits: torch.Tensor, states: list[SamplingState]) -> list[int]:
+    from handlers.rolling_batch.cpu_kernels.rows import draw_rows
+
+    keys = np.array([state.key for state in states], np.uint64)
+    top_p = np.array([state.parameters.top_p for state in states], np.float32)
+    min_p = np.array([state.parameters.min_p for state in states], np.float32)
+    drawn = np.empty(len(states), np.int64)
+    draw_rows(as_numpy(logits / _temperatures(logits, states)), keys, top_p, min_p, drawn)
+    return drawn.tolist()
+
+
+def _draw_from_best(logits: torch.Tensor, states: list[SamplingState]) -> list[int]:
+    """Draw from the best tokens of each row, sorted: as many as the greatest top_k."""
+    values, ids = _best(logits, states)
+    values = values / _temperatures(logits, states)
+    kept = _kept(values, [state.parameters for state in states])
+    columns = gumbel.draw(values.masked_fill(~kept, -torch.inf), ids, [state.key for state in states])
+    tokens: list[int] = ids[torch.arange(len(states)), columns].tolist()
+    return tokens
+
+
+def _best(logits: torch.Tensor, states: list[SamplingState]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the greatest logits of each row in descending order, and their tokens."""
+    vocabulary = logits.shape[-1]
+    count = max(state.parameters.top_k or vocabulary for state in states)
+    values, ids = logits.topk(count, dim=-1) if count < vocabulary else logits.sort(dim=-1, descending=True)
+    return values, ids
+
+
+def _temperatures(logits: torch.Tensor, states: list[SamplingState]) -> torch.Tensor:
+    return torch.tensor([[state.parameters.temperature] for state in states], device=logits.device)
+
+
+def _kept(logits: torch.Tensor, parameters: list[SamplingParameters]) -> torch.Tensor:
+    """Return which of the tokens of each row may be drawn: logits (rows, tokens) in descending order.
+
+    top_k first, then top_p of what is left, then min_p.
+    """
+    limits = torch.tensor(
+        [
+            (entry.top_k or torch.inf, entry.top_p if entry.top_p < 1.0 else torch.inf, entry.min_p)
+            for entry in parameters
+        ],
+        device=logits.device,
+    )
+    top_k, top_p, min_p = limits.T[:, :, None]
+    kept = torch.arange(logits.shape[-1], device=logits.device)[None] < top_k
+    if any(entry.top_p < 1.0 or entry.min_p > 0.0 for entry in parameters):
+        weights = logits.softmax(dim=-1) * kept
+        before = weights.cumsum(-1) - weights
+        kept &= (before < top_p * weights.sum(-1, keepdim=True)) & (weights >= min_p * weights[:, :1])
+        kept[:, 0] = True
+    return kept
+
+
+def _draw_typical(logits: torch.Tensor, states: list[SamplingState]) -> list[int]:
+    values, ids = _best(logits / _temperatures(logits, states), states)
+    kept = _kept(values, [state.parameters for state in states])
+    return [_draw_one_typical(values[row][kept[row]], ids[row][kept[row]], state) for row, state in enumerate(states)]
+
+
+def _draw_one_typical(logits: torch.Tensor, ids: torch.Tensor, state: SamplingState) -> int:
+    typical = _typical(logits.softmax(dim=-1), state.parameters.typical_p)
+    logits, ids = logits[typical], ids[typical]
+    return int(ids[gumbel.draw(logits[None], ids[None], [state.key])[0]])
+
+
+def _typical(weights: torch.Tensor, mass: float) -> torch.Tensor:
+    """Return the tokens whose information is nearest to its expectation, with `mass` in all (Meister et al., 2022)."""
     surprise = -weights.clamp_min(torch.finfo(weights.dtype).tiny).log()
     entropy = (weights * surprise).sum()
     order = (surprise - entropy).abs().argsort(stable=True)
-    sorted_weights = weights[order]
-    keep = int((sorted_weights.cumsum(0) < mass).sum()) + 1
-    kept = order[:keep]
-    return ids[kept], weights[kept]
-
-
-def _inverse(weights: torch.Tensor, uniform: float) -> int:
-    """Return the index that `uniform` in [0, 1) falls on in the cumulative sum of `weights` (inverse transform)."""
-    # In double precision, because float32 sums over a vocabulary of 100,000 lose the probabilities of rare tokens.
-    sums = weights.double().cumsum(0)
-    index = int(torch.searchsorted(sums, uniform * float(sums[-1]), right=True))
-    return min(index, len(weights) - 1)
+    keep = int((weights[order].cumsum(0) < mass).sum()) + 1
+    return order[:keep]

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numba import njit
 
-from handlers.rolling_batch.cpu_kernels.intrinsics import power_of_two
+from handlers.rolling_batch.cpu_kernels.intrinsics import larger, power_of_two
 
 
 @njit(fastmath=True, inline="always")
@@ -30,6 +32,56 @@ def exp(x):
     p = p * f + np.float32(6.9314718055994531e-1)
     p = p * f + np.float32(1.0)
     return p * power_of_two(np.int32(whole))
+
+
+@njit(inline="always")
+def uniform_of(key, token):
+    """Return the uniform random number of a token under a uint64 key, above 0, at most 1; see gumbel.py."""
+    word = key + np.uint64(token) * np.uint64(0x9E3779B97F4A7C15)
+    word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    word = word ^ (word >> np.uint64(31))
+    return (np.float32(np.int32(word >> np.uint64(33))) + np.float32(0.5)) * np.float32(2.0**-31)
+
+
+@njit(inline="always")
+def gumbel_of(key, token):
+    """Return the Gumbel noise of a token under a uint64 key."""
+    return np.float32(-math.log(-math.log1p(-uniform_of(key, token))))
+
+
+@njit(fastmath=True)
+def drawn_from(row, key, least):
+    """Return the index of the greatest sum of logit and Gumbel noise among the logits of `least` and more.
+
+    The noise of a token is -log(-log(1 - u)) with u from the key and the token. That is at most -log(u), so that a
+    token cannot win if exp(logit - highest) <= u. Vector instructions find the blocks that have tokens which can.
+    """
+    drawn, highest = 0, np.float32(-3e38)
+    block = 256
+    for start in range(0, len(row), block):
+        end = min(start + block, len(row))
+        lead = np.float32(-1)
+        for v in range(start, end):
+            lead = larger(lead, exp(row[v] - highest) - uniform_of(key, v) if row[v] >= least else np.float32(-1))
+        if lead > np.float32(0):
+            for v in range(start, end):
+                if row[v] >= least and exp(row[v] - highest) > uniform_of(key, v):
+                    total = row[v] + gumbel_of(key, v)
+                    if total > highest:
+                        drawn, highest = v, total
+    return drawn
+
+
+@njit(fastmath=True)
+def tokens_above(row, logit, highest):
+    """Return the mass of the tokens with a greater logit, as a sum of exp(logit - highest), and the least of these."""
+    mass, least = np.float32(0), np.float32(3e38)
+    for v in range(len(row)):
+        if row[v] > logit:
+            mass += exp(row[v] - highest)
+            least = min(least, row[v])
+    return mass, least
 
 
 @njit(inline="always")

@@ -11,7 +11,7 @@ import numpy as np
 from numba import prange
 
 from handlers.rolling_batch.cpu_kernels.compilation import kernel
-from handlers.rolling_batch.cpu_kernels.inlined import exp
+from handlers.rolling_batch.cpu_kernels.inlined import drawn_from, exp, gumbel_of, tokens_above
 from handlers.rolling_batch.cpu_kernels.intrinsics import larger, load, store
 
 
@@ -95,3 +95,44 @@ def log_sum_exp_rows(logits, result):
         for v in range(logits.shape[1]):
             total += exp(load(logits[n, v]) - highest)
         result[n] = highest + math.log(total)
+
+
+@kernel(parallel=True, fastmath=True)
+def draw_rows(logits, keys, top_p, min_p, drawn):
+    """Write the index of the greatest sum of logit and Gumbel noise among the tokens that `top_p` and `min_p` leave.
+
+    logits (n, vocabulary) float32, keys (n,) uint64, top_p and min_p (n,) float32 -> drawn (n,) int64.
+
+    What is left are the tokens from some logit on. Instead of sorting for it, the tokens with a smaller logit than any
+    one that proves to be outside are left out, and another one is drawn.
+    """
+    for n in prange(logits.shape[0]):
+        row = logits[n]
+        highest = np.float32(-3e38)
+        for v in range(len(row)):
+            highest = larger(highest, row[v])
+        least = np.float32(-3e38)
+        if min_p[n] > 0:
+            least = highest + np.float32(math.log(min_p[n]))
+        drawn[n] = drawn_from(row, keys[n], least)
+        if top_p[n] < 1:
+            mass = np.float32(0)
+            for v in range(len(row)):
+                mass += exp(row[v] - highest)
+            while True:
+                above, least = tokens_above(row, row[drawn[n]], highest)
+                if above < top_p[n] * mass or above == 0:
+                    break
+                drawn[n] = drawn_from(row, keys[n], least)
+
+
+@kernel(parallel=True, fastmath=True)
+def draw_columns(logits, ids, keys, drawn):
+    """Write the column of the greatest sum of logit and Gumbel noise: logits, ids (n, m), keys (n,) -> drawn (n,)."""
+    for n in prange(logits.shape[0]):
+        drawn[n] = 0
+        highest = np.float32(-3e38)
+        for column in range(logits.shape[1]):
+            total = logits[n, column] + gumbel_of(keys[n], ids[n, column])
+            if total > highest:
+                drawn[n], highest = column, total

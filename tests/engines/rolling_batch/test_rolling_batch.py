@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import string
+from typing import Any
 
 import pytest
 import torch
@@ -143,13 +144,31 @@ def test_only_allowed_tokens_are_drawn(llama: Engine) -> None:
 
 
 def test_a_seed_gives_the_same_text_in_any_batch(llama: Engine) -> None:
+    """Alone, in a batch of twelve, after a retraction, and in another replica."""
     sampled = {"max_new_tokens": 12, "do_sample": True, "temperature": 1.5, "ignore_eos": True}
-    alone = llama.generate([1, 2], **sampled, seed=11).tokens
-    answers = [llama.add([1, 2], **sampled, seed=seed)[1] for seed in (10, 11, 12)]
-    llama.run()
-    assert answers[1].tokens == alone
-    assert answers[0].tokens != alone
-    assert answers[2].tokens != alone
+    ways: list[dict[str, Any]] = [{}, {"top_k": 20}, {"top_p": 0.9}, {"typical_p": 0.9}]
+
+    def tokens(engine: Engine) -> list[list[int]]:
+        answers = [engine.add([1, 2], **sampled, **ways[seed % 4], seed=seed)[1] for seed in range(12)]
+        engine.run()
+        return [answer.tokens for answer in answers]
+
+    together = tokens(llama)
+    alone = [llama.generate([1, 2], **sampled, **ways[seed % 4], seed=seed).tokens for seed in range(12)]
+    short_of_memory = Engine(tiny_model("llama"), kv_tokens=40, conservativeness=0.01)
+    assert together == alone
+    assert tokens(short_of_memory) == alone
+    assert short_of_memory.engine.stats.retracted_requests > 0
+    assert len({tuple(answer) for answer in alone}) == 12
+
+
+def test_a_seed_gives_the_same_text_in_bfloat16_too() -> None:
+    engine = Engine(tiny_model("llama", torch.bfloat16))
+    sampled = {"max_new_tokens": 12, "do_sample": True, "temperature": 0.8, "ignore_eos": True}
+    answers = [engine.add(prompt, **sampled, seed=7)[1] for prompt in prompts(12)]
+    engine.run()
+    alone = [engine.generate(prompt, **sampled, seed=7).tokens for prompt in prompts(12)]
+    assert sum(answer.tokens == expected for answer, expected in zip(answers, alone, strict=True)) >= 11
 
 
 def test_log_probabilities_are_the_models(llama: Engine) -> None:

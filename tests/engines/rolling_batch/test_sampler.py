@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from operator import eq
 from typing import Any
 
 import pytest
@@ -9,14 +11,18 @@ import torch
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
     TypicalLogitsWarper,
 )
 
+from handlers.rolling_batch.gumbel import noise
 from handlers.rolling_batch.sampler import SamplingState, sample, score
 from lmi_server.contract.generation import SamplingParameters
+
+PROMPT = [0, 3, 17, 18, 19, 39]
 
 
 def row(vocabulary: int = 40, scale: float = 2.0) -> torch.Tensor:
@@ -24,21 +30,24 @@ def row(vocabulary: int = 40, scale: float = 2.0) -> torch.Tensor:
 
 
 def state(seed: int | None = 1, **parameters: Any) -> SamplingState:
-    return SamplingState(SamplingParameters(seed=seed, **parameters), [])
+    return SamplingState(SamplingParameters(seed=seed, **parameters), PROMPT)
+
+
+def drawn(logits: torch.Tensor, states: list[SamplingState]) -> list[int]:
+    return [chosen.token for chosen in sample(logits.expand(len(states), -1), states)]
 
 
 def frequencies(logits: torch.Tensor, draws: int, **parameters: Any) -> torch.Tensor:
-    """Return the relative frequency of each token over `draws` draws of one request."""
-    drawing = state(do_sample=True, **parameters)
-    counts = torch.zeros(len(logits))
-    for _ in range(draws // 16):
-        for chosen in sample(logits.expand(16, -1), [drawing] * 16):
-            counts[chosen.token] += 1
-    return counts / counts.sum()
+    """Return the relative frequency of each token over the draws of seeds 0, 1, 2 and so on."""
+    tokens = drawn(logits, [state(seed, do_sample=True, **parameters) for seed in range(draws)])
+    return torch.bincount(torch.tensor(tokens), minlength=len(logits)) / draws
 
 
 def transformers_probabilities(logits: torch.Tensor, **parameters: Any) -> torch.Tensor:
-    warpers: list[Any] = [TemperatureLogitsWarper(parameters.get("temperature", 1.0))]
+    warpers: list[Any] = []
+    if "repetition_penalty" in parameters:
+        warpers.append(RepetitionPenaltyLogitsProcessor(parameters["repetition_penalty"]))
+    warpers.append(TemperatureLogitsWarper(parameters.get("temperature", 1.0)))
     if "top_k" in parameters:
         warpers.append(TopKLogitsWarper(parameters["top_k"]))
     if "top_p" in parameters:
@@ -47,7 +56,7 @@ def transformers_probabilities(logits: torch.Tensor, **parameters: Any) -> torch
         warpers.append(MinPLogitsWarper(parameters["min_p"]))
     if "typical_p" in parameters:
         warpers.append(TypicalLogitsWarper(parameters["typical_p"]))
-    return LogitsProcessorList(warpers)(None, logits[None].clone())[0].softmax(-1)
+    return LogitsProcessorList(warpers)(torch.tensor([PROMPT]), logits[None].clone())[0].softmax(-1)
 
 
 @pytest.mark.parametrize(
@@ -60,29 +69,88 @@ def transformers_probabilities(logits: torch.Tensor, **parameters: Any) -> torch
         {"top_p": 0.999},
         {"min_p": 0.1},
         {"typical_p": 0.6},
+        {"repetition_penalty": 1.5},
         {"temperature": 1.7, "top_k": 12, "top_p": 0.8},
         {"top_k": 12, "typical_p": 0.5},
         {"top_p": 0.9, "min_p": 0.05},
+        {"top_k": 8, "min_p": 0.1, "repetition_penalty": 0.7},
     ],
     ids=str,
 )
-@pytest.mark.parametrize(("vocabulary", "draws"), [(40, 4000), (5000, 1000)], ids=["small", "more than the candidates"])
+@pytest.mark.parametrize(("vocabulary", "draws"), [(40, 6000), (5000, 1500)], ids=["small", "large"])
 def test_what_can_be_drawn_and_how_often_is_what_transformers_says(
     parameters: dict[str, Any], vocabulary: int, draws: int
 ) -> None:
     logits = row(vocabulary)
     expected = transformers_probabilities(logits, **parameters)
-    drawn = frequencies(logits, draws, **parameters)
-    assert not drawn[expected == 0].any()
-    heavy = expected > 0.01
-    assert torch.allclose(drawn[heavy], expected[heavy], atol=0.035)
+    found = frequencies(logits, draws, **parameters)
+    assert not found[expected == 0].any()
+    assert_drawn_from(expected, found, draws)
 
 
-def test_a_flat_distribution_reaches_tokens_behind_the_candidates() -> None:
-    drawing = state(do_sample=True, top_p=0.99)
-    logits = torch.zeros(200, 5000)
-    tokens = {chosen.token for chosen in sample(logits, [drawing] * 200)}
+def assert_drawn_from(expected: torch.Tensor, found: torch.Tensor, draws: int) -> None:
+    """Pearson's chi-square test; tokens that are expected fewer than five times count as one."""
+    often = expected * draws >= 5
+    expected = torch.cat((expected[often], expected[~often].sum()[None])).double() * draws
+    found = torch.cat((found[often], found[~often].sum()[None])).double() * draws
+    parts = (found - expected)[expected > 0] ** 2 / expected[expected > 0]
+    degrees = max(len(parts) - 1, 1)
+    assert float(parts.sum()) < degrees + 4 * (2 * degrees) ** 0.5  # four standard deviations above the mean
+
+
+def test_presence_and_frequency_penalties_change_what_is_drawn_by_their_definition() -> None:
+    logits, output = row(), [1, 1, 1, 5, 9]
+    states = [state(seed, do_sample=True, presence_penalty=0.7, frequency_penalty=0.4) for seed in range(6000)]
+    for entry in states:
+        for token in output:
+            entry.record(token)
+    counts = torch.bincount(torch.tensor(output), minlength=len(logits))
+    expected = (logits - 0.7 * (counts > 0) - 0.4 * counts).softmax(-1)
+    found = torch.bincount(torch.tensor(drawn(logits, states)), minlength=len(logits)) / len(states)
+    assert_drawn_from(expected, found, len(states))
+
+
+@pytest.mark.parametrize("parameters", [{}, {"top_k": 20}, {"top_p": 0.9}], ids=str)
+def test_the_tokens_of_one_seed_are_independent_of_each_other(parameters: dict[str, Any]) -> None:
+    logits, drawing = row(), state(3, do_sample=True, **parameters)
+    tokens = [sample(logits[None], [drawing])[0].token for _ in range(3000)]
+    expected = transformers_probabilities(logits, **parameters)
+    assert_drawn_from(expected, torch.bincount(torch.tensor(tokens), minlength=len(logits)) / len(tokens), len(tokens))
+    best = int(expected.argmax())
+    after = torch.tensor([second for first, second in pairwise(tokens) if first == best])
+    assert_drawn_from(expected, torch.bincount(after, minlength=len(logits)) / len(after), len(after))
+
+
+@pytest.mark.parametrize("parameters", [{}, {"top_k": 50}, {"top_p": 0.9}, {"typical_p": 0.9}], ids=str)
+def test_a_seed_draws_the_same_token_from_logits_that_are_rounded_otherwise(parameters: dict[str, Any]) -> None:
+    logits = row(5000)
+    rounded = (logits * 1.002).bfloat16()
+
+    def states() -> list[SamplingState]:
+        return [state(seed, do_sample=True, **parameters) for seed in range(500)]
+
+    same = sum(map(eq, drawn(logits, states()), drawn(rounded, states())))
+    assert same >= 480  # a search in cumulative sums finds another token for one in ten
+
+
+def test_kernels_draw_with_the_noise_that_other_devices_draw_with() -> None:
+    logits = torch.randn(200, 3000, generator=torch.Generator().manual_seed(6)) * 2
+    states = [state(seed, do_sample=True) for seed in range(200)]
+    keys = torch.tensor([entry.key - 2**64 if entry.key >= 2**63 else entry.key for entry in states])
+    expected = (logits + noise(keys, torch.arange(3000)[None])).argmax(-1).tolist()
+    assert [chosen.token for chosen in sample(logits, states)] == expected
+    top = [state(seed, do_sample=True, top_k=3000) for seed in range(200)]
+    assert [chosen.token for chosen in sample(logits, top)] == expected
+
+
+def test_a_flat_distribution_reaches_every_part_of_the_vocabulary() -> None:
+    tokens = set(drawn(torch.zeros(5000), [state(seed, do_sample=True, top_p=0.99) for seed in range(200)]))
     assert len(tokens) > 150
+
+
+def test_seeds_may_be_any_integers() -> None:
+    seeds = [-1, 0, 1, 2**31, 2**63, 2**64 - 2]
+    assert len(set(drawn(torch.zeros(5000), [state(seed, do_sample=True) for seed in seeds]))) == len(seeds)
 
 
 def test_temperature_zero_and_do_sample_false_are_greedy() -> None:
