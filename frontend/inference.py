@@ -28,6 +28,7 @@ from frontend.management_access import Access
 from frontend.metrics import Metrics
 from frontend.model_metrics import ModelMetrics
 from frontend.request_ids import new_request_id
+from frontend.request_log import LoggedRequest, RequestLog
 from frontend.request_record import RequestRecord
 from frontend.responses import error_statuses, standard_headers
 from frontend.trace_context import trace_id_of
@@ -82,7 +83,7 @@ class ClientGoneError(Exception):
 class Relay:
     """Answers inference requests. Set `draining` once the server shuts down.
 
-    `headers` are added to every answer; `error_rates` counts errors.
+    `headers` are added to every answer; `error_rates` counts errors; `log` is the access log, None for none.
     """
 
     def __init__(self, models: ModelRegistry, metrics: Metrics, settings: ServerSettings, access: Access) -> None:
@@ -92,6 +93,7 @@ class Relay:
         self.error_rates = ErrorRates(settings.error_rates)
         self._models = models
         self._metrics = metrics
+        self.log = RequestLog.of(settings)
         self._max_request_size = settings.max_request_size
         self._request_id_header = settings.request_id_header.lower()
         self._statuses = error_statuses(settings)
@@ -148,10 +150,15 @@ class Relay:
         except LmiServerError as error:
             closes = self.draining or isinstance(error, PayloadTooLargeError)
             closes = closes or (body is None and not await self._skips_body(scope, receive))
-            await self._refuse(model, route, error, closes, response)
+            code = await self._refuse(model, route, error, closes, response)
+            if self.log is not None:
+                self.log.add(_refused(code, arrived, request_id, model, route, scope, error.kind))
             return
         except ClientGoneError:
-            self._metrics.of(model).refused(connection.refused_with or CLIENT_GONE)
+            code = connection.refused_with or CLIENT_GONE
+            self._metrics.of(model).refused(code)
+            if self.log is not None:
+                self.log.add(_refused(code, arrived, request_id, model, route, scope))
             return
         connection.watch(lambda: pool.cancel(job), job.reply)
         try:
@@ -162,15 +169,24 @@ class Relay:
             if pool.on_demand is not None:
                 pool.on_demand.release(received)
         counts = self._metrics.of(model)
-        counts.answered(_record(status, job, arrived, properties.get("traceparent")))
+        record = _record(status, job, arrived, properties.get("traceparent"))
+        counts.answered(record)
+        if self.log is not None:
+            terminal = job.reply.terminal
+            kind = terminal.kind if isinstance(terminal, Error) else ""
+            self.log.add(LoggedRequest(record, request_id, model.label, route, scope["client"], kind, body))
         if status >= 424:
             self._count_failure(counts, status, job)
 
     async def refuse(self, route: str, error: LmiServerError, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer an inference request that is refused before it is read."""
-        response = self._response(route, self.request_id(scope), scope, send)
+        arrived = time.monotonic()
+        request_id = self.request_id(scope)
+        response = self._response(route, request_id, scope, send)
         closes = self.draining or not await self._skips_body(scope, receive)
-        await self._refuse(None, route, error, closes, response)
+        code = await self._refuse(None, route, error, closes, response)
+        if self.log is not None:
+            self.log.add(_refused(code, arrived, request_id, None, route, scope, error.kind))
 
     def _response(self, route: str, request_id: str, scope: Scope, send: Send) -> Response:
         headers = self.headers
@@ -290,7 +306,8 @@ class Relay:
         error: LmiServerError,
         closes: bool,
         response: Response,
-    ) -> None:
+    ) -> int:
+        """Send the error; return its status."""
         status, headers, data = error_reply(route, response.shown(error), self._statuses, response.request_id)
         if closes:
             headers.append(("connection", "close"))
@@ -301,6 +318,15 @@ class Relay:
         self._metrics.failed(error)
         self.error_rates.count(status, error)
         await response.whole(status, headers, data)
+        return status
+
+
+def _refused(
+    code: int, arrived: float, request_id: str, model: Model | None, route: str, scope: Scope, kind: str = ""
+) -> LoggedRequest:
+    """Return what the access log shows of a request that no worker saw."""
+    record = RequestRecord(code, arrived, 0.0, 0.0, 0.0, time.monotonic())
+    return LoggedRequest(record, request_id, "" if model is None else model.label, route, scope["client"], kind)
 
 
 async def _relay(route: str, job: Job, response: Response, statuses: Mapping[type[LmiServerError], int]) -> int:

@@ -136,12 +136,15 @@ class Management:
         return json_response({"status": f'Model or workflow "{name}" unregistered'})
 
     async def set_log_level(self, request: Request) -> Response:
-        """Set the log level of this process and of all workers; the default is "info"."""
+        """Set the log level of this process and of all workers; the default is "info".
+
+        `logger` names a module ("frontend.inference", "vllm"): the level is then that of it and of what is below it.
+        """
         given = request.query_params.get("level", "").strip().lower() or "info"
         level = _LOG_LEVELS.get(given)
         if level is None:
             raise BadParameterError(f'Parameter level is "{given}"; it takes {", ".join(_LOG_LEVELS)}')
-        self._models.set_log_level(level)
+        self._models.set_log_level(level, request.query_params.get("logger", "").strip())
         return json_response({"status": "OK"})
 
     def _named(self, request: Request) -> list[Model]:

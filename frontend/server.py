@@ -24,6 +24,7 @@ import uvloop
 
 from frontend.app import App
 from frontend.connection_limits import ConnectionLimits
+from frontend.embedded_metrics import EmbeddedMetrics
 from frontend.http_protocol import RelayProtocol
 from frontend.inference import Relay
 from frontend.listeners import BACKLOG, Listener, listen
@@ -76,7 +77,7 @@ def run(
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     open_standard_files()
     directory = None if settings.log_dir is None else server_home(environment, Path.cwd()) / settings.log_dir
-    with background_log(sys.stderr.fileno()) as log:
+    with background_log(sys.stderr.fileno(), settings.log_format) as log:
         try:
             with log_files(settings.written_logs, directory):
                 return _run(sources, settings, environment, inspect, registry, log)
@@ -154,6 +155,9 @@ class _Server:
         watches = [asyncio.create_task(self._measure_start(starting))]
         watches += [asyncio.create_task(self._end_if_unloadable(model)) for model in starting]
         watches.append(asyncio.create_task(models.follow()))
+        if self._settings.emf_namespace is not None:
+            embedded = EmbeddedMetrics(self._settings.emf_namespace, metrics, lambda: models.models)
+            watches.append(asyncio.create_task(embedded.run()))
         watches += [asyncio.create_task(ring.watch()) for ring in self._access.key_rings]
         if self._certificate is not None:
             watches.append(asyncio.create_task(self._certificate.watch()))
@@ -169,6 +173,8 @@ class _Server:
         await models.drain(self._settings.drain_timeout)
         await app.finish()
         await serving
+        if relay.log is not None:
+            relay.log.flush()
         await models.stop()
         self._orphans.end()
         logger.info("stopped")

@@ -8,12 +8,14 @@ a queue. The queue is bounded, because a reader may never come back; what does n
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import queue
 import select
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from logging.handlers import QueueHandler, QueueListener
 
 from lmi_server.contract.secrets import SECRETS
@@ -29,8 +31,39 @@ _RECORD_BYTES = 512  # of a record beside its text, roughly
 _CLOSE_LIMIT_S = 1.0
 
 
+def visible(text: str) -> str:
+    """Return the text with control characters escaped."""
+    return text if text.isprintable() else text.translate(_ESCAPES)
+
+
+class WrittenLines(logging.LogRecord):
+    """Lines that are complete, and go into the log as they are."""
+
+    def __init__(self, name: str, lines: str) -> None:
+        super().__init__(name, logging.INFO, __file__, 0, lines, None, None)
+
+
+class JsonFormatter(logging.Formatter):
+    """Writes each record as an object in JSON on one line, without secrets."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        if isinstance(record, WrittenLines):
+            return str(record.msg)
+        entry = {
+            "log": "server",
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": SECRETS.masked(record.getMessage()),
+        }
+        return json.dumps(entry)  # in ASCII, so that no character means anything to a terminal
+
+
 class LineFormatter(logging.Formatter):
     """Hides secrets, escapes control characters and indents further lines, so that nobody can forge a record."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return str(record.msg) if isinstance(record, WrittenLines) else super().format(record)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name is that of logging
         record.message = SECRETS.masked(record.message)
@@ -39,10 +72,17 @@ class LineFormatter(logging.Formatter):
         return super().formatMessage(record)
 
 
+def formatter(name: str) -> logging.Formatter:
+    """Return the formatter of a value of `log_format`."""
+    return JsonFormatter() if name == "json" else LineFormatter(LOG_FORMAT)
+
+
 @contextlib.contextmanager
-def background_log(fd: int) -> Iterator[BackgroundLog]:
+def background_log(fd: int, log_format: str) -> Iterator[BackgroundLog]:
     """Have the root logger write to the file descriptor `fd` in the background."""
-    log = BackgroundLog(logging.getLogger(), fd)
+    target = _DescriptorHandler(fd)
+    target.setFormatter(formatter(log_format))
+    log = BackgroundLog(logging.getLogger(), target)
     log.start()
     try:
         yield log

@@ -32,6 +32,7 @@ from lmi_server.machine import environment as env
 
 _InLowerCase = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
 LogLevel = Annotated[Literal["debug", "info", "warning", "error", "off"], _InLowerCase]
+LogFormat = Annotated[Literal["text", "json"], _InLowerCase]
 LogStream = Annotated[Literal["stderr", "stdout"], _InLowerCase]
 
 EXTRA_LOGS = ("access", "model_metric", "server_metric")
@@ -278,9 +279,24 @@ class ServerSettings(Options):
         "stderr",
         description="Where the log goes: standard error, or standard output with all that standard error gets.",
     )
+    log_format: LogFormat = Field(
+        "text", description="Form of the server's own lines: text, or an object in JSON each."
+    )
+    access_log: Annotated[Literal["off", "text", "json"], _InLowerCase] = Field(
+        "off", description="A line for each inference request in the server's log: off, as text or in JSON."
+    )
+    access_log_sample: Annotated[float, Field(ge=0, le=1), Allowed("a number from 0 to 1")] = Field(
+        1.0, description="Share of the answers below status 400 that get a line of access_log; all others do."
+    )
+    log_prompts: bool = Field(False, description="The body of each request, cut at 8 KiB, in its line of access_log.")
     metric_names: MetricNames = Field(
         ("djl_serving", "vllm"),
         description="Under whose names /metrics shows what it measures, beside those that begin with lmi_.",
+    )
+    emf_namespace: str | None = Field(
+        None,
+        description="Namespace of CloudWatch: once a minute the log gets a line for each model in its embedded metric "
+        "format.",
     )
     extra_logs: ExtraLogs | None = Field(
         None,

@@ -64,6 +64,22 @@ class Histogram:
         return buckets
 
 
+def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
+    """Return the value that `share` of the counted values do not exceed, as Prometheus' histogram_quantile has it.
+
+    It lies within a bucket in proportion; values above all bounds count as the highest bound. None if there are none.
+    """
+    wanted = share * sum(counts)
+    if not wanted:
+        return None
+    below, lower = 0, 0.0
+    for bound, count in zip(bounds, counts, strict=False):
+        if below + count >= wanted:
+            return lower + (bound - lower) * (wanted - below) / count
+        below, lower = below + count, bound
+    return lower
+
+
 def _written(bound: float) -> str:
     """Return a bound as Prometheus' own clients write it."""
     return "+Inf" if math.isinf(bound) else str(float(round(bound, 9)))

@@ -86,7 +86,7 @@ class Load(Message, frozen=True):
 
     `options` holds the validated values by field name, `passed_through` texts by key without "option.". `batch_size` is
     the number of requests that a RequestHandler gets at once, at most, `memory_limit_mb` the MiB that its process may
-    have (0: any).
+    have (0: any). `log_levels` are those of single loggers.
     """
 
     model_name: str
@@ -99,6 +99,7 @@ class Load(Message, frozen=True):
     memory_limit_mb: int = 0
     options_type: str = "lmi_server.configuration.options:ModelOptions"
     passed_through: dict[str, str] = {}
+    log_levels: dict[str, str] = {}
 
 
 class Submit(Message, frozen=True):
@@ -166,9 +167,13 @@ class Control(Message, frozen=True):
 
 
 class SetLogLevel(Message, frozen=True):
-    """Set the worker's log level, a name of Python's logging. There is no answer."""
+    """Set a log level of the worker, a name of Python's logging: that of `logger`, "" for all that have none.
+
+    There is no answer.
+    """
 
     level: str
+    logger: str = ""
 
 
 class Shutdown(Message, frozen=True):

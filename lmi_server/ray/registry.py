@@ -79,7 +79,7 @@ class ClusterRegistry(ModelRegistry):
         model.source = ModelSource(described.url, model.name)
         resolved = _resolved(model.name, described)
         self._settle_configuration(model, resolved)
-        settings = _pool_settings(resolved, described, replicas, self._log_level)
+        settings = _pool_settings(resolved, described, replicas, self._log_levels[""])
         pool = ClusterPool(settings, self._on_metric, lambda: _want(model.name))
         pool.on_demand = LoadedElsewhere() if settings.adapter_affinity else None
         pool.replicas.update(replicas.places)

@@ -70,7 +70,7 @@ class RemoteReplicas:
     def scale(self, min_workers: int, max_workers: int) -> None:
         self.min_workers, self.max_workers = min_workers, max_workers
 
-    def set_log_level(self, level: str) -> None:
+    def set_log_level(self, level: str, name: str) -> None:
         """Do nothing: replicas have the level of their deployment."""
 
     def can_grow(self) -> bool:

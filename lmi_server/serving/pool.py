@@ -267,11 +267,11 @@ class WorkerPool:
         self._scaling.notify()  # callers that wait for more workers than are wanted now
         await self._scaling.complete()
 
-    def set_log_level(self, level: str) -> None:
+    def set_log_level(self, level: str, name: str) -> None:
         for replicas in self.replica_sets:
-            replicas.set_log_level(level)
+            replicas.set_log_level(level, name)
         for worker in self._roster.everyone:
-            worker.set_log_level(level)
+            worker.set_log_level(level, name)
 
     def _retire_idle(self, now: float) -> None:
         for replicas in self.replica_sets:

@@ -42,6 +42,7 @@ from lmi_server.serving.model_memory import memory_shortage
 from lmi_server.serving.model_store import HUB_VARIABLES, ModelSource
 from lmi_server.serving.pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus, PoolSettings
+from lmi_server.supervisor.log import LEVELS
 from lmi_server.supervisor.worker_process import MpiLauncher
 
 logger = logging.getLogger(__name__)
@@ -159,7 +160,7 @@ class ModelRegistry:
         self.artifacts = artifacts
         self._inspect = inspect
         self._drain_timeout_s = drain_timeout_s
-        self._log_level = log_level
+        self._log_levels = {"": log_level}
         self._on_metric = on_metric
         self._endpoints: dict[str, Endpoint] = {}
         self._aliases: dict[str, Endpoint] = {}
@@ -427,7 +428,8 @@ class ModelRegistry:
                 options_type=resolved.spec.options,
                 passed_through=dict(resolved.options.passed_through),
                 served_names=list(resolved.served_names),
-                log_level=self._log_level,
+                log_level=self._log_levels[""],
+                log_levels={name: level for name, level in self._log_levels.items() if name},
                 batch_size=serving.batch_size,
                 memory_limit_mb=serving.max_worker_memory_mb,
             ),
@@ -453,12 +455,17 @@ class ModelRegistry:
             quarantine_s=serving.quarantine_time,
         )
 
-    def set_log_level(self, level: str) -> None:
-        """Set the log level ("INFO", ...) of this process and of every worker, present and future."""
-        logging.getLogger().setLevel(level)
-        self._log_level = level
+    def set_log_level(self, level: str, name: str = "") -> None:
+        """Set the level ("INFO", ...) of the logger `name` in this process and every worker, present and future.
+
+        Without a name it is that of all loggers that have none of their own.
+        """
+        logging.getLogger(name).setLevel(level)
+        self._log_levels[name] = level
+        if name:
+            LEVELS[name] = logging.getLogger(name).level
         for pool in self._pools():
-            pool.set_log_level(level)
+            pool.set_log_level(level, name)
 
     def _mpi_launcher(self, ranks: int) -> MpiLauncher:
         mpirun = find_mpirun(self._environment)

@@ -19,6 +19,9 @@ _REPORT_AFTER_S = 1.0
 _KEPT_LINES = 20
 _BURST = 4 * _BYTES_PER_S  # that it may log at once after a quiet time
 
+LEVELS: dict[str, int] = {}
+"""The levels of single loggers in workers, which write no line below them; the level of this process is for others."""
+
 
 class WorkerLog:
     """Logs the lines of one worker under its name, and under the rank that `rank_of_line` finds in a line.
@@ -89,8 +92,9 @@ class WorkerLog:
         text = text.rpartition("\r")[2]  # as a terminal shows it: a progress bar writes over itself
         self.last_lines.append(text)
         name = self._name if rank is None else f"{self._name} rank {rank}"
-        level = logging.getLevelName(text.partition(" ")[0])  # lines of the worker's own logger begin with their level
-        logger.log(level if isinstance(level, int) else logging.INFO, "[%s] %s", name, text)
+        level, wanted = _level_of(text)
+        if level >= (logger.getEffectiveLevel() if wanted is None else wanted):
+            logger.handle(logger.makeRecord(logger.name, level, __file__, 0, "[%s] %s", (name, text), None))
 
     def _is_metric(self, line: bytes) -> bool:
         """Return whether a metric follows `[METRICS]` in the line, and report it."""
@@ -99,3 +103,18 @@ class WorkerLog:
             return False
         self._on_metric(metric)
         return True
+
+
+def _level_of(text: str) -> tuple[int, int | None]:
+    """Return the level of a line, and the lowest one of its logger if that has one of its own.
+
+    Lines of the worker's own loggers begin with level and name; all others count as INFO.
+    """
+    first, _, rest = text.partition(" ")
+    level = logging.getLevelName(first)
+    if not isinstance(level, int):
+        return logging.INFO, None
+    name = rest.partition(":")[0] if LEVELS else ""
+    while name and name not in LEVELS:
+        name = name.rpartition(".")[0]
+    return level, LEVELS.get(name)

@@ -82,8 +82,8 @@ class Replicas(Protocol):
     def scale(self, min_workers: int, max_workers: int) -> None:
         """Set the bounds."""
 
-    def set_log_level(self, level: str) -> None:
-        """Set the log level of workers that start from now on."""
+    def set_log_level(self, level: str, name: str) -> None:
+        """Set the level of the logger `name` ("": of all) in workers that start from now on."""
 
     def can_grow(self) -> bool:
         """Return whether another worker may be started now."""
@@ -197,9 +197,10 @@ class ReplicaSet:
         for replica in self._least_loaded()[: max(0, self.size - max_workers)]:
             self._close(replica)
 
-    def set_log_level(self, level: str) -> None:
-        """Set the log level of workers that start from now on."""
-        self._plan = replace(self._plan, load=msgspec.structs.replace(self._plan.load, log_level=level))
+    def set_log_level(self, level: str, name: str) -> None:
+        load = self._plan.load
+        changed = {"log_levels": {**load.log_levels, name: level}} if name else {"log_level": level}
+        self._plan = replace(self._plan, load=msgspec.structs.replace(load, **changed))
 
     def can_grow(self) -> bool:
         """Return whether another worker may be started now: one at a time, and not right after one failed to load."""

@@ -151,9 +151,9 @@ class WorkerProcess:
         self.ready_at = time.time()
         return ready
 
-    def set_log_level(self, level: str) -> None:
+    def set_log_level(self, level: str, name: str) -> None:
         if self._child.pid is not None:  # otherwise Load, which is always the first message, carries the level
-            self._link.send(SetLogLevel(level))
+            self._link.send(SetLogLevel(level, name))
 
     def retire(self, deadline_s: float) -> None:
         """Let the worker finish what it holds within `deadline_s` seconds, and then exit by itself."""

@@ -58,7 +58,8 @@ def main() -> int:
 def _lead(link: socket.socket, progress: BatchProgress | None) -> int:
     """Serve the model, as the only process of the worker or as rank 0 of its group; return the exit code."""
     load = read_load(link)
-    logging.getLogger().setLevel(load.log_level)
+    for name, level in {"": load.log_level, **load.log_levels}.items():
+        logging.getLogger(name).setLevel(level)
     link.setblocking(False)
     try:
         handler, loading = make_handler(load)

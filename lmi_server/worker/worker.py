@@ -76,8 +76,8 @@ class Worker:
                 self._loaded().recall(request_id)
             case Control():
                 self._run(self._control(message))
-            case SetLogLevel(level):
-                logging.getLogger().setLevel(level)
+            case SetLogLevel(level, name):
+                logging.getLogger(name).setLevel(level)
             case Shutdown(deadline_s):
                 self.shut_down(deadline_s)
 

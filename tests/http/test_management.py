@@ -398,9 +398,12 @@ def test_the_log_level_changes_at_run_time(tmp_path: Path) -> None:
         assert register(server, "/nowhere").status_code == 404
         server.http.post("/server/logging")
         server.invoke("after")
+        for level, prompt in (("debug", "of-its-own"), ("error", "not-any-more")):
+            assert server.http.put(f"/server/logging?level={level}&logger=fault_handlers").status_code == 200
+            server.invoke(prompt)
         assert server.stop() == 0
         order = [line.rpartition(" ")[2].strip() for line in server.lines if "fault_handlers: " in line]
-        assert order == ["started", "between"][::-1]
+        assert order == ["between", "started", "of-its-own"]
         assert not any("ERROR" in line for line in server.lines)
 
 
