@@ -38,7 +38,6 @@ QUANTITIES: Mapping[str, _Quantity] = {
             "vllm:num_requests_running",
             "sglang:num_running_reqs",
             "tgi_batch_current_size",
-            "lmi_handler_running_requests",
             "lmi_requests_in_flight",
         )
     ),
@@ -90,10 +89,15 @@ def read(text: str) -> Reading:
 
 
 def fetch(url: str, headers: Mapping[str, str]) -> Reading:
-    """Return the values at a URL. Raises OSError if it cannot be read, ValueError if the answer is not text."""
+    """Return the values at a URL. Raises what `fetch_text` raises."""
+    return read(fetch_text(url, headers))
+
+
+def fetch_text(url: str, headers: Mapping[str, str]) -> str:
+    """Return the text at a URL. Raises OSError if it cannot be read, ValueError if the answer is not text."""
     try:
         with urlopen(Request(url, headers=dict(headers)), timeout=_LIMIT_S) as answer:  # nosec B310
-            return read(answer.read().decode())
+            return bytes(answer.read()).decode()
     except HTTPException as error:  # what is there does not speak HTTP
         raise ConnectionError(str(error)) from error
 

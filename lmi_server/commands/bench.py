@@ -179,13 +179,18 @@ def bench_target(url: str, api: str, model: str, stream: bool, headers: Sequence
     """Return where requests go. Raises ConfigurationError if the API or a header is not known."""
     if api not in dialects.NAMES:
         raise ConfigurationError(f'--api "{api}" is not allowed; allowed: {", ".join(dialects.NAMES)}')
+    given = parse_headers(headers)
+    host, port, prefix, tls = address(url)
+    return Target(host, port, prefix, tls, given, model, dialects.dialect_of(api, stream), stream)
+
+
+def parse_headers(headers: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Return names and values of `name: value`. Raises ConfigurationError if one has no name or no colon."""
     pairs = [header.partition(":") for header in headers]
     for name, separator, _ in pairs:
         if not (name and separator):
             raise ConfigurationError(f'--header "{name}" is not allowed; allowed: "name: value"')
-    host, port, prefix, tls = address(url)
-    given = tuple((name.strip(), value.strip()) for name, _, value in pairs)
-    return Target(host, port, prefix, tls, given, model, dialects.dialect_of(api, stream), stream)
+    return tuple((name.strip(), value.strip()) for name, _, value in pairs)
 
 
 def observer_of(target: Target, metrics: str | None) -> Observer:

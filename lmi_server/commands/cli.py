@@ -17,6 +17,7 @@ from rich.console import Console
 from frontend.server_log import LOG_FORMAT, LineFormatter
 from lmi_server.artifacts.location import MODEL_FILE_SUFFIXES, MODEL_FORMS
 from lmi_server.commands import ray
+from lmi_server.commands.advise import advise_server
 from lmi_server.commands.bench import bench
 from lmi_server.commands.terminal import plain_configuration_errors
 from lmi_server.commands.tune import tune
@@ -48,6 +49,7 @@ app = typer.Typer(name="lmi-server", no_args_is_help=True, context_settings={"he
 app.add_typer(ray.app)
 app.command()(bench)
 app.command()(tune)
+app.command("advise")(advise_server)
 
 _log = logging.getLogger(__name__)
 _ONE_MODEL = f"Model: {MODEL_FORMS}. It is fetched first if it is not on this machine."
