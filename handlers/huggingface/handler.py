@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from handlers.checkpoints.chat_template import read_chat_template, with_prompt_beginning
 from handlers.huggingface.options import HuggingFaceOptions
 from handlers.rolling_batch.handler import RollingBatchHandler
 
@@ -19,8 +17,4 @@ class HuggingFaceHandler(RollingBatchHandler):
     def load_model(self, model_dir: str, options: HuggingFaceOptions) -> LoadedModel:
         from handlers.huggingface.model import load
 
-        loaded = load(options.model_id or model_dir, options)
-        if options.chat_template is not None:
-            template = read_chat_template(options.chat_template, Path(model_dir))
-            loaded.tokenizer.chat_template = with_prompt_beginning(template, loaded.tokenizer)
-        return loaded
+        return load(options.model_id or model_dir, options)

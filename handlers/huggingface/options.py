@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from handlers.checkpoints.chat_template import CHAT_TEMPLATE_DESCRIPTION
 from handlers.checkpoints.options import TransformersOptions
 from handlers.huggingface.unbatched import UNBATCHED
 from handlers.rolling_batch.options import RollingBatchOptions
@@ -51,7 +50,6 @@ class HuggingFaceOptions(TransformersOptions, RollingBatchOptions):
         Unavailable(lambda name: name is not None, "remove the key"),
     ] = Field(None, description="Sharding of a rolling batch over GPUs.")
     stop_sequence: Texts = Field((), description=STOP_SEQUENCE_DESCRIPTION)
-    chat_template: str | None = Field(None, description=CHAT_TEMPLATE_DESCRIPTION)
     max_model_len: PositiveInt | None = Field(
         None, description="Maximum tokens of prompt and output together; if not set, what config.json allows."
     )

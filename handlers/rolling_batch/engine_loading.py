@@ -12,6 +12,7 @@ from typing import Any
 import numba
 import torch
 
+from handlers.chats.model import ModelChats
 from handlers.checkpoints.transformers_loading import eos_token_ids
 from handlers.rolling_batch.attention import UnsupportedAttentionError
 from handlers.rolling_batch.communicator import Communicator
@@ -60,6 +61,7 @@ class LoadedEngine:
     max_model_len: int
     kv_tokens: int
     details: dict[str, Any] = field(default_factory=dict)
+    chats: ModelChats | None = None  # None: the answers of chats are plain text, and requests with tools are refused
 
     def stats(self) -> Mapping[str, float]:
         """Return the engine's gauges."""
@@ -122,7 +124,7 @@ def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -
             runner.prepare(limits.slots, max_len)
         graphs = runner.capture(limits.max_running, CudaCapture) if options.enable_cuda_graph else 0
     engine = RollingBatchEngine(runner, Scheduler(limits), tokenizer, eos_token_ids(model, tokenizer), max_len)
-    prompts = PromptEncoder(tokenizer)
+    prompts, chats = PromptEncoder(tokenizer), ModelChats(tokenizer, options)
     with enough_for_steps(runner, limits.kv_tokens, step):
         warm_up(engine, prompts, 4 if runner.device.type == "cpu" else min(step.idle_chunk, max_len - 2))
     details = {
@@ -138,11 +140,12 @@ def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -
         "chunked_prefill_size": limits.chunk_size,
         "schedule_policy": limits.policy,
         **loaded.details,
+        **chats.details,
         "fused_modules": runner.fused,
         **({"cuda_graphs": graphs} if options.enable_cuda_graph else {}),
         "load_seconds": round(time.perf_counter() - began, 1),
     }
-    return LoadedEngine(engine, prompts, max_len, limits.kv_tokens, details)
+    return LoadedEngine(engine, prompts, max_len, limits.kv_tokens, details, chats)
 
 
 @contextmanager

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from handlers.checkpoints.chat_template import read_chat_template, with_prompt_beginning
 from handlers.rolling_batch.adapters import LoadedAdapters
 from handlers.step_loop import AddRequest, StepLoop
 from lmi_server.contract.errors import ModelLoadError
@@ -17,8 +20,10 @@ from lmi_server.contract.handler import LLMHandler, ModelInfo
 from lmi_server.contract.protocol import Adapter
 
 if TYPE_CHECKING:
+    from handlers.chats.model import ModelChats
     from handlers.rolling_batch.engine import RollingBatchEngine
     from handlers.rolling_batch.engine_loading import LoadedEngine, LoadedModel
+    from handlers.rolling_batch.options import RollingBatchOptions
 
 # Seven requests sent at once reach the engine within ten milliseconds, but a step of prompts takes thirty or more: a
 # request that misses the first step by a millisecond waits for all of it.
@@ -48,11 +53,28 @@ class SchedulingHandler(LLMHandler):
         self._loop = StepLoop(build, _GATHER_S)
         await self._loop.start()
         self._adapters = LoadedAdapters(self._loop)
-        return ModelInfo(max_model_len=self._loaded.max_model_len, features=_FEATURES, details=self._loaded.details)
+        chats = self._loaded.chats
+        return ModelInfo(
+            max_model_len=self._loaded.max_model_len,
+            features=_FEATURES if chats is None else _FEATURES | {"tools"},
+            details=self._loaded.details,
+        )
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """Yield the deltas of one request."""
+        chats = self._loaded.chats
+        if chats is None or not chats.concern(request):
+            return self._generate(request)
+        return self._generate_chat(request, chats)
+
+    def _generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         return self._loop.generate(request.request_id, lambda: self._prepare(request))
+
+    async def _generate_chat(self, request: GenerationRequest, chats: ModelChats) -> AsyncGenerator[Delta, None]:
+        parsed = chats.parsed(request)
+        async with aclosing(self._generate(parsed.request)) as deltas:
+            async for delta in deltas:
+                yield parsed.parser.parse(delta)
 
     async def _prepare(self, request: GenerationRequest) -> AddRequest:
         weights = None if request.adapter is None else await self._adapters.weights(request.adapter)
@@ -108,4 +130,11 @@ class RollingBatchHandler(SchedulingHandler):
             raise ModelLoadError(
                 f"the rolling batch needs the extra 'huggingface' ({error}); install lmi-server[huggingface]"
             ) from error
-        return load_engine(lambda: self.load_model(model_dir, options), options)
+        return load_engine(lambda: self._load_with_template(model_dir, options), options)
+
+    def _load_with_template(self, model_dir: str, options: RollingBatchOptions) -> LoadedModel:
+        loaded = self.load_model(model_dir, options)
+        if options.chat_template is not None:
+            template = read_chat_template(options.chat_template, Path(model_dir))
+            loaded.tokenizer.chat_template = with_prompt_beginning(template, loaded.tokenizer)
+        return loaded

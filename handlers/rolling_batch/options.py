@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from handlers.chats.options import ParserOptions
 from lmi_server.configuration.declaration import Allowed
-from lmi_server.configuration.options import Fraction, ModelOptions, PositiveFloat, PositiveInt, lower
+from lmi_server.configuration.options import Fraction, PositiveFloat, PositiveInt, lower
 
 SchedulePolicy = Annotated[Literal["lpm", "fcfs"], BeforeValidator(lower)]
 ChunkSize = Annotated[
@@ -17,7 +18,7 @@ ChunkSize = Annotated[
 ]
 
 
-class RollingBatchOptions(ModelOptions):
+class RollingBatchOptions(ParserOptions):
     """Keys of serving.properties for a model under the rolling batch."""
 
     schedule_policy: SchedulePolicy = Field(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 from jinja2 import TemplateError
 
+from handlers.chats.messages import needs_text, template_messages
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import ChatOptions, GenerationRequest
 
@@ -78,7 +80,7 @@ class PromptEncoder:
         chat = request.chat
         try:
             text: str = self._tokenizer.apply_chat_template(
-                list(request.messages or ()),
+                template_messages(request.messages or (), self._arguments_as_text),
                 tools=list(request.tools) if request.tools else None,
                 documents=list(chat.documents) if chat.documents else None,
                 tokenize=False,
@@ -89,6 +91,13 @@ class PromptEncoder:
         except (TemplateError, TypeError, ValueError) as error:
             raise RequestError(f"the chat template refuses these messages: {error}") from error
         return text
+
+    @functools.cache  # noqa: B019 - one encoder for each model, which lives as long as the process
+    def _arguments_as_text(self) -> bool:
+        """Return whether the template needs the arguments of calls as text; found out when the first call comes."""
+        return needs_text(
+            lambda messages, tools: self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+        )
 
 
 def _template_arguments(chat: ChatOptions) -> dict[str, Any]:

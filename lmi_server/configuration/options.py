@@ -513,6 +513,10 @@ class ModelOptions(Options):
             return f"each of {self.ranks} ranks under mpirun has its part of every layer"
         return None
 
+    def notes(self, model_dir: Path, location: Path) -> Mapping[str, str]:
+        """Return what values such as `auto` mean for the model at `location`, by key in full, for `explain`."""
+        return {}
+
     @property
     def one_worker_only(self) -> str | None:
         """Return the key in full that forbids a second worker; None if any number may run."""

@@ -151,6 +151,7 @@ def devices_per_worker(options: ModelOptions, machine: Machine) -> int:
 
 
 def _explained(found: Inspection) -> Sequence[Explained]:
+    notes = found.options.notes(Path(found.model_dir), Path(found.location))
     classes = ((ServingOptions, found.serving), (load_options_type(found.spec), found.options))
     return [
         Explained(
@@ -161,7 +162,7 @@ def _explained(found: Inspection) -> Sequence[Explained]:
             meaning=option.description,
             allowed=option.allowed,
             default=option.default,
-            note=_note(option, found.sources[option.key]),
+            note=notes.get(option.key) or _note(option, found.sources[option.key]),
         )
         for declaring, values in classes
         for option in declaring.declared()

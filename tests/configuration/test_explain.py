@@ -407,6 +407,19 @@ def test_explain_says_what_happens_with_an_undeclared_key(tmp_path: Path) -> Non
     assert own.note == "passed on to the handler"
 
 
+def test_explain_says_which_parser_the_template_means(tmp_path: Path) -> None:
+    notes = []
+    for template in ("{% if tools %}<tool_call>", "{% if tools %}", "{{ messages }}"):
+        (tmp_path / "chat_template.jinja").write_text(template)
+        options = explained(tmp_path, f"option.model_id={tmp_path}", NO_GPU).options
+        notes.append(next(option.note for option in options if option.key == "option.tool_call_parser"))
+    assert [note[:34] for note in notes] == [
+        "hermes",
+        "none: the chat template teaches no",
+        "none: the chat template takes no to"[:34],
+    ]
+
+
 def test_an_argument_of_the_engine_is_passed_on(tmp_path: Path) -> None:
     found = explained(tmp_path, "option.rolling_batch=vllm\noption.nonsense=1\noption.max_seqs=1", NO_GPU)
     assert [option.key for option in found.unknown] == ["option.nonsense", "option.max_seqs"]

@@ -108,7 +108,7 @@ def test_the_anthropic_sdk_chats_and_streams(exact: Server) -> None:
             client.messages.create(**ask | {"model": "another"})
         with pytest.raises(anthropic.NotFoundError):
             client.messages.count_tokens(model="another", messages=QUESTION)
-        with pytest.raises(anthropic.BadRequestError, match=r"tools is not supported .*option\.rolling_batch=vllm"):
+        with pytest.raises(anthropic.BadRequestError, match="the model's chat template takes no tools"):
             client.messages.create(**ask, tools=[{"name": "clock", "input_schema": {"type": "object"}}])
     refused = exact.http.get("/v1/messages")
     assert (refused.status_code, refused.json()["type"]) == (405, "error")
@@ -146,9 +146,14 @@ def test_several_choices_and_token_ids(exact: Server) -> None:
 
 
 def test_what_the_rolling_batch_cannot_do_is_refused_by_name(exact: Server) -> None:
-    for name, value in {"guided_regex": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}.items():
-        reply = exact.http.post("/v1/chat/completions", json={"messages": QUESTION, name: value, "stream": True})
-        assert (reply.status_code, name in reply.json()["error"]["message"]) == (400, True)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for body, reason in (({"guided_regex": "a"}, "guided_regex"), ({"tools": tools}, "chat template takes no tools")):
+        reply = exact.http.post("/v1/chat/completions", json={"messages": QUESTION, "stream": True, **body})
+        assert (reply.status_code, reason in reply.json()["error"]["message"]) == (400, True)
+    unused = exact.http.post(
+        "/v1/chat/completions", json={"messages": QUESTION, "tools": tools, "tool_choice": "none", "max_tokens": 1}
+    )
+    assert unused.status_code == 200
 
 
 def test_sampling_repeats_with_a_seed(exact: Server) -> None:

@@ -55,6 +55,7 @@ HANDLERS_MAY_IMPORT = (
 # Folders and modules of handlers/ that several handlers share.
 SHARED = {
     "batch_messages",
+    "chats",
     "checkpoints",
     "content",
     "neuron_failures",

@@ -206,7 +206,7 @@ def _take_thinking(values: dict[str, Any], served: ServedModel) -> tuple[str, ..
     if thinking.budget is None:
         return ()
     if "reasoning" not in served.features:
-        return ("thinking.budget_tokens is ignored: the handler does not tell the model's thinking from its answer",)
+        return ("thinking.budget_tokens is ignored: the handler does not limit the model's thinking",)
     values["thinking_token_budget"] = thinking.budget
     return ()
 

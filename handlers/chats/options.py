@@ -1,0 +1,85 @@
+"""The options of handlers that parse answers by this project's own formats; importable without transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from handlers.chats.templates import AUTO, REASONING_PARSERS, TOOL_PARSERS, stored_template, takes_tools, tool_parser_of
+from handlers.checkpoints.chat_template import CHAT_TEMPLATE_DESCRIPTION, read_chat_template
+from lmi_server.configuration.declaration import Allowed, Conflict, Documented
+from lmi_server.configuration.options import ModelOptions
+from lmi_server.contract.errors import ModelLoadError
+
+PARSER_KEY = "option.tool_call_parser"
+TOOL_PARSER_NOTE = Documented(None, "agents send tools without asking for a parser")
+
+
+def _one_of(names: Collection[str]) -> AfterValidator:
+    def check(name: str) -> str:
+        if name not in names:
+            raise ValueError("not a parser of this handler")
+        return name
+
+    return AfterValidator(check)
+
+
+_MORE = "option.rolling_batch=vllm has further parsers"
+
+
+class ParserOptions(ModelOptions):
+    """Keys of serving.properties for tools and reasoning in chats."""
+
+    chat_template: str | None = Field(None, description=CHAT_TEMPLATE_DESCRIPTION)
+    enable_auto_tool_choice: Annotated[bool, Documented("false", "agents send tools and let the model choose")] = Field(
+        True, description="Let the model choose tools; if false, only requests that demand a call may send tools."
+    )
+    tool_call_parser: Annotated[
+        str,
+        _one_of((AUTO, *TOOL_PARSERS)),
+        Allowed(f"auto, {', '.join(TOOL_PARSERS)}; {_MORE}"),
+        TOOL_PARSER_NOTE,
+    ] = Field(
+        AUTO, description="Form in which the model calls tools, by the name of vLLM's parser; auto is by the template."
+    )
+    enable_reasoning: bool = Field(
+        False, description="Answer with the reasoning apart from the content; requires reasoning_parser."
+    )
+    reasoning_parser: (
+        Annotated[str, _one_of(REASONING_PARSERS), Allowed(f"{', '.join(REASONING_PARSERS)}; {_MORE}")] | None
+    ) = Field(None, description="Form in which the model writes its reasoning, by the name of vLLM's parser.")
+
+    def reasoning_conflicts(self) -> Iterator[Conflict]:
+        """Yield a conflict if reasoning needs a parser and none is named."""
+        if self.enable_reasoning and self.reasoning_parser is None:
+            yield Conflict(("option.enable_reasoning",), "true only with option.reasoning_parser")
+
+    def conflicts(self, given: Collection[str]) -> Iterator[Conflict]:
+        yield from super().conflicts(given)
+        yield from self.reasoning_conflicts()
+
+    def notes(self, model_dir: Path, location: Path) -> Mapping[str, str]:
+        return tool_parser_note(self.tool_call_parser, self.chat_template, model_dir, location)
+
+
+def tool_parser_note(
+    parser: str | None, chat_template: str | None, model_dir: Path, location: Path
+) -> Mapping[str, str]:
+    """Return what option.tool_call_parser=auto chooses, for `explain`; empty if the template is not here yet."""
+    if parser != AUTO:
+        return {}
+    try:
+        template = stored_template(location) if chat_template is None else read_chat_template(chat_template, model_dir)
+    except ModelLoadError:
+        return {}
+    return {} if template is None else {PARSER_KEY: choice_in_words(template)}
+
+
+def choice_in_words(template: str) -> str:
+    """Return which parser a template means, or why it means none."""
+    if not takes_tools(template):
+        return "none: the chat template takes no tools"
+    return tool_parser_of(template) or "none: the chat template teaches no form of calls that is known"
