@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from lmi_server.contract.errors import RequestError
 
 PREFIX = "base_model.model."
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
-_WEIGHTS = "adapter_model.safetensors"
+_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 class Widths(NamedTuple):
@@ -79,19 +80,39 @@ def refuse_foreign(adapter: Mapping[str, Widths], model: Mapping[str, Widths]) -
             )
 
 
-class AdapterCheck:
-    """Checks adapters of an engine that itself takes any shapes, from the headers of their files.
+def refuse_infinite(name: str, weights: torch.Tensor, dtype: torch.dtype, scaling: float = 1.0) -> None:
+    """Raise RequestError, naming the tensor, if it has NaN or infinity, or overflows in `dtype` once it is scaled.
 
-    `config` is transformers' configuration of the model. Of a model that is not a causal language model of transformers
-    the layers are not known, and only the adapter itself is checked.
+    One such number makes every output of the layer NaN.
+    """
+    if not bool(weights.isfinite().all()):
+        raise RequestError(f"the adapter's {name} holds NaN or infinity; train it again, or save it from a sound state")
+    if not bool((weights.float() * scaling).to(dtype).isfinite().all()):
+        raise RequestError(
+            f"the adapter's {name} holds numbers that overflow in {str(dtype).removeprefix('torch.')}"
+            f" (scaled by {scaling:g}); set option.dtype=fp32, or use another adapter"
+        )
+
+
+class AdapterCheck:
+    """Checks adapters of an engine that itself takes any shapes and numbers, from their files.
+
+    `config` is transformers' configuration of the model, `dtype` the data type that it is served in. Of a model that is
+    not a causal language model of transformers the layers are not known, and only the adapter itself is checked.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, dtype: torch.dtype) -> None:
         self._config = config
+        self._dtype = dtype
 
     def __call__(self, directory: str) -> None:
-        """Raise RequestError if the adapter in `directory` does not fit the model."""
-        layers = adapted_layers(_header_shapes(Path(directory)))
+        """Raise RequestError if the adapter in `directory` does not fit the model, or is not finite."""
+        shapes: dict[str, Sequence[int]] = {}
+        for name, weights in _tensors(Path(directory)):
+            refuse_infinite(name, weights, self._dtype)
+            if _is_matrix(name):
+                shapes[name] = weights.shape
+        layers = adapted_layers(shapes)
         if layers and self._layers is not None:
             refuse_foreign(layers, self._layers)
 
@@ -109,18 +130,22 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
-def _header_shapes(directory: Path) -> dict[str, list[int]]:
-    """Return the shapes of an adapter's matrices; none of experts, whose layers engines name in their own ways."""
-    file = directory / _WEIGHTS
-    if not file.is_file():
-        return {}
+def _tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of an adapter, one at a time if its file allows that."""
+    file = next((directory / name for name in _WEIGHTS if (directory / name).is_file()), None)
+    if file is None:
+        return
     try:
+        if file.suffix == ".bin":
+            yield from torch.load(file, map_location="cpu", weights_only=True).items()
+            return
         with safe_open(file, framework="pt") as weights:
-            names = [name for name in weights.keys() if _is_matrix(name)]  # noqa: SIM118 - it is no mapping
-            return {name: weights.get_slice(name).get_shape() for name in names}
-    except SafetensorError as error:
+            for name in weights.keys():  # noqa: SIM118 - it is no mapping
+                yield name, weights.get_tensor(name)
+    except (SafetensorError, UnpicklingError, RuntimeError, EOFError) as error:
         raise RequestError(f"{file} cannot be read: {error}; save the adapter again with peft") from error
 
 
 def _is_matrix(name: str) -> bool:
+    """Tell whether a tensor is half of a linear layer's adapter; experts' layers have other names in engines."""
     return name.startswith(PREFIX) and name.endswith((DOWN, UP)) and ".experts" not in name

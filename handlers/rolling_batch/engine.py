@@ -10,13 +10,14 @@ from typing import Any
 from handlers.rolling_batch.detokenizer import IncrementalDetokenizer, StopMatcher
 from handlers.rolling_batch.lora import LoraPair, LoraWeights
 from handlers.rolling_batch.prompts import PromptEncoder
-from handlers.rolling_batch.sampler import BannedTokens, Sampled, SamplingState, sample, score
+from handlers.rolling_batch.sampler import NO_TOKEN, BannedTokens, Sampled, SamplingState, sample, score
 from handlers.rolling_batch.scheduler import Chunk, Scheduler, Sequence
 from handlers.rolling_batch.step_recorder import EngineStats, StepRecorder
 from handlers.rolling_batch.step_runner import StepLogits, StepRunner
 from handlers.step_loop import EngineLostError, Output
 from lmi_server.contract.errors import (
     ContextLengthError,
+    HandlerError,
     RequestError,
     describe,
     failure_of,
@@ -198,7 +199,11 @@ class RollingBatchEngine:
         for sequence, sampled in zip(
             logits.sampled, sample(logits.logits[:count], states) if count else [], strict=True
         ):
-            self._accept_or_fail(self._requests[sequence.request_id], sampled)
+            request = self._requests[sequence.request_id]
+            if sampled.token == NO_TOKEN:
+                self._fail_overflown(request, logits.logits.dtype)
+            else:
+                self._accept_or_fail(request, sampled)
         self._recorder.end(plan, count)
 
     def fail_running(self, error: BaseException) -> None:
@@ -231,6 +236,19 @@ class RollingBatchEngine:
             top = [request.parameters.prompt_logprobs or 0] * len(ids)
             scored = score(logits.logits[rows.start + begin - first : rows.stop], ids, top)
             request.prompt_tokens.extend(self._token(entry, self._piece(entry.token)) for entry in scored)
+
+    def _fail_overflown(self, request: _Request, dtype: Any) -> None:
+        """End a request whose logits are not finite. Nothing of its slot is reused."""
+        sequence = request.sequence
+        del self._requests[sequence.request_id]
+        self._scheduler.remove(sequence, sound=False)
+        part = "the model" if sequence.adapter is None else "the adapter"
+        request.emit(
+            HandlerError(
+                f"{part} computed no finite numbers for this request in {str(dtype).removeprefix('torch.')}: its values"
+                " overflow, or its weights are broken; set option.dtype=fp32 or bf16, or use other weights"
+            )
+        )
 
     def _accept_or_fail(self, request: _Request, sampled: Sampled) -> None:
         try:

@@ -1,9 +1,9 @@
 """LoRA adapters in the rolling batch: each row of the flat pass gets the low-rank update of its own adapter.
 
 The matrices of all adapters in the batch are stacked along their ranks (as in S-LoRA, Sheng et al., 2024). A linear
-layer then needs two small products for all adapters together; between the two a mask sets to zero, for each row, the
-ranks of the other adapters. Rows without an adapter are left out of the products, and if no row has one, there are no
-hooks and the model runs as fast as without adapters.
+layer then needs two small products for all adapters together; between the two, for each row, the ranks of the other
+adapters are replaced by zeros (a product with zero would keep NaN and infinity). Rows without an adapter are left out
+of the products, and if no row has one, there are no hooks and the model runs as fast as without adapters.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from handlers.checkpoints.adapter_layers import Widths, refuse_foreign
+from handlers.checkpoints.adapter_layers import DOWN, PREFIX, UP, Widths, refuse_foreign, refuse_infinite
 from handlers.checkpoints.placement import main_device, module_device
 from handlers.rolling_batch.lora_targets import LoraTarget, lora_targets
 
@@ -71,12 +71,11 @@ class _Rows:
             self.copies[device] = _Rows(self.index.to(device), self.owners.to(device))
         return self.copies[device]
 
-    def mask(self, owners: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return (rows, ranks): 1 if the rank belongs to the row's adapter, else 0."""
+    def foreign(self, owners: tuple[int, ...]) -> torch.Tensor:
+        """Return (rows, ranks): whether the rank belongs to another adapter than the row's."""
         mask = self.masks.get(owners)
         if mask is None:
-            mask = (self.owners == torch.tensor(owners, device=self.owners.device)).to(dtype)
-            self.masks[owners] = mask
+            mask = self.masks[owners] = self.owners != torch.tensor(owners, device=self.owners.device)
         return mask
 
 
@@ -105,11 +104,14 @@ class LoraLayers:
         return bool(self._hooks)
 
     def check(self, adapter: Mapping[str, LoraPair]) -> None:
-        """Raise RequestError, naming the layer, if the adapter does not fit the model."""
+        """Raise RequestError, naming layer or tensor, if the adapter does not fit the model or is not finite."""
         refuse_foreign(
             {layer: Widths(pair.down.shape[1], pair.up.shape[0]) for layer, pair in adapter.items()},
             {layer: target.widths for layer, target in self._targets.items()},
         )
+        for layer, pair in adapter.items():
+            refuse_infinite(f"{PREFIX}{layer}{DOWN}", pair.down, self._dtype)
+            refuse_infinite(f"{PREFIX}{layer}{UP}", pair.up, self._dtype, pair.scaling)
 
     def load(self, adapter: Mapping[str, LoraPair]) -> LoraWeights:
         """Return an adapter that `check` accepts in the layout of this model's modules."""
@@ -196,7 +198,7 @@ class LoraLayers:
                 return
             rows = rows.on(stack.down.device)
             hidden = inputs[0].flatten(0, -2).index_select(0, rows.index)
-            low = (hidden @ stack.down).mul_(rows.mask(stack.owners, hidden.dtype))
+            low = (hidden @ stack.down).masked_fill_(rows.foreign(stack.owners), 0)
             output.flatten(0, -2).index_add_(0, rows.index, low @ stack.up)
 
         return add

@@ -93,6 +93,10 @@ class SamplingState:
 _Draw = Callable[[torch.Tensor, list[SamplingState]], list[int]]
 
 
+NO_TOKEN = -1
+"""In place of the token of a row whose logits are not finite."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """A chosen token, with `logprob` and `top` (token, log probability) if the request asks for them."""
@@ -115,7 +119,16 @@ def sample(logits: torch.Tensor, states: list[SamplingState]) -> list[Sampled]:
         scored_logits = logits if len(scored) == len(states) else logits[scored]
         for row, entry in zip(scored, score(scored_logits, chosen, counts), strict=True):
             result[row] = entry
+    for row in _infinite(logits, tokens):
+        result[row] = Sampled(NO_TOKEN)
     return result
+
+
+def _infinite(logits: torch.Tensor, tokens: list[int]) -> list[int]:
+    """Return the rows whose chosen logit is NaN or infinite: of NaN no token is the greatest, infinity is."""
+    chosen = logits[torch.arange(len(tokens)), tokens]
+    rows: list[int] = [] if chosen.isfinite().all() else (~chosen.isfinite()).nonzero().flatten().tolist()
+    return rows
 
 
 def score(logits: torch.Tensor, tokens: list[int], top: list[int]) -> list[Sampled]:

@@ -107,7 +107,7 @@ async def load(model_dir: str, options: VllmEngineOptions) -> LoadedEngine:
     chats = _chat_renderer(config, renderer, template, options)
     prompts = PromptRenderer(renderer, max_model_len, template, options.chat_template_content_format, chats)
     vocabulary = Vocabulary(tokenizer.decode, tokenizer.all_special_ids)
-    adapters = Adapters(driver, AdapterCheck(config.model_config.hf_config))
+    adapters = Adapters(driver, AdapterCheck(config.model_config.hf_config, config.model_config.dtype))
     ends = library.end_tokens(config, tokenizer)
     return LoadedEngine(driver, adapters, prompts, vocabulary, statistics, info, ends)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -224,3 +225,78 @@ def test_the_end_of_sequence_ends_an_adapted_request_too(llama: Adapted) -> None
     _, answer = llama.batch.add([1], adapter=llama.weights["all"], max_new_tokens=5, logit_bias={EOS: 1000.0})
     llama.batch.run()
     assert answer.finish_reason == "eos_token"
+
+
+def change_weights(directory: Path, part: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Path:
+    """Replace the weights of an adapter whose name holds `part`."""
+    file = directory / "adapter_model.safetensors"
+    save_file({name: change(value) if part in name else value for name, value in load_file(file).items()}, file)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weight"),
+    [(torch.float32, 1e30), (torch.bfloat16, 1e30), (torch.float16, 3e4)],
+    ids=["float32", "bfloat16", "float16"],
+)
+def test_an_adapter_that_overflows_fails_its_own_requests_alone(
+    dtype: torch.dtype, weight: float, tmp_path: Path
+) -> None:
+    batch = Engine(tiny_model("llama", dtype), slots=5)
+    sound = save_adapter(tiny_model("llama"), tmp_path / "sound", 1)
+    overflowing = change_weights(
+        save_adapter(tiny_model("llama"), tmp_path / "huge", 2), "", lambda _: _.sign() * weight
+    )
+    good, other, huge = (
+        batch.engine.load_adapter(read_adapter(str(directory)))
+        for directory in (sound, save_adapter(tiny_model("llama"), tmp_path / "other", 2), overflowing)
+    )
+
+    def answers(third: LoraWeights) -> list[Received]:
+        adapters = [None, good, third, None, third, good, third]
+        received = [
+            batch.add([index, 7, 9], adapter=adapter, max_new_tokens=6, do_sample=index > 3, seed=index)[1]
+            for index, adapter in enumerate(adapters)
+        ]
+        batch.run()
+        return received
+
+    expected = answers(other)
+    for _ in range(2):  # the second time in slots that hold what overflowed
+        for index, (answer, wanted) in enumerate(zip(answers(huge), expected, strict=True)):
+            if index in (2, 4, 6):
+                assert "the adapter computed no finite numbers" in str(answer.error)
+                assert not answer.tokens
+            else:
+                assert answer.tokens == wanted.tokens
+
+
+def test_the_model_itself_may_overflow_and_the_next_request_is_served() -> None:
+    batch = Engine(tiny_model("llama"))
+    with torch.no_grad():
+        batch.model.get_input_embeddings().weight[77] = torch.nan
+    failed, served = batch.add([77, 1], max_new_tokens=4)[1], batch.add([1, 2], max_new_tokens=4)[1]
+    batch.run()
+    assert "the model computed no finite numbers for this request in float32" in str(failed.error)
+    assert served.tokens == batch.expected([1, 2], 4)
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, 1e38], ids=str)
+@pytest.mark.parametrize("half", ["lora_A", "lora_B"])
+def test_an_adapter_that_is_not_finite_is_refused_by_the_name_of_its_tensor(
+    llama: Adapted, tmp_path: Path, number: float, half: str
+) -> None:
+    def spoil(weights: torch.Tensor) -> torch.Tensor:
+        weights[1, 2] = number * 2  # of 1e38, scaling by lora_alpha / r makes an infinity of lora_B
+        return weights
+
+    name = f"layers.1.self_attn.v_proj.{half}.weight"
+    directory = change_weights(save_adapter(llama.batch.reference, tmp_path), name, spoil)
+    adapter = read_adapter(str(directory))
+    if number == 1e38 and half == "lora_A":
+        llama.batch.engine.check_adapter(adapter)
+        return
+    with pytest.raises(RequestError, match=f"base_model.model.model.{name} holds"):
+        llama.batch.engine.check_adapter(adapter)
+    with pytest.raises(RequestError, match=f"base_model.model.model.{name} holds"):
+        llama.batch.engine.load_adapter(adapter)

@@ -340,6 +340,10 @@ BROKEN_ADAPTERS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], dict[str, t
         lambda w: {k.replace("q_proj", "z_proj"): v for k, v in w.items()},
         "z_proj, which is no",
     ),
+    "not finite": (
+        lambda w: {k: v * torch.inf if Q in k and "lora_B" in k else v for k, v in w.items()},
+        f"{Q}.lora_B.weight holds NaN or infinity",
+    ),
 }
 
 
