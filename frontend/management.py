@@ -280,7 +280,7 @@ def _replicas(replicas: Replicas, pool: WorkerPool) -> dict[str, Any]:
                 "startTime": _timestamp(worker.ready_at),
                 "status": "READY" if pool.is_ready(worker) else "UNLOADING",
                 "pid": worker.pid,
-                "requestsInFlight": len(worker.requests.in_flight),
+                "requestsInFlight": worker.requests.running,
             }
             for worker in replicas.workers
         ],

@@ -125,6 +125,14 @@ class StepLoop(Generic[E]):
             if not inbox.ended:
                 self._command(lambda: self.engine.abort(request_id))
 
+    def on_loop(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Return a function that the engine's thread may call to have `callback` called on the event loop."""
+
+        def call() -> None:
+            self._loop.call_soon_threadsafe(callback)
+
+        return call
+
     async def call(self, function: Callable[[], T]) -> T:
         """Run `function` in the engine's thread, between two steps; return what it returns, or raise what it raises."""
         if self._stopping:

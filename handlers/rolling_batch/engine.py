@@ -46,6 +46,7 @@ class _Request:
     prompt_tokens: list[Token] = field(default_factory=list)
     stop_ids: frozenset[int] = frozenset()
     started: bool = False
+    on_begin: Callable[[], None] | None = None
 
 
 class RollingBatchEngine:
@@ -114,8 +115,9 @@ class RollingBatchEngine:
         priority: int,
         emit: Callable[[Output], None],
         adapter: LoraWeights | None = None,
+        on_begin: Callable[[], None] | None = None,
     ) -> None:
-        """Queue a request; `emit` gets its deltas from `step`.
+        """Queue a request; `emit` gets its deltas from `step`, which calls `on_begin` once the request runs.
 
         Raises ContextLengthError or RequestError if the request cannot be served at all.
         """
@@ -133,6 +135,7 @@ class RollingBatchEngine:
             prompt_text,
             [self._token(Sampled(prompt[0]), self._piece(prompt[0]))] if parameters.prompt_logprobs is not None else [],
             frozenset(parameters.stop_token_ids),
+            on_begin=on_begin,
         )
         self._scheduler.add(sequence)
 
@@ -172,6 +175,10 @@ class RollingBatchEngine:
         self._runner.lora.forget(weights)
         self._scheduler.forget(weights)
 
+    def note_waiting(self, requests: int) -> None:
+        """Note how many requests wait that were not added yet."""
+        self._recorder.waiting_elsewhere = requests
+
     def reset_stats(self) -> None:
         """Set all counters to zero."""
         self._recorder = StepRecorder(self._scheduler)
@@ -191,6 +198,10 @@ class RollingBatchEngine:
         """Run one forward pass and emit the deltas of its tokens."""
         self._recorder.begin()
         plan = self._scheduler.plan()
+        for sequence in plan.started:
+            on_begin = self._requests[sequence.request_id].on_begin
+            if on_begin is not None:
+                on_begin()
         logits = self._runner.run(plan, {chunk.sequence.request_id for chunk in plan.prefill if self._scores(chunk)})
         self._scheduler.advance(plan)
         self._score_prompts(logits)

@@ -6,7 +6,7 @@ Torch and transformers are imported when the model loads, never with this module
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,10 @@ class SchedulingHandler(LLMHandler):
     def load_engine(self, model_dir: str, options: Any) -> LoadedEngine:
         """Load the model and make its engine, in the thread that will step it. Raises ModelLoadError."""
 
+    def window(self, options: Any) -> int:
+        """Return how many waiting requests the scheduler sees beside those that have a place."""
+        return 0
+
     async def start(self, model_dir: str, options: Any) -> ModelInfo:
         """Load the model in the thread that will step it, so that the worker's heartbeat goes on."""
 
@@ -58,30 +62,44 @@ class SchedulingHandler(LLMHandler):
             max_model_len=self._loaded.max_model_len,
             features=_FEATURES if chats is None else _FEATURES | {"tools"},
             details=self._loaded.details,
+            window=self.window(options),
         )
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """Yield the deltas of one request."""
+        return self._deltas(request)
+
+    def generate_ahead(self, request: GenerationRequest, on_begin: Callable[[], None]) -> AsyncGenerator[Delta, None]:
+        return self._deltas(request, self._loop.on_loop(on_begin))
+
+    def _deltas(
+        self, request: GenerationRequest, begin: Callable[[], None] | None = None
+    ) -> AsyncGenerator[Delta, None]:
         chats = self._loaded.chats
         if chats is None or not chats.concern(request):
-            return self._generate(request)
-        return self._generate_chat(request, chats)
+            return self._generate(request, begin)
+        return self._generate_chat(request, chats, begin)
 
-    def _generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
-        return self._loop.generate(request.request_id, lambda: self._prepare(request))
+    def _generate(self, request: GenerationRequest, begin: Callable[[], None] | None) -> AsyncGenerator[Delta, None]:
+        return self._loop.generate(request.request_id, lambda: self._prepare(request, begin))
 
-    async def _generate_chat(self, request: GenerationRequest, chats: ModelChats) -> AsyncGenerator[Delta, None]:
+    async def _generate_chat(
+        self, request: GenerationRequest, chats: ModelChats, begin: Callable[[], None] | None
+    ) -> AsyncGenerator[Delta, None]:
         parsed = chats.parsed(request)
-        async with aclosing(self._generate(parsed.request)) as deltas:
+        async with aclosing(self._generate(parsed.request, begin)) as deltas:
             async for delta in deltas:
                 yield parsed.parser.parse(delta)
 
-    async def _prepare(self, request: GenerationRequest) -> AddRequest:
+    def note_waiting(self, requests: int) -> None:
+        self._loop.engine.note_waiting(requests)
+
+    async def _prepare(self, request: GenerationRequest, on_begin: Callable[[], None] | None) -> AddRequest:
         weights = None if request.adapter is None else await self._adapters.weights(request.adapter)
         prompt, text = await self._loaded.prompts.encode(request)
         engine = self._loop.engine
         return lambda emit: engine.add(
-            request.request_id, prompt, request.sampling, text, request.priority, emit, weights
+            request.request_id, prompt, request.sampling, text, request.priority, emit, weights, on_begin
         )
 
     async def tokenize(self, request: GenerationRequest) -> list[int]:
@@ -117,6 +135,9 @@ class RollingBatchHandler(SchedulingHandler):
     @abstractmethod
     def load_model(self, model_dir: str, options: Any) -> LoadedModel:
         """Load the model, or this rank's part of it, in the thread that will step it. Raises ModelLoadError."""
+
+    def window(self, options: Any) -> int:
+        return int(options.schedule_window)
 
     def follow(self, model_dir: str, options: Any) -> None:
         from handlers.rolling_batch.engine_loading import follow

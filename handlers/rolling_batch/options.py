@@ -26,6 +26,12 @@ class RollingBatchOptions(ParserOptions):
         description="Which waiting request comes first: the one with the longest prefix in the KV cache (lpm), or the"
         " one that came first (fcfs).",
     )
+    schedule_window: Annotated[int, Field(ge=0), Allowed("an integer of 0 or more")] = Field(
+        64,
+        description="Waiting requests of the job queue that the scheduler sees, for each worker, so that lpm can choose"
+        " among them. While requests of several API keys or priorities wait, it sees none of them: the order is that of"
+        " the queue then.",
+    )
     schedule_conservativeness: PositiveFloat = Field(
         1.0,
         description="Factor on the output that the scheduler expects of a request when it admits it; lower it if token"

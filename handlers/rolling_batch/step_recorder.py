@@ -21,8 +21,9 @@ _LINE_INTERVAL_S = 5.0
 class EngineStats:
     """Counters since the start, and the state after the last step.
 
-    `used_tokens` belong to running sequences, `kept_tokens` are cached and evicted when memory is needed. `throughput`
-    counts generated tokens per second, over the last interval of the log.
+    `waiting` counts the scheduler's queue alone. `used_tokens` belong to running sequences, `kept_tokens` are cached
+    and evicted when memory is needed. `throughput` counts generated tokens per second, over the last interval of the
+    log.
     """
 
     steps: int = 0
@@ -51,10 +52,14 @@ class _Interval:
 
 
 class StepRecorder:
-    """Accounts for steps. `clock` returns seconds."""
+    """Accounts for steps. `clock` returns seconds.
+
+    `waiting_elsewhere` are requests that wait for the engine in the front end's queue. The lines of the log count them.
+    """
 
     def __init__(self, scheduler: Scheduler, clock: Callable[[], float] = time.perf_counter) -> None:
         self.stats = EngineStats()
+        self.waiting_elsewhere = 0
         self._scheduler = scheduler
         self._clock = clock
         self._interval = _Interval(clock())
@@ -103,6 +108,7 @@ class StepRecorder:
     def _write_lines(self, now: float) -> None:
         stats, interval = self.stats, self._interval
         stats.throughput = interval.generated / (now - interval.began)
+        waiting = stats.waiting + self.waiting_elsewhere
         usage = f"token usage: {stats.used_tokens / self._scheduler.limits.kv_tokens:.2f}"
         if interval.started:
             _log.info(
@@ -113,13 +119,13 @@ class StepRecorder:
                     interval.cached_tokens,
                     usage,
                     stats.running,
-                    stats.waiting,
+                    waiting,
                 ),
             )
         if interval.generated:
             _log.info(
                 "Decode batch. #running-req: %d, #token: %d, %s, gen throughput (token/s): %.2f, #queue-req: %d",
-                *(stats.running, stats.used_tokens, usage, stats.throughput, stats.waiting),
+                *(stats.running, stats.used_tokens, usage, stats.throughput, waiting),
             )
         self._interval = _Interval(now)
 

@@ -27,13 +27,15 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a handler reports about the model that it loaded.
 
     `max_model_len` counts the tokens of prompt and output. `sampling_defaults` are values of SamplingParameters by
-    name, for the fields that an OpenAI request leaves out.
+    name, for the fields that an OpenAI request leaves out. `window` is the number of waiting requests that the
+    scheduler wants to see beside those that have a place; they come by `LLMHandler.generate_ahead`.
     """
 
     max_model_len: int
     features: frozenset[Feature] = frozenset()
     sampling_defaults: Mapping[str, Any] = {}
     details: Mapping[str, Any] = {}  # dtype, KV cache bytes, threads, ...: shown in the log and by `explain`
+    window: int = 0
 
 
 class LLMHandler(ABC):
@@ -62,6 +64,18 @@ class LLMHandler(ABC):
         Closing the generator (`aclose`, or cancelling the task that iterates it) aborts the request: its slot is free
         within one step. Raises RequestError if the request cannot be served as sent.
         """
+
+    def generate_ahead(self, request: GenerationRequest, on_begin: Callable[[], None]) -> AsyncGenerator[Delta, None]:
+        """Do what `generate` does for a request that has no place yet; `on_begin` is called once it has one.
+
+        Only a handler whose `ModelInfo.window` is not 0 gets such requests.
+        """
+        on_begin()
+        return self.generate(request)
+
+    def note_waiting(self, requests: int) -> None:
+        """Note how many requests wait that the handler has not seen, for its statistics."""
+        return
 
     @abstractmethod
     async def tokenize(self, request: GenerationRequest) -> Sequence[int]:

@@ -3,7 +3,7 @@
 On the wire each message is a 4-byte big-endian length and that many bytes of msgpack (see `contract.link`). Fields are
 positional (`array_like`), after a tag that names the class. The front end chooses the ids, unique per worker process.
 
-    front end -> worker   Load (once, first), Submit, Cancel, Hold, Recall, Control, SetLogLevel, Shutdown
+    front end -> worker   Load (once, first), Submit, Cancel, Hold, Recall, Waiting, Control, SetLogLevel, Shutdown
     worker -> front end   Ready or Failed (once), Frames, Stats, Leaving (at most once)
 
 For every Submit the worker sends exactly one terminal item: Reply, End or Error. A streamed answer is Head, Chunk*,
@@ -12,6 +12,9 @@ End; an Error may replace the Head or follow it. Nothing follows a terminal item
 The worker also answers a Submit that the front end cancelled, with an Error of the kind "Cancelled". Only then does the
 front end count the place of the request as free: until then the engine may still compute it. A request that was
 recalled before the handler began it ends with an Error of the kind "Recalled".
+
+A Submit that is `ahead` has no place yet: it waits in the engine's queue, where the engine's policy sees it. The worker
+sends Begun once it has a place, before anything else of it.
 """
 
 from __future__ import annotations
@@ -103,11 +106,15 @@ class Load(Message, frozen=True):
 
 
 class Submit(Message, frozen=True):
-    """Serve one request. If `more` is set, the next Submit belongs to the same batch."""
+    """Serve one request. If `more` is set, the next Submit belongs to the same batch.
+
+    `ahead`: every place of the worker was taken when it was sent.
+    """
 
     id: int
     input: Input
     more: bool = False
+    ahead: bool = False
 
 
 class Cancel(Message, frozen=True):
@@ -127,6 +134,12 @@ class Recall(Message, frozen=True):
     """Give a request back for another worker, unless the handler has begun it."""
 
     id: int
+
+
+class Waiting(Message, frozen=True):
+    """How many requests of the model wait in the front end and in no worker. It is for statistics alone."""
+
+    requests: int
 
 
 class _Command(msgspec.Struct, array_like=True, frozen=True):
@@ -187,11 +200,13 @@ class Ready(Message, frozen=True):
 
     `max_model_len` is in tokens, 0 if the model does not generate text; `details` go into the log. `batch_size` is the
     number of requests that the handler gets at once, one batch after the other; None if it serves them concurrently.
+    `window` is the number of waiting requests that a concurrent handler gets ahead, beside those that have a place.
     """
 
     max_model_len: int
     details: dict[str, Any]
     batch_size: int | None = None
+    window: int = 0
 
 
 class Failed(Message, frozen=True):
@@ -285,13 +300,20 @@ class Reply(Message, frozen=True):
     summary: Summary | None = None
 
 
+class Begun(Message, frozen=True):
+    """A request that was submitted ahead has a place now."""
+
+    id: int
+
+
 Item = Head | Chunk | End | Error | Reply
+Frame = Item | Begun
 
 
 class Frames(Message, frozen=True):
     """What one turn of the worker's loop produced for all requests. The order matters within a request only."""
 
-    items: list[Item]
+    items: list[Frame]
 
 
 class Stats(Message, frozen=True):
@@ -313,5 +335,5 @@ class Leaving(Message, frozen=True):
     """
 
 
-ToWorker = Load | Submit | Cancel | Hold | Recall | Control | SetLogLevel | Shutdown
+ToWorker = Load | Submit | Cancel | Hold | Recall | Waiting | Control | SetLogLevel | Shutdown
 FromWorker = Ready | Failed | Frames | Stats | Leaving

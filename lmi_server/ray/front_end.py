@@ -24,6 +24,7 @@ from lmi_server.contract.protocol import (
     Command,
     Control,
     Error,
+    Frame,
     Frames,
     GetMetrics,
     Head,
@@ -59,7 +60,7 @@ class FrontEnd:
         self._loop = asyncio.get_running_loop()
         self._jobs: dict[int, Job] = {}
         self._waiting: dict[int, asyncio.Task[None]] = {}  # requests that wait for their adapters
-        self._items: list[Item] = []
+        self._items: list[Frame] = []
         self._reported_at = 0.0
         self._leaving = False
         self._is_last_known = False  # the front end has said that it sends no more requests

@@ -7,6 +7,10 @@ Every accepted job gets exactly one terminal item in its reply slot:
                     +---- at the head: the worker died before its handler began the job, or the job was recalled;
                           or once, if requests are served concurrently and nothing was sent to the client
 
+A worker whose handler schedules by itself gets some waiting jobs ahead (`JobQueue.lend`). They still wait: they count
+as waiting and their time in the queue runs until the worker says that one has a place. If a job comes that has its turn
+before them, or if another worker has room, they are recalled.
+
 `max_in_flight` is never exceeded: a place is free again only when the worker's terminal item for it has arrived, or the
 worker is dead.
 
@@ -31,12 +35,13 @@ from lmi_server.contract.protocol import (
     ADAPTER_HEADER,
     CANCELLED,
     RECALLED,
+    Begun,
     Chunk,
     End,
     Error,
+    Frame,
     Head,
     Input,
-    Item,
     Reply,
 )
 from lmi_server.serving.adapter_affinity import AdapterAffinity
@@ -103,7 +108,7 @@ class Dispatcher:
 
     @property
     def in_flight(self) -> int:
-        return sum(len(worker.requests.in_flight) for worker in self._roster.serving)
+        return sum(worker.requests.running for worker in self._roster.serving)
 
     # --- requests ---
 
@@ -126,7 +131,7 @@ class Dispatcher:
             self._check_delay(job, self._max_queue_delay_s)
         self._push(job)
         self.dispatch()
-        if deadline is not None and (job.holder is None or deadline.ends_running):
+        if deadline is not None and (not job.sent_at or deadline.ends_running):
             self._watch_deadline(job, deadline)
         return job
 
@@ -140,6 +145,8 @@ class Dispatcher:
         if loser is not None:
             refusal = QueueFullError("The queue is full, and this API key has most of the requests in it")
             loser.fail(self._with_retry_after(refusal, job.queued_at))
+            self._cancel_held(loser)
+        self._make_way(job)
 
     def _with_retry_after(self, error: QueueFullError, now: float) -> QueueFullError:
         """Return the error with the seconds until the next request leaves the queue."""
@@ -176,16 +183,23 @@ class Dispatcher:
         job.reply.put(Error(job.id, CANCELLED, "the client went away"), time.monotonic())
         if self._queue.remove(job):
             self._check_idle()
-        elif job.holder is not None:
+        self._cancel_held(job)
+
+    @staticmethod
+    def _cancel_held(job: Job) -> None:
+        """Have the worker that has `job`, if one does, drop it."""
+        if job.holder is not None:
+            job.cancelled = True
             job.holder.cancel(job)
 
     def dispatch(self) -> None:
         """Send as many waiting jobs as the workers have room for."""
-        while self._queue:
+        while self._queue.has_next:
             worker = self._worker_for(self._queue.peek())
             if worker is None:
                 self._rate.begin(time.monotonic())
                 self._on_no_room()
+                self._lend()
                 return
             requests = worker.requests
             size = requests.batch_size or 1
@@ -199,13 +213,15 @@ class Dispatcher:
                 self._remember(job.request, worker)
             requests.submit(jobs)
             if requests.batch_size is None:
-                self.batch_sizes.observe(len(requests.in_flight))
+                self.batch_sizes.observe(requests.running)
             else:
                 self.batch_sizes.observe(len(jobs))
                 self._forming.watch_delayed()
             if len(jobs) > 1:
                 self._on_metric(Metric("DynamicBatchSize", "Count/Item", len(jobs), self._dimensions, GAUGE))
-        if self._rate.is_measuring:
+        if self._queue.lent:
+            self._balance()
+        elif self._rate.is_measuring:
             self._rate.end(time.monotonic())
         self._check_idle()
 
@@ -248,6 +264,45 @@ class Dispatcher:
                 best, least = worker, held
         return best
 
+    # --- jobs that wait in a worker ---
+
+    def _lend(self) -> None:
+        """Let workers have waiting jobs ahead, each as many as its window has room for."""
+        while self._queue.may_lend and self._queue.peek().may_go_ahead:
+            requests = self._window_for(self._queue.peek())
+            if requests is None:
+                return
+            requests.submit_ahead(self._queue.lend())
+
+    def _window_for(self, job: Job) -> WorkerRequests | None:
+        """Return where `job` may wait: with the worker of its session, otherwise the least loaded one."""
+        able = [worker for worker in self._roster.ready if len(worker.requests.ahead) < worker.requests.window]
+        sticky = self._sessions.worker_of(job.request)
+        if sticky in able:
+            return sticky.requests
+        return min((worker.requests for worker in able), key=lambda held: len(held.in_flight), default=None)
+
+    def _make_way(self, job: Job) -> None:
+        """Recall the jobs that workers have ahead if `job` may have its turn before them."""
+        if self._queue.overtakes_lent(job):
+            for worker in self._roster.serving:
+                worker.requests.recall_ahead()
+
+    def _balance(self) -> None:
+        """Recall jobs from workers without room for as many places as others have free; nothing else waits."""
+        free = [self._max_in_flight - len(worker.requests.in_flight) for worker in self._roster.ready]
+        places = sum(count for count in free if count > 0)
+        full = [job for job in self._queue.lent if job.holder is not None and not self._has_room(job.holder)]
+        for job in full[-places:] if places else ():
+            if job.holder is not None:
+                job.holder.recall(job)
+
+    def report_waiting(self) -> None:
+        """Tell the workers that have jobs ahead how many others wait."""
+        waiting = len(self._queue) - len(self._queue.lent)
+        for worker in self._roster.ready:
+            worker.requests.report_waiting(waiting)
+
     def _wait_s(self, ahead: int, now: float) -> float | None:
         """Return how long a request waits that has `ahead` others before it; None if that is not known."""
         return self._rate.wait_s(ahead, self.in_flight, now)
@@ -285,6 +340,7 @@ class Dispatcher:
             self._watch_deadline(job, deadline)
         elif self._queue.remove(job):
             self._drop_late(job, deadline)
+            self._cancel_held(job)
             self._check_idle()
         elif deadline.ends_running and job.reply.terminal is None and job.holder is not None:
             job.fail(
@@ -293,18 +349,18 @@ class Dispatcher:
                     " allow more time, or ask for fewer tokens"
                 )
             )
-            job.cancelled = True
-            job.holder.cancel(job)
+            self._cancel_held(job)
 
     # --- answers ---
 
-    def on_items(self, worker: WorkerProcess, items: list[Item]) -> None:
+    def on_items(self, worker: WorkerProcess, items: list[Frame]) -> None:
         """Give each item to the request that it belongs to. This runs for every token of every request."""
         requests = worker.requests
         in_flight = requests.in_flight
         now = time.monotonic()
         recalled: list[Job] = []
-        freed = 0
+        served = 0
+        moved = False
         for item in items:
             job = in_flight.get(item.id)
             if job is None:
@@ -313,13 +369,21 @@ class Dispatcher:
                 continue
             requests.progressed_at = now
             if not isinstance(item, Chunk):  # most items are chunks
+                if isinstance(item, Begun):
+                    self._begin(job, worker, now)
+                    moved = True
+                    continue
                 if not isinstance(item, Head):
                     requests.ended(job)
-                    freed += 1
+                    moved = True
                     if isinstance(item, Error) and item.kind == RECALLED:
                         recalled.append(job)
                         continue
-                    self._rate.served(now - job.sent_at)
+                    if job.is_ahead:  # refused, or cancelled, before it had a place
+                        self._queue.remove(job)
+                    else:
+                        self._rate.served(now - job.sent_at)
+                        served += 1
                 if isinstance(item, Reply | Head):
                     self._sessions.answered(item.headers, worker)
                 if isinstance(item, Reply | End):
@@ -330,12 +394,21 @@ class Dispatcher:
             reply.put(item, now)
             if reply.unread > _PACED_UNREAD:
                 self._pace(requests, job)
-        for job in reversed(recalled):  # each goes to the head of the queue, so the oldest must be last
-            self._requeue(job)
-        if freed:
-            if self._rate.is_measuring:
-                self._rate.ended(freed - len(recalled), self._places(), now)
+        if recalled:
+            # Each goes to the head of the queue, so the oldest must be last.
+            for job in sorted(recalled, key=lambda job: -job.id):
+                self._requeue(job)
+        if served and self._rate.is_measuring:
+            self._rate.ended(served, self._places(), now)
+        if moved:
             self.dispatch()
+
+    def _begin(self, job: Job, worker: WorkerProcess, now: float) -> None:
+        """Record that a worker has a place for a job that it got ahead."""
+        worker.requests.begun(job, now)
+        self._queue.remove(job)
+        self._remember(job.request, worker)
+        self.batch_sizes.observe(worker.requests.running)
 
     def _pace(self, requests: WorkerRequests, job: Job) -> None:
         """Have the worker wait for the client of `job`; give it up if the worker does not wait."""
@@ -392,6 +465,7 @@ class Dispatcher:
         """
         requests = worker.requests
         if not requests.has_begun(job):
+            job.may_go_ahead = not job.is_ahead
             self._requeue(job)
         elif job.retried or job.reply.head is not None or requests.batch_size is not None:
             job.fail(worker.cause)
@@ -400,11 +474,14 @@ class Dispatcher:
             self._requeue(job)
 
     def _requeue(self, job: Job) -> None:
+        self._queue.remove(job)  # if a worker had it ahead
         if job.reply.terminal is not None:
             return
-        self.retries += 1
-        job.attempts = (*job.attempts, (job.sent_at, time.monotonic()))
-        job.holder = None
+        if not job.is_ahead:
+            self.retries += 1
+            job.attempts = (*job.attempts, (job.sent_at, time.monotonic()))
+        job.come_back()
+        self._make_way(job)
         if job.deadline is None:
             self._queue.push_front(job)
         elif not self._drop_late(job, job.deadline):
@@ -421,8 +498,8 @@ class Dispatcher:
         await self._idle.wait()
 
     def refuse_queue(self, error: LmiServerError) -> None:
-        """Fail every request that waits."""
-        while self._queue:
+        """Fail every request that waits in no worker."""
+        while self._queue.has_next:
             self._queue.pop().fail(error)
         self._check_idle()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection
 from typing import Generic, Protocol, TypeVar
 
 from lmi_server.contract.errors import QueueFullError
@@ -36,6 +36,10 @@ class JobQueue(Generic[J]):
     Adding and removing a job takes constant time in the number of jobs. There is an ordered dictionary for each
     priority and tenant in use, because it removes a job from its middle in constant time: clients that go away do so
     while their job waits.
+
+    A job that is lent waits in a worker, where the scheduler chooses among all that are lent there. It counts as
+    waiting here until it is removed. Jobs of one priority and tenant alone are lent,
+    so that the scheduler's choice does not change whose turn it is.
     """
 
     def __init__(self, model_name: str, capacity: int) -> None:
@@ -45,9 +49,45 @@ class JobQueue(Generic[J]):
         self._priorities: list[int] = []  # sorted; exactly the keys of _levels
         self._left_by_priority = 0  # since the oldest job had its turn
         self._length = 0
+        self._lent: dict[int, J] = {}
+        self._lent_flow = (0, b"")  # priority and tenant of all that are lent
 
     def __len__(self) -> int:
         return self._length
+
+    @property
+    def has_next(self) -> bool:
+        """Return whether `pop` would return a job: some wait that are not lent."""
+        return bool(self._priorities)
+
+    @property
+    def lent(self) -> Collection[J]:
+        """The jobs that are lent, in the order in which they were."""
+        return self._lent.values()
+
+    @property
+    def may_lend(self) -> bool:
+        """Return whether the next job may be lent: none of another priority or tenant waits."""
+        if len(self._priorities) != 1:
+            return False
+        priority = self._priorities[0]
+        tenants = self._levels[priority]
+        return len(tenants) == 1 and (not self._lent or self._lent_flow == (priority, next(iter(tenants))))
+
+    def lend(self) -> J:
+        """Return the next job, which goes on waiting elsewhere. `may_lend` says whether it may."""
+        job = self.pop()
+        self._length += 1
+        self._lent[job.id] = job
+        self._lent_flow = (job.priority, job.tenant)
+        return job
+
+    def overtakes_lent(self, job: J) -> bool:
+        """Return whether `job` may have its turn before jobs that are lent."""
+        if not self._lent:
+            return False
+        priority, tenant = self._lent_flow
+        return job.priority < priority or (job.priority == priority and job.tenant != tenant)
 
     def push(self, job: J) -> J | None:
         """Add `job` behind those of its priority and tenant.
@@ -86,6 +126,9 @@ class JobQueue(Generic[J]):
 
     def remove(self, job: J) -> bool:
         """Remove `job`; return False if it does not wait here."""
+        if self._lent.pop(job.id, None) is not None:
+            self._length -= 1
+            return True
         level = self._levels.get(job.priority)
         flow = None if level is None else level.get(job.tenant)
         if flow is None or flow.pop(job.id, None) is None:
@@ -95,12 +138,10 @@ class JobQueue(Generic[J]):
 
     def ahead_of(self, job: J) -> int:
         """Return how many waiting jobs would leave before `job` if it came now and nothing came after it."""
-        ahead = 0
-        for priority in self._priorities[: bisect_left(self._priorities, job.priority)]:
-            ahead += sum(map(len, self._levels[priority].values()))
-        level: Mapping[bytes, OrderedDict[int, J]] = self._levels.get(job.priority) or {}
-        own = len(level.get(job.tenant, ()))
-        return ahead + own + sum(min(len(flow), own + 1) for tenant, flow in level.items() if tenant != job.tenant)
+        urgent = sum(self._waiting(priority).total() for priority in self._used_priorities() if priority < job.priority)
+        level = self._waiting(job.priority)
+        own = level.pop(job.tenant, 0)
+        return urgent + own + sum(min(count, own + 1) for count in level.values())
 
     def _next(self) -> tuple[int, bytes]:
         """Return priority and tenant of the next job."""
@@ -136,21 +177,27 @@ class JobQueue(Generic[J]):
     def _make_room(self, newcomer: bytes) -> J:
         """Remove and return a job of the tenant with most jobs. Raises QueueFullError if none has more than its share.
 
-        What gives way is the newest of the tenant's least urgent jobs.
+        What gives way is the newest of the tenant's least urgent jobs, one that is lent if all are.
         """
-        waiting = self._waiting() if newcomer else Counter()
+        levels = map(self._waiting, self._used_priorities()) if newcomer else ()
+        waiting = sum(levels, Counter[bytes]())
         tenant = max(waiting, key=waiting.__getitem__, default=newcomer)
         if waiting[tenant] <= waiting[newcomer] + 1:
             raise QueueFullError(f"Worker queue capacity exceeded for model: {self._model_name}")
-        priority = max(priority for priority, level in self._levels.items() if tenant in level)
+        priority = max((priority for priority, level in self._levels.items() if tenant in level), default=None)
+        if priority is None:
+            self._length -= 1
+            return self._lent.popitem()[1]
         _, job = self._levels[priority][tenant].popitem()
         self._removed(job)
         return job
 
-    def _waiting(self) -> Counter[bytes]:
-        """Return the number of waiting jobs of each tenant."""
-        waiting: Counter[bytes] = Counter()
-        for level in self._levels.values():
-            for tenant, flow in level.items():
-                waiting[tenant] += len(flow)
+    def _used_priorities(self) -> set[int]:
+        return {*self._priorities, self._lent_flow[0]} if self._lent else set(self._priorities)
+
+    def _waiting(self, priority: int) -> Counter[bytes]:
+        """Return the number of waiting jobs of each tenant in a priority, with those that are lent."""
+        waiting = Counter({tenant: len(flow) for tenant, flow in self._levels.get(priority, {}).items()})
+        if self._lent and self._lent_flow[0] == priority:
+            waiting[self._lent_flow[1]] += len(self._lent)
         return waiting

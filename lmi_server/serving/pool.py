@@ -80,7 +80,7 @@ class WorkerPool:
             settings.predict_timeout_s,
             min(settings.predict_timeout_s, settings.max_idle_s),
             lambda: roster.serving,
-            self._retire_idle,
+            self._on_check,
         )
 
     def _make_replica_sets(self, plan: LoadPlan) -> Sequence[Replicas]:
@@ -273,7 +273,9 @@ class WorkerPool:
         for worker in self._roster.everyone:
             worker.set_log_level(level, name)
 
-    def _retire_idle(self, now: float) -> None:
+    def _on_check(self, now: float) -> None:
+        """Retire workers that are idle, and tell the others how many requests wait."""
+        self._dispatcher.report_waiting()
         for replicas in self.replica_sets:
             replicas.retire_idle(now, self._settings.max_idle_s)
 
@@ -318,6 +320,7 @@ class WorkerPool:
     def leave(self, worker: WorkerProcess) -> None:
         if self._roster.leave(worker):
             self._dispatcher.forget_sessions(worker)
+            worker.requests.recall_ahead()
 
     def forget(self, worker: WorkerProcess) -> None:
         self._roster.remove(worker)

@@ -23,8 +23,8 @@ _LONGEST_PAUSE_S = 1.0
 class ProgressWatch:
     """Checks every request in flight several times within `shortest_s`, from `start` to `stop`.
 
-    A request without progress for `predict_timeout_s` fails. `workers` returns the workers that serve. `retire` is
-    called with the time (time.monotonic()) at each check, to retire workers that are idle.
+    A request without progress for `predict_timeout_s` fails. `workers` returns the workers that serve. `on_check` is
+    called with the time (time.monotonic()) at each check.
     """
 
     def __init__(
@@ -32,12 +32,12 @@ class ProgressWatch:
         predict_timeout_s: float,
         shortest_s: float,
         workers: Callable[[], Sequence[WorkerProcess]],
-        retire: Callable[[float], None],
+        on_check: Callable[[float], None],
     ) -> None:
         self._timeout_s = predict_timeout_s
         self._pause_s = min(_LONGEST_PAUSE_S, shortest_s / _CHECKS_PER_TIMEOUT)
         self._workers = workers
-        self._retire = retire
+        self._on_check = on_check
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
@@ -53,7 +53,7 @@ class ProgressWatch:
             overdue = [job for job in worker.requests.in_flight.values() if self._is_overdue(worker, job, now)]
             if overdue:
                 self._give_up(worker, overdue, now)
-        self._retire(now)
+        self._on_check(now)
         self.start()
 
     def _is_overdue(self, worker: WorkerProcess, job: Job, now: float) -> bool:

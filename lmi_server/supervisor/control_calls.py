@@ -7,7 +7,7 @@ import itertools
 
 from lmi_server.contract.errors import LmiServerError, WorkerDiedError, error_from_kind
 from lmi_server.contract.link import WorkerLink
-from lmi_server.contract.protocol import Command, Control, Error, Item, Reply
+from lmi_server.contract.protocol import Command, Control, Error, Frame, Reply
 
 
 class ControlCalls:
@@ -41,7 +41,7 @@ class ControlCalls:
             raise answer
         return answer
 
-    def settle(self, item: Item) -> bool:
+    def settle(self, item: Frame) -> bool:
         """Take the answer to a call; return False if `item` does not belong to a call."""
         if item.id >= 0:
             return False
@@ -58,7 +58,7 @@ class ControlCalls:
                 outcome.set_result(None)
 
 
-def _answer(item: Item) -> LmiServerError | bytes:
+def _answer(item: Frame) -> LmiServerError | bytes:
     if isinstance(item, Error):
         return error_from_kind(item.kind, item.message)
     return item.data if isinstance(item, Reply) else b""

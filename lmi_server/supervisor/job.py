@@ -92,7 +92,8 @@ class Job:
 
     `on_overflow` is called if the answer is given up because its client reads too slowly. `fingerprint` identifies the
     request to the quarantine; None while that has no need of it. `tenant` identifies the API key it came with.
-    `timer` runs until the deadline. `attempts` are the times at which workers got it and lost it again.
+    `timer` runs until the deadline. `attempts` are the times at which workers got it and lost it again. While `is_ahead`
+    is set, a worker has the job, but no place for it. If `is_recalled`, that worker has been asked to give it back.
     """
 
     __slots__ = (
@@ -103,6 +104,9 @@ class Job:
         "fingerprint",
         "holder",
         "id",
+        "is_ahead",
+        "is_recalled",
+        "may_go_ahead",
         "on_overflow",
         "priority",
         "queued_at",
@@ -133,18 +137,37 @@ class Job:
         self.on_overflow = on_overflow
         self.holder: WorkerRequests | None = None  # the requests of the worker that has it; None while it waits
         self.batch = 0  # the number of its batch in that worker
+        self.is_ahead = False
+        self.is_recalled = False
+        self.may_go_ahead = True  # until a worker dies that had it ahead: it may be what the worker died of
         self.retried = False
         self.attempts: tuple[tuple[float, float], ...] = ()
         self.cancelled = False
         self.fingerprint: bytes | None = None
         self.queued_at = time.monotonic()
-        self.sent_at = 0.0  # when a worker got it
+        self.sent_at = 0.0  # when it got a place in a worker
 
     def start(self, holder: WorkerRequests, batch: int, now: float) -> None:
         """Record that a worker gets the job at `now`, in its batch of that number."""
         self.holder = holder
         self.batch = batch
         self.sent_at = self.reply.progressed_at = now
+
+    def go_ahead(self, holder: WorkerRequests) -> None:
+        """Record that a worker gets the job before it has a place for it."""
+        self.holder = holder
+        self.is_ahead = True
+        self.is_recalled = False
+
+    def begin(self, now: float) -> None:
+        """Record that the worker has a place for the job at `now`."""
+        self.is_ahead = False
+        self.sent_at = self.reply.progressed_at = now
+
+    def come_back(self) -> None:
+        """Record that the job waits in the queue again."""
+        self.holder = None
+        self.is_ahead = False
 
     def release(self) -> None:
         """Let the worker go on with an answer whose reader has caught up."""

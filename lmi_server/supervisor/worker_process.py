@@ -31,9 +31,9 @@ from lmi_server.contract.link import worker_link
 from lmi_server.contract.metrics import MetricSink, unrecorded
 from lmi_server.contract.protocol import (
     Failed,
+    Frame,
     Frames,
     FromWorker,
-    Item,
     Leaving,
     Load,
     Ready,
@@ -75,7 +75,7 @@ class WorkerProcess:
     def __init__(
         self,
         name: str,
-        on_items: Callable[[WorkerProcess, list[Item]], None],
+        on_items: Callable[[WorkerProcess, list[Frame]], None],
         on_ending: Callable[[WorkerProcess], None],
         on_lost: Callable[[WorkerProcess], None],
         heartbeat_timeout_s: float,
@@ -146,6 +146,7 @@ class WorkerProcess:
             raise
         self._health.watch_heartbeat()
         self.requests.batch_size = ready.batch_size
+        self.requests.window = ready.window
         self.requests.progressed_at = time.monotonic()
         self.load_s = self.requests.progressed_at - began
         self.ready_at = time.time()
@@ -252,7 +253,8 @@ class WorkerProcess:
         if self.lost.is_set():
             return
         if not self.is_retiring and self._was_ready:
-            inside = requests_inside(self.requests.in_flight.values(), time.monotonic())
+            begun = [job for job in self.requests.in_flight.values() if not job.is_ahead]
+            inside = requests_inside(begun, time.monotonic())
             self._report = lambda: crash_report(self._end, inside, self._child.last_lines)
         self.lost.set()
         self.controls.fail_all()

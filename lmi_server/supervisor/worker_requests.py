@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from lmi_server.contract.link import WorkerLink
-from lmi_server.contract.protocol import Cancel, Hold, Recall, Submit
+from lmi_server.contract.protocol import Cancel, Hold, Recall, Submit, Waiting
 from lmi_server.supervisor.job import Job
 from lmi_server.supervisor.launch import WorkerLaunch
 
@@ -17,14 +17,17 @@ _RECALL_AFTER_S = 0.02  # a batch that runs for longer than this counts as slow
 class WorkerRequests:
     """The requests of one worker.
 
-    `in_flight` has its jobs by id. `batch_size` is the number of requests that its handler takes at once, one such
-    batch after the other; None if it serves requests concurrently. `has_answered` is set once an answer is complete.
+    `in_flight` has its jobs by id; those of `ahead` wait there for a place, up to `window` of them. `batch_size` is the
+    number of requests that its handler takes at once, one such batch after the other; None if it serves requests
+    concurrently. `has_answered` is set once an answer is complete.
     `progressed_at` (time.monotonic()) is the last time at which the worker went on with any request, or got one while
     it had none.
     """
 
     def __init__(self, link: WorkerLink, launch: WorkerLaunch) -> None:
         self.in_flight: dict[int, Job] = {}
+        self.ahead: dict[int, Job] = {}
+        self.window = 0
         self.batch_size: int | None = None
         self.has_answered = False
         self.progressed_at = time.monotonic()
@@ -32,6 +35,12 @@ class WorkerRequests:
         self._launch = launch
         self._batches: Counter[int] = Counter()  # the number of requests in flight of each batch, by its number
         self._sent_batches = 0
+        self._reported_waiting = 0
+
+    @property
+    def running(self) -> int:
+        """Return the number of jobs that have a place."""
+        return len(self.in_flight) - len(self.ahead)
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Send one batch."""
@@ -45,9 +54,26 @@ class WorkerRequests:
             self.in_flight[job.id] = job
             self._link.send(Submit(job.id, job.request, more=job is not jobs[-1]))
 
+    def submit_ahead(self, job: Job) -> None:
+        """Send a job that the worker has no place for yet."""
+        job.go_ahead(self)
+        self.in_flight[job.id] = self.ahead[job.id] = job
+        self._link.send(Submit(job.id, job.request, ahead=True))
+
+    def begun(self, job: Job, now: float) -> None:
+        """Record that a job which was sent ahead has a place at `now`."""
+        del self.ahead[job.id]
+        job.begin(now)
+        self._sent_batches += 1
+        job.batch = self._sent_batches
+        self._batches[job.batch] = 1
+
     def ended(self, job: Job) -> None:
         """Remove `job`, which has ended."""
         del self.in_flight[job.id]
+        if job.is_ahead:
+            del self.ahead[job.id]
+            return
         self._batches[job.batch] -= 1
         if not self._batches[job.batch]:
             del self._batches[job.batch]
@@ -55,6 +81,23 @@ class WorkerRequests:
     def cancel(self, job: Job) -> None:
         """Ask the worker to free the place of `job`. The place is free once the terminal item of `job` arrives."""
         self._link.send(Cancel(job.id))
+
+    def recall(self, job: Job) -> None:
+        """Ask the worker to give back a job that it got ahead."""
+        if not job.is_recalled:
+            job.is_recalled = True
+            self._link.send(Recall(job.id))
+
+    def recall_ahead(self) -> None:
+        """Ask for every job that waits in the worker; the newest comes back first, to the head of the queue."""
+        for job in reversed(self.ahead.values()):
+            self.recall(job)
+
+    def report_waiting(self, requests: int) -> None:
+        """Tell a worker with a window how many requests wait outside of it."""
+        if self.window and requests != self._reported_waiting:
+            self._reported_waiting = requests
+            self._link.send(Waiting(requests))
 
     def hold(self, job: Job, held: bool) -> None:
         """Have the worker stop the stream of `job`, or let it go on."""
@@ -67,7 +110,7 @@ class WorkerRequests:
 
     def has_begun(self, job: Job) -> bool:
         """Return whether the handler has seen `job`. The answer is right for a dead worker too."""
-        return self.batch_size is None or job.batch <= self._launch.progress.begun
+        return not job.is_ahead and (self.batch_size is None or job.batch <= self._launch.progress.begun)
 
     def recall_delayed(self, now: float) -> bool:
         """Recall what waits behind a batch that takes long. Return False if nothing waits behind another batch."""
@@ -94,5 +137,6 @@ class WorkerRequests:
         """Remove and return every job, oldest first: the worker is dead."""
         jobs = list(self.in_flight.values())
         self.in_flight.clear()
+        self.ahead.clear()
         self._batches.clear()
         return jobs

@@ -7,11 +7,11 @@ import logging
 from collections.abc import Callable, Mapping
 
 from lmi_server.contract.errors import LmiServerError, ModelMemoryError
-from lmi_server.contract.protocol import CANCELLED, Command, Ready, Submit
+from lmi_server.contract.protocol import Command, Ready, Submit
 from lmi_server.machine import model_imports
 from lmi_server.worker.frame_buffer import FrameBuffer, ResponseWriter
 from lmi_server.worker.request_processor import RequestProcessor
-from lmi_server.worker.service import CANCELLED_MESSAGE, WorkerService
+from lmi_server.worker.service import WorkerService
 from lmi_server.worker.watch import excess
 
 logger = logging.getLogger(__name__)
@@ -47,10 +47,11 @@ class ConcurrentService(WorkerService):
         info = await self._processor.start()
         self._loaded = True
         model_imports.loaded()
-        return Ready(info.max_model_len, dict(info.details))
+        return Ready(info.max_model_len, dict(info.details), window=info.window)
 
     def submit(self, submit: Submit) -> None:
         writer = ResponseWriter(self._buffer, submit.id, submit.input.route, submit.input.request_id)
+        writer.is_ahead = submit.ahead
         task = asyncio.create_task(self._processor.process(submit.input, writer))
         self._requests[submit.id] = task
         self.writers[submit.id] = writer
@@ -59,8 +60,7 @@ class ConcurrentService(WorkerService):
     def _on_done(self, writer: ResponseWriter) -> None:
         del self._requests[writer.id]
         del self.writers[writer.id]
-        if not writer.ended:  # cancelled before its first step, so that `process` never ran
-            writer.error(CANCELLED, CANCELLED_MESSAGE)
+        writer.cancelled()  # before its first step, if it has not ended: `process` never ran
 
     def cancel(self, request_id: int) -> None:
         task = self._requests.get(request_id)  # none if the Cancel and the end of the answer crossed on the link
@@ -76,7 +76,13 @@ class ConcurrentService(WorkerService):
             writer.is_held = held
 
     def recall(self, request_id: int) -> None:
-        """Do nothing: every request begins when it arrives."""
+        writer = self.writers.get(request_id)
+        if writer is not None and writer.is_ahead:
+            writer.is_recalled = True
+            self._requests[request_id].cancel()
+
+    def note_waiting(self, requests: int) -> None:
+        self._processor.note_waiting(requests)
 
     async def finish(self, deadline_s: float) -> None:
         if self._requests:

@@ -13,7 +13,7 @@ from collections import deque
 from typing import Protocol
 
 from lmi_server.contract.errors import HandlerError, LmiServerError
-from lmi_server.contract.protocol import Chunk, End, Error, Frames, Head, Item, Reply
+from lmi_server.contract.protocol import CANCELLED, RECALLED, Begun, Chunk, End, Error, Frame, Frames, Head, Reply
 from lmi_server.dialects.errors import error_reply
 from lmi_server.worker.tally import Tally
 
@@ -49,7 +49,7 @@ class FrameBuffer:
         # Waking a loop from another thread takes a system call, which the loop's own thread can do without.
         self._wake = loop.call_soon_threadsafe if from_other_thread else loop.call_soon
         self._drained = _poll if from_other_thread else sink.writable  # an asyncio.Event belongs to one loop
-        self._entries: deque[ResponseWriter | Reply | End | Error] = deque()
+        self._entries: deque[ResponseWriter | Reply | End | Error | Begun] = deque()
         self._scheduled = False
         self._closed = False
         self._sealed = False
@@ -57,8 +57,8 @@ class FrameBuffer:
         self._ahead = 0
         self._flushed = 0
 
-    def add(self, entry: ResponseWriter | Reply | End | Error) -> None:
-        """Send a terminal item, or what a writer holds, with the next flush."""
+    def add(self, entry: ResponseWriter | Reply | End | Error | Begun) -> None:
+        """Send an item, or what a writer holds, with the next flush."""
         if self._sealed:
             return
         # Append first, then look at the flag; `flush` clears the flag first, then takes entries. In whatever order the
@@ -86,7 +86,7 @@ class FrameBuffer:
     def flush(self) -> None:
         """Send everything now."""
         self._scheduled = False
-        items: list[Item] = []
+        items: list[Frame] = []
         take = self._entries.popleft
         while self._entries:
             entry = take()
@@ -116,7 +116,8 @@ class ResponseWriter:
     """Writes the answer to one request; it ends exactly once, with `reply`, `end`, `error` or `fail`.
 
     The head of a stream leaves with its first bytes, so that an error before them has a status of its own. What a
-    stream produces between two flushes leaves as one chunk. While `is_held` is set, its client does not keep up. What
+    stream produces between two flushes leaves as one chunk. While `is_held` is set, its client does not keep up. While
+    `is_ahead` is set, the request waits for a place of the engine; if `is_recalled`, the front end wants it back. What
     `tally` has counted leaves with the end of the answer.
     """
 
@@ -130,7 +131,9 @@ class ResponseWriter:
         "buffer",
         "ended",
         "id",
+        "is_ahead",
         "is_held",
+        "is_recalled",
         "progressed",
         "started",
         "tally",
@@ -141,7 +144,9 @@ class ResponseWriter:
         self.id = number
         self.started = False
         self.ended = False
+        self.is_ahead = False
         self.is_held = False
+        self.is_recalled = False
         self.progressed = False  # set when the handler yields something; whoever reports it clears it
         self.buffer = buffer
         self.tally = Tally(time.monotonic())
@@ -156,6 +161,13 @@ class ResponseWriter:
         """Wait until the client has caught up."""
         while self.is_held:  # noqa: ASYNC110 - it is set in another thread, which has no cheap way to wake this loop
             await asyncio.sleep(_HELD_PAUSE_S)
+
+    def begin(self) -> None:
+        """Report that the request has a place, if it came ahead."""
+        if self.is_ahead and not self.ended:
+            self.is_ahead = False
+            self.tally = Tally(time.monotonic())
+            self.buffer.add(Begun(self.id))
 
     def open(self, status: int, headers: list[tuple[str, str]], prefix: bytes = b"", reason: str = "") -> None:
         """Set how a stream begins: its head, and bytes that precede the first chunk."""
@@ -190,6 +202,12 @@ class ResponseWriter:
         """End with an Error, which the front end formats."""
         self._finish(Error(self.id, kind, message, code))
 
+    def cancelled(self) -> None:
+        """End what the front end has cancelled or recalled, unless it has ended."""
+        if not self.ended:
+            kind = RECALLED if self.is_recalled else CANCELLED
+            self.error(kind, f"{kind.lower()} by the front end")
+
     def fail(self, error: LmiServerError) -> None:
         """End with an answer of the error's status, or with an Error if the stream has a status already."""
         if self.started:
@@ -197,7 +215,7 @@ class ResponseWriter:
         else:
             self.reply(*error_reply(self._route, error, request_id=self._name), message=error.message)
 
-    def move_to(self, items: list[Item]) -> int:
+    def move_to(self, items: list[Frame]) -> int:
         """Move what the stream produced to `items`; return its bytes without the prefix. Called by the flush."""
         self._queued = False
         pieces = self._pieces

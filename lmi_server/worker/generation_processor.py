@@ -15,7 +15,7 @@ from lmi_server.configuration.options import ModelOptions
 from lmi_server.contract.errors import EXITS, HandlerError, LmiServerError, WorkerDiedError, describe, exit_message
 from lmi_server.contract.generation import Delta, GenerationRequest
 from lmi_server.contract.handler import LLMHandler, ModelInfo
-from lmi_server.contract.protocol import CANCELLED, AddAdapter, Command, GetMetrics, Input, RemoveAdapter
+from lmi_server.contract.protocol import AddAdapter, Command, GetMetrics, Input, RemoveAdapter
 from lmi_server.dialects import anthropic, routes, tokens
 from lmi_server.dialects.base import Exchange, ServedModel
 from lmi_server.dialects.errors import error_reply
@@ -25,7 +25,6 @@ from lmi_server.worker.frame_buffer import ResponseWriter
 from lmi_server.worker.handler_loading import Loading
 from lmi_server.worker.request_processor import BURST, RequestProcessor, is_cancelled
 from lmi_server.worker.response_processor import call_after, send_response
-from lmi_server.worker.service import CANCELLED_MESSAGE
 
 if TYPE_CHECKING:
     from lmi_server.worker.session_requests import SessionRequests
@@ -56,7 +55,9 @@ class GenerationProcessor(RequestProcessor):
         self._custom = load_custom_handler(self._loading)
         if self._custom is not None and await self._custom.answers_load():
             return ModelInfo(max_model_len=0)  # a custom handler may have an engine of its own
-        return await self._load_model()
+        info = await self._load_model()
+        # The model's own code would begin what waits ahead, and nobody knows what a second attempt does.
+        return info if self._custom is None else replace(info, window=0)
 
     async def _load_model(self) -> ModelInfo:
         self._began = True
@@ -93,6 +94,9 @@ class GenerationProcessor(RequestProcessor):
     def stats(self) -> Mapping[str, float]:
         return {} if self._served is None else self._handler.stats()
 
+    def note_waiting(self, requests: int) -> None:
+        self._handler.note_waiting(requests)
+
     async def process(self, request: Input, writer: ResponseWriter) -> None:
         exchange: Exchange | None = None
         try:
@@ -113,8 +117,7 @@ class GenerationProcessor(RequestProcessor):
                 body = exchange.body()
                 writer.reply(200, [("content-type", exchange.content_type), *exchange.headers], body)
         except asyncio.CancelledError:
-            if not writer.ended:  # the worker may have failed all requests before its event loop ended
-                writer.error(CANCELLED, CANCELLED_MESSAGE)
+            writer.cancelled()  # unless the worker has failed all requests before its event loop ends
         except LmiServerError as error:
             _fail(request, exchange, writer, error)
         except EXITS as error:
@@ -212,7 +215,11 @@ class GenerationProcessor(RequestProcessor):
         add = exchange.add
         request = self._with_default_stops(exchange.requests[index])
         try:
-            async with aclosing(self._handler.generate(request)) as deltas:
+            async with aclosing(
+                self._handler.generate_ahead(request, writer.begin)
+                if writer.is_ahead
+                else self._handler.generate(request)
+            ) as deltas:
                 async for delta in deltas:
                     writer.progressed = True
                     data = add(index, delta)

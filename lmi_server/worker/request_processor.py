@@ -41,6 +41,10 @@ class RequestProcessor(ABC):
         """Return the gauges of the handler."""
         return {}
 
+    def note_waiting(self, requests: int) -> None:
+        """Note how many requests wait in the front end."""
+        return
+
 
 def is_cancelled() -> bool:
     """Return whether somebody cancelled the running task; a handler may also raise a CancelledError of its own."""

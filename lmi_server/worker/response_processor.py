@@ -15,10 +15,10 @@ from lmi_server.contract.errors import (
     failure_of,
 )
 from lmi_server.contract.handler import AsyncRequestHandler, ModelInfo, Response
-from lmi_server.contract.protocol import CANCELLED, AddAdapter, Command, Input, RemoveAdapter
+from lmi_server.contract.protocol import AddAdapter, Command, Input, RemoveAdapter
 from lmi_server.worker.frame_buffer import ResponseWriter
 from lmi_server.worker.request_processor import BURST, RequestProcessor, is_cancelled
-from lmi_server.worker.service import CANCELLED_MESSAGE, unsupported
+from lmi_server.worker.service import unsupported
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class ResponseProcessor(RequestProcessor):
             await send_response(response, writer)
         except asyncio.CancelledError:
             if is_cancelled():  # otherwise the handler's own code raised it
-                writer.error(CANCELLED, CANCELLED_MESSAGE)
+                writer.cancelled()
             else:
                 writer.fail(HandlerError("the handler cancelled the request"))
         except LmiServerError as error:

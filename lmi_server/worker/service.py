@@ -34,6 +34,10 @@ class WorkerService(ABC):
     def recall(self, request_id: int) -> None:
         """Give a request back to the front end. Does nothing if the handler has begun it."""
 
+    def note_waiting(self, requests: int) -> None:
+        """Note how many requests wait in the front end."""
+        return
+
     @abstractmethod
     async def finish(self, deadline_s: float) -> None:
         """Wait until no request is left, for `deadline_s` seconds at most."""

@@ -31,6 +31,7 @@ from lmi_server.contract.protocol import (
     Stats,
     Submit,
     ToWorker,
+    Waiting,
 )
 from lmi_server.worker.handler_loading import load_failure
 from lmi_server.worker.service import WorkerService
@@ -74,6 +75,8 @@ class Worker:
                 self._loaded().hold(request_id, held)
             case Recall(request_id):
                 self._loaded().recall(request_id)
+            case Waiting(requests):
+                self._loaded().note_waiting(requests)
             case Control():
                 self._run(self._control(message))
             case SetLogLevel(level, name):

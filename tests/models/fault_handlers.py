@@ -6,9 +6,11 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from handlers.echo.handler import EchoHandler
 from lmi_server.contract.errors import ModelLoadError, RequestError
@@ -109,6 +111,47 @@ class FaultHandler(EchoHandler):
             os._exit(7)
         if fault == "wait":
             await asyncio.Event().wait()
+
+
+class WindowHandler(FaultHandler):
+    """Has one place and sees four waiting prompts, of which the last one in the alphabet comes first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting: list[tuple[str, asyncio.Event]] = []
+        self._busy = False
+
+    async def start(self, model_dir: str, options: Any) -> ModelInfo:
+        return replace(await super().start(model_dir, options), window=4)
+
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+        return self._in_turn(request, lambda: None)
+
+    def generate_ahead(self, request: GenerationRequest, on_begin: Callable[[], None]) -> AsyncGenerator[Delta, None]:
+        return self._in_turn(request, on_begin)
+
+    async def _in_turn(self, request: GenerationRequest, on_begin: Callable[[], None]) -> AsyncGenerator[Delta, None]:
+        entry = (str(request.prompt), asyncio.Event())
+        self._waiting.append(entry)
+        self._admit()
+        try:
+            await entry[1].wait()
+            on_begin()
+            async for delta in super().generate(request):
+                yield delta
+        finally:
+            if entry in self._waiting:
+                self._waiting.remove(entry)
+            else:
+                self._busy = False
+                self._admit()
+
+    def _admit(self) -> None:
+        if self._waiting and not self._busy:
+            self._busy = True
+            entry = max(self._waiting, key=lambda entry: entry[0])
+            self._waiting.remove(entry)
+            entry[1].set()
 
 
 class UnfinishedHandler(EchoHandler):

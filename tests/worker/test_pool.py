@@ -29,12 +29,15 @@ from lmi_server.serving.pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus
 from lmi_server.supervisor.job import Deadline, Job
 from lmi_server.supervisor.replicas import Backoff, CrashLoopDetector
+from lmi_server.supervisor.worker_requests import WorkerRequests
+
+WINDOW = "fault_handlers:WindowHandler"
 
 
 @pytest.fixture(autouse=True)
 def _fault_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the workers, which inherit this environment, import the fault handlers."""
-    monkeypatch.setenv("PYTHONPATH", HANDLERS)
+    monkeypatch.setenv("PYTHONPATH", HANDLERS, prepend=os.pathsep)
 
 
 @asynccontextmanager
@@ -677,3 +680,95 @@ async def test_workers_load_in_steps(
         assert sum(replicas.size for replicas in pool.replica_sets) == 40
     finally:
         await pool.stop()
+
+
+# --- jobs that a worker has ahead, so that the scheduler of its engine can choose among them ---
+
+
+def held(pool: WorkerPool) -> list[WorkerRequests]:
+    """Return what the ready workers hold, in the order in which they get requests."""
+    workers = [worker for replicas in pool.replica_sets for worker in replicas.workers if pool.is_ready(worker)]
+    return [worker.requests for worker in sorted(workers, key=lambda worker: worker.ready_at)]
+
+
+async def in_order(jobs: list[Job]) -> list[str]:
+    """Wait for the answers; return the prompts in the order in which they got a place."""
+    for job in jobs:
+        assert isinstance(await ended(job), Reply)
+    return [job.request.body().split(b'"')[3].decode() for job in sorted(jobs, key=lambda job: job.sent_at)]
+
+
+@on_loop
+async def test_the_scheduler_chooses_among_jobs_that_still_wait(tmp_path: Path) -> None:
+    async with pool_of(tmp_path, WINDOW, max_in_flight=1, job_queue_size=6) as pool:
+        (requests,) = held(pool)
+        running = submit(pool, "wait")
+        jobs = [submit(pool, prompt) for prompt in "aecdb"]
+        assert (pool.in_flight, pool.queued, len(requests.ahead)) == (1, 5, 4)
+
+        # What the worker has ahead is cancelled, ends by its deadline and fills the queue like what waits elsewhere.
+        late = submit(pool, "x", deadline=Deadline(time.monotonic() + 0.05, "0.05", ends_running=False))
+        with pytest.raises(QueueFullError):
+            submit(pool, "y")
+        pool.cancel(jobs[1])
+        assert pool.queued == 5
+        terminal = await ended(late)
+        assert isinstance(terminal, Error)
+        assert terminal.kind == "DeadlineError"
+        assert pool.queued == 4
+        await until(lambda: set(requests.ahead) == {job.id for job in jobs if job is not jobs[1]})
+        pool.cancel(running)
+        assert await in_order([job for job in jobs if job is not jobs[1]]) == ["d", "c", "b", "a"]
+        assert (pool.in_flight, pool.queued) == (0, 0)
+
+        # A request that the worker refuses before it has a place is answered at once.
+        running = submit(pool, "wait")
+        refused = submit(pool, "a", tokens=-1)
+        assert isinstance(await ended(refused), Reply)
+        assert (pool.in_flight, pool.queued) == (1, 0)
+
+        # The turns of keys and priorities are those of the queue.
+        keys = [submit(pool, "a", tenant=b"1"), submit(pool, "z", tenant=b"1")]
+        assert len(requests.ahead) == 2
+        keys += [submit(pool, "b", tenant=b"2")]
+        await until(lambda: not requests.ahead)
+        assert pool.queued == 3
+        pool.cancel(running)
+        assert await in_order(keys) == ["a", "b", "z"]
+
+        running = submit(pool, "wait")
+        urgent = [submit(pool, "y"), submit(pool, "z"), submit(pool, "a", priority=1)]
+        await until(lambda: not requests.ahead)
+        pool.cancel(running)
+        assert (await in_order(urgent))[0] == "a"
+
+
+@on_loop
+async def test_jobs_ahead_go_to_a_worker_that_is_free_or_lives(tmp_path: Path) -> None:
+    async with pool_of(tmp_path, WINDOW, max_in_flight=1, min_workers=2, max_workers=2) as pool:
+        await until(lambda: pool.ready_workers == 2)
+        first, second = held(pool)
+        running = [submit(pool, "wait") for _ in range(2)]
+        jobs = [submit(pool, "a") for _ in range(4)]
+        assert (len(first.ahead), len(second.ahead)) == (2, 2)
+        for job in list(second.in_flight.values()):
+            pool.cancel(job)
+        for job in jobs:
+            if not job.cancelled:
+                assert await answer(job) == " a a a"
+        assert [job.cancelled for job in running] == [False, True]
+
+        running[1] = submit(pool, "wait")
+        jobs = [submit(pool, "a") for _ in range(4)]
+        assert (len(first.ahead), len(second.ahead)) == (2, 2)
+        (killed,) = [
+            worker for replicas in pool.replica_sets for worker in replicas.workers if worker.requests is first
+        ]
+        assert killed.pid is not None
+        os.kill(killed.pid, signal.SIGKILL)
+        await until(lambda: not first.in_flight)
+        pool.cancel(running[1])
+        pool.cancel(running[0])
+        for job in jobs:
+            assert await answer(job) == " a a a"
+            assert not job.retried
