@@ -1,12 +1,13 @@
 """Measures the scheduling of the rolling batch with the demo model, over HTTP, streaming.
 
-    python -m benchmarks.scheduling [shared] [mixed] [scarce]
+    python -m benchmarks.scheduling [shared] [mixed] [scarce] [queue]
 
 Each load has its own server:
 
 - shared: 8 requests that share a prefix of 1,024 tokens
 - mixed: 64 requests of mixed lengths at once, beside static batches of such requests with a padded `model.generate`
 - scarce: 32 requests with KV memory for a third of what they need at most, beside the same requests with enough of it
+- queue: 32 requests with one of two prefixes of 1,024 tokens, of which two run at a time, under lpm and under fcfs
 
 Without names, all loads run.
 """
@@ -38,6 +39,7 @@ MIXED = 64
 STATIC = 8
 STATIC_BATCHES = 2
 SCARCE = 32
+QUEUED = 32
 BYTES_PER_TOKEN = 23040  # of the demo model's KV cache in bfloat16
 VOCABULARY = (1000, 40000)  # token ids of ordinary words
 
@@ -217,6 +219,20 @@ def scarce_memory(loads: list[Load], share: float) -> dict[str, Any]:
     }
 
 
+def long_queue(policy: str) -> dict[str, float]:
+    """Send requests with two prefixes in any order; the KV memory holds what two of them need, and little more."""
+    chance = random.Random(4)
+    prefixes = [words(SHARED, chance) for _ in range(2)]
+    loads = [Load(chance.choice(prefixes) + words(16, chance), 4) for _ in range(QUEUED)]
+    os.environ["OPTION_KV_CACHE_MEMORY_GB"] = str(2.2 * (SHARED + 20) * BYTES_PER_TOKEN / 2**30)
+    os.environ["OPTION_SCHEDULE_POLICY"] = policy
+    with serving(MODEL, 2) as (_, port):
+        warm_up(port)
+        began = time.perf_counter()
+        asyncio.run(stream_all(port, loads))
+        return {"rate": QUEUED / (time.perf_counter() - began)}
+
+
 PARTS = {
     "shared prefix": shared_prefix,
     "mixed lengths": mixed_lengths,
@@ -225,6 +241,8 @@ PARTS = {
     "chats, enough": lambda: scarce_memory(chats(), 1.0),
     "full lengths, a third": lambda: scarce_memory(full_lengths(), 1 / 3),
     "full lengths, enough": lambda: scarce_memory(full_lengths(), 1.0),
+    "queue, lpm": lambda: long_queue("lpm"),
+    "queue, fcfs": lambda: long_queue("fcfs"),
 }
 
 Row = tuple[str, str, str]
@@ -272,7 +290,16 @@ def scarce_rows() -> Iterator[Row]:
         )
 
 
-LOADS = {"shared": shared_rows, "mixed": mixed_rows, "scarce": scarce_rows}
+def queue_rows() -> Iterator[Row]:
+    lpm, fcfs = run_apart("queue, lpm")["rate"], run_apart("queue, fcfs")["rate"]
+    yield (
+        f"{QUEUED} requests with one of two prefixes of {SHARED:,} tokens, two at a time, requests/s, lpm / fcfs",
+        f"{lpm:.1f} / {fcfs:.1f}",
+        f"{lpm / fcfs:.2f}",
+    )
+
+
+LOADS = {"shared": shared_rows, "mixed": mixed_rows, "scarce": scarce_rows, "queue": queue_rows}
 
 
 def main() -> None:

@@ -57,6 +57,30 @@ module.
 With `djl_python.huggingface`, and without an entry point, `option.rolling_batch` chooses the handler.
 """
 
+_LOG_LINES = """\
+## The log lines of the rolling batch
+
+While requests run, the scheduler writes such a line every five seconds:
+
+    Decode batch. #running-req: 32, #token: 37061, token usage: 0.82, gen throughput (token/s): 933.01, #queue-req: 85
+
+The more requests run together, the more tokens are generated in a second. The advice is SGLang's:
+
+- `#queue-req` counts all requests of the model that wait. If it is often 0, the clients send too few requests at a time
+  for the highest throughput; 50 to 500 are healthy. More of them only wait for longer.
+- `token usage` is the share of the KV cache that running requests fill; above 0.9 it is well used. If it stays below
+  0.9 while `#queue-req` is not 0 and fewer requests run than `option.max_rolling_batch_size` allows, lower
+  `option.schedule_conservativeness`, to 0.3 for example. That happens if requests allow many tokens and end early.
+- If `decode out of memory happened` is in the log often, raise `option.schedule_conservativeness`, to 1.3 for example.
+  Now and then it does no harm.
+- If memory runs out, lower `option.chunked_prefill_size` when it happens in prefill, and
+  `option.max_rolling_batch_size` when it happens while decoding. A lower `option.mem_fraction_static` helps with both.
+- `option.schedule_policy=lpm` is for requests that share prefixes. If none do, or if those that do are sent together,
+  `fcfs` does as well at less cost. The policy chooses among the `option.schedule_window` oldest of the requests that
+  wait; with 0 it chooses only among those that have a place.
+- If the device has memory left, several workers (`minWorkers`) serve more than one.
+"""
+
 
 def reference_page() -> str:
     """Return docs/configuration.md as text."""
@@ -67,6 +91,7 @@ def reference_page() -> str:
         _section("Keys of the model server", ServingOptions.declared()),
         _section("Keys of every handler", ModelOptions.declared()),
         *(_handler_section(specs, shared) for specs in _by_options((*HANDLERS.specs, HANDLERS.java))),
+        _LOG_LINES,
         _variables(),
         _section("Settings of the server (`SERVING_<KEY>`, or flags of `lmi-server serve`)", ServerSettings.declared()),
     ]

@@ -120,6 +120,7 @@ class WindowHandler(FaultHandler):
         super().__init__()
         self._waiting: list[tuple[str, asyncio.Event]] = []
         self._busy = False
+        self._waiting_elsewhere = 0
 
     async def start(self, model_dir: str, options: Any) -> ModelInfo:
         return replace(await super().start(model_dir, options), window=4)
@@ -129,6 +130,12 @@ class WindowHandler(FaultHandler):
 
     def generate_ahead(self, request: GenerationRequest, on_begin: Callable[[], None]) -> AsyncGenerator[Delta, None]:
         return self._in_turn(request, on_begin)
+
+    def note_waiting(self, requests: int) -> None:
+        self._waiting_elsewhere = requests
+
+    def stats(self) -> dict[str, float]:
+        return {"waiting_elsewhere": self._waiting_elsewhere}
 
     async def _in_turn(self, request: GenerationRequest, on_begin: Callable[[], None]) -> AsyncGenerator[Delta, None]:
         entry = (str(request.prompt), asyncio.Event())

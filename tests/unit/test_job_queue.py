@@ -180,3 +180,36 @@ def test_it_behaves_like_a_sorted_list(operations: list[tuple[str, int, int]]) -
             assert queue.remove(expected.pop(choice % len(expected)))
         assert len(queue) == len(expected)
         assert queue.ahead_of(job) == sum(other.priority <= priority for other in expected)
+
+
+def test_a_lent_job_waits_here_until_it_is_removed() -> None:
+    queue = queue_of(3, "a", "a", "b")
+    assert not queue.may_lend, "the turns of two tenants are not the scheduler's"
+    assert queue.pop().tenant == b"a"
+    assert queue.pop().tenant == b"b"
+    assert queue.may_lend
+    lent = queue.lend()
+    queue.push(Job(7, tenant=b"a"))
+    queue.push(Job(8, tenant=b"b"))
+    assert (len(queue), queue.has_next, list(queue.lent)) == (3, True, [lent])
+    assert queue.ahead_of(Job(9, tenant=b"a")) == 3
+    assert queue.ahead_of(Job(9, priority=2)) == 0
+    with pytest.raises(QueueFullError):
+        queue.push(Job(9, tenant=b"b"))
+    assert queue.remove(lent)
+    assert (len(queue), queue.remove(lent)) == (2, False)
+
+
+def test_a_job_of_another_tenant_or_a_lower_priority_overtakes_what_is_lent() -> None:
+    queue = queue_of(3, "a")
+    assert not queue.overtakes_lent(Job(1, priority=0))
+    queue.lend()
+    overtaking = [Job(1, 3, b"a"), Job(1, 4, b"b"), Job(1, 3, b"b"), Job(1, 2, b"a")]
+    assert [queue.overtakes_lent(job) for job in overtaking] == [False, False, True, True]
+
+
+def test_a_lent_job_gives_way_if_its_tenant_has_no_other() -> None:
+    queue = queue_of(3, "a", "a", "a")
+    lent = [queue.lend() for _ in range(3)]
+    assert queue.push(Job(4, tenant=b"b")) is lent[2]
+    assert len(queue) == 3

@@ -705,6 +705,7 @@ async def test_the_scheduler_chooses_among_jobs_that_still_wait(tmp_path: Path) 
         running = submit(pool, "wait")
         jobs = [submit(pool, prompt) for prompt in "aecdb"]
         assert (pool.in_flight, pool.queued, len(requests.ahead)) == (1, 5, 4)
+        await until(lambda: [*pool.worker_gauges().values()] == [{"waiting_elsewhere": 1}])
 
         # What the worker has ahead is cancelled, ends by its deadline and fills the queue like what waits elsewhere.
         late = submit(pool, "x", deadline=Deadline(time.monotonic() + 0.05, "0.05", ends_running=False))
