@@ -65,6 +65,16 @@ class PrefixTree:
             _leave(lower, slot)
         self._ends[slot] = node
 
+    def shared(self, slot: int) -> tuple[int, set[int]]:
+        """Return how many of a slot's tokens other slots begin with at most, and the slots that begin with so many."""
+        end = self._ends[slot]
+        depth = sum(len(node.tokens) for node in (end, *_above(end)))
+        for node in (end, *_above(end)):
+            if len(node.slots) > 1:
+                return depth, node.slots - {slot}
+            depth -= len(node.tokens)
+        return 0, set()
+
     def match(self, adapter: Hashable, tokens: list[int]) -> list[tuple[int, set[int]]]:
         """Return pairs of a length and the slots that begin with so many of `tokens`, the greatest length first.
 

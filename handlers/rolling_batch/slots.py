@@ -3,12 +3,13 @@
 A slot belongs to a running sequence, or keeps the tokens of one that has left (cached), or is empty. If a slot begins
 with the first tokens of a new sequence, the sequence continues in that slot when nobody needs it, or in another slot to
 which these tokens are copied: copying costs about a hundredth of computing. Before the slots exceed the memory of
-`kv_tokens` tokens, cached tokens are evicted, from the end of the least recently used slot.
+`kv_tokens` tokens, cached tokens are evicted: first slots of which another one holds most, so that copies of one prefix
+do not displace other prefixes, then from the end of the least recently used slot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 from handlers.rolling_batch.prefix_tree import PrefixTree
@@ -16,6 +17,7 @@ from handlers.rolling_batch.prefix_tree import PrefixTree
 _LEAST_COPIED = 4  # tokens; computing fewer is as fast as copying
 _TAIL_WORTH_KEEPING = 16  # cached tokens behind a match; for more of them the match is copied, not overwritten
 _LEAST_EVICTED = 256  # tokens at a time: giving memory back takes two system calls per layer and head
+_MOST_LOST = 0.25  # of the tokens of a slot; if others hold the rest, the slot is evicted before those in use less
 _LEAST_KEPT = 32  # tokens; fewer occupy a page per layer and head as well
 
 
@@ -180,7 +182,7 @@ class SlotTable:
         with_memory = max(self._empty, key=lambda slot: self._resident[slot], default=None)
         if with_memory is not None and self._resident[with_memory] > 0:
             return with_memory
-        evictable = next((slot for slot in self._cached if slot not in pinned), None)
+        evictable = next(self._victims(pinned), None)
         short = self._resident_tokens + tokens > self.kv_tokens
         if evictable is not None and (short or with_memory is None):
             self._forget(evictable)
@@ -212,12 +214,25 @@ class SlotTable:
                 if self._resident_tokens <= self.kv_tokens:
                     return
         pinned = {copy.source for copy in self.copies}
-        for slot, held in list(self._cached.items()):
-            if slot not in pinned:
-                self._shorten(slot, held - max(self._resident_tokens - self.kv_tokens, _LEAST_EVICTED))
-                if self._resident_tokens <= self.kv_tokens:
-                    return
+        for slot in self._victims(pinned):
+            held = self._cached[slot]
+            short = max(self._resident_tokens - self.kv_tokens, _LEAST_EVICTED)
+            self._shorten(slot, 0 if self._is_copy(slot) else held - short)
+            if self._resident_tokens <= self.kv_tokens:
+                return
         raise AssertionError("the scheduler planned for more memory than there is")
+
+    def _victims(self, pinned: set[int]) -> Iterator[int]:
+        """Yield the cached slots to evict: those of which others hold most, then all, least recently used first."""
+        slots = [slot for slot in self._cached if slot not in pinned]
+        yield from (slot for slot in slots if self._is_copy(slot))
+        yield from (slot for slot in slots if slot in self._cached)
+
+    def _is_copy(self, slot: int) -> bool:
+        """Whether other slots hold all but a small part of a cached slot now."""
+        held = self._cached[slot]
+        depth, others = self._tree.shared(slot)
+        return held - max((min(depth, self._held(other)) for other in others), default=0) <= held * _MOST_LOST
 
     def _shorten(self, slot: int, keep: int) -> None:
         if keep < _LEAST_KEPT:

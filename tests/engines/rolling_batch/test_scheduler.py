@@ -311,6 +311,19 @@ def test_the_least_recently_used_is_evicted_first() -> None:
     assert again[1].cached == 0
 
 
+def test_copies_of_one_prefix_displace_no_other_prefix() -> None:
+    batch = Batch(kv_tokens=1000, max_running=2, slots=18, chunk=100, idle_chunk=300)
+    prefixes = {name: [hash(name)] * 200 for name in ("rare", "hot")}
+    cached = []
+    for index, name in enumerate(["rare", *["hot"] * 8, "rare"]):
+        entry = sequence(str(index), [*prefixes[name], 1000 + index, index])
+        batch.add(entry)
+        batch.run()
+        cached.append(entry.cached)
+    assert cached == [0, 0, *[200] * 8]
+    assert batch.resident <= 1000
+
+
 # --- memory ---
 
 
