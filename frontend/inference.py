@@ -28,10 +28,11 @@ from frontend.management_access import Access
 from frontend.metrics import Metrics
 from frontend.model_metrics import ModelMetrics
 from frontend.request_ids import new_request_id
-from frontend.request_log import LoggedRequest, RequestLog
-from frontend.request_record import RequestRecord
+from frontend.request_record import EndedRequest, RequestRecord
+from frontend.request_reports import RequestReports
 from frontend.responses import error_statuses, standard_headers
 from frontend.trace_context import trace_id_of
+from frontend.tracing import RequestTrace
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import (
     BadParameterError,
@@ -83,7 +84,8 @@ class ClientGoneError(Exception):
 class Relay:
     """Answers inference requests. Set `draining` once the server shuts down.
 
-    `headers` are added to every answer; `error_rates` counts errors; `log` is the access log, None for none.
+    `headers` are added to every answer; `error_rates` counts errors; `reports` are the access log and
+    traces, None if there are none.
     """
 
     def __init__(self, models: ModelRegistry, metrics: Metrics, settings: ServerSettings, access: Access) -> None:
@@ -93,7 +95,7 @@ class Relay:
         self.error_rates = ErrorRates(settings.error_rates)
         self._models = models
         self._metrics = metrics
-        self.log = RequestLog.of(settings)
+        self.reports = RequestReports.of(settings)
         self._max_request_size = settings.max_request_size
         self._request_id_header = settings.request_id_header.lower()
         self._statuses = error_statuses(settings)
@@ -107,8 +109,9 @@ class Relay:
         arrived = time.monotonic()
         properties, names = _properties(scope)
         request_id = properties.get(self._request_id_header) or properties.get(_INFERENCE_ID) or new_request_id()
+        trace = None if self.reports is None else self.reports.begin(properties)
         connection = connection_of(scope)
-        response = self._response(route, request_id, scope, send)
+        response = self._response(route, request_id, scope, send, trace)
         model: Model | None = None
         body: bytes | None = None
         try:
@@ -151,14 +154,15 @@ class Relay:
             closes = self.draining or isinstance(error, PayloadTooLargeError)
             closes = closes or (body is None and not await self._skips_body(scope, receive))
             code = await self._refuse(model, route, error, closes, response)
-            if self.log is not None:
-                self.log.add(_refused(code, arrived, request_id, model, route, scope, error.kind))
+            if self.reports is not None:
+                refused = _refused(code, arrived, request_id, model, route, scope, trace, error.kind)
+                self.reports.ended(refused, trace)
             return
         except ClientGoneError:
             code = connection.refused_with or CLIENT_GONE
             self._metrics.of(model).refused(code)
-            if self.log is not None:
-                self.log.add(_refused(code, arrived, request_id, model, route, scope))
+            if self.reports is not None:
+                self.reports.ended(_refused(code, arrived, request_id, model, route, scope, trace), trace)
             return
         connection.watch(lambda: pool.cancel(job), job.reply)
         try:
@@ -171,10 +175,11 @@ class Relay:
         counts = self._metrics.of(model)
         record = _record(status, job, arrived, properties.get("traceparent"))
         counts.answered(record)
-        if self.log is not None:
+        if self.reports is not None:
             terminal = job.reply.terminal
             kind = terminal.kind if isinstance(terminal, Error) else ""
-            self.log.add(LoggedRequest(record, request_id, model.label, route, scope["client"], kind, body))
+            ended = EndedRequest(record, request_id, model.label, route, _address(scope), kind, job.attempts, body)
+            self.reports.ended(ended, trace)
         if status >= 424:
             self._count_failure(counts, status, job)
 
@@ -185,11 +190,15 @@ class Relay:
         response = self._response(route, request_id, scope, send)
         closes = self.draining or not await self._skips_body(scope, receive)
         code = await self._refuse(None, route, error, closes, response)
-        if self.log is not None:
-            self.log.add(_refused(code, arrived, request_id, None, route, scope, error.kind))
+        if self.reports is not None:
+            self.reports.ended(_refused(code, arrived, request_id, None, route, scope, None, error.kind), None)
 
-    def _response(self, route: str, request_id: str, scope: Scope, send: Send) -> Response:
+    def _response(
+        self, route: str, request_id: str, scope: Scope, send: Send, trace: RequestTrace | None = None
+    ) -> Response:
         headers = self.headers
+        if trace is not None:
+            headers = [(b"traceparent", trace.header.encode()), *headers]
         if route in ANTHROPIC_ROUTES:
             headers = [(b"request-id", request_id.encode("latin-1")), *headers]  # by which Anthropic's clients log it
         return Response(connection_of(scope), send, request_id, headers, scope)
@@ -322,11 +331,25 @@ class Relay:
 
 
 def _refused(
-    code: int, arrived: float, request_id: str, model: Model | None, route: str, scope: Scope, kind: str = ""
-) -> LoggedRequest:
-    """Return what the access log shows of a request that no worker saw."""
-    record = RequestRecord(code, arrived, 0.0, 0.0, 0.0, time.monotonic())
-    return LoggedRequest(record, request_id, "" if model is None else model.label, route, scope["client"], kind)
+    code: int,
+    arrived: float,
+    request_id: str,
+    model: Model | None,
+    route: str,
+    scope: Scope,
+    trace: RequestTrace | None,
+    kind: str = "",
+) -> EndedRequest:
+    """Return what is reported of a request that no worker saw."""
+    trace_id = "" if trace is None else trace.trace_id
+    record = RequestRecord(code, arrived, 0.0, 0.0, 0.0, time.monotonic(), None, trace_id)
+    return EndedRequest(record, request_id, "" if model is None else model.label, route, _address(scope), kind)
+
+
+def _address(scope: Scope) -> str:
+    """Return the address of the client, "" on a Unix socket."""
+    client = scope["client"]
+    return str(client[0]) if client else ""
 
 
 async def _relay(route: str, job: Job, response: Response, statuses: Mapping[type[LmiServerError], int]) -> int:

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from frontend.request_record import RequestRecord
+from frontend.request_record import EndedRequest
 from frontend.server_log import WrittenLines, visible
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.secrets import SECRETS
@@ -49,22 +49,6 @@ class RequestLine(msgspec.Struct, gc=False, omit_defaults=True, tag="access", ta
     prompt: str = ""
 
 
-class LoggedRequest(msgspec.Struct, gc=False):
-    """A request that waits to be written.
-
-    `client` is the host and port of a client, None on a Unix socket. `error` is the kind of an error. `body` is not
-    kept unless prompts are logged.
-    """
-
-    record: RequestRecord
-    id: str
-    model: str
-    route: str
-    client: tuple[str, int] | None
-    error: str = ""
-    body: bytes | None = None
-
-
 class RequestLog:
     """Writes lines in one of the formats of `access_log`; with a `sample` below 1 only that share of the successes."""
 
@@ -72,7 +56,7 @@ class RequestLog:
         self._write = write
         self._sample = sample
         self._logs_prompts = logs_prompts
-        self._waiting: list[LoggedRequest] = []
+        self._waiting: list[EndedRequest] = []
         self._timer: asyncio.TimerHandle | None = None
         self._logger = logging.getLogger(_LOGGER)
 
@@ -82,7 +66,7 @@ class RequestLog:
         write = _FORMATS.get(settings.access_log)
         return None if write is None else cls(write, settings.access_log_sample, settings.log_prompts)
 
-    def add(self, request: LoggedRequest) -> None:
+    def add(self, request: EndedRequest) -> None:
         """Write a line for a request, soon."""
         if self._sample < 1 and request.record.code < 400 and random.random() >= self._sample:
             return
@@ -106,7 +90,7 @@ class RequestLog:
             self._logger.handle(WrittenLines(_LOGGER, SECRETS.masked(lines)))
 
 
-def _line(request: LoggedRequest, offset: float) -> RequestLine:
+def _line(request: EndedRequest, offset: float) -> RequestLine:
     record = request.record
     line = RequestLine(
         _stamp(record.ended + offset),
@@ -114,7 +98,7 @@ def _line(request: LoggedRequest, offset: float) -> RequestLine:
         request.model,
         request.route,
         record.code,
-        request.client[0] if request.client else "",
+        request.client,
         round((record.ended - record.arrived) * 1e3, 3),
         error=request.error,
         trace_id=record.trace_id,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from lmi_server.contract.protocol import Summary
@@ -41,3 +43,21 @@ class RequestRecord(msgspec.Struct, gc=False):
         if summary is None or summary.prefill_s is None:
             return None
         return self.sent - self.arrived + summary.prefill_s
+
+
+class EndedRequest(msgspec.Struct, gc=False):
+    """What the access log and traces show of a request.
+
+    `model` is the label of the model, "" for none; `client` is an address, "" on a Unix socket; `error` is the kind of
+    an error. `attempts` are the times at which workers got it and lost it again. `body` is not kept unless prompts are
+    logged.
+    """
+
+    record: RequestRecord
+    id: str
+    model: str
+    route: str
+    client: str
+    error: str = ""
+    attempts: Sequence[tuple[float, float]] = ()
+    body: bytes | None = None

@@ -173,8 +173,8 @@ class _Server:
         await models.drain(self._settings.drain_timeout)
         await app.finish()
         await serving
-        if relay.log is not None:
-            relay.log.flush()
+        if relay.reports is not None:
+            await relay.reports.close()
         await models.stop()
         self._orphans.end()
         logger.info("stopped")

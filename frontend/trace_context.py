@@ -1,13 +1,31 @@
-"""The header traceparent of W3C's Trace Context: which trace a request belongs to."""
+"""W3C's Trace Context: which trace a request belongs to, as its header traceparent says."""
 
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
-_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
+_TRACEPARENT = re.compile(r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_SAMPLED = 1
+
+
+class TraceContext(NamedTuple):
+    """A trace and the span in it that sent the request, both in hexadecimal digits."""
+
+    trace_id: str
+    span_id: str
+    is_sampled: bool
+
+
+def parse_traceparent(header: str) -> TraceContext | None:
+    """Return what a header says, None if it is not valid. A later version may have more fields behind the flags."""
+    match = _TRACEPARENT.fullmatch(header)
+    if match is None or (match[1] == "00" and match[5] is not None):
+        return None
+    return TraceContext(match[2], match[3], bool(int(match[4], 16) & _SAMPLED))
 
 
 def trace_id_of(header: str) -> str:
     """Return the id of the trace that a header names, "" if the header is not valid."""
-    match = _TRACEPARENT.fullmatch(header)
-    return "" if match is None else match[1]
+    context = parse_traceparent(header)
+    return "" if context is None else context.trace_id

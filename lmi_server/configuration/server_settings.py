@@ -289,6 +289,12 @@ class ServerSettings(Options):
         1.0, description="Share of the answers below status 400 that get a line of access_log; all others do."
     )
     log_prompts: bool = Field(False, description="The body of each request, cut at 8 KiB, in its line of access_log.")
+    otlp_traces_endpoint: Annotated[
+        str | None, Field(pattern=r"^https?://[^/\s]+/\S*$"), Allowed("a URL, such as http://collector:4318/v1/traces")
+    ] = Field(None, description="Where traces go, by OTLP over HTTP; none if not set. It needs the extra otel.")
+    trace_sample: Annotated[float, Field(ge=0, le=1), Allowed("a number from 0 to 1")] = Field(
+        1.0, description="Share of the requests without a traceparent that are traced; with one, its flag decides."
+    )
     metric_names: MetricNames = Field(
         ("djl_serving", "vllm"),
         description="Under whose names /metrics shows what it measures, beside those that begin with lmi_.",

@@ -1,0 +1,99 @@
+"""Which requests are traced. OpenTelemetry is imported only if `otlp_traces_endpoint` asks for traces."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from importlib import import_module
+from typing import Protocol
+
+import msgspec
+
+from frontend.request_record import EndedRequest
+from frontend.trace_context import parse_traceparent
+from lmi_server.configuration.server_settings import ServerSettings
+from lmi_server.contract.errors import ConfigurationError
+
+_FLUSH_S = 5.0
+
+
+class RequestTrace(msgspec.Struct, gc=False):
+    """The span of one request: its ids in hexadecimal digits, and the header tracestate that came with them.
+
+    `parent_id` is that of the client's span, "" for none.
+    """
+
+    trace_id: str
+    span_id: str
+    parent_id: str = ""
+    state: str = ""
+
+    @property
+    def header(self) -> str:
+        """The header traceparent of whatever this request causes."""
+        return f"00-{self.trace_id}-{self.span_id}-01"
+
+
+class SpanWriter(Protocol):
+    """Makes spans of a request and sends them; `frontend/spans.py` has the one for OpenTelemetry."""
+
+    def write(self, trace: RequestTrace, request: EndedRequest) -> None:
+        """Send the spans of a request that has ended, soon."""
+
+    def close(self) -> None:
+        """Send what waits; this may take a while."""
+
+
+class Tracing:
+    """Decides which requests are traced: as the client's trace says, otherwise the share `ratio` of them."""
+
+    def __init__(self, ratio: float, spans: SpanWriter) -> None:
+        self._ratio = ratio
+        self._spans = spans
+
+    @classmethod
+    def of(cls, settings: ServerSettings) -> Tracing | None:
+        """Return the traces that the settings ask for, None for none. Raises ConfigurationError."""
+        endpoint = settings.otlp_traces_endpoint
+        if endpoint is None:
+            return None
+        try:
+            spans: SpanWriter = import_module("frontend.spans").OpenTelemetrySpans(endpoint)
+        except ImportError as error:
+            raise ConfigurationError(
+                f'otlp_traces_endpoint = "{endpoint}" needs OpenTelemetry ({error}); run: pip install lmi-server[otel]'
+            ) from error
+        return cls(settings.trace_sample, spans)
+
+    def begin(self, properties: dict[str, str]) -> RequestTrace | None:
+        """Return the span of a request with these headers, None if it is not traced.
+
+        The header traceparent is that of the new span from now on, so that code behind it adds to the same trace.
+        """
+        header = properties.get("traceparent")
+        parent = None if header is None else parse_traceparent(header)
+        if parent is None:
+            if random.random() >= self._ratio:
+                return None
+            trace = RequestTrace(_random_id(128), _random_id(64))
+        elif parent.is_sampled:
+            trace = RequestTrace(parent.trace_id, _random_id(64), parent.span_id, properties.get("tracestate", ""))
+        else:
+            return None
+        properties["traceparent"] = trace.header
+        return trace
+
+    def ended(self, trace: RequestTrace, request: EndedRequest) -> None:
+        """Send the spans of a request."""
+        self._spans.write(trace, request)
+
+    async def close(self) -> None:
+        """Send what waits, for at most a few seconds: the collector may be gone."""
+        closing = threading.Thread(target=self._spans.close, daemon=True)
+        closing.start()
+        await asyncio.to_thread(closing.join, _FLUSH_S)
+
+
+def _random_id(bits: int) -> str:
+    return f"{random.getrandbits(bits) or 1:0{bits // 4}x}"
