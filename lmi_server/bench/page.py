@@ -6,7 +6,7 @@ The plots are drawn by uPlot (static/uPlot.iife.min.js, MIT licence in static/uP
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 from importlib.resources import files
@@ -78,6 +78,22 @@ def page(title: str, sections: Sequence[Section]) -> str:
         f'<script type="application/json" id="plots">{data}</script>\n'
         f"<script>{_static('uPlot.iife.min.js')}</script><script>{_static('page.js')}</script></body></html>\n"
     )
+
+
+def markdown(title: str, sections: Sequence[Section]) -> str:
+    """Return the same in Markdown, without the plots."""
+    return "\n\n".join([f"# {title}", *(part for section in sections for part in _markdown_parts(section))]) + "\n"
+
+
+def _markdown_parts(section: Section) -> Iterator[str]:
+    yield f"## {section.title}"
+    yield from section.text
+    for table in section.tables:
+        rule = ["---", *("---:" for _ in table.columns[1:])]
+        lines = [table.columns, rule, *table.rows]
+        yield "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    if section.code:
+        yield f"```\n{section.code.rstrip()}\n```"
 
 
 def _static(name: str) -> str:

@@ -6,24 +6,31 @@ import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from lmi_server.bench.page import Table as PageTable
+from lmi_server.bench.page import markdown, page
 from lmi_server.bench.workload import RandomPrompts, Recorded, Workload, read_prompts
 from lmi_server.commands.bench import bench_target, parse_weights
 from lmi_server.commands.terminal import plain_configuration_errors
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.environment import process_environment
+from lmi_server.tune.adapter_costs import BASE, Cost, adapter_costs
 from lmi_server.tune.measurement import Limits, Load, Measurement
 from lmi_server.tune.outcome import Trial, best_of, pareto
+from lmi_server.tune.report import Found, cost_table, sections
 from lmi_server.tune.result import as_json, difference, tuned_properties
 from lmi_server.tune.server import MODEL, trial_server
 from lmi_server.tune.space import Space, check_space, grid, parse_space, space_of_script
+
+if TYPE_CHECKING:
+    from lmi_server.tune.search import Search
 
 _DURATION = re.compile(r"([0-9.]+)(ms|s|)")
 _NOT_INSTALLED = "lmi-server tune needs optuna; pip install lmi-server[tune] brings it"
@@ -61,6 +68,9 @@ def tune(
     ),
     seed: Annotated[int, typer.Option(help="Seed of the search and of the prompts.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="File for all that was found.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="File for a report: a page with plots, or Markdown if its name ends with .md.")
+    ] = None,
     apply: Annotated[bool, typer.Option("--apply", help="Write the found values to the model's file.")] = False,
 ) -> None:
     """Search options of a model for the most output tokens per second within limits, and print what to change."""
@@ -91,6 +101,7 @@ def tune(
                 study=study,
                 seed=seed,
                 json_file=json_file,
+                report=report,
                 applies=apply,
             )
         )
@@ -116,6 +127,7 @@ class _Asked:
     study: Path
     seed: int
     json_file: Path | None
+    report: Path | None
     applies: bool
 
     @property
@@ -149,32 +161,92 @@ def _search(asked: _Asked) -> None:
         )
         for trial in search.run(asked.trials, measurement):
             console.print(_line(trial), markup=False, highlight=False, soft_wrap=True)
-    _report(console, asked, search.trials, search.importances)
+        costs = _costs(search, measurement, asked, load)
+    _report(console, asked, search.trials, search.importances, costs)
 
 
-def _report(console: Console, asked: _Asked, trials: Sequence[Trial], importances: Mapping[str, float]) -> None:
+def _costs(search: Search, measurement: Measurement, asked: _Asked, load: Load) -> list[Cost]:
+    """Return what the adapters in the traffic cost with the best setting; nothing if there are none."""
+    best = best_of(search.trials)
+    if best is None or not set(asked.weights) - {BASE}:
+        return []
+
+    def measure() -> list[dict[str, Any]]:
+        timeout_s = asked.load_timeout_s
+        return [
+            asdict(cost) for cost in adapter_costs(measurement.server, asked.directory, best.settings, load, timeout_s)
+        ]
+
+    return [Cost(**cost) for cost in search.remembered(f"adapter costs of trial {best.number}", measure)]
+
+
+def _report(
+    console: Console,
+    asked: _Asked,
+    trials: Sequence[Trial],
+    importances: Mapping[str, float],
+    costs: Sequence[Cost],
+) -> None:
     best = best_of(trials)
+    before = asked.properties.read_text(encoding="utf-8")
+    baseline = next((trial for trial in trials if trial.number < 0), None)
+    after = tuned_properties(before, best, baseline) if best is not None and best.settings else before
+    changes = difference(before, after, str(asked.properties))
     if asked.json_file is not None:
-        found = as_json(trials, best, importances)
+        found = as_json(trials, best, importances, costs)
         asked.json_file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    if asked.report is not None:
+        _write_report(asked.report, asked, _found(asked, trials, importances, costs, changes))
     if best is None:
         console.print("No setting keeps the limits; the lines above say why.", style="red")
         raise typer.Exit(1)
     console.print(_front(pareto(trials, "e2el_ms")))
     for key, importance in importances.items():
         console.print(f"{key}: {importance:.0%} of the differences", highlight=False)
+    if costs:
+        console.print(_rich(cost_table(costs), "what adapters cost"))
     if not best.settings:
         console.print("The configuration as it is is the best that was found.")
         return
-    before = asked.properties.read_text(encoding="utf-8")
-    baseline = next((trial for trial in trials if trial.number < 0), None)
-    after = tuned_properties(before, best, baseline)
-    console.print(difference(before, after, str(asked.properties)), markup=False, highlight=False, soft_wrap=True)
+    console.print(changes, markup=False, highlight=False, soft_wrap=True)
     if asked.applies:
         asked.properties.write_text(after, encoding="utf-8")
         console.print(f"{asked.properties} is changed.", highlight=False, soft_wrap=True)
     else:
         console.print("Nothing is changed; --apply writes this.")
+
+
+def _found(
+    asked: _Asked,
+    trials: Sequence[Trial],
+    importances: Mapping[str, float],
+    costs: Sequence[Cost],
+    changes: str,
+) -> Found:
+    return Found(
+        trials=trials,
+        space=asked.space,
+        importances=importances,
+        costs=costs,
+        concurrency=asked.concurrency,
+        has_data=isinstance(asked.workload, Recorded),
+        unused_adapters=sorted({path.name for path in asked.directory.glob("adapters/*/")} - set(asked.weights)),
+        difference=changes,
+    )
+
+
+def _write_report(path: Path, asked: _Asked, found: Found) -> None:
+    write = markdown if path.suffix == ".md" else page
+    path.write_text(write(f"Search of {asked.directory.name}", sections(found)), encoding="utf-8")
+
+
+def _rich(table: PageTable, title: str) -> Table:
+    shown = Table(title=title)
+    for column in table.columns:
+        shown.add_column(column)
+    for row in table.rows:
+        shown.add_row(*row)
+    return shown
 
 
 def _line(trial: Trial) -> str:

@@ -78,21 +78,27 @@ class Measurement:
         self._start = start
         self._server = start()
 
-    def __call__(self, settings: Mapping[str, str], best: float) -> Outcome:
-        """Return what the settings give. A model that does not load, or dies, is an outcome like any other."""
+    @property
+    def server(self) -> TrialServer:
+        """Return the server; a new one if it has died."""
         if not self._server.is_running:
             self._server = self._start()
+        return self._server
+
+    def __call__(self, settings: Mapping[str, str], best: float) -> Outcome:
+        """Return what the settings give. A model that does not load, or dies, is an outcome like any other."""
+        server = self.server
         began = time.monotonic()
         try:
-            self._server.load(self._model, settings, self._load_timeout_s)
+            server.load(self._model, settings, self._load_timeout_s)
         except LoadFailedError as error:
-            self._server.unload()
+            server.unload()
             return Outcome(None, reason=f"it does not load: {error}", load_s=time.monotonic() - began)
         load_s = time.monotonic() - began
         try:
             return replace(self._judged(best), load_s=load_s)
         finally:
-            self._server.unload()
+            server.unload()
 
     def _judged(self, best: float) -> Outcome:
         load = self._target_load()

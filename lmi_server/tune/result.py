@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
+from lmi_server.tune.adapter_costs import Cost
 from lmi_server.tune.outcome import Trial
 
 _MARK = "# lmi-server tune: "
@@ -36,11 +38,14 @@ def difference(before: str, after: str, name: str) -> str:
     )
 
 
-def as_json(trials: Sequence[Trial], best: Trial | None, importances: Mapping[str, float]) -> dict[str, Any]:
+def as_json(
+    trials: Sequence[Trial], best: Trial | None, importances: Mapping[str, float], costs: Sequence[Cost]
+) -> dict[str, Any]:
     """Return all that was found, for a file."""
     return {
         "best": None if best is None else best.number,
         "importances": dict(importances),
+        "adapter_costs": [asdict(cost) for cost in costs],
         "trials": [
             {
                 "number": trial.number,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -64,11 +65,13 @@ class Search:
         """Return how much of the differences in throughput each option explains; empty before that can be told."""
         from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances  # takes as long as the rest
 
-        try:
-            # The default evaluator fits random forests and needs scikit-learn.
-            return dict(get_param_importances(self._study, evaluator=PedAnovaImportanceEvaluator()))
-        except (RuntimeError, ValueError):  # too few trials, or all of them alike
-            return {}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*importances will be equal", UserWarning)  # that is, not known
+            try:
+                # The default evaluator fits random forests and needs scikit-learn.
+                return dict(get_param_importances(self._study, evaluator=PedAnovaImportanceEvaluator()))
+            except (RuntimeError, ValueError, UserWarning):  # too few trials, or all of them alike
+                return {}
 
     def run(self, trials: int, measure: Measure) -> Iterator[Trial]:
         """Try settings until there are `trials`, those of earlier calls included, or no others; yield each new one.
@@ -95,6 +98,12 @@ class Search:
             if known is None:
                 found.append(Trial(proposed.number, settings, outcome))
                 yield found[-1]
+
+    def remembered(self, name: str, make: Callable[[], Any]) -> Any:
+        """Return what `make` returned for this name, now or in an earlier call of the search; values of JSON."""
+        if name not in self._study.user_attrs:
+            self._study.set_user_attr(name, make())
+        return self._study.user_attrs[name]
 
     def _tell(self, trial: optuna.Trial, outcome: Outcome) -> None:
         if outcome.value is None:

@@ -53,6 +53,11 @@ class TrialServer:
         query.setdefault("option.model_loading_timeout", str(int(timeout_s)))
         self._call("POST", f"/models?{urlencode(query)}", timeout_s + _END_S)
 
+    def add_adapter(self, name: str, source: Path) -> None:
+        """Register an adapter with the loaded model. Raises LoadFailedError if the server refuses it."""
+        query = urlencode({"name": name, "src": str(source)})
+        self._call("POST", f"/models/{quote(MODEL)}/adapters?{query}", _END_S)
+
     def unload(self) -> None:
         """Unload the model, if it is loaded."""
         with contextlib.suppress(LoadFailedError):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,13 @@ import pytest
 from forked_servers import run_command
 from waiting import wait_until
 
+from lmi_server.bench.page import markdown
 from lmi_server.contract.errors import ConfigurationError
+from lmi_server.tune.adapter_costs import Cost
 from lmi_server.tune.measurement import Limits
+from lmi_server.tune.merging import merge
 from lmi_server.tune.outcome import Outcome, Trial, best_of, pareto
+from lmi_server.tune.report import Found, next_steps, sections
 from lmi_server.tune.result import difference, tuned_properties
 from lmi_server.tune.space import Choices, Range, Space, grid, parse_space, size_of, space_of_script
 
@@ -97,6 +102,27 @@ def _child(pid: int) -> int:
 
 def _is_dead(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_adapters_are_in_the_traffic_and_the_report_has_what_they_cost(model: Path) -> None:
+    """The echo handler takes any adapter; there is no checkpoint to merge one into."""
+    with (model / "serving.properties").open("a") as file:
+        file.write("option.enable_lora=true\n")
+    for name in ("french", "german"):
+        (model / "adapters" / name).mkdir(parents=True)
+    arguments = ("--option", "max_rolling_batch_size=8", "--adapters", "base=1,french=3", "--report", "report.html")
+    done = tune(model, *arguments, "--json", "found.json")
+    assert (done.returncode, done.stderr) == (0, "")
+    base, one, every, merged = json.loads((model.parent / "found.json").read_text())["adapter_costs"]
+    assert [cost["traffic"] for cost in (base, one, every)] == ["base", "one adapter, french", "all, by their weights"]
+    assert all(cost["prefill_ms"] > 0 and cost["decode_ms"] > 0 for cost in (base, one, every))
+    assert one["load_s"] > 0
+    assert merged["reason"].startswith("only a checkpoint and an adapter of peft")
+    page = (model.parent / "report.html").read_text()
+    assert "What adapters cost" in page
+    assert "adapters that were not in the traffic (german)" in page
+    assert "+option.max_rolling_batch_size=8" in page
+    assert '"title": "p99 end to end, by throughput"' in page
 
 
 @pytest.mark.parametrize(
@@ -185,6 +211,8 @@ def test_a_small_space_ends_when_all_is_tried(tmp_path: Path) -> None:
     search = searching(tmp_path / "study", space)
     assert len(list(search.run(100, parabola))) == 4
     assert searching(tmp_path / "study", space, other=1).trials == []
+    assert search.remembered("costs", lambda: [{"a": 1}]) == [{"a": 1}]
+    assert searching(tmp_path / "study", space).remembered("costs", list) == [{"a": 1}]
 
 
 def outcome(value: float | None, p99: float) -> Outcome:
@@ -194,6 +222,72 @@ def outcome(value: float | None, p99: float) -> Outcome:
 def test_the_front_leaves_out_what_is_worse_in_both() -> None:
     trials = [Trial(number, {}, outcome(*pair)) for number, pair in enumerate([(10, 5), (20, 9), (15, 9), (None, 1)])]
     assert [trial.number for trial in pareto(trials, "e2el_ms")] == [0, 1]
+
+
+def found(*trials: Trial, **more: Any) -> Found:
+    space: Space = {"option.a": Choices(("1", "2", "4")), "option.b": Choices(("x", "y")), "option.c": Range(0, 9)}
+    return Found(trials=trials, space=space, importances={}, concurrency=4, has_data=True, **more)
+
+
+@pytest.mark.parametrize(
+    ("asked", "steps"),
+    [
+        (found(), ["No setting keeps the limits", "0 settings are few for 3 options: --trials 15"]),
+        (found(*[Trial(1, {"option.a": "2", "option.b": "x", "option.c": "4"}, outcome(9, 5))] * 15), []),
+        (
+            found(*[Trial(1, {"option.a": "4", "option.c": "0"}, outcome(9, 5))] * 15),
+            ["The best option.a, 4, is the highest that was tried: try higher", "The best option.c, 0, is the lowest"],
+        ),
+        (
+            found(*[Trial(-1, {}, outcome(100, 5)), Trial(1, {"option.a": "2"}, outcome(101, 5))] * 8),
+            ["The best is within 3 % of the configuration as it is"],
+        ),
+        (
+            replace(found(*[Trial(1, {}, outcome(9, 5))] * 15), concurrency=8, importances={"option.a": 0.01}),
+            ["The limits hold at 4 requests at a time, not at 8", "option.a explains 1% of the differences: leave it"],
+        ),
+        (
+            replace(found(*[Trial(1, {}, outcome(9, 5))] * 15), has_data=False, unused_adapters=["x"]),
+            ["The model has adapters that were not in the traffic (x)", "The prompts were random"],
+        ),
+    ],
+)
+def test_what_to_measure_next(asked: Found, steps: list[str]) -> None:
+    given = next_steps(asked)
+    assert len(given) == len(steps), given
+    assert all(text.startswith(start) for text, start in zip(given, steps, strict=True))
+
+
+def test_a_report_in_markdown() -> None:
+    costs = [Cost("base", 10.0, 4.0), Cost("one", 15.0, 4.0, load_s=0.5), Cost("merged", reason="no | peft")]
+    best = Trial(3, {"option.a": "2"}, outcome(120.0, 2500))
+    asked = replace(found(Trial(-1, {}, outcome(60.0, 1000)), best), costs=costs, difference="-a\n+b\n")
+    text = markdown("Search", sections(asked))
+    assert "The best of 2 settings gives 120.0 output tokens/s: a=2." in text
+    assert "That is 2.00 times the 60.0 of the configuration as it is." in text
+    assert "```\n-a\n+b\n```" in text
+    assert "| one | 15.0 (+50%) | 4.0 |" in text
+    assert "no \\| peft" in text
+
+
+@pytest.mark.slow
+def test_an_adapter_is_merged_into_its_model(tmp_path: Path) -> None:
+    import torch
+    from adapter_helpers import save_adapter, with_adapter
+    from tiny_models import tiny_model
+    from transformers import AutoModelForCausalLM
+
+    base, out = tmp_path / "base", tmp_path / "out"
+    tiny_model("llama").save_pretrained(base)
+    (base / "serving.properties").write_text("option.enable_lora=true\noption.dtype=fp32\n")
+    model = AutoModelForCausalLM.from_pretrained(base)
+    adapter = save_adapter(model, tmp_path / "adapter")
+    merge(base, adapter, out)
+    ids = torch.tensor([[1, 2, 3]])
+    merged = AutoModelForCausalLM.from_pretrained(out)(ids).logits
+    assert torch.allclose(merged, with_adapter(model, adapter)(ids).logits, atol=1e-3)
+    assert not torch.allclose(merged, model(ids).logits, atol=0.1)
+    assert (out / "serving.properties").read_text() == "option.dtype=fp32\n"
 
 
 def test_limits_say_what_broke_them() -> None:

@@ -1,0 +1,190 @@
+"""The report of a search: what to change, the Pareto front, what explains the differences, and what to measure next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from lmi_server.bench.page import Plot, Section, Table, scattered
+from lmi_server.tune.adapter_costs import Cost
+from lmi_server.tune.outcome import Trial, best_of, pareto
+from lmi_server.tune.space import Choices, Range, Space
+
+_UNIMPORTANT = 0.05
+_TRIALS_PER_OPTION = 5
+_NOISE = 0.03
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """All that a report is made of."""
+
+    trials: Sequence[Trial]
+    space: Space
+    importances: Mapping[str, float]
+    costs: Sequence[Cost] = ()
+    concurrency: int = 0
+    has_data: bool = False
+    unused_adapters: Sequence[str] = ()
+    difference: str = ""
+
+    @property
+    def baseline(self) -> Trial | None:
+        return next((trial for trial in self.trials if trial.number < 0), None)
+
+
+def sections(found: Found) -> list[Section]:
+    """Return the parts of the report."""
+    front = pareto(found.trials, "e2el_ms")
+    parts = [
+        Section("Result", _result(found)),
+        Section("What to change", code=found.difference or "Nothing: no setting is better than the one that is there."),
+        Section(
+            "Throughput and latency", _FRONT_TEXT, [_table("Pareto front", front)], [_front_plot(found.trials, front)]
+        ),
+        Section("Importance", tables=[_importance(found.importances)]),
+        Section("What to measure next", next_steps(found) or ["Nothing stands out."]),
+        Section("All trials", tables=[_table("", found.trials)]),
+    ]
+    if found.costs:
+        parts.insert(3, Section("What adapters cost", _COST_TEXT, [cost_table(found.costs)]))
+    return parts
+
+
+_FRONT_TEXT = ["No other setting is both faster than one of the front and better in its p99 end to end."]
+_COST_TEXT = [
+    "Prefill and decode are those of requests that come one at a time: the median time to the first token, and of each "
+    "further one. The percentages compare with the model without an adapter."
+]
+
+
+def _result(found: Found) -> list[str]:
+    best, baseline = best_of(found.trials), found.baseline
+    if best is None or best.outcome.value is None:
+        return ["No setting keeps the limits; the table of all trials says why."]
+    text = f"The best of {len(found.trials)} settings gives {best.outcome.value:.1f} output tokens/s: {_name(best)}."
+    before = None if baseline is None else baseline.outcome.value
+    if not before:
+        return [text, "The configuration as it is gives none within the limits."]
+    return [text, f"That is {best.outcome.value / before:.2f} times the {before:.1f} of the configuration as it is."]
+
+
+def _table(title: str, trials: Sequence[Trial]) -> Table:
+    rows = []
+    for trial in trials:
+        outcome = trial.outcome
+        value = "" if outcome.value is None else f"{outcome.value:.1f}"
+        cells = [value, str(outcome.concurrency or ""), _p99(trial, "e2el_ms"), _p99(trial, "ttft_ms"), outcome.reason]
+        rows.append([_name(trial), *cells])
+    return Table(title, ("settings", "output tokens/s", "requests", "p99 end to end, ms", "p99 TTFT, ms", ""), rows)
+
+
+def _name(trial: Trial) -> str:
+    return ", ".join(f"{key.removeprefix('option.')}={value}" for key, value in trial.settings.items()) or "as it is"
+
+
+def _p99(trial: Trial, latency: str) -> str:
+    value = trial.outcome.figures.get(latency, {}).get("p99")
+    return "" if value is None else f"{value:.0f}"
+
+
+def _front_plot(trials: Sequence[Trial], front: Sequence[Trial]) -> Plot:
+    on_front = {trial.number for trial in front}
+    groups: dict[str, list[tuple[float, float]]] = {"other settings": [], "front": [], "as it is": []}
+    for trial in trials:
+        p99 = trial.outcome.figures.get("e2el_ms", {}).get("p99")
+        if trial.outcome.value is not None and p99 is not None:
+            group = "as it is" if trial.number < 0 else "front" if trial.number in on_front else "other settings"
+            groups[group].append((trial.outcome.value, p99))
+    points = scattered(groups)
+    return Plot("p99 end to end, by throughput", "output tokens/s", "ms", points.x, points.series, "points")
+
+
+def _importance(importances: Mapping[str, float]) -> Table:
+    rows = [[key, f"{value:.0%}"] for key, value in importances.items()]
+    return Table(
+        "", ("option", "of the differences in throughput"), rows or [["not known: too few different trials", ""]]
+    )
+
+
+def cost_table(costs: Sequence[Cost]) -> Table:
+    """Return what each traffic costs, compared with the first one."""
+    columns = (
+        *("traffic", "prefill, ms", "decode, ms per token", "decode under load, ms", "output tokens/s"),
+        *("p99 end to end, ms", "adapter added in, s", ""),
+    )
+    base = costs[0]
+    rows = [
+        [
+            cost.traffic,
+            _compared(cost.prefill_ms, base.prefill_ms),
+            _compared(cost.decode_ms, base.decode_ms),
+            _compared(cost.loaded_decode_ms, base.loaded_decode_ms),
+            _compared(cost.output_tokens_per_s, base.output_tokens_per_s),
+            _compared(cost.p99_e2el_ms, base.p99_e2el_ms),
+            "" if cost.load_s is None else f"{cost.load_s:.2f}",
+            cost.reason,
+        ]
+        for cost in costs
+    ]
+    return Table("", columns, rows)
+
+
+def _compared(value: float | None, base: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.1f}" if value == base or not base else f"{value:.1f} ({value / base - 1:+.0%})"
+
+
+# --- what to measure next ---
+
+
+def next_steps(found: Found) -> list[str]:
+    """Return what a next search would tell more about."""
+    return [*_of_best(found), *_of_options(found), *_of_traffic(found)]
+
+
+def _of_best(found: Found) -> Iterator[str]:
+    best, baseline = best_of(found.trials), found.baseline
+    if best is None:
+        yield "No setting keeps the limits: raise them, or send fewer requests at a time by --concurrency."
+        return
+    for key, value in best.settings.items():
+        if (edge := _edge(found.space[key], value)) is not None:
+            yield f"The best {key}, {value}, is the {edge[0]} that was tried: try {edge[1]} ones."
+    if best.outcome.concurrency < found.concurrency:
+        yield (
+            f"The limits hold at {best.outcome.concurrency} requests at a time, not at {found.concurrency}: "
+            f"search with --concurrency {best.outcome.concurrency} too."
+        )
+    before = baseline.outcome.value if baseline else None
+    if before and best.settings and (best.outcome.value or 0) < (1 + _NOISE) * before:
+        yield "The best is within 3 % of the configuration as it is, which may be chance: use more --requests."
+
+
+def _edge(values: Choices | Range, value: str) -> tuple[str, str] | None:
+    """Return whether a number is the lowest or highest one that was tried, and where others would be."""
+    try:
+        bounds = (values.low, values.high) if isinstance(values, Range) else sorted(map(float, values.values))
+        edges = {bounds[0]: ("lowest", "lower"), bounds[-1]: ("highest", "higher")}
+    except ValueError:  # words
+        return None
+    return edges.get(float(value)) if len(edges) > 1 else None
+
+
+def _of_options(found: Found) -> Iterator[str]:
+    for key, importance in found.importances.items():
+        if importance < _UNIMPORTANT:
+            yield f"{key} explains {importance:.0%} of the differences: leave it out in favour of the others."
+    wanted = _TRIALS_PER_OPTION * len(found.space)
+    if len(found.trials) < wanted:
+        tried = f"{len(found.trials)} settings are few for {len(found.space)} options"
+        yield f"{tried}: --trials {wanted} goes on with this search."
+
+
+def _of_traffic(found: Found) -> Iterator[str]:
+    if found.unused_adapters:
+        names = ", ".join(found.unused_adapters)
+        yield f"The model has adapters that were not in the traffic ({names}): search with --adapters."
+    if not found.has_data:
+        yield "The prompts were random: recorded ones (--data) show what the prefix cache and real lengths do."
