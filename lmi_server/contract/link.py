@@ -11,7 +11,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
@@ -148,6 +148,36 @@ class Link(asyncio.Protocol, Generic[M]):
                 start = body + length
         del incoming[:start]
         return messages
+
+
+class Arrival(asyncio.Protocol):
+    """A connection to this process, of which the first `size` bytes say who has come.
+
+    `on_arrival` gets these bytes and the transport. It returns the link that takes the connection over; None closes it.
+    """
+
+    def __init__(self, size: int, on_arrival: Callable[[bytes, asyncio.Transport], Link[Any] | None]) -> None:
+        self._size = size
+        self._on_arrival = on_arrival
+        self._received = b""
+        self._transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        if len(self._received) < self._size:
+            return
+        said, rest = self._received[: self._size], self._received[self._size :]
+        link = self._on_arrival(said, self._transport)
+        if link is None:
+            self._transport.abort()
+            return
+        self._transport.set_protocol(link)
+        link.connection_made(self._transport)
+        if rest:
+            link.data_received(rest)
 
 
 WorkerLink = Link[FromWorker]

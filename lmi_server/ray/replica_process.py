@@ -12,8 +12,7 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Callable, Mapping
-from typing import cast
+from collections.abc import Mapping
 
 import msgspec
 import uvloop
@@ -21,6 +20,7 @@ import uvloop
 from lmi_server.artifacts.fetch import artifact_settings
 from lmi_server.configuration.resolve import inspect_model
 from lmi_server.contract.errors import LmiServerError
+from lmi_server.contract.link import Arrival, FrontendLink
 from lmi_server.machine.environment import process_environment
 from lmi_server.ray.front_end import FrontEnd
 from lmi_server.ray.messages import Described, FromReplica, NotServing, Ongoing, Serving, Start, line
@@ -89,7 +89,7 @@ class _Replica:
             return 0
         model = loading.result()
         server = await asyncio.get_running_loop().create_server(
-            lambda: _Arrival(self._token, lambda: self._arrived(model.loaded())), start.host, 0
+            lambda: Arrival(TOKEN_BYTES, lambda token, _: self._arrived(token, model.loaded())), start.host, 0
         )
         port = server.sockets[0].getsockname()[1]
         self._tell(Serving(place=self._place(model, port), model=_described(model)))
@@ -106,10 +106,15 @@ class _Replica:
         ahead = 0 if batch_size is None else _BATCHES_AHEAD * batch_size
         return RemotePlace(host=self._start.host, port=port, token=self._token, ahead=ahead)
 
-    def _arrived(self, pool: WorkerPool) -> FrontEnd:
+    def _arrived(self, token: bytes, pool: WorkerPool) -> FrontendLink | None:
+        """Return the link of a front end that has connected; None if what it sent is not the token."""
+        if not hmac.compare_digest(token, self._token.encode()):
+            logger.warning("refused a connection that does not know the token of this replica")
+            return None
         front_end = FrontEnd(pool, self._front_ends.discard)
         self._front_ends.add(front_end)
-        return front_end
+        front_end.greet()
+        return front_end.link
 
     async def _watch(self, model: Model, ending: asyncio.Task[bytes]) -> str | None:
         """Report once a second, until the actor asks for the end or is gone; return why the model failed before."""
@@ -143,36 +148,6 @@ class _Replica:
 
     def _tell(self, message: FromReplica) -> None:
         os.write(self._output, line(message))
-
-
-class _Arrival(asyncio.Protocol):
-    """A connection that has not sent the token yet."""
-
-    def __init__(self, token: str, arrived: Callable[[], FrontEnd]) -> None:
-        self._token = token.encode()
-        self._arrived = arrived
-        self._received = b""
-        self._transport: asyncio.Transport
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        self._received += data
-        if len(self._received) < TOKEN_BYTES:
-            return
-        token, rest = self._received[:TOKEN_BYTES], self._received[TOKEN_BYTES:]
-        if not hmac.compare_digest(token, self._token):
-            logger.warning("refused a connection that does not know the token of this replica")
-            self._transport.abort()
-            return
-        front_end = self._arrived()
-        link = front_end.link
-        self._transport.set_protocol(link)
-        link.connection_made(self._transport)
-        front_end.greet()
-        if rest:
-            link.data_received(rest)
 
 
 def _described(model: Model) -> Described:

@@ -11,10 +11,9 @@ import struct
 from abc import ABC, abstractmethod
 from asyncio.subprocess import Process
 from collections.abc import Callable, Mapping, Sequence
-from typing import cast
 
 from lmi_server.contract.batch_progress import BatchProgress, HandlerProgress
-from lmi_server.contract.link import WorkerLink, worker_link
+from lmi_server.contract.link import Arrival, WorkerLink, worker_link
 from lmi_server.contract.protocol import Failed, FromWorker, Load
 from lmi_server.contract.ranks import RANK_BYTES, RankGroup
 from lmi_server.machine.environment import process_environment, safe_ports
@@ -145,7 +144,7 @@ class MpiGroup(WorkerLaunch):
         self.progress = BatchProgress.create_file(progress_path(group.directory))
         try:
             self._server = await asyncio.get_running_loop().create_unix_server(
-                lambda: _Arrival(self._arrived), socket_path(group.directory)
+                lambda: Arrival(RANK_BYTES, self._arrived), socket_path(group.directory)
             )
             inherited = {**process_environment(), **variables}
             own = {**group.environment(inherited), **self._mpirun.environment(group.directory)}
@@ -158,11 +157,12 @@ class MpiGroup(WorkerLaunch):
         self._launcher = process.pid
         return process
 
-    def _arrived(self, rank: int, pid: int) -> WorkerLink:
-        """Return the link of a rank that has connected, and send it the Load."""
+    def _arrived(self, number: bytes, transport: asyncio.Transport) -> WorkerLink:
+        """Return the link of a rank that has connected and sent its number; send it the Load."""
+        rank = int.from_bytes(number, "big")
         link = self._link if rank == 0 else worker_link(self._on_message, lambda: self._on_lost(rank))
         self._links[rank] = link
-        self._pids[rank] = pid
+        self._pids[rank] = _process_at(transport)
         link.send(self._load)  # written at the end of this tick: only then does the link have its transport
         return link
 
@@ -187,27 +187,15 @@ class MpiGroup(WorkerLaunch):
                 path.unlink(missing_ok=True)
 
 
-class _Arrival(asyncio.Protocol):
-    """A rank that has connected and not sent its number yet."""
+def _process_at(transport: asyncio.Transport) -> int:
+    """Return the process at the other end of a Unix socket.
 
-    def __init__(self, on_arrival: Callable[[int, int], WorkerLink]) -> None:
-        self._on_arrival = on_arrival
-        self._received = b""
-        self._transport: asyncio.Transport
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        self._received += data
-        if len(self._received) < RANK_BYTES:
-            return
-        connection = self._transport.get_extra_info("socket")
-        # The kernel vouches for the process id: mpirun and containers would make one that the rank sends doubtful.
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        link = self._on_arrival(int.from_bytes(self._received, "big"), _CREDENTIALS.unpack(credentials)[0])
-        self._transport.set_protocol(link)
-        link.connection_made(self._transport)
+    The kernel vouches for it: mpirun and containers would make a number that the process sends doubtful.
+    """
+    connection: socket.socket = transport.get_extra_info("socket")
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    process: int = _CREDENTIALS.unpack(credentials)[0]
+    return process
 
 
 async def _execute(command: Sequence[str], variables: Mapping[str, str], inherited: Sequence[int] = ()) -> Process:
