@@ -3,7 +3,8 @@
     python -m benchmarks.ray [--model DIR]
 
 Every pair is measured in one run on the same machine, one after the other. Without --model, generation and prefixes are
-left out. Needs the extra `ray`. Prints a table.
+left out; with it, `--only-generation --threads N` compares two replicas with two workers of `lmi-server serve`, each of
+them with N threads, and nothing else. Needs the extra `ray`. Prints a table.
 """
 
 from __future__ import annotations
@@ -70,8 +71,9 @@ def echo(workers: int) -> str:
     return f"option.entryPoint=djl_python.echo\noption.max_rolling_batch_size=256\nminWorkers={workers}\n"
 
 
-def generating(model: Path, workers: int) -> str:
+def generating(model: Path, workers: int, threads: int) -> str:
     lines = ["engine=Python", "option.entryPoint=djl_python.huggingface", "option.rolling_batch=scheduler"]
+    lines += [f"option.threads={threads}"]
     lines += [f"option.model_id={model}", "option.dtype=bf16", f"minWorkers={workers}", f"maxWorkers={workers}"]
     return "\n".join(lines)
 
@@ -142,18 +144,19 @@ async def tokens_per_second(server: Server, count: int, tokens: int) -> float:
         return count * tokens / (time.perf_counter() - began)
 
 
-async def generation(table: Table, model: Path, count: int) -> None:
-    with cluster(generating(model, 2)) as ours:
+async def generation(table: Table, model: Path, count: int, threads: int) -> None:
+    lines = generating(model, 2, threads)
+    with cluster(lines) as ours:
         measured = await tokens_per_second(ours, count, 64)
-    with one_machine(generating(model, 2)) as theirs:
+    with one_machine(lines) as theirs:
         peer = await tokens_per_second(theirs, count, 64)
     row(table, "generation, tokens/s", "two workers of serve", measured, peer, ">= 0.95")
 
 
-async def prefixes(table: Table, model: Path) -> None:
+async def prefixes(table: Table, model: Path, threads: int) -> None:
     """Ask about three long texts in turn; the best possible computes each text once, in one of three replicas."""
     texts = [" ".join(f"Fact {number} about {name} is {number * 7}." for number in range(60)) for name in "ABC"]
-    with cluster(generating(model, PREFIXES)) as ours:
+    with cluster(generating(model, PREFIXES, threads)) as ours:
         await until_ready(ours, PREFIXES)
         usages = []
         for question in range(QUESTIONS):
@@ -170,14 +173,22 @@ async def main() -> None:
     parser.add_argument("--model", type=Path, help="a Hugging Face directory for generation")
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--count", type=int, default=32, help="chats of the measurement of generation")
+    parser.add_argument(
+        "--threads", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="threads of each worker and replica"
+    )
+    parser.add_argument("--only-generation", action="store_true", help="measure nothing but generation")
     arguments = parser.parse_args()
+    # Ray gives an actor as many threads as processors, and `serve` divides those of the machine: both get the same.
+    os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
     # Ray counts the processors of the machine, and a replica takes one: three would not fit on two.
     os.environ["RAY_OVERRIDE_RESOURCES"] = json.dumps({"CPU": 8})
     table = Table("measured", "cluster", "peer", "ratio", "aim", title="A cluster of Ray on this machine")
-    await relays(table, arguments.seconds)
+    if not arguments.only_generation:
+        await relays(table, arguments.seconds)
     if arguments.model is not None:
-        await generation(table, arguments.model.resolve(), arguments.count)
-        await prefixes(table, arguments.model.resolve())
+        await generation(table, arguments.model.resolve(), arguments.count, arguments.threads)
+    if arguments.model is not None and not arguments.only_generation:
+        await prefixes(table, arguments.model.resolve(), arguments.threads)
     Console(width=140).print(table)
 
 
