@@ -73,10 +73,14 @@ class NoEffect:
 
 @dataclass(frozen=True, slots=True)
 class Unavailable:
-    """This version cannot serve the documented values for which `applies` is true; `instead` names the remedy."""
+    """This version cannot serve the documented values for which `applies` is true; `instead` names the remedy.
+
+    `shown` says in words which values these are, if not all.
+    """
 
     applies: Callable[[Any], bool]
     instead: str
+    shown: str = ""
 
     @classmethod
     def values(cls, *values: Any, instead: str) -> Unavailable:

@@ -53,7 +53,7 @@ def _sentences(field: FieldInfo) -> Iterator[str]:
         if isinstance(mark, NoEffect):
             yield f"No effect: {mark.reason}."
         if isinstance(mark, Unavailable):
-            yield f"Not available{': gs://' if 's3://' in mark.instead else ''}; {mark.instead}."
+            yield f"{f'{mark.shown} is not' if mark.shown else 'Not'} available; {mark.instead}."
 
 
 def _allowed(field: FieldInfo) -> str:

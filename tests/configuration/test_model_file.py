@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from paths import ROOT
+from rayllm_files import AUTOSCALING
 
 from lmi_server.artifacts.location import RAY_MODEL_FILE
 from lmi_server.configuration.model_file.chat_template import chat_template
@@ -21,18 +22,9 @@ pytest.importorskip("yaml")
 
 CPU = Machine(total_bytes=2**34, available_bytes=2**33, cores=4, engines=frozenset({"torch", "transformers", "vllm"}))
 
-EVERYTHING = """\
-deployment_config:
-  autoscaling_config:
-    min_replicas: 1
-    initial_replicas: 2
-    max_replicas: 8
-    target_num_ongoing_requests_per_replica: 24
-    metrics_interval_s: 10.0
-    look_back_period_s: 30
-    smoothing_factor: 0.6
-    downscale_delay_s: 300.0
-    upscale_delay_s: 15.0
+EVERYTHING = (
+    AUTOSCALING
+    + """\
   max_concurrent_queries: 32
   max_queued_requests: 100
   ray_actor_options:
@@ -62,6 +54,7 @@ scaling_config:
   placement_strategy: STRICT_PACK
   resources_per_worker: {"accelerator_type:A10G": 0.01}
 """
+)
 MINIMAL = "engine_config: {model_id: team/name}\n"
 
 

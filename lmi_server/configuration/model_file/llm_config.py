@@ -64,7 +64,8 @@ class LlmConfigFile(Section):
     engine_kwargs: Anything = Field({}, description="Arguments of the engine by vLLM's names.")
     accelerator_type: str | None = Field(None, description="Type of accelerator that the nodes must have.")
     accelerator_config: Annotated[
-        Anything, Unavailable(lambda config: config.get("kind") == "tpu", "use GPUs, Neuron cores or kind: cpu")
+        Anything,
+        Unavailable(lambda config: config.get("kind") == "tpu", "use GPUs, Neuron cores or kind: cpu", "kind: tpu"),
     ] = Field({}, description="Kind of accelerator; kind: cpu runs without one.")
     placement_group_config: PlacementSection | None = Field(None, description="What the workers of a replica take.")
     lora_config: LoraSection | None = Field(None, description="LoRA adapters.")

@@ -160,7 +160,9 @@ class MirrorSection(Section):
     bucket_uri: Annotated[
         str | None,
         Unavailable(
-            lambda uri: not str(uri).startswith("s3://"), "the server fetches from S3, the Hub and directories"
+            lambda uri: not str(uri).startswith("s3://"),
+            "the server fetches from S3, the Hub and directories",
+            "Any other place",
         ),
     ] = Field(None, description="Prefix of the model's files: s3://bucket/prefix.")
     extra_files: Annotated[
