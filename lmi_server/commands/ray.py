@@ -18,7 +18,7 @@ app = typer.Typer(name="ray", no_args_is_help=True, help="Serve models on a clus
 
 _MODELS = "Model directories, model files of Ray (RayLLM's YAML, LLMConfig), and folders of them."
 _HOST = "Address to listen on."
-_PORT = "Port to listen on."
+_PORT = "Port to listen on; 0 for any that is free."
 _FRONT_ENDS = "Number of front ends, each on another node."
 _DRAIN = "Seconds that requests have when what serves them ends."
 NOT_INSTALLED = "Ray is not installed; pip install lmi-server[ray] brings it"

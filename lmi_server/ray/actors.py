@@ -14,6 +14,7 @@ import msgspec
 import ray
 from ray import serve
 
+from lmi_server.machine.ports import free_port
 from lmi_server.ray.announcements import ANNOUNCEMENT, watch
 from lmi_server.ray.autoscaling import ONGOING
 from lmi_server.ray.child import Child
@@ -111,7 +112,9 @@ class Ingress:
         self._loop = asyncio.get_running_loop()
         self._drain_timeout_s = drain_timeout_s
         self._app = serve.get_replica_context().app_name
-        self._address = {"host": ray.util.get_node_ip_address(), "port": port}
+        port = port or free_port(None)
+        node = ray.get_runtime_context().get_node_id()
+        self._address = {"host": ray.util.get_node_ip_address(), "port": port, "node": node}
         self._replicas: dict[str, Replicas] = {}
         self._handles: dict[str, Any] = {}
         self._names: dict[str, str] = {}  # of models, by deployment
@@ -121,9 +124,9 @@ class Ingress:
         self._child = Child(arguments, {}, self._on_line, self._on_end)
 
     async def __call__(self) -> dict[str, Any]:
-        """Return the address of the front end, and the number of replicas of each model."""
+        """Return address, node and process of the front end, and the number of replicas of each model."""
         replicas = {name: len(replicas.places) for name, replicas in self._replicas.items()}
-        return {**self._address, "models": replicas}
+        return {**self._address, "process": self._child.pid, "models": replicas}
 
     def reconfigure(self, config: Mapping[str, Any]) -> None:
         """Serve the models of `config`, a list of Replicas without places, with the name of each deployment."""
@@ -136,6 +139,7 @@ class Ingress:
             entry["name"]: msgspec.structs.replace(
                 before.get(entry["name"], _NO_REPLICAS),
                 name=entry["name"],
+                aliases=tuple(entry["aliases"]),
                 min_replicas=entry["min_replicas"],
                 max_replicas=entry["max_replicas"],
             )

@@ -26,6 +26,8 @@ _ROUTER = {"request_router_class": "lmi_server.ray.request_router.ReplicaDirecto
 class IngressSettings:
     """Where the front ends listen. A single one is on the head node, several are on different nodes.
 
+    With `port` 0 each of them takes a port that is free.
+
     A request that runs when its replica or its front end is to end gets `drain_timeout_s` seconds.
     """
 
@@ -59,7 +61,7 @@ def _replica(model: Deployment, drain_timeout_s: float) -> Application:
     options["version"] = _digest(model.url, dict(model.settings), model.runtime_env, _contents(model.url))
     start = {
         "url": model.url,
-        "name": model.model_id,
+        "name": model.path_name,
         "settings": dict(model.settings),
         "drain_timeout_s": drain_timeout_s,
     }
@@ -74,7 +76,8 @@ def _with_options(actor: type, options: Mapping[str, Any]) -> serve.Deployment:
 def _announced(model: Deployment) -> dict[str, Any]:
     scaled = model.autoscaling
     least, most = (model.num_replicas,) * 2 if scaled is None else (scaled.min_replicas, scaled.max_replicas)
-    return {"deployment": model.name, "name": model.model_id, "min_replicas": least, "max_replicas": most}
+    names = {"deployment": model.name, "name": model.path_name, "aliases": list(model.aliases)}
+    return {**names, "min_replicas": least, "max_replicas": most}
 
 
 def _contents(url: str) -> list[tuple[str, int, int]]:

@@ -33,7 +33,7 @@ def deploy(models: Sequence[Deployment], settings: IngressSettings, environment:
         raise ConfigurationError(f"the models cannot be deployed: {error}") from error
     front_end = serve.get_deployment_handle(INGRESS, APPLICATION).remote().result()
     host = front_end["host"] if settings.host in EVERYWHERE else settings.host
-    yield f"serving {', '.join(model.model_id for model in models)} on http://{host}:{settings.port}"
+    yield f"serving {', '.join(model.model_id for model in models)} on http://{host}:{front_end['port']}"
     if address is None:
         yield "this process keeps the cluster; SIGTERM or SIGINT ends it"
         ended = threading.Event()

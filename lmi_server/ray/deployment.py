@@ -80,7 +80,7 @@ class Placement:
 class Deployment:
     """One model as a deployment of Ray Serve.
 
-    - `name`: of the deployment; `model_id`: the name by which requests ask for the model.
+    - `name`: of the deployment; `model_id`: the name by which requests ask for the model, and `aliases` are others.
     - `url`: the model directory, or what `lmi-server serve` takes as a model. Each replica fetches it by itself.
     - `settings`: the layer of the registration call, by key in full, for `inspect_model` and the registry.
     - `num_workers`: ranks of a replica: tensor_parallel_degree x pipeline_parallel_degree.
@@ -91,6 +91,7 @@ class Deployment:
     name: str
     model_id: str
     url: str
+    aliases: tuple[str, ...] = ()
     settings: Mapping[str, str] = field(default_factory=dict)
     autoscaling: Autoscaling | None = None
     num_replicas: int = 1
@@ -102,6 +103,16 @@ class Deployment:
     accelerator_type: str | None = None
     runtime_env: Mapping[str, Any] = field(default_factory=dict)
     more_options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def path_name(self) -> str:
+        """Return the model_id as a path takes it: team--chat for team/chat, which stays a name of the model."""
+        return self.model_id.replace("/", "--")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return every name by which requests may ask for the model."""
+        return tuple(dict.fromkeys((self.model_id, *self.aliases, self.path_name)))
 
     def options(self) -> dict[str, Any]:
         """Return the options of Ray Serve: for `Deployment.options`, and for `deployments` in its config file."""
@@ -149,6 +160,7 @@ def deployment_from(
             name=found.name,
             model_id=found.name,
             url=url,
+            aliases=tuple(found.options.served_model_name),
             settings=settings,
             autoscaling=_autoscaling(found, ongoing),
             num_replicas=found.serving.min_workers,

@@ -29,7 +29,7 @@ def as_lines(model: Described) -> Iterator[str]:
     """Yield the lines of the text."""
     deployment = model.deployment
     yield f"{deployment.name}: {deployment.url}"
-    yield f"  requests name it      {deployment.model_id}"
+    yield f"  requests name it      {', '.join(deployment.names)}"
     yield f"  handler               {model.found.spec.title}"
     yield f"  replicas              {_replicas(deployment)}"
     yield f"  ongoing requests      {deployment.max_ongoing_requests} per replica, {_queued(deployment)}"

@@ -75,6 +75,7 @@ class Replicas(msgspec.Struct, frozen=True, kw_only=True):
     """Every replica of one model, by its id; `model` is None until the first of them is loaded."""
 
     name: str
+    aliases: tuple[str, ...] = ()
     min_replicas: int
     max_replicas: int
     model: Described | None = None

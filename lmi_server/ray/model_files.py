@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -76,11 +77,23 @@ def described(
 ) -> tuple[Described, ...]:
     """Return the same deployments, each with what is known of its model."""
     found = [model for argument in models for model in _of_argument(Path(argument), environment, machine)]
-    for names in ([model.deployment.name for model in found], [model.deployment.model_id for model in found]):
-        twice = next((name for name in names if names.count(name) > 1), None)
+    for model in found:
+        _refuse_executor_of_ray(model)
+    for names in ([[model.deployment.name] for model in found], [model.deployment.names for model in found]):
+        counted = Counter(name for of_one in names for name in of_one)
+        twice = next((name for name, count in counted.items() if count > 1), None)
         if twice is not None:
             raise ConfigurationError(f"two models are named {twice}; rename one")
     return tuple(found)
+
+
+def _refuse_executor_of_ray(model: Described) -> None:
+    """Raise ConfigurationError if vLLM shall place its ranks by itself: the replica has the places for them already."""
+    if model.found.options.engine_arguments().get("distributed_executor_backend") == "ray":
+        raise ConfigurationError(
+            f"{model.deployment.name}: option.distributed_executor_backend = ray is not available on a cluster; remove"
+            " it: a replica has the GPUs of all its ranks, and vLLM starts them as processes of its node"
+        )
 
 
 def _of_argument(path: Path, environment: Mapping[str, str], machine: Machine | None) -> Iterator[Described]:
@@ -142,6 +155,7 @@ def _deployment(file: ModelFile, found: Inspection) -> Deployment:
         name=section.name or _deployment_name(file.model_id),
         model_id=file.model_id,
         url=found.location,
+        aliases=tuple(found.options.served_model_name),
         settings=settings,
         autoscaling=_autoscaling(section, ongoing),
         num_replicas=section.num_replicas if isinstance(section.num_replicas, int) else 1,

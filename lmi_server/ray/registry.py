@@ -60,6 +60,7 @@ class ClusterRegistry(ModelRegistry):
                 self._described[name].set()
             if name not in known:
                 self.register(ModelSource(name, name), at_startup=True)
+                self._claim_names(name, replicas.aliases)  # now: a request by one of them may wake the model
             elif isinstance(pool := known[name].pool, ClusterPool):
                 pool.replicas.update(replicas.places)
 

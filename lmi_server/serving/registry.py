@@ -346,7 +346,7 @@ class ModelRegistry:
 
     def _settle_configuration(self, model: Model, resolved: ResolvedModel) -> None:
         """Record the configuration of `model`. Raises ConfigurationError if another model has one of its names."""
-        self._claim_names(model, resolved)
+        self._claim_names(model.name, resolved.options.served_model_name)
         model.resolved = resolved
         for warning in resolved.warnings:
             logger.warning("model %s: %s", model.label, warning)
@@ -405,15 +405,15 @@ class ModelRegistry:
                 directory, environment, settings, self.artifacts, inspect=self._inspect, on_progress=on_progress
             )
 
-    def _claim_names(self, model: Model, resolved: ResolvedModel) -> None:
-        endpoint = self._endpoints[model.name]
-        for alias in resolved.options.served_model_name:
+    def _claim_names(self, name: str, aliases: Sequence[str]) -> None:
+        endpoint = self._endpoints[name]
+        for alias in aliases:
             owner = self._endpoints.get(alias) or self._aliases.get(alias) or endpoint
             if owner is not endpoint:
                 raise ConfigurationError(
                     f'option.served_model_name = "{alias}" is a name of model {owner.name}; choose another'
                 )
-        self._aliases |= {alias: endpoint for alias in resolved.options.served_model_name if alias != endpoint.name}
+        self._aliases |= {alias: endpoint for alias in aliases if alias != endpoint.name}
 
     def _pool_settings(self, source: ModelSource, fetched: FetchedModel) -> PoolSettings:
         resolved = fetched.resolved

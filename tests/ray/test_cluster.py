@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from ray_helpers import RayCluster, echo_model, loaded
+from ray_helpers import RayCluster, echo_model, loaded, tiny_models_of_a_cluster
 from waiting import wait_until
 
 from lmi_server.ray.deployment import ActorOptions, Autoscaling, Deployment, Placement, deployment_of
@@ -141,10 +144,85 @@ def test_a_new_version_replaces_replicas_and_loses_nothing(
     assert others & set(cluster.replicas("scaled"))  # a model that is the same keeps its replicas
 
 
-def test_a_node_that_dies_costs_streams_alone(cluster: RayCluster) -> None:
-    with loaded(cluster, "fixed") as load:
+LOST = {"200", "ConnectError", "ReadError", "RemoteProtocolError"}  # the endings of requests to one that is killed
+
+
+def test_a_front_end_that_dies_costs_its_own_connections_alone(cluster: RayCluster) -> None:
+    head, other = cluster.front_ends()
+    with loaded(cluster, "fixed") as lost, loaded(cluster, "fixed", url=other.url) as load:
+        wait_until(lambda: lost.endings and load.endings, "both front ends answer")
+        os.kill(head.process, signal.SIGKILL)
+        wait_until(lambda: sum(load.endings.values()) > 30, "requests end")
+    assert set(load.endings) == {"200"}
+    assert set(load.streams) == {"whole"}
+    assert set(lost.endings) <= LOST
+    wait_until(lambda: cluster.front_ends()[0].process != head.process, "Ray has started another one")
+    cluster.http.base_url = cluster.front_ends()[0].url
+    cluster.until_ready("fixed", 3)
+
+
+def test_a_node_that_dies_costs_its_connections_and_streams_alone(cluster: RayCluster) -> None:
+    _, other = cluster.front_ends()
+    with loaded(cluster, "fixed") as load, loaded(cluster, "fixed", url=other.url) as lost:
+        wait_until(lambda: lost.endings and load.endings, "both front ends answer")
         cluster.remove_node()
         wait_until(lambda: sum(load.endings.values()) > 30, "requests end")
     assert set(load.endings) == {"200"}
     assert set(load.streams) <= {"whole", "error"}
+    assert set(lost.endings) <= LOST
+    assert set(lost.streams) <= {"whole", "error"}
     cluster.until_ready("fixed", 3)
+
+
+@pytest.fixture(scope="module")
+def tiny(cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Deploy a small random Llama twice, in the place of all others: by an LLMConfig, and split over two ranks."""
+    return cluster.deploy_by_command(*tiny_models_of_a_cluster(tmp_path_factory.mktemp("tiny")))
+
+
+def completion(cluster: RayCluster, model: str, **more: Any) -> str:
+    openai = pytest.importorskip("openai")
+    with openai.OpenAI(base_url=f"{cluster.http.base_url}/v1", api_key="none", max_retries=0) as client:
+        answer = client.completions.create(model=model, prompt="ab", max_tokens=12, temperature=0, **more)
+    return str(answer.choices[0].text)
+
+
+def test_a_model_file_is_deployed_by_the_command_and_answers_openais_client(cluster: RayCluster, tiny: str) -> None:
+    assert "serving team/tiny, split on http://127.0.0.1:" in tiny
+    listed = [entry["id"] for entry in cluster.http.get("/v1/models").json()["data"]]
+    assert listed == ["split", "team--tiny", "team/tiny"]
+    assert completion(cluster, "team/tiny") == completion(cluster, "team--tiny")
+    generated = cluster.http.post(
+        "/predictions/team--tiny", json={"inputs": "ab", "parameters": {"max_new_tokens": 12}}
+    )
+    assert generated.json() == {"generated_text": completion(cluster, "team/tiny")}
+
+
+def test_two_ranks_in_a_placement_group_of_one_node_generate_what_one_does(cluster: RayCluster, tiny: str) -> None:
+    assert cluster.placement_groups() == [("STRICT_PACK", 2)]
+    assert completion(cluster, "split") == completion(cluster, "team/tiny")
+
+
+def test_a_client_that_leaves_ends_the_work_of_all_ranks(cluster: RayCluster, tiny: str) -> None:
+    """The whole answer would take minutes."""
+
+    def running() -> float:
+        return cluster.metric("lmi_handler_running_requests", "split")
+
+    body = {"model": "split", "prompt": "a", "max_tokens": 150_000, "ignore_eos": True, "stream": True}
+    with cluster.http.stream("POST", "/v1/completions", json=body) as answer:
+        next(answer.iter_lines())
+        wait_until(lambda: running() == 1, "the engine has reported the request")
+    wait_until(lambda: running() == 0, "the engine runs nothing", limit_s=60)
+
+
+def test_adapters_of_the_store_are_loaded_for_requests(cluster: RayCluster, tiny: str) -> None:
+    """The file allows two at a time."""
+    import openai
+
+    names = ["team/tiny", *(f"team/tiny:{name}" for name in ("red", "green", "blue"))]
+    texts = [completion(cluster, name) for name in names]
+    assert len(set(texts)) == 4
+    assert [completion(cluster, name) for name in names] == texts
+    with pytest.raises(openai.NotFoundError, match="nobody"):
+        completion(cluster, "team/tiny:nobody")

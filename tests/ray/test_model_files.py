@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from forked_servers import run_command
+from rayllm_files import AUTOSCALING
 
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.inventory import Machine
@@ -22,18 +24,9 @@ pytest.importorskip("yaml")
 
 CPU = Machine(total_bytes=2**34, available_bytes=2**33, cores=4, engines=frozenset({"torch", "transformers"}))
 
-RAYLLM = """\
-deployment_config:
-  autoscaling_config:
-    min_replicas: 1
-    initial_replicas: 2
-    max_replicas: 8
-    target_num_ongoing_requests_per_replica: 24
-    metrics_interval_s: 10.0
-    look_back_period_s: 30.0
-    smoothing_factor: 0.6
-    downscale_delay_s: 300.0
-    upscale_delay_s: 15.0
+RAYLLM = (
+    AUTOSCALING
+    + """\
   max_concurrent_queries: 64
   health_check_period_s: 20
   ray_actor_options: {num_cpus: 1, resources: {"accelerator_type:A10G": 0.01}, runtime_env: {env_vars: {A: "2"}}}
@@ -48,6 +41,7 @@ scaling_config:
   placement_strategy: PACK
   resources_per_worker: {"accelerator_type:A10G": 0.01}
 """
+)
 LLM_CONFIG = """\
 model_loading_config: {model_id: qwen, model_source: Qwen/Qwen2.5-0.5B-Instruct}
 accelerator_type: L4
@@ -133,6 +127,9 @@ def test_a_folder_deploys_its_directories_and_its_enabled_files(tmp_path: Path, 
     assert names == ["team--name-1_5", "echo"]
     with pytest.raises(ConfigurationError, match="two models are named team--name-1_5"):
         deployments([str(folder / "a.yaml"), str(folder)], environment, CPU)
+    (folder / "other.yaml").write_text(LLM_CONFIG.replace("qwen,", "team--name-1.5,"))
+    with pytest.raises(ConfigurationError, match="two models are named team--name-1"):
+        deployments([str(folder / "a.yaml"), str(folder / "other.yaml")], environment, CPU)
     with pytest.raises(ConfigurationError, match="missing: there is no such file or directory"):
         deployments([str(tmp_path / "missing")], environment, CPU)
 
@@ -159,6 +156,14 @@ def test_ray_accepts_the_config_file(tmp_path: Path, environment: dict[str, str]
     assert getattr(import_module(module), builder)(arguments) is not None
     for model in found:
         schema.DeploymentSchema.model_validate(model.options())
+
+
+def test_the_ranks_of_vllm_are_placed_by_the_replica_alone(tmp_path: Path, environment: dict[str, str]) -> None:
+    text = LLM_CONFIG.replace("engine_kwargs: {", "engine_kwargs: {distributed_executor_backend: ray, ")
+    (tmp_path / "m.yaml").write_text(f"llm_engine: vLLM\n{text}")
+    machine = replace(CPU, engines=CPU.engines | {"vllm"})
+    with pytest.raises(ConfigurationError, match=r"qwen: option\.distributed_executor_backend = ray is not available"):
+        deployments([str(tmp_path / "m.yaml")], environment, machine)
 
 
 def test_the_commands_need_no_ray(tmp_path: Path, environment: dict[str, str]) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
+import re
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 from paths import ROOT
@@ -21,7 +23,7 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
 
 class RayCluster:
-    """Two nodes; `node` is the one that is not the head. `deploy` serves models on a port that stays the same."""
+    """Two nodes with a front end each; `node` is the one that is not the head. `http` talks to the head's front end."""
 
     def __init__(self) -> None:
         import ray
@@ -36,26 +38,62 @@ class RayCluster:
         ray.init(address=self._cluster.address, namespace="lmi-server", log_to_driver=False)
         serve.start(proxy_location="Disabled")
         self.environment = os.environ | {"RAY_ADDRESS": self._cluster.address, "PYTHONPATH": str(ROOT)}
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
+        self.http = httpx.Client(timeout=60)
 
     def deploy(self, *models: Any) -> None:
         from lmi_server.ray.application import IngressSettings, application
         from lmi_server.ray.deployment import APPLICATION
 
-        settings = IngressSettings(host="127.0.0.1", port=self.port, drain_timeout_s=60)
+        settings = IngressSettings(host="127.0.0.1", port=0, count=2, drain_timeout_s=60)
         self._serve.run(application(models, settings), name=APPLICATION, route_prefix=None)
+        self.http.base_url = self.front_ends()[0].url
+
+    def front_ends(self) -> tuple[FrontEnd, FrontEnd]:
+        """Return the front end of the head, and that of the other node."""
+        found: dict[str, FrontEnd] = {}
+
+        def ask() -> bool:
+            handle = self._serve.get_deployment_handle("front-end", "lmi-server")
+            with contextlib.suppress(self._ray.exceptions.RayError):  # one that has just ended
+                told = handle.remote().result(timeout_s=60)
+                found[told["node"]] = FrontEnd(f"http://127.0.0.1:{told['port']}", told["process"])
+            return len(found) == 2
+
+        wait_until(ask, "two front ends answer")
+        other = found.pop(self.node.node_id)
+        return next(iter(found.values())), other
+
+    def deploy_by_command(self, *models: Path) -> str:
+        """Deploy what `lmi-server ray deploy` makes of `models`; return what it printed."""
+        address = ("--host", "127.0.0.1", "--port", "0")
+        command = [sys.executable, "-m", "lmi_server", "ray", "deploy", *map(str, models), *address]
+        ran = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=300)
+        assert ran.returncode == 0, ran.stderr
+        self.http.base_url = ran.stdout.split()[-1]
+        return ran.stdout
+
+    def placement_groups(self) -> list[tuple[str, int]]:
+        """Return strategy and number of bundles of each placement group that has its places."""
+        groups = self._ray.util.placement_group_table().values()
+        return [(group["strategy"], len(group["bundles"])) for group in groups if group["state"] == "CREATED"]
 
     def ready(self, model: str) -> int:
         """Return the number of replicas to which the front end is connected."""
-        answer = self.http.get(f"/models/{model}")
+        try:
+            answer = self.http.get(f"/models/{model}")
+        except httpx.ConnectError:  # the front end is being started
+            return 0
         groups = answer.json()[0]["models"][0]["workerGroups"] if answer.status_code == 200 else []
         return sum(worker["status"] == "READY" for group in groups for worker in group["workers"])
 
     def until_ready(self, model: str, count: int) -> None:
         wait_until(lambda: self.ready(model) == count, f"{count} replicas of {model} are ready")
+
+    def metric(self, name: str, model: str) -> float:
+        """Return a value of `/metrics`, nan if there is none yet."""
+        text = self.http.get("/metrics").text
+        found = re.search(rf'^{name}{{[^}}]*model="{model}"[^}}]*}} (\S+)$', text, re.MULTILINE | re.IGNORECASE)
+        return float("nan") if found is None else float(found[1])
 
     def replicas(self, model: str) -> list[str]:
         """Return the names of the actors of a model's replicas."""
@@ -81,24 +119,30 @@ class RayCluster:
         self._cluster.shutdown()
 
 
+class FrontEnd(NamedTuple):
+    url: str
+    process: int
+
+
 class Load:
     """Clients that ask one after the other. `endings` counts how whole answers ended, `streams` how streams did."""
 
-    def __init__(self, cluster: RayCluster, model: str, clients: int, tokens: int) -> None:
+    def __init__(self, url: str, model: str, clients: int, tokens: int) -> None:
         self.endings: Counter[str] = Counter()
         self.streams: Counter[str] = Counter()
-        self._cluster, self._model, self._tokens = cluster, model, tokens
+        self._url, self._model, self._tokens = url, model, tokens
         self._stopping = threading.Event()
         kinds = [self._ask, self._stream]
         self._threads = [threading.Thread(target=self._run, args=(kinds[number % 2],)) for number in range(clients)]
 
     def _run(self, ask: Any) -> None:
-        with httpx.Client(base_url=self._cluster.http.base_url, timeout=60) as http:
+        with httpx.Client(base_url=self._url, timeout=60) as http:
             while not self._stopping.is_set():
                 try:
                     ask(http)
                 except httpx.HTTPError as error:
                     self.endings[type(error).__name__] += 1
+                    return  # the front end is gone
 
     def _body(self, stream: bool) -> dict[str, Any]:
         chat = {"model": self._model, "messages": [{"role": "user", "content": "a b c"}]}
@@ -133,14 +177,54 @@ def _ending(status: int, events: Sequence[str]) -> str:
 
 
 @contextlib.contextmanager
-def loaded(cluster: RayCluster, model: str, clients: int = 4, tokens: int = 40) -> Iterator[Load]:
-    """Ask a model while the block runs; every request has ended after it."""
-    load = Load(cluster, model, clients, tokens)
+def loaded(
+    cluster: RayCluster, model: str, clients: int = 4, tokens: int = 40, url: str | None = None
+) -> Iterator[Load]:
+    """Ask a model while the block runs, the head's front end if no `url` is given; every request has ended after it."""
+    load = Load(url or str(cluster.http.base_url), model, clients, tokens)
     load.start()
     try:
         yield load
     finally:
         load.stop()
+
+
+def tiny_models_of_a_cluster(directory: Path) -> tuple[Path, Path]:
+    """Make a model file with a store of adapters, and a model directory that splits the same weights over two ranks."""
+    from adapter_helpers import save_adapter
+    from tiny_models import FAMILIES, byte_tokenizer, random_model
+
+    config = FAMILIES["llama"]()
+    config.update({"vocab_size": 260, "max_position_embeddings": 200_000})  # two ranks share the vocabulary
+    model = random_model(config)
+    model.save_pretrained(directory / "weights")
+    byte_tokenizer().save_pretrained(directory / "weights")
+    for seed, name in enumerate(("red", "green", "blue")):
+        save_adapter(model, directory / "loras" / name, seed)
+    file, split = directory / "tiny.yaml", directory / "split"
+    file.write_text(_TINY)
+    split.mkdir()
+    (split / "serving.properties").write_text(_SPLIT.format(weights=directory / "weights"))
+    return file, split
+
+
+_TINY = """\
+model_loading_config: {model_id: team/tiny, model_source: weights}
+engine_kwargs: {dtype: float32, max_model_len: 200}
+accelerator_config: {kind: cpu}
+lora_config: {dynamic_lora_loading_path: loras, max_num_adapters_per_replica: 2}
+runtime_env: {env_vars: {OMP_NUM_THREADS: "1"}}
+"""
+
+_SPLIT = """\
+engine=MPI
+option.entryPoint=djl_python.huggingface
+option.model_id={weights}
+option.rolling_batch=scheduler
+option.tensor_parallel_degree=2
+option.dtype=fp32
+option.kv_cache_memory_gb=0.1
+"""
 
 
 def echo_model(directory: Path, delay_ms: int, **keys: Any) -> Path:
