@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
+
+from msgspec.structs import replace
 
 from handlers.rolling_batch.detokenizer import IncrementalDetokenizer, StopMatcher
 from handlers.rolling_batch.lora import LoraPair, LoraWeights
 from handlers.rolling_batch.prompts import PromptEncoder
-from handlers.rolling_batch.sampler import NO_TOKEN, BannedTokens, Sampled, SamplingState, sample, score
+from handlers.rolling_batch.sampler import NO_TOKEN, BannedTokens, Sampled, SamplingState, TokenMask, sample, score
 from handlers.rolling_batch.scheduler import Chunk, Scheduler, Sequence
 from handlers.rolling_batch.step_recorder import EngineStats, StepRecorder
 from handlers.rolling_batch.step_runner import StepLogits, StepRunner
@@ -32,6 +35,25 @@ _MOST_BAD_WORDS = 128
 _LONGEST_STOP = 1000  # characters; every token's text is searched for every stop sequence
 
 
+class Grammar(TokenMask, Protocol):
+    """What the output of one request must match (`handlers.structured_output.token_grammars.GrammarMatch`)."""
+
+    is_stale: bool
+
+    def fill(self) -> None:
+        """Compute the mask for the next token; runs in another thread while the model computes."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """Go on by a token. Raises RequestError if the grammar does not allow it."""
+        ...
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing can follow but the end of the sequence."""
+        ...
+
+
 @dataclass(slots=True)
 class _Request:
     """A sequence with what its output needs. `emit` takes its deltas, or the error that ends it."""
@@ -47,6 +69,7 @@ class _Request:
     stop_ids: frozenset[int] = frozenset()
     started: bool = False
     on_begin: Callable[[], None] | None = None
+    grammar: Grammar | None = None
 
 
 class RollingBatchEngine:
@@ -63,7 +86,19 @@ class RollingBatchEngine:
         self._eos_ids = eos_ids
         self._max_len = max_len
         self._requests: dict[str, _Request] = {}
+        self._grammars: dict[str, Grammar] = {}  # of the requests that have one
+        self._mask_thread = ThreadPoolExecutor(1, "grammar-masks")
         self._recorder = StepRecorder(scheduler)
+
+    @property
+    def vocabulary(self) -> int:
+        """How many logits a row has."""
+        return self._runner.vocabulary
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """The tokens that end a sequence."""
+        return self._eos_ids
 
     @property
     def stats(self) -> EngineStats:
@@ -116,8 +151,11 @@ class RollingBatchEngine:
         emit: Callable[[Output], None],
         adapter: LoraWeights | None = None,
         on_begin: Callable[[], None] | None = None,
+        grammar: Grammar | None = None,
     ) -> None:
         """Queue a request; `emit` gets its deltas from `step`, which calls `on_begin` once the request runs.
+
+        `grammar` is the request's own, at its beginning.
 
         Raises ContextLengthError or RequestError if the request cannot be served at all.
         """
@@ -128,7 +166,7 @@ class RollingBatchEngine:
         self._requests[request_id] = _Request(
             sequence,
             parameters,
-            SamplingState(parameters, prompt, self._banned(parameters)),
+            SamplingState(parameters, prompt, self._banned(parameters, grammar), grammar),
             IncrementalDetokenizer(self._tokenizer, prompt, parameters.skip_special_tokens),
             StopMatcher(parameters.stop, parameters.include_stop_str_in_output),
             emit,
@@ -136,15 +174,20 @@ class RollingBatchEngine:
             [self._token(Sampled(prompt[0]), self._piece(prompt[0]))] if parameters.prompt_logprobs is not None else [],
             frozenset(parameters.stop_token_ids),
             on_begin=on_begin,
+            grammar=grammar,
         )
+        if grammar is not None:
+            self._grammars[request_id] = grammar
         self._scheduler.add(sequence)
 
-    def _banned(self, parameters: SamplingParameters) -> BannedTokens | None:
+    def _banned(self, parameters: SamplingParameters, grammar: Grammar | None) -> BannedTokens | None:
         """Return what a request must not generate; None, as for nearly every request, if it may generate anything.
 
-        Raises RequestError if nothing is left to generate.
+        With `ignore_eos` a grammar goes on for as long as it can. Raises RequestError if nothing is left to generate.
         """
         allowed = parameters.allowed_token_ids
+        if grammar is not None and parameters.ignore_eos:
+            parameters = replace(parameters, ignore_eos=False, min_tokens=self._max_len)
         if allowed is None and not parameters.bad_words and not parameters.min_tokens:
             return None
         if allowed == ():
@@ -185,13 +228,21 @@ class RollingBatchEngine:
 
     def abort(self, request_id: str) -> None:
         """Forget a request; its slot is free for the next step. Requests that have ended are ignored."""
-        request = self._requests.pop(request_id, None)
+        request = self._requests.get(request_id)
         if request:
-            self._scheduler.remove(request.sequence)
+            self._forget(request)
             self._recorder.observe()
+
+    def _forget(self, request: _Request, sound: bool = True) -> None:
+        """Drop a request that has ended."""
+        request_id = request.sequence.request_id
+        del self._requests[request_id]
+        self._grammars.pop(request_id, None)
+        self._scheduler.remove(request.sequence, sound=sound)
 
     def stop(self) -> None:
         """End the other ranks; nothing is computed any more."""
+        self._mask_thread.shutdown()
         self._runner.stop()
 
     def step(self) -> None:
@@ -202,9 +253,12 @@ class RollingBatchEngine:
             on_begin = self._requests[sequence.request_id].on_begin
             if on_begin is not None:
                 on_begin()
+        masks = self._begin_masks() if self._grammars else None
         logits = self._runner.run(plan, {chunk.sequence.request_id for chunk in plan.prefill if self._scores(chunk)})
         self._scheduler.advance(plan)
         self._score_prompts(logits)
+        if masks is not None:
+            masks.result()
         states = [self._requests[sequence.request_id].sampling for sequence in logits.sampled]
         count = len(states)
         for sequence, sampled in zip(
@@ -217,6 +271,11 @@ class RollingBatchEngine:
                 self._accept_or_fail(request, sampled)
         self._recorder.end(plan, count)
 
+    def _begin_masks(self) -> Future[None]:
+        """Compute, while the model computes, which tokens the grammars allow next."""
+        stale = [grammar for grammar in self._grammars.values() if grammar.is_stale]
+        return self._mask_thread.submit(_fill, stale)
+
     def fail_running(self, error: BaseException) -> None:
         """End every running request with an error after a step failed. Waiting requests stay in the queue.
 
@@ -226,8 +285,8 @@ class RollingBatchEngine:
         if is_device_failure(error):
             raise EngineLostError(f"the device failed in a step: {describe(error)}") from error
         for sequence in list(self._scheduler.running):
-            request = self._requests.pop(sequence.request_id)
-            self._scheduler.remove(sequence, sound=False)
+            request = self._requests[sequence.request_id]
+            self._forget(request, sound=False)
             request.emit(failure_of(error, f"the step failed: {describe(error)}"))
         self._recorder.observe()
 
@@ -251,8 +310,7 @@ class RollingBatchEngine:
     def _fail_overflown(self, request: _Request, dtype: Any) -> None:
         """End a request whose logits are not finite. Nothing of its slot is reused."""
         sequence = request.sequence
-        del self._requests[sequence.request_id]
-        self._scheduler.remove(sequence, sound=False)
+        self._forget(request, sound=False)
         part = "the model" if sequence.adapter is None else "the adapter"
         request.emit(
             HandlerError(
@@ -264,16 +322,21 @@ class RollingBatchEngine:
     def _accept_or_fail(self, request: _Request, sampled: Sampled) -> None:
         try:
             self._accept(request, sampled)
+        except RequestError as error:  # the grammar allows no token that the request's other parameters leave
+            self._forget(request)
+            request.emit(error)
         # The border to tokenizers, which may raise anything: the text of one request must not end the others.
         except BaseException as error:  # noqa: BLE001
             _log.exception("request %s ends: its token %d has no text", request.sequence.request_id, sampled.token)
-            if self._requests.pop(request.sequence.request_id, None):
-                self._scheduler.remove(request.sequence)
+            if request.sequence.request_id in self._requests:
+                self._forget(request)
             request.emit(failure_of(error))
 
     def _accept(self, request: _Request, sampled: Sampled) -> None:
         """Append a token to its sequence and emit its delta; end the request if it is the last one."""
         sequence, parameters = request.sequence, request.parameters
+        if request.grammar is not None:
+            request.grammar.accept(sampled.token)
         sequence.tokens.append(sampled.token)
         piece = request.detokenizer.feed(sampled.token)
         text, stopped = request.stop.feed(piece)
@@ -297,8 +360,7 @@ class RollingBatchEngine:
             stop_reason=(request.stop.found or sampled.token) if reason == "stop_sequence" else None,
         )
         if reason:
-            del self._requests[sequence.request_id]
-            self._scheduler.remove(request.sequence)
+            self._forget(request)
         request.emit(delta)
 
     @staticmethod
@@ -313,6 +375,8 @@ class RollingBatchEngine:
         if stopped or token in request.stop_ids:
             return "stop_sequence"
         if token in self._eos_ids and not parameters.ignore_eos:
+            return "eos_token"
+        if request.grammar is not None and request.grammar.is_complete:
             return "eos_token"
         if sequence.generated >= sequence.max_new_tokens:
             return "length"
@@ -330,3 +394,8 @@ class RollingBatchEngine:
 
     def _piece(self, token: int) -> str:
         return str(self._tokenizer.decode([token]))
+
+
+def _fill(grammars: list[Grammar]) -> None:
+    for grammar in grammars:
+        grammar.fill()

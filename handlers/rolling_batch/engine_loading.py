@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numba
+import numpy as np
 import torch
 
 from handlers.chats.model import ModelChats
@@ -263,11 +264,28 @@ def _slot_length(max_len: int, tokens: int, slots: int, options: RollingBatchOpt
     return length
 
 
+class _AnyToken:
+    """A grammar that allows every token: it runs the kernels that other grammars need."""
+
+    is_stale = False
+    is_complete = False
+
+    def __init__(self, vocabulary: int) -> None:
+        self.mask = np.full((vocabulary + 31) // 32, 2**32 - 1, np.uint32)
+
+    def fill(self) -> None:
+        return
+
+    def accept(self, token: int) -> None:
+        return
+
+
 def warm_up(engine: RollingBatchEngine, prompts: PromptEncoder, tokens: int = 4) -> None:
     """Run requests, so that kernels are compiled and buffers allocated before the model is ready.
 
     The prompt of the first has up to `tokens` tokens, more than four where a large step might lack memory. The others
-    draw their token in the two ways that have kernels.
+    draw their token in the two ways that have kernels, and choose it by the mask of a grammar: the first request that
+    needs a kernel must not hold up its batch while it is compiled.
     """
     prompt = (prompts.tokenize("a b c") or [0])[:4]
     long = (prompt * tokens)[: max(tokens, len(prompt))]
@@ -276,6 +294,10 @@ def warm_up(engine: RollingBatchEngine, prompts: PromptEncoder, tokens: int = 4)
     for top_k in (0, 2):
         drawn = SamplingParameters(max_new_tokens=1, ignore_eos=True, do_sample=True, top_k=top_k)
         engine.add(f"warm-up {top_k}", prompt[:1], drawn, "", 0, lambda output: None)
+    for biases in ({}, {0: 0.0}):
+        masked = SamplingParameters(max_new_tokens=1, logit_bias=biases)
+        anything = _AnyToken(engine.vocabulary)
+        engine.add(f"warm-up {biases}", prompt[:1], masked, "", 0, lambda output: None, grammar=anything)
     while engine.has_work:
         engine.step()
     engine.reset_stats()

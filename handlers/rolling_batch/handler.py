@@ -14,21 +14,22 @@ from typing import TYPE_CHECKING, Any
 from handlers.checkpoints.chat_template import read_chat_template, with_prompt_beginning
 from handlers.rolling_batch.adapters import LoadedAdapters
 from handlers.step_loop import AddRequest, StepLoop
+from handlers.structured_output.compiler import GrammarCache
 from lmi_server.contract.errors import ModelLoadError
-from lmi_server.contract.generation import Delta, Feature, GenerationRequest
+from lmi_server.contract.generation import Delta, Feature, GenerationRequest, StructuredOutputs
 from lmi_server.contract.handler import LLMHandler, ModelInfo
 from lmi_server.contract.protocol import Adapter
 
 if TYPE_CHECKING:
     from handlers.chats.model import ModelChats
-    from handlers.rolling_batch.engine import RollingBatchEngine
+    from handlers.rolling_batch.engine import Grammar, RollingBatchEngine
     from handlers.rolling_batch.engine_loading import LoadedEngine, LoadedModel
     from handlers.rolling_batch.options import RollingBatchOptions
 
 # Seven requests sent at once reach the engine within ten milliseconds, but a step of prompts takes thirty or more: a
 # request that misses the first step by a millisecond waits for all of it.
 _GATHER_S = 0.002
-_FEATURES: frozenset[Feature] = frozenset({"min_tokens", "bad_words", "allowed_token_ids"})
+_FEATURES: frozenset[Feature] = frozenset({"structured_outputs", "min_tokens", "bad_words", "allowed_token_ids"})
 
 
 class SchedulingHandler(LLMHandler):
@@ -38,6 +39,7 @@ class SchedulingHandler(LLMHandler):
         self._loop: StepLoop[RollingBatchEngine]
         self._loaded: LoadedEngine
         self._adapters: LoadedAdapters
+        self._grammars: GrammarCache[Any]
 
     @abstractmethod
     def load_engine(self, model_dir: str, options: Any) -> LoadedEngine:
@@ -57,6 +59,7 @@ class SchedulingHandler(LLMHandler):
         self._loop = StepLoop(build, _GATHER_S)
         await self._loop.start()
         self._adapters = LoadedAdapters(self._loop)
+        self._grammars = self._grammar_cache()
         chats = self._loaded.chats
         return ModelInfo(
             max_model_len=self._loaded.max_model_len,
@@ -94,12 +97,27 @@ class SchedulingHandler(LLMHandler):
     def note_waiting(self, requests: int) -> None:
         self._loop.engine.note_waiting(requests)
 
+    def _grammar_cache(self) -> GrammarCache[Any]:
+        from handlers.structured_output.token_grammars import TokenGrammars
+
+        engine = self._loaded.engine
+        tokens = TokenGrammars(self._loaded.prompts.tokenizer, engine.vocabulary, engine.end_ids)
+        return GrammarCache(tokens.compile)
+
+    async def _grammar(self, constraint: StructuredOutputs | None) -> Grammar | None:
+        if constraint is None:
+            return None
+        from handlers.structured_output.token_grammars import GrammarMatch
+
+        return GrammarMatch(await self._grammars.get(constraint))
+
     async def _prepare(self, request: GenerationRequest, on_begin: Callable[[], None] | None) -> AddRequest:
+        grammar = await self._grammar(request.sampling.structured_outputs)
         weights = None if request.adapter is None else await self._adapters.weights(request.adapter)
         prompt, text = await self._loaded.prompts.encode(request)
         engine = self._loop.engine
         return lambda emit: engine.add(
-            request.request_id, prompt, request.sampling, text, request.priority, emit, weights, on_begin
+            request.request_id, prompt, request.sampling, text, request.priority, emit, weights, on_begin, grammar
         )
 
     async def tokenize(self, request: GenerationRequest) -> list[int]:
@@ -125,6 +143,7 @@ class SchedulingHandler(LLMHandler):
         return self._loaded.stats()
 
     async def stop(self) -> None:
+        self._grammars.stop()
         await self._loop.call(self._loaded.engine.stop)
         await self._loop.stop()
 

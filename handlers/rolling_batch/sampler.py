@@ -11,6 +11,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -52,17 +53,31 @@ class BannedTokens:
                 row[last] = -torch.inf
 
 
+class TokenMask(Protocol):
+    """The tokens that the grammar of a request allows next: `mask` has a bit per token, the lowest first, in uint32."""
+
+    mask: np.ndarray
+
+
 class SamplingState:
     """What the sampler keeps for one request: its parameters, its random numbers, the tokens seen so far.
 
-    `plain`: the token is the argmax of the unchanged logits. `banned` are the tokens that it must not choose.
+    `plain`: the token is the argmax of the unchanged logits. `masked`: it is the argmax of those that `grammar` allows.
+    `banned` are the tokens that it must not choose.
     """
 
-    def __init__(self, parameters: SamplingParameters, prompt: list[int], banned: BannedTokens | None = None) -> None:
+    def __init__(
+        self,
+        parameters: SamplingParameters,
+        prompt: list[int],
+        banned: BannedTokens | None = None,
+        grammar: TokenMask | None = None,
+    ) -> None:
         self.parameters = parameters
         self.banned = banned
         self._stream = gumbel.stream_of(secrets.randbits(64) if parameters.seed is None else parameters.seed)
         self._position = 0  # of the next token in the output
+        self.grammar = grammar
         self._penalised = parameters.repetition_penalty != 1.0
         self._counted = parameters.presence_penalty != 0.0 or parameters.frequency_penalty != 0.0
         self.seen: set[int] = set(prompt) if self._penalised else set()
@@ -71,7 +86,9 @@ class SamplingState:
         self.bias_ids = torch.tensor(list(parameters.logit_bias), dtype=torch.long)
         self.biases = torch.tensor(list(parameters.logit_bias.values()), dtype=torch.float32)
         self.changes_logits = self._penalised or self._counted or bool(parameters.logit_bias) or banned is not None
-        self.plain = parameters.greedy and not self.changes_logits
+        unchanged = parameters.greedy and not self.changes_logits
+        self.plain = unchanged and grammar is None
+        self.masked = unchanged and grammar is not None
 
     @property
     def key(self) -> int:
@@ -157,11 +174,17 @@ def _choose(logits: torch.Tensor, states: list[SamplingState]) -> list[int]:
         return _argmax(logits)
     # Rows that only need their argmax are spared the float32 copy of the vocabulary that all other sampling works on.
     plain = [row for row, state in enumerate(states) if state.plain]
-    others = [row for row, state in enumerate(states) if not state.plain]
+    masked = [row for row, state in enumerate(states) if state.masked]
+    others = [row for row, state in enumerate(states) if not (state.plain or state.masked)]
     tokens = [0] * len(states)
     if plain:
         for row, token in zip(plain, _argmax(logits[plain]), strict=True):
             tokens[row] = token
+    if masked:
+        for row, token in zip(masked, _masked_argmax(logits, masked, states), strict=True):
+            tokens[row] = token
+    if not others:
+        return tokens
     adjusted = _adjusted(logits[others].float(), [states[row] for row in others])
     for row, token in zip(others, _draw(adjusted, [states[row] for row in others]), strict=True):
         tokens[row] = token
@@ -194,8 +217,41 @@ def _argmax(logits: torch.Tensor) -> list[int]:
     return best.tolist()
 
 
+def _masks(rows: list[int], states: list[SamplingState]) -> np.ndarray:
+    """Return the masks of the grammars of these rows: (rows, words) uint32."""
+    return np.stack([grammar.mask for row in rows if (grammar := states[row].grammar) is not None])
+
+
+def _excluded(logits: torch.Tensor, masks: np.ndarray) -> torch.Tensor:
+    """Return which logits (rows, vocabulary) the masks do not allow, on the logits' device."""
+    bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little", count=logits.shape[-1])
+    return torch.from_numpy(bits == 0).to(logits.device)
+
+
+def _masked_argmax(logits: torch.Tensor, rows: list[int], states: list[SamplingState]) -> list[int]:
+    masks = _masks(rows, states)
+    if not _has_kernels(logits):
+        return _argmax(logits[rows].masked_fill(_excluded(logits, masks), -torch.inf))
+    from handlers.rolling_batch.cpu_kernels.rows import masked_argmax_rows
+
+    best = np.empty(len(rows), np.int64)
+    masked_argmax_rows(as_numpy(logits), np.array(rows), masks, best)
+    return best.tolist()
+
+
+def _exclude(logits: torch.Tensor, rows: list[int], states: list[SamplingState]) -> None:
+    """Set what the grammars of these rows do not allow to minus infinity, in place: float32 (all rows, vocabulary)."""
+    masks = _masks(rows, states)
+    if not _has_kernels(logits):
+        logits[rows] = logits[rows].masked_fill(_excluded(logits, masks), -torch.inf)
+        return
+    from handlers.rolling_batch.cpu_kernels.rows import mask_rows
+
+    mask_rows(as_numpy(logits), np.array(rows), masks)
+
+
 def _adjusted(logits: torch.Tensor, states: list[SamplingState]) -> torch.Tensor:
-    """Apply penalties and biases to float32 logits (rows, vocabulary), in place."""
+    """Apply penalties, biases and grammars to float32 logits (rows, vocabulary), in place."""
     for row, state in zip(logits, states, strict=True):
         if not state.changes_logits:
             continue
@@ -213,6 +269,9 @@ def _adjusted(logits: torch.Tensor, states: list[SamplingState]) -> torch.Tensor
             row[state.bias_ids.to(logits.device)] += state.biases.to(logits.device)
         if state.banned is not None:
             state.banned.mask(row)
+    constrained = [row for row, state in enumerate(states) if state.grammar is not None]
+    if constrained:
+        _exclude(logits, constrained, states)
     return logits
 
 

@@ -147,7 +147,10 @@ def test_several_choices_and_token_ids(exact: Server) -> None:
 
 def test_what_the_rolling_batch_cannot_do_is_refused_by_name(exact: Server) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
-    for body, reason in (({"guided_regex": "a"}, "guided_regex"), ({"tools": tools}, "chat template takes no tools")):
+    for body, reason in (
+        ({"repetition_detection": {"a": 1}}, "repetition_detection"),
+        ({"tools": tools}, "chat template takes no tools"),
+    ):
         reply = exact.http.post("/v1/chat/completions", json={"messages": QUESTION, "stream": True, **body})
         assert (reply.status_code, reason in reply.json()["error"]["message"]) == (400, True)
     unused = exact.http.post(

@@ -61,6 +61,7 @@ SHARED = {
     "neuron_failures",
     "rolling_batch",
     "step_loop",
+    "structured_output",
     "tasks",
     "user_code",
 }

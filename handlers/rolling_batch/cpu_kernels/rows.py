@@ -136,3 +136,50 @@ def draw_columns(logits, ids, keys, drawn):
             total = logits[n, column] + gumbel_of(keys[n], ids[n, column])
             if total > highest:
                 drawn[n], highest = column, total
+
+
+@kernel(parallel=True, fastmath=True)
+def masked_argmax_rows(logits, rows, masks, best):
+    """Write the index of the greatest logit that a mask allows: rows (n,) of logits, masks (n, words) -> best (n,).
+
+    A mask has a bit per logit, the lowest first. Most words are zero where a grammar allows little, and all ones inside
+    texts; both are fast.
+    """
+    width = logits.shape[1]
+    for n in prange(rows.shape[0]):
+        row = rows[n]
+        best[n] = 0
+        highest = np.float32(-np.inf)
+        for w in range(masks.shape[1]):
+            bits = masks[n, w]
+            if bits == np.uint32(0):
+                continue
+            start = 32 * w
+            end = min(start + 32, width)
+            if bits == np.uint32(0xFFFFFFFF):
+                inside = np.float32(-np.inf)
+                for v in range(start, end):
+                    inside = larger(inside, load(logits[row, v]))
+                if not inside > highest:
+                    continue
+            for v in range(start, end):
+                if (bits >> np.uint32(v - start)) & np.uint32(1):
+                    value = load(logits[row, v])
+                    if value > highest:
+                        best[n], highest = v, value
+
+
+@kernel(parallel=True)
+def mask_rows(logits, rows, masks):
+    """Set the logits that the masks do not allow to minus infinity, in place; the arguments of `masked_argmax_rows`."""
+    width = logits.shape[1]
+    for n in prange(rows.shape[0]):
+        row = rows[n]
+        for w in range((width + 31) // 32):
+            bits = masks[n, w] if w < masks.shape[1] else np.uint32(0)
+            if bits == np.uint32(0xFFFFFFFF):
+                continue
+            start = 32 * w
+            for v in range(start, min(start + 32, width)):
+                if not (bits >> np.uint32(v - start)) & np.uint32(1):
+                    logits[row, v] = -np.inf

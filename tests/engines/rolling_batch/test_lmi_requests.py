@@ -28,7 +28,6 @@ def test_sampling_parameters_change_the_text(http: httpx.Client) -> None:
 
 def test_what_is_not_applied_is_refused(http: httpx.Client) -> None:
     lmi_cases.check_refused_parameters(http)
-    assert "parameters.guided_regex is not supported" in refusal(http, guided_regex="a+")
     assert "parameters.repetition_detection is not supported" in refusal(http, repetition_detection={"a": 1})
 
 

@@ -1,0 +1,93 @@
+"""Refuses schemas, patterns and choices that no answer needs and that are slow to compile.
+
+What is left may still be hostile, in ways that its size does not show: `check_process.py` finds out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lmi_server.contract.errors import RequestError
+
+_MOST_CHARACTERS = {"json": 2**18, "regex": 2**15, "choice": 2**18, "grammar": 2**17, "structural_tag": 2**18}
+_MOST_CHOICES = 10_000
+_DEEPEST = 100  # llguidance's parser of JSON ends at 128
+# An array that must have more items fits in no answer; a greater upper bound is the same as none, but slow to compile.
+_MOST_REPETITIONS = 10_000
+_MOST_PROPERTIES = (
+    400  # all of an object's optional properties may come next, and llguidance follows 2,000 ways at once
+)
+_COUNTS = ("minItems", "maxItems", "minProperties", "maxProperties", "minLength")
+_SHORTER = "send a shorter one"
+
+LABELS = {
+    "json": "the JSON schema",
+    "json_object": "json_object",
+    "regex": "the regular expression",
+    "choice": "choice",
+    "grammar": "the grammar",
+    "structural_tag": "structural_tag",
+}
+"""What messages call each kind of constraint."""
+
+
+def check_text(kind: str, text: str) -> None:
+    """Raise RequestError if the text of a constraint is too long."""
+    most = _MOST_CHARACTERS[kind]
+    if len(text) > most:
+        raise RequestError(f"{LABELS[kind]} has {len(text)} characters, and may have {most}; {_SHORTER}")
+
+
+def check_choices(choices: list[str]) -> None:
+    """Raise RequestError if there are too many choices."""
+    if len(choices) > _MOST_CHOICES:
+        raise RequestError(f"choice has {len(choices)} texts, and may have {_MOST_CHOICES}; send fewer")
+    check_text("choice", "".join(choices))
+
+
+def check_schema(schema: Any) -> None:
+    """Raise RequestError, naming the place in the schema, if one of its parts is too large."""
+    for path, part in _parts(schema):
+        if len(path) > _DEEPEST:
+            raise RequestError(f"the JSON schema is nested more than {_DEEPEST} levels deep; send a flatter one")
+        if isinstance(part, Mapping):
+            _check_counts(path, part)
+            _check_properties(path, part)
+        elif len(part) > _MOST_CHOICES:
+            raise _refusal(path, f"has {len(part)} entries, and may have {_MOST_CHOICES}; send fewer")
+
+
+def _parts(schema: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield every object and list in a schema with its path. It keeps a list, because a schema may be nested deeply."""
+    waiting: list[tuple[tuple[str, ...], Any]] = [((), schema)]
+    while waiting:
+        path, part = waiting.pop()
+        yield path, part
+        entries = part.items() if isinstance(part, Mapping) else enumerate(part)
+        waiting += [((*path, str(name)), value) for name, value in entries if isinstance(value, Mapping | list)]
+
+
+def _check_counts(path: tuple[str, ...], part: Mapping[str, Any]) -> None:
+    for name in _COUNTS:
+        count = part.get(name)
+        if isinstance(count, int | float) and count > _MOST_REPETITIONS:
+            remedy = "leave it out" if name.startswith("max") else f"send {_MOST_REPETITIONS} at most"
+            raise _refusal((*path, name), f"{count} is not allowed; {remedy}")
+
+
+def _check_properties(path: tuple[str, ...], part: Mapping[str, Any]) -> None:
+    properties, required = part.get("properties"), part.get("required")
+    if not isinstance(properties, Mapping) or len(properties) <= _MOST_PROPERTIES:
+        return
+    optional = len(properties) - (len(required) if isinstance(required, list) else 0)
+    if optional > _MOST_PROPERTIES:
+        raise _refusal(
+            (*path, "properties"),
+            f"has {optional} properties that are not required, and may have {_MOST_PROPERTIES}; send fewer, or name"
+            " those in `required` that the answer always has",
+        )
+
+
+def _refusal(path: tuple[str, ...], problem: str) -> RequestError:
+    return RequestError(f"the JSON schema: {'.'.join(path)[-200:]}: {problem}")
