@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import sys
@@ -13,8 +14,10 @@ from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.exceptions import StorageInternalError
 from optuna.trial import FrozenTrial, TrialState
 
+from lmi_server.contract.errors import ConfigurationError
 from lmi_server.tune.outcome import Measure, Outcome, Trial, best_of
 from lmi_server.tune.space import Choices, Range, Space, grid, size_of, text_of
 
@@ -32,6 +35,7 @@ class Search:
 
     def __init__(self, path: Path, what: Mapping[str, Any], space: Space, seed: int, is_grid: bool) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._path = path
         digest = hashlib.sha256(json.dumps([what, _described(space), is_grid], sort_keys=True).encode()).hexdigest()
         self._distributions = {key: _distribution(values) for key, values in space.items()}
         self._study = optuna.create_study(
@@ -43,10 +47,11 @@ class Search:
         )
         self._size = size_of(space)
         self._is_grid = is_grid
-        self._try_again()
-        if is_grid:
-            for combination in grid(space):
-                self._study.enqueue_trial(combination, skip_if_exists=True)
+        with _told_of(path):
+            self._try_again()
+            if is_grid:
+                for combination in grid(space):
+                    self._study.enqueue_trial(combination, skip_if_exists=True)
 
     @property
     def trials(self) -> list[Trial]:
@@ -76,8 +81,12 @@ class Search:
     def run(self, trials: int, measure: Measure) -> Iterator[Trial]:
         """Try settings until there are `trials`, those of earlier calls included, or no others; yield each new one.
 
-        A grid is tried to its end.
+        A grid is tried to its end. Raises ConfigurationError if a trial cannot be kept, as on a full disk.
         """
+        with _told_of(self._path):
+            yield from self._run(trials, measure)
+
+    def _run(self, trials: int, measure: Measure) -> Iterator[Trial]:
         found = self.trials
         if not any(trial.number < 0 for trial in found):
             found.append(Trial(-1, {}, measure({}, 0.0)))
@@ -119,6 +128,19 @@ class Search:
         for trial in self._study.get_trials(states=[TrialState.RUNNING]):
             self._study.tell(trial.number, state=TrialState.FAIL)
             self._study.enqueue_trial(trial.params)
+
+
+@contextlib.contextmanager
+def _told_of(path: Path) -> Iterator[None]:
+    """Raise ConfigurationError in place of the error of a file that cannot be written, as on a full disk."""
+    try:
+        yield
+    except StorageInternalError as error:
+        reason = str(error.__cause__ or error).splitlines()[0]
+        raise ConfigurationError(
+            f"--study {path} cannot be written: {reason}; the trials before are kept. Free space on its disk, and the "
+            "same command goes on"
+        ) from error
 
 
 def _settings(trial: FrozenTrial) -> dict[str, str]:

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from urllib.error import HTTPError, URLError
 from urllib.parse import quote, urlencode
@@ -17,11 +17,13 @@ from urllib.request import Request, urlopen
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.ports import free_port
 from lmi_server.machine.process_tree import end_with_parent
+from lmi_server.machine.process_usage import listener
 from lmi_server.tune.space import PARAMETERS
 
 MODEL = "trial"
 """The name of the model while it is tried."""
 
+_PORTS = 3  # that are tried
 _START_S = 60.0
 _END_S = 60.0
 
@@ -75,33 +77,50 @@ class TrialServer:
 
 
 @contextlib.contextmanager
-def trial_server(log: Path) -> Iterator[TrialServer]:
-    """Start a server without a model, which writes its log to `log`. Raises ConfigurationError if it does not start."""
-    command = [sys.executable, "-m", "lmi_server", "serve", "--host", "127.0.0.1"]
-    with log.open("ab") as output:
-        port = free_port(None)
-        process = subprocess.Popen(
-            [*command, "--port", str(port)], stdout=output, stderr=output, preexec_fn=end_with_parent
-        )
-    try:
-        _await_start(process, port, log)
-        yield TrialServer(process, f"http://127.0.0.1:{port}", log)
-    finally:
-        process.terminate()
+def trial_server(log: Path, choose_port: Callable[[], int] = lambda: free_port(None)) -> Iterator[TrialServer]:
+    """Start a server without a model, which writes its log to `log`. Raises ConfigurationError if it does not start.
+
+    Another process may take the port before the server does; then the server tries another one.
+    """
+    for _ in range(_PORTS):
+        port = choose_port()
+        process = _started(port, log)
         try:
-            process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            if _answers(process, port):
+                yield TrialServer(process, f"http://127.0.0.1:{port}", log)
+                return
+        finally:
+            _end(process)
+    raise ConfigurationError(f"the server of the trials does not start; the end of its log, {log}:\n{_end_of(log)}")
 
 
-def _await_start(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+def _started(port: int, log: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "lmi_server", "serve", "--host", "127.0.0.1", "--port", str(port)]
+    try:
+        with log.open("ab") as output:
+            return subprocess.Popen(command, stdout=output, stderr=output, preexec_fn=end_with_parent)
+    except OSError as error:
+        raise ConfigurationError(f"the log of the trials' server cannot be written: {error}") from error
+
+
+def _answers(process: subprocess.Popen[bytes], port: int) -> bool:
+    """Return whether the server answers before its time is over; another process may answer on the port."""
     deadline = time.monotonic() + _START_S
     while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(OSError), urlopen(f"http://127.0.0.1:{port}/health/live", timeout=5):  # nosec B310
-            return
+            if listener("127.0.0.1", port) == process.pid:
+                return True
         time.sleep(0.1)
-    raise ConfigurationError(f"the server of the trials does not start; the end of its log, {log}:\n{_end_of(log)}")
+    return False
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _end_of(log: Path) -> str:

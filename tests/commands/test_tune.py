@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import pytest
 from forked_servers import run_command
@@ -18,6 +24,8 @@ from waiting import wait_until
 
 from lmi_server.bench.page import markdown
 from lmi_server.contract.errors import ConfigurationError
+from lmi_server.machine.ports import free_port
+from lmi_server.machine.process_usage import listener
 from lmi_server.tune.adapter_costs import Cost
 from lmi_server.tune.measurement import Limits
 from lmi_server.tune.merging import merge
@@ -28,6 +36,7 @@ from lmi_server.tune.space import Choices, Range, Space, grid, parse_space, size
 
 if TYPE_CHECKING:
     from lmi_server.tune.search import Search
+    from lmi_server.tune.server import TrialServer
 
 # Each token takes 4 ms, so the throughput follows from the number of requests at a time.
 PROPERTIES = "option.entryPoint=djl_python.echo\n# at a time\noption.max_rolling_batch_size=2\noption.echo_delay_ms=4\n"
@@ -94,6 +103,52 @@ def test_a_search_goes_on_after_it_was_killed(model: Path) -> None:
     assert done.returncode == 0
     assert "as it is: " not in done.stdout.split("none is both")[0]
     assert len([line for line in done.stdout.splitlines() if line.startswith("trial ")]) == 1
+
+
+def test_a_port_that_is_taken_and_a_server_that_is_killed_cost_one_trial(model: Path) -> None:
+    """Who has the port answers as a server would."""
+    from lmi_server.bench.workload import RandomPrompts
+    from lmi_server.commands.bench import bench_target
+    from lmi_server.tune.measurement import Load, Measurement
+    from lmi_server.tune.server import MODEL, trial_server
+
+    answer = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+    target = bench_target("http://127.0.0.1:1", "completions", MODEL, True, ())
+    load = Load(target, RandomPrompts(3, 5), {}, 4, 2, 0)
+    pids = []
+    with always_answering(answer) as taken, contextlib.ExitStack() as servers:
+        ports = iter([taken, free_port(None), free_port(None)])
+
+        def start() -> TrialServer:
+            server = servers.enter_context(trial_server(model.parent / "log", lambda: next(ports)))
+            pids.append(listener("127.0.0.1", urlsplit(server.url).port or 0) or 0)
+            return server
+
+        measure = Measurement(str(model), load, Limits({}), 60, start)
+        os.kill(pids[0], signal.SIGKILL)
+        outcome = measure({}, 0.0)  # with the server that died, or the one in its place
+        assert outcome.value or "does not answer" in outcome.reason
+        assert measure({}, 0.0).value
+    assert len(pids) == 2
+    assert all(not Path(f"/proc/{pid}").exists() or _is_dead(pid) for pid in pids)
+
+
+@contextlib.contextmanager
+def always_answering(answer: bytes) -> Iterator[int]:
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listening.accept()
+                with connection:
+                    connection.recv(65536)
+                    connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield listening.getsockname()[1]
+        listening.shutdown(socket.SHUT_RDWR)
+    thread.join(60)
 
 
 def _child(pid: int) -> int:
@@ -213,6 +268,27 @@ def test_a_small_space_ends_when_all_is_tried(tmp_path: Path) -> None:
     assert searching(tmp_path / "study", space, other=1).trials == []
     assert search.remembered("costs", lambda: [{"a": 1}]) == [{"a": 1}]
     assert searching(tmp_path / "study", space).remembered("costs", list) == [{"a": 1}]
+
+
+def test_a_full_disk_is_said_and_loses_no_trial(tmp_path: Path) -> None:
+    """No file of this process may grow beyond the size that the study has after two trials."""
+    path, space = tmp_path / "study", {"option.x": Choices(("1", "2", "3"))}
+
+    def bulky(settings: Mapping[str, str], best: float) -> Outcome:
+        return replace(parabola(settings, best), reason="x" * 100_000)
+
+    search = searching(path, space)
+    kept = list(itertools.islice(search.run(9, bulky), 2))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, before[1]))
+        with pytest.raises(ConfigurationError, match=r"study cannot be written: .*the trials before are kept"):
+            list(searching(path, space).run(9, bulky))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    search = searching(path, space)
+    assert search.trials == kept
+    assert len(list(search.run(9, bulky))) == 2
 
 
 def outcome(value: float | None, p99: float) -> Outcome:
