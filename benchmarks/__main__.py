@@ -9,6 +9,7 @@ BENCHMARKS = (
     "benchmarks.embeddings",
     "benchmarks.generation",
     "benchmarks.memory",
+    "benchmarks.observability",
     "benchmarks.overload",
     "benchmarks.own_code",
     "benchmarks.ranks",

@@ -1,4 +1,4 @@
-"""Merges the metrics of engines into one text for `/metrics`.
+"""Merges the metrics of engines into one text.
 
 Every worker reports the same families. Prometheus allows the head of a family only once, with all of its samples
 behind it, so that the texts cannot simply be joined.
@@ -7,22 +7,18 @@ behind it, so that the texts cannot simply be joined.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 _HEAD = re.compile(r"# (HELP|TYPE) (\S+)")
 _SAMPLE = re.compile(r"([^\s{]+)(?:\{(.*)\})? (.+)")
 
 
-def joined(texts: Mapping[tuple[str, str], bytes], names: Collection[str] = ()) -> bytes:
-    """Merge texts in Prometheus' format. Model and worker, the keys of `texts`, become labels of every sample.
-
-    A text that is not of one worker has "" there, and gets no such label. With `names` only the families of these
-    names, or with a sample of such a name, are returned.
-    """
+def joined(texts: Mapping[tuple[str, str], bytes]) -> bytes:
+    """Merge texts in Prometheus' format. Model and worker, the keys of `texts`, become labels of every sample."""
     heads: dict[str, dict[str, str]] = {}
     samples: dict[str, list[str]] = {}
     for (model, worker), text in texts.items():
-        labels = f'model="{_escaped(model)}"' + (f',worker="{_escaped(worker)}"' if worker else "")
+        labels = f'model="{_escaped(model)}",worker="{_escaped(worker)}"'
         family = ""
         for line in text.decode().splitlines():
             head = _HEAD.match(line)
@@ -33,13 +29,8 @@ def joined(texts: Mapping[tuple[str, str], bytes], names: Collection[str] = ()) 
             elif (sample := _SAMPLE.fullmatch(line)) is not None:
                 own = f",{sample[2]}" if sample[2] else ""
                 samples.setdefault(family, []).append(f"{sample[1]}{{{labels}{own}}} {sample[3]}")
-    chosen = [family for family in samples if not names or _is_named(family, samples[family], names)]
-    lines = [line for family in chosen for line in (*heads.get(family, {}).values(), *samples[family])]
+    lines = [line for family in samples for line in (*heads.get(family, {}).values(), *samples[family])]
     return "".join(f"{line}\n" for line in lines).encode()
-
-
-def _is_named(family: str, samples: list[str], names: Collection[str]) -> bool:
-    return family in names or any(sample.partition("{")[0] in names for sample in samples)
 
 
 def _escaped(value: str) -> str:

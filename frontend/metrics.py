@@ -11,17 +11,15 @@ scrape. Gauges are read from the models then. The label `model` is the name of t
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-from prometheus_client import generate_latest
 from prometheus_client.core import Metric as Family
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
 
 from frontend.engine_metrics import joined
+from frontend.exposition import open_metrics, text_format
 from frontend.lmi_metrics import LmiMetrics
 from frontend.metric_log import MetricLog
 from frontend.model_metrics import LoggedModelMetrics, ModelMetrics
@@ -99,31 +97,40 @@ class Metrics:
         It is OpenMetrics if `accept` names that, otherwise Prometheus' text format. With `names` only these metrics are
         returned.
         """
-        encode, content_type = choose_encoder(accept)
+        content_type = choose_encoder(accept)[1]
         pools = [model.pool for model in self._models() if model.pool is not None]
         memory = asyncio.create_task(asyncio.to_thread(memory_families, _processes(pools)))
         measured = await asyncio.gather(*(pool.engine_metrics() for pool in pools))
-        families = [*self._families(), *await memory]
-        engines = joined(self._engine_texts(pools, measured), names)
-        if content_type.startswith(PLAIN):
-            return encode(_Chosen(families, names)) + engines, content_type
-        families += text_string_to_metric_families(engines.decode())  # OpenMetrics has one end, and other heads
-        return encode(_Chosen(families, names)), content_type
+        engines = [
+            *text_string_to_metric_families(joined(self._engine_texts(pools, measured)).decode()),
+            *self._families_of_engines(pools),
+        ]
+        families = _chosen([*self._families(), *await memory, *_merged(engines)], names)
+        write = text_format if content_type.startswith(PLAIN) else open_metrics
+        return write(families), content_type
 
     def _engine_texts(
         self, pools: Sequence[WorkerPool], measured: Sequence[Mapping[str, bytes]]
     ) -> Mapping[tuple[str, str], bytes]:
-        """Return the texts of all engines by model and worker, and for models without any what vLLM's would say."""
-        texts: dict[tuple[str, str], bytes] = {}
+        """Return the texts of all engines by model and worker."""
         for pool, by_worker in zip(pools, measured, strict=True):
             if by_worker:
                 self._report_own.add(pool.label)
-            texts.update({(pool.label, worker): text for worker, text in by_worker.items()})
+        return {
+            (pool.label, worker): text
+            for pool, by_worker in zip(pools, measured, strict=True)
+            for worker, text in by_worker.items()
+        }
+
+    def _families_of_engines(self, pools: Sequence[WorkerPool]) -> Iterator[Family]:
+        """Yield, for models whose engines report nothing, what an engine would whose names are shown."""
+        for pool in pools:
             series = self._series.get(pool.label)
             if series is not None and pool.label not in self._report_own:
-                shown = [_OF_ENGINES[name](series, pool) for name in self._names if name in _OF_ENGINES]
-                texts[pool.label, ""] = generate_latest(_Chosen(itertools.chain(*shown), ()))
-        return texts
+                series.settle()
+                for name in self._names:
+                    if name in _OF_ENGINES:
+                        yield from _labelled(_OF_ENGINES[name](series, pool), pool.label)
 
     def _families(self) -> Iterator[Family]:
         self._drop_gone()
@@ -153,17 +160,30 @@ class Metrics:
         return ModelMetrics(name) if self._log is None else LoggedModelMetrics(name, self._log)
 
 
-class _Chosen(Collector):
-    """The families that a scrape asks for by name, or by the name of a sample; all without `names`."""
+def _chosen(families: Iterable[Family], names: Collection[str]) -> Iterator[Family]:
+    """Yield the families that a scrape asks for by name, or by the name of a sample; all without `names`."""
+    wanted = set(names)
+    for family in families:
+        if not wanted or wanted & {family.name, *(sample.name for sample in family.samples)}:
+            yield family
 
-    def __init__(self, families: Iterable[Family], names: Collection[str]) -> None:
-        self._families = families
-        self._names = set(names)
 
-    def collect(self) -> Iterator[Family]:
-        for family in self._families:
-            if not self._names or self._names & {family.name, *(sample.name for sample in family.samples)}:
-                yield family
+def _labelled(families: Iterable[Family], model: str) -> Iterator[Family]:
+    """Add the label `model`, which the metrics of every engine have here."""
+    for family in families:
+        for sample in family.samples:
+            sample.labels["model"] = model
+        yield family
+
+
+def _merged(families: Iterable[Family]) -> Iterable[Family]:
+    """Return one family of each name, with the samples of all: several engines have the same ones."""
+    by_name: dict[str, Family] = {}
+    for family in families:
+        first = by_name.setdefault(family.name, family)
+        if first is not family:
+            first.samples += family.samples
+    return by_name.values()
 
 
 def _processes(pools: Sequence[WorkerPool]) -> dict[tuple[str, str], int]:
