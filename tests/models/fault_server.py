@@ -3,8 +3,9 @@
 A model names its handler in its serving.properties: option.test_handler=module:Class. Models that cannot be loaded
 leave the others be, unless SERVING_WAIT_MODEL_LOADING says otherwise. For tests only.
 
-`python fault_server.py --template FD` is the process that tests/support/forked_servers.py talks to over a socket: it
-imports everything once, and forks for every server and every run of `lmi-server` that is asked for.
+`python fault_server.py --template FD [LIBRARIES]` is the process that tests/support/forked_servers.py talks to over a
+socket: it imports everything once, and forks for every server and every run of `lmi-server` that is asked for. With
+LIBRARIES, a name of forked_workers.py, the workers of these servers are forks as well.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import importlib
 import json
 import logging
 import os
@@ -106,6 +108,8 @@ def _exit_code(pid: int) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--template"]:
+        for libraries in sys.argv[3:]:
+            importlib.import_module("forked_workers").install(libraries)
         fork(socket.socket(fileno=int(sys.argv[2])))
     else:
         sys.exit(serve(sys.argv[1:]))

@@ -109,13 +109,13 @@ def handled(handler: RequestHandler, directory: str, options: Any, requests: lis
     return [json.loads(one.data) if isinstance(one, Response) else one.message for one in handler.handle(batch)]
 
 
-def run(asked: dict[str, Any]) -> None:
+async def run(asked: dict[str, Any]) -> None:
     """Do what a line asks for, in a process of its own that ends then."""
-    print(json.dumps(asyncio.run(outcome(asked))), flush=True)
+    print(json.dumps(await outcome(asked)), flush=True)
     if "kill" in asked:
         children = psutil.Process().children(recursive=True)
         next(child for child in children if asked["kill"] in child.name()).kill()
-        time.sleep(_LIMIT_S)  # this process does not outlive a part of its engine
+        await asyncio.sleep(_LIMIT_S)  # this process does not outlive a part of its engine
     os._exit(0)  # an engine that runs would be waited for
 
 
@@ -129,6 +129,6 @@ if __name__ == "__main__":
     for line in sys.stdin:
         child = os.fork()
         if not child:
-            run(json.loads(line))
+            asyncio.run(run(json.loads(line)))
         if status := os.waitpid(child, 0)[1]:
             print(json.dumps(f"ended with status {status}"), flush=True)

@@ -26,10 +26,17 @@ class _Forked:
     """A fork of the template, with what the tests use of subprocess.Popen."""
 
     def __init__(
-        self, what: str, arguments: Sequence[str], variables: Mapping[str, str], directory: str, outputs: Sequence[int]
+        self,
+        what: str,
+        arguments: Sequence[str],
+        variables: Mapping[str, str],
+        directory: str,
+        outputs: Sequence[int],
+        libraries: str = "",
     ) -> None:
+        self._template = _template(libraries)
         try:
-            self.pid = _template().fork(what, arguments, variables, directory, outputs)
+            self.pid = self._template.fork(what, arguments, variables, directory, outputs)
         finally:
             for descriptor in outputs:
                 os.close(descriptor)
@@ -50,28 +57,30 @@ class _Forked:
         if self.returncode is None:
             if not select.select([self._ended], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(str(SCRIPT), timeout or 0)
-            self.returncode = _template().exit_code(self.pid)
+            self.returncode = self._template.exit_code(self.pid)
             os.close(self._ended)
         return self.returncode
 
 
 class ForkedServer(_Forked):
-    """Runs fault_server.py."""
+    """Runs fault_server.py; its workers are forks too, with `libraries`, a name of tests/models/forked_workers.py."""
 
-    def __init__(self, arguments: Sequence[str], variables: Mapping[str, str]) -> None:
+    def __init__(self, arguments: Sequence[str], variables: Mapping[str, str], libraries: str = "") -> None:
         reading, writing = os.pipe()
         self.stderr: IO[str] = os.fdopen(reading)
-        super().__init__("server", arguments, variables, os.getcwd(), [writing])
+        super().__init__("server", arguments, variables, os.getcwd(), [writing], libraries)
 
 
 class ForkedCommand(_Forked):
-    """Runs `lmi-server` in `directory`, with these variables and no others."""
+    """Runs `lmi-server` in `directory`, with these variables and no others; `libraries` as in ForkedServer."""
 
-    def __init__(self, arguments: Sequence[str], variables: Mapping[str, str], directory: Path) -> None:
+    def __init__(
+        self, arguments: Sequence[str], variables: Mapping[str, str], directory: Path, libraries: str = ""
+    ) -> None:
         output, errors = os.pipe(), os.pipe()
         self.stdout: IO[str] = os.fdopen(output[0])
         self.stderr: IO[str] = os.fdopen(errors[0])
-        super().__init__("command", arguments, variables, str(directory), [output[1], errors[1]])
+        super().__init__("command", arguments, variables, str(directory), [output[1], errors[1]], libraries)
 
 
 def run_command(*arguments: str, env: Mapping[str, str], cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -89,10 +98,11 @@ def run_command(*arguments: str, env: Mapping[str, str], cwd: Path) -> subproces
 class _Template:
     """The process that forks; it ends with this one."""
 
-    def __init__(self) -> None:
+    def __init__(self, libraries: str) -> None:
         self._connection, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with others:
             command = [sys.executable, str(SCRIPT), "--template", str(others.fileno())]
+            command += [libraries] if libraries else []
             paths = {"PYTHONPATH": os.pathsep.join([HANDLERS, str(TESTS.parent)])}
             self._process = subprocess.Popen(command, env=os.environ | paths, pass_fds=[others.fileno()])
         self._lock = threading.Lock()
@@ -119,5 +129,5 @@ class _Template:
 
 
 @functools.cache
-def _template() -> _Template:
-    return _Template()
+def _template(libraries: str = "") -> _Template:
+    return _Template(libraries)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import httpx
+from forked_servers import ForkedCommand
 from process_log import ProcessLog
 from waiting import wait_until
 
@@ -18,11 +19,27 @@ COMMANDS = Path(sys.executable).parent
 
 
 class Server:
-    """`lmi-server serve` in a process of its own, ready to answer."""
+    """`lmi-server serve` in a process of its own, ready to answer.
 
-    def __init__(self, directory: Path, commands: Path = COMMANDS, variables: Mapping[str, str] = os.environ) -> None:
-        command = [str(commands / "lmi-server"), "serve", str(directory), "--port", "0"]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=dict(variables))
+    With `libraries`, as in ForkedCommand, it and its workers are forks that have imported these: for tests of what
+    comes after the start.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        commands: Path = COMMANDS,
+        variables: Mapping[str, str] = os.environ,
+        libraries: str = "",
+    ) -> None:
+        arguments = ["serve", str(directory), "--port", "0"]
+        self.process: subprocess.Popen[str] | ForkedCommand = (
+            ForkedCommand(arguments, variables, Path.cwd(), libraries)
+            if libraries
+            else subprocess.Popen(
+                [str(commands / "lmi-server"), *arguments], stderr=subprocess.PIPE, text=True, env=dict(variables)
+            )
+        )
         self._log = ProcessLog(self.process.stderr)
         self.lines = self._log.lines
         self.url = self.log_line(r"listening on (http://\S+)")[1]
@@ -52,14 +69,18 @@ class Server:
         self.http.close()
         self.process.terminate()
         self._log.close()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
         return self.process.wait(60)
 
 
 @contextlib.contextmanager
-def serving(parent: Path, model: Path, code: str | None = None, **options: str) -> Iterator[Server]:
+def serving(
+    parent: Path, model: Path, code: str | None = None, libraries: str = "", **options: str
+) -> Iterator[Server]:
     """Serve a model from a directory whose serving.properties has these options, and whose model.py is `code`.
 
-    `engine`, and keys in full that begin with "option.", are taken as they are.
+    `libraries` are those of Server. `engine`, and keys in full that begin with "option.", are taken as they are.
     """
     directory = parent / "model"
     directory.mkdir()
@@ -71,7 +92,7 @@ def serving(parent: Path, model: Path, code: str | None = None, **options: str) 
     (directory / "serving.properties").write_text("\n".join(lines))
     if code is not None:
         (directory / "model.py").write_text(code)
-    with running(Server(directory)) as server:
+    with running(Server(directory, libraries=libraries)) as server:
         yield server
 
 

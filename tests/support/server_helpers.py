@@ -31,11 +31,14 @@ SERVING_KEYS = {
 
 
 class Server:
-    """A server process on a port that the system chose; `arguments` are those of fault_server.py."""
+    """A server process on a port that the system chose; `arguments` are those of fault_server.py.
 
-    def __init__(self, *arguments: str | Path, variables: dict[str, str] | None = None) -> None:
+    With `libraries`, as in ForkedServer, its workers have imported these and are forks.
+    """
+
+    def __init__(self, *arguments: str | Path, variables: dict[str, str] | None = None, libraries: str = "") -> None:
         path = {"PYTHONPATH": os.pathsep.join([HANDLERS, str(TESTS.parent)])}
-        self.process = ForkedServer([*map(str, arguments)], os.environ | (variables or {}) | path)
+        self.process = ForkedServer([*map(str, arguments)], os.environ | (variables or {}) | path, libraries)
         self._log = ProcessLog(self.process.stderr)
         self.lines = self._log.lines
         self.port = int(self.log_line(r"listening on http://127\.0\.0\.1:(\d+)")[1])
@@ -86,9 +89,9 @@ def make_model(directory: Path, handler: str = FAULTS, **options: Any) -> Path:
 
 
 @contextlib.contextmanager
-def running(*arguments: str | Path, variables: dict[str, str] | None = None) -> Iterator[Server]:
+def running(*arguments: str | Path, variables: dict[str, str] | None = None, libraries: str = "") -> Iterator[Server]:
     """Start a server and stop it at the end."""
-    server = Server(*arguments, variables=variables)
+    server = Server(*arguments, variables=variables, libraries=libraries)
     try:
         yield server
     finally:
@@ -98,10 +101,16 @@ def running(*arguments: str | Path, variables: dict[str, str] | None = None) -> 
 
 @contextlib.contextmanager
 def serving(
-    directory: Path, handler: str = FAULTS, ready: bool = True, variables: dict[str, str] | None = None, **options: Any
+    directory: Path,
+    handler: str = FAULTS,
+    ready: bool = True,
+    variables: dict[str, str] | None = None,
+    libraries: str = "",
+    **options: Any,
 ) -> Iterator[Server]:
     """Serve a model named "model", which is in directory / "model"."""
-    with running(make_model(directory / "model", handler, **options), variables=variables) as server:
+    model = make_model(directory / "model", handler, **options)
+    with running(model, variables=variables, libraries=libraries) as server:
         if ready:
             server.log_line(r"\] ready: process")
         yield server

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     model = make_tiny_model(tmp_path_factory.mktemp("tiny") / "llama")
     options = {"rolling_batch": "scheduler", "max_rolling_batch_size": "8", "kv_cache_memory_gb": "0.1"}
-    with serving(tmp_path_factory.mktemp("served"), model, **options) as server:
+    with serving(tmp_path_factory.mktemp("served"), model, libraries="transformers", **options) as server:
         yield server.http
 
 

@@ -205,7 +205,7 @@ def compiling(directory: Path, model: Path, code: str | None = None, **settings:
     with ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("VLLM_CACHE_ROOT", str(directory / "compiled"))
-            server = stack.enter_context(serving(directory, model, code, **settings))
+            server = stack.enter_context(serving(directory, model, code, "vllm", **settings))
         worker = psutil.Process(server.worker_pid())
         wait_until(lambda: compilers_of(worker), "the compiler runs")
         compilers = compilers_of(worker)
@@ -357,7 +357,7 @@ def with_adapters(tmp_path: Path) -> Iterator[Server]:
     """Serve a model without a chat template, with room for two adapters."""
     model = make_tiny_model(tmp_path / "bare", chat_template=None)
     settings = {**UNCOMPILED, "enable_lora": "true", "max_lora_rank": "8", "max_loras": "2", "max_cpu_loras": "4"}
-    with serving(tmp_path, model, **settings) as server:
+    with serving(tmp_path, model, libraries="vllm", **settings) as server:
         yield server
 
 
@@ -454,17 +454,6 @@ def test_the_compiler_ends_with_its_server(server: str, number: signal.Signals, 
     assert [process for process in left if process.status() != psutil.STATUS_ZOMBIE] == []
 
 
-def test_an_engine_in_its_own_process_is_served_and_replaced_when_it_dies(tiny_model: Path, tmp_path: Path) -> None:
-    with serving(tmp_path, tiny_model, **UNCOMPILED, engine_process="own") as server:
-        before = complete(server, max_tokens=8).json()["choices"][0]["text"]
-        worker = psutil.Process(server.worker_pid())
-        engine = next(child for child in worker.children(recursive=True) if "EngineCore" in child.name())
-        engine.kill()
-        worker.wait(30)
-        assert complete(server, max_tokens=8).json()["choices"][0]["text"] == before
-        assert server.worker_pid() != worker.pid
-
-
 # --- loads without a server ---
 
 
@@ -474,6 +463,12 @@ def test_a_model_split_over_two_processes_gives_the_tokens_of_one(loader: Loader
     loaded = loader.load(options=options, prompts=prompts, tokens=24, kill="Worker")
     assert loaded["answers"] == greedy(prompts, 24)
     assert "ended with status" in loader.next_line()  # a worker does not outlive a part of its engine
+
+
+def test_an_engine_in_its_own_process_answers_and_takes_the_worker_with_it(loader: Loader, tiny_model: Path) -> None:
+    options = {**UNCOMPILED, "model_id": str(tiny_model), "engine_process": "own"}
+    assert loader.load(options=options, kill="EngineCore")["answers"] == greedy()
+    assert "ended with status" in loader.next_line()  # so that the pool starts another one
 
 
 @pytest.mark.parametrize("name", ["vllm", "vllm-lora", "vllm-tools"])

@@ -32,7 +32,8 @@ SETTINGS = {"option.rolling_batch": "vllm", "option.dtype": "fp32", "option.enfo
 def embedding(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     lines = [line.partition("=")[::2] for line in SAMPLE.read_text().splitlines() if not line.startswith("#")]
     instead = {"option.model_id": str(MINILM), "option.dtype": "fp32"}
-    with serving(tmp_path_factory.mktemp("embedding"), MINILM, **{**dict(lines), **instead}) as server:
+    keys = {**dict(lines), **instead}
+    with serving(tmp_path_factory.mktemp("embedding"), MINILM, libraries="vllm", **keys) as server:
         yield server
 
 

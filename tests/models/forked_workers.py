@@ -1,0 +1,157 @@
+"""Workers as forks of their server, which has imported what they need: a start costs no imports. For tests only.
+
+`install` replaces how lmi_server/supervisor/launch.py starts a process. A group of MPI ranks starts as ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import asyncio.subprocess
+import contextlib
+import gc
+import logging
+import os
+import random
+import signal
+import sys
+import traceback
+from asyncio.subprocess import Process
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
+from typing import cast
+
+from handlers.checkpoints.options import THREAD_VARIABLES
+from handlers.vllm.options import VllmOptions
+from lmi_server.machine import model_imports
+from lmi_server.machine.environment import process_environment
+from lmi_server.machine.inventory import this_machine
+from lmi_server.supervisor import launch
+from lmi_server.worker import __main__ as worker_program
+
+LIBRARIES = {
+    "transformers": (
+        *("handlers.huggingface.model", "handlers.rolling_batch.engine_loading", "handlers.tasks.task_loading"),
+        *("handlers.tasks.text_tasks", "handlers.tasks.transformers_pipeline", "handlers.tasks.embedding"),
+        *("transformers.models.llama.modeling_llama", "transformers.models.bert.modeling_bert"),
+    ),
+    "vllm": ("handlers.vllm.engine", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.llama"),
+}
+"""What the workers of a template have imported, by the name that the template is asked for with."""
+
+_start = launch._execute
+_LAST_DESCRIPTOR = 1 << 16
+
+
+def install(libraries: str) -> None:
+    """Import the modules of LIBRARIES; from now on, each worker is a fork of the process that starts it."""
+    os.environ.update(_variables(libraries))  # the libraries read them when they are imported
+    model_imports.prepare()
+    for name in LIBRARIES[libraries]:
+        import_module(name)
+    model_imports.imported()
+    launch._execute = _execute
+
+
+def _variables(libraries: str) -> Mapping[str, str]:
+    if libraries != "vllm":
+        return THREAD_VARIABLES
+    recommended = VllmOptions.recommended(this_machine(process_environment()))
+    options = {key.removeprefix("option."): value for key, value in recommended.items()}
+    return VllmOptions.restore({"model_id": "", **options}, {}).worker_environment()
+
+
+async def _execute(command: Sequence[str], variables: Mapping[str, str], inherited: Sequence[int] = ()) -> Process:
+    if command[0] != sys.executable:
+        return await _start(command, variables, inherited)
+    outputs = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        _run(command, variables, [writing for _, writing in outputs], inherited)
+    for _, writing in outputs:
+        os.close(writing)
+    readers = [await _reader(reading) for reading, _ in outputs]
+    return cast(Process, _ForkedWorker(pid, *readers))
+
+
+async def _reader(descriptor: int) -> asyncio.StreamReader:
+    reader = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb"))
+    return reader
+
+
+class _ForkedWorker:
+    """What lmi_server/supervisor uses of asyncio's Process."""
+
+    def __init__(self, pid: int, stdout: asyncio.StreamReader, stderr: asyncio.StreamReader) -> None:
+        self.pid = pid
+        self.stdout = stdout
+        self.stderr = stderr
+        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._handle = os.pidfd_open(pid)
+        asyncio.get_running_loop().add_reader(self._handle, self._on_end)
+
+    @property
+    def returncode(self) -> int | None:
+        return self._ended.result() if self._ended.done() else None
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._ended)
+
+    def kill(self) -> None:
+        if self._ended.done():
+            raise ProcessLookupError
+        signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+
+    def _on_end(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._handle)
+        os.close(self._handle)
+        self._ended.set_result(os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]))
+
+
+def _run(
+    command: Sequence[str], variables: Mapping[str, str], outputs: Iterable[int], inherited: Sequence[int]
+) -> None:
+    """Be the process that `command` starts."""
+    code = 1
+    try:
+        gc.freeze()  # an object of the server that is collected here may close a file of the worker
+        os.setsid()
+        _keep_files(outputs, inherited)
+        _forget_the_server()
+        os.environ.update(variables)
+        sys.argv = list(command[command.index("-m") + 1 :])
+        sys.modules["__main__"] = worker_program  # processes that an engine spawns import it
+        code = worker_program.main()
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 1
+    except BaseException:  # noqa: BLE001 - a fork must not go on as the server
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _keep_files(outputs: Iterable[int], inherited: Sequence[int]) -> None:
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for number, file in zip((1, 2), outputs, strict=True):
+        os.dup2(file, number)
+    first = 3
+    for descriptor in sorted(inherited):
+        os.closerange(first, descriptor)
+        first = descriptor + 1
+    os.closerange(first, _LAST_DESCRIPTOR)
+
+
+def _forget_the_server() -> None:
+    """Undo what the server has set up for its process: signals, the log, the loop."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    for logger in (logging.root, *logging.root.manager.loggerDict.values()):
+        if isinstance(logger, logging.Logger):
+            logger.handlers.clear()
+    asyncio._set_running_loop(None)
+    random.seed()
