@@ -205,7 +205,9 @@ class DeepSpeedOptions(RollingBatchOptions):
         if self.rolling_batch != "disable":
             yield from without_effect(given, "option.rolling_batch=disable", ["option.enable_streaming"])
         else:
-            yield from without_effect(given, "option.rolling_batch=deepspeed", ["option.enable_cuda_graph"])
+            yield from without_effect(
+                given, "option.rolling_batch=deepspeed", ["option.enable_cuda_graph", "option.enable_torch_compile"]
+            )
 
 
 def runs_whole_tasks(workload: Workload) -> bool:

@@ -53,14 +53,6 @@ class HuggingFaceOptions(TransformersOptions, RollingBatchOptions):
     max_model_len: PositiveInt | None = Field(
         None, description="Maximum tokens of prompt and output together; if not set, what config.json allows."
     )
-    enable_torch_compile: Annotated[
-        bool,
-        Unavailable.values(
-            True,
-            instead="remove the key: on the CPU the step runs on kernels compiled when the model loads; on a GPU"
-            " option.enable_cuda_graph=true records it",
-        ),
-    ] = Field(False, description="Compile the decode step when the model loads.")
 
     def context_length(self) -> int | None:
         return self.max_model_len

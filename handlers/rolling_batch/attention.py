@@ -77,8 +77,13 @@ class SlotAttention:
         self._decoding = None
 
     def begin_decoding(self, rows: SingleRows) -> None:
-        """Set the rows of the next forward passes, all of which decode; only for a cache on a GPU."""
+        """Set the rows of the next forward passes, all of which decode; only without kernels."""
         self._decoding = rows
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether the compiled CPU kernels attend, and not torch's operators."""
+        return isinstance(self._operators, _KernelAttention)
 
     def kept(self, layer: int) -> tuple[np.ndarray, np.ndarray] | None:
         """Return a layer's keys and values as the kernels see them; None if the kernels do not support this cache."""

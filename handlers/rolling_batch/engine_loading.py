@@ -17,7 +17,7 @@ from handlers.chats.model import ModelChats
 from handlers.checkpoints.transformers_loading import eos_token_ids
 from handlers.rolling_batch.attention import UnsupportedAttentionError
 from handlers.rolling_batch.communicator import Communicator
-from handlers.rolling_batch.decode_graphs import CudaCapture
+from handlers.rolling_batch.decode_passes import CudaCapture
 from handlers.rolling_batch.device_memory import (
     StepSize,
     enough_for_steps,
@@ -123,7 +123,7 @@ def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -
         _refuse_chunked_attention(model.config, max_len)
         with enough_for_steps(runner, limits.kv_tokens, step):
             runner.prepare(limits.slots, max_len)
-        graphs = runner.capture(limits.max_running, CudaCapture) if options.enable_cuda_graph else 0
+        decoding = _speed_up_decoding(runner, limits.max_running, options)
     engine = RollingBatchEngine(runner, Scheduler(limits), tokenizer, eos_token_ids(model, tokenizer), max_len)
     prompts, chats = PromptEncoder(tokenizer), ModelChats(tokenizer, options)
     with enough_for_steps(runner, limits.kv_tokens, step):
@@ -143,10 +143,20 @@ def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -
         **loaded.details,
         **chats.details,
         "fused_modules": runner.fused,
-        **({"cuda_graphs": graphs} if options.enable_cuda_graph else {}),
+        **decoding,
         "load_seconds": round(time.perf_counter() - began, 1),
     }
     return LoadedEngine(engine, prompts, max_len, limits.kv_tokens, details, chats)
+
+
+def _speed_up_decoding(runner: ModelRunner, rows: int, options: RollingBatchOptions) -> dict[str, Any]:
+    """Do what the options ask for, compilation first: graphs then record the compiled code. Return what was done."""
+    done: dict[str, Any] = {}
+    if options.enable_torch_compile:
+        done["compiled"] = runner.compile(rows)
+    if options.enable_cuda_graph:
+        done["cuda_graphs"] = runner.capture(rows, CudaCapture)
+    return done
 
 
 @contextmanager

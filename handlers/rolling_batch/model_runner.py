@@ -21,7 +21,18 @@ from handlers.rolling_batch.attention import (
     probe_layers,
 )
 from handlers.rolling_batch.communicator import Communicator, GroupBrokenError
-from handlers.rolling_batch.decode_graphs import Capture, DecodeGraphs, captured, not_captured
+from handlers.rolling_batch.compiled_step import Compile, CompiledStep, torch_compile
+from handlers.rolling_batch.decode_passes import (
+    COMPILE_KEY,
+    GRAPH_KEY,
+    Capture,
+    DecodePasses,
+    DecodeStep,
+    Step,
+    checked,
+    log_no_effect,
+    run_once,
+)
 from handlers.rolling_batch.decoder_layers import fuse_decoder_layers
 from handlers.rolling_batch.decoder_model import DecoderModel
 from handlers.rolling_batch.fusion import fuse
@@ -75,7 +86,8 @@ class ModelRunner:
         self._attention: SlotAttention
         self._decoder: DecoderModel | None = None
         self._lora: LoraLayers | None = None  # None until the first adapter
-        self._graphs: DecodeGraphs | None = None
+        self._step: Step  # computes rows that decode, if `_passes` are used
+        self._passes: DecodePasses | None = None
         self._copies_due: list[Copy] = []  # to be made before anything else of the next step
 
     @property
@@ -113,26 +125,51 @@ class ModelRunner:
         self.cache = KVCache(self.layers, slots, max_len, self._dtype)
         self._attention = SlotAttention(self.cache, self._attention_name)
         self._model.set_attn_implementation(self._attention_name)
+        self._step = DecodeStep(self._model, self._attention)
         if self.fused:
             self.fused["decoder_layers"] = fuse_decoder_layers(self._model, self._attention_layers, self._attention)
             self._decoder = DecoderModel.of(self._model, self._attention) if self._keeps_rows else None
             self.fused["models"] = int(self._decoder is not None)
 
+    def compile(self, rows: int, compiler: Compile = torch_compile) -> bool:
+        """Compile decoding of up to `rows` rows; return whether steps run the compiled code."""
+        if (reason := self._uncompilable()) is not None:
+            log_no_effect(COMPILE_KEY, reason)
+            return False
+        for kept in (*self.cache.keys, *self.cache.values):
+            torch._dynamo.mark_static(kept)  # only rows and columns vary
+        step = CompiledStep(self._step, compiler)
+        passes = checked(COMPILE_KEY, lambda: self._passes_of(step, rows, run_once), self._decoded_eagerly)
+        if passes is None or step.is_eager:
+            return False
+        self._step, self._passes = step, passes
+        _log.info("%s: decoding runs as compiled code", COMPILE_KEY)
+        return True
+
     def capture(self, rows: int, capture: Callable[[], Capture]) -> int:
-        """Record decoding of up to `rows` rows; return the number of recorded shapes, 0 if steps run eagerly."""
-        reason = self._uncapturable()
-        if reason is not None:
-            not_captured(reason)
+        """Record decoding of up to `rows` rows; return the number of recorded shapes, 0 if there are none."""
+        if (reason := self._uncapturable()) is not None:
+            log_no_effect(GRAPH_KEY, reason)
             return 0
-        limits = (rows, self.cache.max_len, self._device)
-        self._graphs = captured(
-            lambda: DecodeGraphs(self._model, self._attention, *limits, capture()), self._decoded_eagerly
-        )
-        return 0 if self._graphs is None else self._graphs.shapes
+        passes = checked(GRAPH_KEY, lambda: self._passes_of(self._step, rows, capture()), self._decoded_eagerly)
+        if passes is None:
+            return 0
+        self._passes = passes
+        _log.info("%s: decoding runs as %d CUDA graphs", GRAPH_KEY, passes.shapes)
+        return passes.shapes
+
+    def _passes_of(self, step: Step, rows: int, capture: Capture) -> DecodePasses:
+        return DecodePasses(step, rows, self.cache.max_len, self._device, capture)
+
+    def _uncompilable(self) -> str | None:
+        if self._attention.has_kernels:
+            return "on the CPU a model in bf16 or fp32 runs on kernels of this project, which torch cannot compile"
+        return self._divided()
 
     def _uncapturable(self) -> str | None:
-        if self._device.type == "cpu":
-            return "the model is on the CPU"
+        return "the model is on the CPU" if self._device.type == "cpu" else self._divided()
+
+    def _divided(self) -> str | None:
         if self._communicator is not None:
             return "the model is split over ranks"
         return "the model is spread over several devices" if is_spread(self._model) else None
@@ -204,8 +241,8 @@ class ModelRunner:
         later = {chunk.slot for chunk in step.chunks if chunk.source != chunk.slot}
         self._copies_due = [copy for copy in step.copies if copy.target in later]
         self._copy([copy for copy in step.copies if copy.target not in later])
-        if self._graphs is not None and not step.chunks and (self._lora is None or not self._lora.is_active):
-            return self._graphs.logits(step.token_ids, step.positions, step.slots)
+        if self._passes is not None and not step.chunks and (self._lora is None or not self._lora.is_active):
+            return self._passes.logits(step.token_ids, step.positions, step.slots)
         singles = np.array(step.positions[: len(step.slots)], np.int64)
         self._attention.begin(StepRows(np.array(step.slots, np.int64), singles, step.chunks))
         with torch.inference_mode():

@@ -56,3 +56,9 @@ class RollingBatchOptions(ParserOptions):
         description="Record decoding as CUDA graphs when the model loads: on one GPU, for requests without adapters."
         " Everything else, and a model that cannot be recorded, runs eagerly, and the log says why.",
     )
+    enable_torch_compile: bool = Field(
+        False,
+        description="Compile decoding with torch.compile when the model loads: on one GPU, and on the CPU in fp16, for"
+        " requests without adapters. Everything else, and a model that cannot be compiled, runs eagerly, and the log"
+        " says why.",
+    )

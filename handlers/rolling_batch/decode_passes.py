@@ -1,9 +1,12 @@
-"""Decoding as CUDA graphs (`option.enable_cuda_graph`): passes of fixed shape over buffers that stay where they are.
+"""Decoding in passes of fixed shape: recorded as CUDA graphs (`option.enable_cuda_graph`), compiled, or both.
 
 A small batch on a GPU is bound by the thousand calls of a pass, not by their work. A graph records these calls once and
 replays them with one. It has the addresses and shapes of its recording. So inputs are copied into buffers, and a pass
 takes the smallest recorded shape that it fits in: a number of rows, and a number of columns of the KV cache that they
 read. The rows that are left over repeat the last one, which writes the same keys and values to the same place.
+
+Compiled code (compiled_step.py) takes the same shapes: all of them run when the model loads, and nothing is compiled
+while requests wait.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -20,14 +23,34 @@ from lmi_server.contract.errors import first_line
 
 _log = logging.getLogger(__name__)
 
-_KEY = "option.enable_cuda_graph"
+GRAPH_KEY = "option.enable_cuda_graph"
+COMPILE_KEY = "option.enable_torch_compile"
 _LEAST_COLUMNS, _COLUMN_FACTOR = 256, 4
-_LIMITS = {torch.float32: 1e-3}  # of the spread of the logits, as for the check at load
+_LIMITS = {torch.float32: 1e-3, torch.float64: 1e-3}  # of the spread of the logits, as for the check at load
 _LIMIT = 0.25
 
 Run = Callable[[], torch.Tensor]
 Capture = Callable[[Run], Run]
 """Records what its argument computes; returns a function that computes it again, into the same tensor."""
+
+
+class Step(Protocol):
+    """Computes the logits, (rows, vocabulary), of rows that decode and read `columns` columns of their slots."""
+
+    def __call__(self, ids: torch.Tensor, places: torch.Tensor, slots: torch.Tensor, columns: int) -> torch.Tensor: ...
+
+
+class DecodeStep:
+    """The decode step of `model` as Python calls it, operator by operator."""
+
+    def __init__(self, model: Any, attention: SlotAttention) -> None:
+        self._model = model
+        self._attention = attention
+
+    def __call__(self, ids: torch.Tensor, places: torch.Tensor, slots: torch.Tensor, columns: int) -> torch.Tensor:
+        self._attention.begin_decoding(SingleRows(slots, places, columns, remembers=False))
+        logits: torch.Tensor = self._model(input_ids=ids[None], position_ids=places[None], use_cache=False).logits
+        return logits[0]
 
 
 class CudaCapture:
@@ -53,15 +76,21 @@ class CudaCapture:
         return replay
 
 
-class DecodeGraphs:
-    """The recorded passes of `model`, for up to `rows` rows and `max_len` columns."""
+def run_once(run: Run) -> Run:
+    """Record nothing; run it, so that its code is compiled."""
+    run()
+    return run
 
-    def __init__(
-        self, model: Any, attention: SlotAttention, rows: int, max_len: int, device: torch.device, capture: Capture
-    ) -> None:
-        self._model = model
-        self._attention = attention
-        self._inputs = torch.zeros((3, rows), dtype=torch.long, device=device)  # token ids, positions, slots
+
+class DecodePasses:
+    """The passes of `step` for up to `rows` rows and `max_len` columns."""
+
+    def __init__(self, step: Step, rows: int, max_len: int, device: torch.device, capture: Capture) -> None:
+        self._step = step
+        # Token ids, positions and slots: torch.compile compiles anew for each part of one tensor, and for each view
+        # that autograd keeps track of.
+        with torch.inference_mode():
+            self._inputs = [torch.zeros(rows, dtype=torch.long, device=device) for _ in range(3)]
         self._rows, self._columns = row_counts(rows), column_counts(max_len)
         # The largest first, so that the smaller ones find their memory in the pool.
         shapes = sorted(itertools.product(self._rows, self._columns), reverse=True)
@@ -69,7 +98,7 @@ class DecodeGraphs:
 
     @property
     def shapes(self) -> int:
-        """Return the number of recorded shapes."""
+        """Return the number of shapes."""
         return len(self._passes)
 
     def logits(self, token_ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]) -> torch.Tensor:
@@ -77,18 +106,18 @@ class DecodeGraphs:
         count = len(slots)
         rows = next(number for number in self._rows if number >= count)
         columns = next(number for number in self._columns if number > max(positions))
-        filled = [[*numbers, *[numbers[-1]] * (rows - count)] for numbers in (token_ids, positions, slots)]
-        self._inputs[:, :rows] = torch.tensor(filled)
+        with torch.inference_mode():
+            for buffer, numbers in zip(self._inputs, (token_ids, positions, slots), strict=True):
+                buffer[:rows] = torch.tensor([*numbers, *[numbers[-1]] * (rows - count)])
         return self._passes[rows, columns]()[:count]
 
     def _pass(self, rows: int, columns: int) -> Run:
-        ids, places, slots = (self._inputs[index, :rows] for index in range(3))
+        with torch.inference_mode():
+            ids, places, slots = (buffer[:rows] for buffer in self._inputs)
 
         def run() -> torch.Tensor:
-            self._attention.begin_decoding(SingleRows(slots, places, columns, remembers=False))
             with torch.inference_mode():
-                logits = self._model(input_ids=ids[None], position_ids=places[None], use_cache=False).logits
-            return logits[0]
+                return self._step(ids, places, slots, columns)
 
         return run
 
@@ -104,29 +133,28 @@ def column_counts(max_len: int) -> list[int]:
     return [*itertools.takewhile(lambda length: length < max_len, lengths), max_len]
 
 
-def captured(
-    make: Callable[[], DecodeGraphs], eager: Callable[[list[int], list[int], list[int]], torch.Tensor]
-) -> DecodeGraphs | None:
-    """Return the graphs that `make` records if they compute what `eager` does; otherwise None, and log why.
+def checked(
+    key: str, make: Callable[[], DecodePasses], eager: Callable[[list[int], list[int], list[int]], torch.Tensor]
+) -> DecodePasses | None:
+    """Return the passes that `make` returns if they compute what `eager` does; otherwise None, and log why `key` fails.
 
     The slots are empty: both compute the first token of slot 0.
     """
     try:
-        graphs = make()
-        recorded, expected = graphs.logits([1], [0], [0]).clone(), eager([1], [0], [0])
+        passes = make()
+        computed, expected = passes.logits([1], [0], [0]).clone(), eager([1], [0], [0])
     # torch raises RuntimeError for what a stream cannot record, and NotImplementedError, which is one, for operators.
     except RuntimeError as error:
-        not_captured(first_line(error))
+        log_no_effect(key, first_line(error))
         return None
     spread = expected.float() - expected.float().mean(dim=-1, keepdim=True)
-    difference = float((recorded.float() - expected.float()).norm() / spread.norm())
+    difference = float((computed.float() - expected.float()).norm() / spread.norm())
     if not difference <= _LIMITS.get(expected.dtype, _LIMIT):
-        not_captured(f"the logits of a graph differ by {difference:.2g} of their spread")
+        log_no_effect(key, f"the logits differ from the eager ones by {difference:.2g} of their spread")
         return None
-    _log.info("%s: decoding runs as %d CUDA graphs", _KEY, graphs.shapes)
-    return graphs
+    return passes
 
 
-def not_captured(reason: str) -> None:
-    """Log that decoding runs without graphs."""
-    _log.warning("%s has no effect, decoding runs eagerly: %s", _KEY, reason)
+def log_no_effect(key: str, reason: str) -> None:
+    """Log that decoding runs without what `key` asks for."""
+    _log.warning("%s has no effect, decoding runs eagerly: %s", key, reason)
