@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,14 @@ from handlers.stable_diffusion.classes import (
 )
 from handlers.stable_diffusion.options import IMAGE_TO_IMAGE, INPAINTING, StableDiffusionOptions
 from handlers.stable_diffusion.requests import Drawing, Mode
-from lmi_server.contract.errors import ModelLoadError, RequestError, describe
+from lmi_server.contract.errors import (
+    ModelLoadError,
+    ModelMemoryError,
+    RequestError,
+    describe,
+    first_line,
+    is_out_of_memory,
+)
 
 _DENOISERS = ("unet", "transformer", "prior", "decoder")
 _QUANTIZED = ("unet", "transformer", "text_encoder", "text_encoder_2", "text_encoder_3")
@@ -169,16 +177,32 @@ def _load(model_dir: str, options: StableDiffusionOptions, device: str, dtype: t
     quantization = _quantization(index, options, dtype)
     if quantization is not None:
         more["quantization_config"] = quantization
-    # Weights that are pickled can run code when they load, so that only safetensors are read.
-    pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(  # type: ignore[no-untyped-call]
-        model_dir,
-        dtype=dtype,
-        use_safetensors=True,
-        trust_remote_code=options.trust_remote_code,
-        local_files_only=True,
-        **more,
-    )
-    return pipeline if spread else pipeline.to(device)
+    with _enough_memory(model_dir, device):
+        # Weights that are pickled can run code when they load, so that only safetensors are read.
+        pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(  # type: ignore[no-untyped-call]
+            model_dir,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=options.trust_remote_code,
+            local_files_only=True,
+            **more,
+        )
+        return pipeline if spread else pipeline.to(device)
+
+
+@contextmanager
+def _enough_memory(model_dir: str, device: str) -> Iterator[None]:
+    """Turn a lack of memory into a ModelMemoryError that names the keys which help on this device."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        quantized = "option.quantize=bitsandbytes4, raise option.tensor_parallel_degree"
+        keys = "option.dtype=bf16" if device == "cpu" else quantized
+        raise ModelMemoryError(
+            f"{model_dir} does not fit into memory ({first_line(error)}); set {keys}, or use a machine with more memory"
+        ) from error
 
 
 def _variant(model_dir: Path) -> str | None:

@@ -9,7 +9,10 @@ import base64
 import inspect
 import io
 import json
+import os
 import shutil
+import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,8 +23,9 @@ import numpy as np
 import pytest
 from huggingface_hub import InferenceClient
 from neuronx_helpers import FAKE_OPTIMUM_NEURON, importable
-from paths import DATA
+from paths import DATA, ROOT
 from pipeline_helpers import request, started
+from product_helpers import COMMANDS
 from server_helpers import Server, connect, running
 from tiny_pipelines import (
     SIDE,
@@ -322,6 +326,20 @@ def test_the_document_of_the_server_has_the_paths_of_images(served: Server) -> N
     assert "multipart/form-data" in paths["/v1/images/edits"]["post"]["requestBody"]["content"]
 
 
+def test_the_next_worker_draws_after_one_was_killed(served: Server) -> None:
+    before = drawn(served)
+    body = {"prompt": "a cat", "parameters": {"num_inference_steps": 999}}
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(ask, served, body, **{"x-request-id": "bereft"})
+        served.log_line(r"request bereft: drawing 1 images")
+        os.kill(served.worker_pid(), signal.SIGKILL)
+        ended = answer.result()
+    assert ended.status_code == 503
+    assert ended.json()["message"] == "The worker process ended while it held the request"
+    served.log_line(r"\] ready: process")
+    assert same(drawn(served), before)
+
+
 # --- without a server ---
 
 
@@ -405,6 +423,26 @@ def test_a_run_without_enough_memory_fails_its_requests_alone(tiny: Path, monkey
     assert isinstance(one, Response)
     assert [type(outcome) for outcome in (many, other)] == [ModelMemoryError] * 2
     assert "CUDA out of memory" in many.message
+
+
+class _PipelineWithoutMemory:
+    """Fails to load, or to move to its device, as diffusers' does for want of memory."""
+
+    @classmethod
+    def from_pretrained(cls, directory: str, **arguments: Any) -> Any:
+        return cls()
+
+    def to(self, device: str) -> Any:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes\nAdvice")
+
+
+def test_a_pipeline_that_does_not_fit_into_memory_names_the_remedy(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import diffusers
+
+    monkeypatch.setattr(diffusers, "DiffusionPipeline", _PipelineWithoutMemory)
+    text = r"does not fit into memory \(RuntimeError: .* 9 bytes\); set option.dtype=bf16, or use a machine with more"
+    with pytest.raises(ModelMemoryError, match=text):
+        loaded(tiny)
 
 
 def test_a_pipeline_that_inpaints_does_nothing_else(tmp_path: Path) -> None:
@@ -615,3 +653,29 @@ def test_a_pipeline_that_neuron_has_no_graphs_for_is_refused(tmp_path: Path) -> 
     (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
     with pytest.raises(ModelLoadError, match=r"is a FluxPipeline, .* use option\.entryPoint=djl_python"):
         started(tmp_path, **INF2)
+
+
+def test_the_command_line_compiles_a_pipeline_ahead_of_time(tiny: Path, tmp_path: Path) -> None:
+    """What `check` then finds is the missing device alone, and the load compiles nothing."""
+    origin, target = tmp_path / "origin", tmp_path / "target"
+    origin.mkdir()
+    lines = [f"option.{name}={value}" for name, value in {**INF2, "model_id": str(tiny)}.items()]
+    (origin / "serving.properties").write_text("\n".join(lines))
+    command = [str(COMMANDS / "lmi-server"), "partition", str(origin), "--save", str(target)]
+    fake_neuron_ls = tmp_path / "neuron-ls"
+    fake_neuron_ls.write_text(f"#!/bin/sh\ncat {DATA / 'device_tools' / 'neuron_ls.json'}\n")
+    fake_neuron_ls.chmod(0o755)
+    variables = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, FAKE_OPTIMUM_NEURON))),
+        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+    }
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert (target / "unet" / "model.neuron").is_file()
+    assert "model_id" not in (target / "serving.properties").read_text()
+    with importable(FAKE_OPTIMUM_NEURON, "optimum"):
+        from optimum.neuron import calls
+
+        started(target)
+        assert [(arguments["model_id"], arguments["export"]) for _, arguments in calls] == [(str(target), False)]
