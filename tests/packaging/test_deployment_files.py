@@ -1,24 +1,27 @@
 """The files of deploy/: they are valid, go together, and say what the server does.
 
-Kubernetes' own kinds are checked against its schemas. KServe's have none that is installed: what their fields name is
-compared here.
+Kubernetes' own kinds and the compose file are checked against their schemas. KServe's have none that is installed:
+what their fields name is compared here.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from paths import ROOT
+from paths import DATA, ROOT
 from server_helpers import Server, serving
 
 from lmi_server.configuration.server_settings import ServerSettings, resolve_server
 
 KUBERNETES, KSERVE, COMPOSE = (ROOT / "deploy" / name for name in ("kubernetes", "kserve", "compose"))
+CONTAINER_PAGE = (ROOT / "docs" / "container.md").read_text(encoding="utf-8")
 VERSION = "1.37"
 
 
@@ -132,13 +135,65 @@ def test_kserves_runtime_serves_the_inference_service(server: Server) -> None:
     assert grace >= ServerSettings().drain_timeout + 10
 
 
-def test_compose_names_files_that_are_there() -> None:
-    [compose] = documents(COMPOSE / "compose.yaml")
+# --- docker compose ---
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    [document] = documents(COMPOSE / "compose.yaml")
+    return document
+
+
+def parts_of(mount: str) -> list[str]:
+    """Return source, target and mode; a source with a default or a message has colons of its own."""
+    variable, end, rest = mount.rpartition("}")
+    source, *others = rest.split(":")
+    return [variable + end + source, *others]
+
+
+def test_compose_has_the_form_that_the_specification_gives_it(compose: dict[str, Any]) -> None:
+    schema = jsonschema.Draft7Validator(json.loads((DATA / "compose_spec.json").read_text(encoding="utf-8")))
+    schema.validate(compose)
+    with pytest.raises(jsonschema.ValidationError, match="prots"):
+        schema.validate({"services": {"grafana": {**compose["services"]["grafana"], "prots": []}}})
+
+
+def test_compose_names_files_volumes_and_services_that_are_there(compose: dict[str, Any]) -> None:
     services = compose["services"]
     build = services["lmi-server"]["build"]
     assert f" AS {build['target']}\n" in (COMPOSE / build["context"] / build["dockerfile"]).read_text(encoding="utf-8")
-    mounted = [volume.partition(":")[0] for service in services.values() for volume in service["volumes"]]
-    assert all((COMPOSE / source).is_file() for source in mounted if source.startswith("."))
-    assert int(services["lmi-server"]["stop_grace_period"].removesuffix("s")) >= ServerSettings().drain_timeout + 10
+    sources = {parts_of(mount)[0] for service in services.values() for mount in service["volumes"]}
+    files = {source for source in sources if source.startswith(".")}
+    assert all((COMPOSE / file).is_file() for file in files)
+    [model] = [source for source in sources if source.startswith("$")]
+    assert sources - files - {model} == compose["volumes"].keys()
+    assert model.startswith("${MODEL:?"), "the variable that docs/container.md sets"
+    assert "MODEL=/path/to/model docker compose -f deploy/compose/compose.yaml up" in CONTAINER_PAGE
+    assert {name for service in services.values() for name in service.get("depends_on", [])} <= services.keys()
+
+
+def test_compose_fits_the_image_and_the_server(compose: dict[str, Any], server: Server) -> None:
+    service = compose["services"]["lmi-server"]
+    dockerfile = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8")
+    [folders] = [line for line in dockerfile.splitlines() if "mkdir -p" in line]
+    assert {parts_of(mount)[1] for mount in service["volumes"]} <= set(folders.split())
+    settings, warnings = resolve_server(service.get("environment", {}), {})
+    assert not warnings
+    assert int(service["stop_grace_period"].removesuffix("s")) >= settings.drain_timeout + 10
     [scraped] = documents(COMPOSE / "prometheus.yml")[0]["scrape_configs"]
-    assert scraped["static_configs"][0]["targets"] == [f"lmi-server:{ServerSettings().port}"]
+    assert scraped["static_configs"][0]["targets"] == [f"lmi-server:{settings.port}"]
+    assert service["ports"] == [f"127.0.0.1:{settings.port}:{settings.port}"]
+    path = scraped.get("metrics_path", "/metrics")
+    assert server.http.get(path).headers["content-type"].startswith("text/plain; version=")
+
+
+def test_grafana_finds_prometheus(compose: dict[str, Any]) -> None:
+    services = compose["services"]
+    [provisioned] = [
+        mount for mount in services["grafana"]["volumes"] if "/etc/grafana/provisioning/datasources/" in mount
+    ]
+    [source] = documents(COMPOSE / parts_of(provisioned)[0])[0]["datasources"]
+    host, _, port = source["url"].removeprefix("http://").partition(":")
+    assert services[host]["ports"] == [f"127.0.0.1:{port}:{port}"]
+    mounted = [parts_of(mount)[1] for mount in services[host]["volumes"]]
+    assert "/etc/prometheus/prometheus.yml" in mounted, "where Prometheus' image reads it"
