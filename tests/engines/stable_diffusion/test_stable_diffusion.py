@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 from huggingface_hub import InferenceClient
 from neuronx_helpers import FAKE_OPTIMUM_NEURON, importable
-from paths import DATA, ROOT
+from paths import DATA, ROOT, TESTS
 from pipeline_helpers import request, started
 from product_helpers import COMMANDS
 from server_helpers import Server, connect, running
@@ -667,7 +667,7 @@ def test_the_command_line_compiles_a_pipeline_ahead_of_time(tiny: Path, tmp_path
     fake_neuron_ls.chmod(0o755)
     variables = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, FAKE_OPTIMUM_NEURON))),
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, FAKE_OPTIMUM_NEURON, TESTS / "support"))),
         "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
     }
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables, timeout=300)
