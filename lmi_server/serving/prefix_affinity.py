@@ -12,7 +12,8 @@ from typing import Generic, TypeVar
 
 _BLOCK = 256  # bytes
 _MOST_BLOCKS = 64  # of a body: what is behind 16 KiB does not count
-_REMEMBERED = 200_000  # blocks; the ones without a request for longest are forgotten first
+_REMEMBERED = 200_000  # blocks, of 130 bytes each; the ones without a request for longest are forgotten first
+_REMEMBERED_PER_WORKER = 1_000  # if that is more: many workers serve many conversations at a time
 _LEAST_SHARE = 0.5  # of a body that must be known: many bodies begin alike, and differ in what is long
 _MOST_AHEAD = 8  # requests that a worker may hold beyond the least loaded one
 
@@ -47,19 +48,22 @@ class PrefixAffinity(Generic[W]):
     def sent(self, body: bytes, worker: W) -> None:
         """Record that `worker` gets a request with this body."""
         for block in _blocks(body):
-            before = self._workers.pop(block, None)
-            if before is not None:
-                self._blocks[before] -= 1
+            self._lost(self._workers.pop(block, None))
             self._workers[block] = worker
             self._blocks[worker] += 1
-        while len(self._workers) > _REMEMBERED:
-            _, oldest = self._workers.popitem(last=False)
-            self._blocks[oldest] -= 1
+        most = max(_REMEMBERED, _REMEMBERED_PER_WORKER * len(self._blocks))
+        while len(self._workers) > most:
+            self._lost(self._workers.popitem(last=False)[1])
+
+    def _lost(self, worker: W | None) -> None:
+        if worker is not None and worker in self._blocks:
+            self._blocks[worker] -= 1
 
     def forget(self, worker: W) -> None:
-        """Forget a worker that takes no more requests."""
-        for block in [block for block, owner in self._workers.items() if owner == worker]:
-            del self._workers[block]
+        """Forget a worker that takes no more requests; no request is held for it.
+
+        Its blocks stay until they are the oldest: to look for them among a million would stop the event loop.
+        """
         del self._blocks[worker]
 
 

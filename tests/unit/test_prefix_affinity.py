@@ -46,6 +46,17 @@ def test_a_worker_that_is_gone_is_forgotten() -> None:
     affinity.forget("a")
     affinity.forget("never there")
     assert affinity.choose(body("x"), {"b": 1}) == "b"
+    affinity.sent(body("x"), "c")
+    assert affinity.choose(body("x"), {"b": 0, "c": 3}) == "c"
+
+
+def test_more_workers_have_more_prefixes_remembered() -> None:
+    affinity = PrefixAffinity[int]()
+    bodies = [number.to_bytes(4, "big") * (64 * 64) for number in range(3_300)]  # 64 blocks each
+    for number, text in enumerate(bodies):
+        affinity.sent(text, number % 212)
+    assert affinity.choose(bodies[0], dict.fromkeys((211, 0), 0)) == 0
+    assert affinity.choose(bodies[150], dict.fromkeys((211, 150), 0)) == 150
 
 
 def test_short_bodies_go_to_the_least_loaded_worker() -> None:
