@@ -5,6 +5,11 @@
 Every pair is measured in one run on the same machine, one after the other. Without --model, generation and prefixes are
 left out; with it, `--only-generation --threads N` compares two replicas with two workers of `lmi-server serve`, each of
 them with N threads, and nothing else. Needs the extra `ray`. Prints a table.
+
+Ray Serve LLM (`ray.serve.llm`) is no peer yet. Ray 2.60 imports it only with pyarrow, which the extra does not bring
+("ModuleNotFoundError: No module named 'pyarrow'"). With it, and `accelerator_config: {kind: cpu}`, its replica started
+vLLM on the CPU, which ended with "ValueError: Available memory on node 0 (15.52/23.54 GiB) on startup is less than
+desired CPU memory utilization (0.92, 21.66 GiB)". A smaller `gpu_memory_utilization` has not been tried.
 """
 
 from __future__ import annotations
