@@ -6,7 +6,7 @@ import asyncio
 import queue
 import re
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
 
@@ -32,8 +32,10 @@ class GrammarCache(Generic[T]):
     Requests for the same constraint wait for the same making. All methods but `stop` run on the event loop.
     """
 
-    def __init__(self, make: Callable[[str], T]) -> None:
+    def __init__(self, make: Callable[[str], T], engine_judges: Collection[str] = ()) -> None:
+        """`engine_judges`: kinds of constraint whose keywords another library knows; only the bounds hold for them."""
         self._make = make
+        self._engine_judges = engine_judges
         self._made: OrderedDict[bytes, asyncio.Task[T]] = OrderedDict()
         self._executor = ThreadPoolExecutor(_THREADS, "grammars")
         self._checkers: queue.SimpleQueue[CheckProcess] = queue.SimpleQueue()
@@ -74,7 +76,7 @@ class GrammarCache(Generic[T]):
             ) from None
         finally:
             self._checkers.put(checker)
-        if problem is not None:
+        if problem is not None and constraint.kind not in self._engine_judges:
             raise refused(constraint.kind, problem)
         return self._make(text)
 

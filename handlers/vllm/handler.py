@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from handlers.structured_output.compiler import GrammarCache
 from handlers.vllm.beam_search import Beam, search
 from handlers.vllm.options import VllmEngineOptions
 from lmi_server.contract.errors import ContextLengthError, ModelLoadError
@@ -35,12 +36,19 @@ if TYPE_CHECKING:
     from handlers.vllm.engine import LoadedEngine
 
 
+# The forms of grammars and tags differ between the libraries.
+_BOUNDED = frozenset({"json", "json_object", "regex", "choice"})
+
+
 class VllmHandler(LLMHandler):
     """Serves a model directory, or a Hugging Face id, that vLLM can load."""
 
     def __init__(self) -> None:
         self._loaded: LoadedEngine
         self._request_numbers = itertools.count()
+        # vLLM compiles without bounds: some schemas take all memory, or hold up all requests. Its libraries know other
+        # keywords of JSON schemas than llguidance, which only tries here what a constraint costs.
+        self._grammars = GrammarCache(str, engine_judges=("json", "json_object"))
 
     async def start(self, model_dir: str, options: VllmEngineOptions) -> ModelInfo:
         """Load the model in other threads: importing vLLM alone would hold up the worker's heartbeats for seconds."""
@@ -51,6 +59,9 @@ class VllmHandler(LLMHandler):
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """Yield the deltas of one request."""
+        constraint = request.sampling.structured_outputs
+        if constraint is not None and constraint.kind in _BOUNDED:
+            await self._grammars.get(constraint)
         if request.sampling.beams is not None:
             async with aclosing(self._search(request, request.sampling.beams)) as found:
                 async for delta in found:
@@ -130,6 +141,7 @@ class VllmHandler(LLMHandler):
         return self._loaded.statistics.gauges(self._loaded.driver.unfinished)
 
     async def stop(self) -> None:
+        self._grammars.stop()
         await self._loaded.driver.stop()
 
 

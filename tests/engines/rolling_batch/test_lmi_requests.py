@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 
 import httpx
 import lmi_cases
 import pytest
-from lmi_cases import refusal
+from lmi_cases import IDS, generated, refusal
 from product_helpers import serving
 from vllm_helpers import make_tiny_model
 
@@ -45,3 +47,42 @@ def test_the_length_is_lowered_to_what_the_context_holds(http: httpx.Client) -> 
 
 def test_the_log_probabilities_of_a_prompt_are_shown(http: httpx.Client) -> None:
     lmi_cases.check_prompt_logprobs(http)
+
+
+_SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Paris", "London"]}}, "required": ["city"]}
+_CLOSED = {**_SCHEMA, "additionalProperties": False}
+
+
+def test_parameters_constrain_the_output(http: httpx.Client) -> None:
+    assert re.fullmatch("[xy]{3}", generated(http, guided_regex="[xy]{3}"))
+    assert re.fullmatch("[0-9]{3}", generated(http, grammar={"type": "regex", "value": "[0-9]{3}"}))
+    assert generated(http, guided_choice=["sunny", "rainy"]) in ("sunny", "rainy")
+    assert generated(http, guided_grammar='root ::= "yes" | "no"') in ("yes", "no")
+    described = {"type": "json_schema", "json_schema": {"name": "city", "strict": True, "schema": _CLOSED}}
+    compact = {"json": _CLOSED, "disable_any_whitespace": True}
+    tidy = {str(token): -100 for token in range(256) if token not in IDS.values()}
+    for constraint in (
+        {"structured_outputs": compact},
+        {"guided_json": json.dumps(_CLOSED)},
+        {"response_format": described},
+    ):
+        text = generated(http, **constraint, max_new_tokens=60, logit_bias={**tidy, "1": 0, "90": 0, "92": 0, "25": 0})
+        assert json.loads(text)["city"] in ("Paris", "London")
+
+
+def test_chats_constrain_the_output_in_streams_and_several_choices(http: httpx.Client) -> None:
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20, "temperature": 1.5, "seed": 4}
+    asked = {**chat, "structured_outputs": {"regex": "[a-c]{4}"}}
+    whole = http.post("/v1/chat/completions", json={**asked, "n": 3}).json()
+    assert [bool(re.fullmatch("[a-c]{4}", choice["message"]["content"])) for choice in whole["choices"]] == [True] * 3
+    assert {choice["finish_reason"] for choice in whole["choices"]} == {"stop"}
+    lines = http.post("/v1/chat/completions", json={**asked, "stream": True}).text.split("\n\n")
+    pieces = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
+    text = "".join(piece["delta"].get("content") or "" for piece in pieces)
+    assert text == whole["choices"][0]["message"]["content"]
+    hostile = {
+        "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "array", "minItems": 10**5}}}
+    }
+    for wrong, said in ((hostile, "minItems: 100000"), ({"guided_regex": "("}, "the regular expression")):
+        refused = http.post("/v1/chat/completions", json={**chat, **wrong})
+        assert (refused.status_code, said in refused.json()["error"]["message"]) == (400, True), refused.text
