@@ -294,7 +294,7 @@ def test_a_client_that_leaves_frees_its_place(ours: Server) -> None:
 def test_vllms_own_metrics_stand_beside_ours_once(ours: Server) -> None:
     complete(ours, max_tokens=2)
     text = ours.http.get("/metrics").text
-    assert re.search(r'^vllm:generation_tokens_total{model="model",worker="model-0",.*} [1-9]', text, re.MULTILINE)
+    assert re.search(r'^vllm:generation_tokens_total{.*model="model",.*worker="model-0"} [1-9]', text, re.MULTILINE)
     heads = re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)
     assert len(heads) == len(set(heads))
 
