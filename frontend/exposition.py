@@ -13,6 +13,7 @@ from prometheus_client.core import Exemplar
 from prometheus_client.core import Metric as Family
 
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+_CREATED = "_created"
 _HELP_ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n"})
 
 
@@ -28,9 +29,16 @@ def text_format(families: Iterable[Family]) -> bytes:
 
 
 def open_metrics(families: Iterable[Family]) -> bytes:
-    """Return the families in OpenMetrics 1.0."""
+    """Return the families in OpenMetrics 1.0.
+
+    The times at which an engine made its metrics are left out: in the text format they are families of their own, whose
+    names OpenMetrics keeps for the metrics themselves.
+    """
+    by_name = {family.name: family for family in families}
     lines: list[str] = []
-    for family in families:
+    for family in by_name.values():
+        if family.name.endswith(_CREATED) and family.name.removesuffix(_CREATED) in by_name:
+            continue
         lines += _head(family.name, family.type, family.documentation)
         for sample in family.samples:
             exemplar = _exemplar(sample.exemplar) if sample.exemplar else ""

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
 from prometheus_client.parser import text_string_to_metric_families as plain_text
 from prometheus_client.samples import Exemplar
 from server_helpers import Server, make_model, running
 from waiting import wait_until
+
+from frontend.engine_metrics import joined
+from frontend.exposition import open_metrics as written
+from frontend.exposition import text_format
 
 OPEN_METRICS = {"accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"}
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -123,6 +128,17 @@ def test_open_metrics_has_exemplars(server: Server) -> None:
     plain = server.http.get("/metrics", headers={"accept": "*/*"})
     assert plain.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     assert TRACE not in plain.text
+
+
+def test_what_engines_report_is_valid_in_both_formats() -> None:
+    registry = CollectorRegistry()
+    Counter("vllm:tokens", "Tokens.", ["engine"], registry=registry).labels("0").inc(5)
+    own = generate_latest(registry)  # with a family vllm:tokens_created
+    text = joined({("model", "model-0"): own, ("model", "model-1"): own}).decode()
+    plain = text_format(plain_text(text)).decode()
+    assert 'vllm:tokens_total{engine="0",model="model",worker="model-1"} 5.0\n' in plain
+    assert [family.name for family in plain_text(plain)] == ["vllm:tokens", "vllm:tokens_created"]
+    assert [family.name for family in open_metrics(written(plain_text(text)).decode())] == ["vllm:tokens"]
 
 
 def test_a_worker_that_dies_is_counted(server: Server) -> None:
