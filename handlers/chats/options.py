@@ -57,10 +57,6 @@ class ParserOptions(ModelOptions):
         if self.enable_reasoning and self.reasoning_parser is None:
             yield Conflict(("option.enable_reasoning",), "true only with option.reasoning_parser")
 
-    def conflicts(self, given: Collection[str]) -> Iterator[Conflict]:
-        yield from super().conflicts(given)
-        yield from self.reasoning_conflicts()
-
     def notes(self, model_dir: Path, location: Path) -> Mapping[str, str]:
         return tool_parser_note(self.tool_call_parser, self.chat_template, model_dir, location)
 

@@ -42,9 +42,7 @@ REASONING_PARSERS = (
 )
 """The forms of reasoning in `formats.py`, by the names of vLLM's parsers."""
 
-# What a template has that teaches the form: the first entry whose texts it all has wins. The form may be one that only
-# vLLM reads.
-_TRACES: tuple[tuple[str, tuple[str, ...]], ...] = (
+TRACES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("openai", ("<|start|>", "<|channel|>", "<|message|>")),
     ("minimax_m2", ("<minimax:tool_call>",)),
     ("seed_oss", ("<seed:tool_call>",)),
@@ -64,6 +62,11 @@ _TRACES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("hermes", ("<tool_call>",)),
     ("granite", ("<|tool_call|>",)),
 )
+"""What a template has that teaches a form: the first entry whose texts it all has wins.
+
+The form may be one that only vLLM reads.
+"""
+
 _JINJA = re.compile(r"\{[{%].*?[%}]\}", re.DOTALL)
 _TOOLS = re.compile(r"(?<![\w.'\"])tools\b(?!['\"])")
 
@@ -78,7 +81,7 @@ def tool_parser_of(template: str) -> str | None:
     if not takes_tools(template):
         return None
     plain = template.replace('\\"', '"')
-    return next((name for name, texts in _TRACES if all(text in plain for text in texts)), None)
+    return next((name for name, texts in TRACES if all(text in plain for text in texts)), None)
 
 
 def template_for_tools(templates: str | Mapping[str, str] | None) -> str | None:

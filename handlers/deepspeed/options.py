@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from handlers.chats.options import ParserOptions
 from handlers.checkpoints.options import TransformersOptions
 from handlers.rolling_batch.options import RollingBatchOptions
 from handlers.tasks.options import PipelineOptions, generates
@@ -16,6 +17,7 @@ from lmi_server.configuration.options import (
     DTYPE_NOTE,
     MPI_MODE_DESCRIPTION,
     Dtype,
+    ModelOptions,
     ParallelDegree,
     PositiveInt,
     lower,
@@ -198,6 +200,7 @@ class DeepSpeedOptions(RollingBatchOptions):
             yield Conflict(("option.quantize", "option.dtype"), "smoothquant only with option.dtype=fp16 or fp32")
         if self.checkpoint is not None and self.quantize is not None:
             yield Conflict(("option.checkpoint",), "a checkpoint only without option.quantize")
+        yield from self.reasoning_conflicts()
 
     def warnings(self, given: Collection[str]) -> Iterator[Conflict]:
         if self.quantize != "smoothquant":
@@ -205,9 +208,9 @@ class DeepSpeedOptions(RollingBatchOptions):
         if self.rolling_batch != "disable":
             yield from without_effect(given, "option.rolling_batch=disable", ["option.enable_streaming"])
         else:
-            yield from without_effect(
-                given, "option.rolling_batch=deepspeed", ["option.enable_cuda_graph", "option.enable_torch_compile"]
-            )
+            chats = sorted(ParserOptions.model_fields.keys() - ModelOptions.model_fields.keys())
+            names = ("enable_cuda_graph", "enable_torch_compile", *chats)
+            yield from without_effect(given, "option.rolling_batch=deepspeed", [f"option.{name}" for name in names])
 
 
 def runs_whole_tasks(workload: Workload) -> bool:

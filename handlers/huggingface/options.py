@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
@@ -56,6 +56,10 @@ class HuggingFaceOptions(TransformersOptions, RollingBatchOptions):
 
     def context_length(self) -> int | None:
         return self.max_model_len
+
+    def conflicts(self, given: Collection[str]) -> Iterator[Conflict]:
+        yield from super().conflicts(given)
+        yield from self.reasoning_conflicts()
 
     @property
     def default_stops(self) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """Renders chats with vLLM's own renderer, and parses tool calls and reasoning out of the answers.
 
-Only chats of a model with a configured parser (`option.tool_call_parser`, `option.reasoning_parser`) come here. Three
-parts are vLLM's own: its chat request, which parsers receive and may change; `OnlineRenderer`, which validates tools
-and renders the messages; and the parsers.
+Only chats with a parser come here: one that `option.tool_call_parser` or `option.reasoning_parser` names, or the one
+that the chat template means, for requests with tools. Three parts are vLLM's own: its chat request, which parsers
+receive and may change; `OnlineRenderer`, which validates tools and renders the messages; and the parsers.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from handlers.chats.templates import AUTO, takes_tools, template_for_tools, tool_parser_of
 from handlers.vllm import library
 from handlers.vllm.options import VllmEngineOptions
 from lmi_server.contract.errors import RequestError
@@ -41,30 +42,48 @@ class RenderedRequest:
     parser: AnswerParser | None = None
 
 
+@dataclass(frozen=True)
+class ToolParser:
+    """vLLM's parser of tool calls by its name; if it is None, `missing` says why requests with tools are refused."""
+
+    name: str | None
+    missing: str = ""
+
+
 class ChatRenderer:
     """Renders the chats of a model, and makes the parsers of their answers."""
 
     def __init__(
-        self, config: Any, renderer: library.BaseRenderer, chat_template: str | None, options: VllmEngineOptions
+        self,
+        config: Any,
+        renderer: library.BaseRenderer,
+        chat_template: str | None,
+        options: VllmEngineOptions,
+        tools: ToolParser,
     ) -> None:
         """`config` is vLLM's configuration of the engine. Raises vLLM's own error if vLLM lacks a named parser."""
         self._options = options
         self._config = config.model_config
+        self.tools = tools
         self._renderer = library.OnlineRenderer(
             config.model_config,
             renderer,
             request_logger=None,
             chat_template=chat_template,
             chat_template_content_format=options.chat_template_content_format,
-            enable_auto_tools=options.enable_auto_tool_choice,
-            tool_parser=options.tool_call_parser,
+            enable_auto_tools=options.lets_model_choose_tools and tools.name is not None,
+            tool_parser=tools.name,
             reasoning_parser=options.reasoning_parser,
         )
 
-    @property
-    def has_parser(self) -> bool:
-        """Whether any parser is configured."""
-        return self._renderer.parser is not None
+    def parses(self, request: GenerationRequest) -> bool:
+        """Return whether the answer of `request` goes through a parser.
+
+        A parser that nobody named is for requests with tools alone, so that all others take the shorter way.
+        """
+        named = self._options.tool_call_parser != AUTO or self._options.reasoning_parser is not None
+        calls = bool(request.tools) and request.chat.tool_choice != "none"
+        return self._renderer.parser is not None and (named or calls)
 
     def check(self, request: GenerationRequest) -> None:
         """Raise RequestError if `request` needs a parser that is not configured."""
@@ -75,9 +94,9 @@ class ChatRenderer:
             )
         if choice == "none":
             return
-        if self._options.tool_call_parser is None:
-            raise RequestError("tools need a parser of the model's tool calls; set option.tool_call_parser")
-        if choice == "auto" and not self._options.enable_auto_tool_choice:
+        if self.tools.name is None:
+            raise RequestError(self.tools.missing)
+        if choice == "auto" and not self._options.lets_model_choose_tools:
             raise RequestError('tool_choice "auto" needs option.enable_auto_tool_choice=true')
 
     async def render(self, request: GenerationRequest) -> RenderedRequest:
@@ -91,7 +110,7 @@ class ChatRenderer:
             raise RequestError(rendered.error.message)
         (prompt,) = rendered[1]
         parser_class = self._renderer.parser
-        assert parser_class is not None, "callers check has_parser"
+        assert parser_class is not None, "callers ask whether it parses the request"
         parser = parser_class(
             self._renderer.renderer.get_tokenizer(),
             chat.tools,
@@ -115,7 +134,7 @@ class AnswerParser:
         """`parser` is an instance of vLLM's parser, `chat` the ChatCompletionRequest that it was made for."""
         self._parser = parser
         self._chat = chat
-        self._enable_auto_tools = options.enable_auto_tool_choice
+        self._enable_auto_tools = options.lets_model_choose_tools
         self._counts_reasoning = options.reasoning_parser is not None
         self._stream = stream
         self._prompt_ids: list[int] = []
@@ -183,6 +202,19 @@ class _ParsedText:
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+
+
+def tool_parser(tokenizer: Any, template: str | None, options: VllmEngineOptions) -> ToolParser:
+    """Return the parser of tool calls that the options name, or that the chat template means."""
+    if options.tool_call_parser != AUTO:
+        return ToolParser(options.tool_call_parser)
+    source = "the model's chat template" if options.chat_template is None else "option.chat_template"
+    template = template or template_for_tools(getattr(tokenizer, "chat_template", None)) or ""
+    if not takes_tools(template):
+        remedy = "set option.chat_template to one that renders them, or leave out tools"
+        return ToolParser(None, f"{source} takes no tools; {remedy}")
+    missing = f"{source} teaches no form of calls that is known; set option.tool_call_parser to a parser of vLLM"
+    return ToolParser(tool_parser_of(template), missing)
 
 
 def _chat_request(request: GenerationRequest) -> dict[str, Any]:

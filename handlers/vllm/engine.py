@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from handlers.chats.templates import AUTO
 from handlers.checkpoints.adapter_layers import AdapterCheck
 from handlers.checkpoints.chat_template import read_chat_template, with_prompt_beginning
 from handlers.rolling_batch.communicator import Communicator
@@ -24,7 +25,7 @@ from handlers.vllm import (
     ranks,
 )
 from handlers.vllm.adapters import Adapters
-from handlers.vllm.chats import ChatRenderer, RenderedRequest
+from handlers.vllm.chats import ChatRenderer, RenderedRequest, ToolParser, tool_parser
 from handlers.vllm.compilation import BackgroundCompilation
 from handlers.vllm.drivers import Driver, InProcessDriver, InProcessEngine, OwnProcessDriver, end_process
 from handlers.vllm.engine_config import create_engine_config, engine_arguments, load_errors
@@ -97,14 +98,14 @@ async def load(model_dir: str, options: VllmEngineOptions) -> LoadedEngine:
     statistics.set_capacity(library.kv_cache_tokens(config))
     tokenizer = renderer.get_tokenizer()
     max_model_len = config.model_config.max_model_len
+    template = None if template is None else with_prompt_beginning(template, tokenizer)
+    chats = _chat_renderer(config, renderer, template, options)
     info = ModelInfo(
         max_model_len=max_model_len,
         features=_FEATURES | {"media"} if config.model_config.is_multimodal_model else _FEATURES,
         sampling_defaults=library.default_sampling(config),
-        details=engine_details(config, options, began),
+        details={**engine_details(config, options, began), "tool_call_parser": chats.tools.name or "none"},
     )
-    template = None if template is None else with_prompt_beginning(template, tokenizer)
-    chats = _chat_renderer(config, renderer, template, options)
     prompts = PromptRenderer(renderer, max_model_len, template, options.chat_template_content_format, chats)
     vocabulary = Vocabulary(tokenizer.decode, tokenizer.all_special_ids)
     adapters = Adapters(driver, AdapterCheck(config.model_config.hf_config, config.model_config.dtype))
@@ -167,12 +168,21 @@ def _prepare_adapters(options: VllmEngineOptions) -> None:
 def _chat_renderer(
     config: Any, renderer: library.BaseRenderer, template: str | None, options: VllmEngineOptions
 ) -> ChatRenderer:
-    parsers = (
-        f"option.tool_call_parser={options.tool_call_parser} or option.reasoning_parser={options.reasoning_parser}"
-    )
-    # KeyError: vLLM knows no such parser, or the tokenizer lacks a token that it needs.
-    with load_errors(f"{parsers} cannot be used with this model", KeyError):
-        return ChatRenderer(config, renderer, template, options)
+    tools = tool_parser(renderer.get_tokenizer(), template, options)
+
+    def made(tools: ToolParser) -> ChatRenderer:
+        parsers = f"option.tool_call_parser={tools.name} or option.reasoning_parser={options.reasoning_parser}"
+        # KeyError: vLLM knows no such parser, or the tokenizer lacks a token that it needs.
+        with load_errors(f"{parsers} cannot be used with this model", KeyError):
+            return ChatRenderer(config, renderer, template, options, tools)
+
+    try:
+        return made(tools)
+    except ModelLoadError as error:
+        if options.tool_call_parser != AUTO or tools.name is None:
+            raise
+        _log.warning("requests with tools are refused: %s", error.message)
+        return made(ToolParser(None, error.message))
 
 
 async def _load_in_worker(

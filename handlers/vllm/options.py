@@ -11,9 +11,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
+from handlers.chats.options import TOOL_PARSER_NOTE, tool_parser_note
+from handlers.chats.templates import AUTO
 from handlers.checkpoints.chat_template import CHAT_TEMPLATE_DESCRIPTION
 from handlers.vllm import engine_fields
-from lmi_server.configuration.declaration import Allowed, Conflict, Key, NoEffect
+from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key, NoEffect
 from lmi_server.configuration.options import (
     DTYPE_NOTE,
     LONG_DTYPES,
@@ -136,8 +138,12 @@ class VllmEngineOptions(ModelOptions):
     chat_template_content_format: Literal["auto", "string", "openai"] = Field(
         "auto", description="Form of message contents that the chat template expects."
     )
-    enable_auto_tool_choice: bool = Field(False, description="Let the model choose tools; requires tool_call_parser.")
-    tool_call_parser: str | None = Field(None, description="Name of vLLM's parser for the model's tool calls.")
+    enable_auto_tool_choice: Annotated[
+        bool, Documented("false", "a parser that the chat template chooses lets the model choose tools")
+    ] = Field(False, description="Let the model choose tools; if not set, true only with tool_call_parser=auto.")
+    tool_call_parser: Annotated[str, TOOL_PARSER_NOTE] = Field(
+        AUTO, description="Name of vLLM's parser for the model's tool calls; auto chooses by the chat template."
+    )
     enable_reasoning: bool = Field(
         False, description="Answer with the reasoning apart from the content; requires reasoning_parser."
     )
@@ -342,10 +348,17 @@ class VllmEngineOptions(ModelOptions):
                 "only without option.speculative_config, which sets the same",
             )
 
+    @property
+    def lets_model_choose_tools(self) -> bool:
+        """Whether requests may leave it to the model to call a tool."""
+        by_default = self.tool_call_parser == AUTO and "enable_auto_tool_choice" not in self.model_fields_set
+        return self.enable_auto_tool_choice or by_default
+
+    def notes(self, model_dir: Path, location: Path) -> Mapping[str, str]:
+        return tool_parser_note(self.tool_call_parser, self.chat_template, model_dir, location)
+
     def parser_conflicts(self) -> Iterator[Conflict]:
         """Yield the options that require a parser, if none is named."""
-        if self.enable_auto_tool_choice and self.tool_call_parser is None:
-            yield Conflict(("option.enable_auto_tool_choice",), "true only with option.tool_call_parser")
         if self.enable_reasoning and self.reasoning_parser is None:
             yield Conflict(("option.enable_reasoning",), "true only with option.reasoning_parser")
 

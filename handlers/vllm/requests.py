@@ -66,7 +66,7 @@ class PromptRenderer:
         if request.messages is None:
             return RenderedRequest(await self._render_text(request), request.sampling)
         self._chats.check(request)
-        if self._chats.has_parser:
+        if self._chats.parses(request):
             return await self._chats.render(request)
         return RenderedRequest(await self._render_chat(request), request.sampling)
 

@@ -781,9 +781,15 @@ def test_a_handler_that_is_missing_is_one_line(write: Write) -> None:
             "optimum only with option.model_loader=optimum",
         ),
         (
-            "option.rolling_batch=vllm\noption.enable_auto_tool_choice=true",
-            "option.enable_auto_tool_choice",
-            "true only with option.tool_call_parser",
+            "option.rolling_batch=vllm\noption.enable_reasoning=true",
+            "option.enable_reasoning",
+            "true only with option.reasoning_parser",
+        ),
+        ("option.enable_reasoning=true", "option.enable_reasoning", "true only with option.reasoning_parser"),
+        (
+            "option.entryPoint=djl_python.deepspeed\noption.enable_reasoning=true",
+            "option.enable_reasoning",
+            "true only with option.reasoning_parser",
         ),
     ],
 )

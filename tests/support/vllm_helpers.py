@@ -23,12 +23,10 @@ SETTINGS = {
     "dtype": "fp32",
     "max_rolling_batch_size": "32",
     "kv_cache_memory_gb": "0.125",
-    "tool_call_parser": "hermes",
-    "enable_auto_tool_choice": "true",
 }
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}{% if tools %}{# <tool_call> #}{% endif %}"
 )
 
 

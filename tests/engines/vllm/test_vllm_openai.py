@@ -448,3 +448,18 @@ def test_a_tools_result_goes_back_to_the_model(sdk: openai.OpenAI) -> None:
     ]
     answer = sdk.chat.completions.create(model="model", messages=messages, tools=[WEATHER], max_tokens=5)  # type: ignore[arg-type,call-overload]
     assert answer.choices[0].finish_reason in ("stop", "length")
+
+
+def test_the_template_chose_the_parser(ours: Server) -> None:
+    assert any("tool_call_parser=hermes" in line for line in ours.lines)
+
+
+def test_the_parsers_that_templates_mean_are_vllms() -> None:
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    from handlers.chats.templates import REASONING_PARSERS, TOOL_PARSERS, TRACES
+
+    named = {*TOOL_PARSERS, *(name for name, _ in TRACES)}
+    assert named <= {*ToolParserManager.list_registered()}
+    assert {*REASONING_PARSERS} <= {*ReasoningParserManager.list_registered()}
