@@ -87,7 +87,7 @@ class ModelChats:
                 " renders them"
             )
         if request.chat.tool_choice != "auto":
-            raise RequestError("tool_choice demands a call, which needs structured output; send auto or none")
+            return
         if not self._auto:
             raise RequestError('tool_choice "auto" needs option.enable_auto_tool_choice=true; send required, or none')
         if self._tools is None:

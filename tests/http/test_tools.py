@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from client_environment import ClientScripts
 from product_helpers import Server, serving
 from scripted_model import save_scripted_model
 
@@ -127,6 +128,106 @@ def test_anthropics_sdk_reads_calls(server: Server) -> None:
         result = {"type": "tool_result", "tool_use_id": whole.content[2].id, "content": "SUNNY"}
         messages += [{"role": "assistant", "content": whole.content[1:]}, {"role": "user", "content": [result]}]
         assert client.messages.create(**asked, messages=messages).content[0].text == SCRIPTS["SUNNY"]
+
+
+PLACES: Any = {  # as pydantic writes nested models
+    "type": "function",
+    "function": {
+        "name": "places",
+        "parameters": {
+            "type": "object",
+            "$defs": {
+                "Place": {
+                    "type": "object",
+                    "properties": {"name": {"type": "string"}, "near": {"$ref": "#/$defs/Size"}},
+                    "required": ["name", "near"],
+                },
+                "Size": {"type": "integer"},
+            },
+            "properties": {"all": {"type": "array", "items": {"$ref": "#/$defs/Place"}, "minItems": 2}},
+            "required": ["all"],
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_demanded_call_has_arguments_of_its_schema(server: Server, stream: bool) -> None:
+    import jsonschema
+
+    for tool in (PLACES, WEATHER):
+        name, schema = tool["function"]["name"], tool["function"]["parameters"]
+        fields: dict[str, Any] = {"tools": [tool, CLOCK] if tool is WEATHER else [tool], "stream": stream}
+        fields |= {"temperature": 0, "max_tokens": 300}
+        named = ask(server, "x", **fields, tool_choice={"type": "function", "function": {"name": name}})
+        ((chosen, arguments),) = called(named)
+        jsonschema.validate(arguments, schema)
+        assert (chosen, named["finish_reason"], named["message"]["content"] or "") == (name, "stop", "")
+        required = ask(server, "x", **fields, tool_choice="required", parallel_tool_calls=False)
+        ((chosen, arguments),) = called(required)
+        jsonschema.validate(arguments, schema if chosen == name else {})
+        assert (required["finish_reason"], required["message"]["content"] or "") == ("tool_calls", "")
+    both = {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}
+    refused = server.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}], **both})
+    assert (refused.status_code, "exclude each other" in refused.text) == (400, True)
+
+
+LANGCHAIN = """
+from langchain_openai import ChatOpenAI
+
+model = ChatOpenAI(base_url="{url}/v1", api_key="none", model="{model}", max_tokens=100)
+with_tools = model.bind_tools({tools})
+answer = with_tools.invoke("TWO")
+print([(call["name"], call["args"]) for call in answer.tool_calls], answer.content)
+whole = None
+for chunk in with_tools.stream("TWO"):
+    whole = chunk if whole is None else whole + chunk
+print([(call["name"], call["args"]) for call in whole.tool_calls], whole.content)
+"""
+PYDANTIC_AI = """
+from pydantic_ai import Agent
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
+
+provider = OpenAIProvider(base_url="{url}/v1", api_key="none")
+agent = Agent(OpenAIChatModel("{model}", provider=provider), model_settings={{"max_tokens": 100}})
+
+
+@agent.tool_plain
+def weather(city: str) -> str:
+    print("asked for", city)
+    return "SUNNY"
+
+
+print(agent.run_sync("ONE").output)
+"""
+INSTRUCTOR = """
+import instructor
+from openai import OpenAI
+from pydantic import BaseModel
+
+
+class City(BaseModel):
+    name: str
+    size: int
+
+
+client = instructor.from_openai(OpenAI(base_url="{url}/v1", api_key="none"), mode=instructor.Mode.TOOLS)
+messages = [{{"role": "user", "content": "x"}}]
+asked = {{"messages": messages, "max_tokens": 300, "temperature": 0}}
+print(type(client.chat.completions.create(model="{model}", response_model=City, **asked)))
+"""
+
+
+def test_agents_call_tools(server: Server) -> None:
+    codes = {"langchain_openai": LANGCHAIN, "pydantic_ai": PYDANTIC_AI, "instructor": INSTRUCTOR}
+    ran = ClientScripts(
+        {name: (name, code.format(url=server.url, model=server.model, tools=TOOLS)) for name, code in codes.items()}
+    )
+    calls = "[('weather', {'city': 'Paris'}), ('clock', {})] I look it up."
+    assert ran.output("langchain_openai").splitlines() == [calls, calls]
+    assert ran.output("pydantic_ai").splitlines() == ["asked for Paris", SCRIPTS["SUNNY"]]
+    assert "City" in ran.output("instructor")
 
 
 def test_the_log_says_which_parser_was_chosen(server: Server) -> None:

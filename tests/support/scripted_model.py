@@ -1,13 +1,12 @@
 """A tiny Llama whose answers are written down: each token has one successor, whatever came before.
 
 Its layers add nothing, so that the last token alone decides. A prompt that ends in the name of a script is answered
-with that script. Any other prompt is answered with nothing, unless the output is constrained: then the first of
-`_CHARACTERS` that is allowed comes next, which ends texts, lists and objects as soon as they may end.
+with that script. After any other prompt the first of `_FIRST` that may follow comes next: if the output is constrained,
+texts, lists and objects end as soon as they may end, and so does the answer.
 """
 
 from __future__ import annotations
 
-import string
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-_CHARACTERS = '"}]:,{[ 0123456789.-' + string.ascii_letters + "_<>/\n"
+_FIRST = '"}]:,{[0123456789'
 _END = "</s>"
 TEMPLATE = (
     "{%- if tools %}{# <tool_call> #}{% for tool in tools %}{{ tool.function.name }} {% endfor %}{% endif -%}"
@@ -26,17 +25,17 @@ TEMPLATE = (
 
 def save_scripted_model(directory: Path, scripts: Mapping[str, str], template: str = TEMPLATE) -> Path:
     """Write a model to `directory` that answers the name of each script, which is a word, with its text."""
-    vocabulary = {text: index for index, text in enumerate([*_CHARACTERS, "<unk>", _END, *scripts])}
+    others = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - set(_FIRST))
+    vocabulary = {letters: index for index, letters in enumerate([*_FIRST, _END, *others, *scripts])}
     successors: dict[int, int] = {}
     for name, text in scripts.items():
         last = vocabulary[name]
-        for piece in _pieces(text, vocabulary):
+        for piece in _pieces(_letters(text), vocabulary):
             vocabulary[piece] = successors[last] = len(vocabulary)
             last = vocabulary[piece]
         successors[last] = vocabulary[_END]
-    successors[vocabulary["<unk>"]] = vocabulary[_END]
     _model(len(vocabulary), successors, vocabulary[_END]).save_pretrained(directory)
-    _tokenizer(vocabulary, template).save_pretrained(directory)
+    _tokenizer(vocabulary, list(scripts), template).save_pretrained(directory)
     return directory
 
 
@@ -52,13 +51,20 @@ def _pieces(text: str, vocabulary: Mapping[str, int]) -> list[str]:
     return pieces
 
 
-def _tokenizer(vocabulary: dict[str, int], template: str) -> PreTrainedTokenizerFast:
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    backend.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token=_END)
+def _tokenizer(vocabulary: dict[str, int], names: list[str], template: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer that reads names of scripts, and single bytes of everything else."""
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.add_tokens(names)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=_END)
     tokenizer.chat_template = template
     return tokenizer
+
+
+def _letters(text: str) -> str:
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return "".join(letters for letters, _ in byte_level.pre_tokenize_str(text))
 
 
 def _model(size: int, successors: Mapping[int, int], end: int) -> LlamaForCausalLM:
