@@ -316,7 +316,7 @@ def test_copies_of_one_prefix_displace_no_other_prefix() -> None:
     prefixes = {name: [hash(name)] * 200 for name in ("rare", "hot")}
     cached = []
     for index, name in enumerate(["rare", *["hot"] * 8, "rare"]):
-        entry = sequence(str(index), [*prefixes[name], 1000 + index, index])
+        entry = sequence(str(index), [*prefixes[name], *range(100 * index, 100 * index + 30)])
         batch.add(entry)
         batch.run()
         cached.append(entry.cached)
