@@ -97,6 +97,11 @@ class DecodePasses:
         self._passes = {shape: capture(self._pass(*shape)) for shape in shapes}
 
     @property
+    def most_rows(self) -> int:
+        """Return how many rows the largest pass has."""
+        return self._rows[-1]
+
+    @property
     def shapes(self) -> int:
         """Return the number of shapes."""
         return len(self._passes)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec.structs import replace
 
@@ -14,7 +14,8 @@ from handlers.rolling_batch.detokenizer import IncrementalDetokenizer, StopMatch
 from handlers.rolling_batch.lora import LoraPair, LoraWeights
 from handlers.rolling_batch.prompts import PromptEncoder
 from handlers.rolling_batch.sampler import NO_TOKEN, BannedTokens, Sampled, SamplingState, TokenMask, sample, score
-from handlers.rolling_batch.scheduler import Chunk, Scheduler, Sequence
+from handlers.rolling_batch.scheduler import Chunk, Scheduler, Sequence, StepPlan
+from handlers.rolling_batch.speculation import PromptLookup, Speculation
 from handlers.rolling_batch.step_recorder import EngineStats, StepRecorder
 from handlers.rolling_batch.step_runner import StepLogits, StepRunner
 from handlers.step_loop import EngineLostError, Output
@@ -27,6 +28,9 @@ from lmi_server.contract.errors import (
     is_device_failure,
 )
 from lmi_server.contract.generation import Delta, FinishReason, SamplingParameters, Token, TopToken, Usage
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +72,7 @@ class _Request:
     prompt_tokens: list[Token] = field(default_factory=list)
     stop_ids: frozenset[int] = frozenset()
     started: bool = False
+    lookup: PromptLookup | None = None  # its drafts, if there is speculative decoding
     on_begin: Callable[[], None] | None = None
     grammar: Grammar | None = None
 
@@ -89,6 +94,11 @@ class RollingBatchEngine:
         self._grammars: dict[str, Grammar] = {}  # of the requests that have one
         self._mask_thread = ThreadPoolExecutor(1, "grammar-masks")
         self._recorder = StepRecorder(scheduler)
+        self._speculation: Speculation | None = None
+
+    def speculate(self, speculation: Speculation) -> None:
+        """Draft tokens for the requests to come."""
+        self._speculation = speculation
 
     @property
     def vocabulary(self) -> int:
@@ -178,6 +188,8 @@ class RollingBatchEngine:
         )
         if grammar is not None:
             self._grammars[request_id] = grammar
+        elif self._speculation is not None:  # the masks of a grammar are computed for one token per step
+            self._requests[request_id].lookup = PromptLookup(self._speculation.length)
         self._scheduler.add(sequence)
 
     def _banned(self, parameters: SamplingParameters, grammar: Grammar | None) -> BannedTokens | None:
@@ -248,7 +260,7 @@ class RollingBatchEngine:
     def step(self) -> None:
         """Run one forward pass and emit the deltas of its tokens."""
         self._recorder.begin()
-        plan = self._scheduler.plan()
+        plan = self._scheduler.plan(self._draft if self._speculation is not None else None)
         for sequence in plan.started:
             on_begin = self._requests[sequence.request_id].on_begin
             if on_begin is not None:
@@ -259,17 +271,52 @@ class RollingBatchEngine:
         self._score_prompts(logits)
         if masks is not None:
             masks.result()
-        states = [self._requests[sequence.request_id].sampling for sequence in logits.sampled]
-        count = len(states)
-        for sequence, sampled in zip(
-            logits.sampled, sample(logits.logits[:count], states) if count else [], strict=True
-        ):
-            request = self._requests[sequence.request_id]
+        count = len(logits.sampled)
+        self._choose(logits.sampled, logits.logits[:count])
+        accepted = self._verify(plan, logits) if plan.drafts else 0
+        self._recorder.end(plan, count + accepted, accepted)
+
+    def _choose(self, sequences: list[Sequence], logits: Tensor) -> None:
+        """Choose the next token of each sequence from its row of logits; emit it."""
+        requests = [self._requests[sequence.request_id] for sequence in sequences]
+        states = [request.sampling for request in requests]
+        for request, sampled in zip(requests, sample(logits, states) if states else [], strict=True):
             if sampled.token == NO_TOKEN:
-                self._fail_overflown(request, logits.logits.dtype)
+                self._fail_overflown(request, logits.dtype)
             else:
                 self._accept_or_fail(request, sampled)
-        self._recorder.end(plan, count)
+
+    def _draft(self, sequence: Sequence, most: int, rows: int) -> list[int]:
+        """Propose tokens for a sequence: `most` at most, in a step that has `rows` rows already."""
+        lookup = self._requests[sequence.request_id].lookup
+        assert self._speculation is not None
+        if lookup is None or most <= 0:
+            return []
+        return lookup.propose(sequence.tokens, most, self._speculation.least_chance(rows))
+
+    def _verify(self, plan: StepPlan, logits: StepLogits) -> int:
+        """Choose the tokens behind drafted ones, place by place, as long as the draft is right; return how many."""
+        going = list(logits.draft_rows)
+        total = 0
+        for place in range(max(map(len, plan.drafts.values()))):
+            going = [sequence for sequence in going if self._is_right(sequence, plan.drafts[sequence], place)]
+            if not going:
+                break
+            for sequence in going:
+                self._scheduler.draft_accepted(sequence)
+            self._choose(going, logits.logits[[logits.draft_rows[sequence][place] for sequence in going]])
+            total += len(going)
+        return total
+
+    def _is_right(self, sequence: Sequence, draft: list[int], place: int) -> bool:
+        """Whether the request goes on and its newest token is the drafted one; the request learns when it is not."""
+        request = self._requests.get(sequence.request_id)
+        if request is None or place >= len(draft):
+            return False
+        right = sequence.tokens[-1] == draft[place]
+        if request.lookup is not None and (not right or place == len(draft) - 1):
+            request.lookup.observe(len(draft), place + right)
+        return right
 
     def _begin_masks(self) -> Future[None]:
         """Compute, while the model computes, which tokens the grammars allow next."""

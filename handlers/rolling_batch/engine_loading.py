@@ -30,7 +30,8 @@ from handlers.rolling_batch.kv_cache import bytes_per_token
 from handlers.rolling_batch.model_runner import LoadCheck, ModelRunner
 from handlers.rolling_batch.options import RollingBatchOptions
 from handlers.rolling_batch.prompts import PromptEncoder
-from handlers.rolling_batch.scheduler import Scheduler, SchedulerLimits
+from handlers.rolling_batch.scheduler import Scheduler, SchedulerLimits, Sequence, StepPlan
+from handlers.rolling_batch.speculation import Speculation
 from lmi_server.contract.errors import (
     LmiServerError,
     ModelLoadError,
@@ -48,6 +49,7 @@ _log = logging.getLogger(__name__)
 
 _GIB = 2**30
 _LEAST_SLOT = 16  # tokens
+_MEASURED_ROWS, _MEASUREMENTS = 8, 6
 # Slots in addition to those of running sequences: they keep finished sequences whose prefix others may reuse. On the
 # CPU a slot takes memory only for the tokens in it.
 _FURTHER_SLOTS = {"cpu": 64}
@@ -77,6 +79,8 @@ class LoadedEngine:
             "computed_prompt_tokens": stats.prompt_tokens,
             "cached_prompt_tokens": stats.cached_prompt_tokens,
             "retracted_requests": stats.retracted_requests,
+            "drafted_tokens": stats.drafted_tokens,
+            "accepted_draft_tokens": stats.accepted_tokens,
             "kv_cache_kept_tokens": stats.kept_tokens,
             "new_token_ratio": stats.new_token_ratio,
             "gen_throughput": stats.throughput if stats.running else 0.0,
@@ -128,6 +132,8 @@ def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -
     prompts, chats = PromptEncoder(tokenizer), ModelChats(tokenizer, options)
     with enough_for_steps(runner, limits.kv_tokens, step):
         warm_up(engine, prompts, 4 if runner.device.type == "cpu" else min(step.idle_chunk, max_len - 2))
+    if options.speculative_draft_model is not None:
+        engine.speculate(Speculation(options.speculative_length, row_share(runner)))
     details = {
         "model": type(model).__name__,
         "dtype": str(runner.dtype).removeprefix("torch."),
@@ -288,6 +294,21 @@ class _AnyToken:
 
     def accept(self, token: int) -> None:
         return
+
+
+def row_share(runner: ModelRunner) -> float:
+    """Measure how much longer a decoding step takes with a further row, as a share of the time with one row."""
+    sequence = Sequence("measure", [0, 0], 1, _MEASURED_ROWS + 1, slot=0, computed=1)
+
+    def seconds(drafted: int) -> float:
+        plan = StepPlan([sequence], [], drafts={sequence: [0] * drafted} if drafted else {})
+        began = time.perf_counter()
+        runner.run(plan, set()).logits[0, 0].item()  # waits for the device
+        return time.perf_counter() - began
+
+    one, several = (min(seconds(drafted) for _ in range(_MEASUREMENTS)) for drafted in (0, _MEASURED_ROWS))
+    runner.cache.trim(0, 0)
+    return max((several - one) / _MEASURED_ROWS / one, 0.0)
 
 
 def warm_up(engine: RollingBatchEngine, prompts: PromptEncoder, tokens: int = 4) -> None:

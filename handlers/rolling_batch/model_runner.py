@@ -197,12 +197,13 @@ class ModelRunner:
         """
         plan = self._arranged(plan)
         keep, sampled, prompt_rows = _rows_to_keep(plan, prompt_scored)
+        draft_rows = _draft_rows(plan, keep)
         step = self._lay_out(plan, keep)
         if self._lora is not None:
             self._lora.begin(_adapters(plan), keep)
         self._broadcast(step)
         try:
-            return StepLogits(self._compute(step)[: len(keep)], sampled, prompt_rows)
+            return StepLogits(self._compute(step)[: len(keep)], sampled, prompt_rows, draft_rows)
         except BaseException as error:
             # The other ranks have computed the step, or fail as well. Nobody knows which, so the group has to end.
             if self._communicator is not None:
@@ -241,12 +242,20 @@ class ModelRunner:
         later = {chunk.slot for chunk in step.chunks if chunk.source != chunk.slot}
         self._copies_due = [copy for copy in step.copies if copy.target in later]
         self._copy([copy for copy in step.copies if copy.target not in later])
-        if self._passes is not None and not step.chunks and (self._lora is None or not self._lora.is_active):
-            return self._passes.logits(step.token_ids, step.positions, step.slots)
+        if self._is_recorded(step):
+            assert self._passes is not None
+            logits = self._passes.logits(step.token_ids, step.positions, step.slots)
+            return logits if step.keep == list(range(len(logits))) else logits[step.keep]
         singles = np.array(step.positions[: len(step.slots)], np.int64)
         self._attention.begin(StepRows(np.array(step.slots, np.int64), singles, step.chunks))
         with torch.inference_mode():
             return self._forward(step.token_ids, step.positions, step.keep)
+
+    def _is_recorded(self, step: Pass) -> bool:
+        """Whether a graph computes the pass: no chunks, no adapters, and no more rows than there are sequences."""
+        if self._passes is None or step.chunks or len(step.slots) > self._passes.most_rows:
+            return False
+        return self._lora is None or not self._lora.is_active
 
     def _copy(self, copies: list[Copy]) -> None:
         for copy in copies:
@@ -272,9 +281,14 @@ class ModelRunner:
 
     def _lay_out(self, plan: StepPlan, keep: list[int]) -> Pass:
         sources = {copy.target: copy.source for copy in plan.copies}
-        token_ids = [sequence.tokens[-1] for sequence in plan.decode]
-        positions = [sequence.computed for sequence in plan.decode]
-        slots = [sequence.slot for sequence in plan.decode]
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        for sequence in plan.decode:
+            tokens = [sequence.tokens[-1], *plan.drafts.get(sequence, ())]
+            token_ids.extend(tokens)
+            positions.extend(range(sequence.computed, sequence.computed + len(tokens)))
+            slots.extend([sequence.slot] * len(tokens))
         chunks = []
         for chunk in plan.prefill:
             first = len(token_ids)
@@ -437,7 +451,9 @@ def _padded(rows: list[int]) -> list[int]:
 
 def _adapters(plan: StepPlan) -> list[Any]:
     """Return the adapter of each row of the pass, None for rows without one."""
-    adapters = [sequence.adapter for sequence in plan.decode]
+    adapters = []
+    for sequence in plan.decode:
+        adapters += [sequence.adapter] * (1 + len(plan.drafts.get(sequence, ())))
     for chunk in plan.prefill:
         adapters += [chunk.sequence.adapter] * (chunk.end - chunk.start)
     return adapters
@@ -447,9 +463,11 @@ def _rows_to_keep(
     plan: StepPlan, prompt_scored: set[str]
 ) -> tuple[list[int], list[Sequence], list[tuple[Sequence, int, slice]]]:
     """Return the rows whose logits are needed, those to sample first, and which sequences they belong to."""
-    keep = list(range(len(plan.decode)))
+    keep, row = [], 0
+    for sequence in plan.decode:
+        keep.append(row)
+        row += 1 + len(plan.drafts.get(sequence, ()))
     sampled = list(plan.decode)
-    row = len(keep)
     scoring = []
     for chunk in plan.prefill:
         last = row + chunk.end - chunk.start
@@ -465,3 +483,14 @@ def _rows_to_keep(
         prompt_rows.append((chunk.sequence, chunk.start + 1, slice(len(keep), len(keep) + end - first)))
         keep.extend(range(first, end))
     return keep, sampled, prompt_rows
+
+
+def _draft_rows(plan: StepPlan, keep: list[int]) -> dict[Sequence, range]:
+    """Add the rows of drafted tokens to `keep`; return which of the kept rows they are."""
+    found: dict[Sequence, range] = {}
+    for sequence, first in zip(plan.decode, keep[: len(plan.decode)], strict=True) if plan.drafts else ():
+        drafted = len(plan.drafts.get(sequence, ()))
+        if drafted:
+            found[sequence] = range(len(keep), len(keep) + drafted)
+            keep.extend(range(first + 1, first + 1 + drafted))
+    return found

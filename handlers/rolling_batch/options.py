@@ -51,6 +51,12 @@ class RollingBatchOptions(ParserOptions):
     kv_cache_memory_gb: PositiveFloat | None = Field(
         None, description="Maximum memory of the KV cache in GiB; it overrides option.mem_fraction_static."
     )
+    speculative_draft_model: Annotated[Literal["[ngram]"] | None, Allowed("[ngram]")] = Field(
+        None,
+        description="What drafts tokens for speculative decoding: [ngram] proposes what followed the same words earlier"
+        " in prompt and output, where that pays. Outputs stay the same.",
+    )
+    speculative_length: PositiveInt = Field(5, description="Tokens that are drafted at most per sequence and step.")
     enable_cuda_graph: bool = Field(
         False,
         description="Record decoding as CUDA graphs when the model loads: on one GPU, for requests without adapters."

@@ -14,7 +14,7 @@ is retracted and the ratio rises.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -92,6 +92,7 @@ class Retraction:
 class StepPlan:
     """Do `trims`, then `copies`, then one forward pass: a token of each of `decode`, then the tokens of `prefill`.
 
+    `drafts` has the tokens that may follow some of `decode`, and are computed behind these sequences' own token.
     `started` are the sequences that run for the first time. It and `retraction` are for the statistics.
     """
 
@@ -101,6 +102,11 @@ class StepPlan:
     copies: list[Copy] = field(default_factory=list)
     started: list[Sequence] = field(default_factory=list)
     retraction: Retraction | None = None
+    drafts: Mapping[Sequence, list[int]] = field(default_factory=dict)
+
+
+Draft = Callable[[Sequence, int, int], list[int]]
+"""Proposes tokens for a sequence: at most so many, in a step that has so many rows already."""
 
 
 @dataclass(slots=True)
@@ -169,7 +175,7 @@ class Scheduler:
             if sequence.adapter is adapter:
                 sequence.shares_prefix = False
 
-    def plan(self) -> StepPlan:
+    def plan(self, draft: Draft | None = None) -> StepPlan:
         """Admit what fits and return the next step, which is empty only if nothing runs."""
         retraction = self._retract()
         started = [] if retraction else self._admit()  # a sequence that was just retracted must not come back at once
@@ -178,12 +184,13 @@ class Scheduler:
         # Decoding sequences get their memory first; prompts take what is left in this step.
         room = self.limits.kv_tokens - self._running_tokens() - len(decode)
         prefill = list(self._chunks(min(budget, room)))
+        drafts = self._drafts(decode, room, draft) if draft is not None and not prefill else {}
         for sequence in decode:
-            self.slots.reserve(sequence.slot, sequence.computed + 1)
+            self.slots.reserve(sequence.slot, sequence.computed + 1 + len(drafts.get(sequence, ())))
         for chunk in prefill:
             self.slots.reserve(chunk.sequence.slot, chunk.end)
         self._decay_ratio()
-        return StepPlan(decode, prefill, *self.slots.step_planned(), started, retraction)
+        return StepPlan(decode, prefill, *self.slots.step_planned(), started, retraction, drafts)
 
     def advance(self, plan: StepPlan) -> None:
         """Account for a plan that has been computed: its tokens are in the KV cache."""
@@ -191,6 +198,23 @@ class Scheduler:
             self._computed(sequence, sequence.computed + 1)
         for chunk in plan.prefill:
             self._computed(chunk.sequence, chunk.end)
+
+    def draft_accepted(self, sequence: Sequence) -> None:
+        """Account for a drafted token that is the newest one of its sequence: it is in the KV cache already."""
+        self._computed(sequence, sequence.computed + 1)
+
+    def _drafts(self, decode: list[Sequence], room: int, draft: Draft) -> dict[Sequence, list[int]]:
+        """Return the drafts of the decoding sequences, in the memory that is left."""
+        drafts, rows = {}, len(decode)
+        for sequence in decode:
+            # A step generates one token more than it accepts drafted ones.
+            most = min(room, sequence.max_new_tokens - sequence.generated - 1)
+            tokens = draft(sequence, most, rows)
+            if tokens:
+                drafts[sequence] = tokens
+                rows += len(tokens)
+                room -= len(tokens)
+        return drafts
 
     def _computed(self, sequence: Sequence, tokens: int) -> None:
         sequence.computed = tokens

@@ -31,6 +31,8 @@ class EngineStats:
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     retracted_requests: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     running: int = 0
     waiting: int = 0
     used_tokens: int = 0
@@ -71,10 +73,15 @@ class StepRecorder:
         if self.stats.running == 0:  # idle time does not count for the throughput
             self._interval.began = self._step_began
 
-    def end(self, plan: StepPlan, sampled: int) -> None:
-        """Account for a step that sampled `sampled` tokens; write a line to the log every few seconds."""
+    def end(self, plan: StepPlan, sampled: int, accepted: int = 0) -> None:
+        """Account for a step; write a line to the log every few seconds.
+
+        It sampled `sampled` tokens, `accepted` of them behind drafted ones.
+        """
         now = self._clock()
         self._count(plan, sampled, now - self._step_began)
+        self.stats.accepted_tokens += accepted
+        self.stats.drafted_tokens += sum(map(len, plan.drafts.values()))
         if plan.retraction is not None:
             self._warn(plan.retraction)
         if now - self._interval.began >= _LINE_INTERVAL_S:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from handlers.rolling_batch.scheduler import Sequence, StepPlan
@@ -18,12 +19,14 @@ class StepLogits:
     """Logits of a step, (rows, vocabulary): first one row per sequence of `sampled`, to choose its next token from.
 
     `prompt_rows` has, for each sequence that reports the log probabilities of its prompt, the position of the first
-    token scored in this step, and the rows that score it and the tokens behind it.
+    token scored in this step, and the rows that score it and the tokens behind it. `draft_rows` has, for each sequence
+    with a draft, the rows from which the tokens behind each drafted one follow.
     """
 
     logits: torch.Tensor
     sampled: list[Sequence]
     prompt_rows: list[tuple[Sequence, int, slice]]
+    draft_rows: Mapping[Sequence, range] = field(default_factory=dict)
 
 
 class StepRunner(Protocol):

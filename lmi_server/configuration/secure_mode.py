@@ -181,7 +181,7 @@ def _pickled_values(given: Given) -> Iterator[str]:
         yield _refusal(given, "option.load_format", f"{PICKLE} is on; allowed: safetensors")
     # The engine fetches a draft model from the Hub by itself, and takes pickles if it finds nothing else.
     draft = given.get("option.speculative_draft_model")
-    if draft is not None and not os.path.isdir(draft.raw):
+    if draft is not None and draft.raw != "[ngram]" and not os.path.isdir(draft.raw):
         yield _refusal(given, "option.speculative_draft_model", f"{PICKLE} is on; allowed: a directory")
 
 

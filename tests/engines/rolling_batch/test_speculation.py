@@ -1,0 +1,131 @@
+"""Speculative decoding by prompt lookup changes how many steps a request takes, and no token of its answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapter_helpers import read_adapter, save_adapter
+from rolling_batch_helpers import Engine, Received, prompts
+from tiny_models import tiny_model
+
+from handlers.rolling_batch.speculation import PromptLookup, Speculation
+
+pytestmark = pytest.mark.slow
+
+SHARE = 0.05  # of a step, that a further row takes
+
+
+def speculating(model: Any, length: int = 4, row_share: float = SHARE, **limits: Any) -> Engine:
+    engine = Engine(model, **limits)
+    engine.engine.speculate(Speculation(length, row_share))
+    return engine
+
+
+def test_a_draft_is_what_followed_the_longest_and_newest_match() -> None:
+    lookup = PromptLookup(3)
+    tokens = [1, 2, 3, 4, 5, 9, 2, 3, 6, 7, 1, 2, 3]
+    assert lookup.propose(tokens, 3, 0.0) == [4, 5, 9]  # three tokens match; with two, [6, 7, 1] would
+    assert lookup.propose([*tokens, 8, 2, 3], 3, 0.0) == [8, 2, 3]
+    assert lookup.propose([*tokens, 8, 2, 3, 60, 61], 3, 0.0) == []
+
+
+def test_a_request_whose_drafts_fail_gets_fewer_and_then_none_until_it_has_gone_on_for_a_while() -> None:
+    lookup, tokens = PromptLookup(5), [1, 2, 3] * 4
+    lengths = []
+    for _ in range(12):
+        draft = lookup.propose(tokens, 5, 0.1)
+        lengths.append(len(draft))
+        if draft:
+            lookup.observe(len(draft), 0)
+    assert lengths[0] == 3
+    assert lengths[:6] == sorted(lengths[:6], reverse=True)
+    assert lengths.count(0) > 4
+    assert max(lengths[6:]) == 1
+    assert any(lookup.propose(tokens, 5, 0.1) for _ in range(100))
+    for _ in range(10):
+        lookup.observe(5, 5)
+    assert len(lookup.propose(tokens, 5, 0.1)) == 5
+
+
+def test_a_full_batch_has_to_expect_more_of_a_draft_than_a_small_one() -> None:
+    speculation = Speculation(5, SHARE)
+    chances = [speculation.least_chance(rows) for rows in (1, 8, 64)]
+    assert chances == sorted(chances)
+    assert chances[0] == SHARE
+    assert chances[-1] > 0.75
+
+
+def run_mixed(engine: Engine, adapter: Any = None) -> list[Received]:
+    """Requests of every kind in one batch; each prompt repeats itself, so that there is something to look up."""
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"repetition_penalty": 1.3},
+        {"do_sample": True, "temperature": 0.7, "seed": 5},
+        {"do_sample": True, "top_k": 3, "seed": 6, "frequency_penalty": 0.3},
+        {"logprobs": 2, "stop": ("a", "q")},
+        {"min_tokens": 8, "bad_words": ("e",)},
+        {"ignore_eos": True},
+        {"do_sample": True, "seed": 7, "allowed_token_ids": (1, 2, 3), "repetition_penalty": 1.1},
+    ]
+    answers = []
+    for index, prompt in enumerate(prompts(24)):
+        parameters = {"max_new_tokens": 1 + 6 * (index % 5), **kinds[index % len(kinds)]}
+        weights = adapter if index % 3 == 1 else None
+        answers.append(engine.add((prompt[:20] * 3)[:50], weights, **parameters)[1])
+    engine.run()
+    return answers
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2_with_soft_caps"])
+@pytest.mark.parametrize("limits", [{}, {"kv_tokens": 200, "conservativeness": 0.01}], ids=["room", "retraction"])
+def test_answers_are_those_without_drafts(family: str, limits: dict[str, Any], tmp_path: Path) -> None:
+    directory = save_adapter(tiny_model(family), tmp_path)
+    engines = Engine(tiny_model(family), **limits), speculating(tiny_model(family), row_share=0.0, **limits)
+    plain, drafted = (run_mixed(engine, engine.engine.load_adapter(read_adapter(str(directory)))) for engine in engines)
+    for expected, answer in zip(plain, drafted, strict=True):
+        assert (answer.tokens, answer.text, answer.finish_reason) == (
+            expected.tokens,
+            expected.text,
+            expected.finish_reason,
+        )
+        logprobs = [token.logprob for delta in answer.deltas for token in delta.tokens if token.logprob is not None]
+        assert logprobs == pytest.approx(
+            [token.logprob for delta in expected.deltas for token in delta.tokens if token.logprob is not None],
+            abs=1e-4,
+        )
+    stats, before = engines[1].engine.stats, engines[0].engine.stats
+    assert stats.generated_tokens == before.generated_tokens
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
+    assert bool(stats.retracted_requests) == bool(limits)
+
+
+def test_greedy_tokens_are_those_of_generate_in_fewer_steps() -> None:
+    engine = speculating(tiny_model("llama"))
+    with torch.no_grad():
+        engine.model.lm_head.weight[97:] = 0  # few tokens are left, so that the output repeats itself
+        engine.reference.lm_head.weight[97:] = 0
+    prompt = [3, 4, 5, 6] * 4
+    answer = engine.generate(prompt, max_new_tokens=40, ignore_eos=True)
+    assert answer.tokens == engine.expected(prompt, 40)
+    stats = engine.engine.stats
+    assert stats.steps < 41 - stats.accepted_tokens + 2
+    assert len(answer.deltas) == 40
+
+
+def test_what_is_sampled_with_drafts_is_distributed_as_the_model_says() -> None:
+    """Each draft is a guess of the second token; its draws are those of the model's own distribution."""
+    engine = speculating(tiny_model("llama"), row_share=0.0, slots=64, kv_tokens=64 * 64)
+    prompt = [7, 8, 9, 7, 8, 9, 7, 8]
+    allowed = (9, 7, 30)
+    sampled = {"do_sample": True, "allowed_token_ids": allowed, "max_new_tokens": 3, "ignore_eos": True}
+    answers = [engine.add(prompt, seed=seed, **sampled)[1] for seed in range(600)]
+    engine.run()
+    seconds = [answer.tokens[1] for answer in answers if answer.tokens[0] == 9]
+    with torch.inference_mode():
+        logits = engine.reference(torch.tensor([[*prompt, 9]])).logits[0, -1, list(allowed)].double()
+    found = torch.tensor([seconds.count(token) for token in allowed]) / len(seconds)
+    assert float((found - logits.softmax(-1)).abs().sum()) / 2 < 0.08
+    assert 0 < engine.engine.stats.accepted_tokens < engine.engine.stats.drafted_tokens
