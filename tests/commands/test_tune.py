@@ -126,10 +126,10 @@ def test_a_port_that_is_taken_and_a_server_that_is_killed_cost_one_trial(model: 
 
         measure = Measurement(str(model), load, Limits({}), 60, start)
         os.kill(pids[0], signal.SIGKILL)
-        wait_until(lambda: _is_dead(pids[0]), "the server has ended")  # not at once: it has threads
         outcome = measure({}, 0.0)  # with the server that died, or the one in its place
         assert outcome.value or "does not answer" in outcome.reason
-        assert measure({}, 0.0).value
+        # Its socket closes some time before all of its threads have ended.
+        wait_until(lambda: measure({}, 0.0).value is not None, "a server in its place")
     assert len(pids) == 2
     assert all(not Path(f"/proc/{pid}").exists() or _is_dead(pid) for pid in pids)
 
