@@ -114,7 +114,7 @@ class SchedulingHandler(LLMHandler):
     async def _prepare(self, request: GenerationRequest, on_begin: Callable[[], None] | None) -> AddRequest:
         grammar = await self._grammar(request.sampling.structured_outputs)
         weights = None if request.adapter is None else await self._adapters.weights(request.adapter)
-        prompt, text = await self._loaded.prompts.encode(request)
+        prompt, text = await self._loaded.prompts.encode(request, self._loaded.max_model_len)
         engine = self._loop.engine
         return lambda emit: engine.add(
             request.request_id, prompt, request.sampling, text, request.priority, emit, weights, on_begin, grammar

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jinja2 import TemplateError
 
 from handlers.chats.messages import needs_text, template_messages
-from lmi_server.contract.errors import RequestError
+from handlers.checkpoints.text_length import LONG_TEXT_CHARS, TextLength
+from lmi_server.contract.errors import ContextLengthError, RequestError
 from lmi_server.contract.generation import ChatOptions, GenerationRequest
 
-# From this many characters on a prompt is tokenized in another thread: it would block the event loop for milliseconds.
-# A shorter prompt is not worth the change of threads.
-LONG_TEXT_CHARS = 20_000
+_MANY_MESSAGES = 64
+_NICENESS = 10  # of that thread: what runs has the first claim on the cores
 
 
 class PromptEncoder:
@@ -23,6 +26,9 @@ class PromptEncoder:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._length = TextLength(tokenizer)
+        # One thread, so that any number of long prompts takes one core at most.
+        self._thread = ThreadPoolExecutor(1, "tokenize", initializer=_yield_to_others)
         # transformers' wrapper sets truncation and padding of the backend in every call, which fails while another
         # thread decodes with it. Calling the backend itself, with both switched off once, is safe from any thread.
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -34,25 +40,43 @@ class PromptEncoder:
     def tokenizer(self) -> Any:
         return self._tokenizer
 
-    async def encode(self, request: GenerationRequest) -> tuple[list[int], str]:
+    async def encode(self, request: GenerationRequest, limit: int = 0) -> tuple[list[int], str]:
         """Return the token ids and the text of the request's prompt.
 
-        Raises RequestError if the chat cannot be rendered.
+        Raises RequestError if the chat cannot be rendered, ContextLengthError if the prompt obviously has `limit`
+        tokens or more (0: any number).
         """
-        if isinstance(request.prompt, tuple):
-            ids = list(request.prompt)
-            text = self._tokenizer.decode(ids)
-        else:
-            chat = request.prompt is None
-            text = self._render(request) if request.prompt is None else request.prompt
-            special = request.add_special_tokens and not chat  # a chat template writes the special tokens itself
-            ids = (
-                await asyncio.to_thread(self.tokenize, text, special)
-                if len(text) > LONG_TEXT_CHARS
-                else self.tokenize(text, special)
-            )
         truncate = request.sampling.truncate
+        if isinstance(request.prompt, tuple):
+            ids = list(request.prompt[-truncate:] if truncate else request.prompt)
+            if 0 < limit <= len(ids):
+                raise ContextLengthError.of(len(ids), 0, limit)
+            return ids, self._tokenizer.decode(ids)
+        text = await self._text(request)
+        if not truncate:
+            self._length.check(text, limit)
+        # A long text would block the event loop for milliseconds. A short one is not worth the change of threads.
+        special = request.add_special_tokens and request.prompt is not None  # a chat template writes them itself
+        ids = (
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._tokenize_long, text, special)
+            if len(text) > LONG_TEXT_CHARS
+            else self.tokenize(text, special)
+        )
         return (ids[-truncate:], text) if truncate else (ids, text)
+
+    async def _text(self, request: GenerationRequest) -> str:
+        if isinstance(request.prompt, str):
+            return request.prompt
+        if len(request.messages or ()) < _MANY_MESSAGES:
+            return self._render(request)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._render, request)
+
+    def _tokenize_long(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Do what `tokenize` does, without the GIL: `encode` would keep it to the end, `encode_batch_fast` does not."""
+        if self._backend is None:
+            return self.tokenize(text, add_special_tokens)
+        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return ids
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`."""
@@ -98,6 +122,10 @@ class PromptEncoder:
         return needs_text(
             lambda messages, tools: self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
         )
+
+
+def _yield_to_others() -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 def _template_arguments(chat: ChatOptions) -> dict[str, Any]:

@@ -99,7 +99,7 @@ class TextEmbedding(Task):
     def run(self, inputs: Sequence[Any], parameters: Mapping[str, Any]) -> Sequence[Embedding | LmiServerError]:
         encoder = self._encoder
         sequences = [self._cut(ids, text.size) for text, ids in zip(inputs, self._ids(inputs), strict=True)]
-        results: list[Embedding | LmiServerError] = [encoder.too_long(len(ids)) for ids in sequences]
+        results: list[Embedding | LmiServerError] = [encoder.too_long(ids) for ids in sequences]
         for indices in encoder.batches(sequences):
             vectors = self._embed([sequences[index] for index in indices])
             for index, vector in zip(indices, vectors, strict=True):
@@ -126,7 +126,8 @@ class TextEmbedding(Task):
     def _ids(self, inputs: Sequence[Text]) -> Sequence[Sequence[int]]:
         """Return the token ids of each text."""
         texts = [self._prepared(text.content) for text in inputs if isinstance(text.content, str)]
-        tokenized = iter(self._encoder.tokenize(texts) if texts else ())
+        are_cut = [text.size is not None for text in inputs if isinstance(text.content, str)]
+        tokenized = iter(self._encoder.tokenize_unless_too_long(texts, are_cut))
         return [next(tokenized) if isinstance(text.content, str) else text.content for text in inputs]
 
     def _prepared(self, text: str) -> str:

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModel
 
 from handlers.checkpoints.placement import main_device
+from handlers.checkpoints.text_length import TextLength
 from handlers.checkpoints.transformers_loading import load_model, load_tokenizer
 from handlers.tasks.batches import even_batches
 from handlers.tasks.options import PipelineOptions
@@ -30,11 +31,24 @@ class Encoder:
         self.tokenizer = load_tokenizer(path, options)
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
+        self._text_length = TextLength(self.tokenizer)
         model = load_model(AutoModel, path, options)
         self.model = model.get_encoder() if model.config.is_encoder_decoder else model
         positions = getattr(model.config, "max_position_embeddings", None) or _NO_LIMIT
         longest = min(positions - _positions_lost(model), self.tokenizer.model_max_length)
         self.max_length = min(options.max_model_len or max_length or longest, longest)
+
+    def tokenize_unless_too_long(self, texts: Sequence[str], are_cut: Sequence[bool]) -> list[Sequence[int]]:
+        """Do what `tokenize` does, but for texts that are not cut and too long for the model in any case.
+
+        In place of the ids of such a text there is a range that is too long as well.
+        """
+        least = [
+            0 if is_cut else self._text_length.least_tokens(text) for text, is_cut in zip(texts, are_cut, strict=True)
+        ]
+        fitting = [text for text, count in zip(texts, least, strict=True) if count <= self.max_length]
+        tokenized = iter(self.tokenize(fitting) if fitting else ())
+        return [next(tokenized) if count <= self.max_length else range(count) for count in least]
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each text with special tokens, however long it is."""
@@ -81,9 +95,10 @@ class Encoder:
         ):
             yield [fitting[index] for index in batch]
 
-    def too_long(self, count: int) -> ContextLengthError:
+    def too_long(self, ids: Sequence[int]) -> ContextLengthError:
+        count = f"{len(ids)} tokens or more" if isinstance(ids, range) else f"{len(ids)} tokens"
         return ContextLengthError(
-            f"an input has {count} tokens, and the model takes at most {self.max_length}; send a shorter one, or have "
+            f"an input has {count}, and the model takes at most {self.max_length}; send a shorter one, or have "
             'it cut: "truncate_prompt_tokens": -1 in an embeddings request, "truncate": true in parameters'
         )
 
@@ -127,10 +142,11 @@ class FeatureExtraction(Task):
 
     def run(self, inputs: Sequence[Any], parameters: Mapping[str, Any]) -> Sequence[Any]:
         encoder = self._encoder
-        sequences = encoder.tokenize(inputs)
-        if parameters.get("truncate", False):
+        is_cut = parameters.get("truncate", False)
+        sequences = encoder.tokenize_unless_too_long(inputs, [is_cut] * len(inputs))
+        if is_cut:
             sequences = [encoder.cut(ids, self.max_length) for ids in sequences]
-        results: list[Any] = [encoder.too_long(len(ids)) for ids in sequences]
+        results: list[Any] = [encoder.too_long(ids) for ids in sequences]
         with torch.inference_mode():
             for indices in encoder.batches(sequences):
                 states, _ = encoder.hidden_states([sequences[index] for index in indices])

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from handlers.checkpoints.placement import main_device
+from handlers.checkpoints.text_length import TextLength
 from handlers.checkpoints.transformers_loading import eos_token_ids, load_model, load_tokenizer
 from handlers.tasks.generation_parameters import (
     LOWERED,
@@ -62,6 +63,7 @@ class GenerationTask(Task):
         self._tokenizer = load_tokenizer(path, options)
         if self._tokenizer.pad_token is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
+        self.text_length = TextLength(self._tokenizer)
         self._model = load_model(self.auto_class, path, options)
         positions = getattr(self._model.config.get_text_config(), "max_position_embeddings", None) or 0
         self.max_length = options.max_model_len or max(positions, 0)  # XLNet says -1: it has no limit

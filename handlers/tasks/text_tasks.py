@@ -41,6 +41,7 @@ class TextGeneration(GenerationTask):
 
     def read(self, value: Any, parameters: Mapping[str, Any]) -> Prompt:
         text = read_text(value)
+        self.text_length.check(text, self.max_length)
         ids = self._tokenizer(text)["input_ids"]
         if not ids:
             raise RequestError("inputs: an empty text is not allowed; send a prompt")
@@ -86,6 +87,8 @@ class TextToText(GenerationTask):
 
     def read(self, value: Any, parameters: Mapping[str, Any]) -> Prompt:
         text = read_text(value)
+        if not parameters.get("truncation", False) and self.max_length:
+            self.text_length.check(text, self.max_length + 1)
         ids = self.encode(self._prefix + text, parameters)
         if self.max_length and len(ids) > self.max_length:
             raise ContextLengthError(

@@ -12,6 +12,7 @@ from transformers.pipelines import Pipeline
 from transformers.pipelines.base import PipelineException
 
 from handlers.checkpoints.placement import refuse_divided_layers
+from handlers.checkpoints.text_length import TextLength
 from handlers.checkpoints.transformers_loading import model_arguments, save_weights
 from handlers.tasks.audio import audio_reader
 from handlers.tasks.options import PipelineOptions
@@ -143,6 +144,7 @@ class TransformersPipeline(Task):
         self._pipeline = _load(task, path, options)
         self._read = kind.reader(self._pipeline)
         self._tokenizer = self._pipeline.tokenizer
+        self._text_length = TextLength(self._tokenizer)
         self._batches = task not in _ALONE and (self._tokenizer is None or self._tokenizer.pad_token_id is not None)
         self.max_length = _max_length(self._pipeline, options)
 
@@ -177,6 +179,7 @@ class TransformersPipeline(Task):
     def input_error(self, value: Any) -> RequestError | None:
         if not isinstance(value, str) or self._tokenizer is None or not self.max_length:
             return None
+        self._text_length.check(value, self.max_length + 1)
         count = len(self._tokenizer(value)["input_ids"])
         if count <= self.max_length:
             return None

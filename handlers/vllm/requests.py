@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import TemplateError
 from pydantic import ValidationError
 
-from handlers.rolling_batch.prompts import LONG_TEXT_CHARS
+from handlers.checkpoints.text_length import LONG_TEXT_CHARS
 from handlers.vllm import library
 from handlers.vllm.chats import ChatRenderer, RenderedRequest
 from lmi_server.contract.errors import ContextLengthError, RequestError

@@ -15,6 +15,8 @@ from vllm_helpers import make_tiny_model
 
 pytestmark = pytest.mark.slow
 
+LONG = {"max_new_tokens": 400, "ignore_eos": True}
+
 
 @pytest.fixture(scope="module")
 def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
@@ -86,3 +88,30 @@ def test_chats_constrain_the_output_in_streams_and_several_choices(http: httpx.C
     for wrong, said in ((hostile, "minItems: 100000"), ({"guided_regex": "("}, "the regular expression")):
         refused = http.post("/v1/chat/completions", json={**chat, **wrong})
         assert (refused.status_code, said in refused.json()["error"]["message"]) == (400, True), refused.text
+
+
+def test_a_prompt_that_is_far_too_long_is_refused_and_harms_nobody(http: httpx.Client) -> None:
+    words = "word " * 2_000_000
+    workers = http.get("/models/model").json()[0]["workerGroups"][0]["workers"]
+    with http.stream("POST", "/invocations", json={"inputs": "a", "parameters": LONG, "stream": True}) as neighbour:
+        pieces = neighbour.iter_lines()
+        next(pieces)
+        for path, body in (
+            ("/invocations", {"inputs": words}),
+            ("/v1/completions", {"prompt": ["a", words]}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": words}]}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": words[:50_000]}] * 100}),
+        ):
+            answer = http.post(path, json={"model": "model", **body})
+            assert answer.status_code == (424 if path == "/invocations" else 400)
+            assert "maximum context length is" in answer.text
+            assert "characters, which are at least" in answer.text
+        answer = http.post("/v1/completions", json={"model": "model", "prompt": [5] * 1_000_000})
+        assert answer.status_code == 400
+        assert "the prompt has 1000000 tokens" in answer.text
+
+        # What is tokenized whole is not refused, and the worker goes on meanwhile.
+        answer = http.post("/tokenize", json={"model": "model", "prompt": words[:500_000], "add_special_tokens": False})
+        assert answer.json()["count"] == 500_000
+        assert '"generated_text"' in list(pieces)[-1]
+    assert http.get("/models/model").json()[0]["workerGroups"][0]["workers"][0]["pid"] == workers[0]["pid"]
