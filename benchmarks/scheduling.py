@@ -1,6 +1,6 @@
 """Measures the scheduling of the rolling batch with the demo model, over HTTP, streaming.
 
-    python -m benchmarks.scheduling [shared] [mixed] [scarce] [queue]
+    python -m benchmarks.scheduling [shared] [mixed] [scarce] [queue] [long]
 
 Each load has its own server:
 
@@ -8,6 +8,7 @@ Each load has its own server:
 - mixed: 64 requests of mixed lengths at once, beside static batches of such requests with a padded `model.generate`
 - scarce: 32 requests with KV memory for a third of what they need at most, beside the same requests with enough of it
 - queue: 32 requests with one of two prefixes of 1,024 tokens, of which two run at a time, under lpm and under fcfs
+- long: one request beside prompts of two million words, which are refused, and of 200,000, which are tokenized
 
 Without names, all loads run.
 """
@@ -233,6 +234,24 @@ def long_queue(policy: str) -> dict[str, float]:
         return {"rate": QUEUED / (time.perf_counter() - began)}
 
 
+def beside_long_prompts() -> dict[str, float]:
+    """Return the inter-token latency of a request while others send long prompts, as long as it takes."""
+
+    async def send(port: int) -> Timing:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=300) as client:
+            neighbour = asyncio.create_task(stream(port, Load(words(16, random.Random(5)), 500)))
+            await asyncio.sleep(0.2)
+            while not neighbour.done():
+                for path, count in (("/v1/completions", 2_000_000), ("/tokenize", 200_000)):
+                    await client.post(path, json={"model": "smollm2_135m_instruct", "prompt": "word " * count})
+            return await neighbour
+
+    with serving(MODEL, 8) as (_, port):
+        warm_up(port)
+        gaps = asyncio.run(send(port)).gaps
+    return {"ITL median": statistics.median(gaps), "ITL p99": percentile(gaps, 0.99)}
+
+
 PARTS = {
     "shared prefix": shared_prefix,
     "mixed lengths": mixed_lengths,
@@ -243,6 +262,7 @@ PARTS = {
     "full lengths, enough": lambda: scarce_memory(full_lengths(), 1.0),
     "queue, lpm": lambda: long_queue("lpm"),
     "queue, fcfs": lambda: long_queue("fcfs"),
+    "long prompts": beside_long_prompts,
 }
 
 Row = tuple[str, str, str]
@@ -299,7 +319,23 @@ def queue_rows() -> Iterator[Row]:
     )
 
 
-LOADS = {"shared": shared_rows, "mixed": mixed_rows, "scarce": scarce_rows, "queue": queue_rows}
+def long_rows() -> Iterator[Row]:
+    found = run_apart("long prompts")
+    late, median = found["ITL p99"], found["ITL median"]
+    yield (
+        "inter-token latency beside prompts of 2,000,000 and 200,000 words, p99 / median",
+        f"{late * 1e3:.1f} ms / {median * 1e3:.1f} ms",
+        f"{late / median:.2f}",
+    )
+
+
+LOADS = {
+    "shared": shared_rows,
+    "mixed": mixed_rows,
+    "scarce": scarce_rows,
+    "queue": queue_rows,
+    "long": long_rows,
+}
 
 
 def main() -> None:

