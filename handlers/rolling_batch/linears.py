@@ -37,7 +37,7 @@ def lay_out_linears(model: nn.Module) -> int:
         for name, child in list(module.named_children()):
             if not is_plain(child):
                 continue
-            if _suits_tiles(child):
+            if _suits_tiles(child, packs):
                 setattr(module, name, TiledLinear(child))
             elif packs:
                 setattr(module, name, PackedLinear(child))
@@ -47,10 +47,15 @@ def lay_out_linears(model: nn.Module) -> int:
     return count
 
 
-def _suits_tiles(linear: nn.Linear) -> bool:
+def _suits_tiles(linear: nn.Linear, packs: bool) -> bool:
+    """Return whether the project's kernel is the fastest one for a layer; `packs` says whether oneDNN has one.
+
+    Without AVX-512 it has none, and torch converts the weight to float32 in every call.
+    """
     from handlers.rolling_batch.cpu_kernels.intrinsics import TILES_ARE_FASTEST
 
-    return TILES_ARE_FASTEST and linear.weight.dtype == torch.bfloat16 and linear.in_features % 2 == 0
+    fastest = TILES_ARE_FASTEST or not packs
+    return fastest and linear.weight.dtype == torch.bfloat16 and linear.in_features % 2 == 0
 
 
 class TiledLinear(nn.Module):

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -56,3 +61,21 @@ def test_onednn_and_the_tiles_agree() -> None:
     linear, hidden = plain(96, 130, bias=True), activations(9, 96)
     by_tiles, by_onednn = TiledLinear(linear)(hidden), PackedLinear(linear)(hidden)
     torch.testing.assert_close(by_tiles, by_onednn, rtol=2**-7, atol=1e-3)
+
+
+_AVX2 = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+_KINDS = """
+import torch
+from handlers.rolling_batch.linears import lay_out_linears
+layers = [torch.nn.Linear(4, 4, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+model = torch.nn.Sequential(*layers, torch.nn.Linear(3, 4, dtype=torch.bfloat16))
+print(lay_out_linears(model), *(type(layer).__name__ for layer in model))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the instruction sets of other processors are not hidden")
+def test_the_tiles_are_chosen_where_onednn_multiplies_no_bfloat16() -> None:
+    command = [sys.executable, "-c", _KINDS]
+    found = subprocess.run(command, env=os.environ | _AVX2, capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["1", "TiledLinear", "Linear", "Linear"]
