@@ -91,16 +91,54 @@ for provider, text in texts.items():
     stream = litellm.completion(sagemaker_base_url=f"{address}-response-stream", stream=True, **asked)
     print("".join(chunk.choices[0].delta.content or "" for chunk in stream))
 """
+# What the scripts below share: each asks for a value of the class City, and prints the types of what it gets.
+CITY = """
+from pydantic import BaseModel
+
+
+class City(BaseModel):
+    name: str
+    country: str
+
+
+URL, MODEL, TEXT = "http://127.0.0.1:8080/v1", "smollm2_135m_instruct", "Paris is the capital of France."
+"""
+OPENAI_CLASSES = f"""
+{CITY}
+from openai import OpenAI
+
+client = OpenAI(base_url=URL, api_key="none", max_retries=0)
+asked = {{"model": MODEL, "messages": [{{"role": "user", "content": TEXT}}], "max_tokens": 100, "temperature": 0}}
+print(type(client.chat.completions.parse(**asked, response_format=City).choices[0].message.parsed).__name__)
+with client.chat.completions.stream(**asked, response_format=City) as stream:
+    print(type(stream.get_final_completion().choices[0].message.parsed).__name__)
+answer = client.responses.parse(model=MODEL, input=TEXT, text_format=City, max_output_tokens=100, temperature=0)
+print(type(answer.output_parsed).__name__)
+"""
+ANTHROPIC_CLASSES = f"""
+{CITY}
+from anthropic import Anthropic
+
+client = Anthropic(base_url="http://127.0.0.1:8080", api_key="none", max_retries=0)
+messages = [{{"role": "user", "content": TEXT}}]
+asked = {{"model": MODEL, "max_tokens": 100, "messages": messages, "extra_body": {{"temperature": 0}}}}
+print(type(client.messages.parse(**asked, output_format=City).parsed_output).__name__)
+"""
+LANGCHAIN_CLASSES = f"""
+{CITY}
+from langchain_openai import ChatOpenAI
+
+model = ChatOpenAI(base_url=URL, api_key="none", model=MODEL, max_completion_tokens=100, temperature=0, max_retries=0)
+chain = model.with_structured_output(City, method="json_schema")
+print(type(chain.invoke(TEXT)).__name__)
+print(type(list(chain.stream(TEXT))[-1]).__name__)
+"""
+CLASSES = {"openai": OPENAI_CLASSES, "anthropic": ANTHROPIC_CLASSES, "langchain_openai": LANGCHAIN_CLASSES}
 
 
 @pytest.fixture(scope="module")
 def server(demo_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    settings = {
-        "rolling_batch": "vllm",
-        "enforce_eager": "true",  # nothing is compiled beside the test
-        "kv_cache_memory_gb": "0.5",
-        "served_model_name": "smollm2_135m_instruct",
-    }
+    settings = {"kv_cache_memory_gb": "0.5", "served_model_name": "smollm2_135m_instruct"}
     with serving(tmp_path_factory.mktemp("served"), demo_model_dir, **settings) as server:
         yield server
 
@@ -108,9 +146,9 @@ def server(demo_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 @pytest.fixture(scope="module")
 def ran(server: Server) -> ClientScripts:
     """Run all scripts, with the address of the server in place of the page's."""
-    litellm = {"falls back": FALLBACK, "sagemaker": SAGEMAKER}
     scripts = {client: (client, code) for client, code in SCRIPTS.items()}
-    scripts |= {name: ("litellm", code) for name, code in litellm.items()}
+    scripts |= {"falls back": ("litellm", FALLBACK), "sagemaker": ("litellm", SAGEMAKER)}
+    scripts |= {f"{client} classes": (client, code) for client, code in CLASSES.items()}
     here = server.url.removeprefix("http://")
     return ClientScripts(
         {name: (client, code.replace("127.0.0.1:8080", here)) for name, (client, code) in scripts.items()}
@@ -137,6 +175,11 @@ def test_litellm_falls_back_if_a_prompt_is_too_long(ran: ClientScripts) -> None:
 
 def test_litellm_talks_as_to_a_sagemaker_endpoint(ran: ClientScripts) -> None:
     assert ran.output("sagemaker").count("Paris") == 4
+
+
+@pytest.mark.parametrize(("client", "times"), [("openai", 3), ("anthropic", 1), ("langchain_openai", 2)])
+def test_a_client_gets_values_of_the_class_that_it_asks_for(ran: ClientScripts, client: str, times: int) -> None:
+    assert ran.output(f"{client} classes").split() == ["City"] * times
 
 
 def test_lm_eval(server: Server, demo_model_dir: Path) -> None:

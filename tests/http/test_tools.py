@@ -174,8 +174,14 @@ def test_a_demanded_call_has_arguments_of_its_schema(server: Server, stream: boo
 
 LANGCHAIN = """
 from langchain_openai import ChatOpenAI
+from pydantic import BaseModel
 
-model = ChatOpenAI(base_url="{url}/v1", api_key="none", model="{model}", max_tokens=100)
+
+class City(BaseModel):
+    size: int
+
+
+model = ChatOpenAI(base_url="{url}/v1", api_key="none", model="{model}", max_tokens=300, temperature=0)
 with_tools = model.bind_tools({tools})
 answer = with_tools.invoke("TWO")
 print([(call["name"], call["args"]) for call in answer.tool_calls], answer.content)
@@ -183,6 +189,7 @@ whole = None
 for chunk in with_tools.stream("TWO"):
     whole = chunk if whole is None else whole + chunk
 print([(call["name"], call["args"]) for call in whole.tool_calls], whole.content)
+print(type(model.with_structured_output(City, method="function_calling").invoke("x")).__name__)
 """
 PYDANTIC_AI = """
 from pydantic_ai import Agent
@@ -225,7 +232,7 @@ def test_agents_call_tools(server: Server) -> None:
         {name: (name, code.format(url=server.url, model=server.model, tools=TOOLS)) for name, code in codes.items()}
     )
     calls = "[('weather', {'city': 'Paris'}), ('clock', {})] I look it up."
-    assert ran.output("langchain_openai").splitlines() == [calls, calls]
+    assert ran.output("langchain_openai").splitlines() == [calls, calls, "City"]
     assert ran.output("pydantic_ai").splitlines() == ["asked for Paris", SCRIPTS["SUNNY"]]
     assert "City" in ran.output("instructor")
 
