@@ -6,8 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from handlers.rolling_batch.detokenizer import TokenTexts
-from lmi_server.contract.errors import HandlerError, LmiServerError
+from handlers.structured_output.limits import LABELS
+from lmi_server.contract.errors import HandlerError, LmiServerError, RequestError
 from lmi_server.contract.generation import Delta, FinishReason, SamplingParameters, Token, TopToken, Usage
+
+# vLLM compiles all constraints with the library that it chose for the first one, but checks each for the one it fits.
+_SIMPLER = (
+    "make it simpler (fewer alternatives, no classes such as \\p{L}), or name the library that compiles all:"
+    ' option.structured_outputs_config={"backend": "guidance"}, or "xgrammar"'
+)
 
 
 class Vocabulary(TokenTexts):
@@ -113,5 +120,8 @@ class DeltaBuilder:
                 return "stop_sequence" if by_client else "eos_token"
             case "repetition":
                 return "stop_sequence"
+            case "error" if self._sampling.structured_outputs is not None and not self._completion_tokens:
+                # vLLM compiles it beside the running batch, and only its log says what is wrong.
+                return RequestError(f"vLLM cannot compile {LABELS[self._sampling.structured_outputs.kind]}; {_SIMPLER}")
             case reason:
                 return HandlerError(f"vLLM ended the request with finish reason {reason}")

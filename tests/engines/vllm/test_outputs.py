@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from handlers.vllm.outputs import DeltaBuilder, Vocabulary
-from lmi_server.contract.errors import HandlerError
-from lmi_server.contract.generation import Delta, SamplingParameters
+from lmi_server.contract.errors import HandlerError, RequestError
+from lmi_server.contract.generation import Delta, SamplingParameters, StructuredOutputs
 
 EOS = 0
 PROMPT = [7, 8, 9]
@@ -84,6 +84,17 @@ def test_only_the_first_delta_has_the_prompt_and_only_the_last_the_usage() -> No
 )
 def test_the_finish_reason_says_who_stopped_the_request(completion: Completion, reason: str) -> None:
     assert delta(builder(stop=("END",), stop_token_ids=(5,)), completion).finish_reason == reason
+
+
+def test_a_constraint_that_vllm_cannot_compile_is_an_error_of_the_request() -> None:
+    failed = Output([Completion("", [], "error")])
+    constraint = StructuredOutputs(kind="regex", value="a")
+    refused = builder(structured_outputs=constraint).build(failed)
+    assert isinstance(refused, RequestError)
+    assert "vLLM cannot compile the regular expression" in str(refused)
+    begun = builder(structured_outputs=constraint)
+    begun.build(Output([Completion("a", [1])]))
+    assert isinstance(begun.build(failed), HandlerError)
 
 
 def test_a_finish_reason_that_is_no_answer_is_an_error() -> None:
