@@ -9,8 +9,8 @@ from urllib.parse import unquote_plus
 
 HIDDEN = "***"
 
-_NAME = re.compile(
-    r"(?:^|[._])(?:token|secret|password|passwd|passphrase|pass|api_?keys?|secret_?(?:access_?)?key|credentials?)$",
+_NAME = re.compile(  # smoothquant_per_token is none
+    r"(?:^|[._])(?:(?<!_per_)token|secret|password|passwd|passphrase|pass|api_?keys?|secret_?(?:access_?)?key|credentials?)$",
     re.IGNORECASE,
 )
 _USER_INFO = re.compile(r"(\w+://)[^/\s@\"']+@")

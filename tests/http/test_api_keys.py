@@ -245,11 +245,19 @@ def test_which_names_are_secret() -> None:
         "HF_TOKEN",
         "AWS_SECRET_ACCESS_KEY",
         "AWS_SESSION_TOKEN",
+        "DEVELOPER_TOKEN",
         "api_keys",
         "keystore_pass",
     ):
         assert is_secret(name), name
-    for name in ("option.max_num_tokens", "max_new_tokens", "option.tokens_per_block", "bypass", "monkey"):
+    for name in (
+        "option.max_num_tokens",
+        "max_new_tokens",
+        "option.tokens_per_block",
+        "option.smoothquant_per_token",
+        "bypass",
+        "monkey",
+    ):
         assert not is_secret(name), name
     secrets = Secrets()
     secrets.add_named({"HF_TOKEN": "ab", "option.password": "long-enough"})
