@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from neuronx_helpers import FAKE_TRANSFORMERS_NEURONX, deltas, ids, importable, started
+from neuronx_helpers import (
+    FAKE_TRANSFORMERS_NEURONX,
+    HeldGraphs,
+    deltas,
+    ids,
+    importable,
+    pass_of_the_next,
+    started,
+)
 from paths import ROOT, TESTS
 from rolling_batch_helpers import generated
 from server_helpers import Server, running
@@ -96,6 +104,26 @@ def test_concurrent_requests_get_the_tokens_of_transformers(
         assert ids(answer) == generated(model, prompt, 12)
         assert answer[-1].usage is not None
         assert answer[-1].usage.prompt_tokens == len(prompt)
+
+
+@pytest.mark.parametrize(("family", "expected"), [("llama", 4), ("gpt2", 2)])
+def test_a_client_that_leaves_frees_its_place_within_one_step(
+    models: Path, monkeypatch: pytest.MonkeyPatch, family: str, expected: int
+) -> None:
+    """The first of three leaves during pass 1, and the third begins in the step after that.
+
+    GPT-2's graphs compute all sequences in pass 2. With continuous batching the second prompt is pass 2, and the step
+    after it has a pass for the running sequence before that of the new prompt.
+    """
+
+    async def run() -> int:
+        async with started(models / family, rolling_batch="auto", max_rolling_batch_size=2) as handler:
+            from transformers_neuronx.modeling_auto import ForSampling
+
+            graphs = HeldGraphs(ForSampling, monkeypatch)
+            return await pass_of_the_next(handler, graphs, [[1, 2], [3, 4], [201, 202, 203]])
+
+    assert asyncio.run(run()) == expected
 
 
 def test_bad_requests_are_refused_and_others_go_on(models: Path) -> None:
@@ -262,6 +290,35 @@ def test_streams_over_http_are_those_of_transformers(server: Server) -> None:
     for prompt, answer in zip(prompts, answers, strict=True):
         encoded = byte_tokenizer().encode(prompt)
         assert tokens_of(answer) == generated(model, encoded, 12)
+
+
+@pytest.mark.slow
+def test_answers_are_held_to_a_form_over_the_compiled_graphs(server: Server) -> None:
+    """The scheduler masks the logits, whatever computes them."""
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes", "no"]}}}
+    forms: list[dict[str, Any]] = [{"response_format": form}, {"structured_outputs": {"choice": ["yes", "no"]}}]
+    bodies = [{"model": "model", "prompt": "x", "max_tokens": 30, "temperature": 0, **given} for given in forms]
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(lambda body: server.http.post("/v1/completions", json=body, timeout=120), bodies))
+    assert [answer.status_code for answer in answers] == [200, 200], [answer.text for answer in answers]
+    held, chosen = (answer.json()["choices"][0]["text"] for answer in answers)
+    assert json.loads(held) in ("yes", "no")
+    assert chosen in ("yes", "no")
+
+
+@pytest.mark.slow
+def test_tools_and_adapters_are_refused_by_name(server: Server, tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    body = {"model": "model", "messages": [{"role": "user", "content": "a"}], "tools": [tool]}
+    answer = server.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400, answer.text
+    assert "tools is not supported by the handler that serves this model" in answer.text
+    answer = server.http.post("/adapters", params={"name": "french", "src": str(tmp_path)})
+    assert (answer.status_code, answer.json()["message"][:20]) == (400, "LoRA is not enabled.")
+    answer = server.http.post("/invocations", json={"inputs": "a", "adapters": "french"}, timeout=120)
+    assert answer.status_code >= 400
+    assert "french" in answer.text
+    assert server.invoke("a", 3, timeout=120).status_code == 200
 
 
 @pytest.mark.slow

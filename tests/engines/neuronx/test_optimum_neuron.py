@@ -10,12 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from neuronx_helpers import FAKE_OPTIMUM_NEURON, deltas, ids, importable, options_of, started
+from neuronx_helpers import (
+    FAKE_OPTIMUM_NEURON,
+    HeldGraphs,
+    deltas,
+    ids,
+    importable,
+    options_of,
+    pass_of_the_next,
+    started,
+)
 from paths import DATA
 from rolling_batch_helpers import generated
 from tiny_models import byte_tokenizer, tiny_model
 
-from lmi_server.contract.errors import ModelLoadError, ModelMemoryError
+from lmi_server.contract.errors import ModelLoadError, ModelMemoryError, RequestError
 
 BATCHED = {"model_loader": "optimum", "rolling_batch": "auto", "max_rolling_batch_size": 3, "dtype": "bf16"}
 PROMPTS = [[7], [1, 2], list(range(30)), list(range(9))]
@@ -82,6 +91,23 @@ def test_it_generates_what_transformers_does(directory: Path) -> None:
         "on_device_sampling": False,
     }
     assert shown.items() <= arguments.items()
+
+
+def test_a_client_that_leaves_frees_its_place_within_one_step(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third of three requests begins in the step after the one that the first left; bad ones harm no other."""
+
+    async def run() -> int:
+        async with started(directory, **{**BATCHED, "max_rolling_batch_size": 2}) as handler:
+            with pytest.raises(RequestError, match="64"):
+                await deltas(handler, [1] * 60, 10)
+            with pytest.raises(RequestError, match="vocabulary"):
+                await deltas(handler, [999], 2)
+            from optimum.neuron import NeuronModelForCausalLM
+
+            graphs = HeldGraphs(NeuronModelForCausalLM, monkeypatch)
+            return await pass_of_the_next(handler, graphs, [[1, 2], [3, 4], [201, 202, 203]])
+
+    assert asyncio.run(run()) == 4  # behind the first prompt and a token of it, the second prompt and a token of it
 
 
 def test_a_compiled_model_is_loaded_as_it_was_compiled(directory: Path, tmp_path: Path) -> None:

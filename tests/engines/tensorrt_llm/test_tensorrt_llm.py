@@ -220,6 +220,15 @@ def test_what_the_engine_cannot_do_is_refused_by_name(served: Served, parameters
     assert text in answer.text
 
 
+def test_tools_are_refused_by_name(served: Served) -> None:
+    """The LLM API returns the text of a call, and nothing here parses it for this handler."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    body = {"model": "model", "messages": [{"role": "user", "content": "a"}], "tools": [tool]}
+    answer = served.server.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    assert "tools is not supported by the handler that serves this model" in answer.text
+
+
 def test_prompts_that_cannot_be_served(served: Served) -> None:
     too_many = served.complete(prompt="abc", max_tokens=200_000)
     assert too_many.status_code == 400

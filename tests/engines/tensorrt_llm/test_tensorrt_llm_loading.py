@@ -170,6 +170,22 @@ def test_biases_and_allowed_tokens_are_one_bias_of_the_logits(tmp_path: Path, re
         generated(model, SamplingParameters(logit_bias={9999: 1.0}))
 
 
+@pytest.mark.usefixtures("fake")
+def test_an_abort_has_reached_the_engine_when_the_generator_is_closed(tmp_path: Path, record: Path) -> None:
+    async def leave() -> list[dict[str, Any]]:
+        handler = TensorRtLlmHandler()
+        await handler.start(str(make_model(tmp_path / "model")), TensorRtLlmOptions())
+        sampling = SamplingParameters(max_new_tokens=500)
+        deltas = handler.generate(GenerationRequest(request_id="1", prompt="abc", sampling=sampling))
+        await anext(deltas)
+        await deltas.aclose()
+        aborted = records(record, "abort")
+        await handler.stop()
+        return aborted
+
+    assert len(asyncio.run(leave())) == 1
+
+
 # --- the samples ---
 
 

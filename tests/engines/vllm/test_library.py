@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from handlers.vllm.neuron_options import NeuronVllmOptions
+
 pytestmark = pytest.mark.slow  # imports vLLM
 
 
@@ -37,3 +39,23 @@ def test_audio_is_resampled_with_scipy_which_is_imported_only_then(monkeypatch: 
     found.loader.exec_module(audio)
     assert "scipy.signal" not in sys.modules
     assert audio.resample_audio_scipy(np.ones(4), orig_sr=1, target_sr=2).shape == (8,)
+
+
+def test_vllm_takes_the_arguments_for_neuron() -> None:
+    """Its plugin for Neuron, which cannot be had here, reads `additional_config`; the other names are vLLM's own."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    options = NeuronVllmOptions.model_validate(
+        {
+            "max_model_len": "512",
+            "context_length_estimate": "128,256",
+            "fuse_qkv": "true",
+            "sequence_parallel": "true",
+            "speculative_draft_model": "owner/draft",
+            "draft_model_tp_size": "2",
+        }
+    )
+    arguments = AsyncEngineArgs(model="owner/name", **options.engine_arguments())
+    overrides = {"context_encoding_buckets": [128, 256], "fused_qkv": True, "sequence_parallel_enabled": True}
+    assert arguments.additional_config == {"override_neuron_config": overrides}
+    assert arguments.max_model_len == 512
