@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,16 +32,21 @@ class Served:
 
         return save_adapter(self._model, self._directory / name, seed, **config)
 
-    def expected(self, name: str, prompt: str, length: int) -> str:
+    def expected(self, name: str, prompt: str, length: int, **parameters: Any) -> str:
         from adapter_helpers import with_adapter
         from rolling_batch_helpers import generated
 
         model = with_adapter(self._model, self._directory / name) if name else self._model
-        tokens = generated(model, self._tokenizer.encode(prompt), length)
+        tokens = generated(model, self._tokenizer.encode(prompt), length, **parameters)
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
-    def answer(self, name: str, prompt: str, length: int) -> str:
-        body = {"inputs": prompt, "parameters": {"max_new_tokens": length}, "adapters": name}
+    def only(self, letters: str) -> Callable[..., list[int]]:
+        """Return what has `generate` of transformers choose among the tokens of these letters."""
+        tokens = self._tokenizer.encode(letters)
+        return lambda *_: tokens
+
+    def answer(self, name: str, prompt: str, length: int, **parameters: Any) -> str:
+        body = {"inputs": prompt, "parameters": {"max_new_tokens": length, **parameters}, "adapters": name}
         return str(self.server.http.post("/invocations", json=body).json()["generated_text"])
 
     def compare(self, names: list[str], length: int) -> None:
@@ -76,6 +81,10 @@ def test_adapters_share_the_batch_and_are_replaced(served: Served) -> None:
         assert served.server.http.post("/adapters", params=given).status_code == 200
     served.compare(["french", "", "german", "beside"], length=9)
     assert served.expected("french", "x", 9) != served.expected("", "x", 9)
+    digits = served.only("0123456789")
+    constrained = [served.expected(name, "x", 9, prefix_allowed_tokens_fn=digits) for name in ("french", "")]
+    assert [served.answer(name, "x", 9, guided_regex="[0-9]{9}") for name in ("french", "")] == constrained
+    assert constrained[0] != constrained[1]
     served.make("french", seed=3)
     assert served.server.http.post("/adapters/french/update", params={"src": str(source)}).status_code == 200
     served.compare(["beside", "french", ""], length=7)

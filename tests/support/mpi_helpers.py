@@ -60,14 +60,14 @@ def ranks_of(server: int, rank: int) -> list[int]:
     return [pid for pid in group_members(server) if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")]
 
 
-def generated(model: Any, prompt: str, count: int) -> list[int]:
+def generated(model: Any, prompt: str, count: int, **parameters: Any) -> list[int]:
     """Return the tokens with which transformers' own `generate` continues a prompt."""
     import torch
     from tiny_models import byte_tokenizer
 
     inputs = byte_tokenizer()(prompt, return_tensors="pt")
     with torch.inference_mode():
-        out = model.generate(inputs["input_ids"], max_new_tokens=count, do_sample=False, pad_token_id=0)
+        out = model.generate(inputs["input_ids"], max_new_tokens=count, do_sample=False, pad_token_id=0, **parameters)
     return out[0, inputs["input_ids"].shape[1] :].tolist()
 
 

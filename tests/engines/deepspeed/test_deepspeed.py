@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,20 @@ def split(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 def test_the_tokens_are_those_of_one_rank_while_others_come_and_leave(split: Server, reference: Any) -> None:
     assert_tokens_of_the_model_itself(split, reference)
+
+
+def test_both_ranks_follow_a_constraint_beside_requests_without_one(split: Server, reference: Any) -> None:
+    digits = byte_tokenizer().encode("0123456789")
+    constrained = body("abc", 12)
+    constrained["parameters"]["guided_regex"] = "[0-9]{12}"
+    with ThreadPoolExecutor(4) as pool:
+        bodies = [constrained, body("abc", 40), constrained | {"inputs": "de"}, body("de", 40)]
+        answers = [
+            answered(answer) for answer in pool.map(lambda one: split.http.post("/invocations", json=one), bodies)
+        ]
+    for (only_digits, free), prompt in zip((answers[:2], answers[2:]), ("abc", "de"), strict=True):
+        assert only_digits == generated(reference, prompt, 12, prefix_allowed_tokens_fn=lambda *_: digits)
+        assert free == generated(reference, prompt, 40)
 
 
 def test_a_rank_that_is_killed_ends_its_group_and_the_next_one_answers(split: Server, reference: Any) -> None:
