@@ -76,9 +76,9 @@ class Connection(asyncio.Protocol):
         return len(self._data) == self._end if self._end > 0 else self._data.endswith(_LAST_CHUNK)
 
 
-def request_bytes(model: str, prompt: str | list[int], tokens: int, stream: bool) -> bytes:
-    """Return a greedy request for exactly `tokens` tokens."""
-    body: dict[str, Any] = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+def request_bytes(model: str, prompt: str | list[int], tokens: int, stream: bool, **fields: Any) -> bytes:
+    """Return a greedy request for exactly `tokens` tokens, with further fields."""
+    body: dict[str, Any] = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, **fields}
     body["ignore_eos"] = True
     if stream:
         body |= {"stream": True, "stream_options": {"include_usage": True}}

@@ -1,0 +1,81 @@
+"""Measures what structured output costs the throughput of the rolling batch, with the demo model.
+
+    python -m benchmarks.structured_output
+
+One server has 32 requests at a time, each for 64 tokens: plain ones, or ones whose answers are held to a JSON schema
+that no answer completes within 64 tokens. Turns alternate in pairs (plain, constrained; constrained, plain), so that
+whatever else the machine does meets both. Prints the ratio of each pair, their median and their quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.completions_load import request_bytes, run_load
+from benchmarks.generation import MODEL, NEW_TOKENS, prompts, serving
+
+NAME = MODEL.name.replace("-", "_")
+PLACES = 32
+_CITY = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "country": {"enum": ["France", "Italy", "Spain", "Portugal"]},
+        "inhabitants": {"type": "integer", "minimum": 0},
+    },
+    "required": ["name", "country", "inhabitants"],
+    "additionalProperties": False,
+}
+SCHEMA: dict[str, Any] = {"type": "array", "items": _CITY, "minItems": 50}
+CONSTRAINED: dict[str, Any] = {"structured_outputs": {"json": SCHEMA}}
+
+
+def requests(**fields: Any) -> list[bytes]:
+    return [request_bytes(NAME, prompt, NEW_TOKENS, stream=True, **fields) for prompt in prompts(PLACES)]
+
+
+def tokens_per_second(port: int, turn: list[bytes]) -> float:
+    seconds, _ = asyncio.run(run_load(port, turn, PLACES, NEW_TOKENS))
+    return PLACES * NEW_TOKENS / seconds
+
+
+def measured(pairs: int) -> list[tuple[float, float]]:
+    """Return tokens per second of each pair of turns, plain and constrained."""
+    plain, constrained = requests(), requests(**CONSTRAINED)
+    rates = []
+    with serving(MODEL, PLACES) as (_, port):
+        for number in range(-1, pairs):  # the first pair compiles the grammar and fills the prefix cache
+            if number % 2:
+                second = tokens_per_second(port, constrained)
+                rates.append((tokens_per_second(port, plain), second))
+            else:
+                first = tokens_per_second(port, plain)
+                rates.append((first, tokens_per_second(port, constrained)))
+    return rates[1:]
+
+
+def report(rates: list[tuple[float, float]]) -> None:
+    table = Table("pair", "plain, tokens/s", "constrained, tokens/s", "ratio", title=f"{PLACES} requests at a time")
+    ratios = [constrained / plain for plain, constrained in rates]
+    for number, ((plain, constrained), ratio) in enumerate(zip(rates, ratios, strict=True), 1):
+        table.add_row(str(number), f"{plain:,.0f}", f"{constrained:,.0f}", f"{ratio:.3f}")
+    console = Console(width=120)
+    console.print(table)
+    low, median, high = statistics.quantiles(ratios, n=4)
+    console.print(f"tokens/s, ratio: median {median:.3f}, quartiles {low:.3f} to {high:.3f}  at least 0.950")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.structured_output", description=__doc__)
+    parser.add_argument("--pairs", type=int, default=16, help="pairs of turns, at least 2")
+    report(measured(parser.parse_args().pairs))
+
+
+if __name__ == "__main__":
+    main()
