@@ -74,6 +74,8 @@ _OF_TNX = (
     *("neuron_optimize_level", "enable_mixed_precision_accumulation", "enable_saturate_infinity"),
     *("neuron_cc_pipeline_factor",),
 )
+_PACKAGES = {"tnx": "transformers-neuronx", "optimum": "optimum-neuron[neuronx]"}
+_INDEX = "from Neuron's own package index"
 _NO_ADAPTERS = "false, because compiled graphs take no adapters; merge the adapter into the model instead"
 _ON_HOST = "remove it: the scheduler samples on the host, by the parameters of each request"
 _NO_DRAFT = (
@@ -247,6 +249,12 @@ class NeuronxOptions(ModelOptions):
 
     def packages(self, engines: tuple[str, ...]) -> tuple[str, ...]:
         return ("optimum.neuron",) if self.loader == "optimum" else engines
+
+    def installed_by(self, handlers: str) -> str:
+        return handlers if self.loader is None else f"pip install {_PACKAGES[self.loader]}, {_INDEX}"
+
+    def most_running(self) -> int:
+        return self.lines
 
     def prompt_buckets(self) -> tuple[int, ...]:
         """Return the prompt lengths that graphs are compiled for."""

@@ -152,7 +152,7 @@ async def load(model_dir: str, options: TensorRtLlmOptions) -> tuple[Engine, Mod
         "engine": f"TensorRT-LLM {library.version()}",
         "backend": options.backend,
         "built_before": checkpoint.built,
-        "max_rolling_batch_size": options.batch_size_of_engine,
+        "max_rolling_batch_size": options.most_running(),
         "load_seconds": round(time.perf_counter() - began, 1),
     }
     return engine, ModelInfo(max_model_len=engine.max_seq_len, features=_FEATURES, details=details)

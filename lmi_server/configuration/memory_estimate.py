@@ -32,7 +32,7 @@ _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
 class Estimate:
     """Bytes that one worker takes on each of its `devices`, and bytes that are free there; None if unknown.
 
-    - `kv_tokens`: tokens that the running requests can fill: max_rolling_batch_size times the context.
+    - `kv_tokens`: tokens that the running requests can fill: as many as the engine has room for, times the context.
     - `unquantized_bytes`: size of the weights if they were not quantised; None if they are not.
     - `kv_reserved_bytes`: KV cache that the worker allocates when it loads; None if it allocates on demand, or if the
       engine decides.
@@ -81,7 +81,7 @@ def estimate(
     parameters = _parameters_of_files(location, text, config) or _parameters_of_shape(text)
     per_token = _kv_bytes_per_token(text, _dtype_bytes(options.dtype, text, config))
     context = options.context_length() or _int(text, "max_position_embeddings", "n_positions", "seq_length")
-    tokens = None if context is None else context * options.max_rolling_batch_size
+    tokens = None if context is None else context * options.most_running()
     weights = _weights_bytes(options, location, text, config, parameters)
     return Estimate(
         devices=devices,

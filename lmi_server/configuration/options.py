@@ -439,6 +439,10 @@ class ModelOptions(Options):
         """Return the Python packages that must be installed; `engines` are those of the handler."""
         return engines
 
+    def installed_by(self, handlers: str) -> str:
+        """Return the command that installs the packages; `handlers` is that of the handler."""
+        return handlers
+
     def needed_device(self, handlers: str) -> str:
         """Return the kind of device that must be there, "" for any; `handlers` is what the handler needs."""
         return handlers
@@ -447,6 +451,10 @@ class ModelOptions(Options):
     def recommended(cls, machine: Machine) -> Mapping[str, str]:
         """Return the recommended raw values for `machine`, by key in full; they apply to keys that no layer sets."""
         return {}
+
+    def most_running(self) -> int:
+        """Return how many requests the engine has room for at a time."""
+        return self.max_rolling_batch_size
 
     def engine_arguments(self) -> Mapping[str, Any]:
         """Return the arguments of the engine, by the engine's own names."""

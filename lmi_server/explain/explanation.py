@@ -241,7 +241,8 @@ def _absent(found: Inspection) -> tuple[Sequence[str], Sequence[str]]:
     missing = [name for name in needed if here and name not in found.machine.engines]
     if here and is_gguf(found.location) and found.spec.reads_gguf and find_spec("gguf") is None:
         missing.append("gguf")
-    install = f"; run: {found.spec.installed_by}" if found.spec.installed_by else ""
+    command = found.options.installed_by(found.spec.installed_by)
+    install = f"; run: {command}" if command else ""
     lines = [f"{found.spec.title} needs the Python package {name}, which is not installed{install}" for name in missing]
     programs = [NO_MPIRUN] if found.options.ranks is not None and found.machine.mpirun is None else []
     if not here and not _is_program(found.options.python_executable, found.model_dir):

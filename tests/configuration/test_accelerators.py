@@ -63,14 +63,16 @@ def written(directory: Path, *lines: str) -> Path:
     return directory
 
 
-def missing(spec: HandlerSpec, packages: tuple[str, ...]) -> set[str]:
+def missing(found: Inspection) -> set[str]:
     """Return the lines of a machine without packages and devices."""
+    spec, options = found.spec, found.options
     device = (
         f"{spec.title} needs {DEVICES.get(spec.device)}, and none is visible; serve the model on a machine with one"
     )
     return ({device} if spec.device else set()) | {
-        f"{spec.title} needs the Python package {package}, which is not installed; run: {spec.installed_by}"
-        for package in packages
+        f"{spec.title} needs the Python package {package}, which is not installed;"
+        f" run: {options.installed_by(spec.installed_by)}"
+        for package in options.packages(spec.engines)
     }
 
 
@@ -84,11 +86,23 @@ def check(found: Inspection) -> tuple[str, ...]:
 def test_a_sample_is_served_or_names_what_is_missing(sample: Path, tmp_path: Path) -> None:
     written(tmp_path, sample.read_text(encoding="utf-8"))
     bare = inspect_model(tmp_path, {}, machine=BARE)
-    needed = missing(bare.spec, bare.options.packages(bare.spec.engines))
+    needed = missing(bare)
     assert len(needed) >= 2  # packages, and the device but for images
     assert all("; run: pip install" in line or "serve the model on a machine" in line for line in needed)
     assert set(check(bare)) == needed
     assert check(inspect_model(tmp_path, {}, machine=EQUIPPED[bare.spec.title])) == ()
+
+
+def test_the_memory_is_that_of_the_requests_that_the_engine_takes(tmp_path: Path) -> None:
+    """Not that of option.max_rolling_batch_size, which is 32 here."""
+    compiled = ["option.entryPoint=neuronx", "option.n_positions=512", "option.max_rolling_batch_size=32"]
+    for number, lines, tokens in (
+        (0, compiled, 512),  # without the rolling batch the graphs have one line
+        (1, [*compiled, "option.rolling_batch=auto"], 32 * 512),
+        (2, ["option.entryPoint=tensorrt_llm", "option.max_seq_len=512", "option.max_num_sequences=12"], 12 * 512),
+    ):
+        memory = explain(inspect_model(written(tmp_path / str(number), *lines), {}, machine=BARE)).memory
+        assert memory["kv_tokens"] == tokens, lines
 
 
 def candidates(option: Option, directory: Path) -> Iterator[str]:
@@ -129,7 +143,7 @@ def _is_served_or_named(spec: HandlerSpec, line: str, directory: Path) -> bool:
     """Return whether `check` finds nothing but the missing package and device, and the key itself if it is refused."""
     written(directory, *_lines(spec, line))
     bare = inspect_model(directory, {}, machine=BARE)
-    needed = missing(bare.spec, bare.options.packages(bare.spec.engines))
+    needed = missing(bare)
     equipped = check(inspect_model(directory, {}, machine=EQUIPPED[bare.spec.title]))
     refused = all(line.partition("=")[0] in text for text in equipped)
     return refused and set(check(bare)) == needed.union(equipped) and bare.problems == ()

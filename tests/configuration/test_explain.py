@@ -444,19 +444,32 @@ def test_an_installed_engine_is_found(entry_point: str, package: str, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("more", "title", "package"),
+    ("more", "title", "package", "command"),
     [
-        ("option.rolling_batch=auto", "transformers_neuronx", "transformers_neuronx"),
-        ("option.model_loader=optimum", "transformers_neuronx", "optimum.neuron"),
-        ("option.rolling_batch=vllm", "vllm on Neuron", "vllm_neuron"),
+        (
+            "option.rolling_batch=auto",
+            "transformers_neuronx",
+            "transformers_neuronx",
+            "pip install transformers-neuronx or optimum-neuron[neuronx]",
+        ),
+        ("option.fuse_qkv=true", "transformers_neuronx", "transformers_neuronx", "pip install transformers-neuronx,"),
+        (
+            "option.model_loader=optimum",
+            "transformers_neuronx",
+            "optimum.neuron",
+            "pip install optimum-neuron[neuronx],",
+        ),
+        ("option.rolling_batch=vllm", "vllm on Neuron", "vllm_neuron", "pip install vllm-neuron,"),
     ],
 )
 def test_a_model_for_neuron_says_which_package_and_device_are_missing(
-    tmp_path: Path, more: str, title: str, package: str
+    tmp_path: Path, more: str, title: str, package: str, command: str
 ) -> None:
     (tmp_path / "serving.properties").write_text(f"option.entryPoint=djl_python.transformers_neuronx\n{more}")
     bare = explain(inspect_model(tmp_path, {}, machine=NO_GPU)).unavailable
-    assert any(f"{title} needs the Python package {package}, which is not installed; run: pip" in line for line in bare)
+    assert any(
+        f"{title} needs the Python package {package}, which is not installed; run: {command}" in line for line in bare
+    )
     assert f"{title} needs a Neuron device, and none is visible; serve the model on a machine with one" in bare
     there = replace(
         NO_GPU, neuron_devices=1, engines=frozenset({"transformers_neuronx", "optimum.neuron", "vllm_neuron", "vllm"})
