@@ -359,10 +359,12 @@ class RollingBatchEngine:
         sequence = request.sequence
         self._forget(request, sound=False)
         part = "the model" if sequence.adapter is None else "the adapter"
+        name = str(dtype).removeprefix("torch.")
+        wider = "set option.dtype=fp32 or bf16, or " if name == "float16" else ""
         request.emit(
             HandlerError(
-                f"{part} computed no finite numbers for this request in {str(dtype).removeprefix('torch.')}: its values"
-                " overflow, or its weights are broken; set option.dtype=fp32 or bf16, or use other weights"
+                f"{part} computed no finite numbers for this request in {name}: its values overflow, or its weights are"
+                f" broken; {wider}use other weights"
             )
         )
 

@@ -54,7 +54,7 @@ class RollingBatchOptions(ParserOptions):
     speculative_draft_model: Annotated[Literal["[ngram]"] | None, Allowed("[ngram]")] = Field(
         None,
         description="What drafts tokens for speculative decoding: [ngram] proposes what followed the same words earlier"
-        " in prompt and output, where that pays. Outputs stay the same.",
+        " in prompt and output, where that pays. No text changes but for rounding: each token is the model's own.",
     )
     speculative_length: PositiveInt = Field(5, description="Tokens that are drafted at most per sequence and step.")
     enable_cuda_graph: bool = Field(

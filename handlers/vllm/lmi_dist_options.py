@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from handlers.vllm.options import InWorkerOptions, drafting
+from handlers.vllm.options import InWorkerOptions
 from lmi_server.configuration.declaration import (
     Allowed,
     Conflict,
@@ -63,8 +63,6 @@ class LmiDistOptions(InWorkerOptions):
     limit_mm_per_prompt: Annotated[
         JsonObject | None, BeforeValidator(_as_json), Allowed("image=2,video=1 or a JSON object")
     ] = Field(None, description="Images, videos and such per prompt, by kind.")
-    speculative_draft_model: str | None = Field(None, description="Model that drafts tokens for speculative decoding.")
-    speculative_length: PositiveInt = Field(5, description="Tokens that the draft model proposes.")
     draft_model_tp_size: PositiveInt = Field(1, description="GPUs that the draft model is split over.")
     speculative_telemetry: Annotated[bool, NoEffect("vLLM reports it in /metrics")] = Field(
         True, description="Log how many drafted tokens were accepted."
@@ -90,10 +88,7 @@ class LmiDistOptions(InWorkerOptions):
             arguments["quantization"] = self.vllm_quantization
         if self.dtype == "int8":
             arguments["dtype"] = "auto"
-        return {
-            **arguments,
-            **drafting(self.speculative_draft_model, self.speculative_length, self.draft_model_tp_size),
-        }
+        return arguments
 
     def conflicts(self, given: Collection[str]) -> Iterator[Conflict]:
         if not self.mpi_mode:

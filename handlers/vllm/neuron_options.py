@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from handlers.vllm.options import VllmEngineOptions, drafting
-from lmi_server.configuration.declaration import Allowed, Conflict, Key
+from handlers.vllm.options import VllmEngineOptions
+from lmi_server.configuration.declaration import Allowed, Key
 from lmi_server.configuration.options import JsonObject, ParallelDegree, PositiveInt, lower
 from lmi_server.machine.inventory import Machine
 
@@ -35,11 +35,6 @@ class NeuronVllmOptions(VllmEngineOptions):
     )
     fuse_qkv: bool = Field(False, description="Compute queries, keys and values in one operation (fused_qkv).")
     sequence_parallel: bool = Field(False, description="Use sequence parallelism (sequence_parallel_enabled).")
-    speculative_draft_model: str | None = Field(None, description="Model that drafts tokens for speculative decoding.")
-    speculative_length: PositiveInt = Field(5, description="Tokens that the draft model proposes.")
-    draft_model_tp_size: PositiveInt | None = Field(
-        None, description="Neuron cores of the draft model; without it those of the model."
-    )
     override_neuron_config: JsonObject | None = Field(
         None, description="Values of neuronx-distributed-inference's NeuronConfig by its own names."
     )
@@ -61,9 +56,4 @@ class NeuronVllmOptions(VllmEngineOptions):
         overrides = {name: value for name, value in named.items() if value}
         overrides |= json.loads(self.override_neuron_config or "{}")
         plugin = {"additional_config": {"override_neuron_config": overrides}} if overrides else {}
-        draft = drafting(self.speculative_draft_model, self.speculative_length, self.draft_model_tp_size)
-        return {**super().engine_arguments(), **draft, **plugin}
-
-    def conflicts(self, given: Collection[str]) -> Iterator[Conflict]:
-        yield from super().conflicts(given)
-        yield from self.drafting_conflicts()
+        return {**super().engine_arguments(), **plugin}

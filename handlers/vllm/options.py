@@ -19,6 +19,7 @@ from lmi_server.configuration.declaration import Allowed, Conflict, Documented, 
 from lmi_server.configuration.options import (
     DTYPE_NOTE,
     LONG_DTYPES,
+    NGRAM,
     STOP_SEQUENCE_DESCRIPTION,
     FloatDtype,
     JsonObject,
@@ -122,8 +123,14 @@ class VllmEngineOptions(ModelOptions):
         None, description="Transfer of the KV cache between engines, as vLLM's JSON object."
     )
     speculative_config: JsonObject | None = Field(None, description="Speculative decoding, as vLLM's JSON object.")
-    speculative_draft_model: Annotated[str | None, NoEffect("vLLM takes it in option.speculative_config")] = Field(
-        None, description="Model that drafts tokens for speculative decoding."
+    speculative_draft_model: str | None = Field(
+        None,
+        description="Model that drafts tokens for speculative decoding; [ngram] drafts what followed the same words"
+        " earlier in prompt and output.",
+    )
+    speculative_length: PositiveInt = Field(5, description="Tokens that are drafted per step.")
+    draft_model_tp_size: PositiveInt | None = Field(
+        None, description="Devices that the draft model is split over; without it those of the model."
     )
     fully_sharded_loras: bool = Field(False, description="Split all LoRA computations over the GPUs.")
     long_lora_scaling_factors: Annotated[str | None, NoEffect("vLLM has no such argument any more")] = Field(
@@ -209,6 +216,7 @@ class VllmEngineOptions(ModelOptions):
             "kv_cache_memory_bytes": self._kv_cache_bytes_per_device(),
             **{name: getattr(self, name) for name in _SAME_NAMES},
             **{name: json.loads(text) for name in _JSON_TEXTS if (text := getattr(self, name)) is not None},
+            **self._drafting_arguments(),
             **self._lora_arguments(),
             "allowed_media_domains": list(self.allowed_media_domains) or None,
             "enforce_eager": self.runs_uncompiled,
@@ -300,6 +308,18 @@ class VllmEngineOptions(ModelOptions):
             return None
         return int(self.kv_cache_memory_gb * 2**30) // (self.devices_per_worker or 1)
 
+    def _drafting_arguments(self) -> dict[str, Any]:
+        """Return vLLM's argument for LMI's keys of speculative decoding; empty without a draft model."""
+        if self.speculative_draft_model is None:
+            return {}
+        if self.speculative_draft_model == NGRAM:
+            drafts: dict[str, Any] = {"method": "ngram"}
+        elif self.draft_model_tp_size is None:
+            drafts = {"model": self.speculative_draft_model}
+        else:
+            drafts = {"model": self.speculative_draft_model, "draft_tensor_parallel_size": self.draft_model_tp_size}
+        return {"speculative_config": {**drafts, "num_speculative_tokens": self.speculative_length}}
+
     def _lora_arguments(self) -> dict[str, Any]:
         if not self.enable_lora:
             return {}
@@ -317,6 +337,7 @@ class VllmEngineOptions(ModelOptions):
         if self.mpi_mode:
             yield Conflict(("option.mpi_mode",), "engine=Python without option.mpi_mode; vLLM starts its own processes")
         yield from self.parser_conflicts()
+        yield from self.drafting_conflicts()
         yield from self.unknown_to_vllm()
         if self.pipeline_parallel_degree != 1 and "option.rolling_batch" in given and self.rolling_batch == "vllm":
             yield Conflict(("option.pipeline_parallel_degree",), "1 with option.rolling_batch=vllm")
@@ -413,21 +434,16 @@ class VllmPoolingOptions(InWorkerOptions):
         Allowed("auto, vllm or disable"),
     ] = Field("disable", description="Requests run together as a dynamic batch (batch_size) with any of these values.")
     stop_sequence: Annotated[Texts, NoEffect("no text is generated")] = Field((), description=STOP_SEQUENCE_DESCRIPTION)
+    speculative_draft_model: Annotated[str | None, NoEffect("no text is generated")] = Field(
+        None, description="Model that drafts tokens for speculative decoding."
+    )
+    speculative_length: Annotated[PositiveInt, NoEffect("no text is generated")] = Field(
+        5, description="Tokens that are drafted per step."
+    )
     normalize: bool = Field(True, description="Scale embeddings to length 1.")
 
     def engine_arguments(self) -> Mapping[str, Any]:
         return {**super().engine_arguments(), "runner": "pooling"}
-
-
-def drafting(model: str | None, length: int, degree: int | None) -> Mapping[str, Any]:
-    """Return vLLM's argument for a draft model by LMI's keys (speculative_draft_model and such); empty without one.
-
-    Without `degree` vLLM splits the draft model as it splits the model.
-    """
-    if model is None:
-        return {}
-    split = {} if degree is None else {"draft_tensor_parallel_size": degree}
-    return {"speculative_config": {"model": model, "num_speculative_tokens": length, **split}}
 
 
 def runs_pooling(workload: Workload) -> bool:

@@ -31,6 +31,8 @@ LONG_DTYPES: Mapping[str, str] = MappingProxyType({"fp32": "float32", "fp16": "f
 """What torch and the engines call the data types of option.dtype."""
 OWN_PYTHON = "python3"
 """The value of option.pythonExecutable that means the interpreter of the server: LMI's default."""
+NGRAM = "[ngram]"
+"""The value of option.speculative_draft_model that means no model: drafts are what followed the same words earlier."""
 _SHORT_DTYPES = {long: short for short, long in LONG_DTYPES.items()}
 
 

@@ -17,6 +17,7 @@ from lmi_server.configuration.check import describe_source
 from lmi_server.configuration.gguf import read_gguf
 from lmi_server.configuration.layers import Given, Layer
 from lmi_server.configuration.model_code import MODEL_CODE
+from lmi_server.configuration.options import NGRAM
 from lmi_server.configuration.recommender import is_true
 from lmi_server.contract.errors import ConfigurationError
 
@@ -181,7 +182,7 @@ def _pickled_values(given: Given) -> Iterator[str]:
         yield _refusal(given, "option.load_format", f"{PICKLE} is on; allowed: safetensors")
     # The engine fetches a draft model from the Hub by itself, and takes pickles if it finds nothing else.
     draft = given.get("option.speculative_draft_model")
-    if draft is not None and draft.raw != "[ngram]" and not os.path.isdir(draft.raw):
+    if draft is not None and draft.raw != NGRAM and not os.path.isdir(draft.raw):
         yield _refusal(given, "option.speculative_draft_model", f"{PICKLE} is on; allowed: a directory")
 
 

@@ -87,7 +87,8 @@ def test_all_that_the_wheel_is_built_from_is_copied() -> None:
     settings.read(ROOT / "setup.cfg")
     packages = [line.rstrip("*") for line in settings["options.packages.find"]["include"].split()]
     data = [value.partition("/")[0] for value in settings["options.data_files"].values()]
-    files = [settings["metadata"]["long_description"].removeprefix("file: "), settings["metadata"]["license_files"]]
+    licences = [path.partition("/")[0] for path in settings["metadata"]["license_files"].split()]
+    files = [settings["metadata"]["long_description"].removeprefix("file: "), *licences]
     assert {*packages, *data, *files, "setup.cfg", "pyproject.toml"} <= {*copied()}
 
 

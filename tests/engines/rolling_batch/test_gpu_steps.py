@@ -24,7 +24,7 @@ from handlers.rolling_batch.engine_loading import LoadedEngine, LoadedModel, loa
 from handlers.rolling_batch.kv_cache import KVCache, LayerShape
 from handlers.rolling_batch.model_runner import LoadCheck
 from handlers.rolling_batch.sharding import local_bytes
-from lmi_server.contract.errors import ModelMemoryError
+from lmi_server.contract.errors import HandlerError, ModelMemoryError
 from lmi_server.contract.generation import SamplingParameters
 
 GPU = torch.device("meta", 0)
@@ -57,7 +57,8 @@ def tokens(loaded: LoadedEngine, prompt: list[int], count: int = 6, **parameters
     loaded.engine.add("a", prompt, asked, "", 3, answer.take)
     while loaded.engine.has_work:
         loaded.engine.step()
-    assert answer.error is None
+    if answer.error is not None:
+        raise answer.error
     return answer.tokens
 
 
@@ -203,7 +204,8 @@ def test_a_sequence_that_overflows_spoils_no_other(cuda: FakeCuda) -> None:
     model.model.embed_tokens = _Poisoned(model.model.embed_tokens)
     loaded = LoadedModel(on_gpu(model), byte_tokenizer(), CONTEXT, {}, check=check)
     engine = load_engine(lambda: loaded, HuggingFaceOptions(dtype="fp32", max_rolling_batch_size=2))
-    tokens(engine, [230] * 60, 2, ignore_eos=True)
+    with pytest.raises(HandlerError, match="no finite numbers"):
+        tokens(engine, [230] * 60, 2, ignore_eos=True)
     tokens(engine, [230] * 60 + [1], 2, ignore_eos=True)
     answers = [Received(), Received()]
     for index, prompt in enumerate(([1, 2, 3], list(range(70)))):

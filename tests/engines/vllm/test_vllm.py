@@ -471,6 +471,13 @@ def test_an_engine_in_its_own_process_answers_and_takes_the_worker_with_it(loade
     assert "ended with status" in loader.next_line()  # so that the pool starts another one
 
 
+def test_drafts_by_prompt_lookup_change_no_token(loader: Loader, tiny_model: Path) -> None:
+    prompt = "once and once and once and"
+    drafts = {"speculative_draft_model": "[ngram]", "speculative_length": "3"}
+    options = {**UNCOMPILED, **drafts, "model_id": str(tiny_model)}
+    assert loader.load(options=options, prompts=[prompt], tokens=40)["answers"] == greedy([prompt], 40)
+
+
 @pytest.mark.parametrize("name", ["vllm", "vllm-lora", "vllm-tools"])
 def test_a_sample_runs(name: str, loader: Loader, tiny_model: Path, tmp_path: Path) -> None:
     sample = (SAMPLES / f"{name}.properties").read_text()
