@@ -259,6 +259,15 @@ def test_every_key_is_a_case_or_says_by_name_that_it_has_no_effect() -> None:
     assert keys - marked - places <= tested
 
 
+def test_every_argument_of_the_llm_class_is_an_option() -> None:
+    """It is declared, and then one of the cases, or passed on by its own name; this server decides the others."""
+    listed = json.loads((DATA / "tensorrt_llm_signatures.json").read_text())
+    names = {name for cls in ("LLM.__init__", "BaseLlmArgs", "TrtLlmArgs", "TorchLlmArgs") for name in listed[cls]}
+    assert len(names) > 80
+    tested = {name for options, _ in CASES for name in options}
+    assert names - TensorRtLlmOptions.engine_names() - tested == {"model", "mpi_session"}
+
+
 def test_a_converted_checkpoint_is_loaded_in_the_place_of_the_model(
     weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
