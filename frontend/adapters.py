@@ -144,8 +144,10 @@ class AdapterManagement:
         model = self._model(request)
         adapters = model.loaded().adapters
         assert model.resolved is not None
-        if not model.resolved.options.enable_lora:
-            raise BadParameterError("LoRA is not enabled. Set option.enable_lora=true in serving.properties")
+        options = model.resolved.options
+        if not options.enable_lora:
+            remedy = options.adapters_instead or "Set option.enable_lora=true in serving.properties"
+            raise BadParameterError(f"LoRA is not enabled. {remedy[0].upper()}{remedy[1:]}")
         return adapters
 
 

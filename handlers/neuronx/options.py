@@ -76,7 +76,6 @@ _OF_TNX = (
 )
 _PACKAGES = {"tnx": "transformers-neuronx", "optimum": "optimum-neuron[neuronx]"}
 _INDEX = "from Neuron's own package index"
-_NO_ADAPTERS = "false, because compiled graphs take no adapters; merge the adapter into the model instead"
 _ON_HOST = "remove it: the scheduler samples on the host, by the parameters of each request"
 _NO_DRAFT = (
     "remove it, or set option.rolling_batch=vllm, which takes option.speculative_draft_model: the scheduler decodes one"
@@ -103,6 +102,8 @@ def runs_on_vllm(workload: Workload) -> bool:
 
 class NeuronxOptions(ModelOptions):
     """Keys of serving.properties for a model on AWS Inferentia and Trainium."""
+
+    adapters_instead = "compiled graphs take no adapters; merge the adapter into the model instead"
 
     tensor_parallel_degree: ParallelDegree = Field(1, description="Neuron cores that one model is split over.")
     rolling_batch: Annotated[
@@ -352,7 +353,7 @@ class NeuronxOptions(ModelOptions):
 
     def conflicts(self, given: Collection[str]) -> Iterator[Conflict]:
         if self.enable_lora:
-            yield Conflict(("option.enable_lora",), _NO_ADAPTERS)
+            yield Conflict(("option.enable_lora",), f"false, because {self.adapters_instead}")
         key = ("option.partition_schema",)
         if self.loader == "tnx" and self.partition_schema == "optimum":
             yield Conflict(key, "optimum only with option.model_loader=optimum")

@@ -13,7 +13,6 @@ from lmi_server.configuration.options import LONG_DTYPES, ParallelDegree, Positi
 from lmi_server.configuration.tasks import Workload
 from lmi_server.machine.inventory import Machine
 
-_NO_ADAPTERS = "false, because compiled graphs take no adapters; merge the adapter into the model instead"
 _LMI_HAS_NONE = "LMI has no default, and fails without the key"
 
 
@@ -27,6 +26,7 @@ class NeuronImageOptions(StableDiffusionOptions):
     """Keys of serving.properties for a pipeline of diffusers that Neuron's compiler compiles for fixed shapes."""
 
     degree_counts_gpus = False
+    adapters_instead = "compiled graphs take no adapters; merge the adapter into the model instead"
 
     use_stable_diffusion: bool = Field(True, description="The model is a pipeline of diffusers; LMI's sign for it.")
     tensor_parallel_degree: ParallelDegree = Field(
@@ -104,4 +104,4 @@ class NeuronImageOptions(StableDiffusionOptions):
         if self.tensor_parallel_degree in (-1, 0, 1):
             yield Conflict(("option.tensor_parallel_degree",), "2 or more: the denoiser is loaded on two Neuron cores")
         if self.enable_lora:
-            yield Conflict(("option.enable_lora",), _NO_ADAPTERS)
+            yield Conflict(("option.enable_lora",), f"false, because {self.adapters_instead}")

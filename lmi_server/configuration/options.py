@@ -257,6 +257,7 @@ class ModelOptions(Options):
     prefix: ClassVar[str] = "option."
     one_worker_keys: ClassVar[tuple[str, ...]] = ()  # keys in full that forbid a second worker if they are true
     degree_counts_gpus: ClassVar[bool] = False  # without mpirun, option.tensor_parallel_degree means nothing on the CPU
+    adapters_instead: ClassVar[str] = ""  # why the model takes no LoRA adapters, and the remedy; "" if it may take some
 
     model_id: str | None = Field(
         None,
