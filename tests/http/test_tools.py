@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from client_environment import ClientScripts
 from product_helpers import Server, serving
-from scripted_model import save_scripted_model
 
 pytestmark = pytest.mark.slow
 
@@ -35,6 +34,8 @@ TOOLS = [WEATHER, CLOCK]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    from scripted_model import save_scripted_model
+
     model = save_scripted_model(tmp_path_factory.mktemp("scripted"), SCRIPTS)
     options = {"dtype": "fp32", "reasoning_parser": "qwen3", "enable_reasoning": "true", "kv_cache_memory_gb": "0.1"}
     with serving(tmp_path_factory.mktemp("served"), model, **options) as server:

@@ -16,6 +16,7 @@ LONGEST = (
     "engines/deepspeed/",
     "engines/vllm/",
     "chaos/",
+    "ray/",
     "packaging/",
     "engines/rolling_batch/",
     "engines/tasks/",

@@ -677,5 +677,6 @@ def test_the_command_line_compiles_a_pipeline_ahead_of_time(tiny: Path, tmp_path
     with importable(FAKE_OPTIMUM_NEURON, "optimum"):
         from optimum.neuron import calls
 
+        calls.clear()
         started(target)
         assert [(arguments["model_id"], arguments["export"]) for _, arguments in calls] == [(str(target), False)]
