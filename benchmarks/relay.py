@@ -207,7 +207,11 @@ class Client(asyncio.Protocol):
             self._next()
 
     def _whole(self, data: bytes) -> bool:
-        """Return whether the answer is complete; all answers to one request have the same length."""
+        """Return whether the answer is complete.
+
+        All answers to one request have the length of the first, but for those that are traced: their heads have a line
+        more. A server writes a whole answer at once, so that nothing of it comes later.
+        """
         if not self._expected:
             self._head += data
             head, separator, _ = self._head.partition(b"\r\n\r\n")
@@ -219,7 +223,7 @@ class Client(asyncio.Protocol):
                 length = re.search(rb"content-length: (\d+)", head)
                 assert length is not None, head
                 self._expected = len(head) + 4 + int(length[1])
-        return self._received == self._expected
+        return self._received >= self._expected
 
     def close(self) -> None:
         if self._transport is not None:
