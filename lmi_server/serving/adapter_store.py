@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -14,12 +15,14 @@ from lmi_server.artifacts.fetch import ArtifactSettings, fetch_model_directory
 from lmi_server.contract.errors import (
     ArtifactError,
     ArtifactMissingError,
+    DeadlineError,
     ModelNotFoundError,
     QueueFullError,
     RequestError,
 )
 from lmi_server.contract.protocol import ADAPTER_HEADER, Adapter, Input
 from lmi_server.serving.adapters import Adapters, RegisteredAdapter
+from lmi_server.supervisor.job import Deadline
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +41,19 @@ class OnDemand(Protocol):
 
     def stop(self) -> None:
         """Give up what is being loaded."""
+
+
+async def hold_in_time(on_demand: OnDemand, request: Input, deadline: Deadline | None) -> None:
+    """Hold the adapter of a request as `OnDemand.hold` does. Raises DeadlineError too; nothing is held then."""
+    try:
+        async with asyncio.timeout(None if deadline is None else deadline.at - time.monotonic()):
+            await on_demand.hold(request)
+    except TimeoutError:
+        assert deadline is not None
+        raise DeadlineError(
+            f"The request waited for its adapter until its deadline ({deadline.text} seconds) had passed; allow more"
+            " time, or set option.max_num_adapters_per_replica to a larger number"
+        ) from None
 
 
 class LoadedElsewhere:

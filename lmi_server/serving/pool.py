@@ -22,7 +22,7 @@ from lmi_server.contract.histogram import Histogram
 from lmi_server.contract.metrics import MetricSink, unrecorded
 from lmi_server.contract.protocol import Input, Ready
 from lmi_server.machine.devices import DeviceSet
-from lmi_server.serving.adapter_store import OnDemand
+from lmi_server.serving.adapter_store import OnDemand, hold_in_time
 from lmi_server.serving.adapters import Adapters
 from lmi_server.serving.dispatcher import Dispatcher
 from lmi_server.serving.pool_settings import ModelStatus, PoolSettings
@@ -201,9 +201,9 @@ class WorkerPool:
     ) -> Job:
         """Accept one request, as `submit` does, once its adapter is loaded; `on_demand.release` must follow.
 
-        Raises what `submit` and `OnDemand.hold` raise; nothing is held then.
+        Raises what `submit` and `hold_in_time` raise; nothing is held then.
         """
-        await on_demand.hold(request)
+        await hold_in_time(on_demand, request, deadline)
         try:
             return self.submit(request, on_overflow, deadline, tenant, reply)
         except LmiServerError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +12,11 @@ from typing import Any
 import pytest
 
 from lmi_server.artifacts.fetch import artifact_settings
-from lmi_server.contract.errors import ModelNotFoundError, QueueFullError
+from lmi_server.contract.errors import DeadlineError, ModelNotFoundError, QueueFullError
 from lmi_server.contract.protocol import ADAPTER_HEADER, AddAdapter, Command, Input, RemoveAdapter
-from lmi_server.serving.adapter_store import AdapterStore, fetch_from_store
+from lmi_server.serving.adapter_store import AdapterStore, fetch_from_store, hold_in_time
 from lmi_server.serving.adapters import Adapters
+from lmi_server.supervisor.job import Deadline
 
 
 class Worker:
@@ -90,6 +92,22 @@ def test_one_that_is_held_stays_and_others_wait_for_its_end() -> None:
         store.store.release(asking("a"))
         await waiting
         assert store.worker.has == ["d", "e"]
+
+    run(test)
+
+
+def test_a_request_waits_for_room_until_its_deadline_alone() -> None:
+    async def test() -> None:
+        store = Store()
+        await store.store.hold(asking("a"))
+        await store.store.hold(asking("b"))
+        deadline = Deadline(time.monotonic() + 0.01, "0.01", ends_running=False)
+        with pytest.raises(DeadlineError, match=r"waited for its adapter until its deadline \(0\.01 seconds\)"):
+            await hold_in_time(store.store, asking("c"), deadline)
+        await hold_in_time(store.store, asking("a"), deadline)  # it is there
+        store.store.release(asking("b"))
+        await store.used("c")
+        assert store.worker.has == ["a", "c"]
 
     run(test)
 
