@@ -6,6 +6,7 @@ Requests do not pass through here: an actor starts a process beside it, and tell
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import msgspec
 import ray
 from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 
 from lmi_server.machine.ports import free_port
 from lmi_server.ray.announcements import ANNOUNCEMENT, watch
@@ -21,6 +24,9 @@ from lmi_server.ray.child import Child
 from lmi_server.ray.messages import Drain, FromReplica, Models, NotServing, Ongoing, Replicas, Serving, Start, Wanted
 from lmi_server.ray.ranks import FurtherRanks
 from lmi_server.supervisor.remote import RemotePlace
+from lmi_server.supervisor.replicas import Backoff
+
+logger = logging.getLogger(__name__)
 
 _REPLICA_PROCESS = "lmi_server.ray.replica_process"
 _INGRESS_PROCESS = "frontend.ray_ingress"
@@ -47,9 +53,9 @@ class Replica:
         serving = await self._serving
         self._announcement = {ANNOUNCEMENT: msgspec.json.encode(serving).decode()}
 
-    async def __call__(self) -> int:
-        """Return the number of requests that the replica holds. A call has Ray start a replica if there is none."""
-        return self._ongoing
+    async def __call__(self) -> str:
+        """Return what the replica announces, as JSON. A call has Ray start a replica if there is none."""
+        return self._announcement[ANNOUNCEMENT]
 
     async def process_id(self) -> int:
         """Return the id of the process that serves."""
@@ -186,7 +192,24 @@ class Ingress:
             task.add_done_callback(lambda _: self._waking.discard(name))
 
     async def _call(self, deployment: str) -> None:
-        await self._handles[deployment].remote()
+        backoff = Backoff()
+        while deployment in self._handles:
+            try:
+                announced = await self._handles[deployment].remote()
+            except (RayError, RayServeException) as error:
+                logger.warning("cannot start a replica of %s: %s", deployment, error)
+                await asyncio.sleep(backoff.pause_s(False))
+            else:
+                self._describe(deployment, announced)
+                return
+
+    def _describe(self, deployment: str, announced: str) -> None:
+        """Take the description of a model from a replica, which may end before the router hears of it."""
+        name = self._names.get(deployment)
+        if name is not None and self._replicas[name].model is None:
+            serving = msgspec.json.decode(announced, type=Serving)
+            self._replicas[name] = msgspec.structs.replace(self._replicas[name], model=serving.model)
+            self._tell()
 
     def _tell(self) -> None:
         self._child.tell(Models(list(self._replicas.values())))

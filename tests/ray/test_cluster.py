@@ -106,6 +106,7 @@ def test_ray_scales_by_what_replicas_hold_and_ends_no_stream(cluster: RayCluster
 
 
 def test_a_request_wakes_a_model_without_replicas(cluster: RayCluster) -> None:
+    cluster.until_described("asleep")
     cluster.until_ready("asleep", 0)
     answer = cluster.http.post("/predictions/asleep", json={"inputs": "a b", "parameters": {"max_new_tokens": 2}})
     assert answer.json() == {"generated_text": " a b"}

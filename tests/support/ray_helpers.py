@@ -89,6 +89,12 @@ class RayCluster:
     def until_ready(self, model: str, count: int) -> None:
         wait_until(lambda: self.ready(model) == count, f"{count} replicas of {model} are ready")
 
+    def until_described(self, model: str) -> None:
+        """Wait until the front end takes requests for a model, which may have no replica."""
+        wait_until(
+            lambda: self.http.get(f"/models/{model}").json()[0]["models"][0]["status"] == "Healthy", f"{model} is there"
+        )
+
     def metric(self, name: str, model: str) -> float:
         """Return a value of `/metrics`, nan if there is none yet."""
         text = self.http.get("/metrics").text
