@@ -19,6 +19,7 @@ from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.generation import Delta, Feature, GenerationRequest, StructuredOutputs
 from lmi_server.contract.handler import LLMHandler, ModelInfo
 from lmi_server.contract.protocol import Adapter
+from lmi_server.machine import model_imports
 
 if TYPE_CHECKING:
     from handlers.chats.model import ModelChats
@@ -159,13 +160,15 @@ class RollingBatchHandler(SchedulingHandler):
         return int(options.schedule_window)
 
     def follow(self, model_dir: str, options: Any) -> None:
-        from handlers.rolling_batch.engine_loading import follow
+        with model_imports.without_triton():
+            from handlers.rolling_batch.engine_loading import follow
 
         follow(self.load_model(model_dir, options))
 
     def load_engine(self, model_dir: str, options: Any) -> LoadedEngine:
         try:
-            from handlers.rolling_batch.engine_loading import load_engine
+            with model_imports.without_triton():
+                from handlers.rolling_batch.engine_loading import load_engine
         except ImportError as error:
             raise ModelLoadError(
                 f"the rolling batch needs the extra 'huggingface' ({error}); install lmi-server[huggingface]"

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from handlers.tasks.options import PipelineOptions
 from handlers.tasks.task_handler import TaskHandler
+from lmi_server.machine import model_imports
 
 if TYPE_CHECKING:
     from handlers.tasks.task import Task
@@ -15,8 +16,9 @@ class PipelineHandler(TaskHandler):
     """Serves one task of one model, which runs in the worker."""
 
     def load_task(self, task: str, model_dir: str, options: PipelineOptions) -> Task:
-        from handlers.checkpoints.transformers_loading import set_threads
-        from handlers.tasks.task_loading import load_task
+        with model_imports.without_triton():
+            from handlers.checkpoints.transformers_loading import set_threads
+            from handlers.tasks.task_loading import load_task
 
         set_threads(options.threads)
         return load_task(task, options.model_id or model_dir, options)

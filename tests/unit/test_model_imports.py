@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import importlib.util
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from lmi_server.machine import model_imports, shorter_imports
+from lmi_server.machine.device_tools import Gpu
+from lmi_server.machine.devices import NVIDIA
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +54,17 @@ def test_a_hidden_library_is_not_found_meanwhile() -> None:
     with model_imports.hidden("wave"):
         import wave as again
     assert again is wave
+
+
+@pytest.mark.parametrize(("gpus", "hides"), [((), True), ((Gpu("0"),), False)])
+def test_triton_is_hidden_where_there_is_no_gpu(
+    monkeypatch: pytest.MonkeyPatch, gpus: tuple[Gpu, ...], hides: bool
+) -> None:
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    monkeypatch.setattr(model_imports, "shown_gpus", lambda _: (NVIDIA, gpus))
+    with model_imports.without_triton():
+        assert ("triton" in sys.modules) is hides
+    assert "triton" not in sys.modules
 
 
 @pytest.mark.slow
