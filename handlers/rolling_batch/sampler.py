@@ -33,10 +33,11 @@ class BannedTokens:
     ) -> None:
         self.output: list[int] = []
         self._allowed = None if allowed is None else torch.tensor(allowed, dtype=torch.long)
-        self._always = torch.tensor([word[0] for word in words if len(word) == 1], dtype=torch.long)
+        self._always = [word[0] for word in words if len(word) == 1]
         self._words = [(list(word[:-1]), word[-1]) for word in words if len(word) > 1]
-        self._ends = torch.tensor(list(ends), dtype=torch.long)
+        self._ends = list(ends)
         self._least = least
+        self.few = allowed is None  # `now` names them all
 
     def mask(self, row: torch.Tensor) -> None:
         """Set the logits of the banned tokens to minus infinity, in place."""
@@ -45,12 +46,13 @@ class BannedTokens:
             kept = row[allowed]
             row.fill_(-torch.inf)
             row[allowed] = kept
-        row[self._always.to(row.device)] = -torch.inf
-        if len(self.output) < self._least:
-            row[self._ends.to(row.device)] = -torch.inf
-        for before, last in self._words:
-            if self.output[-len(before) :] == before:
-                row[last] = -torch.inf
+        row[torch.tensor(self.now(), dtype=torch.long, device=row.device)] = -torch.inf
+
+    def now(self) -> list[int]:
+        """Return the tokens that are banned next, but for those that `allowed` leaves out."""
+        ends = self._ends if len(self.output) < self._least else []
+        words = [last for before, last in self._words if self.output[-len(before) :] == before]
+        return [*self._always, *ends, *words]
 
 
 class TokenMask(Protocol):
@@ -62,8 +64,8 @@ class TokenMask(Protocol):
 class SamplingState:
     """What the sampler keeps for one request: its parameters, its random numbers, the tokens seen so far.
 
-    `plain`: the token is the argmax of the unchanged logits. `masked`: it is the argmax of those that `grammar` allows.
-    `banned` are the tokens that it must not choose.
+    `plain`: the token is the argmax of the unchanged logits. `masked`: it is the argmax of those that `grammar` and
+    `banned` allow. `banned` are the tokens that it must not choose.
     """
 
     def __init__(
@@ -85,10 +87,11 @@ class SamplingState:
         self.generated: Counter[int] = Counter()
         self.bias_ids = torch.tensor(list(parameters.logit_bias), dtype=torch.long)
         self.biases = torch.tensor(list(parameters.logit_bias.values()), dtype=torch.float32)
-        self.changes_logits = self._penalised or self._counted or bool(parameters.logit_bias) or banned is not None
-        unchanged = parameters.greedy and not self.changes_logits
-        self.plain = unchanged and grammar is None
-        self.masked = unchanged and grammar is not None
+        changes_values = self._penalised or self._counted or bool(parameters.logit_bias)
+        self.changes_logits = changes_values or banned is not None
+        self.plain = parameters.greedy and not self.changes_logits and grammar is None
+        takes_greatest = parameters.greedy and not changes_values and grammar is not None
+        self.masked = takes_greatest and (banned is None or banned.few)
 
     @property
     def key(self) -> int:
@@ -230,6 +233,10 @@ def _excluded(logits: torch.Tensor, masks: np.ndarray) -> torch.Tensor:
 
 def _masked_argmax(logits: torch.Tensor, rows: list[int], states: list[SamplingState]) -> list[int]:
     masks = _masks(rows, states)
+    for mask, row in zip(masks, rows, strict=True):
+        banned = states[row].banned
+        for token in () if banned is None else banned.now():
+            mask[token // 32] &= ~np.uint32(1 << token % 32)
     if not _has_kernels(logits):
         return _argmax(logits[rows].masked_fill(_excluded(logits, masks), -torch.inf))
     from handlers.rolling_batch.cpu_kernels.rows import masked_argmax_rows

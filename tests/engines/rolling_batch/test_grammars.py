@@ -10,7 +10,7 @@ import torch
 from rolling_batch_helpers import EOS, Engine, Received, generated, prompts
 from tiny_models import tiny_model
 
-from handlers.rolling_batch.sampler import SamplingState, sample
+from handlers.rolling_batch.sampler import BannedTokens, SamplingState, sample
 from handlers.structured_output.grammar_text import grammar_text
 from handlers.structured_output.token_grammars import GrammarMatch, TokenGrammars
 from lmi_server.contract.errors import RequestError
@@ -124,9 +124,12 @@ def test_masks_select(dtype: torch.dtype) -> None:
     asked = [SamplingParameters(**one) for one in parameters]
     states = [SamplingState(one, [], grammar=Mask(row)) for one, row in zip(asked, allowed, strict=True)]
     states.append(SamplingState(SamplingParameters(), []))
-    rows = torch.cat((logits, logits[:1]))
+    best, second = logits[0].float().masked_fill(~allowed[0], -torch.inf).topk(2).indices.tolist()
+    banned = BannedTokens(None, [[best], [best, second]], ends=[second], least=0)
+    states.append(SamplingState(SamplingParameters(), [], banned, Mask(allowed[0])))
+    rows = torch.cat((logits, logits[:1], logits[:1]))
     chosen = [sampled.token for sampled in sample(rows, states)]
     biased = logits.float()
     biased[2, 40] += 0.5
     assert chosen[:4] == biased.masked_fill(~allowed, -torch.inf).argmax(-1).tolist()
-    assert chosen[4] == int(logits[0].argmax())
+    assert chosen[4:] == [int(logits[0].argmax()), second]
