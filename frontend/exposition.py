@@ -6,6 +6,7 @@ times as long: a server that is scraped every second would spend a hundredth of 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -52,9 +53,13 @@ def _head(name: str, kind: str, text: str) -> Iterator[str]:
 
 
 def _labels(labels: Mapping[str, str]) -> str:
-    if not labels:
-        return ""
-    return "{" + ",".join([f'{name}="{_escaped(value)}"' for name, value in sorted(labels.items())]) + "}"
+    return _written_labels(tuple(labels.items())) if labels else ""
+
+
+# A scrape shows the same labels as the one before.
+@functools.lru_cache(8192)
+def _written_labels(labels: tuple[tuple[str, str], ...]) -> str:
+    return "{" + ",".join([f'{name}="{_escaped(value)}"' for name, value in sorted(labels)]) + "}"
 
 
 def _escaped(value: str) -> str:

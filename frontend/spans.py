@@ -14,6 +14,7 @@ measures them itself, costs several times as much.
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from collections.abc import Iterator
@@ -53,6 +54,19 @@ class _Phase(NamedTuple):
     failed: bool = False
 
 
+class _HashedResource(Resource):
+    """A resource with a hash that is computed once: the SDK computes it for each span, a quarter of the cost."""
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    __eq__ = Resource.__eq__
+
+
 class OpenTelemetrySpans:
     """Sends spans to a collector at `endpoint`, in a thread of the SDK.
 
@@ -65,7 +79,7 @@ class OpenTelemetrySpans:
         resource = Resource.create()
         if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
             resource = resource.merge(Resource({SERVICE_NAME: _NAME}))
-        self._resource = resource
+        self._resource = _HashedResource(resource.attributes, resource.schema_url)
 
     def write(self, trace: RequestTrace, request: EndedRequest) -> None:
         """Send the span of a request and those of its phases, soon."""

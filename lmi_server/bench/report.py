@@ -14,6 +14,7 @@ from rich.table import Table
 
 from lmi_server.bench.observation import Measured
 from lmi_server.bench.records import LATENCIES, QUANTILES
+from lmi_server.machine.whole_files import write_text, written
 
 _STATISTICS = ("mean", *QUANTILES)
 _ERROR = "error: "
@@ -88,14 +89,14 @@ def rows(runs: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
 
 def write_json(path: Path, settings: Mapping[str, Any], runs: Mapping[str, Mapping[str, Any]]) -> None:
     """Write the settings and the figures of each run."""
-    path.write_text(json.dumps({"settings": settings, "runs": runs}, indent=2) + "\n", encoding="utf-8")
+    write_text(path, json.dumps({"settings": settings, "runs": runs}, indent=2) + "\n")
 
 
 def write_csv(path: Path, runs: Mapping[str, Mapping[str, Any]]) -> None:
     """Write one line for each run; a latency has a column for each statistic, such as `ttft_ms_p99`."""
     lines = [{"run": title, **_flat(run)} for title, run in runs.items()]
     columns = list(dict.fromkeys(column for line in lines for column in line))
-    with path.open("w", encoding="utf-8", newline="") as file:
+    with written(path) as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
         writer.writerows(lines)
@@ -103,7 +104,7 @@ def write_csv(path: Path, runs: Mapping[str, Mapping[str, Any]]) -> None:
 
 def write_records(path: Path, runs: Mapping[str, Measured]) -> None:
     """Write each request as a line of JSON, with times in seconds of the load generator's clock."""
-    with path.open("w", encoding="utf-8") as file:
+    with written(path) as file:
         for title, run in runs.items():
             for record in run.records:
                 file.write(json.dumps({"run": title, **asdict(record)}) + "\n")

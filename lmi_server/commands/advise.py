@@ -18,6 +18,7 @@ from lmi_server.bench.server_metrics import fetch_text, read
 from lmi_server.commands.bench import parse_headers
 from lmi_server.commands.terminal import plain_configuration_errors
 from lmi_server.contract.errors import ConfigurationError
+from lmi_server.machine.whole_files import write_text
 
 
 def advise_server(
@@ -45,7 +46,8 @@ def advise_server(
     found = advise(evidence)
     _print(Console(), evidence, found)
     if json_file is not None:
-        json_file.write_text(json.dumps([asdict(advice) for advice in found], indent=2) + "\n", encoding="utf-8")
+        with plain_configuration_errors():
+            write_text(json_file, json.dumps([asdict(advice) for advice in found], indent=2) + "\n")
 
 
 def _watch(evidence: Evidence, url: str, headers: dict[str, str], seconds: float) -> None:

@@ -28,6 +28,7 @@ from lmi_server.commands.terminal import plain_configuration_errors
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.environment import process_environment
 from lmi_server.machine.process_usage import listener
+from lmi_server.machine.whole_files import write_text
 
 _API_HELP = (
     "API of the server: chat and completions are OpenAI's, lmi is LMI's /invocations, tgi is /generate(_stream)."
@@ -110,14 +111,15 @@ def bench(
     summaries = {title: run.figures(plan.limits) for title, run in measured.items()}
     report.print_runs(console, summaries)
     settings = {"url": url, "api": api, "seed": seed, "stream": stream, "slo": slo, "data": data and str(data)}
-    if json_file is not None:
-        report.write_json(json_file, settings, summaries)
-    if html_file is not None:
-        html_file.write_text(html_report(settings, summaries, measured), encoding="utf-8")
-    if csv_file is not None:
-        report.write_csv(csv_file, summaries)
-    if records_file is not None:
-        report.write_records(records_file, measured)
+    with plain_configuration_errors():
+        if json_file is not None:
+            report.write_json(json_file, settings, summaries)
+        if html_file is not None:
+            write_text(html_file, html_report(settings, summaries, measured))
+        if csv_file is not None:
+            report.write_csv(csv_file, summaries)
+        if records_file is not None:
+            report.write_records(records_file, measured)
     if not any(found["completed"] for found in summaries.values()):
         raise typer.Exit(1)
 

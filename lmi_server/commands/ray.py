@@ -11,6 +11,7 @@ import typer
 from lmi_server.commands.terminal import plain_configuration_errors
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.environment import process_environment
+from lmi_server.machine.whole_files import write_text
 from lmi_server.ray.model_files import deployments, described
 from lmi_server.ray.serve_config import serve_config
 
@@ -93,5 +94,6 @@ def build(
     if output is None:
         typer.echo(text, nl=False)
     else:
-        output.write_text(text, encoding="utf-8")
+        with plain_configuration_errors():
+            write_text(output, text)
         typer.echo(f"{output}: run serve deploy {output}")

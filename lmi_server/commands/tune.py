@@ -21,6 +21,7 @@ from lmi_server.commands.bench import bench_target, parse_weights
 from lmi_server.commands.terminal import plain_configuration_errors
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.environment import process_environment
+from lmi_server.machine.whole_files import write_text
 from lmi_server.tune.adapter_costs import BASE, Cost, adapter_costs
 from lmi_server.tune.measurement import Limits, Load, Measurement
 from lmi_server.tune.outcome import Trial, best_of, pareto
@@ -192,28 +193,41 @@ def _report(
     baseline = next((trial for trial in trials if trial.number < 0), None)
     after = tuned_properties(before, best, baseline) if best is not None and best.settings else before
     changes = difference(before, after, str(asked.properties))
+    _print(console, trials, importances, costs, changes)  # first: the files may not be writable
     if asked.json_file is not None:
         found = as_json(trials, best, importances, costs)
-        asked.json_file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        write_text(asked.json_file, json.dumps(found, indent=2) + "\n")
     if asked.report is not None:
         _write_report(asked.report, asked, _found(asked, trials, importances, costs, changes))
     if best is None:
-        console.print("No setting keeps the limits; the lines above say why.", style="red")
         raise typer.Exit(1)
+    if best.settings and asked.applies:
+        write_text(asked.properties, after)
+        console.print(f"{asked.properties} is changed.", highlight=False, soft_wrap=True)
+    elif best.settings:
+        console.print("Nothing is changed; --apply writes this.")
+
+
+def _print(
+    console: Console,
+    trials: Sequence[Trial],
+    importances: Mapping[str, float],
+    costs: Sequence[Cost],
+    changes: str,
+) -> None:
+    best = best_of(trials)
+    if best is None:
+        console.print("No setting keeps the limits; the lines above say why.", style="red")
+        return
     console.print(_front(pareto(trials, "e2el_ms")))
     for key, importance in importances.items():
         console.print(f"{key}: {importance:.0%} of the differences", highlight=False)
     if costs:
         console.print(_rich(cost_table(costs), "what adapters cost"))
-    if not best.settings:
-        console.print("The configuration as it is is the best that was found.")
-        return
-    console.print(changes, markup=False, highlight=False, soft_wrap=True)
-    if asked.applies:
-        asked.properties.write_text(after, encoding="utf-8")
-        console.print(f"{asked.properties} is changed.", highlight=False, soft_wrap=True)
+    if best.settings:
+        console.print(changes, markup=False, highlight=False, soft_wrap=True)
     else:
-        console.print("Nothing is changed; --apply writes this.")
+        console.print("The configuration as it is is the best that was found.")
 
 
 def _found(
@@ -237,7 +251,7 @@ def _found(
 
 def _write_report(path: Path, asked: _Asked, found: Found) -> None:
     write = markdown if path.suffix == ".md" else page
-    path.write_text(write(f"Search of {asked.directory.name}", sections(found)), encoding="utf-8")
+    write_text(path, write(f"Search of {asked.directory.name}", sections(found)))
 
 
 def _rich(table: PageTable, title: str) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -58,9 +59,9 @@ class Histogram:
         """Return for each upper bound, times `scale`, how many values are not above it, as Prometheus has it."""
         total = 0
         buckets: list[tuple[str, float]] = []
-        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
+        for bound, count in zip(_written_bounds(tuple(self.bounds), scale), self.counts, strict=True):
             total += count
-            buckets.append((_written(bound * scale), total))
+            buckets.append((bound, total))
         return buckets
 
 
@@ -78,6 +79,11 @@ def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> fl
             return lower + (bound - lower) * (wanted - below) / count
         below, lower = below + count, bound
     return lower
+
+
+@functools.lru_cache(64)
+def _written_bounds(bounds: tuple[float, ...], scale: float) -> list[str]:
+    return [_written(bound * scale) for bound in (*bounds, math.inf)]
 
 
 def _written(bound: float) -> str:
