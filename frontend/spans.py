@@ -54,12 +54,12 @@ class _Phase(NamedTuple):
     failed: bool = False
 
 
-class _HashedResource(Resource):
+class _HashedResource(Resource):  # type: ignore[misc]  # mypy skips OpenTelemetry
     """A resource with a hash that is computed once: the SDK computes it for each span, a quarter of the cost."""
 
     @functools.cached_property
     def _hash(self) -> int:
-        return super().__hash__()
+        return int(super().__hash__())
 
     def __hash__(self) -> int:
         return self._hash

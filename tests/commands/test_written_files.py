@@ -37,9 +37,13 @@ def test_a_file_that_does_not_fit_leaves_the_old_one(tmp_path: Path) -> None:
 
 
 def test_what_ends_early_leaves_no_file(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), written(tmp_path / "report.csv") as file:
-        file.write("a,b\n")
-        raise KeyboardInterrupt
+    def stop() -> None:
+        with written(tmp_path / "report.csv") as file:
+            file.write("a,b\n")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stop()
     assert list(tmp_path.iterdir()) == []
 
 
