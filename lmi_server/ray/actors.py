@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -96,6 +97,8 @@ class Replica:
     def _on_end(self, code: int) -> None:
         if self._ending:
             return
+        if self._serving.done() and self._serving.exception() is not None:
+            return  # Ray reads why the model could not be loaded, and ends the actor
         if self._serving.done():
             os._exit(1)  # Ray sees the end of an actor at once, and its health only now and then
         self._loop.call_soon_threadsafe(self._fail, f"the process of the replica exited with code {code}")
@@ -124,7 +127,7 @@ class Ingress:
         self._replicas: dict[str, Replicas] = {}
         self._handles: dict[str, Any] = {}
         self._names: dict[str, str] = {}  # of models, by deployment
-        self._waking: set[str] = set()  # models of which a replica is being started
+        self._waking: dict[str, asyncio.Task[None]] = {}  # calls that have a replica started, by deployment
         self._ending = False
         arguments = [_INGRESS_PROCESS, host, str(port), str(drain_timeout_s)]
         self._child = Child(arguments, {}, self._on_line, self._on_end)
@@ -139,6 +142,8 @@ class Ingress:
         models = {entry["deployment"]: entry for entry in config["models"]}
         for deployment in self._handles.keys() - models.keys():
             del self._handles[deployment]
+            if (call := self._waking.pop(deployment, None)) is not None:
+                call.cancel()  # it would wait for ever, and the deployment may come back
         self._names = {deployment: entry["name"] for deployment, entry in models.items()}
         before = self._replicas
         self._replicas = {
@@ -172,9 +177,14 @@ class Ingress:
         if name is None:
             return
         before = self._replicas[name]
-        serving = {replica: msgspec.json.decode(text, type=Serving) for replica, text in announced.items()}
+        everyone = {replica: msgspec.json.decode(text, type=Serving) for replica, text in announced.items()}
+        # A model may have another name now, which replicas of its old version refuse.
+        serving = {replica: there for replica, there in everyone.items() if there.name == name}
         places: dict[str, RemotePlace] = {replica: there.place for replica, there in serving.items()}
-        model = next((there.model for there in serving.values()), before.model)
+        # Of a new version the new replicas are right; old ones may stay for some minutes.
+        models = [there.model for replica, there in serving.items() if replica not in before.places]
+        models = models or [there.model for there in serving.values()]
+        model = before.model if before.model in models or not models else models[-1]
         after = msgspec.structs.replace(before, places=places, model=model)
         if after != before:
             self._replicas[name] = after
@@ -185,11 +195,14 @@ class Ingress:
 
     def _wake(self, name: str) -> None:
         """Have Ray start a replica of a model that has none: it does so for a call by a handle, which waits for it."""
-        deployments = [deployment for deployment, model in self._names.items() if model == name]
-        if deployments and name not in self._waking:
-            self._waking.add(name)
-            task = self._loop.create_task(self._call(deployments[0]))
-            task.add_done_callback(lambda _: self._waking.discard(name))
+        for deployment, model in self._names.items():
+            if model == name and deployment not in self._waking:
+                self._waking[deployment] = task = self._loop.create_task(self._call(deployment))
+                task.add_done_callback(partial(self._woken, deployment))
+
+    def _woken(self, deployment: str, call: asyncio.Task[None]) -> None:
+        if self._waking.get(deployment) is call:
+            del self._waking[deployment]
 
     async def _call(self, deployment: str) -> None:
         backoff = Backoff()
@@ -205,9 +218,8 @@ class Ingress:
 
     def _describe(self, deployment: str, announced: str) -> None:
         """Take the description of a model from a replica, which may end before the router hears of it."""
-        name = self._names.get(deployment)
-        if name is not None and self._replicas[name].model is None:
-            serving = msgspec.json.decode(announced, type=Serving)
+        name, serving = self._names.get(deployment), msgspec.json.decode(announced, type=Serving)
+        if name == serving.name and self._replicas[name].model is None:
             self._replicas[name] = msgspec.structs.replace(self._replicas[name], model=serving.model)
             self._tell()
 

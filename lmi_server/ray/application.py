@@ -58,13 +58,13 @@ def _replica(model: Deployment, drain_timeout_s: float) -> Application:
     options = model.options()
     options["request_router_config"] = {**_ROUTER, **options.get("request_router_config", {})}
     options["graceful_shutdown_timeout_s"] = drain_timeout_s + _END_S
-    options["version"] = _digest(model.url, dict(model.settings), model.runtime_env, _contents(model.url))
     start = {
         "url": model.url,
         "name": model.path_name,
         "settings": dict(model.settings),
         "drain_timeout_s": drain_timeout_s,
     }
+    options["version"] = _digest(start, model.runtime_env, _contents(model.url), version("lmi-server"))
     return cast(Application, _with_options(Replica, options).bind(start))
 
 

@@ -46,8 +46,9 @@ class Described(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Serving(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The model is loaded, and front ends may connect to `place`."""
+    """The model `name` is loaded, and front ends may connect to `place`."""
 
+    name: str
     place: RemotePlace
     model: Described
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping
-from typing import cast
+from collections.abc import Coroutine, Mapping
+from typing import Any, cast
 
 import msgspec
 
@@ -36,8 +37,13 @@ _ELSEWHERE = "The models of a cluster are deployed with lmi-server ray deploy"
 class ClusterRegistry(ModelRegistry):
     """Registers the models of the ingress, and connects to their replicas as these come and go."""
 
-    _replicas: Mapping[str, Replicas] = {}
-    _described: Mapping[str, asyncio.Event] = {}
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._replicas: Mapping[str, Replicas] = {}
+        self._described: Mapping[str, asyncio.Event] = {}
+        self._served: dict[str, Described] = {}  # what the newest pool of each model was made for
+        self._coming: dict[str, Model] = {}  # models that take the place of themselves, with other settings
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def follow(self) -> None:
         """Do what the ingress says in the lines of standard input. When it is gone, drain this process."""
@@ -45,24 +51,30 @@ class ClusterRegistry(ModelRegistry):
         reader = asyncio.StreamReader(limit=_LONGEST_LINE)
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
         while told := await reader.readline():
-            await self.update(msgspec.json.decode(told, type=Models))
+            self.update(msgspec.json.decode(told, type=Models))
         os.kill(os.getpid(), signal.SIGTERM)
 
-    async def update(self, models: Models) -> None:
-        """Register and unregister models so that there are these, and connect to their replicas."""
+    def update(self, models: Models) -> None:
+        """Register and unregister models so that there are these, and connect to their replicas.
+
+        Nothing is waited for: while a model that is gone drains, the others need their new replicas.
+        """
         self._replicas = {replicas.name: replicas for replicas in models.models}
-        known = {model.name: model for model in self.models}
-        for name in known.keys() - self._replicas.keys():
-            await super().unregister(name)
+        for name in self._endpoints.keys() - self._replicas.keys():
+            self._leave(name)
         self._described = {name: self._described.get(name) or asyncio.Event() for name in self._replicas}
+        self._aliases = {}  # a name may have gone from one model to another
         for name, replicas in self._replicas.items():
             if replicas.model is not None:
                 self._described[name].set()
-            if name not in known:
+            if name not in self._endpoints:
                 self.register(ModelSource(name, name), at_startup=True)
-                self._claim_names(name, replicas.aliases)  # now: a request by one of them may wake the model
-            elif isinstance(pool := known[name].pool, ClusterPool):
-                pool.replicas.update(replicas.places)
+            for pool in self._pools_of(name):
+                pool.follow(replicas)
+            self._renew_if_outdated(name)
+        # Not only once a model is loaded: a request by one of them may wake it.
+        names = [(alias, name) for name, replicas in self._replicas.items() for alias in replicas.aliases]
+        self._aliases = {alias: self._endpoints[name] for alias, name in names if alias not in self._endpoints}
 
     async def register_and_load(self, source: ModelSource) -> Model:
         raise BadParameterError(_ELSEWHERE)
@@ -78,18 +90,75 @@ class ClusterRegistry(ModelRegistry):
         described = replicas.model
         assert described is not None, "the event says that it is there"
         model.source = ModelSource(described.url, model.name)
-        resolved = _resolved(model.name, described)
-        self._settle_configuration(model, resolved)
+        model.resolved = resolved = _resolved(model.name, described)
         settings = _pool_settings(resolved, described, replicas, self._log_levels[""])
+        before = self._endpoints[model.name].models[0].pool
+        if isinstance(before, ClusterPool):
+            settings = msgspec.structs.replace(settings, adapters=(*settings.adapters, *before.added_to(settings)))
+        self._served[model.name] = described
         pool = ClusterPool(settings, self._on_metric, lambda: _want(model.name))
         pool.on_demand = LoadedElsewhere() if settings.adapter_affinity else None
         pool.replicas.update(replicas.places)
         return pool
 
+    def _pools(self) -> list[WorkerPool]:
+        return [*super()._pools(), *(model.pool for model in self._coming.values() if model.pool is not None)]
+
+    def _pools_of(self, name: str) -> list[ClusterPool]:
+        """Return the pools of a model: one, and those that drain or are to take its place."""
+        return [pool for pool in self._pools() if isinstance(pool, ClusterPool) and pool.name == name]
+
+    def _leave(self, name: str) -> None:
+        """Let the requests of a model that is gone finish; no others find it."""
+        coming = self._coming.pop(name, None)
+        self._served.pop(name, None)
+        models = [*self._endpoints[name].models, *([] if coming is None else [coming])]
+        for model in models:
+            self._forget(model)
+        self._begin(self._remove(models))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # --- a new version of a model may have other settings ---
+
+    def _renew_if_outdated(self, name: str) -> None:
+        """Begin to make another pool for a model if replicas of a new version have other settings."""
+        replicas, served = self._replicas[name], self._served.get(name)
+        if replicas.model is None or served is None or replicas.model == served or name in self._coming:
+            return
+        self._served[name] = replicas.model
+        if _comparable(replicas.model, replicas) != _comparable(served, replicas):
+            before = self._endpoints[name].models[0]
+            self._coming[name] = after = Model(before.source, at_startup=True)
+            after.task = asyncio.create_task(self._succeed(before, after))
+
+    async def _succeed(self, before: Model, after: Model) -> None:
+        """Have `after` take the requests once it is connected; what `before` has finishes there."""
+        await self._load(after)
+        del self._coming[before.name]
+        if after.pool is not None:
+            self._endpoints[before.name].models = [after]
+            logger.info("model %s has the settings of its new version", before.name)
+            self._begin(self._end(before))
+            self._renew_if_outdated(before.name)
+
+
+def _comparable(described: Described, replicas: Replicas) -> PoolSettings:
+    """Return the settings of a pool without what differs from node to node: where the files are."""
+    settings = _pool_settings(_resolved(replicas.name, described), described, replicas, "")
+    adapters = tuple(_registered(adapter.name, "") for adapter in settings.adapters)
+    return msgspec.structs.replace(
+        settings, load=msgspec.structs.replace(settings.load, model_dir=""), adapters=adapters
+    )
+
 
 def _want(name: str) -> None:
-    """Tell the actor that a model needs a replica."""
-    os.write(sys.stdout.fileno(), line(Wanted(name)))
+    """Tell the actor that a model needs a replica; nobody if the actor is gone, and this process drains."""
+    with contextlib.suppress(BrokenPipeError):
+        os.write(sys.stdout.fileno(), line(Wanted(name)))
 
 
 def _resolved(name: str, described: Described) -> ResolvedModel:
@@ -102,10 +171,7 @@ def _resolved(name: str, described: Described) -> ResolvedModel:
 
 def _pool_settings(resolved: ResolvedModel, described: Described, replicas: Replicas, log_level: str) -> PoolSettings:
     serving, options = resolved.serving, resolved.options
-    adapters = [
-        RegisteredAdapter(adapter=Adapter(name=name, directory=directory), source=directory)
-        for name, directory in described.adapters.items()
-    ]
+    adapters = [_registered(name, directory) for name, directory in described.adapters.items()]
     return PoolSettings(
         load=Load(
             model_name=resolved.name,
@@ -133,3 +199,7 @@ def _pool_settings(resolved: ResolvedModel, described: Described, replicas: Repl
         prefix_affinity=True,
         adapter_affinity=options.adapters_on_demand,
     )
+
+
+def _registered(name: str, directory: str) -> RegisteredAdapter:
+    return RegisteredAdapter(adapter=Adapter(name=name, directory=directory), source=directory)

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from lmi_server.contract.errors import BadParameterError, ModelLoadError
 from lmi_server.contract.metrics import MetricSink
 from lmi_server.machine.devices import DeviceSet
+from lmi_server.ray.messages import Replicas as Announced
+from lmi_server.serving.adapters import RegisteredAdapter
 from lmi_server.serving.pool import WorkerPool
 from lmi_server.serving.pool_settings import PoolSettings
 from lmi_server.supervisor.remote import RemotePlace
@@ -137,6 +139,17 @@ class ClusterPool(WorkerPool):
     def _make_replica_sets(self, plan: LoadPlan) -> Sequence[Replicas]:
         self.replicas = RemoteReplicas(plan, self, self._on_wanted)
         return [self.replicas]
+
+    def follow(self, replicas: Announced) -> None:
+        """Connect to the replicas that there are now."""
+        self.replicas.scale(replicas.min_replicas, max(1, replicas.max_replicas))
+        self.replicas.update(replicas.places)
+        self._dispatcher.dispatch()  # requests that waited for the last replica, which is gone, need another one
+
+    def added_to(self, settings: PoolSettings) -> Sequence[RegisteredAdapter]:
+        """Return the adapters that calls have registered, and that `settings` lack."""
+        given = {each.name for each in (*self._settings.adapters, *settings.adapters)}
+        return [self.adapters.get(name) for name in self.adapters.names if name not in given]
 
     async def scale(self, min_workers: int | None, max_workers: int | None, device: int | None = None) -> None:
         raise BadParameterError(

@@ -41,7 +41,9 @@ def main() -> int:
     # What code of a model prints must not reach the actor as a message.
     output = os.dup(1)
     os.dup2(2, 1)
-    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
+    # A buffer would keep a Drain that follows at once, which `_next_line` reads.
+    with open(0, "rb", buffering=0, closefd=False) as unbuffered:
+        start = msgspec.json.decode(unbuffered.readline(), type=Start)
     logging.basicConfig(stream=sys.stderr, level=start.log_level, format="%(levelname)s %(name)s: %(message)s")
     return uvloop.run(_Replica(start, output).serve())
 
@@ -92,7 +94,7 @@ class _Replica:
             lambda: Arrival(TOKEN_BYTES, lambda token, _: self._arrived(token, model.loaded())), start.host, 0
         )
         port = server.sockets[0].getsockname()[1]
-        self._tell(Serving(place=self._place(model, port), model=_described(model)))
+        self._tell(Serving(name=start.name, place=self._place(model, port), model=_described(model)))
         failed = await self._watch(model, ending)
         server.close()
         if failed is None and ending.result():

@@ -8,14 +8,17 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from replica_helpers import FrontEndProcess, ReplicaProcess, ending
 from waiting import wait_until
 
-from lmi_server.ray.messages import NotServing, Serving
+from lmi_server.ray.messages import NotServing, Serving, Wanted
 
 STORED = ("one", "two", "three")  # adapters, one more than a replica keeps
 SHORT, LONG = 5, 400  # tokens; a long answer takes four seconds
@@ -57,9 +60,13 @@ class Cluster:
         self.front_end.knows(first.model, {name: self.serving[name] for name in names})
         wait_until(lambda: self._ready() == len(names), f"{len(names)} replicas are ready")
 
-    def _ready(self) -> int:
+    def details(self) -> Any:
+        """Return what the management API says of the model."""
         answer = self.front_end.http.get("/models/model")
-        groups = answer.json()[0]["models"][0]["workerGroups"] if answer.status_code == 200 else []
+        return answer.json()[0]["models"][0] if answer.status_code == 200 else {"workerGroups": []}
+
+    def _ready(self) -> int:
+        groups = self.details()["workerGroups"]
         return sum(worker["status"] == "READY" for group in groups for worker in group["workers"])
 
     def ask(self, prompt: str, tokens: int = SHORT) -> httpx.Response:
@@ -151,6 +158,40 @@ def test_models_are_managed_by_ray_alone(cluster: Cluster) -> None:
     assert all("lmi-server ray deploy" in answer.text for answer in refused)
 
 
+def test_a_new_version_brings_its_settings_and_names_and_ends_no_stream(cluster: Cluster) -> None:
+    def asked(name: str) -> int:
+        return cluster.front_end.http.post(f"/predictions/{name}", json={"inputs": "a"}).status_code
+
+    stream, replica = cluster.streaming(LONG), cluster.serving["a"]
+    model = msgspec.structs.replace(replica.model, serving={**replica.model.serving, "job_queue_size": 7})
+    before = cluster.details()["queueSize"]
+    cluster.front_end.knows(model, {"a": replica}, aliases=("renamed",))
+    wait_until(lambda: cluster.details()["queueSize"] == 7, "the front end has the new settings")
+    assert (asked("model"), asked("renamed")) == (200, 200)
+    cluster.announce("a")
+    wait_until(lambda: cluster.details()["queueSize"] == before, "the front end has the old settings")
+    assert (asked("model"), asked("renamed")) == (200, 404)
+    events = stream.rest()
+    stream.close()
+    assert events[-1] == "[DONE]"
+    assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_model_that_is_gone_finishes_its_streams_and_holds_up_no_other(cluster: Cluster) -> None:
+    replica = cluster.serving["a"]
+    cluster.front_end.knows(replica.model, {"a": replica}, second=True)
+    ready = {"model": {"status": "Healthy"}, "second": {"status": "Healthy"}}
+    wait_until(lambda: cluster.front_end.http.get("/ping").json() == ready, "both models are ready")
+    cluster.serving["again"] = replica
+    body = {"inputs": "a", "parameters": {"max_new_tokens": 100 * LONG}, "stream": True}
+    with cluster.front_end.http.stream("POST", "/predictions/second", json=body) as answer:
+        pieces = answer.iter_raw()
+        next(pieces)
+        cluster.announce("a", "again")
+        assert len(list(islice(pieces, 100))) == 100
+    cluster.announce("a")
+
+
 def test_a_connection_without_the_token_gets_nothing(cluster: Cluster) -> None:
     place = cluster.serving["a"].place
     with socket.create_connection((place.host, place.port), timeout=60) as intruder:
@@ -214,6 +255,19 @@ def test_the_adapter_that_nobody_has_asked_for_longest_makes_room(cluster: Clust
     wait_until(lambda: cluster.lines("c", "removed adapter") > 0, "an adapter was removed")
     names = cluster.front_end.http.get("/models/model/adapters").json()["adapters"]
     assert names == []  # the list has what calls have registered
+
+
+def test_a_request_that_waits_when_the_last_replica_goes_has_ray_start_another(cluster: Cluster) -> None:
+    replica = cluster.serving["c"]
+    unreachable = msgspec.structs.replace(replica, place=msgspec.structs.replace(replica.place, port=1))
+    cluster.front_end.knows(replica.model, {"gone": unreachable})
+    with ThreadPoolExecutor(1) as client:
+        answer = client.submit(cluster.ask, "a b")
+        wait_until(lambda: cluster.details()["requestInQueue"] == 1, "the request waits")
+        cluster.front_end.knows(replica.model, {})
+        assert cluster.front_end.wants() == Wanted("model")
+        cluster.announce("c")
+        assert answer.result().status_code == 200
 
 
 def test_a_killed_replica_ends_its_streams_and_its_other_requests_go_to_the_next(cluster: Cluster) -> None:

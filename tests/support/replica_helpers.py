@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import re
+import select
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,8 +16,20 @@ import httpx
 import msgspec
 from paths import ROOT
 from process_log import ProcessLog
+from waiting import wait_until
 
-from lmi_server.ray.messages import Described, Drain, Models, NotServing, Ongoing, Replicas, Serving, Start, line
+from lmi_server.ray.messages import (
+    Described,
+    Drain,
+    Models,
+    NotServing,
+    Ongoing,
+    Replicas,
+    Serving,
+    Start,
+    Wanted,
+    line,
+)
 
 Line = Serving | NotServing | Ongoing
 
@@ -75,10 +88,21 @@ class FrontEndProcess(Process):
         self.port = int(self.log.wait_for(r"listening on http://127\.0\.0\.1:(\d+)")[1])
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
 
-    def knows(self, model: Described, replicas: Mapping[str, Serving]) -> None:
-        """Tell it that the model has these replicas, and no others."""
+    def knows(
+        self, model: Described, replicas: Mapping[str, Serving], aliases: tuple[str, ...] = (), *, second: bool = False
+    ) -> None:
+        """Tell it that the model has these replicas, and no others; with `second`, that another model has them too."""
         places = {name: serving.place for name, serving in replicas.items()}
-        self.tell(Models([Replicas(name="model", min_replicas=1, max_replicas=3, model=model, places=places)]))
+        told = Replicas(name="model", aliases=aliases, min_replicas=1, max_replicas=3, model=model, places=places)
+        more = [msgspec.structs.replace(told, name="second")] if second else []
+        self.tell(Models([told, *more]))
+
+    def wants(self) -> Wanted:
+        """Return the next message to the actor."""
+        assert self.process.stdout is not None
+        output = self.process.stdout
+        wait_until(lambda: bool(select.select([output], [], [], 0)[0]), "the front end wants a replica")
+        return msgspec.json.decode(output.readline(), type=Wanted)
 
     def metric(self, name: str) -> float | None:
         found = re.search(rf"^{name}{{[^}}]*}} (\S+)$", self.http.get("/metrics").text, re.MULTILINE)
