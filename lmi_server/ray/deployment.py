@@ -5,7 +5,7 @@ It needs neither a cluster nor the package ray. The names are those of Ray Serve
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -177,16 +177,33 @@ def deployment_from(
 def with_workers(
     deployment: Deployment, workers: int, bundle: Mapping[str, float], strategy: PlacementStrategy = "STRICT_PACK"
 ) -> Deployment:
-    """Return the deployment with `workers` that take a `bundle` each; the actor of a replica counts as the first."""
+    """Return the deployment with `workers` that take a `bundle` each; the actor of a replica is in the first one."""
     own = deployment.actor
-    first = _added(bundle, {"CPU": own.num_cpus, "GPU": own.num_gpus, **own.resources})
-    first = {name: amount for name, amount in first.items() if amount}
-    if workers == 1:
-        custom = {name: amount for name, amount in first.items() if name not in ("CPU", "GPU")}
-        actor = replace(own, num_cpus=first.get("CPU", 0), num_gpus=first.get("GPU", 0), resources=custom)
-        return replace(deployment, num_workers=1, actor=actor, placement=None)
-    bundles = (first, *(dict(bundle) for _ in range(workers - 1)))
-    return replace(deployment, num_workers=workers, placement=Placement(bundles, strategy))
+    extra = {"CPU": own.num_cpus, "GPU": own.num_gpus, "memory": own.memory or 0, **own.resources}
+    first = _added(bundle, extra | accelerator_resource(own.accelerator_type))
+    bundles = ({name: amount for name, amount in first.items() if amount}, *(dict(bundle) for _ in range(workers - 1)))
+    found = in_bundles(deployment, bundles, strategy)
+    return found if workers > 1 else replace(found, placement=None)
+
+
+def in_bundles(
+    deployment: Deployment, bundles: Sequence[Mapping[str, float]], strategy: PlacementStrategy
+) -> Deployment:
+    """Return the deployment with a worker in each of `bundles`.
+
+    The actor of a replica takes all of the first one, since the process beside it uses its GPUs
+    (`lmi_server.ray.ranks`).
+    """
+    first = bundles[0]
+    actor = replace(
+        deployment.actor,
+        num_cpus=first.get("CPU", 0),
+        num_gpus=first.get("GPU", 0),
+        memory=first.get("memory"),
+        resources={name: amount for name, amount in first.items() if name not in ("CPU", "GPU", "memory")},
+        accelerator_type=None,
+    )
+    return replace(deployment, num_workers=len(bundles), actor=actor, placement=Placement(tuple(bundles), strategy))
 
 
 def accelerator_resource(accelerator_type: str | None) -> dict[str, float]:

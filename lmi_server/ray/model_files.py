@@ -6,7 +6,7 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,9 @@ from lmi_server.ray.deployment import (
     ActorOptions,
     Autoscaling,
     Deployment,
-    Placement,
     accelerator_resource,
     deployment_from,
+    in_bundles,
     with_workers,
 )
 from lmi_server.serving.model_store import discover, is_one_model
@@ -228,7 +228,7 @@ def _with_workers(deployment: Deployment, content: RayLlmFile | LlmConfigFile, f
         bundle = _bundle(content)
         strategy = strategy or ("STRICT_PACK" if group is None else group.strategy)
     if explicit:
-        return replace(deployment, num_workers=len(explicit), placement=Placement(tuple(explicit), strategy))
+        return in_bundles(deployment, explicit, strategy)
     return with_workers(deployment, workers, bundle, strategy)
 
 

@@ -59,7 +59,9 @@ def test_ranks_become_bundles_of_one_node(tmp_path: Path) -> None:
     assert deployment.num_workers == 2
     assert deployment.options()["placement_group_bundles"] == [bundle, bundle]
     assert deployment.options()["placement_group_strategy"] == "STRICT_PACK"
-    assert deployment.options()["ray_actor_options"] == {"num_cpus": 0, "num_gpus": 0}
+    # The process beside the actor needs the GPU of the first bundle.
+    resources = {"accelerator_type:L4": 0.001}
+    assert deployment.options()["ray_actor_options"] == {"num_cpus": 1, "num_gpus": 1, "resources": resources}
 
 
 def test_a_wrong_configuration_is_no_deployment(tmp_path: Path) -> None:

@@ -85,9 +85,9 @@ def test_a_file_of_rayllm_with_several_workers(tmp_path: Path, environment: dict
         "max_queued_requests": -1,
         "health_check_period_s": 20,
         "ray_actor_options": {
-            "num_cpus": 1,
-            "num_gpus": 0,
-            "resources": {"accelerator_type:A10G": 0.01},
+            "num_cpus": 9,
+            "num_gpus": 1,
+            "resources": {"accelerator_type:A10G": 0.02},
             "runtime_env": {"env_vars": {"A": "2"}, "pip": ["sentencepiece"]},
         },
         "placement_group_bundles": [{"CPU": 9, "GPU": 1, "accelerator_type:A10G": 0.02}, worker],
