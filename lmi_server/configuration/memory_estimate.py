@@ -83,16 +83,17 @@ def estimate(
     context = options.context_length() or _int(text, "max_position_embeddings", "n_positions", "seq_length")
     tokens = None if context is None else context * options.most_running()
     weights = _weights_bytes(options, location, text, config, parameters)
+    parts = _kv_parts(options, text, devices)
     return Estimate(
         devices=devices,
         device_kind=machine.device_kind,
         parameters=parameters,
         weights_bytes=_share(weights, devices),
         unquantized_bytes=_share(_unquantized_bytes(options, text, config, parameters), devices),
-        kv_bytes_per_token=_share(per_token, devices),
+        kv_bytes_per_token=_share(per_token, parts),
         context_length=context,
         kv_tokens=tokens,
-        kv_bytes=None if tokens is None or per_token is None else _share(tokens * per_token, devices),
+        kv_bytes=None if tokens is None or per_token is None else _share(tokens * per_token, parts),
         kv_reserved_bytes=_kv_reserved(options, tokens, context, per_token, machine),
         available_bytes=_available(machine),
     )
@@ -252,6 +253,14 @@ def _kv_bytes_per_token(text: Mapping[str, Any], width: int) -> int | None:
         return None
     kv_heads = _int(text, "num_key_value_heads", "num_kv_heads") or heads
     return 2 * layers * kv_heads * (_int(text, "head_dim") or hidden // heads) * width
+
+
+def _kv_parts(options: ModelOptions, text: Mapping[str, Any], devices: int) -> int:
+    """Return among how many devices the KV cache is divided: a head of keys and values is not, but copied."""
+    stages = max(1, options.pipeline_parallel_degree)
+    ranks = max(1, devices // stages)
+    kv_heads = _int(text, "num_key_value_heads", "num_kv_heads", "num_attention_heads", "n_head")
+    return stages * (ranks if kv_heads is None else min(ranks, kv_heads))
 
 
 def _parameters_of_shape(text: Mapping[str, Any]) -> int | None:

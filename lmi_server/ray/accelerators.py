@@ -13,6 +13,7 @@ class Accelerator:
 
     - `memory_gib`, `bandwidth` (bytes per second) and `flops` (per second, dense, in 16 bits) are of one device.
     - `ray_type` is Ray's name in accelerator_type:*; `resource` is what Ray counts.
+    - `dtype` is vLLM's: half if there is no bfloat16.
     """
 
     name: str
@@ -74,7 +75,7 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "gemma-2-9b": (
         "google/gemma-2-9b-it",
-        _decoder(42, 3584, 16, 8, 14336, 256000, 8192, head_dim=256, tie_word_embeddings=True),
+        _decoder(42, 3584, 16, 8, 14336, 256000, 8192, head_dim=256, tie_word_embeddings=True, model_type="gemma2"),
     ),
 }
 """By the name of a family: the model's Hugging Face id, and its shape."""

@@ -34,6 +34,8 @@ _STEP_READS_S = 0.025  # for latency, a decode step reads weights and KV cache i
 _MOST_SEQS: Mapping[Goal, int] = {"latency": 128, "throughput": 512}
 _LEAST_SEQS = 4
 _BATCHED_TOKENS = (512, 16384)
+_NOT_IN_HALF = ("gemma2", "gemma3", "gemma3_text", "glm4")
+"""The values of model_type for which vLLM refuses float16, because they are not stable in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,10 @@ def recommend(model: Model, accelerator: Accelerator, goal: Goal, context: int =
     can be divided among them, because each then reads half of the weights per token. Raises ConfigurationError if the
     model fits on none.
     """
+    if _is_unstable(model, accelerator):
+        raise ConfigurationError(
+            f"{model.id} is not stable in float16, and {accelerator.name} has no bfloat16; name another accelerator"
+        )
     fitting = [found for degree in DEGREES if (found := for_degree(model, accelerator, degree, goal, context))]
     if not fitting:
         devices = f"{DEGREES[-1]} x {accelerator.name} with {accelerator.memory_gib:g} GiB"
@@ -109,7 +115,12 @@ def recommend(model: Model, accelerator: Accelerator, goal: Goal, context: int =
 def for_degree(
     model: Model, accelerator: Accelerator, degree: int, goal: Goal, context: int = CONTEXT
 ) -> Recommendation | None:
-    """Return the recommendation for so many devices; None if the model does not fit, or cannot be divided so."""
+    """Return the recommendation for so many devices.
+
+    None if the model does not fit, cannot be divided so, or does not run in the accelerator's 16 bits.
+    """
+    if _is_unstable(model, accelerator):
+        return None
     text = model.config.get("text_config") or model.config
     heads = int(text.get("num_attention_heads") or text.get("n_head") or 1)
     length = min(context, int(text.get("max_position_embeddings") or text.get("n_positions") or context))
@@ -148,6 +159,10 @@ def memory_on(model: Model, accelerator: Accelerator, degree: int, context: int,
     device = Gpu("0", total, max(0, int(total * UTILIZATION) - ACTIVATIONS))
     machine = Machine(total_bytes=total, available_bytes=total, gpus=(device,) * degree)
     return estimate(options, model.location, model.config, degree, machine)
+
+
+def _is_unstable(model: Model, accelerator: Accelerator) -> bool:
+    return accelerator.dtype == "half" and model.config.get("model_type") in _NOT_IN_HALF
 
 
 def _active_parameters(text: Mapping[str, Any], parameters: int) -> int:

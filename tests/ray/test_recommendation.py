@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,32 @@ def test_what_is_recommended_fits_by_the_estimate_of_memory() -> None:
                     if memory.warnings() or fit < found.max_num_seqs * average:
                         wrong.append((family, accelerator.name, goal, degree))
     assert wrong == []
+
+
+def test_the_families_have_the_published_bytes_of_kv_cache_per_token() -> None:
+    """Two for keys and values, layers, heads of keys and values, length of a head, and two bytes of each number."""
+    published = {
+        "llama-3.1-8b": 2 * 32 * 8 * 128 * 2,
+        "llama-3.1-70b": 2 * 80 * 8 * 128 * 2,
+        "qwen2.5-32b": 2 * 64 * 8 * 128 * 2,
+        "mistral-7b": 2 * 32 * 8 * 128 * 2,
+        "mixtral-8x7b": 2 * 32 * 8 * 128 * 2,
+        "gemma-2-9b": 2 * 42 * 8 * 256 * 2,
+    }
+    device = find_accelerator("H100")
+    assert {name: memory_on(find_model(name), device, 1, 8192).kv_bytes_per_token for name in FAMILIES} == published
+
+
+def test_devices_beyond_the_heads_of_keys_and_values_hold_copies() -> None:
+    model = replace(find_model("llama-3.1-8b"), config=dict(FAMILIES["llama-3.1-8b"][1]) | {"num_key_value_heads": 2})
+    per_token = [memory_on(model, find_accelerator("H100"), degree, 8192).kv_bytes_per_token for degree in DEGREES]
+    whole = 2 * 32 * 2 * 128 * 2
+    assert per_token == [whole, whole // 2, whole // 2, whole // 2]
+
+
+def test_a_model_that_needs_bfloat16_is_not_recommended_without_it() -> None:
+    with pytest.raises(ConfigurationError, match="not stable in float16, and T4 has no bfloat16"):
+        recommend(find_model("gemma-2-9b"), find_accelerator("T4"), "latency")
 
 
 def test_a_model_that_does_not_fit_has_no_recommendation() -> None:
