@@ -23,6 +23,8 @@ PIP_AUDIT := 2.10.1
 CYCLONEDX := 7.5.0
 
 .DEFAULT_GOAL := help
+# The caller's environment may switch bytecode off. Each process would then compile torch and transformers again.
+unexport PYTHONDONTWRITEBYTECODE
 # The recipes share one virtual environment.
 .NOTPARALLEL:
 .PHONY: help setup demo-model embedding-model run image test-image lint test-unit check test fuzz chaos coverage bench lock sbom audit
