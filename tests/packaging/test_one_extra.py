@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fresh_environments import make_environment
+from fresh_environments import link_bytecode, make_environment
 from paths import SAMPLES
 from product_helpers import Server, running
 from skops_helpers import import_skops
@@ -92,12 +92,13 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory in which every test makes its environment anew.
+    """Return the directory in which every test makes its environment anew, with bytecode for it.
 
-    All environments have one path, so that they share the bytecode of the modules that they share: compiling torch and
-    transformers again for each of them would take most of the time.
+    All environments have one path, so that they share the bytecode of the modules that they share.
     """
-    return tmp_path_factory.mktemp("extras")
+    place = tmp_path_factory.mktemp("extras")
+    link_bytecode(place / "bytecode", place / "venv")
+    return place
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from types import ModuleType
 
@@ -47,3 +49,20 @@ def make_environment(directory: Path, wheel: Path, *extras: str) -> Path:
     pins = ("--constraint", script.CONSTRAINTS, "--overrides", script.OVERRIDES)
     uv("pip", "install", "--quiet", "--python", directory / "bin" / "python", *pins, wanted)
     return directory / "bin"
+
+
+def link_bytecode(prefix: Path, environment: Path) -> None:
+    """Fill a PYTHONPYCACHEPREFIX with links to the bytecode of this environment, for the packages of another one.
+
+    To compile torch and transformers again would take most of the time of a test. Python reads bytecode only if its
+    source has the same size and time, as the files have that uv installs from its cache. It replaces a link to any
+    other bytecode, and leaves the file alone.
+    """
+    ours = Path(sysconfig.get_path("purelib"))
+    theirs = environment / ours.relative_to(sys.prefix)
+    for folder, _, names in os.walk(ours):
+        if folder.endswith("__pycache__"):
+            links = prefix / theirs.relative_to("/") / Path(folder).parent.relative_to(ours)
+            links.mkdir(parents=True, exist_ok=True)
+            for name in names:
+                (links / name).symlink_to(Path(folder, name))
