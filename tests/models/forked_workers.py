@@ -22,6 +22,8 @@ from typing import cast
 
 from handlers.checkpoints.options import THREAD_VARIABLES
 from handlers.vllm.options import VllmOptions
+from lmi_server.configuration.handlers import HANDLERS
+from lmi_server.configuration.handlers import load as load_class
 from lmi_server.machine import model_imports
 from lmi_server.machine.environment import process_environment
 from lmi_server.machine.inventory import this_machine
@@ -29,6 +31,7 @@ from lmi_server.supervisor import launch
 from lmi_server.worker import __main__ as worker_program
 
 LIBRARIES = {
+    "worker": ("handlers.own_code.handler", "handlers.echo.handler"),  # and nothing but what every worker imports
     "transformers": (
         *("handlers.huggingface.model", "handlers.rolling_batch.engine_loading", "handlers.tasks.task_loading"),
         *("handlers.tasks.text_tasks", "handlers.tasks.transformers_pipeline", "handlers.tasks.embedding"),
@@ -48,6 +51,8 @@ def install(libraries: str) -> None:
     model_imports.prepare()
     for name in LIBRARIES[libraries]:
         import_module(name)
+    for spec in HANDLERS:  # a thread of the server that imports one would keep its lock in a fork for ever
+        load_class(spec.options)
     model_imports.imported()
     launch._execute = _execute
 
@@ -61,7 +66,7 @@ def _variables(libraries: str) -> Mapping[str, str]:
 
 
 async def _execute(command: Sequence[str], variables: Mapping[str, str], inherited: Sequence[int] = ()) -> Process:
-    if command[0] != sys.executable:
+    if command[0] != sys.executable or "PYTHONPATH" in variables:
         return await _start(command, variables, inherited)
     outputs = os.pipe(), os.pipe()
     pid = os.fork()
@@ -120,6 +125,7 @@ def _run(
         _keep_files(outputs, inherited)
         _forget_the_server()
         os.environ.update(variables)
+        sys.orig_argv = list(command)
         sys.argv = list(command[command.index("-m") + 1 :])
         sys.modules["__main__"] = worker_program  # processes that an engine spawns import it
         code = worker_program.main()

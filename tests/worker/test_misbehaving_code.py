@@ -142,6 +142,7 @@ def test_it_keeps_too_much_memory(server: Server) -> None:
     server.log_line(r"\[bad-0\] .*model bad: the process takes \d+ MiB")
 
 
+@pytest.mark.slow
 def test_it_prints_a_gigabyte(server: Server) -> None:
     before = resident_mib(server)
     assert ask(server, "print", "loud").text == "fine"
