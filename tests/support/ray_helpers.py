@@ -44,7 +44,8 @@ class RayCluster:
         from lmi_server.ray.application import IngressSettings, application
         from lmi_server.ray.deployment import APPLICATION
 
-        settings = IngressSettings(host="127.0.0.1", port=0, count=2, drain_timeout_s=60)
+        # A front end that found no node is given the whole time to end when it is replaced.
+        settings = IngressSettings(host="127.0.0.1", port=0, count=2, drain_timeout_s=20)
         self._serve.run(application(models, settings), name=APPLICATION, route_prefix=None)
         self.http.base_url = self.front_ends()[0].url
 
