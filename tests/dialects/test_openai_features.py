@@ -314,6 +314,7 @@ def test_tool_calls_and_reasoning() -> None:
         "role": "assistant",
         "content": "I look.",
         "reasoning": "Let me see.",
+        "reasoning_content": "Let me see.",
         "tool_calls": [
             {"id": "call-1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Paris"}'}},
             {"id": "call-2", "type": "function", "function": {"name": "f", "arguments": "{}"}},
@@ -326,7 +327,7 @@ def test_tool_calls_in_a_stream() -> None:
     sent = chunks(answer(chat(tools=[WEATHER], stream=True), CALLS))
     assert [chunk["choices"][0]["delta"] for chunk in sent] == [
         {"role": "assistant", "content": ""},
-        {"reasoning": "Let me see."},
+        {"reasoning": "Let me see.", "reasoning_content": "Let me see."},
         {
             "tool_calls": [
                 {"index": 0, "id": "call-1", "type": "function", "function": {"name": "weather", "arguments": ""}}

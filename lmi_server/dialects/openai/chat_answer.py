@@ -64,6 +64,7 @@ class _Message(msgspec.Struct):
     role: str
     content: str | None
     reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET  # DeepSeek's name of the same, which many clients read
     tool_calls: list[_ToolCall] | UnsetType = UNSET
 
 
@@ -82,6 +83,7 @@ class _ToolCallPiece(msgspec.Struct):
 class _Delta(msgspec.Struct):
     role: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[_ToolCallPiece] | UnsetType = UNSET
     content: str | UnsetType = UNSET
 
@@ -202,7 +204,7 @@ class _CollectedChoice:
         # OpenAI writes null, not "", beside tool calls and reasoning.
         message = _Message("assistant", text if text or not (self._calls or self._reasoning) else None)
         if self._reasoning:
-            message.reasoning = "".join(self._reasoning)
+            message.reasoning = message.reasoning_content = "".join(self._reasoning)
         if self._calls:
             message.tool_calls = [self._calls[index] for index in sorted(self._calls)]
         return message
@@ -295,7 +297,7 @@ class ChatStream(OpenAIExchange):
     def _delta(delta: Delta, calls: Sequence[ToolCallDelta]) -> _Delta:
         chunk = _Delta()
         if delta.reasoning:
-            chunk.reasoning = delta.reasoning
+            chunk.reasoning = chunk.reasoning_content = delta.reasoning
         if calls:
             chunk.tool_calls = [_piece(call) for call in calls]
         if delta.text or not (delta.reasoning or calls):
