@@ -87,9 +87,9 @@ texts = {"sagemaker": "The capital of France is", "sagemaker_chat": "What is the
 for provider, text in texts.items():
     asked = {"model": f"{provider}/any", "messages": [{"role": "user", "content": text}], "max_tokens": 16, **keys}
     asked["temperature"] = 0.01
-    print(litellm.completion(sagemaker_base_url=address, **asked).choices[0].message.content)
+    print(repr(litellm.completion(sagemaker_base_url=address, **asked).choices[0].message.content))
     stream = litellm.completion(sagemaker_base_url=f"{address}-response-stream", stream=True, **asked)
-    print("".join(chunk.choices[0].delta.content or "" for chunk in stream))
+    print(repr("".join(chunk.choices[0].delta.content or "" for chunk in stream)))
 """
 # What the scripts below share: each asks for a value of the class City, and prints the types of what it gets.
 CITY = """
@@ -174,7 +174,7 @@ def test_litellm_falls_back_if_a_prompt_is_too_long(ran: ClientScripts) -> None:
 
 
 def test_litellm_talks_as_to_a_sagemaker_endpoint(ran: ClientScripts) -> None:
-    assert ran.output("sagemaker").count("Paris") == 4
+    assert ["Paris" in line for line in ran.output("sagemaker").splitlines()] == [True] * 4
 
 
 @pytest.mark.parametrize(("client", "times"), [("openai", 3), ("anthropic", 1), ("langchain_openai", 2)])

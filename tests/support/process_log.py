@@ -10,7 +10,7 @@ from collections import deque
 from queue import Empty, SimpleQueue
 from typing import IO
 
-_LIMIT_S = 300.0
+LIMIT_S = 300.0
 _REPORTED_LINES = 60
 _open_logs: weakref.WeakSet[ProcessLog] = weakref.WeakSet()
 
@@ -43,9 +43,9 @@ class ProcessLog:
             self._unseen.put(line)
         self._unseen.put(None)
 
-    def wait_for(self, pattern: str) -> re.Match[str]:
-        """Return the match of the next line that has one."""
-        deadline = time.monotonic() + _LIMIT_S
+    def wait_for(self, pattern: str, limit_s: float = LIMIT_S) -> re.Match[str]:
+        """Return the match of the next line that has one; fail after `limit_s` seconds."""
+        deadline = time.monotonic() + limit_s
         while (line := self._next(deadline)) is not None:
             self.lines.append(line)
             if found := re.search(pattern, line):

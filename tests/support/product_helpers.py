@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 from forked_servers import ForkedCommand
-from process_log import ProcessLog
+from process_log import LIMIT_S, ProcessLog
 from waiting import wait_until
 
 COMMANDS = Path(sys.executable).parent
@@ -52,8 +52,8 @@ class Server:
         self.model = directory.name.replace("-", "_")
         self.http = httpx.Client(base_url=self.url, timeout=120)
 
-    def log_line(self, pattern: str) -> re.Match[str]:
-        return self._log.wait_for(pattern)
+    def log_line(self, pattern: str, limit_s: float = LIMIT_S) -> re.Match[str]:
+        return self._log.wait_for(pattern, limit_s)
 
     def gauge(self, name: str) -> float | None:
         found = re.search(rf"^{name}{{[^}}]*}} (\S+)$", self.http.get("/metrics").text, re.MULTILINE)
