@@ -2,8 +2,8 @@
 
 On the CPU compiled code decodes 1.2 to 1.8 times as fast as uncompiled code, but takes a minute or more to make. So the
 model serves uncompiled at once. A child of the worker loads the same model with the same configuration, compiles it and
-stores the code, with the lowest priority. The worker then changes over to the stored code (`compiled_code.py`), and
-later starts find it stored.
+stores the code, with the lowest priority, and mostly while no requests run (`turns.py`). The worker then changes over
+to the stored code (`compiled_code.py`), and later starts find it stored.
 
 A process, not a thread: torch's compiler holds the GIL for seconds at a time, and a crash or a lack of memory must not
 end the requests.
@@ -18,12 +18,14 @@ import os
 import pickle
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
+from handlers.vllm.turns import wait_in_turns
 from lmi_server.machine import model_imports
 from lmi_server.machine.memory import free_and_total
 from lmi_server.machine.process_tree import end_with_parent
@@ -57,11 +59,13 @@ class BackgroundCompilation:
         self._kv_bytes = kv_bytes
         self._arguments = arguments
         self._environment = environment
-        self._process: subprocess.Popen[bytes] | None = None
-        self._stopped = False
+        self._stopped = Event()
 
-    def start(self) -> None:
-        """Start to compile, if a model has no stored code and there is memory for a second copy of the weights."""
+    def start(self, is_busy: Callable[[], bool]) -> None:
+        """Start to compile, if a model has no stored code and there is memory for a second copy of the weights.
+
+        `is_busy` says whether requests run; another thread calls it.
+        """
         if not self._models:
             return
         needed = sum(model.weight_bytes for model in self._models) + self._kv_bytes + _COMPILER_BYTES
@@ -74,21 +78,19 @@ class BackgroundCompilation:
             )
             return
         _log.info("serving uncompiled code while vLLM compiles the model in the background")
-        Thread(target=self._run, name="compilation", daemon=True).start()
+        Thread(target=self._run, args=(is_busy,), name="compilation", daemon=True).start()
 
     def stop(self) -> None:
         """End the compiling process."""
-        self._stopped = True
-        if self._process is not None:
-            self._process.kill()
+        self._stopped.set()
 
-    def _run(self) -> None:
+    def _run(self, is_busy: Callable[[], bool]) -> None:
         began = time.monotonic()
         try:
-            code, errors = self._compile()
+            code, errors = self._compile(is_busy)
         except (OSError, pickle.PicklingError) as error:
             code, errors = 1, str(error)
-        if self._stopped:
+        if self._stopped.is_set():
             return
         reason = errors.strip().rpartition("\n")[2] or (f"it was ended by signal {-code}" if code < 0 else "")
         not_usable = [] if code else [str(model.path) for model in self._models if not model.use_compiled()]
@@ -99,21 +101,24 @@ class BackgroundCompilation:
         else:
             _log.info("compiled in %.0f s; the compiled code runs from now on", time.monotonic() - began)
 
-    def _compile(self) -> tuple[int, str]:
+    def _compile(self, is_busy: Callable[[], bool]) -> tuple[int, str]:
         """Run the compiling process to its end; return its exit code and its standard error."""
         command = [sys.executable, "-P", "-m", "handlers.vllm.compilation"]
         command += [str(self._models[0].path.parent), str(os.getpid())]
-        with subprocess.Popen(
-            command,
-            env=self._environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-        ) as self._process:
-            if self._stopped:  # `stop` was called while the process was being started, and saw none to kill
-                self._process.kill()
-            errors = self._process.communicate(pickle.dumps(self._arguments))[1]
-        return self._process.returncode, errors.decode(errors="replace")
+        with tempfile.TemporaryFile() as arguments, tempfile.TemporaryFile() as errors:
+            pickle.dump(self._arguments, arguments)
+            arguments.seek(0)
+            process = subprocess.Popen(
+                command,
+                env=self._environment,
+                stdin=arguments,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                process_group=0,  # with the compilers that it starts, so that all can be stopped at once
+            )
+            code = wait_in_turns(process, is_busy, self._stopped)
+            errors.seek(0)
+            return code, errors.read().decode(errors="replace")
 
 
 def compile_models(arguments: Mapping[str, Any], directory: Path) -> None:

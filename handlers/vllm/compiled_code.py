@@ -17,6 +17,8 @@ code. Weights and KV cache stay where they are, because both kinds of code take 
 
 from __future__ import annotations
 
+import copy
+import functools
 import logging
 import platform
 import tempfile
@@ -29,6 +31,7 @@ import vllm.envs as envs
 from vllm.compilation import decorators
 from vllm.config import set_current_vllm_config
 
+from handlers.checkpoints.contents import contents_digest
 from handlers.vllm import library
 
 _log = logging.getLogger(__name__)
@@ -160,12 +163,26 @@ def _configure_compilation(config: Any) -> None:
     code is as fast with them.
 
     The name of stored code does not depend on the CPU that it was compiled for. On a shared cache directory another
-    machine would load code with instructions that it lacks, so the instruction sets become part of the hash.
+    machine would load code with instructions that it lacks, so the instruction sets become part of the hash. It does
+    depend on the place of the model, so that a model directory that has moved would be compiled again: its contents
+    take the place of the path.
     """
     compilation = config.compilation_config
     compilation.custom_ops = ["all" if name == "none" else name for name in compilation.custom_ops]
     if isinstance(config.additional_config, dict):
         config.additional_config = {**config.additional_config, "cpu": _instruction_sets()}
+    model = config.model_config
+    if Path(model.model).is_dir():
+        model.compute_hash = functools.partial(_hash_of_contents, model, contents_digest(Path(model.model)))
+
+
+def _hash_of_contents(model: Any, digest: str) -> str:
+    """Return vLLM's hash of the configuration of a model, with the digest of its files in the place of their path."""
+    unplaced = copy.copy(model)
+    for name, value in vars(model).items():
+        if value == model.model:
+            setattr(unplaced, name, digest)
+    return str(type(model).compute_hash(unplaced))
 
 
 def _instruction_sets() -> str:

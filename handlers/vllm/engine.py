@@ -191,7 +191,7 @@ async def _load_in_worker(
     loop = StepLoop(lambda: _build_in_worker(model_dir, options, statistics))
     stepped = await loop.start()
     if stepped.compilation is not None:
-        stepped.compilation.start()
+        stepped.compilation.start(lambda: stepped.has_work)
     return InProcessDriver(loop), stepped.engine
 
 

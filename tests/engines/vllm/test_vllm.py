@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import re
+import shutil
 import signal
 import string
 from collections.abc import Callable, Iterator, Sequence
@@ -173,8 +174,11 @@ def greedy(prompts: Sequence[str] = ("Once",), tokens: int = 4) -> list[list[int
     return [list(generated(model, byte_tokenizer().encode(prompt), tokens)) for prompt in prompts]
 
 
-def test_compiled_code_is_found_again(ours: Server, loader: Loader, tiny_model: Path) -> None:
-    loaded = loader.load(options={**SETTINGS, "model_id": str(tiny_model)})
+def test_compiled_code_is_found_again_wherever_the_model_is(
+    ours: Server, loader: Loader, tiny_model: Path, tmp_path: Path
+) -> None:
+    copied = shutil.copytree(tiny_model, tmp_path / "model")
+    loaded = loader.load(options={**SETTINGS, "model_id": str(copied)})
     assert loaded["answers"] == greedy()
     assert not any("uncompiled" in message for message in loaded["log"])
 
