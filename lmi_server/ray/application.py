@@ -19,6 +19,7 @@ INGRESS = "front-end"
 
 _ON_HEAD = {"node:__internal_head__": 0.001}
 _END_S = 10.0  # beyond the limit of the drain, for Ray's own steps
+_OF_DECORATOR = ("rolling_update_percentage",)  # `Deployment.options` does not take it
 _ROUTER = {"request_router_class": "lmi_server.ray.request_router.ReplicaDirectory"}
 
 
@@ -55,8 +56,8 @@ def application(models: Sequence[Deployment], settings: IngressSettings) -> Appl
 
 
 def _replica(model: Deployment, drain_timeout_s: float) -> Application:
-    options = model.options()
-    options["request_router_config"] = {**_ROUTER, **options.get("request_router_config", {})}
+    options = model.options() | {"request_router_config": _ROUTER}
+    drain_timeout_s = options.get("graceful_shutdown_timeout_s", drain_timeout_s)
     options["graceful_shutdown_timeout_s"] = drain_timeout_s + _END_S
     start = {
         "url": model.url,
@@ -69,8 +70,10 @@ def _replica(model: Deployment, drain_timeout_s: float) -> Application:
 
 
 def _with_options(actor: type, options: Mapping[str, Any]) -> serve.Deployment:
+    first = {name: value for name, value in options.items() if name in _OF_DECORATOR}
+    others = {name: value for name, value in options.items() if name not in _OF_DECORATOR}
     # Without a version of ours, Ray replaces every replica at each deployment, whether anything has changed or not.
-    return serve.deployment(actor).options(**options, _internal=True)
+    return serve.deployment(actor, **first).options(**others, _internal=True)
 
 
 def _announced(model: Deployment) -> dict[str, Any]:

@@ -24,12 +24,12 @@ def deploy(models: Sequence[Deployment], settings: IngressSettings, environment:
     Without RAY_ADDRESS a local cluster is started, which lives until SIGTERM or SIGINT. Raises ConfigurationError.
     """
     address = environment.get(ADDRESS)
-    ray.init(address=address or "local", namespace="lmi-server", log_to_driver=address is None)
+    _join(address)
     try:
         # The front ends of this project take the requests; Ray's proxies would only take a port.
         serve.start(proxy_location="Disabled")
         serve.run(application(models, settings), name=APPLICATION, route_prefix=None)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise ConfigurationError(f"the models cannot be deployed: {error}") from error
     front_end = serve.get_deployment_handle(INGRESS, APPLICATION).remote().result()
     host = front_end["host"] if settings.host in EVERYWHERE else settings.host
@@ -51,10 +51,7 @@ def status(environment: Mapping[str, str]) -> dict[str, Any]:
     """
     if ADDRESS not in environment:
         raise ConfigurationError(f"{ADDRESS} is not set; set it to the address of the cluster, or to auto")
-    try:
-        ray.init(address=environment[ADDRESS], namespace="lmi-server", log_to_driver=False)
-    except ConnectionError as error:
-        raise ConfigurationError(f"{ADDRESS} = {environment[ADDRESS]}: there is no cluster; {error}") from error
+    _join(environment[ADDRESS])
     found = serve.status().applications.get(APPLICATION)
     if found is None:
         raise ConfigurationError("nothing is deployed on the cluster; run lmi-server ray deploy")
@@ -70,3 +67,11 @@ def status(environment: Mapping[str, str]) -> dict[str, Any]:
             for name, deployment in found.deployments.items()
         },
     }
+
+
+def _join(address: str | None) -> None:
+    """Join the cluster at `address`, or start one if it is None. Raises ConfigurationError if there is none."""
+    try:
+        ray.init(address=address or "local", namespace="lmi-server", log_to_driver=address is None)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigurationError(f"{ADDRESS} = {address or ''}: the cluster cannot be joined; {error}") from error

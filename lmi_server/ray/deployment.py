@@ -85,7 +85,7 @@ class Deployment:
     - `settings`: the layer of the registration call, by key in full, for `inspect_model` and the registry.
     - `num_workers`: ranks of a replica: tensor_parallel_degree x pipeline_parallel_degree.
     - `placement`: None if a replica is nothing but its actor.
-    - `more_options`: options of Ray Serve that have no field here, such as request_router_config.
+    - `more_options`: options of Ray Serve that have no field here, such as health_check_period_s.
     """
 
     name: str

@@ -44,10 +44,7 @@ _MORE = (
     "max_replicas_per_node",
     "rolling_update_percentage",
     "max_surge_percent",
-    "user_config",
     "logging_config",
-    "request_router_config",
-    "backpressure_config",
     "gang_scheduling_config",
     "deployment_actors",
 )

@@ -17,7 +17,7 @@ from rayllm_files import AUTOSCALING
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.inventory import Machine
 from lmi_server.ray.deployment import Deployment
-from lmi_server.ray.model_files import deployments
+from lmi_server.ray.model_files import deployments, described
 from lmi_server.ray.serve_config import plain, serve_config
 
 pytest.importorskip("yaml")
@@ -156,6 +156,49 @@ def test_ray_accepts_the_config_file(tmp_path: Path, environment: dict[str, str]
     assert getattr(import_module(module), builder)(arguments) is not None
     for model in found:
         schema.DeploymentSchema.model_validate(model.options())
+
+
+EVERY_OPTION = """\
+deployment_config:
+  num_replicas: 4
+  placement_group_bundles: [{CPU: 1}, {CPU: 1}]
+  placement_group_strategy: SPREAD
+  placement_group_bundle_label_selector: [{zone: a}, {zone: b}]
+  graceful_shutdown_wait_loop_s: 1
+  graceful_shutdown_timeout_s: 300
+  health_check_period_s: 20
+  health_check_timeout_s: 40
+  rolling_update_percentage: 0.5
+  max_surge_percent: 50
+  logging_config: {log_level: WARNING}
+  user_config: {a: 1}
+  request_router_config: {request_router_class: "elsewhere:Router"}
+  backpressure_config: {}
+engine_config: {model_id: team/weights}
+"""
+
+
+def test_every_option_of_ray_serve_reaches_it_or_is_named_without_effect(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    pytest.importorskip("ray.serve")
+    module = import_module("lmi_server.ray.application")
+    (tmp_path / "m.yaml").write_text(EVERY_OPTION)
+    [found] = described([str(tmp_path / "m.yaml")], environment, CPU)
+    without = [warning.split()[1] for warning in found.warnings if "no effect" in warning]
+    names = ("user_config", "request_router_config", "backpressure_config")
+    assert sorted(without) == sorted(f"deployment_config.{name}" for name in names)
+    bound = module._replica(found.deployment, drain_timeout_s=60.0)._bound_deployment
+    serve = bound._deployment_config
+    assert (serve.rolling_update_percentage, serve.max_surge_percent, serve.health_check_timeout_s) == (0.5, 50, 40)
+    assert serve.user_config is None
+    assert serve.request_router_config.request_router_class.startswith("lmi_server.")
+    [start] = bound.init_args
+    assert start["drain_timeout_s"] == 300
+    assert serve.graceful_shutdown_timeout_s > 300
+    replica = bound._replica_config
+    assert replica.placement_group_strategy == "SPREAD"
+    assert replica.placement_group_bundle_label_selector == [{"zone": "a"}, {"zone": "b"}]
 
 
 def test_the_ranks_of_vllm_are_placed_by_the_replica_alone(tmp_path: Path, environment: dict[str, str]) -> None:

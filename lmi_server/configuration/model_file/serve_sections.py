@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.config import JsonDict
 
-from lmi_server.configuration.declaration import Allowed, Unavailable
+from lmi_server.configuration.declaration import Allowed, NoEffect, Unavailable
 from lmi_server.configuration.options import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -130,7 +130,7 @@ class DeploymentSection(Section):
         None, description="Seconds between two looks whether a replica that stops is idle."
     )
     graceful_shutdown_timeout_s: NonNegativeFloat | None = Field(
-        None, description="Seconds that a replica may take to end its requests before it is killed."
+        None, description="Seconds that requests have when their replica ends; --drain-timeout if not set."
     )
     health_check_period_s: PositiveFloat | None = Field(None, description="Seconds between two health checks.")
     health_check_timeout_s: PositiveFloat | None = Field(None, description="Seconds that a health check may take.")
@@ -139,10 +139,16 @@ class DeploymentSection(Section):
         None, description="Share of replicas that an update replaces at once."
     )
     max_surge_percent: Percentage | None = Field(None, description="Replicas beyond the number during an update.")
-    user_config: Anything | None = Field(None, description="Ray Serve's user_config.")
+    user_config: Annotated[Anything | None, NoEffect("a replica has nothing that it could change")] = Field(
+        None, description="Ray Serve's user_config."
+    )
     logging_config: Anything | None = Field(None, description="Ray Serve's logging_config.")
-    request_router_config: Anything | None = Field(None, description="Ray Serve's request_router_config.")
-    backpressure_config: Anything | None = Field(None, description="Ray Serve's backpressure_config.")
+    request_router_config: Annotated[
+        Anything | None, NoEffect("the front ends choose the replica of a request by its session and prefix")
+    ] = Field(None, description="Ray Serve's request_router_config.")
+    backpressure_config: Annotated[
+        Anything | None, NoEffect("requests wait in the front ends, where max_queued_requests is their bound")
+    ] = Field(None, description="Ray Serve's backpressure_config.")
     gang_scheduling_config: Anything | None = Field(None, description="Ray Serve's gang_scheduling_config.")
     deployment_actors: list[Anything] | None = Field(None, description="Ray Serve's deployment_actors.")
 
