@@ -17,6 +17,7 @@ from frontend.adapters import AdapterManagement
 from frontend.async_invocations import AsyncInvocations
 from frontend.async_jobs import AsyncJobs
 from frontend.clients import Receive, Scope, Send, shown_path
+from frontend.console import CHAT, Console, is_for_people, to_console
 from frontend.error_rates import ErrorRates
 from frontend.inference import Relay
 from frontend.management import Management
@@ -76,7 +77,8 @@ class App:
     """The ASGI application.
 
     If `management_place` is given (a port, or the path of a Unix socket), models are managed there and requests are
-    served elsewhere, and only the health checks are on both.
+    served elsewhere, and only the health checks are on both. `console` is on the address for management; None if it is
+    switched off.
     """
 
     def __init__(
@@ -87,9 +89,11 @@ class App:
         settings: ServerSettings,
         access: Access,
         management_place: int | str | None = None,
+        console: Console | None = None,
     ) -> None:
         self._models = models
         self._relay = relay
+        self._console = console
         self._management_place = management_place
         self._takes_preflights = settings.cors_allowed_origin is not None
         status = StatusEndpoints(models, metrics, relay.error_rates, settings)
@@ -100,6 +104,7 @@ class App:
         self._invocations = AsyncInvocations(infer, check_key, settings)
         self._sagemaker = SageMakerRuntime(models, self._infer, self._invocations, self._answer, _signatures(settings))
         serving, managing = _serving_routes(status, models), _managing_routes(status, models, access)
+        managing += [] if console is None else console.routes()
         if keys is not None:
             serving = protected(serving, keys.check)
         elif access.pages is not None:
@@ -116,7 +121,16 @@ class App:
             scope["path"] = "/"
         elif path.endswith("/"):
             scope["path"] = path.rstrip("/") or "/"
-        if self._management_place is not None and self._management_place in (scope["server"] or ()):
+        is_apart = self._management_place is not None
+        manages = not is_apart or self._management_place in (scope["server"] or ())
+        if manages and self._console is not None:
+            if scope["path"] == CHAT and scope["method"] == "POST":
+                await self._console.chat(scope, receive, send)
+                return
+            if is_for_people(scope):
+                await self._answer(to_console(), scope, receive, send)
+                return
+        if manages and is_apart:
             await self._answer(self._management, scope, receive, send)
             return
         # Most requests are for inference. This look-up is far cheaper than Starlette's list of regular expressions, and
@@ -133,7 +147,12 @@ class App:
             await self._infer(*target, scope, receive, send)
 
     async def finish(self) -> None:
-        """Wait until the requests that run without a client have ended, and their answers are stored."""
+        """Wait until the requests that run without a client have ended, and their answers are stored.
+
+        The pages of the console get no more events.
+        """
+        if self._console is not None:
+            self._console.close()
         await self._infer.finish()
         await self._invocations.finish()
 

@@ -224,7 +224,7 @@ def _device(given: Mapping[str, str]) -> int | None:
 
 
 def _description(model: Model) -> dict[str, Any]:
-    return {"workflowName": model.name, **_version(model), "models": [_details(model)]}
+    return {"workflowName": model.name, **_version(model), "models": [described(model)]}
 
 
 def _url(model: Model) -> str:
@@ -239,7 +239,8 @@ def _version(model: Model) -> dict[str, str]:
     return {} if model.version is None else {"version": model.version}
 
 
-def _details(model: Model) -> dict[str, Any]:
+def described(model: Model) -> dict[str, Any]:
+    """Return what the management API says of one version of a model."""
     failure = model.failure
     reason = {} if failure is None else {"reason": SECRETS.masked(failure.message)}
     return {

@@ -62,12 +62,23 @@ class ManagementGuard:
             return
         if self._off:
             return
+        self._check_client(scope)
+        self._pages.check_scope(scope)
+
+    def check_page(self, scope: Scope) -> None:
+        """Raise PermissionDeniedError if this client may not load the console's page.
+
+        The page holds nothing secret: if there are keys, it asks for one, and every call that it makes is checked.
+        """
+        if self.keys is None and not self._off:
+            self._check_client(scope)
+
+    def _check_client(self, scope: Scope) -> None:
         if not self._takes_all_clients and not is_local(scope):
             raise PermissionDeniedError(
                 "Models are managed from the machine of the server alone; management_api_keys lets clients with a key "
                 "do it, and management_clients=any lets all"
             )
-        self._pages.check_scope(scope)
 
 
 class RegistrationLimits:

@@ -69,6 +69,10 @@ class Metrics:
             series = self._series[label] = self._new_series(model.name)
         return series
 
+    def counted(self, model: Model) -> ModelMetrics | None:
+        """Return the series of a model that has had requests; None if it has had none."""
+        return self._series.get(model.label)
+
     def failed(self, error: LmiServerError) -> None:
         """Count an error that the server made itself, under LMI's name for such errors."""
         metric = self._lmi.failed(error)

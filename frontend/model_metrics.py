@@ -16,9 +16,9 @@ from lmi_server.contract.protocol import Summary
 
 # Seconds; from a cached embedding to a long generation.
 _DURATIONS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600)
-_FIRSTS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60)
+FIRST_TIMES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60)
 _QUEUE_TIMES = (0.0001, 0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120)
-_GAPS = (0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
+GAPS = (0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 _TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
 _REASONS: Mapping[type[LmiServerError], str] = {
@@ -68,13 +68,13 @@ class ModelMetrics:
         self.by_reason: dict[str, int] = {}
         self.adapters: dict[str, AdapterCounts] = {}
         self.duration = Histogram(_DURATIONS)
-        self.first_byte = Histogram(_FIRSTS)
+        self.first_byte = Histogram(FIRST_TIMES)
         self.queue = Histogram(_QUEUE_TIMES)
-        self.first_token = Histogram(_FIRSTS)
-        self.prefill = Histogram(_FIRSTS)
+        self.first_token = Histogram(FIRST_TIMES)
+        self.prefill = Histogram(FIRST_TIMES)
         self.decode = Histogram(_DURATIONS)
-        self.token_gap = Histogram(_GAPS)
-        self.time_per_token = Histogram(_GAPS)
+        self.token_gap = Histogram(GAPS)
+        self.time_per_token = Histogram(GAPS)
         self.prompt_tokens = Histogram(_TOKENS)
         self.output_tokens = Histogram(_TOKENS)
         self._unsettled: list[RequestRecord] = []

@@ -24,6 +24,8 @@ import uvloop
 
 from frontend.app import App
 from frontend.connection_limits import ConnectionLimits
+from frontend.console import Console
+from frontend.console_feed import ConsoleFeed
 from frontend.embedded_metrics import EmbeddedMetrics
 from frontend.http_protocol import RelayProtocol
 from frontend.inference import Relay
@@ -144,7 +146,11 @@ class _Server:
         models, metrics = self._models, self._metrics
         relay = Relay(models, metrics, self._settings, self._access)
         management_place = self._listeners[1].place if len(self._listeners) > 1 else None
-        app = App(models, metrics, relay, self._settings, self._access, management_place)
+        console = None
+        if self._settings.console:
+            feed = ConsoleFeed(lambda: models.models, metrics, self._log.tail)
+            console = Console(models, relay, self._access.guard, feed)
+        app = App(models, metrics, relay, self._settings, self._access, management_place, console)
         logged = AccessLog(app) if "access" in self._settings.written_logs else app
         limits = ConnectionLimits(self._settings, metrics.of(None).refused)
         http = _HttpServer(logged, limits, self._settings, self._listeners, self._certificate)

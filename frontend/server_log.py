@@ -14,6 +14,7 @@ import os
 import queue
 import select
 import time
+from collections import deque
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from logging.handlers import QueueHandler, QueueListener
@@ -29,6 +30,8 @@ _ESCAPES |= {0x2028: "\\u2028", 0x2029: "\\u2029", ord("\n"): "\n  "}
 _CAPACITY = 16 << 20  # bytes: a hundred thousand lines of the usual length
 _RECORD_BYTES = 512  # of a record beside its text, roughly
 _CLOSE_LIMIT_S = 1.0
+_KEPT_LINES = 500
+_LONGEST_KEPT = 4096  # characters
 
 
 def visible(text: str) -> str:
@@ -77,12 +80,31 @@ def formatter(name: str) -> logging.Formatter:
     return JsonFormatter() if name == "json" else LineFormatter(LOG_FORMAT)
 
 
+class LogTail:
+    """The lines that were written last, for whoever looks at them later. One thread adds, another one reads."""
+
+    def __init__(self) -> None:
+        self._lines: deque[tuple[int, str]] = deque(maxlen=_KEPT_LINES)
+        self._added = 0
+
+    def add(self, line: str) -> None:
+        """Keep a line as it was written, without its secrets."""
+        self._added += 1
+        self._lines.append((self._added, line[:_LONGEST_KEPT]))
+
+    def since(self, number: int) -> list[tuple[int, str]]:
+        """Return the kept lines behind the one of this number (0: all), each with its own number."""
+        return [entry for entry in self._lines.copy() if entry[0] > number]
+
+
 @contextlib.contextmanager
 def background_log(fd: int, log_format: str) -> Iterator[BackgroundLog]:
     """Have the root logger write to the file descriptor `fd` in the background."""
-    target = _DescriptorHandler(fd)
+    tail = LogTail()
+    target = _DescriptorHandler(fd, tail)
     target.setFormatter(formatter(log_format))
     log = BackgroundLog(logging.getLogger(), target)
+    log.tail = tail
     log.start()
     try:
         yield log
@@ -93,10 +115,11 @@ def background_log(fd: int, log_format: str) -> Iterator[BackgroundLog]:
 class BackgroundLog:
     """Writes the records of `logger` to a file descriptor or with a handler, in a thread, from `start` to `close`.
 
-    At most `capacity` bytes of records wait.
+    At most `capacity` bytes of records wait. `tail` has the last lines of the server's own log.
     """
 
     def __init__(self, logger: logging.Logger, target: int | logging.Handler, capacity: int = _CAPACITY) -> None:
+        self.tail = LogTail()
         self._logger = logger
         self._handler = _DroppingHandler(_RecordQueue(capacity))
         self._listener = _Listener(self._handler, _DescriptorHandler(target) if isinstance(target, int) else target)
@@ -207,16 +230,20 @@ class _DescriptorHandler(logging.Handler):
     a lock that a thread holds whose write blocks.
     """
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, tail: LogTail | None = None) -> None:
         super().__init__()
         self._fd = fd
+        self._tail = tail
         self.setFormatter(LineFormatter(LOG_FORMAT))
 
     def createLock(self) -> None:  # noqa: N802 - the name is that of logging
         self.lock = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        left = memoryview(f"{self.format(record)}\n".encode(errors="backslashreplace"))
+        text = self.format(record)
+        if self._tail is not None:
+            self._tail.add(text)
+        left = memoryview(f"{text}\n".encode(errors="backslashreplace"))
         with contextlib.suppress(OSError):  # whoever read the log is gone
             while left:
                 try:

@@ -153,6 +153,9 @@ class ServerSettings(Options):
     unix_socket_mode: Annotated[str, Field(pattern=r"^0?[0-7]{3}$"), Allowed("an octal number such as 660")] = Field(
         "600", description="Permissions of a Unix socket that an address names (unix:/path)."
     )
+    console: bool = Field(
+        True, description="The page at /console, on the address of the management API and for the same clients."
+    )
     max_request_size: PositiveInt = Field(67108864, description="Largest request body in bytes.")
     max_buffered_size: PositiveInt = Field(
         1073741824,

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from lmi_server.configuration.check import describe_source
+from lmi_server.configuration.checkpoint import read_config
 from lmi_server.configuration.declaration import Deprecated, DeprecatedValue, NoEffect, Option
 from lmi_server.configuration.gguf import is_gguf
 from lmi_server.configuration.handlers import load_options_type
 from lmi_server.configuration.layers import Source
 from lmi_server.configuration.memory_estimate import Estimate, estimate, shortages
 from lmi_server.configuration.options import ModelOptions, ServingOptions
-from lmi_server.configuration.resolve import Inspection
+from lmi_server.configuration.resolve import Inspection, ResolvedModel
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.ranks import RankGroup
 from lmi_server.contract.secrets import HIDDEN, SECRETS, is_secret
@@ -35,6 +36,7 @@ _FD = "fd:N"
 _GROUP_DIRECTORY = "GROUP"
 _DEVICES = {"gpu": "an NVIDIA GPU", "nc": "a Neuron device"}
 _ANY_FORMAT = Source("default", "auto")
+_ELSEWHERE = Source("default", "")  # of a value whose layers another node has read, which deployed the model
 _ANY_MPIRUN = MpiRun("mpirun", OPEN_MPI, "5")
 
 
@@ -118,7 +120,7 @@ def explain(found: Inspection) -> Explanation:
         and not found.unavailable
         and not absent
         and found.spec.handler is not None,
-        options=tuple(_explained(found)),
+        options=tuple(_explained(found, found.location)),
         unknown=tuple(_unknown(found, key, source) for key, source in found.unknown.items()),
         devices=tuple({"kind": devices.kind, "gpus": list(devices.gpus)} for devices in device_sets),
         worker_command=tuple(_command(found.options, found.machine)),
@@ -137,10 +139,24 @@ def explain(found: Inspection) -> Explanation:
     ).without_secrets()
 
 
+def explain_values(model: ResolvedModel) -> tuple[Explained, ...]:
+    """Explain the values that a running model was loaded with, secrets hidden; keys that nobody declares come last."""
+    declared = _explained(model, model.options.model_id or model.model_dir)
+    keys = {explained.key for explained in declared}
+    unknown = [_unknown(model, key, source) for key, source in model.sources.items() if key not in keys]
+    return tuple(map(_without_secret, (*declared, *unknown)))
+
+
 def memory_of(found: Inspection) -> Estimate:
     """Estimate the memory of one worker on each of its devices."""
     degree = devices_per_worker(found.options, found.machine)
     return estimate(found.options, found.location, found.config, degree, found.machine)
+
+
+def memory_of_running(model: ResolvedModel, machine: Machine) -> Estimate:
+    """Estimate the memory of one worker of a model that was loaded, on each of its devices."""
+    location = model.options.model_id or model.model_dir
+    return estimate(model.options, location, read_config(location), devices_per_worker(model.options, machine), machine)
 
 
 def devices_per_worker(options: ModelOptions, machine: Machine) -> int:
@@ -150,23 +166,27 @@ def devices_per_worker(options: ModelOptions, machine: Machine) -> int:
     return options.devices_per_worker or max(1, len(machine.gpus))
 
 
-def _explained(found: Inspection) -> Sequence[Explained]:
-    notes = found.options.notes(Path(found.model_dir), Path(found.location))
+def _explained(found: Inspection | ResolvedModel, location: str) -> Sequence[Explained]:
+    notes = found.options.notes(Path(found.model_dir), Path(location))
     classes = ((ServingOptions, found.serving), (load_options_type(found.spec), found.options))
     return [
-        Explained(
-            key=option.key,
-            value=getattr(values, option.field),
-            layer=found.sources[option.key].layer,
-            place=_place(found.sources[option.key]),
-            meaning=option.description,
-            allowed=option.allowed,
-            default=option.default,
-            note=notes.get(option.key) or _note(option, found.sources[option.key]),
-        )
+        _with_origin(option, getattr(values, option.field), found.sources.get(option.key, _ELSEWHERE), notes)
         for declaring, values in classes
         for option in declaring.declared()
     ]
+
+
+def _with_origin(option: Option, value: Any, source: Source, notes: Mapping[str, str]) -> Explained:
+    return Explained(
+        key=option.key,
+        value=value,
+        layer="cluster" if source is _ELSEWHERE else source.layer,
+        place=_place(source),
+        meaning=option.description,
+        allowed=option.allowed,
+        default=option.default,
+        note=notes.get(option.key) or _note(option, source),
+    )
 
 
 def _place(source: Source) -> str:
@@ -184,7 +204,7 @@ def _note(option: Option, source: Source) -> str:
     return ""
 
 
-def _unknown(found: Inspection, key: str, source: Source) -> Explained:
+def _unknown(found: Inspection | ResolvedModel, key: str, source: Source) -> Explained:
     note = "not an option of this handler"
     if key.removeprefix("option.") in found.options.passed_to_engine():
         note = "passed on to the engine"

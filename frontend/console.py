@@ -1,0 +1,150 @@
+"""The console: a page at `/console` for people, and what it asks the server for.
+
+The page is static, so that it may be loaded without a key; it asks for one if the management API wants one. It manages
+models by that API, and gets what changes as server-sent events (`frontend/console_feed.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import cached_property
+from importlib.metadata import version
+from importlib.resources import files
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from frontend.clients import Receive, Scope, Send
+from frontend.console_feed import ConsoleFeed
+from frontend.inference import Relay
+from frontend.management import described
+from frontend.management_access import ManagementGuard, protected
+from frontend.responses import json_response
+from lmi_server.contract.errors import LmiServerError
+from lmi_server.dialects.routes import CHAT_COMPLETIONS
+from lmi_server.explain.explanation import explain_values, memory_of_running
+from lmi_server.machine.environment import process_environment
+from lmi_server.machine.inventory import this_machine, with_gpu_memory
+from lmi_server.machine.process_tree import tree_resident_bytes
+from lmi_server.serving.registry import Model, ModelRegistry
+
+PAGE = "/console"
+CHAT = "/console/chat/completions"
+
+_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+_OWN = ("console.css", "console.js", "connection.js", "live.js", "models.js", "chat.js", "htm-preact.js")
+_PLOTS = ("uPlot.iife.min.js", "uPlot.min.css")  # as in the reports of lmi-server bench
+# No inline script or style, nothing from elsewhere, no frame: what a model writes can at worst be read.
+_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+}
+
+
+class Console:
+    """The page and its endpoints, for clients that `guard` lets manage models."""
+
+    def __init__(self, models: ModelRegistry, relay: Relay, guard: ManagementGuard, feed: ConsoleFeed) -> None:
+        self._models = models
+        self._relay = relay
+        self._guard = guard
+        self._feed = feed
+
+    def routes(self) -> list[Route]:
+        page = [
+            Route(PAGE, self.page, methods=["GET"], include_in_schema=False),
+            *(Route(f"{PAGE}/{name}", self.file, methods=["GET"], include_in_schema=False) for name in self._files),
+        ]
+        data = [
+            Route(f"{PAGE}/live", self.live, methods=["GET"], include_in_schema=False),
+            Route(f"{PAGE}/models/{{model}}", self.details, methods=["GET"], include_in_schema=False),
+            Route(f"{PAGE}/models/{{model}}/{{version}}", self.details, methods=["GET"], include_in_schema=False),
+        ]
+        return [*protected(page, self._guard.check_page), *protected(data, self._guard.check)]
+
+    @cached_property
+    def _files(self) -> Mapping[str, bytes]:
+        own, plots = files("frontend"), files("lmi_server.bench")
+        found = {name: own.joinpath("static", name).read_bytes() for name in (*_OWN, "console.html")}
+        return found | {name: plots.joinpath("static", name).read_bytes() for name in _PLOTS}
+
+    async def page(self, request: Request) -> Response:
+        """Return the page; its links are relative, so that it works behind any prefix."""
+        if request.scope.get("raw_path", b"").endswith(b"/"):
+            return RedirectResponse(f"..{PAGE}", headers=_HEADERS)
+        return self._static("console.html")
+
+    async def file(self, request: Request) -> Response:
+        """Return a file of the page."""
+        return self._static(request.scope["path"].removeprefix(f"{PAGE}/"))
+
+    def _static(self, name: str) -> Response:
+        media_type = _TYPES[name.rpartition(".")[2]]
+        return Response(self._files[name], headers=_HEADERS, media_type=media_type)
+
+    async def live(self, request: Request) -> Response:
+        """Return what changes as server-sent events, once a second until the client leaves."""
+        return StreamingResponse(self._feed.events(), headers=_HEADERS, media_type="text/event-stream")
+
+    async def details(self, request: Request) -> Response:
+        """Return one version of a model: its workers, its values with their layers, and its memory."""
+        name = request.path_params["model"]
+        model = self._models.endpoint(name).choose(request.path_params.get("version"))
+        return json_response(await self._details(model))
+
+    async def _details(self, model: Model) -> dict[str, Any]:
+        found: dict[str, Any] = {"server": version("lmi-server"), **described(model)}
+        found["adapters"] = model.adapter_names
+        if model.resolved is not None:
+            found |= await asyncio.to_thread(_configuration, model)
+        return found
+
+    async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a chat as /v1/chat/completions does, for whoever may manage models: no key for requests is needed."""
+        try:
+            self._guard.check(scope)
+        except LmiServerError as error:
+            await self._relay.refuse(CHAT_COMPLETIONS, error, scope, receive, send)
+            return
+        await self._relay(CHAT_COMPLETIONS, None, None, scope, receive, send)
+
+    def close(self) -> None:
+        """End the streams of all pages."""
+        self._feed.close()
+
+
+def is_for_people(scope: Scope) -> bool:
+    """Return whether a request is that of a browser for the root of the server."""
+    if scope["path"] != "/" or scope["method"] != "GET":
+        return False
+    return any(name == b"accept" and b"text/html" in value for name, value in scope["headers"])
+
+
+def to_console() -> Response:
+    return RedirectResponse(PAGE.removeprefix("/"), headers=_HEADERS)
+
+
+def _configuration(model: Model) -> dict[str, Any]:
+    """Return the values of a model with their layers, and its memory. This reads files, so that it is for a thread."""
+    resolved = model.resolved
+    assert resolved is not None
+    environment = process_environment()
+    machine = with_gpu_memory(this_machine(environment), environment)
+    needed = memory_of_running(resolved, machine)
+    pids = {} if model.pool is None else model.pool.worker_pids
+    return {
+        "handler": resolved.spec.title,
+        "modelDir": resolved.model_dir,
+        "warnings": list(resolved.warnings),
+        "options": [asdict(explained) for explained in explain_values(resolved)],
+        "memory": {**asdict(needed), "kv_tokens_that_fit": needed.kv_tokens_that_fit},
+        "resident": {worker: tree_resident_bytes(pid) for worker, pid in pids.items()},
+    }

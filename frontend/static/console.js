@@ -1,0 +1,102 @@
+// The frame of the page: its parts by the fragment of the address, the key, and the theme.
+
+import { html, render, useEffect, useReducer, useRef, useState } from "./htm-preact.js";
+import { connect, key, store, setKey } from "./connection.js";
+import { Chat } from "./chat.js";
+import { Live } from "./live.js";
+import { Model, Models } from "./models.js";
+
+const THEME = "lmi-server theme";
+const PARTS = [["models", "Models"], ["live", "Live"], ["chat", "Chat"]];
+
+function useStore() {
+  const [, update] = useReducer((count) => count + 1, 0);
+  useEffect(() => {
+    store.listeners.add(update);
+    return () => store.listeners.delete(update);
+  }, []);
+}
+
+function useFragment() {
+  const [fragment, setFragment] = useState(location.hash.slice(1));
+  useEffect(() => {
+    const listener = () => setFragment(location.hash.slice(1));
+    addEventListener("hashchange", listener);
+    return () => removeEventListener("hashchange", listener);
+  }, []);
+  return fragment;
+}
+
+function setTheme(name) {
+  if (name) localStorage.setItem(THEME, name);
+  else localStorage.removeItem(THEME);
+  if (name) document.documentElement.dataset.theme = name;
+  else delete document.documentElement.dataset.theme;
+  dispatchEvent(new Event("theme"));  // the charts draw their colours themselves
+}
+
+function Theme() {
+  const [name, choose] = useState(localStorage.getItem(THEME) ?? "");
+  return html`<select aria-label="Theme" value=${name}
+    onChange=${(event) => { choose(event.target.value); setTheme(event.target.value); }}>
+    <option value="">System theme</option><option value="light">Light</option><option value="dark">Dark</option>
+  </select>`;
+}
+
+function Key() {
+  const dialog = useRef();
+  const wanted = store.state === "key";
+  useEffect(() => { if (wanted) dialog.current.showModal(); }, [wanted]);
+  const use = (event) => {
+    event.preventDefault();
+    dialog.current.close();
+    setKey(event.target.elements.key.value.trim());
+  };
+  return html`<button onClick=${() => dialog.current.showModal()}>Key</button>
+    <dialog ref=${dialog} aria-labelledby="key-title"><form onSubmit=${use}>
+      <h2 id="key-title">Management key</h2>
+      ${wanted && html`<p class="error" role="alert">${store.error}</p>`}
+      <label class="wide">One of management_api_keys
+        <input name="key" type="password" autocomplete="off" value=${key()} /></label>
+      <p class="note">It stays in this tab until you close it.</p>
+      <div class="row"><button class="main">Use this key</button>
+        <button type="button" onClick=${() => dialog.current.close()}>Cancel</button></div>
+    </form></dialog>`;
+}
+
+function Status() {
+  const models = [...store.models.values()];
+  const able = models.filter((model) => model.status === "Healthy").length;
+  const text = { open: "", connecting: "Connecting", key: "A key is needed" }[store.state];
+  return html`<span role="status" class=${text ? "error" : "quiet"}>
+    ${text || `${able} of ${models.length} models can serve`}</span>`;
+}
+
+function App() {
+  useStore();
+  const fragment = useFragment() || "models";
+  const [part, ...rest] = fragment.split("/");
+  const shown = { models: Models, model: Model, live: Live }[part];
+  const label = decodeURIComponent(rest.join("/"));
+  useEffect(() => { document.title = `${label || part} - lmi-server`; }, [fragment]);
+  return html`<a class="skip" href="#main" onClick=${(event) => {
+      event.preventDefault();
+      document.getElementById("main").focus();
+    }}>Skip to content</a>
+    <header>
+      <h1>lmi-server <span class="quiet">${store.server?.version ?? ""}</span></h1>
+      <nav aria-label="Parts">${PARTS.map(([name, title]) => html`<a href=${`#${name}`}
+        aria-current=${(part === "model" ? "models" : part) === name ? "page" : null}>${title}</a>`)}</nav>
+      <span class="spring"></span><${Status} /><${Theme} /><${Key} />
+    </header>
+    <main id="main" tabindex="-1">
+      ${shown && html`<${shown} key=${label} label=${label} />`}
+      <div hidden=${part !== "chat"}><${Chat} /></div>
+    </main>`;
+}
+
+setTheme(localStorage.getItem(THEME) ?? "");
+const place = document.getElementById("console");
+place.replaceChildren();
+render(html`<${App} />`, place);
+connect();

@@ -1,0 +1,240 @@
+// The list of models, and one model: its workers, values and memory, and what the management API can do with it.
+
+import { html, useEffect, useRef, useState } from "./htm-preact.js";
+import { call, store } from "./connection.js";
+
+const PAGE = 50;
+const REFRESH_MS = 5000;
+const GIB = 2 ** 30;
+
+export const number = (value, digits = 0) =>
+  value === null || value === undefined ? "–" : value.toLocaleString("en", { maximumFractionDigits: digits });
+export const percent = (share) => (share === null || share === undefined ? "–" : `${number(share * 100, 1)} %`);
+const gib = (bytes) => (bytes === null || bytes === undefined ? "unknown" : `${number(bytes / GIB, 2)} GiB`);
+const link = (label) => `#model/${encodeURIComponent(label)}`;
+
+// --- the list ---
+
+export function Models() {
+  const [wanted, setWanted] = useState("");
+  const [status, setStatus] = useState("");
+  const [page, setPage] = useState(0);
+  const matching = [...store.models.values()].filter((row) =>
+    row.label.toLowerCase().includes(wanted.toLowerCase()) && (!status || row.status === status));
+  const pages = Math.max(1, Math.ceil(matching.length / PAGE));
+  const here = Math.min(page, pages - 1);
+  const shown = matching.slice(here * PAGE, (here + 1) * PAGE);
+  const filter = (set) => (event) => { set(event.target.value); setPage(0); };
+  return html`<h2>Models</h2>
+    <div class="row">
+      <label>Find<input type="search" value=${wanted} onInput=${filter(setWanted)} /></label>
+      <label>State<select value=${status} onChange=${filter(setStatus)}>
+        <option value="">all</option>
+        ${["Healthy", "Pending", "Unhealthy", "Failed"].map((name) => html`<option>${name}</option>`)}</select></label>
+    </div>
+    <div class="scroll"><table>
+      <caption aria-live="polite">${matching.length} models${pages > 1 ? `, page ${here + 1} of ${pages}` : ""}</caption>
+      <thead><tr><th scope="col">Model</th><th scope="col">State</th><th scope="col" class="number">Workers</th>
+        <th scope="col" class="number">Running</th><th scope="col" class="number">Queue</th>
+        <th scope="col" class="number">Tokens/s</th><th scope="col" class="number less">TTFT p50</th>
+        <th scope="col" class="number less">KV cache</th><th scope="col" class="less">Handler</th></tr></thead>
+      <tbody>${shown.map((row) => html`<tr key=${row.label}>
+        <th scope="row"><a href=${link(row.label)}>${row.label}</a></th>
+        <td><span class=${`state ${row.status}`}>${row.status}</span></td>
+        <td class="number">${row.workers ? row.workers.ready : "–"}</td>
+        <td class="number">${number(row.running)}</td><td class="number">${number(row.queue)}</td>
+        <td class="number">${number(row.tokens, 1)}</td>
+        <td class="number less">${row.ttft ? `${number(row.ttft[0])} ms` : "–"}</td>
+        <td class="number less">${percent(row.kv)}</td><td class="less">${row.handler}</td></tr>`)}</tbody>
+    </table></div>
+    ${pages > 1 && html`<nav class="row" aria-label="Pages">
+      <button disabled=${!here} onClick=${() => setPage(here - 1)}>Previous</button>
+      <span>Page ${here + 1} of ${pages}</span>
+      <button disabled=${here === pages - 1} onClick=${() => setPage(here + 1)}>Next</button></nav>`}
+    <${Register} />`;
+}
+
+// A form whose submission is a call; it shows what came of it.
+export function Action({ title, run, button, children, danger }) {
+  const [state, setState] = useState({ busy: false, error: "", done: "" });
+  const submit = async (event) => {
+    event.preventDefault();
+    const given = Object.fromEntries([...new FormData(event.target)].map(([name, text]) => [name, text.trim()]));
+    setState({ busy: true, error: "", done: "" });
+    try {
+      setState({ busy: false, error: "", done: (await run(given)) ?? "" });
+    } catch (error) {
+      setState({ busy: false, error: error.message, done: "" });
+    }
+  };
+  return html`<form onSubmit=${submit} aria-label=${title}>
+    <div class="row">${children}
+      <button class=${danger ? "danger" : "main"} disabled=${state.busy}>${state.busy ? "…" : button}</button></div>
+    ${state.error && html`<p class="error" role="alert">${state.error}</p>`}
+    ${state.done && html`<p class="done" role="status">${state.done}</p>`}
+  </form>`;
+}
+
+const statusOf = async (response) => (await response.json()).status;
+
+function Register() {
+  const run = async ({ settings, ...given }) => {
+    const more = {};
+    for (const line of settings.split("\n").map((text) => text.trim()).filter(Boolean)) {
+      const [name, ...value] = line.split("=");
+      more[name.trim()] = value.join("=").trim();
+    }
+    const filled = Object.fromEntries(Object.entries(given).filter(([, text]) => text !== ""));
+    return statusOf(await call("models", { method: "POST", body: { ...filled, ...more, synchronous: false } }));
+  };
+  return html`<details class="panel"><summary>Register a model</summary>
+    <${Action} title="Register a model" run=${run} button="Register">
+      <label class="wide">URL: a directory, s3://bucket/prefix, or owner/name<input name="url" required size="40" /></label>
+      <label>Name<input name="model_name" /></label><label>Version<input name="model_version" size="6" /></label>
+      <label>Workers, least<input name="min_worker" inputmode="numeric" size="4" /></label>
+      <label>most<input name="max_worker" inputmode="numeric" size="4" /></label>
+      <label class="wide">Options, one in each line (option.dtype=bf16)
+        <textarea name="settings" rows="3" cols="40" spellcheck="false"></textarea></label>
+    <//></details>`;
+}
+
+// --- one model ---
+
+export function Model({ label }) {
+  const row = store.models.get(label);
+  const [found, setFound] = useState(null);
+  const [error, setError] = useState("");
+  const [turn, setTurn] = useState(0);
+  const refresh = () => setTurn((count) => count + 1);
+  const path = row && [row.name, row.version].filter((part) => part !== null).map(encodeURIComponent).join("/");
+  useEffect(() => {
+    if (!path) return;
+    const controller = new AbortController();
+    call(`console/models/${path}`, { signal: controller.signal })
+      .then((response) => response.json())
+      .then((body) => { setFound(body); setError(""); })
+      .catch((raised) => { if (!controller.signal.aborted) setError(raised.message); });
+    const timer = setTimeout(refresh, REFRESH_MS);
+    return () => { controller.abort(); clearTimeout(timer); };
+  }, [path, turn, row?.status]);
+  if (!row) {
+    return html`<p><a href="#models">All models</a></p><p>There is no model ${label}.</p>`;
+  }
+  return html`<p><a href="#models">All models</a></p>
+    <h2>${label} <span class=${`state ${row.status}`}>${row.status}</span></h2>
+    ${row.reason && html`<p class="error">${row.reason}</p>`}
+    ${error && html`<p class="error" role="alert">${error}</p>`}
+    <dl class="figures">
+      <div><dt>Handler</dt><dd class="text">${row.handler || "–"}</dd></div>
+      <div><dt>Running</dt><dd>${number(row.running)}</dd></div><div><dt>Queue</dt><dd>${number(row.queue)}</dd></div>
+      <div><dt>Tokens/s</dt><dd>${number(row.tokens, 1)}</dd></div><div><dt>KV cache</dt><dd>${percent(row.kv)}</dd></div>
+    </dl>
+    ${found && html`<p class="note">${found.modelUrl}</p>
+      ${(found.warnings ?? []).map((warning) => html`<p class="note">Warning: ${warning}</p>`)}
+      <${Workers} found=${found} />
+      ${found.memory && html`<${Memory} found=${found} />`}
+      <${Manage} row=${row} path=${path} refresh=${refresh} />
+      <${Adapters} row=${row} found=${found} refresh=${refresh} />
+      ${found.options && html`<${Configuration} options=${found.options} />`}`}`;
+}
+
+function Workers({ found }) {
+  const workers = found.workerGroups.flatMap((group) => group.workers.map((worker) => ({ ...worker, ...group.device })));
+  const bounds = found.workerGroups.map((group) => `${group.minWorkers} to ${group.maxWorkers}`).join(", ");
+  return html`<h3>Workers</h3><div class="scroll"><table>
+    <caption>Wanted: ${bounds || "not known yet"}</caption>
+    <thead><tr><th scope="col">Worker</th><th scope="col">State</th><th scope="col">Device</th>
+      <th scope="col" class="number">Process</th><th scope="col" class="number">In flight</th>
+      <th scope="col">Ready since</th></tr></thead>
+    <tbody>${workers.map((worker) => html`<tr><th scope="row">${worker.id}</th><td>${worker.status}</td>
+      <td>${worker.deviceType}${worker.deviceId >= 0 ? ` ${worker.deviceId}` : ""}</td>
+      <td class="number">${worker.pid}</td><td class="number">${worker.requestsInFlight}</td>
+      <td>${new Date(worker.startTime).toLocaleString()}</td></tr>`)}</tbody></table></div>`;
+}
+
+function Memory({ found }) {
+  const { memory, resident } = found;
+  const figures = [
+    ["Weights, estimated", gib(memory.weights_bytes)],
+    ["KV cache of all running requests", gib(memory.kv_bytes)],
+    ["KV cache that the worker reserves", memory.kv_reserved_bytes === null ? "on demand" : gib(memory.kv_reserved_bytes)],
+    ["KV cache that fits", memory.kv_tokens_that_fit === null ? "unknown" : `${number(memory.kv_tokens_that_fit)} tokens`],
+    ["Free now", gib(memory.available_bytes)],
+    ...Object.entries(resident).map(([worker, bytes]) => [`In RAM: ${worker}`, gib(bytes)]),
+  ];
+  return html`<h3>Memory against the estimate</h3>
+    <p class="note">The estimate is that of one worker${memory.devices > 1
+      ? `, on each of its ${memory.devices} devices` : ""} (${memory.device_kind}).</p>
+    <dl class="figures">${figures.map(([name, text]) => html`<div><dt>${name}</dt><dd>${text}</dd></div>`)}</dl>`;
+}
+
+function Manage({ row, path, refresh }) {
+  const dialog = useRef();
+  const scale = async (given) => {
+    const status = await statusOf(await call(`models/${path}`, { method: "PUT", query: given }));
+    refresh();
+    return status;
+  };
+  const unregister = async () => {
+    const status = await statusOf(await call(`models/${path}`, { method: "DELETE" }));
+    dialog.current?.close();
+    location.hash = "models";
+    return status;
+  };
+  return html`<h3>Scale and unregister</h3><div class="panel">
+    <${Action} title="Scale" run=${scale} button="Scale">
+      <label>Workers, least<input name="min_worker" inputmode="numeric" size="4" /></label>
+      <label>most<input name="max_worker" inputmode="numeric" size="4" /></label>
+    <//>
+    <button class="danger" onClick=${() => dialog.current.showModal()}>Unregister</button>
+    <dialog ref=${dialog} aria-labelledby="unregister-title">
+      <h2 id="unregister-title">Unregister ${row.label}?</h2>
+      <p>Its requests finish first. Then its workers end.</p>
+      <${Action} title="Unregister" run=${unregister} button="Unregister" danger>
+        <button type="button" onClick=${() => dialog.current.close()}>Cancel</button><//>
+    </dialog></div>`;
+}
+
+function Adapters({ row, found, refresh }) {
+  const enabled = (found.options ?? []).find((option) => option.key === "option.enable_lora")?.value;
+  if (!enabled) return null;
+  const path = `models/${encodeURIComponent(row.name)}/adapters`;
+  const version = row.version === null ? {} : { model_version: row.version };
+  const register = async (given) => {
+    const response = await call(path, { method: "POST", query: version, body: given });
+    refresh();
+    return statusOf(response);
+  };
+  const unregister = (name) => async () => {
+    const response = await call(`${path}/${encodeURIComponent(name)}`, { method: "DELETE", query: version });
+    refresh();
+    return statusOf(response);
+  };
+  return html`<h3>Adapters</h3><div class="panel">
+    ${found.adapters.length ? "" : html`<p>None is registered.</p>`}
+    ${found.adapters.map((name) => html`<${Action} key=${name} title=${`Unregister adapter ${name}`}
+      run=${unregister(name)} button=${`Unregister ${name}`} danger><code>${name}</code><//>`)}
+    <${Action} title="Register an adapter" run=${register} button="Register adapter">
+      <label>Name<input name="name" required /></label>
+      <label>Source<input name="src" required size="40" /></label><//></div>`;
+}
+
+const written = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+
+function Configuration({ options }) {
+  const [wanted, setWanted] = useState("");
+  const [all, setAll] = useState(false);
+  const shown = options.filter((option) => (all || option.layer !== "default") && option.key.includes(wanted));
+  return html`<h3>Configuration</h3>
+    <div class="row"><label>Find a key<input type="search" onInput=${(event) => setWanted(event.target.value)} /></label>
+      <label class="check"><input type="checkbox" checked=${all} onChange=${(event) => setAll(event.target.checked)} />
+        Defaults, too</label></div>
+    <div class="scroll"><table><caption>${shown.length} of ${options.length} keys</caption>
+      <thead><tr><th scope="col">Key</th><th scope="col">Value</th><th scope="col">Layer</th>
+        <th scope="col" class="less">Meaning</th></tr></thead>
+      <tbody>${shown.map((option) => html`<tr key=${option.key}><th scope="row"><code>${option.key}</code></th>
+        <td><code>${written(option.value)}</code></td>
+        <td>${option.layer}${option.place && html`<br /><span class="note">${option.place}</span>`}</td>
+        <td class="less note">${option.meaning}${option.note && html` <em>(${option.note})</em>`}</td></tr>`)}</tbody>
+    </table></div>`;
+}
