@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from handlers.structured_output.compiler import GrammarCache
+from handlers.structured_output.limits import check_listed
 from handlers.vllm.beam_search import Beam, search
 from handlers.vllm.options import VllmEngineOptions
 from lmi_server.contract.errors import ContextLengthError, ModelLoadError
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 # The forms of grammars and tags differ between the libraries.
 _BOUNDED = frozenset({"json", "json_object", "regex", "choice"})
+_MOST_LISTED = 2**16  # characters, which take vLLM's library a second of the cores that all requests share
 
 
 class VllmHandler(LLMHandler):
@@ -62,6 +64,7 @@ class VllmHandler(LLMHandler):
         constraint = request.sampling.structured_outputs
         if constraint is not None and constraint.kind in _BOUNDED:
             await self._grammars.get(constraint)
+            check_listed(constraint, _MOST_LISTED)
         if request.sampling.beams is not None:
             async with aclosing(self._search(request, request.sampling.beams)) as found:
                 async for delta in found:

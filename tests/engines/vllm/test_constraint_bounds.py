@@ -18,6 +18,8 @@ from lmi_server.contract.generation import GenerationRequest, SamplingParameters
 REFUSED: list[tuple[str, Any, str]] = [
     ("json", {"type": "array", "minItems": 100_000}, "minItems: 100000 is not allowed"),
     ("choice", [str(number) for number in range(20_000)], "choice has 20000 texts"),
+    ("choice", [f"{number:030}" for number in range(3000)], "choice has 90000 characters in its texts"),
+    ("json", {"enum": [f"{number:030}" for number in range(3000)]}, "enum and const has 90000 characters"),
     ("regex", "(?=a)b", "the regular expression cannot be compiled"),
 ]
 
