@@ -278,8 +278,14 @@ def _parameters_of_shape(text: Mapping[str, Any]) -> int | None:
     attention = 2 * hidden * head * (heads + kv_heads)
     gated = 3 if _int(text, "intermediate_size") else 2
     experts = _int(text, "num_local_experts", "num_experts") or 1
-    mlp = gated * hidden * (_int(text, "intermediate_size", "n_inner") or 4 * hidden) * experts
+    mlp = gated * hidden * (inner_size(text, experts) or 4 * hidden) * experts
     return layers * (attention + mlp) + _embedding_parameters(text)
+
+
+def inner_size(text: Mapping[str, Any], experts: int) -> int | None:
+    """Return the width of an MLP, or of one of `experts`, which may have a width of its own."""
+    of_expert = _int(text, "moe_intermediate_size") if experts > 1 else None
+    return of_expert or _int(text, "intermediate_size", "n_inner")
 
 
 def _embedding_parameters(text: Mapping[str, Any]) -> int:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from lmi_server.configuration.checkpoint import read_config
 from lmi_server.configuration.handlers import HANDLERS, load_options_type
-from lmi_server.configuration.memory_estimate import Estimate, estimate, gib
+from lmi_server.configuration.memory_estimate import Estimate, estimate, gib, inner_size
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.device_tools import Gpu
 from lmi_server.machine.inventory import Machine
@@ -103,6 +103,12 @@ def recommend(model: Model, accelerator: Accelerator, goal: Goal, context: int =
         raise ConfigurationError(
             f"{model.id} is not stable in float16, and {accelerator.name} has no bfloat16; name another accelerator"
         )
+    memory = memory_on(model, accelerator, 1, context)
+    if memory.weights_bytes is None or not memory.kv_bytes_per_token:
+        raise ConfigurationError(
+            f"{model.id}: the size of the model is not known; its config.json must have num_hidden_layers, hidden_size,"
+            " num_attention_heads and vocab_size, and a quantised checkpoint must be there with its weights"
+        )
     fitting = [found for degree in DEGREES if (found := for_degree(model, accelerator, degree, goal, context))]
     if not fitting:
         devices = f"{DEGREES[-1]} x {accelerator.name} with {accelerator.memory_gib:g} GiB"
@@ -122,10 +128,14 @@ def for_degree(
     if _is_unstable(model, accelerator):
         return None
     text = model.config.get("text_config") or model.config
-    heads = int(text.get("num_attention_heads") or text.get("n_head") or 1)
     length = min(context, int(text.get("max_position_embeddings") or text.get("n_positions") or context))
     memory = memory_on(model, accelerator, degree, length)
-    if heads % degree or memory.weights_bytes is None or not memory.kv_bytes_per_token or memory.parameters is None:
+    if (
+        not _is_divisible(text, degree)
+        or memory.weights_bytes is None
+        or not memory.kv_bytes_per_token
+        or memory.parameters is None
+    ):
         return None
     tokens = memory.kv_tokens_that_fit or 0
     per_request = min(length, _TOKENS_OF_A_REQUEST)
@@ -154,7 +164,10 @@ def memory_on(model: Model, accelerator: Accelerator, degree: int, context: int,
     """Return the estimate for `degree` devices, of which vLLM's share without activations is free."""
     spec = HANDLERS.by_rolling_batch("vllm")
     assert spec is not None, "the table of handlers has vLLM"
-    options = load_options_type(spec).model_validate({"max_model_len": context, "max_rolling_batch_size": seqs})
+    # vLLM takes a checkpoint in 32 bits in 16.
+    dtype = "fp16" if accelerator.dtype == "half" else "bf16"
+    values = {"dtype": dtype, "max_model_len": context, "max_rolling_batch_size": seqs}
+    options = load_options_type(spec).model_validate(values)
     total = int(accelerator.memory_gib * 2**30)
     device = Gpu("0", total, max(0, int(total * UTILIZATION) - ACTIVATIONS))
     machine = Machine(total_bytes=total, available_bytes=total, gpus=(device,) * degree)
@@ -165,11 +178,18 @@ def _is_unstable(model: Model, accelerator: Accelerator) -> bool:
     return accelerator.dtype == "half" and model.config.get("model_type") in _NOT_IN_HALF
 
 
+def _is_divisible(text: Mapping[str, Any], degree: int) -> bool:
+    """Return whether heads can be divided: fewer heads of keys and values than devices are copied, evenly."""
+    heads = int(text.get("num_attention_heads") or text.get("n_head") or 1)
+    kv_heads = int(text.get("num_key_value_heads") or text.get("num_kv_heads") or heads)
+    return heads % degree == 0 and max(kv_heads, degree) % min(kv_heads, degree) == 0
+
+
 def _active_parameters(text: Mapping[str, Any], parameters: int) -> int:
     """Return the parameters that compute one token: of a mixture of experts, only some."""
     experts = text.get("num_local_experts") or text.get("num_experts") or 1
     used = text.get("num_experts_per_tok") or experts
-    inner, layers = int(text.get("intermediate_size") or 0), int(text.get("num_hidden_layers") or 0)
+    inner, layers = inner_size(text, experts) or 0, int(text.get("num_hidden_layers") or 0)
     return parameters - (experts - used) * layers * 3 * int(text.get("hidden_size") or 0) * inner
 
 

@@ -14,7 +14,16 @@ from paths import SAMPLES
 from lmi_server.configuration.memory_estimate import Estimate
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.ray.accelerators import ACCELERATORS, FAMILIES
-from lmi_server.ray.recommendation import DEGREES, Goal, find_accelerator, find_model, for_degree, memory_on, recommend
+from lmi_server.ray.recommendation import (
+    DEGREES,
+    Goal,
+    Model,
+    find_accelerator,
+    find_model,
+    for_degree,
+    memory_on,
+    recommend,
+)
 from lmi_server.ray.tuned_files import tuned_files
 
 GOALS: tuple[Goal, ...] = ("latency", "throughput")
@@ -72,6 +81,40 @@ def test_devices_beyond_the_heads_of_keys_and_values_hold_copies() -> None:
     per_token = [memory_on(model, find_accelerator("H100"), degree, 8192).kv_bytes_per_token for degree in DEGREES]
     whole = 2 * 32 * 2 * 128 * 2
     assert per_token == [whole, whole // 2, whole // 2, whole // 2]
+
+
+def shaped(**shape: object) -> Model:
+    """Return Llama 3.1 8B with another shape."""
+    model = find_model("llama-3.1-8b")
+    return replace(model, config={**model.config, **shape})
+
+
+def test_heads_of_keys_and_values_are_divided_or_copied_evenly() -> None:
+    """vLLM refuses anything else: ten heads go to one, two, five or ten devices."""
+    uneven = shaped(hidden_size=5120, num_attention_heads=40, num_key_value_heads=10)
+    fitting = [degree for degree in DEGREES if for_degree(uneven, find_accelerator("H100"), degree, "latency")]
+    assert fitting == [1, 2]
+
+
+def test_a_checkpoint_in_32_bits_is_served_in_16() -> None:
+    device = find_accelerator("A10G")
+    assert recommend(shaped(torch_dtype="float32"), device, "throughput") == recommend(shaped(), device, "throughput")
+
+
+def test_experts_have_a_width_of_their_own() -> None:
+    """Qwen3 30B A3B: 30.5 billion parameters, of which 3.3 compute a token."""
+    shape = {"num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4}
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "intermediate_size": 6144}
+    model = shaped(**shape, **experts, head_dim=128, vocab_size=151936)
+    assert memory_on(model, find_accelerator("H100"), 1, 8192).parameters == pytest.approx(30.5e9, rel=0.01)
+    dense = replace(model, config={**model.config, "num_experts_per_tok": 128})
+    one, all_of_them = (recommend(each, find_accelerator("H100"), "throughput") for each in (model, dense))
+    assert one.max_num_batched_tokens > all_of_them.max_num_batched_tokens
+
+
+def test_a_model_of_unknown_size_is_named_as_such() -> None:
+    with pytest.raises(ConfigurationError, match="the size of the model is not known"):
+        recommend(Model("m", "m", {"model_type": "llama"}), find_accelerator("H100"), "latency")
 
 
 def test_a_model_that_needs_bfloat16_is_not_recommended_without_it() -> None:
