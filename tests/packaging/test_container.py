@@ -7,13 +7,15 @@ LMI_TEST_DOCKER, docker if it is not set, and takes docker's command line.
 from __future__ import annotations
 
 import contextlib
+import gzip
 import hashlib
 import json
 import os
 import subprocess
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 import pytest
@@ -71,8 +73,12 @@ class Container:
 
     @property
     def log(self) -> str:
+        return "".join(self.outputs())
+
+    def outputs(self) -> tuple[str, str]:
+        """Return standard output and standard error so far."""
         done = subprocess.run([DOCKER, "logs", self.name], capture_output=True, text=True, timeout=60, check=False)
-        return done.stdout + done.stderr
+        return done.stdout, done.stderr
 
     def stop(self) -> int:
         """Send SIGTERM, and SIGKILL after 30 seconds; return the exit code."""
@@ -210,10 +216,58 @@ def test_the_server_is_configured_as_in_the_containers_of_lmi(tmp_path: Path) ->
         assert server.stop() == 0, server.log
 
 
+def own_code(model: Path) -> None:
+    (model / "model.py").write_text(OWN_CODE)
+
+
+def damaged_archive(model: Path) -> None:
+    (model / "model.tar.gz").write_bytes(gzip.compress(OWN_CODE.encode())[:-20])
+
+
+def wrong_key(model: Path) -> None:
+    (model / "serving.properties").write_text("option.model_id=x\noption.dtype=float7\n")
+
+
+def greedy_code(model: Path) -> None:
+    (model / "model.py").write_text("taken = bytearray(b'x') * 2**30\n" + OWN_CODE)
+
+
+class BadStart(NamedTuple):
+    """A container that must end: what makes its model directory, options of `docker run`, and parts of the reason."""
+
+    model: Callable[[Path], None]
+    options: tuple[str, ...]
+    reason: tuple[str, ...]
+
+
+BAD_STARTS = {
+    "no model": BadStart(lambda model: None, (), ("require_model", "/opt/ml/model")),
+    "damaged archive": BadStart(damaged_archive, (), ("/opt/ml/model/model.tar.gz", "is damaged")),
+    "wrong key": BadStart(wrong_key, (), ("option.dtype", "float7", "/opt/ml/model/serving.properties")),
+    "wrong option": BadStart(own_code, ("--env", "OPTION_BATCH_SIZE=x"), ("OPTION_BATCH_SIZE", '"x"')),
+    "wrong setting": BadStart(own_code, ("--env", "SERVING_DRAIN_TIMEOUT=x"), ("SERVING_DRAIN_TIMEOUT", '"x"')),
+    "wrong port": BadStart(own_code, ("--env", "SAGEMAKER_BIND_TO_PORT=x"), ("SAGEMAKER_BIND_TO_PORT", '"x"')),
+    "less memory than asked for": BadStart(
+        own_code,
+        ("--memory", "1g", "--env", "SERVING_REQUIRED_MEMORY_MB=2000"),
+        ("required_memory_mb", "2000 MiB are needed"),
+    ),
+    "killed for memory": BadStart(greedy_code, ("--memory", "600m", "--memory-swap", "600m"), ("ran out of memory",)),
+}
+
+
 @both_images
-def test_a_wrong_key_ends_the_container_with_a_line_that_names_it(tmp_path: Path, image: str) -> None:
+@pytest.mark.parametrize("name", BAD_STARTS)
+def test_what_cannot_be_served_ends_the_container_with_one_line_that_says_why(
+    name: str, tmp_path: Path, image: str
+) -> None:
+    bad = BAD_STARTS[name]
     tmp_path.chmod(0o755)
-    (tmp_path / "serving.properties").write_text("option.model_id=x\noption.dtype=float7\n")
-    with container(*model_at(tmp_path), image=image) as server:
+    bad.model(tmp_path)
+    with container(*HARDENED, *CACHES, *bad.options, *model_at(tmp_path), image=image) as server:
         assert server.exit_code() == 1
-        assert "option.dtype" in server.log
+        output, errors = server.outputs()
+    assert errors == ""
+    said = [line for line in output.splitlines() if all(part in line for part in bad.reason)]
+    assert len(said) == 1, output
+    assert "Traceback" not in output

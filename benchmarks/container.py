@@ -1,0 +1,172 @@
+"""Compares the server in a container with the same server outside: seconds to the first 200 of /ping, tokens/s.
+
+    python -m benchmarks.container --image lmi-server [--docker podman] [--docker-args="--network host"] [--turns N]
+
+The image is that of `make image`, from the same tree; both serve the demo model with its own settings. The starts
+alternate, and the first of each is not counted: it reads the files of the container or of the environment from disk.
+For the rates both servers are up at the same time and take short turns at 1 and at 32 requests, whoever went second
+going first in the next pair. A ratio is the median of those of the pairs, which drift of the machine's speed does not
+touch; beside it stand the lower and the upper quartile. Exits with 1 if a ratio misses its aim.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.completions_load import request_bytes, run_load
+from benchmarks.generation import MODEL, NEW_TOKENS, prompts
+from lmi_server.machine.ports import free_port
+
+INSIDE, OUTSIDE = "container", "outside"
+ROUNDS = {1: 3, 32: 2}  # requests per connection in a turn
+SLOWEST_START, SLOWEST_RATE = 1.5, 0.97
+_START_LIMIT_S = 600
+_POLL_S = 0.02
+
+
+class Running(NamedTuple):
+    """A server that answers 200 on /ping: its port, and the seconds from its start to that answer."""
+
+    port: int
+    ready_s: float
+
+
+Start = Callable[[], AbstractContextManager[Running]]
+
+
+def main() -> int:
+    """Run the starts and the turns, print a table, and return the exit code."""
+    asked = _arguments()
+    docker = shlex.split(asked.docker)
+    servers: dict[str, Start] = {
+        INSIDE: lambda: _container(docker, asked.image, shlex.split(asked.docker_args)),
+        OUTSIDE: _outside,
+    }
+    table = Table("measured", INSIDE, OUTSIDE, "ratio", "quartiles", "aim", title="The demo model, in a container")
+    starts = _starts(servers, asked.starts)
+    missed = not _add(table, "seconds to the first 200", starts, lambda ratio: ratio <= SLOWEST_START, "<= 1.5")
+    with contextlib.ExitStack() as stack:
+        ports = {name: stack.enter_context(start()).port for name, start in servers.items()}
+        for port in ports.values():
+            _rate(port, max(ROUNDS))  # every code path once
+        for connections in ROUNDS:
+            rates = _turns(ports, connections, asked.turns)
+            what = f"{connections} at once, tokens/s"
+            missed |= not _add(table, what, rates, lambda ratio: ratio >= SLOWEST_RATE, ">= 0.97")
+    Console(width=110).print(table)
+    return int(missed)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--image", default="lmi-server", help="image of the target cpu")
+    parser.add_argument("--docker", default="docker", help="the command that runs containers")
+    parser.add_argument("--docker-args", default="", help="further arguments of its `run`")
+    parser.add_argument("--starts", type=int, default=5, help="starts of each that count")
+    parser.add_argument("--turns", type=int, default=12, help="turns of each at each number of requests")
+    return parser.parse_args()
+
+
+@contextlib.contextmanager
+def _container(docker: list[str], image: str, arguments: list[str]) -> Iterator[Running]:
+    """Run a container as the documents say it, on a free port of this machine."""
+    port = free_port(None)
+    published = [] if "--network host" in " ".join(arguments) else ["--publish", f"127.0.0.1:{port}:8080"]
+    inside = ["--env", f"SERVING_PORT={port}"] if not published else []
+    volume = ["--volume", f"{MODEL.resolve()}:/opt/ml/model:ro"]
+    command = [*docker, "run", "--detach", "--no-healthcheck", *published, *inside, *volume, *arguments, image, "serve"]
+    began = time.perf_counter()
+    name = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+    try:
+        yield Running(port, _ready(port, began))
+    finally:
+        subprocess.run([*docker, "stop", "-t", "30", name], stdout=subprocess.DEVNULL, check=False)
+        subprocess.run([*docker, "rm", "--force", "--volumes", name], stdout=subprocess.DEVNULL, check=True)
+
+
+@contextlib.contextmanager
+def _outside() -> Iterator[Running]:
+    """Run the server of this environment, as a process of this machine."""
+    port = free_port(None)
+    command = [str(Path(sys.executable).with_name("lmi-server")), "serve", str(MODEL.resolve()), "--port", str(port)]
+    began = time.perf_counter()
+    server = subprocess.Popen(command, env=os.environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield Running(port, _ready(port, began))
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def _ready(port: int, began: float) -> float:
+    """Ask /ping until it answers 200; return the seconds since `began`. Raises TimeoutError."""
+    while time.perf_counter() - began < _START_LIMIT_S:
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"http://127.0.0.1:{port}/ping", timeout=5).status_code == 200:
+                return time.perf_counter() - began
+        time.sleep(_POLL_S)
+    raise TimeoutError(f"no 200 on port {port} in {_START_LIMIT_S} s: see the log of the container or of `lmi-server`")
+
+
+def _in_turns(number: int) -> list[str]:
+    """Return who goes first and second in this pair."""
+    return [INSIDE, OUTSIDE] if number % 2 else [OUTSIDE, INSIDE]
+
+
+def _starts(servers: dict[str, Start], count: int) -> dict[str, list[float]]:
+    """Return the seconds of `count` starts of each server, without the first ones."""
+    seconds: dict[str, list[float]] = {name: [] for name in servers}
+    for number in range(count + 1):
+        for name in _in_turns(number):
+            with servers[name]() as server:
+                seconds[name].append(server.ready_s)
+    return {name: found[1:] for name, found in seconds.items()}
+
+
+def _turns(ports: dict[str, int], connections: int, count: int) -> dict[str, list[float]]:
+    """Return tokens/s of `count` turns of each server."""
+    rates: dict[str, list[float]] = {name: [] for name in ports}
+    for number in range(count):
+        for name in _in_turns(number):
+            rates[name].append(_rate(ports[name], connections))
+    return rates
+
+
+def _rate(port: int, connections: int) -> float:
+    """Return tokens/s of streamed completions over connections that always have a request open."""
+    model = httpx.get(f"http://127.0.0.1:{port}/v1/models").json()["data"][0]["id"]
+    asked = prompts(connections * ROUNDS[connections])
+    requests = [request_bytes(model, prompt, NEW_TOKENS, stream=True) for prompt in asked]
+    seconds, seen = uvloop.run(run_load(port, requests, connections, NEW_TOKENS))
+    return sum(answer.tokens for answer in seen) / seconds
+
+
+def _add(table: Table, what: str, found: dict[str, list[float]], reached: Callable[[float], bool], aim: str) -> bool:
+    """Add a row, and return whether the ratio reaches its aim."""
+    ratios = [inside / outside for inside, outside in zip(found[INSIDE], found[OUTSIDE], strict=True)]
+    ratio = statistics.median(ratios)
+    lower, _, upper = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else (ratio, ratio, ratio)
+    medians = [f"{statistics.median(found[name]):.2f}" for name in (INSIDE, OUTSIDE)]
+    verdict = aim if reached(ratio) else f"{aim}, missed"
+    table.add_row(what, *medians, f"{ratio:.3f}", f"{lower:.3f} to {upper:.3f}", verdict)
+    return reached(ratio)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
