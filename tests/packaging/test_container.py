@@ -228,6 +228,11 @@ def wrong_key(model: Path) -> None:
     (model / "serving.properties").write_text("option.model_id=x\noption.dtype=float7\n")
 
 
+def large_model(model: Path) -> None:
+    own_code(model)
+    (model / "serving.properties").write_text("required_memory_mb=2000\n")
+
+
 def greedy_code(model: Path) -> None:
     (model / "model.py").write_text("taken = bytearray(b'x') * 2**30\n" + OWN_CODE)
 
@@ -248,9 +253,7 @@ BAD_STARTS = {
     "wrong setting": BadStart(own_code, ("--env", "SERVING_DRAIN_TIMEOUT=x"), ("SERVING_DRAIN_TIMEOUT", '"x"')),
     "wrong port": BadStart(own_code, ("--env", "SAGEMAKER_BIND_TO_PORT=x"), ("SAGEMAKER_BIND_TO_PORT", '"x"')),
     "less memory than asked for": BadStart(
-        own_code,
-        ("--memory", "1g", "--env", "SERVING_REQUIRED_MEMORY_MB=2000"),
-        ("required_memory_mb", "2000 MiB are needed"),
+        large_model, ("--memory", "1g"), ("required_memory_mb", "2500 MiB are needed")
     ),
     "killed for memory": BadStart(greedy_code, ("--memory", "600m", "--memory-swap", "600m"), ("ran out of memory",)),
 }
