@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import tarfile
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -47,7 +48,11 @@ both_images = pytest.mark.parametrize("image", [IMAGE, SLIM], ids=["cpu", "slim"
 
 
 def docker(*arguments: str) -> str:
-    done = subprocess.run([DOCKER, *arguments], capture_output=True, text=True, timeout=120, check=False)
+    # Where memory ran out, podman's conmon writes an empty file `oom` into the directory that it was started in.
+    started_in = tempfile.gettempdir()
+    done = subprocess.run(
+        [DOCKER, *arguments], cwd=started_in, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
