@@ -95,7 +95,7 @@ const SETTINGS = { system: "", temperature: "", top_p: "", max_tokens: "", seed:
 export function Chat() {
   const [, update] = useReducer((count) => count + 1, 0);
   const [settings, setSettings] = useState(SETTINGS);
-  const [names, setNames] = useState(["", ""]);
+  const [names, setNames] = useState([null, null]);  // null: the first model
   const [both, setBoth] = useState(false);
   const [images, setImages] = useState([]);
   const [problem, setProblem] = useState("");
@@ -104,7 +104,7 @@ export function Chat() {
   const frame = useRef(0);
   const able = [...store.models.values()].filter((row) => row.status === "Healthy");
   const choices = [...new Set(able.map((row) => row.name))];
-  const models = names.map((name) => name || choices[0] || "");
+  const models = names.map((name) => name ?? choices[0] ?? "");
   // Tokens may come faster than the page can be drawn.
   const draw = () => { frame.current ||= requestAnimationFrame(() => { frame.current = 0; update(); }); };
 
@@ -147,7 +147,7 @@ export function Chat() {
   return html`<h2>Chat</h2>
     <div class="row">
       ${(both ? [0, 1] : [0]).map((index) => html`<label key=${index}>${both ? `Model ${index + 1}` : "Model"}
-        <input list="chat-models" value=${models[index]} onChange=${(event) =>
+        <input list="chat-models" value=${models[index]} onInput=${(event) =>
           setNames(names.map((name, place) => (place === index ? event.target.value : name)))} /></label>`)}
       <datalist id="chat-models">${choices.map((name) => html`<option value=${name} />`)}</datalist>
       <label class="check"><input type="checkbox" checked=${both} onChange=${(event) => setBoth(event.target.checked)} />

@@ -13,6 +13,7 @@ export const MEASURES = ["tokens", "requests", "running", "queue", "ttft", "itl"
 export const store = {
   state: "connecting",  // open, connecting, or key: the server wants one
   error: "",
+  refusals: 0,  // of keys
   server: null,
   models: new Map(),  // by label
   totals: {},
@@ -108,6 +109,7 @@ async function follow(signal) {
       if (signal.aborted) return;
       store.state = error.status === 401 ? "key" : "connecting";
       store.error = error.message;
+      if (store.state === "key") store.refusals += 1;
     }
     changed();
     if (store.state === "key") return;  // until one is given

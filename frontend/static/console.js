@@ -1,7 +1,7 @@
 // The frame of the page: its parts by the fragment of the address, the key, and the theme.
 
 import { html, render, useEffect, useReducer, useRef, useState } from "./htm-preact.js";
-import { connect, key, store, setKey } from "./connection.js";
+import { connect, setKey, store } from "./connection.js";
 import { Chat } from "./chat.js";
 import { Live } from "./live.js";
 import { Model, Models } from "./models.js";
@@ -46,7 +46,9 @@ function Theme() {
 function Key() {
   const dialog = useRef();
   const wanted = store.state === "key";
-  useEffect(() => { if (wanted) dialog.current.showModal(); }, [wanted]);
+  useEffect(() => {
+    if (wanted && !dialog.current.open) dialog.current.showModal();
+  }, [wanted, store.refusals]);
   const use = (event) => {
     event.preventDefault();
     dialog.current.close();
@@ -57,7 +59,7 @@ function Key() {
       <h2 id="key-title">Management key</h2>
       ${wanted && html`<p class="error" role="alert">${store.error}</p>`}
       <label class="wide">One of management_api_keys
-        <input name="key" type="password" autocomplete="off" value=${key()} /></label>
+        <input name="key" type="password" autocomplete="off" /></label>
       <p class="note">It stays in this tab until you close it.</p>
       <div class="row"><button class="main">Use this key</button>
         <button type="button" onClick=${() => dialog.current.close()}>Cancel</button></div>

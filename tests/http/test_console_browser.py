@@ -1,0 +1,358 @@
+"""The console in a browser: headless Chromium on a server with an echo model, and on the demo model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from product_helpers import Server as Product
+from product_helpers import serving
+from server_helpers import Server, make_model, running
+from waiting import wait_until
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, ConsoleMessage, Page
+
+pytestmark = pytest.mark.slow
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+ADMIN = "key-of-the-admin"
+WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 390, "height": 800}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine; install it with: apt-get install chromium")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        # The only pages are those of this server; the sandbox needs rights that a container has not.
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Serve an echo model that takes 20 ms for each token."""
+    model = make_model(tmp_path_factory.mktemp("browser") / "model", echo_delay_ms=20, enable_lora=True)
+    with running(model) as server:
+        server.log_line(r"\] ready: process")
+        yield server
+
+
+@contextlib.contextmanager
+def opened(browser: Browser, server: Server, part: str = "", **options: object) -> Iterator[Page]:
+    """Open the console; what the browser complains of fails the test: errors, and what the policy blocks.
+
+    That a call was refused is no fault of the page.
+    """
+    complaints: list[str] = []
+    with browser.new_context(**{"viewport": WIDE, **options}) as context:  # type: ignore[arg-type]
+        page = context.new_page()
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("console", lambda said: complaints.append(said.text) if is_complaint(said) else None)
+        page.goto(f"http://127.0.0.1:{server.port}/{part}")
+        page.get_by_role("status").filter(has_text="models can serve").wait_for()
+        yield page
+    assert complaints == []
+
+
+def is_complaint(said: ConsoleMessage) -> bool:
+    return said.type == "error" and not said.text.startswith("Failed to load resource")
+
+
+def ask(page: Page, text: str) -> None:
+    page.get_by_role("textbox", name="Message").fill(text)
+    page.get_by_role("button", name="Send").click()
+
+
+# --- how it looks ---
+
+
+@pytest.mark.parametrize("viewport", [WIDE, NARROW], ids=["wide", "narrow"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_both_themes_on_wide_and_narrow_screens(
+    browser: Browser, server: Server, scheme: str, viewport: dict[str, int]
+) -> None:
+    with opened(browser, server, color_scheme=scheme, viewport=viewport) as page:
+        for part in ("Models", "Live", "Chat"):
+            page.get_by_role("link", name=part, exact=True).click()
+            page.get_by_role("heading", name=part, exact=True).wait_for()
+            assert page.evaluate("document.documentElement.scrollWidth") <= viewport["width"], part
+        before = brightness(page)
+        assert (before > 128) == (scheme == "light")
+        other = "Dark" if scheme == "light" else "Light"
+        page.get_by_role("combobox", name="Theme").select_option(label=other)
+        assert (brightness(page) > 128) != (scheme == "light")
+        page.reload()
+        assert (brightness(page) > 128) != (scheme == "light")  # it is remembered
+
+
+def brightness(page: Page) -> float:
+    colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    return sum(map(int, re.findall(r"\d+", colour)[:3])) / 3
+
+
+def test_the_text_has_contrast_in_both_themes(browser: Browser, server: Server) -> None:
+    """WCAG asks for 4.5 between text and what is behind it."""
+    for scheme in ("light", "dark"):
+        with opened(browser, server, color_scheme=scheme) as page:
+            found = page.evaluate(CONTRASTS)
+            assert {name: ratio for name, ratio in found.items() if ratio < 4.5} == {}, scheme
+
+
+CONTRASTS = """() => {
+  const colour = (name) => {
+    const probe = document.createElement("span");
+    probe.style.color = `var(${name})`;
+    document.body.append(probe);
+    const parts = getComputedStyle(probe).color.match(/[\\d.]+/g).slice(0, 3).map(Number);
+    probe.remove();
+    const linear = (c) => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
+    const [r, g, b] = parts.map((part) => linear(part / 255));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const ratios = {};
+  for (const ink of ["--ink", "--quiet", "--accent", "--good", "--warn", "--bad"]) {
+    for (const ground of ["--paper", "--panel"]) {
+      const [low, high] = [colour(ink), colour(ground)].sort((one, other) => one - other);
+      ratios[`${ink} on ${ground}`] = (high + 0.05) / (low + 0.05);
+    }
+  }
+  return ratios;
+}"""
+
+
+def test_it_is_used_by_keyboard_alone(browser: Browser, server: Server) -> None:
+    with opened(browser, server) as page:
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.textContent") == "Skip to content"
+        for _ in range(3):
+            page.keyboard.press("Tab")
+        page.keyboard.press("Enter")
+        page.get_by_role("heading", name="Chat", exact=True).wait_for()
+        page.get_by_role("textbox", name="Message").focus()
+        page.keyboard.type("one two")
+        page.keyboard.press("Enter")
+        page.get_by_text("ended by length").wait_for()
+
+
+def test_every_control_has_a_name(browser: Browser, server: Server) -> None:
+    """A screen reader says the name of a control; without a label it would only say what kind of control it is."""
+    nameless = """() => [...document.querySelectorAll("input, select, textarea, button")].filter((control) =>
+        !control.labels?.length && !control.getAttribute("aria-label") && !control.textContent.trim()).length"""
+    with opened(browser, server) as page:
+        for part in ("#models", "#live", "#chat", "#model/model"):
+            page.evaluate(f"location.hash = '{part}'")
+            page.get_by_role("heading", level=2).first.wait_for()
+            assert page.evaluate(nameless) == 0, part
+
+
+# --- what it does ---
+
+
+def test_the_page_is_live(browser: Browser, server: Server) -> None:
+    with opened(browser, server, "#live") as page:
+        chart = page.get_by_role("img", name="Requests: running")
+        chart.wait_for()
+        assert page.locator("canvas").count() == 6
+        body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 400, "stream": True}
+        with server.http.stream("POST", "/v1/chat/completions", json=body) as response:
+            assert response.status_code == 200
+            page.get_by_role("img", name="Requests: running 1").wait_for()
+        page.get_by_role("log").get_by_text("listening on").wait_for()
+
+
+def test_an_answer_is_streamed_and_never_becomes_markup(browser: Browser, server: Server) -> None:
+    with opened(browser, server) as page:
+        page.evaluate("location.hash = 'chat'")
+        ask(page, "<img src=x onerror=alert(1)> <script>alert(2)</script> " + "word " * 60)
+        answer = page.locator(".assistant")
+        answer.get_by_text("word").wait_for()
+        assert answer.get_attribute("aria-busy") == "true"  # its beginning is there before its end
+        page.get_by_text("ended by length").wait_for()
+        assert "<script>alert(2)</script>" in answer.inner_text()
+        assert answer.locator("img, script").count() == 0
+        assert "first token after" in answer.locator(".timings").inner_text()
+
+
+def test_the_stop_button_cancels_the_request(browser: Browser, server: Server) -> None:
+    with opened(browser, server) as page:
+        page.evaluate("location.hash = 'chat'")
+        page.get_by_text("Parameters").click()
+        page.get_by_role("textbox", name="Most tokens").fill("100000")
+        ask(page, "without end")
+        page.locator(".assistant").get_by_text("without end").wait_for()
+        assert server.metric("lmi_requests_in_flight") == 1
+        page.get_by_role("button", name="Stop").click()
+        page.get_by_text("Stopped.").wait_for()
+        server.until("lmi_requests_in_flight", 0)
+        server.until("lmi_handler_running_requests", 0)
+        assert page.get_by_role("button", name="Send").is_enabled()
+
+
+def test_what_the_chat_sends(browser: Browser, server: Server) -> None:
+    """The body is that of OpenAI's API with what the form says, for both models and with the messages from before."""
+    picture = {"name": "dot.png", "mimeType": "image/png", "buffer": b"\x89PNG"}
+    tool = [{"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}]
+    call = {"index": 0, "id": "1", "type": "function", "function": {"name": "clock", "arguments": '{"zone": "UTC"}'}}
+    chunk = {"choices": [{"index": 0, "delta": {"content": "hm", "tool_calls": [call]}, "finish_reason": "tool_calls"}]}
+    sent = []
+
+    def answer(route) -> None:  # type: ignore[no-untyped-def]
+        sent.append(route.request.post_data_json)
+        route.fulfill(content_type="text/event-stream", body=f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n")
+
+    with opened(browser, server) as page:
+        page.route("**/console/chat/completions", answer)  # no model of the tests sees, or calls tools
+        page.evaluate("location.hash = 'chat'")
+        page.get_by_text("Parameters").click()
+        page.get_by_role("textbox", name="System prompt").fill("Be brief.")
+        page.get_by_role("textbox", name="Temperature").fill("0.5")
+        page.get_by_role("textbox", name="Tools").fill(json.dumps(tool))
+        page.get_by_role("combobox", name="Answer").select_option("json_schema")
+        page.get_by_role("textbox", name="Schema").fill('{"type": "object"}')
+        page.get_by_role("checkbox", name="Probabilities").check()
+        page.get_by_role("checkbox", name="Two models").check()
+        page.get_by_role("combobox", name="Model 2").fill("other")
+        page.get_by_label("Images").set_input_files([picture])  # type: ignore[list-item]
+        page.get_by_role("button", name="Remove 1 images").wait_for()
+        ask(page, "What time is it?")
+        page.get_by_text('clock({"zone": "UTC"})').nth(1).wait_for()
+        assert {body["model"] for body in sent} == {"model", "other"}
+        first = sent[0]
+        assert first["messages"][0] == {"role": "system", "content": "Be brief."}
+        assert first["messages"][1]["content"][0] == {"type": "text", "text": "What time is it?"}
+        assert first["messages"][1]["content"][1]["image_url"]["url"] == "data:image/png;base64,iVBORw=="
+        assert (first["temperature"], first["stream"], first["logprobs"]) == (0.5, True, True)
+        assert first["tools"] == tool
+        assert first["response_format"]["json_schema"]["schema"] == {"type": "object"}
+        assert "max_tokens" not in first
+        ask(page, "Again")
+        wait_until(lambda: page.evaluate("1") and len(sent) == 4, "the second messages are sent")
+        assert [message["role"] for message in sent[2]["messages"]] == ["system", "user", "assistant", "user"]
+        assert sent[2]["messages"][2]["tool_calls"][0]["function"]["name"] == "clock"
+        page.get_by_role("textbox", name="Tools").fill("no json")
+        ask(page, "Third")
+        page.get_by_role("alert").get_by_text("no JSON").wait_for()
+        assert len(sent) == 4
+
+
+def test_a_model_is_registered_scaled_and_unregistered(browser: Browser, server: Server, tmp_path: Path) -> None:
+    guest = make_model(tmp_path / "guest")
+    with opened(browser, server) as page:
+        page.get_by_text("Register a model").click()
+        page.get_by_role("textbox", name="URL").fill(str(guest))
+        page.get_by_role("textbox", name="Version").fill("2")
+        page.get_by_role("textbox", name="Options").fill("option.max_rolling_batch_size=5\n\njob_queue_size = 9")
+        page.get_by_role("button", name="Register", exact=True).click()
+        page.get_by_text("registration scheduled").wait_for()
+        page.get_by_role("row", name=re.compile("guest:2.*Healthy")).get_by_role("link").click()
+        row = page.get_by_role("row", name=re.compile(r"option\.max_rolling_batch_size"))
+        assert re.search(r"5\s+registration", row.inner_text())
+        page.get_by_role("form", name="Scale").get_by_label("Workers, least").fill("2")
+        page.get_by_role("form", name="Scale").get_by_label("most").fill("2")
+        page.get_by_role("button", name="Scale").click()
+        page.get_by_text("max workers:2").wait_for()
+        page.get_by_role("rowheader", name="2", exact=True).wait_for()
+        page.get_by_role("button", name="Unregister").click()
+        page.get_by_role("dialog").get_by_role("button", name="Unregister").click()
+        page.get_by_role("caption").get_by_text("1 models").wait_for()
+    assert server.http.get("/models/guest").status_code == 404
+
+
+def test_adapters_come_and_go(browser: Browser, server: Server, tmp_path: Path) -> None:
+    with opened(browser, server) as page:
+        page.evaluate("location.hash = 'model/model'")
+        form = page.get_by_role("form", name="Register an adapter")
+        form.get_by_label("Name").fill("french")
+        form.get_by_label("Source").fill(str(tmp_path / "absent"))
+        form.get_by_role("button").click()
+        page.get_by_role("alert").wait_for()  # what the management API says
+        form.get_by_label("Source").fill(str(tmp_path))
+        form.get_by_role("button").click()
+        page.get_by_role("button", name="Unregister french").click()
+        page.get_by_text("None is registered.").wait_for()
+    assert server.http.get("/models/model/adapters").json()["adapters"] == []
+
+
+def test_a_thousand_models_are_found_and_shown(browser: Browser, server: Server) -> None:
+    """The events are made here; a thousand workers would be another test."""
+    rows = [
+        {"label": f"m{number:04}", "name": f"m{number:04}", "version": None, "status": "Healthy", "reason": "",
+         "handler": "echo", "workers": {"ready": 1}, "queue": 0, "running": 0, "adapters": 0, "kv": None}
+        for number in range(1000)
+    ]  # fmt: skip
+    message = {
+        "server": {"version": "1", "since": 1},
+        "time": 1,
+        "whole": True,
+        "models": rows,
+        "totals": {},
+        "log": [],
+    }
+    with opened(browser, server) as page:
+        page.route("**/console/live", lambda route: route.fulfill(body=f"data: {json.dumps(message)}\n\n"))
+        page.reload()
+        page.get_by_text("1000 models, page 1 of 20").wait_for()
+        assert page.get_by_role("row").count() == 51
+        page.get_by_role("button", name="Next").click()
+        page.get_by_role("link", name="m0050").wait_for()
+        page.get_by_role("searchbox", name="Find").fill("0777")
+        page.get_by_role("link", name="m0777").wait_for()
+        assert page.get_by_role("row").count() == 2
+
+
+def test_the_page_asks_for_the_key_and_shows_nothing_without(browser: Browser, tmp_path: Path) -> None:
+    with running(make_model(tmp_path / "model"), variables={"SERVING_MANAGEMENT_API_KEYS": ADMIN}) as server:
+        server.log_line(r"\] ready: process")
+        page = browser.new_page()
+        page.goto(f"http://127.0.0.1:{server.port}/")
+        page.get_by_role("alert").get_by_text("No API key was sent").wait_for()
+        assert page.get_by_role("link", name="model", exact=True).count() == 0
+        page.get_by_label("One of management_api_keys").fill("wrong")
+        page.get_by_role("button", name="Use this key").click()
+        page.get_by_role("alert").get_by_text("not one of this server").wait_for()
+        page.get_by_label("One of management_api_keys").fill(ADMIN)
+        page.get_by_role("button", name="Use this key").click()
+        page.get_by_role("link", name="model", exact=True).wait_for()
+        page.close()
+
+
+def test_a_real_model_answers_with_probabilities(
+    browser: Browser, demo_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    directory = tmp_path_factory.mktemp("demo")
+    with serving(
+        directory, demo_model_dir, dtype="fp32", max_rolling_batch_size="4", libraries="transformers"
+    ) as product:
+        page = browser.new_page()
+        page.goto(f"{product.url}/console#chat")
+        page.get_by_text("Parameters").click()
+        page.get_by_role("textbox", name="Temperature").fill("0")
+        page.get_by_role("checkbox", name="Probabilities").check()
+        ask(page, "What is the capital of France?")
+        page.get_by_text("ended by stop").wait_for()
+        answer = page.locator(".assistant")
+        assert "The capital of France is Paris." in answer.inner_text()
+        assert answer.locator(".token").first.get_attribute("title").split(" %")[0]
+        assert re.search(r"8 tokens · [\d.]+ tokens/s", answer.locator(".timings").inner_text())
+        answer.get_by_text("Tokens", exact=True).click()
+        assert answer.get_by_role("row", name=re.compile("Paris")).get_by_role("cell").nth(2).inner_text().endswith("%")
+        check_memory(page, product)
+        page.close()
+
+
+def check_memory(page: Page, product: Product) -> None:
+    """The page of the model has the estimate of its weights, and KV cache is in use."""
+    page.evaluate(f"location.hash = 'model/{product.model}'")
+    weights = page.locator("div", has=page.get_by_text("Weights, estimated", exact=True)).last
+    assert re.search(r"0\.\d+ GiB", weights.inner_text())
