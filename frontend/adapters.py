@@ -78,14 +78,14 @@ class AdapterManagement:
             alias=alias,
             options=_options(given),
         )
-        status = await _to_the_end(self._register(model, adapters, wanted, source))
+        status = await _to_the_end(self._register(model, wanted, source))
         _warn_of_options(model, wanted)
         return json_response({"status": status or f"Adapter {alias} registered"})
 
     async def update(self, request: Request) -> Response:
         given = await parameters(request)
-        model, adapters = self._model(request), self._adapters(request)
-        before = adapters.get(request.path_params["adapter"])
+        model = self._model(request)
+        before = self._adapters(request).get(request.path_params["adapter"])
         source = given.get("src", "").strip()
         if source:
             self._check_source(model, source, request)
@@ -95,21 +95,28 @@ class AdapterManagement:
             pin=truth(given, "pin", before.adapter.pin),
             options={**before.adapter.options, **_options(given)},
         )
-        status = await _to_the_end(self._update(model, adapters, wanted, source or before.source))
+        status = await _to_the_end(self._update(model, wanted, source or before.source))
         _warn_of_options(model, wanted)
         return json_response({"status": status or f"Adapter {before.alias} updated"})
 
     async def unregister(self, request: Request) -> Response:
-        adapters = self._adapters(request)
-        registered = adapters.get(request.path_params["adapter"])
-        status = await _to_the_end(adapters.remove(registered.name))
+        registered = self._adapters(request).get(request.path_params["adapter"])
+        status = await _to_the_end(self._remove(self._model(request), registered.name))
         return json_response({"status": status or f"Adapter {registered.alias} unregistered"})
 
-    async def _register(self, model: Model, adapters: Adapters, wanted: Adapter, source: str) -> str:
-        return await adapters.register(await self._fetched(model, wanted, source))
+    async def _register(self, model: Model, wanted: Adapter, source: str) -> str:
+        fetched = await self._fetched(model, wanted, source)
+        await model.until_reloaded()
+        return await model.loaded().adapters.register(fetched)
 
-    async def _update(self, model: Model, adapters: Adapters, wanted: Adapter, source: str) -> str:
-        return await adapters.update(await self._fetched(model, wanted, source))
+    async def _update(self, model: Model, wanted: Adapter, source: str) -> str:
+        fetched = await self._fetched(model, wanted, source)
+        await model.until_reloaded()
+        return await model.loaded().adapters.update(fetched)
+
+    async def _remove(self, model: Model, name: str) -> str:
+        await model.until_reloaded()
+        return await model.loaded().adapters.remove(name)
 
     async def _fetched(self, model: Model, wanted: Adapter, source: str) -> RegisteredAdapter:
         """Fetch the files of an adapter and return it with their directory."""

@@ -10,7 +10,7 @@ import codecs
 import logging
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -39,6 +39,7 @@ from lmi_server.contract.errors import (
     LmiServerError,
     MalformedUrlError,
     ModelNotFoundError,
+    ModelNotReadyError,
     PayloadTooLargeError,
     RequestError,
     RouteNotFoundError,
@@ -49,8 +50,9 @@ from lmi_server.dialects.adapters import naming_adapter
 from lmi_server.dialects.errors import error_event, error_reply
 from lmi_server.dialects.forms import form_fields, is_form
 from lmi_server.dialects.routes import ANTHROPIC_ROUTES, ANY_MODEL, MODEL_IN_BODY, PREDICTIONS, TGI
+from lmi_server.serving.pool import WorkerPool
 from lmi_server.serving.registry import Model, ModelRegistry
-from lmi_server.supervisor.job import Job
+from lmi_server.supervisor.job import Deadline, Job
 
 logger = logging.getLogger(__name__)
 
@@ -147,9 +149,7 @@ class Relay:
             if pool.on_demand is None:
                 job = pool.submit(received, connection.abort, deadline, tenant)
             else:
-                assert model.resolved is not None, "a loaded model has a configuration"
-                received = naming_adapter(received, model.resolved.served_names)
-                job = await pool.submit_holding(pool.on_demand, received, connection.abort, deadline, tenant)
+                pool, received, job = await _submit_holding(model, received, connection.abort, deadline, tenant)
         except LmiServerError as error:
             closes = self.draining or isinstance(error, PayloadTooLargeError)
             closes = closes or (body is None and not await self._skips_body(scope, receive))
@@ -328,6 +328,26 @@ class Relay:
         self.error_rates.count(status, error)
         await response.whole(status, headers, data)
         return status
+
+
+async def _submit_holding(
+    model: Model, request: Input, on_overflow: Callable[[], None], deadline: Deadline | None, tenant: bytes
+) -> tuple[WorkerPool, Input, Job]:
+    """Have `model` accept a request once its adapter is loaded; return the pool, the request as it went there, the job.
+
+    While that is awaited the model may get another pool, which is tried then.
+    """
+    while True:
+        pool = model.loaded()
+        assert model.resolved is not None, "a loaded model has a configuration"
+        named = naming_adapter(request, model.resolved.served_names)
+        try:
+            if pool.on_demand is None:
+                return pool, named, pool.submit(named, on_overflow, deadline, tenant)
+            return pool, named, await pool.submit_holding(pool.on_demand, named, on_overflow, deadline, tenant)
+        except ModelNotReadyError:
+            if pool is model.pool:
+                raise
 
 
 def _refused(

@@ -1,4 +1,4 @@
-"""LMI's management API, which lists, registers, describes, scales and unregisters models over HTTP."""
+"""LMI's management API, which lists, registers, describes, scales, reloads and unregisters models over HTTP."""
 
 from __future__ import annotations
 
@@ -71,6 +71,11 @@ class Management:
         return [
             MethodRoute("/models", {"GET": self.list_models, "POST": self.register}),
             MethodRoute("/workflows", {"GET": self.list_workflows, "POST": self.register}),
+            *(
+                MethodRoute(f"/{kind}/{{model}}{version}/reload", {"POST": self.reload})
+                for kind in ("models", "workflows")
+                for version in ("", "/{version}")
+            ),
             MethodRoute("/server/logging", dict.fromkeys(("GET", "POST", "PUT"), self.set_log_level)),
             *(
                 MethodRoute(f"/{kind}/{{model}}{version}", one)
@@ -120,6 +125,8 @@ class Management:
         least, most = _count(given, "min_worker"), _count(given, "max_worker")
         device = _device(given)
         models = self._named(request)
+        for model in models:
+            await model.until_reloaded()
         pools = [model.loaded() for model in models]
         await asyncio.gather(*(pool.scale(least, most, device) for pool in pools))
         lines = [
@@ -129,6 +136,18 @@ class Management:
             for model, pool in zip(models, pools, strict=True)
         ]
         return json_response({"status": "\n".join(lines)})
+
+    async def reload(self, request: Request) -> Response:
+        """Load a model again beside itself, with its configuration as it is now; then that gets the requests."""
+        name, version = _path(request)
+        waits = truth(await parameters(request), "synchronous", True)
+        self._named(request)  # so that an unknown name is refused at once
+        reloading = asyncio.ensure_future(self._models.reload(name, version))
+        if waits:
+            await asyncio.shield(reloading)  # it goes on if the client goes away
+            return json_response({"status": f'Model "{name}" reloaded.'})
+        reloading.add_done_callback(_heard)
+        return json_response({"status": f'Model "{name}" reload scheduled.'}, 202)
 
     async def unregister(self, request: Request) -> Response:
         name, version = _path(request)
@@ -164,6 +183,12 @@ class MethodRoute(Route):
         super().__init__(path, call, methods=list(handlers))
         self.methods = set(handlers)
         self.handlers = handlers
+
+
+def _heard(task: asyncio.Future[Any]) -> None:
+    """Look at the error, if any, which the description of the model tells: asyncio would log it."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _path(request: Request) -> tuple[str, str | None]:
@@ -251,10 +276,20 @@ def described(model: Model) -> dict[str, Any]:
         "status": model.status.value,
         **reason,
         "loadedAtStartup": model.at_startup,
+        **_reload(model),
         "workerGroups": []
         if model.pool is None
         else [_replicas(replicas, model.pool) for replicas in model.pool.replica_sets],
     }
+
+
+def _reload(model: Model) -> dict[str, Any]:
+    """Return how the last attempt to load the model again went; nothing if there was none."""
+    reload = model.reload
+    if reload is None:
+        return {}
+    reason = {} if reload.failure is None else {"reason": SECRETS.masked(reload.failure.message)}
+    return {"reload": {"status": reload.status.value, "startTime": _timestamp(reload.began_at), **reason}}
 
 
 def _serving(model: Model) -> dict[str, int]:

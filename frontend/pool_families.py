@@ -15,6 +15,7 @@ from lmi_server.machine.process_tree import tree_resident_bytes
 from lmi_server.serving.pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus
 from lmi_server.serving.registry import Model
+from lmi_server.serving.reload import ReloadStatus
 
 _NOT_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
 _MODEL = ("model",)
@@ -41,6 +42,16 @@ def pool_families(models: Sequence[Model]) -> Iterator[Family]:
         "1 if the model can serve.",
         _MODEL,
         [((model.label,), model.status is ModelStatus.HEALTHY) for model in models],
+    )
+    yield counter(
+        "lmi_model_reloads",
+        "Attempts to load a model again, by what became of them: done, failed.",
+        ("model", "outcome"),
+        [
+            ((model.label, status.value.lower()), model.reloads[status])
+            for model in models
+            for status in (ReloadStatus.DONE, ReloadStatus.FAILED)
+        ],
     )
     yield counter(
         "lmi_worker_deaths", "Workers that ended although nobody asked.", _MODEL, by_pool(lambda pool: pool.deaths)

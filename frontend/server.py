@@ -34,6 +34,7 @@ from frontend.lmi_metrics import HOST
 from frontend.management_access import Access
 from frontend.metric_log import AccessLog, MetricLog, log_files
 from frontend.metrics import Metrics
+from frontend.model_watch import ModelWatch
 from frontend.server_log import BackgroundLog, background_log
 from frontend.tls import Certificate, names_certificate
 from lmi_server.artifacts.fetch import artifact_settings
@@ -161,6 +162,8 @@ class _Server:
         watches = [asyncio.create_task(self._measure_start(starting))]
         watches += [asyncio.create_task(self._end_if_unloadable(model)) for model in starting]
         watches.append(asyncio.create_task(models.follow()))
+        if self._settings.reload_on_change:
+            watches.append(asyncio.create_task(ModelWatch(models).run()))
         if self._settings.emf_namespace is not None:
             embedded = EmbeddedMetrics(self._settings.emf_namespace, metrics, lambda: models.models)
             watches.append(asyncio.create_task(embedded.run()))

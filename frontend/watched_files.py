@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Sequence
+
+from lmi_server.machine.file_state import FileState, file_state
 
 _CHECK_S = 2.0
 
@@ -24,13 +25,5 @@ class WatchedFiles:
             state = self._state()
         self._seen = state
 
-    def _state(self) -> list[tuple[int, int, int] | None]:
-        return [_state_of(name) for name in self._names]
-
-
-def _state_of(name: str) -> tuple[int, int, int] | None:
-    try:
-        found = os.stat(name)
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    def _state(self) -> list[FileState]:
+        return [file_state(name) for name in self._names]

@@ -19,6 +19,7 @@ from lmi_server.artifacts.location import MODEL_FILE_SUFFIXES, MODEL_FORMS
 from lmi_server.commands import ray
 from lmi_server.commands.advise import advise_server
 from lmi_server.commands.bench import bench
+from lmi_server.commands.reload import reload_model
 from lmi_server.commands.terminal import plain_configuration_errors
 from lmi_server.commands.tune import tune
 from lmi_server.configuration.handlers import DESCRIBE_GPUS, HANDLERS
@@ -50,6 +51,7 @@ app.add_typer(ray.app)
 app.command()(bench)
 app.command()(tune)
 app.command("advise")(advise_server)
+app.command("reload")(reload_model)
 
 _log = logging.getLogger(__name__)
 _ONE_MODEL = f"Model: {MODEL_FORMS}. It is fetched first if it is not on this machine."

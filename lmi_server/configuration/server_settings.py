@@ -255,6 +255,11 @@ class ServerSettings(Options):
         description="End the server with exit code 1 if it would start without any model. SAGEMAKER_MULTI_MODEL=true, "
         "where models are registered later, and load_models=NONE overrule it.",
     )
+    reload_on_change: bool = Field(
+        False,
+        description="Load a model again when its serving.properties changes, beside its workers; if that fails, they "
+        "serve on.",
+    )
     allow_multi_status: bool = Field(
         False, description="Answer /ping with 207 while one model can serve and another is loading or cannot."
     )

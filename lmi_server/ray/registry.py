@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import msgspec
@@ -42,8 +42,6 @@ class ClusterRegistry(ModelRegistry):
         self._replicas: Mapping[str, Replicas] = {}
         self._described: Mapping[str, asyncio.Event] = {}
         self._served: dict[str, Described] = {}  # what the newest pool of each model was made for
-        self._coming: dict[str, Model] = {}  # models that take the place of themselves, with other settings
-        self._tasks: set[asyncio.Task[None]] = set()
 
     async def follow(self) -> None:
         """Do what the ingress says in the lines of standard input. When it is gone, drain this process."""
@@ -82,7 +80,10 @@ class ClusterRegistry(ModelRegistry):
     async def unregister(self, name: str, version: str | None = None) -> None:
         raise BadParameterError(_ELSEWHERE)
 
-    async def _make_pool(self, model: Model) -> WorkerPool:
+    async def reload_model(self, model: Model) -> None:
+        raise BadParameterError(_ELSEWHERE)
+
+    async def _make_pool(self, model: Model, before: WorkerPool | None = None) -> WorkerPool:
         if not self._described[model.name].is_set():
             _want(model.name)  # it may be one without a replica, of which Ray can tell nothing
         await self._described[model.name].wait()
@@ -92,7 +93,7 @@ class ClusterRegistry(ModelRegistry):
         model.source = ModelSource(described.url, model.name)
         model.resolved = resolved = _resolved(model.name, described)
         settings = _pool_settings(resolved, described, replicas, self._log_levels[""])
-        before = self._endpoints[model.name].models[0].pool
+        before = before or self._endpoints[model.name].models[0].pool
         if isinstance(before, ClusterPool):
             settings = msgspec.structs.replace(settings, adapters=(*settings.adapters, *before.added_to(settings)))
         self._served[model.name] = described
@@ -100,9 +101,6 @@ class ClusterRegistry(ModelRegistry):
         pool.on_demand = LoadedElsewhere() if settings.adapter_affinity else None
         pool.replicas.update(replicas.places)
         return pool
-
-    def _pools(self) -> list[WorkerPool]:
-        return [*super()._pools(), *(model.pool for model in self._coming.values() if model.pool is not None)]
 
     def _pools_of(self, name: str) -> list[ClusterPool]:
         """Return the pools of a model: one, and those that drain or are to take its place."""
@@ -116,11 +114,6 @@ class ClusterRegistry(ModelRegistry):
         for model in models:
             self._forget(model)
         self._begin(self._remove(models))
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     # --- a new version of a model may have other settings ---
 

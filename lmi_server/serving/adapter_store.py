@@ -17,6 +17,7 @@ from lmi_server.contract.errors import (
     ArtifactMissingError,
     DeadlineError,
     ModelNotFoundError,
+    ModelNotReadyError,
     QueueFullError,
     RequestError,
 )
@@ -38,6 +39,9 @@ class OnDemand(Protocol):
 
     def release(self, request: Input) -> None:
         """Let the adapter make room for others; each `hold` that has returned is followed by one `release`."""
+
+    def keeps(self, name: str) -> bool:
+        """Return whether a request has brought the adapter `name`, and no call."""
 
     def stop(self) -> None:
         """Give up what is being loaded."""
@@ -62,6 +66,9 @@ class LoadedElsewhere:
     async def hold(self, request: Input) -> None: ...
 
     def release(self, request: Input) -> None: ...
+
+    def keeps(self, name: str) -> bool:
+        return False
 
     def stop(self) -> None: ...
 
@@ -121,13 +128,16 @@ class AdapterStore:
         if entry is not None:
             self._leave(entry)
 
+    def keeps(self, name: str) -> bool:
+        return name in self._entries or name == self._leaving
+
     def stop(self) -> None:
         for entry in self._entries.values():
             entry.task.cancel()
 
     def _is_registered(self, name: str) -> bool:
         """Return whether a call, or the directory of the model, has brought the adapter; it stays then."""
-        return name in self._adapters and name not in self._entries and name != self._leaving
+        return name in self._adapters and not self.keeps(name)
 
     def _begin(self, name: str, users: int) -> _Entry:
         if self._waiting >= self._most_waiting:
@@ -142,6 +152,8 @@ class AdapterStore:
             await asyncio.shield(entry.task)  # if this client leaves, others may wait for the adapter
         except BaseException:
             self._leave(entry)
+            if entry.task.cancelled():  # by `stop`: it is not this client that has left
+                raise ModelNotReadyError("The workers ended while they loaded the adapter") from None
             raise
         finally:
             self._waiting -= 1

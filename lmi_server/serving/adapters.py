@@ -78,6 +78,11 @@ class Adapters:
             raise ModelNotFoundError(f"Adapter not found: {name}")
         return registered
 
+    async def all(self) -> list[RegisteredAdapter]:
+        """Return every adapter, once the changes that have begun are made."""
+        async with self._changing:
+            return list(self._adapters.values())
+
     def refuse_known(self, name: str) -> None:
         """Raise ModelExistsError if an adapter of that name is registered."""
         if name in self._adapters:

@@ -17,13 +17,15 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
+
 from lmi_server.contract.errors import LmiServerError, ModelLoadError, ModelNotReadyError
 from lmi_server.contract.histogram import Histogram
 from lmi_server.contract.metrics import MetricSink, unrecorded
 from lmi_server.contract.protocol import Input, Ready
 from lmi_server.machine.devices import DeviceSet
 from lmi_server.serving.adapter_store import OnDemand, hold_in_time
-from lmi_server.serving.adapters import Adapters
+from lmi_server.serving.adapters import Adapters, RegisteredAdapter
 from lmi_server.serving.dispatcher import Dispatcher
 from lmi_server.serving.pool_settings import ModelStatus, PoolSettings
 from lmi_server.serving.progress_watch import ProgressWatch
@@ -72,7 +74,8 @@ class WorkerPool:
         self._closing: str | None = None  # the message for new requests, from the start of the drain on
         self._crash_loop = CrashLoopDetector(settings.retry_threshold, settings.death_window_s)
         self.replica_sets = self._make_replica_sets(LoadPlan(settings.load, settings.model_loading_timeout_s))
-        self._roster = roster = WorkerRoster()
+        self._bounds = dict(settings.bounds)
+        self._roster = roster = WorkerRoster(settings.reserved_numbers)
         self._scaling = WorkerScaling(self.label, self.replica_sets)
         self._dispatcher = Dispatcher(settings, roster, self._on_no_room, on_metric)
         self.adapters = Adapters(settings.adapters, lambda: roster.ready, settings.model_loading_timeout_s)
@@ -172,6 +175,49 @@ class WorkerPool:
             self._on_no_room()
             await asyncio.sleep(_PAUSE_S)
 
+    async def complete(self) -> None:
+        """Wait until as many workers are ready as have to run, and one also if none has to.
+
+        Raises the error with which a worker does not load the model, ModelNotReadyError if none may run.
+        """
+        if not any(replicas.max_workers for replicas in self.replica_sets):
+            raise self._without_workers()
+        await self._settled.wait()
+        try:
+            await self.until_ready()
+        except ModelNotReadyError as error:
+            raise self.failure or error from None
+        await self._scaling.complete()
+
+    async def succeed(self, settings: PoolSettings) -> PoolSettings:
+        """Return the settings of a pool that takes the place of this one: with what calls have changed here.
+
+        These are the adapters, and the numbers of workers. Adapters that requests have brought stay here.
+        """
+        return msgspec.structs.replace(
+            settings,
+            adapters=await self._as_changed(settings.adapters),
+            own_adapters=settings.adapters,
+            bounds=self._bounds,
+            reserved_numbers=self._roster.numbers,
+        )
+
+    async def _as_changed(self, own: Sequence[RegisteredAdapter]) -> tuple[RegisteredAdapter, ...]:
+        """Return the adapters of a successor: its `own`, with what calls have registered, changed and removed here."""
+        settings = self._settings
+        own_here = settings.adapters if settings.own_adapters is None else settings.own_adapters
+        before = {each.name: each for each in own_here}
+        now = {each.name: each for each in await self.adapters.all()}
+        on_demand = self.on_demand
+        changed = {
+            name: each
+            for name, each in now.items()
+            if before.get(name) != each and not (on_demand is not None and on_demand.keeps(name))
+        }
+        removed = before.keys() - now.keys()
+        kept = {each.name: each for each in own if each.name not in removed}
+        return tuple({**kept, **changed}.values())
+
     # --- requests ---
 
     def submit(
@@ -231,10 +277,13 @@ class WorkerPool:
             return self._not_ready("it is loading")
         enabled = [replicas for replicas in self.replica_sets if replicas.max_workers]
         if not enabled:
-            return ModelNotReadyError(f"All model workers has been shutdown: {self.name}")  # LMI's words
+            return self._without_workers()
         if all(replicas.is_failing for replicas in enabled):
             return self._not_ready("it could not be loaded again; see the log")
         return None
+
+    def _without_workers(self) -> ModelNotReadyError:
+        return ModelNotReadyError(f"All model workers has been shutdown: {self.name}")  # LMI's words
 
     def _not_ready(self, reason: str) -> ModelNotReadyError:
         return ModelNotReadyError(f"Model is not ready: {self.name}: {reason}")
@@ -247,8 +296,9 @@ class WorkerPool:
 
     def start(self) -> None:
         """Spawn the workers; `settled` returns once they are loaded, or at once if the first request starts one."""
+        configured = (self._settings.min_workers, self._settings.max_workers)
         for replicas in self.replica_sets:
-            replicas.scale(self._settings.min_workers, self._settings.max_workers)
+            replicas.scale(*self._bounds.get(replicas.devices.first, configured))
         self._watch.start()
         if self._starts_on_demand:
             logger.info("model %s: minWorkers is 0, so that the first request starts a worker", self.label)
@@ -263,6 +313,9 @@ class WorkerPool:
         if self._closing or self.failure is not None or not self.was_ready:
             self._check_open()
         self._scaling.set_bounds(min_workers, max_workers, device)
+        for replicas in self.replica_sets:
+            if device in (None, replicas.devices.first):
+                self._bounds[replicas.devices.first] = (replicas.min_workers, replicas.max_workers)
         self._fail_stranded()
         self._scaling.notify()  # callers that wait for more workers than are wanted now
         await self._scaling.complete()

@@ -32,6 +32,10 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     `version` distinguishes the versions of one model. `python` is the interpreter of the workers. `environment` is
     added to that of each worker; with an `mpi` launcher each worker is a group of ranks. What a user may configure has
     no default here: the defaults are those of `ServingOptions` and `ModelOptions`.
+
+    A pool that takes the place of another one has what calls have changed there: `bounds` has numbers of workers, the
+    least and the most, by the first device of a set; `own_adapters` are those of the model's directory, if `adapters`
+    differ from them. No worker gets a number of `reserved_numbers`, which workers of the other pool have.
     """
 
     load: Load
@@ -41,8 +45,11 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     environment: Mapping[str, str] = {}
     mpi: MpiLauncher | None = None
     adapters: tuple[RegisteredAdapter, ...] = ()
+    own_adapters: tuple[RegisteredAdapter, ...] | None = None
     min_workers: int
     max_workers: int
+    bounds: Mapping[int, tuple[int, int]] = {}
+    reserved_numbers: frozenset[int] = frozenset()
     max_in_flight: int
     max_batch_delay_s: float
     job_queue_size: int

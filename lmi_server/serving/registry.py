@@ -1,4 +1,4 @@
-"""The models of a server: registered, loaded, chosen by name and version, and unregistered again.
+"""The models of a server: registered, loaded, chosen by name and version, loaded again, and unregistered.
 
 Each version of a model has its own configuration, devices, workers, queue and failure. Everything but the reading of
 files runs on one event loop.
@@ -11,9 +11,11 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from lmi_server.artifacts.fetch import ArtifactSettings
 from lmi_server.artifacts.location import HubModel, parse_location
@@ -33,6 +35,7 @@ from lmi_server.contract.metrics import Metric, MetricSink, unrecorded
 from lmi_server.contract.protocol import Load
 from lmi_server.machine.devices import plan_devices
 from lmi_server.machine.environment import is_multi_model, process_environment
+from lmi_server.machine.file_state import FileState
 from lmi_server.machine.inventory import this_machine
 from lmi_server.machine.mpi import NO_MPIRUN, find_mpirun
 from lmi_server.serving.adapter_store import AdapterStore, fetch_from_store
@@ -42,19 +45,30 @@ from lmi_server.serving.model_memory import memory_shortage
 from lmi_server.serving.model_store import HUB_VARIABLES, ModelSource
 from lmi_server.serving.pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus, PoolSettings
+from lmi_server.serving.reload import Reload, ReloadStatus, configuration_state
 from lmi_server.supervisor.log import LEVELS
 from lmi_server.supervisor.worker_process import MpiLauncher
 
 logger = logging.getLogger(__name__)
 
+_RELOAD_DRAIN_S = 600.0  # for the requests of the workers that a reload replaces; as when a model is scaled down
+
 
 class Model:
-    """One version of a model, from its registration to its end."""
+    """One version of a model, from its registration to its end.
+
+    `reload` is the last attempt to load it again, and `reloads` counts how they ended. `directory` is the local one
+    with its configuration, None before it is there; `configured_by` is the state of that file when it was read.
+    """
 
     def __init__(self, source: ModelSource, at_startup: bool) -> None:
         self.source = source
         self.at_startup = at_startup
         self.registered_at = time.time()
+        self.directory: Path | None = None
+        self.configured_by: FileState = None
+        self.reload: Reload | None = None
+        self.reloads: Counter[ReloadStatus] = Counter()
         self.resolved: ResolvedModel | None = None
         self.pool: WorkerPool | None = None
         self.failed: LmiServerError | None = None  # why there will be no pool
@@ -92,6 +106,15 @@ class Model:
     @property
     def adapter_names(self) -> list[str]:
         return [] if self.pool is None else self.pool.adapters.names
+
+    @property
+    def is_reloading(self) -> bool:
+        return self.reload is not None and self.reload.status is ReloadStatus.LOADING
+
+    async def until_reloaded(self) -> None:
+        """Wait until the model is not being loaded again: what changes its pool now would be lost then."""
+        while self.reload is not None and self.is_reloading:
+            await self.reload.ended()
 
     def loaded(self) -> WorkerPool:
         """Return the pool. Raises ModelNotReadyError if there is none yet, or never will be."""
@@ -164,7 +187,9 @@ class ModelRegistry:
         self._on_metric = on_metric
         self._endpoints: dict[str, Endpoint] = {}
         self._aliases: dict[str, Endpoint] = {}
-        self._ending: set[WorkerPool] = set()  # of models that are unregistered
+        self._ending: set[WorkerPool] = set()  # of models that are unregistered, or have another pool now
+        self._coming: dict[str, Model] = {}  # what is to take the place of a model, by the model's label
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def follow(self) -> None:
         """Follow what another process says of the models. Nobody does of the models of a single server."""
@@ -250,7 +275,7 @@ class ModelRegistry:
             await self._remove([model])
             raise model.failure
         if model.pool is None or model not in self.models:
-            raise ModelNotFoundError(f"Model {model.label} was unregistered while it was loading")
+            raise _unregistered(model)
         return model
 
     async def unregister(self, name: str, version: str | None = None) -> None:
@@ -283,13 +308,25 @@ class ModelRegistry:
         if model.task is not None and not model.task.done():
             model.task.cancel()
             await asyncio.gather(model.task, return_exceptions=True)
-        pool = model.pool
-        if pool is None:
-            return
+        if model.pool is not None:
+            await self._end_pool(model.pool, self._drain_timeout_s, f"Model {model.label} is unregistered")
+
+    def _retire(self, pool: WorkerPool, drain_timeout_s: float, reason: str) -> None:
+        """Begin to end a pool that no model has any more."""
+        self._ending.add(pool)
+        self._begin(self._end_pool(pool, drain_timeout_s, reason))
+
+    async def _end_pool(self, pool: WorkerPool, drain_timeout_s: float, reason: str) -> None:
         self._ending.add(pool)  # `stop` and `kill` must still reach its workers while it drains
-        await pool.drain(self._drain_timeout_s, f"Model {model.label} is unregistered")
+        await pool.drain(drain_timeout_s, reason)
         await pool.stop()
         self._ending.discard(pool)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do `work` in a task that nobody has to wait for."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _choose_default(self) -> None:
         """Choose the model for requests that name none: the only one from the start of the server, or the only one."""
@@ -297,6 +334,76 @@ class ModelRegistry:
         at_startup = [endpoint for endpoint in everyone if any(model.at_startup for model in endpoint.models)]
         self.only = everyone[0] if len(everyone) == 1 else None
         self.default = at_startup[0] if len(at_startup) == 1 else self.only
+
+    # --- loading again ---
+
+    async def reload(self, name: str, version: str | None = None) -> list[Model]:
+        """Load one version of a model again, or all of them one after the other, and return them.
+
+        Each is loaded from its source, with the configuration as it is now, beside the workers that serve it. Once
+        that has as many workers as it needs, it gets the requests; those that were accepted finish where they are. If
+        it cannot be loaded, the model serves on as before, and the reason is raised.
+        """
+        endpoint = self.endpoint(name)
+        models = list(endpoint.models) if version is None else [endpoint.version(version)]
+        for model in models:
+            await self.reload_model(model)
+        return models
+
+    async def reload_model(self, model: Model) -> None:
+        """Load one version of a model again as `reload` does; after a load that has begun already."""
+        await model.settled.wait()
+        await model.until_reloaded()
+        if model not in self.models:
+            raise _unregistered(model)
+        model.reload = reload = Reload()
+        model.task = asyncio.create_task(self._reload(model, reload))
+        await reload.ended()
+        if reload.failure is not None:
+            raise reload.failure
+
+    async def _reload(self, model: Model, reload: Reload) -> None:
+        logger.info("model %s: loading it again beside its workers", model.label)
+        self._coming[model.label] = after = Model(model.source, model.at_startup)
+        failure: LmiServerError | None = _unregistered(model)  # unless something else happens
+        try:
+            after.pool = await self._make_pool(after, model.pool)
+            after.pool.start()
+            await after.pool.complete()
+            self._replace(model, after)
+            failure = None
+        except LmiServerError as error:
+            failure = error
+        except Exception as error:  # the border to users' files, as in `_load`
+            logger.exception("model %s cannot be read", model.label)
+            failure = ModelLoadError(f"{type(error).__name__}: {error}")
+        finally:
+            self._end_reload(model, after, reload, failure)
+
+    def _end_reload(self, model: Model, after: Model, reload: Reload, failure: LmiServerError | None) -> None:
+        del self._coming[model.label]
+        model.configured_by = after.configured_by or model.configured_by
+        reload.end(failure)
+        model.reloads[reload.status] += 1
+        if failure is None:
+            logger.info("model %s is loaded again; its new workers get the requests", model.label)
+            return
+        if model.pool is None:
+            model.failed = failure
+        logger.error("model %s could not be loaded again, and stays as it was: %s", model.label, failure)
+        if after.pool is not None:
+            self._retire(after.pool, 0.0, failure.message)
+
+    def _replace(self, model: Model, after: Model) -> None:
+        """Have `model` served as `after` is; what its workers hold finishes there."""
+        assert after.resolved is not None
+        assert after.pool is not None
+        self._refuse_taken_names(model.name, after.resolved.options.served_model_name)  # others may have come meanwhile
+        before = model.pool
+        model.pool, model.resolved, model.directory, model.failed = after.pool, after.resolved, after.directory, None
+        self._renew_aliases(self._endpoints[model.name])
+        if before is not None:
+            self._retire(before, _RELOAD_DRAIN_S, f"Model {model.label} has other workers now")
 
     # --- loading ---
 
@@ -318,15 +425,22 @@ class ModelRegistry:
         finally:
             model.settled.set()
 
-    async def _make_pool(self, model: Model) -> WorkerPool:
-        """Fetch `model` and return its pool, not started yet. Raises LmiServerError."""
+    async def _make_pool(self, model: Model, before: WorkerPool | None = None) -> WorkerPool:
+        """Fetch `model` and return its pool, not started yet, which may take the place of another one.
+
+        Raises LmiServerError.
+        """
         began = time.monotonic()
         fetched = await self._fetch(model)
         self._measure("DownloadModel", model, began)
         fetched = replace(fetched, resolved=replace(fetched.resolved, name=model.name))
         self._settle_configuration(model, fetched.resolved)
         await self._make_room(model, fetched.resolved)
-        pool = WorkerPool(self._pool_settings(model.source, fetched), self._on_metric)
+        settings = self._pool_settings(model.source, fetched)
+        if before is not None:
+            settings = await before.succeed(settings)
+            _refuse_adapters_without_lora(settings, fetched.resolved)
+        pool = WorkerPool(settings, self._on_metric)
         pool.on_demand = self._adapter_store(pool, fetched.resolved)
         return pool
 
@@ -346,8 +460,9 @@ class ModelRegistry:
 
     def _settle_configuration(self, model: Model, resolved: ResolvedModel) -> None:
         """Record the configuration of `model`. Raises ConfigurationError if another model has one of its names."""
-        self._claim_names(model.name, resolved.options.served_model_name)
+        self._refuse_taken_names(model.name, resolved.options.served_model_name)
         model.resolved = resolved
+        self._renew_aliases(self._endpoints[model.name])
         for warning in resolved.warnings:
             logger.warning("model %s: %s", model.label, warning)
 
@@ -377,9 +492,12 @@ class ModelRegistry:
         idle = [
             (model.pool.used_at, model)
             for model in self.models
-            if self.unloads_idle and not model.at_startup and model.pool is not None and model.pool.is_idle
+            if self._may_be_unloaded(model) and model.pool is not None and model.pool.is_idle
         ]
         return [model for _, model in sorted(idle, key=lambda pair: pair[0])]
+
+    def _may_be_unloaded(self, model: Model) -> bool:
+        return self.unloads_idle and not model.at_startup and not model.is_reloading
 
     def _fail(self, model: Model, error: LmiServerError) -> None:
         logger.error("model %s could not be loaded: %s", model.label, error)
@@ -399,13 +517,14 @@ class ModelRegistry:
             )
         environment = {**self._environment, **source.variables}
         with shown_progress(source.label, sys.stderr) as on_progress:
-            directory, more = await fetch_directory(location, source.url, self.artifacts, on_progress)
+            model.directory, more = await fetch_directory(location, source.url, self.artifacts, on_progress)
+            model.configured_by = configuration_state(model.directory)
             settings = {**source.settings, **more}
             return await fetch_model(
-                directory, environment, settings, self.artifacts, inspect=self._inspect, on_progress=on_progress
+                model.directory, environment, settings, self.artifacts, inspect=self._inspect, on_progress=on_progress
             )
 
-    def _claim_names(self, name: str, aliases: Sequence[str]) -> None:
+    def _refuse_taken_names(self, name: str, aliases: Sequence[str]) -> None:
         endpoint = self._endpoints[name]
         for alias in aliases:
             owner = self._endpoints.get(alias) or self._aliases.get(alias) or endpoint
@@ -413,7 +532,12 @@ class ModelRegistry:
                 raise ConfigurationError(
                     f'option.served_model_name = "{alias}" is a name of model {owner.name}; choose another'
                 )
-        self._aliases |= {alias: endpoint for alias in aliases if alias != endpoint.name}
+
+    def _renew_aliases(self, endpoint: Endpoint) -> None:
+        """Give a model the names that the configurations of its versions have now."""
+        given = [model.resolved.options.served_model_name for model in endpoint.models if model.resolved is not None]
+        others = {alias: target for alias, target in self._aliases.items() if target is not endpoint}
+        self._aliases = others | {alias: endpoint for names in given for alias in names if alias != endpoint.name}
 
     def _pool_settings(self, source: ModelSource, fetched: FetchedModel) -> PoolSettings:
         resolved = fetched.resolved
@@ -494,7 +618,17 @@ class ModelRegistry:
             pool.kill()
 
     def _pools(self) -> list[WorkerPool]:
-        return [*(model.pool for model in self.models if model.pool is not None), *self._ending]
+        models = [*self.models, *self._coming.values()]
+        return [*(model.pool for model in models if model.pool is not None), *self._ending]
+
+
+def _refuse_adapters_without_lora(settings: PoolSettings, resolved: ResolvedModel) -> None:
+    """Raise ConfigurationError if calls have registered adapters, and the model takes none any more."""
+    if settings.adapters and not resolved.options.enable_lora:
+        names = ", ".join(sorted(registered.name for registered in settings.adapters))
+        raise ConfigurationError(
+            f"option.enable_lora is not true any more, and adapters are registered: {names}; unregister them first"
+        )
 
 
 def _adapters_beside(source: ModelSource, resolved: ResolvedModel) -> tuple[RegisteredAdapter, ...]:
@@ -515,3 +649,7 @@ def _worker_variables(own: Mapping[str, str], python_path: Sequence[str]) -> dic
         return dict(own)
     inherited = own.get("PYTHONPATH") or process_environment().get("PYTHONPATH")
     return {**own, "PYTHONPATH": os.pathsep.join([*python_path, *([inherited] if inherited else [])])}
+
+
+def _unregistered(model: Model) -> ModelNotFoundError:
+    return ModelNotFoundError(f"Model {model.label} was unregistered while it was loading")

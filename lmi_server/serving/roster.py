@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,10 +14,11 @@ class WorkerRoster:
     """Every worker of a model whose process is not reaped yet.
 
     `ready` take requests; `leaving` finish the ones that they hold and get no more. A worker that is in neither is
-    being loaded, or is dead.
+    being loaded, or is dead. No worker gets a number that is in `reserved`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reserved: Collection[int] = ()) -> None:
+        self._reserved = reserved
         self.ready: list[WorkerProcess] = []
         self.leaving: set[WorkerProcess] = set()
         self._numbers: dict[WorkerProcess, int] = {}
@@ -31,13 +32,18 @@ class WorkerRoster:
     def everyone(self) -> list[WorkerProcess]:
         return list(self._numbers)
 
+    @property
+    def numbers(self) -> frozenset[int]:
+        """Return the numbers that the workers have."""
+        return frozenset(self._numbers.values())
+
     def number_of(self, worker: WorkerProcess) -> int:
         """Return the number of `worker`; no two workers have the same."""
         return self._numbers[worker]
 
     def free_number(self) -> int:
         """Return the lowest number that no worker has."""
-        taken = set(self._numbers.values())
+        taken = {*self._numbers.values(), *self._reserved}
         return next(number for number in itertools.count() if number not in taken)
 
     def add(self, worker: WorkerProcess, number: int) -> None:

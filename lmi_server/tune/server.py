@@ -71,7 +71,7 @@ class TrialServer:
             with urlopen(request, timeout=timeout_s) as answer:  # nosec B310
                 answer.read()
         except HTTPError as error:
-            raise LoadFailedError(_message(error.read())) from error
+            raise LoadFailedError(error_message(error.read())) from error
         except (URLError, OSError) as error:
             raise LoadFailedError(f"the server does not answer: {error}; its log is {self._log}") from error
 
@@ -127,7 +127,8 @@ def _end_of(log: Path) -> str:
     return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:])
 
 
-def _message(body: bytes) -> str:
+def error_message(body: bytes) -> str:
+    """Return the message of an error in LMI's form, on one line; the body itself if it has another form."""
     try:
         text = str(json.loads(body)["message"])
     except (ValueError, KeyError, TypeError):

@@ -1,0 +1,66 @@
+"""What commands ask of a running server: each failure is a message of one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from http.client import HTTPException, HTTPResponse
+from typing import Any, cast
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
+
+from lmi_server.bench.client import address
+from lmi_server.contract.errors import ConfigurationError
+from lmi_server.tune.server import error_message
+
+DEFAULT_URL = "http://127.0.0.1:8080"
+
+
+class ServerCalls:
+    """The server at `url`, such as http://127.0.0.1:8080; each request has `headers`.
+
+    Every call raises ConfigurationError if the server cannot be reached, or refuses. Raises the same if `url` is none.
+    """
+
+    def __init__(self, url: str, headers: Mapping[str, str]) -> None:
+        host, port, prefix, tls = address(url)
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"{'https' if tls else 'http'}://{shown}:{port}{prefix}"
+        self._headers = dict(headers)
+
+    def json(self, method: str, path: str, timeout_s: float | None) -> Any:
+        """Return what the server answers, as JSON, within `timeout_s`; None waits for as long as it takes."""
+        with self.open(method, path, timeout_s) as answer:
+            data = self._read(answer)
+        try:
+            return json.loads(data)
+        except ValueError as error:
+            raise ConfigurationError(f"{self.url}{path} does not answer in JSON; is it lmi-server?") from error
+
+    def text(self, path: str, timeout_s: float) -> str:
+        """Return the text at `path`."""
+        with self.open("GET", path, timeout_s) as answer:
+            return self._read(answer).decode("utf-8", "replace")
+
+    def open(self, method: str, path: str, timeout_s: float | None, body: Any = None) -> HTTPResponse:
+        """Return the answer, which is still to be read; `body` is sent as JSON, if there is one."""
+        data = None if body is None else json.dumps(body).encode()
+        headers = {**self._headers, **({} if data is None else {"content-type": "application/json"})}
+        request = Request(f"{self.url}{path}", data, headers, method=method)
+        try:
+            return cast(HTTPResponse, urlopen(request, timeout=timeout_s))  # nosec B310
+        except HTTPError as error:
+            with error:
+                raise ConfigurationError(error_message(error.read()) or f"{self.url}{path}: {error}") from error
+        except (OSError, HTTPException) as error:
+            raise self._gone(error) from error
+
+    def _read(self, answer: HTTPResponse) -> bytes:
+        try:
+            return answer.read()
+        except (OSError, HTTPException) as error:
+            raise self._gone(error) from error
+
+    def _gone(self, error: Exception) -> ConfigurationError:
+        reason = error.reason if isinstance(error, URLError) else error
+        return ConfigurationError(f"{self.url} does not answer: {reason}")
