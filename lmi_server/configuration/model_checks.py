@@ -121,6 +121,19 @@ class ModelChecks:
         yield from unavailable(self.options, known)
         if self.choice.spec is not None:
             yield from self._unsuitable_architectures()
+            yield from self._executor_of_ray()
+
+    def _executor_of_ray(self) -> Iterator[str]:
+        """Yield a line for vLLM's executor of Ray on a CPU; vLLM itself says so without the key, a minute later."""
+        key = "option.distributed_executor_backend"
+        source = self.merged.unknown.get(key)
+        if source is None or source.raw != "ray" or self.machine.device_kind != "cpu":
+            return
+        if key.removeprefix("option.") in load_options_type(self.spec).engine_names():
+            yield (
+                f"{describe_source(source, key)} is not available on a CPU: vLLM runs its ranks by Ray on GPUs alone; "
+                "remove it"
+            )
 
     def _unsuitable_architectures(self) -> Iterator[str]:
         names = self.model.architectures

@@ -15,6 +15,7 @@ from forked_servers import run_command
 from rayllm_files import AUTOSCALING
 
 from lmi_server.contract.errors import ConfigurationError
+from lmi_server.machine.device_tools import Gpu
 from lmi_server.machine.inventory import Machine
 from lmi_server.ray.deployment import Deployment
 from lmi_server.ray.model_files import deployments, described
@@ -205,6 +206,9 @@ def test_the_ranks_of_vllm_are_placed_by_the_replica_alone(tmp_path: Path, envir
     text = LLM_CONFIG.replace("engine_kwargs: {", "engine_kwargs: {distributed_executor_backend: ray, ")
     (tmp_path / "m.yaml").write_text(f"llm_engine: vLLM\n{text}")
     machine = replace(CPU, engines=CPU.engines | {"vllm"})
+    with pytest.raises(ConfigurationError, match=r"engine_kwargs\.distributed_executor_backend .* on a CPU"):
+        deployments([str(tmp_path / "m.yaml")], environment, machine)
+    machine = replace(machine, gpus=(Gpu("0", 2**34, 2**34),))
     with pytest.raises(ConfigurationError, match=r"qwen: option\.distributed_executor_backend = ray is not available"):
         deployments([str(tmp_path / "m.yaml")], environment, machine)
 
