@@ -1,4 +1,4 @@
-"""The further bundles of a replica's placement group: each is taken for one rank, and lends its GPUs to the replica.
+"""The further bundles of a replica's placement group: each is taken for one rank, and lends its devices to the replica.
 
 The ranks themselves are processes that the replica starts (the MPI engine), so all bundles must be on its node.
 """
@@ -6,6 +6,7 @@ The ranks themselves are processes that the replica starts (the MPI engine), so 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,16 +14,22 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
+# By Ray's name of a resource, the variables that say which devices a process sees. Ray sets that of the vendor.
+_VISIBLE: Mapping[str, Sequence[str]] = {
+    "GPU": ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+    "neuron_cores": ("NEURON_RT_VISIBLE_CORES",),
+}
+
+
+Place = tuple[str, Mapping[str, Sequence[str]]]
 
 
 class Rank:
     """Takes the resources of one bundle for as long as the replica lives."""
 
-    def place(self) -> tuple[str, list[str]]:
-        """Return the node, and the numbers of the GPUs on it."""
-        context = ray.get_runtime_context()
-        return context.get_node_id(), context.get_accelerator_ids()["GPU"]
+    def place(self) -> Place:
+        """Return the node, and the numbers of the devices on it by Ray's name of their kind."""
+        return _place()
 
 
 class FurtherRanks:
@@ -34,18 +41,29 @@ class FurtherRanks:
         self._actors = [_rank(group, index, bundle) for index, bundle in enumerate(bundles, start=1)]
 
     async def variables(self) -> Mapping[str, str]:
-        """Return the variables with which the process of the replica sees every GPU of its ranks.
+        """Return the variables with which the process of the replica sees the devices of all its ranks.
 
         Raises RuntimeError if one of them is on another node.
         """
         if not self._actors:
             return {}
-        places: Sequence[tuple[str, list[str]]] = await asyncio.gather(*(rank.place.remote() for rank in self._actors))
-        context = ray.get_runtime_context()
-        if any(node != context.get_node_id() for node, _ in places):
+        further: Sequence[Place] = await asyncio.gather(*(rank.place.remote() for rank in self._actors))
+        own = _place()
+        if any(node != own[0] for node, _ in further):
             raise RuntimeError("the ranks of a replica are on several nodes; set placement_strategy to STRICT_PACK")
-        gpus = [*context.get_accelerator_ids()["GPU"], *(gpu for _, gpus in places for gpu in gpus)]
-        return {VISIBLE: ",".join(gpus)} if gpus else {}
+        devices = {kind: [number for _, held in (own, *further) for number in held.get(kind, ())] for kind in _VISIBLE}
+        return {_variable(kind): ",".join(numbers) for kind, numbers in devices.items() if numbers}
+
+
+def _place() -> Place:
+    context = ray.get_runtime_context()
+    return context.get_node_id(), context.get_accelerator_ids()
+
+
+def _variable(kind: str) -> str:
+    """Return the variable that Ray has set for the actor; the last one if it has set none."""
+    *others, last = _VISIBLE[kind]
+    return next((name for name in others if name in os.environ), last)
 
 
 def _rank(group: PlacementGroup, index: int, bundle: Mapping[str, float]) -> Any:

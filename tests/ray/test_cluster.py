@@ -1,4 +1,4 @@
-"""A cluster of two nodes on this machine: what it serves, and that nothing that Ray does loses a request."""
+"""A cluster of three nodes on this machine: what it serves, and that nothing that Ray does loses a request."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ray_helpers import RayCluster, echo_model, loaded, tiny_models_of_a_cluster
+from ray_helpers import LIMIT_S, RayCluster, echo_model, loaded, tiny_models_of_a_cluster
 from waiting import wait_until
 
 from lmi_server.ray.deployment import ActorOptions, Autoscaling, Deployment, Placement, deployment_of
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install lmi-server[ray]")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray's own warnings
+
+
+until = partial(wait_until, limit_s=LIMIT_S)
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +68,10 @@ def asleep(scaled: Deployment, tmp_path_factory: pytest.TempPathFactory) -> Depl
 
 @pytest.fixture(scope="module")
 def ranked(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
-    """Return a model whose replica has two ranks with a GPU each, which Ray takes to be there."""
+    """Return a model whose replica has two ranks with two devices each, which Ray takes to be there."""
     directory = echo_model(tmp_path_factory.mktemp("models") / "ranked", 5, load_on_devices="cpu")
-    bundle = {"CPU": 1.0, "GPU": 1.0}
-    actor = ActorOptions(num_cpus=1, num_gpus=1)
+    bundle = {"CPU": 1.0, "GPU": 1.0, "neuron_cores": 1.0}
+    actor = ActorOptions(num_cpus=1, num_gpus=1, resources={"neuron_cores": 1})
     return replace(deployment_of(directory, {}), num_workers=2, actor=actor, placement=Placement((bundle, bundle)))
 
 
@@ -86,14 +90,18 @@ def test_models_are_served_as_on_one_machine(
 
 def test_status_names_the_replicas(cluster: RayCluster) -> None:
     command = [sys.executable, "-m", "lmi_server", "ray", "status"]
-    shown = subprocess.run(command, env=cluster.environment, capture_output=True, text=True, check=True, timeout=120)
+    shown = subprocess.run(
+        command, env=cluster.environment, capture_output=True, text=True, check=True, timeout=LIMIT_S
+    )
     status = json.loads(shown.stdout)
     assert status["status"] == "RUNNING"
     assert status["deployments"]["fixed"]["replicas"] == {"RUNNING": 3}
 
 
-def test_a_replica_sees_the_gpus_of_all_its_ranks(cluster: RayCluster) -> None:
-    assert sorted(cluster.variables("ranked")["CUDA_VISIBLE_DEVICES"].split(",")) == ["0", "1"]
+def test_a_replica_sees_the_devices_of_all_its_ranks(cluster: RayCluster) -> None:
+    variables = cluster.variables("ranked")
+    assert sorted(variables["CUDA_VISIBLE_DEVICES"].split(",")) == ["0", "1"]
+    assert sorted(variables["NEURON_RT_VISIBLE_CORES"].split(",")) == ["0", "1"]
 
 
 def test_ray_scales_by_what_replicas_hold_and_ends_no_stream(cluster: RayCluster) -> None:
@@ -115,7 +123,7 @@ def test_a_request_wakes_a_model_without_replicas(cluster: RayCluster) -> None:
 def test_a_killed_replica_costs_streams_alone(cluster: RayCluster) -> None:
     with loaded(cluster, "fixed") as load:
         cluster.kill(cluster.replicas("fixed")[0])
-        wait_until(lambda: cluster.ready("fixed") < 3, "the front end has lost a replica")
+        until(lambda: cluster.ready("fixed") < 3, "the front end has lost a replica")
         cluster.until_ready("fixed", 3)
     assert set(load.endings) == {"200"}
     assert set(load.streams) <= {"whole", "error"}
@@ -124,7 +132,7 @@ def test_a_killed_replica_costs_streams_alone(cluster: RayCluster) -> None:
 def test_a_controller_that_starts_again_costs_nothing(cluster: RayCluster) -> None:
     with loaded(cluster, "fixed") as load:
         cluster.kill("SERVE_CONTROLLER_ACTOR", restarts=True)
-        wait_until(lambda: sum(load.endings.values()) > 30, "requests end")
+        until(lambda: sum(load.endings.values()) > 30, "requests end")
     assert set(load.endings) == {"200"}
     assert set(load.streams) == {"whole"}
 
@@ -138,7 +146,7 @@ def test_a_new_version_replaces_replicas_and_loses_nothing(
     others = set(cluster.replicas("scaled"))
     with loaded(cluster, "fixed") as load:
         cluster.deploy(deployment_of(fixed, {}), scaled, ranked, asleep)
-        wait_until(lambda: not before & set(cluster.replicas("fixed")), "every replica is a new one")
+        until(lambda: not before & set(cluster.replicas("fixed")), "every replica is a new one")
         cluster.until_ready("fixed", 3)
     assert set(load.endings) == {"200"}
     assert set(load.streams) == {"whole"}
@@ -150,35 +158,38 @@ LOST = {"200", "503", "ConnectError", "ReadError", "RemoteProtocolError"}
 
 
 def test_a_front_end_that_dies_costs_its_own_connections_alone(cluster: RayCluster) -> None:
-    head, other = cluster.front_ends()
+    dying, other = cluster.front_ends()
     with loaded(cluster, "fixed") as lost, loaded(cluster, "fixed", url=other.url) as load:
-        wait_until(lambda: lost.endings and load.endings, "both front ends answer")
-        os.kill(head.process, signal.SIGKILL)
-        wait_until(lambda: sum(load.endings.values()) > 30, "requests end")
+        until(lambda: lost.endings and load.endings, "both front ends answer")
+        os.kill(dying.process, signal.SIGKILL)
+        until(lambda: sum(load.endings.values()) > 30, "requests end")
     assert set(load.endings) == {"200"}
     assert set(load.streams) == {"whole"}
     assert set(lost.endings) <= LOST
-    wait_until(lambda: cluster.front_ends()[0].process != head.process, "Ray has started another one")
-    cluster.http.base_url = cluster.front_ends()[0].url
+    until(lambda: dying.process not in {each.process for each in cluster.front_ends()}, "Ray has started another one")
     cluster.until_ready("fixed", 3)
 
 
 def test_a_node_that_dies_costs_its_connections_and_streams_alone(cluster: RayCluster) -> None:
-    _, other = cluster.front_ends()
-    with loaded(cluster, "fixed") as load, loaded(cluster, "fixed", url=other.url) as lost:
-        wait_until(lambda: lost.endings and load.endings, "both front ends answer")
-        cluster.remove_node()
-        wait_until(lambda: sum(load.endings.values()) > 30, "requests end")
+    """Its front end is started on the node that has had none."""
+    kept, dying = cluster.front_ends()
+    with loaded(cluster, "fixed") as load, loaded(cluster, "fixed", url=dying.url) as lost:
+        until(lambda: lost.endings and load.endings, "both front ends answer")
+        cluster.remove_node(dying.node)
+        until(lambda: sum(load.endings.values()) > 30, "requests end")
     assert set(load.endings) == {"200"}
     assert set(load.streams) <= {"whole", "error"}
     assert set(lost.endings) <= LOST
     assert set(lost.streams) <= {"whole", "error"}
+    again = cluster.front_ends()
+    assert kept in again
+    assert dying.node not in {each.node for each in again}
     cluster.until_ready("fixed", 3)
 
 
 @pytest.fixture(scope="module")
 def tiny(cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Deploy a small random Llama twice, in the place of all others: by an LLMConfig, and split over two ranks."""
+    """Deploy a small random Llama twice, in the place of all others: by an LLMConfig, and by a file of RayLLM."""
     return cluster.deploy_by_command(*tiny_models_of_a_cluster(tmp_path_factory.mktemp("tiny")))
 
 
@@ -189,7 +200,7 @@ def completion(cluster: RayCluster, model: str, **more: Any) -> str:
     return str(answer.choices[0].text)
 
 
-def test_a_model_file_is_deployed_by_the_command_and_answers_openais_client(cluster: RayCluster, tiny: str) -> None:
+def test_model_files_are_deployed_by_the_command_and_answer_openais_client(cluster: RayCluster, tiny: str) -> None:
     assert "serving team/tiny, split on http://127.0.0.1:" in tiny
     listed = [entry["id"] for entry in cluster.http.get("/v1/models").json()["data"]]
     assert listed == ["split", "team--tiny", "team/tiny"]
@@ -205,6 +216,16 @@ def test_two_ranks_in_a_placement_group_of_one_node_generate_what_one_does(clust
     assert completion(cluster, "split") == completion(cluster, "team/tiny")
 
 
+def test_a_chat_has_the_prompt_format_of_the_file(cluster: RayCluster, tiny: str) -> None:
+    chat = {"model": "split", "messages": [{"role": "user", "content": "ab"}], "max_tokens": 12, "temperature": 0}
+    raw = {"model": "team/tiny", "prompt": "[ab]:", "max_tokens": 12, "temperature": 0}
+    answer, same = (
+        cluster.http.post(f"/v1/{path}", json=body).json()
+        for path, body in (("chat/completions", chat), ("completions", raw))
+    )
+    assert answer["choices"][0]["message"]["content"] == same["choices"][0]["text"]
+
+
 def test_a_client_that_leaves_ends_the_work_of_all_ranks(cluster: RayCluster, tiny: str) -> None:
     """The whole answer would take minutes."""
 
@@ -215,8 +236,8 @@ def test_a_client_that_leaves_ends_the_work_of_all_ranks(cluster: RayCluster, ti
     with cluster.http.stream("POST", "/v1/completions", json=body) as answer:
         lines = answer.iter_lines()  # once nothing refers to it, the connection is closed
         next(lines)
-        wait_until(lambda: running() == 1, "the engine has reported the request")
-    wait_until(lambda: running() == 0, "the engine runs nothing", limit_s=60)
+        until(lambda: running() == 1, "the engine has reported the request")
+    until(lambda: running() == 0, "the engine runs nothing")
 
 
 def test_adapters_of_the_store_are_loaded_for_requests(cluster: RayCluster, tiny: str) -> None:

@@ -18,12 +18,20 @@ import httpx
 from paths import ROOT
 from waiting import wait_until
 
-os.environ["RAY_AUTH_MODE"] = "disabled"  # otherwise Ray makes a token in the home directory
-os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ |= {
+    "RAY_AUTH_MODE": "disabled",  # otherwise Ray makes a token in the home directory
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # A node that answers late on a busy machine is not dead; one that refuses connections is, after a few seconds.
+    "RAY_health_check_timeout_ms": "120000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_worker_niceness": "0",  # with Ray's 15, replicas hardly run beside anything else that computes
+    "RAY_prestart_worker_first_driver": "0",  # processes that wait for work, which never comes
+}
+LIMIT_S = 600.0  # for all that Ray does: it starts processes that take seconds each, on a machine that may be busy
 
 
 class RayCluster:
-    """Two nodes with a front end each; `node` is the one that is not the head. `http` talks to the head's front end."""
+    """Three nodes, two of them with a front end. `http` talks to the first of `front_ends`, which no test removes."""
 
     def __init__(self) -> None:
         import ray
@@ -31,44 +39,45 @@ class RayCluster:
         from ray.cluster_utils import Cluster
 
         self._ray, self._serve = ray, serve
-        self._cluster = Cluster(
-            initialize_head=True, head_node_args={"num_cpus": 8, "num_gpus": 2, "include_dashboard": False}
-        )
-        self.node = self._cluster.add_node(num_cpus=8)
+        devices = {"num_gpus": 2, "resources": {"neuron_cores": 2}}
+        head = {"num_cpus": 8, **devices, "include_dashboard": False, "include_log_monitor": False}
+        self._cluster = Cluster(initialize_head=True, head_node_args=head)
+        self._others = [self._cluster.add_node(num_cpus=8, wait=False) for _ in range(2)]
+        self._cluster.wait_for_nodes(LIMIT_S)
         ray.init(address=self._cluster.address, namespace="lmi-server", log_to_driver=False)
         serve.start(proxy_location="Disabled")
         self.environment = os.environ | {"RAY_ADDRESS": self._cluster.address, "PYTHONPATH": str(ROOT)}
-        self.http = httpx.Client(timeout=60)
+        self.http = httpx.Client(timeout=LIMIT_S)
 
     def deploy(self, *models: Any) -> None:
         from lmi_server.ray.application import IngressSettings, application
         from lmi_server.ray.deployment import APPLICATION
 
-        # A front end that found no node is given the whole time to end when it is replaced.
-        settings = IngressSettings(host="127.0.0.1", port=0, count=2, drain_timeout_s=20)
+        settings = IngressSettings(host="127.0.0.1", port=0, count=2, drain_timeout_s=60)
         self._serve.run(application(models, settings), name=APPLICATION, route_prefix=None)
-        self.http.base_url = self.front_ends()[0].url
+        self.front_ends()
 
     def front_ends(self) -> tuple[FrontEnd, FrontEnd]:
-        """Return the front end of the head, and that of the other node."""
+        """Return the front ends of two nodes; the second one is not on the head. `http` talks to the first one now."""
+        handle = self._serve.get_deployment_handle("front-end", "lmi-server")
         found: dict[str, FrontEnd] = {}
 
         def ask() -> bool:
-            handle = self._serve.get_deployment_handle("front-end", "lmi-server")
             with contextlib.suppress(self._ray.exceptions.RayError):  # one that has just ended
-                told = handle.remote().result(timeout_s=60)
-                found[told["node"]] = FrontEnd(f"http://127.0.0.1:{told['port']}", told["process"])
+                told = handle.remote().result(timeout_s=LIMIT_S)
+                found[told["node"]] = FrontEnd(f"http://127.0.0.1:{told['port']}", told["process"], told["node"])
             return len(found) == 2
 
-        wait_until(ask, "two front ends answer")
-        other = found.pop(self.node.node_id)
-        return next(iter(found.values())), other
+        wait_until(ask, "two front ends answer", LIMIT_S)
+        first, second = sorted(found.values(), key=lambda each: each.node != self._cluster.head_node.node_id)
+        self.http.base_url = first.url
+        return first, second
 
     def deploy_by_command(self, *models: Path) -> str:
         """Deploy what `lmi-server ray deploy` makes of `models`; return what it printed."""
         address = ("--host", "127.0.0.1", "--port", "0")
         command = [sys.executable, "-m", "lmi_server", "ray", "deploy", *map(str, models), *address]
-        ran = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=300)
+        ran = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=LIMIT_S)
         assert ran.returncode == 0, ran.stderr
         self.http.base_url = ran.stdout.split()[-1]
         return ran.stdout
@@ -88,12 +97,14 @@ class RayCluster:
         return sum(worker["status"] == "READY" for group in groups for worker in group["workers"])
 
     def until_ready(self, model: str, count: int) -> None:
-        wait_until(lambda: self.ready(model) == count, f"{count} replicas of {model} are ready")
+        wait_until(lambda: self.ready(model) == count, f"{count} replicas of {model} are ready", LIMIT_S)
 
     def until_described(self, model: str) -> None:
         """Wait until the front end takes requests for a model, which may have no replica."""
         wait_until(
-            lambda: self.http.get(f"/models/{model}").json()[0]["models"][0]["status"] == "Healthy", f"{model} is there"
+            lambda: self.http.get(f"/models/{model}").json()[0]["models"][0]["status"] == "Healthy",
+            f"{model} is there",
+            LIMIT_S,
         )
 
     def metric(self, name: str, model: str) -> float:
@@ -116,8 +127,10 @@ class RayCluster:
         environment = Path(f"/proc/{handle.process_id.remote().result()}/environ").read_bytes()
         return dict(entry.split("=", 1) for entry in environment.decode().split("\0") if entry)
 
-    def remove_node(self) -> None:
-        self._cluster.remove_node(self.node, allow_graceful=False)
+    def remove_node(self, node_id: str) -> None:
+        """Kill a node that is not the head, with every process on it."""
+        [node] = [node for node in self._others if node.node_id == node_id]
+        self._cluster.remove_node(node, allow_graceful=False)
 
     def stop(self) -> None:
         self.http.close()
@@ -129,6 +142,7 @@ class RayCluster:
 class FrontEnd(NamedTuple):
     url: str
     process: int
+    node: str
 
 
 class Load:
@@ -143,7 +157,7 @@ class Load:
         self._threads = [threading.Thread(target=self._run, args=(kinds[number % 2],)) for number in range(clients)]
 
     def _run(self, ask: Any) -> None:
-        with httpx.Client(base_url=self._url, timeout=60) as http:
+        with httpx.Client(base_url=self._url, timeout=LIMIT_S) as http:
             while not self._stopping.is_set():
                 try:
                     ask(http)
@@ -166,7 +180,7 @@ class Load:
     def stop(self) -> None:
         self._stopping.set()
         for thread in self._threads:
-            thread.join(120)
+            thread.join(LIMIT_S)
 
     def start(self) -> None:
         for thread in self._threads:
@@ -197,7 +211,7 @@ def loaded(
 
 
 def tiny_models_of_a_cluster(directory: Path) -> tuple[Path, Path]:
-    """Make a model file with a store of adapters, and a model directory that splits the same weights over two ranks."""
+    """Make an LLMConfig with a store of adapters, and a file of RayLLM that splits the same weights over two ranks."""
     from adapter_helpers import save_adapter
     from tiny_models import FAMILIES, byte_tokenizer, random_model
 
@@ -208,11 +222,10 @@ def tiny_models_of_a_cluster(directory: Path) -> tuple[Path, Path]:
     byte_tokenizer().save_pretrained(directory / "weights")
     for seed, name in enumerate(("red", "green", "blue")):
         save_adapter(model, directory / "loras" / name, seed)
-    file, split = directory / "tiny.yaml", directory / "split"
-    file.write_text(_TINY)
-    split.mkdir()
-    (split / "serving.properties").write_text(_SPLIT.format(weights=directory / "weights"))
-    return file, split
+    tiny, split = directory / "tiny.yaml", directory / "split.yaml"
+    tiny.write_text(_TINY)
+    split.write_text(_SPLIT)
+    return tiny, split
 
 
 _TINY = """\
@@ -224,13 +237,26 @@ runtime_env: {env_vars: {OMP_NUM_THREADS: "1"}}
 """
 
 _SPLIT = """\
-engine=MPI
-option.entryPoint=djl_python.huggingface
-option.model_id={weights}
-option.rolling_batch=scheduler
-option.tensor_parallel_degree=2
-option.dtype=fp32
-option.kv_cache_memory_gb=0.1
+deployment_config:
+  autoscaling_config: {min_replicas: 1, max_replicas: 1, target_num_ongoing_requests_per_replica: 4}
+  max_concurrent_queries: 8
+engine_config:
+  model_id: split
+  hf_model_id: weights
+  engine_kwargs: {dtype: float32, kv_cache_memory_gb: 0.1}
+  generation:
+    prompt_format:
+      system: "<{instruction}>"
+      user: "[{instruction}]"
+      assistant: "{instruction}"
+      trailing_assistant: ":"
+      default_system_message: ""
+  runtime_env: {env_vars: {OMP_NUM_THREADS: "1"}}
+scaling_config:
+  num_workers: 2
+  num_cpus_per_worker: 1
+  num_gpus_per_worker: 0
+  placement_strategy: STRICT_PACK
 """
 
 
