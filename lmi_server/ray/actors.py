@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -22,9 +23,9 @@ from lmi_server.machine.ports import free_port
 from lmi_server.ray.announcements import ANNOUNCEMENT, watch
 from lmi_server.ray.autoscaling import ONGOING
 from lmi_server.ray.child import Child
-from lmi_server.ray.messages import Drain, FromReplica, Models, NotServing, Ongoing, Replicas, Serving, Start, Wanted
+from lmi_server.ray.directory import Directory
+from lmi_server.ray.messages import Drain, FromReplica, NotServing, Ongoing, Serving, Start, Wanted
 from lmi_server.ray.ranks import FurtherRanks
-from lmi_server.supervisor.remote import RemotePlace
 from lmi_server.supervisor.replicas import Backoff
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 _REPLICA_PROCESS = "lmi_server.ray.replica_process"
 _INGRESS_PROCESS = "frontend.ray_ingress"
 _END_S = 5.0  # beyond the limit of the drain
+_SILENCE_S = 60.0  # a process that serves reports every second
 
 
 class Replica:
@@ -45,6 +47,7 @@ class Replica:
         self._loop = asyncio.get_running_loop()
         self._serving: asyncio.Future[Serving] = self._loop.create_future()
         self._ongoing = 0
+        self._heard_at = 0.0
         self._ending = False
         self._failure = ""
         self._ranks = FurtherRanks()
@@ -72,9 +75,12 @@ class Replica:
         return {ONGOING: float(self._ongoing)}
 
     def check_health(self) -> None:
-        """Raise RuntimeError if the model is given up; the end of the process ends the actor."""
+        """Raise RuntimeError if the model is given up, or the process hangs; its end ends the actor."""
         if self._failure:
             raise RuntimeError(self._failure)
+        silent_s = time.monotonic() - self._heard_at
+        if silent_s > _SILENCE_S:
+            raise RuntimeError(f"the process of the replica has not reported for {silent_s:.0f} seconds")
 
     def __del__(self) -> None:
         self._ending = True
@@ -83,6 +89,7 @@ class Replica:
             self._child.wait(self._start.drain_timeout_s + _END_S)
 
     def _on_line(self, text: bytes) -> None:
+        self._heard_at = time.monotonic()
         self._loop.call_soon_threadsafe(self._on_message, msgspec.json.decode(text, type=FromReplica))
 
     def _on_message(self, message: FromReplica) -> None:
@@ -124,9 +131,8 @@ class Ingress:
         port = port or free_port(None)
         node = ray.get_runtime_context().get_node_id()
         self._address = {"host": ray.util.get_node_ip_address(), "port": port, "node": node}
-        self._replicas: dict[str, Replicas] = {}
+        self._directory = Directory()
         self._handles: dict[str, Any] = {}
-        self._names: dict[str, str] = {}  # of models, by deployment
         self._waking: dict[str, asyncio.Task[None]] = {}  # calls that have a replica started, by deployment
         self._ending = False
         arguments = [_INGRESS_PROCESS, host, str(port), str(drain_timeout_s)]
@@ -134,29 +140,18 @@ class Ingress:
 
     async def __call__(self) -> dict[str, Any]:
         """Return address, node and process of the front end, and the number of replicas of each model."""
-        replicas = {name: len(replicas.places) for name, replicas in self._replicas.items()}
+        replicas = {model.name: len(model.places) for model in self._directory.models().models}
         return {**self._address, "process": self._child.pid, "models": replicas}
 
     def reconfigure(self, config: Mapping[str, Any]) -> None:
         """Serve the models of `config`, a list of Replicas without places, with the name of each deployment."""
-        models = {entry["deployment"]: entry for entry in config["models"]}
-        for deployment in self._handles.keys() - models.keys():
+        self._directory.configure(config["models"])
+        models = {entry["deployment"] for entry in config["models"]}
+        for deployment in self._handles.keys() - models:
             del self._handles[deployment]
             if (call := self._waking.pop(deployment, None)) is not None:
                 call.cancel()  # it would wait for ever, and the deployment may come back
-        self._names = {deployment: entry["name"] for deployment, entry in models.items()}
-        before = self._replicas
-        self._replicas = {
-            entry["name"]: msgspec.structs.replace(
-                before.get(entry["name"], _NO_REPLICAS),
-                name=entry["name"],
-                aliases=tuple(entry["aliases"]),
-                min_replicas=entry["min_replicas"],
-                max_replicas=entry["max_replicas"],
-            )
-            for entry in models.values()
-        }
-        for deployment in models.keys() - self._handles.keys():
+        for deployment in models - self._handles.keys():
             watch(self._app, deployment, self._on_replicas)
             handle = self._handles[deployment] = serve.get_deployment_handle(deployment, self._app)
             handle._init()  # makes the router, which hears from Ray which replicas there are
@@ -173,21 +168,7 @@ class Ingress:
         self._loop.call_soon_threadsafe(self._update, deployment, announced)
 
     def _update(self, deployment: str, announced: Mapping[str, str]) -> None:
-        name = self._names.get(deployment)
-        if name is None:
-            return
-        before = self._replicas[name]
-        everyone = {replica: msgspec.json.decode(text, type=Serving) for replica, text in announced.items()}
-        # A model may have another name now, which replicas of its old version refuse.
-        serving = {replica: there for replica, there in everyone.items() if there.name == name}
-        places: dict[str, RemotePlace] = {replica: there.place for replica, there in serving.items()}
-        # Of a new version the new replicas are right; old ones may stay for some minutes.
-        models = [there.model for replica, there in serving.items() if replica not in before.places]
-        models = models or [there.model for there in serving.values()]
-        model = before.model if before.model in models or not models else models[-1]
-        after = msgspec.structs.replace(before, places=places, model=model)
-        if after != before:
-            self._replicas[name] = after
+        if self._directory.announce(deployment, announced):
             self._tell()
 
     def _on_line(self, text: bytes) -> None:
@@ -195,10 +176,10 @@ class Ingress:
 
     def _wake(self, name: str) -> None:
         """Have Ray start a replica of a model that has none: it does so for a call by a handle, which waits for it."""
-        for deployment, model in self._names.items():
-            if model == name and deployment not in self._waking:
-                self._waking[deployment] = task = self._loop.create_task(self._call(deployment))
-                task.add_done_callback(partial(self._woken, deployment))
+        deployment = self._directory.deployment_of(name)
+        if deployment is not None and deployment not in self._waking:
+            self._waking[deployment] = task = self._loop.create_task(self._call(deployment))
+            task.add_done_callback(partial(self._woken, deployment))
 
     def _woken(self, deployment: str, call: asyncio.Task[None]) -> None:
         if self._waking.get(deployment) is call:
@@ -213,22 +194,13 @@ class Ingress:
                 logger.warning("cannot start a replica of %s: %s", deployment, error)
                 await asyncio.sleep(backoff.pause_s(False))
             else:
-                self._describe(deployment, announced)
+                if self._directory.describe(deployment, announced):
+                    self._tell()
                 return
 
-    def _describe(self, deployment: str, announced: str) -> None:
-        """Take the description of a model from a replica, which may end before the router hears of it."""
-        name, serving = self._names.get(deployment), msgspec.json.decode(announced, type=Serving)
-        if name == serving.name and self._replicas[name].model is None:
-            self._replicas[name] = msgspec.structs.replace(self._replicas[name], model=serving.model)
-            self._tell()
-
     def _tell(self) -> None:
-        self._child.tell(Models(list(self._replicas.values())))
+        self._child.tell(self._directory.models())
 
     def _on_end(self, code: int) -> None:
         if not self._ending:
             os._exit(1)
-
-
-_NO_REPLICAS = Replicas(name="", min_replicas=0, max_replicas=0)

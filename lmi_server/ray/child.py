@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import subprocess
 import sys
 import threading
@@ -14,12 +15,14 @@ import msgspec
 from lmi_server.machine.environment import process_environment
 from lmi_server.ray.messages import line
 
+logger = logging.getLogger(__name__)
+
 
 class Child:
     """The process. The pipe to it is its lease: it ends when the actor does, however that happens.
 
-    `variables` are added to the environment. `on_line` gets what it writes, `on_end` its exit code; both are called in
-    a thread.
+    `variables` are added to the environment. `on_line` gets what it writes, and may raise msgspec.DecodeError; `on_end`
+    gets its exit code. Both are called in a thread.
     """
 
     def __init__(
@@ -66,6 +69,10 @@ class Child:
             self._process.wait()
 
     def _read(self) -> None:
-        for text in cast("IO[bytes]", self._process.stdout):
-            self._on_line(text)
+        with cast("IO[bytes]", self._process.stdout) as output:
+            for text in output:
+                try:
+                    self._on_line(text)
+                except msgspec.DecodeError as error:  # what a library prints; the end of the process must be heard
+                    logger.warning("process %d wrote %r, which is no message: %s", self.pid, text[:200], error)
         self._on_end(self._process.wait())

@@ -131,7 +131,8 @@ class ClusterRegistry(ModelRegistry):
     async def _succeed(self, before: Model, after: Model) -> None:
         """Have `after` take the requests once it is connected; what `before` has finishes there."""
         await self._load(after)
-        del self._coming[before.name]
+        if self._coming.pop(before.name, None) is None:
+            return  # the model is gone; `_leave` ends both
         if after.pool is not None:
             self._endpoints[before.name].models = [after]
             logger.info("model %s has the settings of its new version", before.name)

@@ -56,7 +56,6 @@ class _Replica:
         self._output = output
         self._token = secrets.token_hex(TOKEN_BYTES // 2)
         self._front_ends: set[FrontEnd] = set()
-        self._reported = -1
 
     async def serve(self) -> int:
         environment = process_environment()
@@ -127,7 +126,7 @@ class _Replica:
                 return model.failure.message
             for front_end in self._front_ends:
                 front_end.report()
-            self._report_ongoing(pool)
+            self._tell(Ongoing(pool.queued + pool.in_flight))
             await asyncio.wait([ending], timeout=_REPORT_S)
         return None
 
@@ -141,12 +140,6 @@ class _Replica:
             for front_end in self._front_ends:
                 front_end.report()
             await asyncio.sleep(_REPORT_S / 20)
-
-    def _report_ongoing(self, pool: WorkerPool) -> None:
-        ongoing = pool.queued + pool.in_flight
-        if ongoing != self._reported:
-            self._reported = ongoing
-            self._tell(Ongoing(ongoing))
 
     def _tell(self, message: FromReplica) -> None:
         os.write(self._output, line(message))
