@@ -6,13 +6,14 @@ The ranks themselves are processes that the replica starts (the MPI engine), so 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from lmi_server.machine.environment import process_environment
 
 # By Ray's name of a resource, the variables that say which devices a process sees. Ray sets that of the vendor.
 _VISIBLE: Mapping[str, Sequence[str]] = {
@@ -63,7 +64,7 @@ def _place() -> Place:
 def _variable(kind: str) -> str:
     """Return the variable that Ray has set for the actor; the last one if it has set none."""
     *others, last = _VISIBLE[kind]
-    return next((name for name in others if name in os.environ), last)
+    return next((name for name in others if name in process_environment()), last)
 
 
 def _rank(group: PlacementGroup, index: int, bundle: Mapping[str, float]) -> Any:
