@@ -7,7 +7,9 @@ from hypothesis import settings
 
 settings.register_profile("long")
 
+_LONG = ("test_schemathesis.py", "test_vllm_schemas.py")
+
 
 def pytest_ignore_collect(collection_path: object) -> bool | None:
-    """Leave out what needs the network, unless somebody asks for the long run."""
-    return True if str(collection_path).endswith("test_schemathesis.py") and not is_long() else None
+    """Leave out what needs the network, or vLLM for minutes, unless somebody asks for the long run."""
+    return True if str(collection_path).endswith(_LONG) and not is_long() else None
