@@ -15,6 +15,7 @@ BENCHMARKS = (
     "benchmarks.ranks",
     "benchmarks.relay",
     "benchmarks.scheduling",
+    "benchmarks.speculation",
     "benchmarks.structured_output",
     "benchmarks.vllm_server",
 )

@@ -54,6 +54,11 @@ class DeepSpeedOptions(RollingBatchOptions):
     """Keys of serving.properties for a model that DeepSpeed splits and runs."""
 
     mpi_mode: bool = Field(False, description=MPI_MODE_DESCRIPTION)
+    speculative_draft_model: Annotated[Literal["[ngram]"] | None, Allowed("[ngram]")] = Field(
+        None,
+        description="What drafts tokens for speculative decoding: [ngram] proposes what followed the same words earlier"
+        " in prompt and output, where that pays. No text changes but for rounding: each token is the model's own.",
+    )
     tensor_parallel_degree: ParallelDegree = Field(
         1,
         description="Ranks that one model is split over under the MPI engine; at most the number of KV heads.",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from transformers import AutoModelForCausalLM
 
-from handlers.checkpoints.placement import placement_details
+from handlers.checkpoints.placement import main_device, placement_details
 from handlers.checkpoints.quantization import quantization_details, rounds_activations
 from handlers.checkpoints.transformers_loading import load_config, load_model, load_tokenizer, set_threads
 from handlers.huggingface.options import HuggingFaceOptions
@@ -20,6 +21,7 @@ from handlers.rolling_batch.sharding import (
     local_bytes,
     make_local,
 )
+from lmi_server.configuration.options import NGRAM
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.ranks import Rank
 from lmi_server.machine.environment import own_rank
@@ -30,7 +32,30 @@ def load(path: str, options: HuggingFaceOptions) -> LoadedModel:
     set_threads(options.threads)
     set_kernel_threads()
     rank = own_rank()
-    return _load_whole(path, options) if rank.size == 1 else _load_part(path, options, rank)
+    drafting = options.speculative_draft_model
+    if rank.size > 1:
+        if drafting not in (None, NGRAM):
+            raise _no_draft(drafting, "a model that is split over ranks takes no draft model")
+        return _load_part(path, options, rank)
+    loaded = _load_whole(path, options)
+    return loaded if drafting in (None, NGRAM) else replace(loaded, draft=_load_draft(drafting, loaded, options))
+
+
+def _no_draft(path: str | None, problem: str) -> ModelLoadError:
+    return ModelLoadError(
+        f"option.speculative_draft_model={path}: {problem}; set option.speculative_draft_model={NGRAM}, or leave it out"
+    )
+
+
+def _load_draft(path: str, loaded: LoadedModel, options: HuggingFaceOptions) -> LoadedModel:
+    """Load the model that drafts tokens for `loaded`. Raises ModelLoadError if it cannot be used for that."""
+    if main_device(loaded.model).type != "cpu":
+        raise _no_draft(path, "on GPUs only option.rolling_batch=vllm takes a draft model")
+    own = options.model_copy(update={"save_mp_checkpoint_path": None, "revision": None, "max_model_len": None})
+    model, tokenizer = load_model(AutoModelForCausalLM, path, own), load_tokenizer(path, own)
+    if tokenizer.get_vocab() != loaded.tokenizer.get_vocab():
+        raise _no_draft(path, "its tokens are not those of the model; a draft model is one of the same family")
+    return LoadedModel(model, tokenizer, min(_max_len(model, own), loaded.max_len), local_bytes(model))
 
 
 def _load_whole(path: str, options: HuggingFaceOptions) -> LoadedModel:

@@ -15,7 +15,7 @@ from handlers.rolling_batch.lora import LoraPair, LoraWeights
 from handlers.rolling_batch.prompts import PromptEncoder
 from handlers.rolling_batch.sampler import NO_TOKEN, BannedTokens, Sampled, SamplingState, TokenMask, sample, score
 from handlers.rolling_batch.scheduler import Chunk, Scheduler, Sequence, StepPlan
-from handlers.rolling_batch.speculation import PromptLookup, Speculation
+from handlers.rolling_batch.speculation import Drafter
 from handlers.rolling_batch.step_recorder import EngineStats, StepRecorder
 from handlers.rolling_batch.step_runner import StepLogits, StepRunner
 from handlers.step_loop import EngineLostError, Output
@@ -72,7 +72,6 @@ class _Request:
     prompt_tokens: list[Token] = field(default_factory=list)
     stop_ids: frozenset[int] = frozenset()
     started: bool = False
-    lookup: PromptLookup | None = None  # its drafts, if there is speculative decoding
     on_begin: Callable[[], None] | None = None
     grammar: Grammar | None = None
 
@@ -94,11 +93,11 @@ class RollingBatchEngine:
         self._grammars: dict[str, Grammar] = {}  # of the requests that have one
         self._mask_thread = ThreadPoolExecutor(1, "grammar-masks")
         self._recorder = StepRecorder(scheduler)
-        self._speculation: Speculation | None = None
+        self._drafter: Drafter | None = None
 
-    def speculate(self, speculation: Speculation) -> None:
+    def speculate(self, drafter: Drafter) -> None:
         """Draft tokens for the requests to come."""
-        self._speculation = speculation
+        self._drafter = drafter
 
     @property
     def vocabulary(self) -> int:
@@ -188,8 +187,8 @@ class RollingBatchEngine:
         )
         if grammar is not None:
             self._grammars[request_id] = grammar
-        elif self._speculation is not None:  # the masks of a grammar are computed for one token per step
-            self._requests[request_id].lookup = PromptLookup(self._speculation.length)
+        elif self._drafter is not None:  # the masks of a grammar are computed for one token per step
+            self._drafter.add(request_id, self._requests[request_id].sampling)
         self._scheduler.add(sequence)
 
     def _banned(self, parameters: SamplingParameters, grammar: Grammar | None) -> BannedTokens | None:
@@ -250,6 +249,8 @@ class RollingBatchEngine:
         request_id = request.sequence.request_id
         del self._requests[request_id]
         self._grammars.pop(request_id, None)
+        if self._drafter is not None:
+            self._drafter.remove(request_id)
         self._scheduler.remove(request.sequence, sound=sound)
 
     def stop(self) -> None:
@@ -260,7 +261,7 @@ class RollingBatchEngine:
     def step(self) -> None:
         """Run one forward pass and emit the deltas of its tokens."""
         self._recorder.begin()
-        plan = self._scheduler.plan(self._draft if self._speculation is not None else None)
+        plan = self._scheduler.plan(self._drafter.propose if self._drafter is not None else None)
         for sequence in plan.started:
             on_begin = self._requests[sequence.request_id].on_begin
             if on_begin is not None:
@@ -286,14 +287,6 @@ class RollingBatchEngine:
             else:
                 self._accept_or_fail(request, sampled)
 
-    def _draft(self, sequence: Sequence, most: int, rows: int) -> list[int]:
-        """Propose tokens for a sequence: `most` at most, in a step that has `rows` rows already."""
-        lookup = self._requests[sequence.request_id].lookup
-        assert self._speculation is not None
-        if lookup is None or most <= 0:
-            return []
-        return lookup.propose(sequence.tokens, most, self._speculation.least_chance(rows))
-
     def _verify(self, plan: StepPlan, logits: StepLogits) -> int:
         """Choose the tokens behind drafted ones, place by place, as long as the draft is right; return how many."""
         going = list(logits.draft_rows)
@@ -314,8 +307,8 @@ class RollingBatchEngine:
         if request is None or place >= len(draft):
             return False
         right = sequence.tokens[-1] == draft[place]
-        if request.lookup is not None and (not right or place == len(draft) - 1):
-            request.lookup.observe(len(draft), place + right)
+        if self._drafter is not None and (not right or place == len(draft) - 1):
+            self._drafter.observe(sequence.request_id, len(draft), place + right)
         return right
 
     def _begin_masks(self) -> Future[None]:

@@ -25,6 +25,7 @@ from handlers.rolling_batch.device_memory import (
     refuse_more_than_free,
     step_size,
 )
+from handlers.rolling_batch.draft_model import DraftModel, StepCosts
 from handlers.rolling_batch.engine import RollingBatchEngine
 from handlers.rolling_batch.kv_cache import bytes_per_token
 from handlers.rolling_batch.model_runner import LoadCheck, ModelRunner
@@ -95,6 +96,7 @@ class LoadedModel:
     `max_len` counts tokens of prompt and output together, `weights` the bytes on each device of this rank. `check` has
     the logits of the model before any module was replaced; if it is None, those of the model as it is are taken.
     `is_local`: no parameter is a DTensor, so that modules can be fused. `details` are for the log and `explain`.
+    `draft` is the smaller model that drafts tokens, if there is one.
     """
 
     model: Any
@@ -105,6 +107,7 @@ class LoadedModel:
     check: LoadCheck | None = None
     is_local: bool = True
     details: Mapping[str, Any] = field(default_factory=dict)
+    draft: LoadedModel | None = None
 
     def runner(self) -> ModelRunner:
         """Return the runner of the model's steps. Raises UnsupportedAttentionError."""
@@ -132,8 +135,7 @@ def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -
     prompts, chats = PromptEncoder(tokenizer), ModelChats(tokenizer, options)
     with enough_for_steps(runner, limits.kv_tokens, step):
         warm_up(engine, prompts, 4 if runner.device.type == "cpu" else min(step.idle_chunk, max_len - 2))
-    if options.speculative_draft_model is not None:
-        engine.speculate(Speculation(options.speculative_length, row_share(runner)))
+    drafting = _speculate(engine, runner, loaded, limits.max_running, options)
     details = {
         "model": type(model).__name__,
         "dtype": str(runner.dtype).removeprefix("torch."),
@@ -150,6 +152,7 @@ def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -
         **chats.details,
         "fused_modules": runner.fused,
         **decoding,
+        **drafting,
         "load_seconds": round(time.perf_counter() - began, 1),
     }
     return LoadedEngine(engine, prompts, max_len, limits.kv_tokens, details, chats)
@@ -296,8 +299,31 @@ class _AnyToken:
         return
 
 
-def row_share(runner: ModelRunner) -> float:
-    """Measure how much longer a decoding step takes with a further row, as a share of the time with one row."""
+def _speculate(
+    engine: RollingBatchEngine, runner: ModelRunner, loaded: LoadedModel, slots: int, options: RollingBatchOptions
+) -> dict[str, Any]:
+    """Let the engine draft tokens as the options say. Return what was decided."""
+    if options.speculative_draft_model is None:
+        return {}
+    seconds, share = step_seconds(runner)
+    if loaded.draft is None:
+        engine.speculate(Speculation(options.speculative_length, share))
+        return {"row_share": round(share, 3)}
+    with _refusals(loaded.draft.model):
+        drafting = loaded.draft.runner()
+        drafting.prepare(slots, loaded.draft.max_len)
+    draft_seconds, draft_share = step_seconds(drafting)
+    costs = StepCosts(share, draft_seconds / seconds, draft_share * draft_seconds / seconds)
+    engine.speculate(DraftModel(drafting, options.speculative_length, runner.vocabulary, costs))
+    return {
+        "draft_model": options.speculative_draft_model,
+        "row_share": round(costs.row, 3),
+        "draft_share": round(costs.draft, 3),
+    }
+
+
+def step_seconds(runner: ModelRunner) -> tuple[float, float]:
+    """Measure a decoding step with one row in seconds, and how much longer each further row takes, as a share."""
     sequence = Sequence("measure", [0, 0], 1, _MEASURED_ROWS + 1, slot=0, computed=1)
 
     def seconds(drafted: int) -> float:
@@ -308,7 +334,7 @@ def row_share(runner: ModelRunner) -> float:
 
     one, several = (min(seconds(drafted) for _ in range(_MEASUREMENTS)) for drafted in (0, _MEASURED_ROWS))
     runner.cache.trim(0, 0)
-    return max((several - one) / _MEASURED_ROWS / one, 0.0)
+    return one, max((several - one) / _MEASURED_ROWS / one, 0.0)
 
 
 def warm_up(engine: RollingBatchEngine, prompts: PromptEncoder, tokens: int = 4) -> None:

@@ -51,10 +51,11 @@ class RollingBatchOptions(ParserOptions):
     kv_cache_memory_gb: PositiveFloat | None = Field(
         None, description="Maximum memory of the KV cache in GiB; it overrides option.mem_fraction_static."
     )
-    speculative_draft_model: Annotated[Literal["[ngram]"] | None, Allowed("[ngram]")] = Field(
+    speculative_draft_model: str | None = Field(
         None,
-        description="What drafts tokens for speculative decoding: [ngram] proposes what followed the same words earlier"
-        " in prompt and output, where that pays. No text changes but for rounding: each token is the model's own.",
+        description="What drafts tokens for speculative decoding, where that pays: [ngram] proposes what followed the"
+        " same words earlier in prompt and output; else a smaller model with the same tokenizer, as a directory or an"
+        " id, on the CPU only. No text changes but for rounding: each token is the model's own.",
     )
     speculative_length: PositiveInt = Field(5, description="Tokens that are drafted at most per sequence and step.")
     enable_cuda_graph: bool = Field(

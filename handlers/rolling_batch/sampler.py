@@ -7,6 +7,7 @@ that ask for it only, for all of them at once. What a request draws follows from
 
 from __future__ import annotations
 
+import copy
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -98,6 +99,12 @@ class SamplingState:
         """The key of the noise with which the next token is drawn."""
         return gumbel.key_of(self._stream, self._position)
 
+    def ahead(self, places: int) -> SamplingState:
+        """Return a copy for the token that comes `places` tokens later."""
+        later = copy.copy(self)
+        later._position += places
+        return later
+
     def record(self, token: int) -> None:
         """Go on to the next position; remember a generated token for the penalties."""
         self._position += 1
@@ -142,6 +149,14 @@ def sample(logits: torch.Tensor, states: list[SamplingState]) -> list[Sampled]:
     for row in _infinite(logits, tokens):
         result[row] = Sampled(NO_TOKEN)
     return result
+
+
+def foresee(logits: torch.Tensor, states: list[SamplingState], places: list[int]) -> list[int]:
+    """Choose tokens as `sample` would `places[i]` tokens further, and record nothing.
+
+    Penalties and bans do not know of the tokens in between. `logits` are (rows, vocabulary).
+    """
+    return _choose(logits, [state.ahead(place) for state, place in zip(states, places, strict=True)])
 
 
 def _infinite(logits: torch.Tensor, tokens: list[int]) -> list[int]:

@@ -105,8 +105,8 @@ class StepPlan:
     drafts: Mapping[Sequence, list[int]] = field(default_factory=dict)
 
 
-Draft = Callable[[Sequence, int, int], list[int]]
-"""Proposes tokens for a sequence: at most so many, in a step that has so many rows already."""
+Draft = Callable[[list[tuple[Sequence, int]], int, int], Mapping[Sequence, list[int]]]
+"""Proposes tokens for sequences, at most so many for each; see `speculation.Drafter.propose`."""
 
 
 @dataclass(slots=True)
@@ -203,18 +203,11 @@ class Scheduler:
         """Account for a drafted token that is the newest one of its sequence: it is in the KV cache already."""
         self._computed(sequence, sequence.computed + 1)
 
-    def _drafts(self, decode: list[Sequence], room: int, draft: Draft) -> dict[Sequence, list[int]]:
+    def _drafts(self, decode: list[Sequence], room: int, draft: Draft) -> Mapping[Sequence, list[int]]:
         """Return the drafts of the decoding sequences, in the memory that is left."""
-        drafts, rows = {}, len(decode)
-        for sequence in decode:
-            # A step generates one token more than it accepts drafted ones.
-            most = min(room, sequence.max_new_tokens - sequence.generated - 1)
-            tokens = draft(sequence, most, rows)
-            if tokens:
-                drafts[sequence] = tokens
-                rows += len(tokens)
-                room -= len(tokens)
-        return drafts
+        # A step generates one token more than it accepts drafted ones.
+        wanted = [(sequence, sequence.max_new_tokens - sequence.generated - 1) for sequence in decode]
+        return draft(wanted, len(decode), room)
 
     def _computed(self, sequence: Sequence, tokens: int) -> None:
         sequence.computed = tokens

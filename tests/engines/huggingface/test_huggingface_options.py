@@ -198,3 +198,21 @@ def test_threads_are_those_of_every_operation(weights: Path) -> None:
         [sys.executable, "-c", code, str(weights)], stdout=subprocess.PIPE, check=True, text=True, timeout=600
     )
     assert finished.stdout.splitlines()[-1] == "threads 1 1"
+
+
+def test_a_draft_model_drafts_and_changes_no_token(weights: Path) -> None:
+    plain, drafting = load(weights), load(weights, speculative_draft_model=str(weights), speculative_length=3)
+    assert drafting.details["draft_model"] == str(weights)
+    answers = [add(loaded, "a", [1, 2, 3], 30) for loaded in (plain, drafting)]
+    for loaded in (plain, drafting):
+        assert all(step is None for step in steps(loaded))
+    assert answers[0].tokens == answers[1].tokens
+
+
+def test_a_draft_model_with_other_tokens_is_refused(weights: Path, tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    other = byte_tokenizer()
+    other.add_tokens(["another"])
+    other.save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match=r"speculative_draft_model=.*its tokens are not those.*\[ngram\]"):
+        load(weights, speculative_draft_model=str(tmp_path))

@@ -1,7 +1,8 @@
-"""Speculative decoding by prompt lookup changes how many steps a request takes, and no token of its answer."""
+"""Speculative decoding changes how many steps a request takes, and no token of its answer."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 from adapter_helpers import read_adapter, save_adapter
 from rolling_batch_helpers import Engine, Received, prompts
-from tiny_models import tiny_model
+from tiny_models import CONTEXT, tiny_model
 
+from handlers.rolling_batch.draft_model import DraftModel, StepCosts
+from handlers.rolling_batch.model_runner import ModelRunner
 from handlers.rolling_batch.speculation import PromptLookup, Speculation
 
 pytestmark = pytest.mark.slow
@@ -39,14 +42,14 @@ def test_a_request_whose_drafts_fail_gets_fewer_and_then_none_until_it_has_gone_
         draft = lookup.propose(tokens, 5, 0.1)
         lengths.append(len(draft))
         if draft:
-            lookup.observe(len(draft), 0)
+            lookup.acceptance.observe(len(draft), 0)
     assert lengths[0] == 3
     assert lengths[:6] == sorted(lengths[:6], reverse=True)
     assert lengths.count(0) > 4
     assert max(lengths[6:]) == 1
     assert any(lookup.propose(tokens, 5, 0.1) for _ in range(100))
     for _ in range(10):
-        lookup.observe(5, 5)
+        lookup.acceptance.observe(5, 5)
     assert len(lookup.propose(tokens, 5, 0.1)) == 5
 
 
@@ -126,6 +129,90 @@ def test_what_is_sampled_with_drafts_is_distributed_as_the_model_says() -> None:
     seconds = [answer.tokens[1] for answer in answers if answer.tokens[0] == 9]
     with torch.inference_mode():
         logits = engine.reference(torch.tensor([[*prompt, 9]])).logits[0, -1, list(allowed)].double()
+    found = torch.tensor([seconds.count(token) for token in allowed]) / len(seconds)
+    assert float((found - logits.softmax(-1)).abs().sum()) / 2 < 0.08
+    assert 0 < engine.engine.stats.accepted_tokens < engine.engine.stats.drafted_tokens
+
+
+# --- a draft model ---
+
+FREE = StepCosts(0.0, 0.0, 0.0)
+
+
+def drafting(model: Any, draft: Any, costs: StepCosts = FREE, length: int = 4, **limits: Any) -> Engine:
+    engine = Engine(model, **limits)
+    runner = ModelRunner(draft, CONTEXT)
+    runner.prepare(engine.scheduler.limits.max_running, CONTEXT)
+    engine.engine.speculate(DraftModel(runner, length, engine.runner.vocabulary, costs))
+    return engine
+
+
+def disturbed(model: Any, amount: float) -> Any:
+    """Return a model that often, but not always, chooses the tokens of `model`."""
+    found = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in found.parameters():
+            parameter += amount * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    return found
+
+
+@pytest.mark.parametrize("limits", [{}, {"kv_tokens": 200, "conservativeness": 0.01}], ids=["room", "retraction"])
+def test_answers_are_those_without_a_draft_model(limits: dict[str, Any], tmp_path: Path) -> None:
+    directory = save_adapter(tiny_model("llama"), tmp_path)
+    model = tiny_model("llama")
+    engines = Engine(tiny_model("llama"), **limits), drafting(model, disturbed(model, 0.05), **limits)
+    plain, drafted = (run_mixed(engine, engine.engine.load_adapter(read_adapter(str(directory)))) for engine in engines)
+    for expected, answer in zip(plain, drafted, strict=True):
+        assert (answer.tokens, answer.text, answer.finish_reason) == (
+            expected.tokens,
+            expected.text,
+            expected.finish_reason,
+        )
+    stats = engines[1].engine.stats
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
+    assert bool(stats.retracted_requests) == bool(limits)
+
+
+@pytest.mark.parametrize("parameters", [{}, {"do_sample": True, "seed": 3}], ids=["greedy", "drawn"])
+def test_a_draft_model_that_agrees_saves_four_of_five_steps(parameters: dict[str, Any]) -> None:
+    model = tiny_model("llama")
+    engine = drafting(model, copy.deepcopy(model))
+    for prompt in prompts(6):
+        engine.add(prompt, max_new_tokens=40, ignore_eos=True, **parameters)
+    engine.run()
+    stats = engine.engine.stats
+    assert stats.accepted_tokens == stats.drafted_tokens
+    assert stats.generated_tokens == 240
+    assert stats.steps < 30
+
+
+def test_a_draft_model_that_does_not_pay_is_left_alone() -> None:
+    model = tiny_model("llama")
+    slow = drafting(model, copy.deepcopy(model), StepCosts(0.01, 1.0, 0.01))
+    slow.generate([1, 2, 3], max_new_tokens=30, ignore_eos=True)
+    assert slow.engine.stats.drafted_tokens == 0
+    wrong = drafting(tiny_model("llama"), disturbed(tiny_model("llama"), 3.0), StepCosts(0.05, 0.1, 0.01))
+    wrong.generate([1, 2, 3], max_new_tokens=60, ignore_eos=True)
+    assert 0 < wrong.engine.stats.drafted_tokens < 40
+    costs = StepCosts(0.05, 0.3, 0.05)
+    chances = [costs.least_chance(rows, rows) for rows in (1, 8, 64)]
+    assert chances == sorted(chances)
+    assert chances[0] == pytest.approx(0.35)
+    assert chances[-1] > 1  # in a large batch no draft pays
+
+
+def test_what_is_sampled_with_a_draft_model_is_distributed_as_the_model_says() -> None:
+    model = tiny_model("llama")
+    engine = drafting(model, disturbed(model, 0.2), slots=64, kv_tokens=64 * 64)
+    prompt, allowed = [7, 8, 9], (9, 7, 30)
+    sampled = {"do_sample": True, "allowed_token_ids": allowed, "max_new_tokens": 3, "ignore_eos": True}
+    answers = [engine.add(prompt, seed=seed, **sampled)[1] for seed in range(600)]
+    engine.run()
+    likeliest = max(allowed, key=[answer.tokens[0] for answer in answers].count)
+    seconds = [answer.tokens[1] for answer in answers if answer.tokens[0] == likeliest]
+    with torch.inference_mode():
+        logits = engine.reference(torch.tensor([[*prompt, likeliest]])).logits[0, -1, list(allowed)].double()
     found = torch.tensor([seconds.count(token) for token in allowed]) / len(seconds)
     assert float((found - logits.softmax(-1)).abs().sum()) / 2 < 0.08
     assert 0 < engine.engine.stats.accepted_tokens < engine.engine.stats.drafted_tokens
