@@ -24,7 +24,17 @@ from lmi_server.ray.announcements import ANNOUNCEMENT, watch
 from lmi_server.ray.autoscaling import ONGOING
 from lmi_server.ray.child import Child
 from lmi_server.ray.directory import Directory
-from lmi_server.ray.messages import Drain, FromReplica, NotServing, Ongoing, Serving, Start, Wanted
+from lmi_server.ray.messages import (
+    Drain,
+    FromFrontEnd,
+    FromReplica,
+    Listening,
+    NotServing,
+    Ongoing,
+    Serving,
+    Start,
+    Wanted,
+)
 from lmi_server.ray.ranks import FurtherRanks
 from lmi_server.supervisor.replicas import Backoff
 
@@ -117,7 +127,7 @@ class Replica:
 
 
 class Ingress:
-    """One front end, which takes the requests for every model of the application.
+    """One front end, which takes the requests for every model of the application. It is there once it has its port.
 
     `replicas` are handles: they make Ray deploy the models with the ingress. `reconfigure` says which models there are.
     """
@@ -135,8 +145,10 @@ class Ingress:
         self._handles: dict[str, Any] = {}
         self._waking: dict[str, asyncio.Task[None]] = {}  # calls that have a replica started, by deployment
         self._ending = False
+        self._listening: asyncio.Future[None] = self._loop.create_future()
         arguments = [_INGRESS_PROCESS, host, str(port), str(drain_timeout_s)]
         self._child = Child(arguments, {}, self._on_line, self._on_end)
+        await self._listening
 
     async def __call__(self) -> dict[str, Any]:
         """Return address, node and process of the front end, and the number of replicas of each model."""
@@ -172,7 +184,14 @@ class Ingress:
             self._tell()
 
     def _on_line(self, text: bytes) -> None:
-        self._loop.call_soon_threadsafe(self._wake, msgspec.json.decode(text, type=Wanted).name)
+        self._loop.call_soon_threadsafe(self._on_message, msgspec.json.decode(text, type=FromFrontEnd))
+
+    def _on_message(self, message: FromFrontEnd) -> None:
+        match message:
+            case Listening():
+                self._listening.set_result(None)
+            case Wanted(name):
+                self._wake(name)
 
     def _wake(self, name: str) -> None:
         """Have Ray start a replica of a model that has none: it does so for a call by a handle, which waits for it."""
@@ -202,5 +221,17 @@ class Ingress:
         self._child.tell(self._directory.models())
 
     def _on_end(self, code: int) -> None:
-        if not self._ending:
+        self._loop.call_soon_threadsafe(self._ended, code)
+
+    def _ended(self, code: int) -> None:
+        if self._ending:
+            return
+        if self._listening.done():
             os._exit(1)
+        self._ending = True
+        self._listening.set_exception(
+            RuntimeError(
+                f"the front end cannot listen on port {self._address['port']} of {self._address['host']}, or ended for"
+                f" another reason, which its log has (exit code {code}); choose another port by --port"
+            )
+        )

@@ -71,7 +71,9 @@ def status(environment: Mapping[str, str]) -> dict[str, Any]:
 
 def _join(address: str | None) -> None:
     """Join the cluster at `address`, or start one if it is None. Raises ConfigurationError if there is none."""
+    # By themselves, the processes that Ray starts give way to all others (a niceness of 15).
+    own: dict[str, Any] = {"address": "local", "log_to_driver": True, "_system_config": {"worker_niceness": 0}}
     try:
-        ray.init(address=address or "local", namespace="lmi-server", log_to_driver=address is None)
+        ray.init(namespace="lmi-server", **({"address": address, "log_to_driver": False} if address else own))
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigurationError(f"{ADDRESS} = {address or ''}: the cluster cannot be joined; {error}") from error

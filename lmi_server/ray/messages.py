@@ -1,8 +1,8 @@
 """What a Ray actor and the process beside it tell each other: one message of JSON per line.
 
 The actor of a replica writes one Start to its process, which answers with one Serving or NotServing, then with Ongoing.
-The actor of an ingress writes Models whenever a replica comes or goes, and its process writes Wanted. The end of the
-actor's pipe means that it is dead. Requests and answers never come this way.
+The actor of an ingress writes Models whenever a replica comes or goes; its process writes one Listening, then Wanted.
+The end of the actor's pipe means that it is dead. Requests and answers never come this way.
 """
 
 from __future__ import annotations
@@ -89,10 +89,17 @@ class Models(msgspec.Struct, frozen=True):
     models: list[Replicas]
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class Listening(msgspec.Struct, frozen=True, tag=True):
+    """The front end has its port."""
+
+
+class Wanted(msgspec.Struct, frozen=True, tag=True):
     """A request for the model `name` waits, and there is no replica."""
 
     name: str
+
+
+FromFrontEnd = Listening | Wanted
 
 
 def line(message: msgspec.Struct) -> bytes:

@@ -19,7 +19,7 @@ from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.configuration.resolve import ResolvedModel
 from lmi_server.contract.errors import BadParameterError
 from lmi_server.contract.protocol import Adapter, Load
-from lmi_server.ray.messages import Described, Models, Replicas, Wanted, line
+from lmi_server.ray.messages import Described, FromFrontEnd, Listening, Models, Replicas, Wanted, line
 from lmi_server.ray.remote_replicas import ClusterPool
 from lmi_server.serving.adapter_store import LoadedElsewhere
 from lmi_server.serving.adapters import RegisteredAdapter
@@ -44,7 +44,11 @@ class ClusterRegistry(ModelRegistry):
         self._served: dict[str, Described] = {}  # what the newest pool of each model was made for
 
     async def follow(self) -> None:
-        """Do what the ingress says in the lines of standard input. When it is gone, drain this process."""
+        """Do what the ingress says in the lines of standard input. When it is gone, drain this process.
+
+        The server calls it once it has its port.
+        """
+        _tell(Listening())
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(limit=_LONGEST_LINE)
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
@@ -150,9 +154,14 @@ def _comparable(described: Described, replicas: Replicas) -> PoolSettings:
 
 
 def _want(name: str) -> None:
-    """Tell the actor that a model needs a replica; nobody if the actor is gone, and this process drains."""
+    """Tell the actor that a model needs a replica."""
+    _tell(Wanted(name))
+
+
+def _tell(message: FromFrontEnd) -> None:
+    """Tell the actor something; nobody if it is gone, and this process drains."""
     with contextlib.suppress(BrokenPipeError):
-        os.write(sys.stdout.fileno(), line(Wanted(name)))
+        os.write(sys.stdout.fileno(), line(message))
 
 
 def _resolved(name: str, described: Described) -> ResolvedModel:

@@ -265,7 +265,7 @@ def test_a_request_that_waits_when_the_last_replica_goes_has_ray_start_another(c
         answer = client.submit(cluster.ask, "a b")
         wait_until(lambda: cluster.details()["requestInQueue"] == 1, "the request waits")
         cluster.front_end.knows(replica.model, {})
-        assert cluster.front_end.wants() == Wanted("model")
+        assert cluster.front_end.heard() == Wanted("model")
         cluster.announce("c")
         assert answer.result().status_code == 200
 

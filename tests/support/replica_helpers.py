@@ -21,13 +21,14 @@ from waiting import wait_until
 from lmi_server.ray.messages import (
     Described,
     Drain,
+    FromFrontEnd,
+    Listening,
     Models,
     NotServing,
     Ongoing,
     Replicas,
     Serving,
     Start,
-    Wanted,
     line,
 )
 
@@ -87,6 +88,7 @@ class FrontEndProcess(Process):
         super().__init__("frontend.ray_ingress", "127.0.0.1", "0", "60")
         self.port = int(self.log.wait_for(r"listening on http://127\.0\.0\.1:(\d+)")[1])
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
+        assert self.heard() == Listening()
 
     def knows(
         self, model: Described, replicas: Mapping[str, Serving], aliases: tuple[str, ...] = (), *, second: bool = False
@@ -97,12 +99,12 @@ class FrontEndProcess(Process):
         more = [msgspec.structs.replace(told, name="second")] if second else []
         self.tell(Models([told, *more]))
 
-    def wants(self) -> Wanted:
+    def heard(self) -> FromFrontEnd:
         """Return the next message to the actor."""
         assert self.process.stdout is not None
         output = self.process.stdout
-        wait_until(lambda: bool(select.select([output], [], [], 0)[0]), "the front end wants a replica")
-        return msgspec.json.decode(output.readline(), type=Wanted)
+        wait_until(lambda: bool(select.select([output], [], [], 0)[0]), "the front end says something")
+        return msgspec.json.decode(output.readline(), type=FromFrontEnd)
 
     def metric(self, name: str) -> float | None:
         found = re.search(rf"^{name}{{[^}}]*}} (\S+)$", self.http.get("/metrics").text, re.MULTILINE)
