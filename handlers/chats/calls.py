@@ -158,7 +158,7 @@ def _json_values(text: str) -> Iterator[Any]:
             continue
         try:
             value, at = decoder.raw_decode(text, at)
-        except ValueError:
+        except (ValueError, RecursionError):  # deeper than Python's parser goes
             yield None
             return
         yield value
@@ -180,7 +180,7 @@ def is_object(text: str) -> bool:
     """Return whether `text` is a JSON object."""
     try:
         return isinstance(json.loads(text), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 
@@ -264,7 +264,7 @@ def _typed(text: str, schema: Any) -> Any:
         return _WORDS[word]
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     return text if "string" in types and not isinstance(value, dict | list) else value
 

@@ -203,6 +203,13 @@ def test_a_malformed_call_stays_content(tools: str, text: str) -> None:
     assert all(answer(pieces, tools) == whole for pieces in cuts(text))
 
 
+@pytest.mark.parametrize("opening", ["", '{"name": "weather", "arguments": '])
+def test_json_that_is_deeper_than_the_parser_goes_stays_content(opening: str) -> None:
+    text = f"<tool_call>{opening}{'[' * 100_000}</tool_call>"
+    whole = answer([text], "hermes", stream=False)
+    assert (whole.content, whole.calls) == (text, [])
+
+
 @pytest.mark.parametrize(("tools", "text"), BROKEN_LATE)
 def test_a_call_that_breaks_behind_its_name_is_content_of_a_whole_answer(tools: str, text: str) -> None:
     whole = answer([text], tools, stream=False)
