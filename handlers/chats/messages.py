@@ -64,7 +64,7 @@ def _object(text: str) -> Any:
     """Return the JSON object that `text` is; any other text stays one."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # deeper than the parser goes
         return text
     return value if isinstance(value, dict) else text
 

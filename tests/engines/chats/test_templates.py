@@ -102,6 +102,9 @@ def test_arguments_become_what_the_template_wants() -> None:
     assert (with_objects[0]["reasoning_content"], with_objects[1]) == ("hm", {"role": "tool"})
     assert template_messages(with_objects, lambda: True)[0]["tool_calls"] == [call]
     assert messages[0]["tool_calls"] == [call]
+    for text in ("no object", "[" * 100_000):
+        other = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]}
+        assert template_messages([other], lambda: False)[0]["tool_calls"][0]["function"]["arguments"] == text
     for wrong in ("f", [1], [{"function": {}}]):
         with pytest.raises(RequestError, match=r"messages\[0\]\.tool_calls"):
             template_messages([{"role": "assistant", "tool_calls": wrong}], lambda: False)
