@@ -8,6 +8,7 @@ say. Reading, checking and the reference page all work on these declarations, so
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -144,7 +145,12 @@ class Options(BaseModel):
     @classmethod
     def declared(cls) -> tuple[Option, ...]:
         """Return the options of this class and of its bases, in the order of their declaration."""
-        return tuple(_option(cls.prefix, name, info) for name, info in cls.model_fields.items())
+        return _declared_by(cls)
+
+
+@functools.cache  # each of the layers of a configuration, and each check of it, asks for them
+def _declared_by(options: type[Options]) -> tuple[Option, ...]:
+    return tuple(_option(options.prefix, name, info) for name, info in options.model_fields.items())
 
 
 def _option(prefix: str, field: str, info: FieldInfo) -> Option:
