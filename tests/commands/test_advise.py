@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-import httpx
 import pytest
 from forked_servers import run_command
-from server_helpers import request, serving
+from server_helpers import connect, raw_request, serving
 
 from lmi_server.advise.evidence import Evidence, Moment, add_log, add_metrics
 from lmi_server.advise.rules import OPTIONS, OWN, SGLANG, VLLM, Advice, advise
@@ -156,25 +154,14 @@ def test_a_live_server_and_its_log(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("\n".join([*HEALTHY, RETRACTED.format(count=3)]))
     with serving(tmp_path, max_rolling_batch_size=4) as server:
         url = f"http://127.0.0.1:{server.port}"
-        waiting = threading.Thread(target=_wait, args=(url,))
-        waiting.start()
-        server.until("lmi_requests_in_flight", 1)
-        done = run_command("advise", url, "--seconds", "0.1", "--json", "found", env=os.environ, cwd=tmp_path)
-        logged = run_command("advise", url, "--seconds", "0", "--log", "log", env=os.environ, cwd=tmp_path)
-        server.stop()
-        waiting.join(60)
+        with connect(server, raw_request("wait")):  # it never ends by itself
+            server.until("lmi_requests_in_flight", 1)
+            done = run_command("advise", url, "--seconds", "0.1", "--json", "found", env=os.environ, cwd=tmp_path)
+            logged = run_command("advise", url, "--seconds", "0", "--log", "log", env=os.environ, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "the queue was empty at 100% of" in done.stdout
     assert json.loads((tmp_path / "found").read_text())[0]["source"] == SGLANG
     assert "raise option.schedule_conservativeness" in logged.stdout
-
-
-def _wait(url: str) -> None:
-    """Send a request that waits for ever; it ends with the server."""
-    try:
-        httpx.post(f"{url}/invocations", json=request("wait"), timeout=120)
-    except httpx.HTTPError:
-        return
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,7 @@ def tune(model: Path, *arguments: str, **variables: str) -> subprocess.Completed
     return run_command("tune", str(model), *TRAFFIC, *arguments, env=environment, cwd=model.parent)
 
 
+@pytest.mark.slow
 def test_the_best_setting_is_found_and_written_on_request(model: Path) -> None:
     arguments = ("--option", "max_rolling_batch_size=1,8", "--option", "pythonExecutable=nowhere,python3")
     done = tune(model, *arguments, "--grid", "--json", "found.json")
@@ -78,6 +79,7 @@ def test_the_best_setting_is_found_and_written_on_request(model: Path) -> None:
     assert lines[3] == "option.max_rolling_batch_size=8"
 
 
+@pytest.mark.slow
 def test_limits_lower_the_traffic_until_it_keeps_them(model: Path) -> None:
     """Here not even one request at a time does."""
     done = tune(model, "--option", "max_rolling_batch_size=1,2", "--max-p99-e2el", "0.1ms", "--trials", "0")
@@ -86,6 +88,7 @@ def test_limits_lower_the_traffic_until_it_keeps_them(model: Path) -> None:
     assert "No setting keeps the limits" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_search_goes_on_after_it_was_killed(model: Path) -> None:
     command = [sys.executable, "-m", "lmi_server", "tune", str(model), *TRAFFIC, "--option"]
     values = ",".join(map(str, range(1, 9)))
@@ -105,6 +108,7 @@ def test_a_search_goes_on_after_it_was_killed(model: Path) -> None:
     assert len([line for line in done.stdout.splitlines() if line.startswith("trial ")]) == 1
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_and_a_server_that_is_killed_cost_one_trial(model: Path) -> None:
     """Who has the port answers as a server would."""
     from lmi_server.bench.workload import RandomPrompts
@@ -160,6 +164,7 @@ def _is_dead(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
+@pytest.mark.slow
 def test_adapters_are_in_the_traffic_and_the_report_has_what_they_cost(model: Path) -> None:
     """The echo handler takes any adapter; there is no checkpoint to merge one into."""
     with (model / "serving.properties").open("a") as file:

@@ -10,6 +10,8 @@ AS_ONE_FILE = {
     f"tests/engines/vllm/{name}.py": "tests/engines/vllm/test_vllm.py"
     for name in ("test_vllm_openai", "test_vllm_pooling")
 }
+# Without the slow tests, most of what these folders take is the import of their libraries: once is enough.
+TOGETHER_WITHOUT_SLOW = ("artifacts", "configuration", "dialects", "engines", "unit")
 # A process that starts a long file last would work on while the others have nothing left to do.
 LONGEST = (
     "engines/vllm/test_vllm",
@@ -31,6 +33,9 @@ LONGEST = (
 class FilesTogether(LoadFileScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
+        folder = file.split("/")[1]
+        if self.config.getoption("markexpr") == "not slow" and folder in TOGETHER_WITHOUT_SLOW:
+            return f"tests/{folder}"
         return AS_ONE_FILE.get(file, file)
 
 
