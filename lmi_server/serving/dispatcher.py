@@ -26,6 +26,7 @@ import itertools
 import logging
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from lmi_server.contract.errors import DeadlineError, LmiServerError, QueueDelayError, QueueFullError
@@ -96,6 +97,8 @@ class Dispatcher:
         most = settings.adapter_affinity
         self._adapters: AdapterAffinity[WorkerProcess] | None = AdapterAffinity(most) if most else None
         self._quarantine = Quarantine(settings.quarantine_s)
+        self._held_back: deque[Job] = deque()  # two workers died of one of these; see _retry_or_fail
+        self._lone: Job | None = None  # the one of them that runs
         self._idle = asyncio.Event()
         self._draining = False
         self._forming = BatchForming(
@@ -104,7 +107,7 @@ class Dispatcher:
 
     @property
     def queued(self) -> int:
-        return len(self._queue)
+        return len(self._queue) + len(self._held_back)
 
     @property
     def in_flight(self) -> int:
@@ -181,9 +184,18 @@ class Dispatcher:
         # The client's side ends now, but the place in the worker is free only once the worker says so. Its time to do
         # that begins here: `put` resets `progressed_at`, by which ProgressWatch finds workers that never free it.
         job.reply.put(Error(job.id, CANCELLED, "the client went away"), time.monotonic())
-        if self._queue.remove(job):
+        if self._withdraw(job):
             self._check_idle()
         self._cancel_held(job)
+        if self._held_back:
+            self.dispatch()
+
+    def _withdraw(self, job: Job) -> bool:
+        """Take `job` out of what waits; return whether it was there."""
+        if job in self._held_back:
+            self._held_back.remove(job)
+            return True
+        return self._queue.remove(job)
 
     @staticmethod
     def _cancel_held(job: Job) -> None:
@@ -194,6 +206,9 @@ class Dispatcher:
 
     def dispatch(self) -> None:
         """Send as many waiting jobs as the workers have room for."""
+        while self._held_back and (self._lone is None or self._lone.reply.terminal is not None):
+            self._lone = self._held_back.popleft()
+            self._put_back(self._lone)
         while self._queue.has_next:
             worker = self._worker_for(self._queue.peek())
             if worker is None:
@@ -338,10 +353,12 @@ class Dispatcher:
         """End `job`, whose timer has run off."""
         if deadline.at > time.monotonic():  # timers may be early by a millisecond
             self._watch_deadline(job, deadline)
-        elif self._queue.remove(job):
+        elif self._withdraw(job):
             self._drop_late(job, deadline)
             self._cancel_held(job)
             self._check_idle()
+            if self._held_back:
+                self.dispatch()
         elif deadline.ends_running and job.reply.terminal is None and job.holder is not None:
             job.fail(
                 DeadlineError(
@@ -438,13 +455,15 @@ class Dispatcher:
             self._adapters.forget(worker)
 
     def take_back(self, worker: WorkerProcess) -> None:
-        """Take the jobs of a dead worker: retry once those of which no client has seen a byte, and fail the rest."""
+        """Take the jobs of a dead worker: retry those of which no client has seen a byte, and fail the rest."""
         self.forget_sessions(worker)
         jobs = worker.requests.take_all()
         if not worker.is_retiring:
             self._suspect([job for job in jobs if not job.cancelled and worker.requests.has_begun(job)])
+        began = [job for job in jobs if job.reply.terminal is None and worker.requests.has_begun(job)]
+        suspects = [job for job in began if job.deaths and job is not self._lone]
         for job in reversed(jobs):  # each goes to the head of the queue, so the oldest must be last
-            self._retry_or_fail(worker, job)
+            self._retry_or_fail(worker, job, suspects)
         self.dispatch()
 
     def _suspect(self, jobs: Sequence[Job]) -> None:
@@ -456,31 +475,47 @@ class Dispatcher:
             if job.fingerprint == quarantined:
                 logger.error("request %s has ended its worker twice; it is quarantined", job.request.request_id)
 
-    def _retry_or_fail(self, worker: WorkerProcess, job: Job) -> None:
-        """Put `job` back into the queue, or fail it.
+    def _retry_or_fail(self, worker: WorkerProcess, job: Job, suspects: Sequence[Job]) -> None:
+        """Put `job` back into the queue, or fail it. `suspects` were running when another worker died before.
 
         A job that the handler had not begun cannot have killed the worker, so that it may be tried as often as needed.
-        One that was running may have: it gets one more try. A batch that was running gets none, because its requests
-        may have had effects that the pool knows nothing of.
+        One that was running may have: it gets one more try. If several have had that, all but one are innocent. They
+        get another try, but only one of them runs at a time, so that the guilty one dies without the others. A batch
+        that was running is not tried again, because its requests may have had effects that the pool knows nothing of.
         """
         requests = worker.requests
         if not requests.has_begun(job):
             job.may_go_ahead = not job.is_ahead
             self._requeue(job)
-        elif job.retried or job.reply.head is not None or requests.batch_size is not None:
+            return
+        job.deaths += 1
+        if job.reply.head is not None or requests.batch_size is not None:
             job.fail(worker.cause)
-        else:
-            job.retried = True
+        elif job.deaths == 1:
             self._requeue(job)
+        elif job in suspects and len(suspects) > 1:
+            self._come_back(job)
+            self._held_back.appendleft(job)
+        else:
+            job.fail(worker.cause)
 
     def _requeue(self, job: Job) -> None:
         self._queue.remove(job)  # if a worker had it ahead
-        if job.reply.terminal is not None:
-            return
+        if job.reply.terminal is None:
+            self._come_back(job)
+            self._put_back(job)
+
+    def _come_back(self, job: Job) -> None:
+        """Record that a worker has `job` no more."""
         if not job.is_ahead:
             self.retries += 1
             job.attempts = (*job.attempts, (job.sent_at, time.monotonic()))
         job.come_back()
+
+    def _put_back(self, job: Job) -> None:
+        """Put `job` at the head of the queue, unless it has ended or its deadline has passed."""
+        if job.reply.terminal is not None:
+            return
         self._make_way(job)
         if job.deadline is None:
             self._queue.push_front(job)
@@ -501,6 +536,8 @@ class Dispatcher:
         """Fail every request that waits in no worker."""
         while self._queue.has_next:
             self._queue.pop().fail(error)
+        while self._held_back:
+            self._held_back.popleft().fail(error)
         self._check_idle()
 
     def fail_all(self, error: LmiServerError) -> None:
@@ -515,5 +552,5 @@ class Dispatcher:
         self._forming.stop()
 
     def _check_idle(self) -> None:
-        if self._draining and not self._queue and not self.in_flight:
+        if self._draining and not self._queue and not self._held_back and not self.in_flight:
             self._idle.set()

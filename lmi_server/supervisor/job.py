@@ -92,7 +92,8 @@ class Job:
 
     `on_overflow` is called if the answer is given up because its client reads too slowly. `fingerprint` identifies the
     request to the quarantine; None while that has no need of it. `tenant` identifies the API key it came with.
-    `timer` runs until the deadline. `attempts` are the times at which workers got it and lost it again. While
+    `timer` runs until the deadline. `attempts` are the times at which workers got it and lost it again, `deaths` the number of
+    workers that died while they served it. While
     `is_ahead` is set, a worker has the job, but no place for it. If `is_recalled`, that worker has been asked to
     give it back.
     """
@@ -102,6 +103,7 @@ class Job:
         "batch",
         "cancelled",
         "deadline",
+        "deaths",
         "fingerprint",
         "holder",
         "id",
@@ -113,7 +115,6 @@ class Job:
         "queued_at",
         "reply",
         "request",
-        "retried",
         "sent_at",
         "tenant",
         "timer",
@@ -141,7 +142,7 @@ class Job:
         self.is_ahead = False
         self.is_recalled = False
         self.may_go_ahead = True  # until a worker dies that had it ahead: it may be what the worker died of
-        self.retried = False
+        self.deaths = 0
         self.attempts: tuple[tuple[float, float], ...] = ()
         self.cancelled = False
         self.fingerprint: bytes | None = None

@@ -231,6 +231,40 @@ async def test_a_request_that_kills_its_worker_is_retried_once(tmp_path: Path) -
 
 
 @on_loop
+async def test_a_request_that_kills_its_workers_costs_no_other(tmp_path: Path) -> None:
+    """Each worker dies while the others are being served, and nobody can know yet which of them it died of."""
+    async with pool_of(tmp_path, options={"echo_delay_ms": "50"}, retry_threshold=9) as pool:
+        before = [submit(pool, "a") for _ in range(2)]
+        killer = submit(pool, "exit")
+        after = [submit(pool, "b") for _ in range(2)]
+        terminal = await ended(killer)
+        assert isinstance(terminal, Error)
+        assert terminal.kind == "WorkerDiedError"
+        assert [await answer(job) for job in (*before, *after)] == [" a a a"] * 2 + [" b b b"] * 2
+        assert [job.deaths for job in (*before, *after)] == [2] * 4
+        assert killer.deaths == 3
+        assert pool.queued == 0
+
+
+@on_loop
+async def test_clients_that_leave_what_is_tried_one_by_one_let_the_rest_go_on(tmp_path: Path) -> None:
+    async with pool_of(tmp_path, options={"echo_delay_ms": "50"}, retry_threshold=9) as pool:
+        jobs = [submit(pool, "a") for _ in range(4)]
+        for deaths in (1, 2):
+            await until(lambda: pool.ready_workers == 1 and all(job.sent_at for job in jobs))
+            await until(lambda: all(job.holder is not None for job in jobs))
+            os.kill(pids(pool)[0], signal.SIGKILL)
+            await until(lambda deaths=deaths: all(job.deaths == deaths for job in jobs))
+        pool.cancel(jobs[2])  # it is held back
+        pool.cancel(jobs[0])  # it is the first to be tried
+        assert await answer(jobs[1]) == " a a a"
+        late = submit(pool, "b")
+        pool.cancel(jobs[3])
+        assert await answer(late) == " b b b"
+        assert (pool.queued, pool.in_flight) == (0, 0)
+
+
+@on_loop
 async def test_the_other_worker_takes_over_at_once(tmp_path: Path) -> None:
     async with pool_of(tmp_path, min_workers=2, max_workers=2, parallel_loading=True) as pool:
         await until(lambda: pool.ready_workers == 2)
@@ -772,4 +806,4 @@ async def test_jobs_ahead_go_to_a_worker_that_is_free_or_lives(tmp_path: Path) -
         pool.cancel(running[0])
         for job in jobs:
             assert await answer(job) == " a a a"
-            assert not job.retried
+            assert not job.deaths
