@@ -80,7 +80,7 @@ def store(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def server(store: Path) -> Iterator[Server]:
-    with running("--model-store", store / "start") as server:
+    with running("--model-store", store / "start", libraries="") as server:
         yield server
 
 

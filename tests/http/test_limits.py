@@ -30,7 +30,11 @@ SETTINGS = {
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with serving(
-        tmp_path_factory.mktemp("server"), max_rolling_batch_size=4, max_worker_memory_mb=300, variables=SETTINGS
+        tmp_path_factory.mktemp("server"),
+        max_rolling_batch_size=4,
+        max_worker_memory_mb=300,
+        variables=SETTINGS,
+        libraries="",
     ) as server:
         server.invoke("a")
         yield server

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_stream_counts_under_the_status_of_its_ending(tmp_path: Path) -> None:
-    with serving(tmp_path) as server:
+    with serving(tmp_path, libraries="") as server:
         assert server.invoke("token-then-raise", stream=True).status_code == 200
         assert server.invoke("token-then-exit", stream=True).status_code == 200
         server.until("lmi_workers_ready", 1)
@@ -34,7 +34,7 @@ def test_a_stream_counts_under_the_status_of_its_ending(tmp_path: Path) -> None:
 
 
 def test_a_full_queue(tmp_path: Path) -> None:
-    with serving(tmp_path, max_rolling_batch_size=1, job_queue_size=1) as server:
+    with serving(tmp_path, libraries="", max_rolling_batch_size=1, job_queue_size=1) as server:
         connections = [connect(server, raw_request("wait")) for _ in range(2)]
         server.until("lmi_queue_depth", 1)
         response = server.invoke("a")
@@ -51,7 +51,7 @@ def test_a_full_queue(tmp_path: Path) -> None:
 
 
 def test_the_socket_is_bound_and_reports_while_the_model_loads(tmp_path: Path) -> None:
-    with serving(tmp_path, "fault_handlers:GatedHandler", ready=False) as server:
+    with serving(tmp_path, "fault_handlers:GatedHandler", libraries="", ready=False) as server:
         response = server.http.get("/ping")
         assert (response.status_code, response.json()) == (503, {"model": {"status": "PENDING"}})
         assert health(server) == (200, 503)
@@ -81,7 +81,7 @@ def health(server: Server) -> tuple[int, int]:
 def test_ping_waits_for_every_model_of_the_start(tmp_path: Path) -> None:
     make_model(tmp_path / "store" / "fast")
     slow = make_model(tmp_path / "store" / "slow", "fault_handlers:GatedHandler")
-    with running("--model-store", tmp_path / "store") as server:
+    with running("--model-store", tmp_path / "store", libraries="") as server:
         server.log_line(r"\] ready: process")
         response = server.http.get("/ping")
         states = {"fast": {"status": "Healthy"}, "slow": {"status": "PENDING"}}
@@ -99,7 +99,9 @@ def test_ping_waits_for_every_model_of_the_start(tmp_path: Path) -> None:
 def test_a_failed_load_ends_the_server(tmp_path: Path) -> None:
     make_model(tmp_path / "store" / "model", "fault_handlers:FailingHandler")
     make_model(tmp_path / "store" / "other", "fault_handlers:GatedHandler")
-    with running("--model-store", tmp_path / "store", variables={"SERVING_WAIT_MODEL_LOADING": "true"}) as server:
+    with running(
+        "--model-store", tmp_path / "store", libraries="", variables={"SERVING_WAIT_MODEL_LOADING": "true"}
+    ) as server:
         assert server.ended() == 1
         reason, ending = (line for line in server.lines if " ERROR " in line and "model model" in line)
         assert "model model could not be loaded: the weights are missing" in reason
@@ -107,7 +109,7 @@ def test_a_failed_load_ends_the_server(tmp_path: Path) -> None:
 
 
 def test_a_failed_load_leaves_the_other_models_be(tmp_path: Path) -> None:
-    with serving(tmp_path, "fault_handlers:FailingHandler", ready=False) as server:
+    with serving(tmp_path, "fault_handlers:FailingHandler", libraries="", ready=False) as server:
         server.log_line("model model could not be loaded: the weights are missing")
         response = server.http.get("/ping")
         assert (response.status_code, response.json()) == (500, {"model": {"status": "FAILED"}})
@@ -120,7 +122,7 @@ def test_a_failed_load_leaves_the_other_models_be(tmp_path: Path) -> None:
 def test_a_model_registered_later_never_ends_the_server(tmp_path: Path) -> None:
     failing = make_model(tmp_path / "failing", "fault_handlers:FailingHandler")
     strict = {"SERVING_WAIT_MODEL_LOADING": "true", "SERVING_FAIL_FAST": "true"}
-    with serving(tmp_path, variables=strict) as server:
+    with serving(tmp_path, libraries="", variables=strict) as server:
         server.http.post("/models", params={"url": str(failing), "synchronous": "false"})
         server.log_line("model failing could not be loaded")
         with pytest.raises(subprocess.TimeoutExpired):
@@ -133,7 +135,7 @@ def test_a_model_registered_later_never_ends_the_server(tmp_path: Path) -> None:
 
 def test_with_fail_fast_a_failed_model_ends_the_server(tmp_path: Path) -> None:
     failing = "fault_handlers:FailingHandler"
-    with serving(tmp_path, failing, ready=False, variables={"SERVING_FAIL_FAST": "true"}) as server:
+    with serving(tmp_path, failing, libraries="", ready=False, variables={"SERVING_FAIL_FAST": "true"}) as server:
         server.log_line("model model has failed, and fail_fast is set")
         assert server.ended() == 1
 
@@ -143,7 +145,7 @@ def test_with_fail_fast_a_failed_model_ends_the_server(tmp_path: Path) -> None:
 
 def test_sigterm_drains(tmp_path: Path) -> None:
     with (
-        serving(tmp_path, max_rolling_batch_size=1, echo_delay_ms=2) as server,
+        serving(tmp_path, libraries="", max_rolling_batch_size=1, echo_delay_ms=2) as server,
         connect(server, raw_request("a", 200, stream=True)) as running,
         connect(server, raw_request("b", 2, close=True)) as queued,
         connect(server, raw_request("c")[:-5]) as late,
@@ -163,7 +165,7 @@ def test_sigterm_drains(tmp_path: Path) -> None:
 
 def test_a_drain_has_an_end(tmp_path: Path) -> None:
     with (
-        serving(tmp_path, variables={"SERVING_DRAIN_TIMEOUT": "0.2"}) as server,
+        serving(tmp_path, libraries="", variables={"SERVING_DRAIN_TIMEOUT": "0.2"}) as server,
         connect(server, raw_request("wait")) as unseen,
         connect(server, raw_request("token-then-wait", stream=True)) as seen,
     ):
@@ -178,7 +180,7 @@ def test_a_drain_has_an_end(tmp_path: Path) -> None:
 
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
-    with serving(tmp_path) as server, connect(server, raw_request("wait")):
+    with serving(tmp_path, libraries="") as server, connect(server, raw_request("wait")):
         worker = server.worker_pid()
         server.until("lmi_requests_in_flight", 1)
         server.process.terminate()
@@ -189,14 +191,14 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
 
 
 def test_sigterm_while_loading(tmp_path: Path) -> None:
-    with serving(tmp_path, "fault_handlers:GatedHandler", ready=False) as server:
+    with serving(tmp_path, "fault_handlers:GatedHandler", libraries="", ready=False) as server:
         server.process.terminate()
         assert server.ended() == 0
 
 
 @pytest.mark.parametrize("prompt", ["a", "hang"])
 def test_no_worker_outlives_a_killed_server(tmp_path: Path, prompt: str) -> None:
-    with serving(tmp_path) as server, connect(server, raw_request(prompt, 100_000_000, stream=True)):
+    with serving(tmp_path, libraries="") as server, connect(server, raw_request(prompt, 100_000_000, stream=True)):
         worker = server.worker_pid()
         server.until("lmi_requests_in_flight", 1)
         server.process.kill()

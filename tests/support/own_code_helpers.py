@@ -31,7 +31,7 @@ def make_own(directory: Path, code: str | Path, **options: Any) -> Path:
 def serving_own(directory: Path, code: str | Path, workers: int = 1, **options: Any) -> Iterator[Server]:
     """Serve a model named "model" with this model.py; returns once every worker, a fork of the server, is ready."""
     options = {"minWorkers": workers, "maxWorkers": workers, "parallel_loading": "true", **options}
-    with running(make_own(directory / "model", code, **options), libraries="worker") as server:
+    with running(make_own(directory / "model", code, **options)) as server:
         for _ in range(workers):
             server.log_line(r"\] ready: process")
         yield server

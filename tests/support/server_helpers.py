@@ -33,10 +33,12 @@ SERVING_KEYS = {
 class Server:
     """A server process on a port that the system chose; `arguments` are those of fault_server.py.
 
-    With `libraries`, as in ForkedServer, its workers have imported these and are forks.
+    Its workers are forks that have imported `libraries`, as in ForkedServer; "" starts them as a server of users does.
     """
 
-    def __init__(self, *arguments: str | Path, variables: dict[str, str] | None = None, libraries: str = "") -> None:
+    def __init__(
+        self, *arguments: str | Path, variables: dict[str, str] | None = None, libraries: str = "worker"
+    ) -> None:
         path = {"PYTHONPATH": os.pathsep.join([HANDLERS, str(TESTS.parent)])}
         self.process = ForkedServer([*map(str, arguments)], os.environ | (variables or {}) | path, libraries)
         self._log = ProcessLog(self.process.stderr)
@@ -89,7 +91,9 @@ def make_model(directory: Path, handler: str = FAULTS, **options: Any) -> Path:
 
 
 @contextlib.contextmanager
-def running(*arguments: str | Path, variables: dict[str, str] | None = None, libraries: str = "") -> Iterator[Server]:
+def running(
+    *arguments: str | Path, variables: dict[str, str] | None = None, libraries: str = "worker"
+) -> Iterator[Server]:
     """Start a server and stop it at the end."""
     server = Server(*arguments, variables=variables, libraries=libraries)
     try:
@@ -105,7 +109,7 @@ def serving(
     handler: str = FAULTS,
     ready: bool = True,
     variables: dict[str, str] | None = None,
-    libraries: str = "",
+    libraries: str = "worker",
     **options: Any,
 ) -> Iterator[Server]:
     """Serve a model named "model", which is in directory / "model"."""

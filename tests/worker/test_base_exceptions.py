@@ -128,7 +128,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     store = tmp_path_factory.mktemp("store")
     for name, (code, options) in KINDS.items():
         make_own(store / name, RAISING + code, minWorkers=1, maxWorkers=1, **options)
-    with running("--model-store", str(store), libraries="worker") as server:
+    with running("--model-store", str(store)) as server:
         for _ in KINDS:
             server.log_line(r"\] ready: process")
         yield server
@@ -242,7 +242,7 @@ def test_a_load_fails_at_once(tmp_path: Path, error: str) -> None:
     for kind, code in LOADS.items():
         options = {"rolling_batch": "auto"} if kind == "rolling" else {}
         make_own(tmp_path / kind, RAISING + code.format(error=f"ERRORS['{error}']"), **options)
-    with running("--model-store", str(tmp_path), libraries="worker") as server:
+    with running("--model-store", str(tmp_path)) as server:
         failed = {server.log_line(rf"model (\w+) could not be loaded: .*{error}.*on purpose")[1] for _ in LOADS}
     assert failed == LOADS.keys()
 

@@ -42,7 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (store / "completion" / "wording.py").write_text("def shout(text): return text.upper()\n")
     make(store / "wrapped", "custom_handler")
     make(store / "instead", "custom_handler", own_engine="true")
-    with running("--model-store", store, libraries="worker") as server:
+    with running("--model-store", store) as server:
         for _ in range(11):
             server.log_line(r"\] ready: process")
         yield server
@@ -125,7 +125,7 @@ def test_a_body_may_be_asked_for_by_lmis_name(tmp_path: Path) -> None:
     head = "from djl_python.input_parser import input_formatter\n@input_formatter\n"
     code = "def mine(decoded_payload, tokenizer=None, **kwargs):\n    return {'inputs': decoded_payload.pop('ask')}\n"
     (directory / "model.py").write_text(head + code)
-    with running(directory, libraries="worker") as server:
+    with running(directory) as server:
         server.log_line(r"\] ready: process")
         answer = server.http.post("/invocations", json={"ask": "a b"}).json()
         assert answer["generated_text"].startswith(" a b")
@@ -139,7 +139,7 @@ def test_of_several_marked_functions_the_first_counts(tmp_path: Path) -> None:
     directory = make(tmp_path / "model", "formatters")
     more = "\n\n@output_formatter\ndef another(output: TextGenerationOutput) -> str:\n    return 'another'\n"
     (directory / "model.py").write_text((directory / "model.py").read_text() + more)
-    with running(directory, libraries="worker") as server:
+    with running(directory) as server:
         server.log_line(r"\] ready: process")
         assert server.http.post("/invocations", json={"question": "a"}).text == "hello a a a (length)"
 
@@ -189,7 +189,7 @@ def test_code_that_cannot_be_used_fails_the_model(tmp_path: Path) -> None:
         if code is not None:
             source = (CODE / "old_formatters.py").read_text() if code == "old" else code
             (directory / "model.py").write_text(source)
-    with running("--model-store", tmp_path, libraries="worker") as server:
+    with running("--model-store", tmp_path) as server:
         failures = [server.log_line(r"model (\w+) could not be loaded: (.*)") for _ in UNUSABLE]
     reasons = {failure[1]: failure[2] for failure in failures}
     assert reasons.keys() == UNUSABLE.keys()

@@ -64,7 +64,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     make_own(store / "bad", CODE, predict_timeout=3, max_worker_memory_mb=300, maxWorkers=1)
     make_own(store / "good", CODE)
     make_own(store / "loud", CODE)
-    with running("--model-store", str(store)) as server:
+    with running("--model-store", str(store), libraries="") as server:
         for _ in range(3):
             server.log_line(r"\] ready: process")
         yield server

@@ -212,7 +212,7 @@ FAILING = {
 def test_a_load_that_fails_names_file_and_line(tmp_path: Path) -> None:
     for name, (code, _) in FAILING.items():
         make_own(tmp_path / name, code)
-    with running("--model-store", tmp_path, libraries="worker") as server:
+    with running("--model-store", tmp_path) as server:
         failures = [server.log_line(r"model (\w+) could not be loaded: (.*)") for _ in FAILING]
     reasons = {failure[1]: failure[2] for failure in failures}
     assert reasons.keys() == FAILING.keys()
