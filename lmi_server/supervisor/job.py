@@ -92,10 +92,9 @@ class Job:
 
     `on_overflow` is called if the answer is given up because its client reads too slowly. `fingerprint` identifies the
     request to the quarantine; None while that has no need of it. `tenant` identifies the API key it came with.
-    `timer` runs until the deadline. `attempts` are the times at which workers got it and lost it again, `deaths` the number of
-    workers that died while they served it. While
-    `is_ahead` is set, a worker has the job, but no place for it. If `is_recalled`, that worker has been asked to
-    give it back.
+    `timer` runs until the deadline. `attempts` are the times at which workers got it and lost it again, and `deaths`
+    is the number of workers that died while they served it. While `is_ahead` is set, a worker has the job, but no place
+    for it. If `is_recalled`, that worker has been asked to give it back.
     """
 
     __slots__ = (
