@@ -19,8 +19,10 @@ from lmi_server.artifacts.location import MODEL_FILE_SUFFIXES, MODEL_FORMS
 from lmi_server.commands import ray
 from lmi_server.commands.advise import advise_server
 from lmi_server.commands.bench import bench
+from lmi_server.commands.chat import chat
 from lmi_server.commands.reload import reload_model
 from lmi_server.commands.terminal import plain_configuration_errors
+from lmi_server.commands.top import top
 from lmi_server.commands.tune import tune
 from lmi_server.configuration.handlers import DESCRIBE_GPUS, HANDLERS
 from lmi_server.configuration.handlers import load as load_by_name
@@ -52,6 +54,8 @@ app.command()(bench)
 app.command()(tune)
 app.command("advise")(advise_server)
 app.command("reload")(reload_model)
+app.command()(top)
+app.command()(chat)
 
 _log = logging.getLogger(__name__)
 _ONE_MODEL = f"Model: {MODEL_FORMS}. It is fetched first if it is not on this machine."

@@ -1,4 +1,4 @@
-"""The server that tries settings: one process for a whole search, in which each trial registers the model anew."""
+"""A server that a command starts for itself: one process, in which each trial of a search registers the model anew."""
 
 from __future__ import annotations
 
@@ -44,16 +44,18 @@ class TrialServer:
     def is_running(self) -> bool:
         return self._process.poll() is None
 
-    def load(self, model: str, settings: Mapping[str, str], timeout_s: float) -> None:
-        """Load the model with `settings` in place of those of its serving.properties.
+    def load(self, model: str, settings: Mapping[str, str], timeout_s: float | None, name: str = MODEL) -> None:
+        """Load the model as `name`, with `settings` in place of those of its serving.properties.
 
         The server answers when the model is ready, or says what keeps it from starting: nothing has to be guessed from
-        a port. Raises LoadFailedError if it does not load within `timeout_s`.
+        a port. Raises LoadFailedError if it does not load within `timeout_s`, or within the time that
+        it has itself.
         """
         given = {PARAMETERS.get(key, key): value for key, value in settings.items()}
-        query = {"url": model, "model_name": MODEL, **given}
-        query.setdefault("option.model_loading_timeout", str(int(timeout_s)))
-        self._call("POST", f"/models?{urlencode(query)}", timeout_s + _END_S)
+        query = {"url": model, "model_name": name, **given}
+        if timeout_s is not None:
+            query.setdefault("option.model_loading_timeout", str(int(timeout_s)))
+        self._call("POST", f"/models?{urlencode(query)}", None if timeout_s is None else timeout_s + _END_S)
 
     def add_adapter(self, name: str, source: Path) -> None:
         """Register an adapter with the loaded model. Raises LoadFailedError if the server refuses it."""
@@ -65,7 +67,7 @@ class TrialServer:
         with contextlib.suppress(LoadFailedError):
             self._call("DELETE", f"/models/{quote(MODEL)}", _END_S)
 
-    def _call(self, method: str, path: str, timeout_s: float) -> None:
+    def _call(self, method: str, path: str, timeout_s: float | None) -> None:
         request = Request(self.url + path, method=method)
         try:
             with urlopen(request, timeout=timeout_s) as answer:  # nosec B310
@@ -91,16 +93,24 @@ def trial_server(log: Path, choose_port: Callable[[], int] = lambda: free_port(N
                 return
         finally:
             _end(process)
-    raise ConfigurationError(f"the server of the trials does not start; the end of its log, {log}:\n{_end_of(log)}")
+    raise ConfigurationError(f"the server does not start; the end of its log, {log}:\n{_end_of(log)}")
 
 
 def _started(port: int, log: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "lmi_server", "serve", "--host", "127.0.0.1", "--port", str(port)]
     try:
         with log.open("ab") as output:
-            return subprocess.Popen(command, stdout=output, stderr=output, preexec_fn=end_with_parent)
+            # A group of its own: Ctrl-C in the terminal is for the command, which ends the server itself.
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                preexec_fn=end_with_parent,
+                process_group=0,
+            )
     except OSError as error:
-        raise ConfigurationError(f"the log of the trials' server cannot be written: {error}") from error
+        raise ConfigurationError(f"the log of the server cannot be written: {error}") from error
 
 
 def _answers(process: subprocess.Popen[bytes], port: int) -> bool:
@@ -128,9 +138,10 @@ def _end_of(log: Path) -> str:
 
 
 def error_message(body: bytes) -> str:
-    """Return the message of an error in LMI's form, on one line; the body itself if it has another form."""
+    """Return the message of an error in LMI's or OpenAI's form, on one line; the body itself in another form."""
     try:
-        text = str(json.loads(body)["message"])
+        found = json.loads(body)
+        text = str(found["message"] if "message" in found else found["error"]["message"])
     except (ValueError, KeyError, TypeError):
         text = body.decode("utf-8", "replace")
     return re.sub(r"\s+", " ", text).strip()
