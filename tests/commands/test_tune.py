@@ -267,6 +267,18 @@ def test_the_search_comes_near_the_best_in_few_trials(tmp_path: Path) -> None:
     assert list(search.run(30, parabola)) == []
 
 
+def test_an_option_that_ends_trials_early_is_important(tmp_path: Path) -> None:
+    def measured(settings: Mapping[str, str], best: float) -> Outcome:
+        slow = settings.get("option.a") == "slow"
+        value = 100.0 * (1 if slow else 4) + float(settings.get("option.b", 0))
+        return Outcome(value, 1, {"e2el_ms": {"p99": 1.0}}, "given up after a short run" if slow else "", slow)
+
+    space = {"option.a": Choices(("slow", "fast")), "option.b": Choices(tuple("123456789"))}
+    search = searching(tmp_path / "study", space)
+    assert len(list(search.run(100, measured))) == 19
+    assert search.importances["option.a"] > search.importances["option.b"]
+
+
 def test_a_small_space_ends_when_all_is_tried(tmp_path: Path) -> None:
     space = {"option.x": Choices(("1", "2", "3"))}
     search = searching(tmp_path / "study", space)
