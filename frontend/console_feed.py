@@ -23,6 +23,7 @@ from lmi_server.contract.secrets import SECRETS
 from lmi_server.serving.registry import Model
 
 _INTERVAL_S = 1.0
+_AT_ONCE = 50  # models that are read before requests get a turn: a millisecond
 _RATE_SAMPLES = 3  # over which rates are taken: workers report once a second, not in step with the sampler
 _LATENCY_SAMPLES = 10
 _SHARES = (0.5, 0.95, 0.99)
@@ -54,6 +55,7 @@ class ConsoleFeed:
         self._closed = False
         self._sampler: asyncio.Task[None] | None = None
         self._sampled = asyncio.Event()
+        self._is_fresh = False  # the sampler has read since it was started
         self._number = 0  # of the last sample
         self._listed = 0  # the number of the sample in which a model last came or went
         self._rows: dict[str, tuple[int, Row]] = {}  # by label, with the number of the sample in which it last changed
@@ -65,6 +67,8 @@ class ConsoleFeed:
         self._open()
         seen = lines = 0
         try:
+            if not self._is_fresh:
+                await self._sampled.wait()
             while not self._closed:
                 tail = self._tail.since(lines)
                 lines = tail[-1][0] if tail else lines
@@ -87,7 +91,6 @@ class ConsoleFeed:
     def _open(self) -> None:
         self._pages += 1
         if self._sampler is None:
-            self._sample()
             self._sampler = asyncio.create_task(self._run())
 
     def _leave(self) -> None:
@@ -95,14 +98,16 @@ class ConsoleFeed:
         if not self._pages and self._sampler is not None:
             self._sampler.cancel()
             self._sampler = None
+            self._is_fresh = False
             self._rows, self._history = {}, {}
 
     async def _run(self) -> None:
         while not self._closed:
-            await asyncio.sleep(_INTERVAL_S)
-            self._sample()
+            await self._sample()
+            self._is_fresh = True
             sampled, self._sampled = self._sampled, asyncio.Event()
             sampled.set()
+            await asyncio.sleep(_INTERVAL_S)
 
     def _message(self, seen: int, tail: Sequence[tuple[int, str]]) -> Row:
         """Return what has changed since sample `seen`, everything if that is 0 or if a model came or went."""
@@ -117,22 +122,22 @@ class ConsoleFeed:
             "log": [[number, SECRETS.masked(line)] for number, line in tail],
         }
 
-    def _sample(self) -> None:
-        self._number += 1
+    async def _sample(self) -> None:
+        """Read every model. A page that opens meanwhile gets the sample before."""
+        number = self._number + 1
         now = time.monotonic()
-        models = self._models()
-        present = {model.label: model for model in models}
-        if present.keys() != self._rows.keys():
-            self._listed = self._number
-            self._rows = {label: entry for label, entry in self._rows.items() if label in present}
-            self._history = {label: entry for label, entry in self._history.items() if label in present}
-        for label, model in present.items():
+        rows: dict[str, tuple[int, Row]] = {}
+        for count, model in enumerate(self._models(), start=1):
             row = self._row(model, now)
-            before = self._rows.get(label)
-            if before is None or before[1] != row:
-                self._rows[label] = (self._number, row)
-        self._rows = {label: self._rows[label] for label in present}
-        self._totals = self._sums(now)
+            before = self._rows.get(model.label)
+            rows[model.label] = (number, row) if before is None or before[1] != row else before
+            if count % _AT_ONCE == 0:
+                await asyncio.sleep(0)
+        if rows.keys() != self._rows.keys():
+            self._listed = number
+            self._history = {label: entry for label, entry in self._history.items() if label in rows}
+        self._rows, self._number = rows, number
+        self._totals = self._sums()
 
     def _row(self, model: Model, now: float) -> Row:
         pool = model.pool
@@ -194,7 +199,7 @@ class ConsoleFeed:
             "itl": _percentiles(GAPS, first.token_gap, last.token_gap),
         }
 
-    def _sums(self, now: float) -> Row:
+    def _sums(self) -> Row:
         """Return the row of all models together."""
         rows = [row for _, row in self._rows.values()]
         loaded = [row for row in rows if "queue" in row]

@@ -85,7 +85,7 @@ export function Live({ label: fixed }) {
       <div><dt>Tokens/s</dt><dd>${number(row.tokens, 1)}</dd></div>
       <div><dt>Running</dt><dd>${number(row.running)}</dd></div><div><dt>Queue</dt><dd>${number(row.queue)}</dd></div>
       <div><dt>TTFT p50</dt><dd>${row.ttft ? `${number(row.ttft[0])} ms` : "–"}</dd></div>
-      <div><dt>Between tokens p50</dt><dd>${row.itl ? `${number(row.itl[0], 1)} ms` : "–"}</dd></div>
+      <div><dt>Token gap p50</dt><dd>${row.itl ? `${number(row.itl[0], 1)} ms` : "–"}</dd></div>
       <div><dt>KV cache</dt><dd>${percent(row.kv)}</dd></div><div><dt>Prefix hits</dt><dd>${percent(row.hits)}</dd></div>
     </dl>
     <p class="note">Times are those of the requests that ended in the last ten seconds.</p>
