@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lmi_server.artifacts.fetch import artifact_settings
-from lmi_server.contract.errors import DeadlineError, ModelNotFoundError, QueueFullError
+from lmi_server.contract.errors import DeadlineError, ModelNotFoundError, ModelNotReadyError, QueueFullError
 from lmi_server.contract.protocol import ADAPTER_HEADER, AddAdapter, Command, Input, RemoveAdapter
 from lmi_server.serving.adapter_store import AdapterStore, fetch_from_store, hold_in_time
 from lmi_server.serving.adapters import Adapters
@@ -119,6 +119,21 @@ def test_one_that_is_missing_costs_no_place() -> None:
         with pytest.raises(ModelNotFoundError):
             await store.used("missing")
         assert store.worker.has == ["a", "b"]
+
+    run(test)
+
+
+def test_who_waits_when_the_workers_end_is_told_so() -> None:
+    """It is not the client that has left: the front end sends the request to the workers that take their place."""
+
+    async def test() -> None:
+        store = Store()
+        store.arrived.clear()
+        waiting = asyncio.create_task(store.used("a"))
+        await asyncio.sleep(0.01)
+        store.store.stop()
+        with pytest.raises(ModelNotReadyError):
+            await waiting
 
     run(test)
 
