@@ -1,15 +1,15 @@
 """Measures what a cluster of Ray serves through this project's front end, beside plain Ray Serve and one machine.
 
-    python -m benchmarks.ray [--model DIR]
+    python -m benchmarks.ray [--model DIR] [--only-generation | --ray-serve-llm]
 
 Every pair is measured in one run on the same machine, one after the other. Without --model, generation and prefixes are
 left out; with it, `--only-generation --threads N` compares two replicas with two workers of `lmi-server serve`, each of
 them with N threads, and nothing else. Needs the extra `ray`. Prints a table.
 
-Ray Serve LLM (`ray.serve.llm`) is no peer yet. Ray 2.60 imports it only with pyarrow, which the extra does not bring
-("ModuleNotFoundError: No module named 'pyarrow'"). With it, and `accelerator_config: {kind: cpu}`, its replica started
-vLLM on the CPU, which ended with "ValueError: Available memory on node 0 (15.52/23.54 GiB) on startup is less than
-desired CPU memory utilization (0.92, 21.66 GiB)". A smaller `gpu_memory_utilization` has not been tried.
+`--ray-serve-llm` compares generation by one replica of vLLM with Ray Serve LLM (`ray.serve.llm`), which serves the same
+vLLM on the CPU. It needs vLLM for CPUs, and pyarrow, which the extra does not bring: without it Ray 2.60 prints
+"ModuleNotFoundError: No module named 'pyarrow'". With Ray's default share of the memory, vLLM ends with "ValueError:
+Available memory on node 0 (15.52/23.54 GiB) on startup is less than desired CPU memory utilization (0.92, 21.66 GiB)".
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from rich.table import Table
 from benchmarks.relay import Server, rates
 
 PEER = Path(__file__).parent / "peers" / "ray_serve_echo.py"
+LLM_PEER = Path(__file__).parent / "peers" / "ray_serve_llm.py"
 CHUNKS = 2000
 PREFIXES, QUESTIONS = 3, 8  # of the measurement of prefixes, which has as many replicas as prefixes
 
@@ -80,6 +81,12 @@ def generating(model: Path, workers: int, threads: int) -> str:
     lines = ["engine=Python", "option.entryPoint=djl_python.huggingface", "option.rolling_batch=scheduler"]
     lines += [f"option.threads={threads}"]
     lines += [f"option.model_id={model}", "option.dtype=bf16", f"minWorkers={workers}", f"maxWorkers={workers}"]
+    return "\n".join(lines)
+
+
+def generating_by_vllm(model: Path) -> str:
+    lines = ["engine=Python", "option.rolling_batch=vllm", f"option.model_id={model}", "option.dtype=bf16"]
+    lines += ["option.max_model_len=512", "option.gpu_memory_utilization=0.1", "minWorkers=1", "maxWorkers=1"]
     return "\n".join(lines)
 
 
@@ -139,9 +146,18 @@ async def until_ready(server: Server, workers: int) -> None:
     sys.exit(f"{workers} workers were not ready within 300 s")
 
 
-async def tokens_per_second(server: Server, count: int, tokens: int) -> float:
-    """Return the rate of two workers for `count` chats of `tokens` tokens, eight at a time."""
-    await until_ready(server, 2)
+async def until_answered(server: Server) -> None:
+    deadline = time.monotonic() + 600
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            await asyncio.to_thread(chat, server, "warm", 1)
+            return
+        await asyncio.sleep(1)
+    sys.exit("the peer did not answer within 600 s")
+
+
+def tokens_per_second(server: Server, count: int, tokens: int) -> float:
+    """Return the rate for `count` chats of `tokens` tokens, eight at a time."""
     with ThreadPoolExecutor(8) as clients:
         list(clients.map(lambda number: chat(server, f"warm {number}", 4), range(8)))
         began = time.perf_counter()
@@ -152,10 +168,22 @@ async def tokens_per_second(server: Server, count: int, tokens: int) -> float:
 async def generation(table: Table, model: Path, count: int, threads: int) -> None:
     lines = generating(model, 2, threads)
     with cluster(lines) as ours:
-        measured = await tokens_per_second(ours, count, 64)
+        await until_ready(ours, 2)
+        measured = tokens_per_second(ours, count, 64)
     with one_machine(lines) as theirs:
-        peer = await tokens_per_second(theirs, count, 64)
+        await until_ready(theirs, 2)
+        peer = tokens_per_second(theirs, count, 64)
     row(table, "generation, tokens/s", "two workers of serve", measured, peer, ">= 0.95")
+
+
+async def generation_by_vllm(table: Table, model: Path, count: int) -> None:
+    with cluster(generating_by_vllm(model)) as ours:
+        await until_ready(ours, 1)
+        measured = tokens_per_second(ours, count, 64)
+    with serving(str(LLM_PEER), "{port}", "{tmp}", str(model)) as theirs:
+        await until_answered(theirs)
+        peer = tokens_per_second(theirs, count, 64)
+    row(table, "generation by vLLM, tokens/s", "Ray Serve LLM", measured, peer, ">= 1")
 
 
 async def prefixes(table: Table, model: Path, threads: int) -> None:
@@ -182,17 +210,25 @@ async def main() -> None:
         "--threads", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="threads of each worker and replica"
     )
     parser.add_argument("--only-generation", action="store_true", help="measure nothing but generation")
+    parser.add_argument(
+        "--ray-serve-llm", action="store_true", help="measure nothing but generation by vLLM, and Ray Serve LLM as peer"
+    )
     arguments = parser.parse_args()
     # Ray gives an actor as many threads as processors, and `serve` divides those of the machine: both get the same.
     os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
     # Ray counts the processors of the machine, and a replica takes one: three would not fit on two.
     os.environ["RAY_OVERRIDE_RESOURCES"] = json.dumps({"CPU": 8})
     table = Table("measured", "cluster", "peer", "ratio", "aim", title="A cluster of Ray on this machine")
-    if not arguments.only_generation:
+    only_generation = arguments.only_generation or arguments.ray_serve_llm
+    if arguments.ray_serve_llm and arguments.model is None:
+        parser.error("--ray-serve-llm needs --model")
+    if arguments.ray_serve_llm:
+        await generation_by_vllm(table, arguments.model.resolve(), arguments.count)
+    if not only_generation:
         await relays(table, arguments.seconds)
-    if arguments.model is not None:
+    if arguments.model is not None and not arguments.ray_serve_llm:
         await generation(table, arguments.model.resolve(), arguments.count, arguments.threads)
-    if arguments.model is not None and not arguments.only_generation:
+    if arguments.model is not None and not only_generation:
         await prefixes(table, arguments.model.resolve(), arguments.threads)
     Console(width=140).print(table)
 
