@@ -49,10 +49,14 @@ class StepCosts:
 
 @dataclass
 class _Draft:
-    """What the smaller model knows of a request: its cache has the first `sequence.computed` of `sequence.tokens`."""
+    """What the smaller model knows of a request: its cache has the first `sequence.computed` of `sequence.tokens`.
+
+    The first `known` of these are the request's own tokens; the others were drafted.
+    """
 
     sampling: SamplingState
     sequence: scheduler.Sequence
+    known: int = 0
     acceptance: Acceptance = field(default_factory=Acceptance)
 
 
@@ -116,10 +120,14 @@ class DraftModel:
 
     def _follow(self, sequence: scheduler.Sequence, drafting: set[str]) -> None:
         """Take over the tokens of a sequence, and give it a slot if it has none."""
-        own = self._drafts[sequence.request_id].sequence
-        # The newest token alone may be another one than was drafted at its place.
-        own.computed = min(own.computed, len(sequence.tokens) - 1)
-        own.tokens = list(sequence.tokens)
+        draft = self._drafts[sequence.request_id]
+        own, tokens = draft.sequence, sequence.tokens
+        while own.computed > draft.known and (
+            own.computed > len(tokens) or own.tokens[own.computed - 1] != tokens[own.computed - 1]
+        ):
+            own.computed -= 1  # drafted, and not chosen
+        own.computed = min(own.computed, len(tokens) - 1)
+        own.tokens, draft.known = list(tokens), len(tokens)
         if own.slot < 0:
             if not self._free:  # all belong to sequences that wait again, or get no drafts
                 self._vacate(next(
@@ -175,7 +183,7 @@ class DraftModel:
         sampled = [own for own in step.sampled if own in owners]
         if not sampled:
             return
-        logits = step.logits[: len(step.sampled), : self._vocabulary]
+        logits = step.logits[: len(step.sampled), : self._vocabulary].contiguous()  # as kernels need it
         states = [self._drafts[own.request_id].sampling for own in sampled]
         tokens = foresee(logits, states, [len(drafts[owners[own]]) for own in sampled])
         for own, token in zip(sampled, tokens, strict=True):

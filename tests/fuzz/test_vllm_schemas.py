@@ -40,7 +40,7 @@ def ask(server: Server, number: int, schema: dict[str, Any]) -> httpx.Response:
         "prompt": [number], "max_tokens": CONTEXT - 8, "temperature": 1.5, "seed": number, "logit_bias": _ENDS,
         "structured_outputs": {"json": schema},
     }  # fmt: skip
-    return server.http.post("/v1/completions", json=body, timeout=120)
+    return server.http.post("/v1/completions", json=body, timeout=900)
 
 
 def test_answers_of_vllm_match_their_schemas(server: Server) -> None:
