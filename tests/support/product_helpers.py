@@ -42,13 +42,15 @@ class Server:
         )
         self._log = ProcessLog(self.process.stderr)
         self.lines = self._log.lines
-        self.url = self.log_line(r"listening on (http://\S+)")[1]
-        line = self.log_line(r"\] ready: process|could not be loaded: .*")
-        if "could not" in line[0]:
+        try:
+            self.url = self.log_line(r"listening on (http://\S+)")[1]
+            line = self.log_line(r"\] ready: process|could not be loaded: .*")
+            assert "could not" not in line[0], line.string
+        except AssertionError:  # it would take the processor from the tests that follow
             self.process.kill()
             self._log.close()
             self.process.wait(60)
-            raise AssertionError(line.string)
+            raise
         self.model = directory.name.replace("-", "_")
         self.http = httpx.Client(base_url=self.url, timeout=120)
 
