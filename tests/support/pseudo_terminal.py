@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -32,7 +33,7 @@ class PseudoTerminal:
             stderr=theirs,
             env={**variables, "TERM": "xterm-256color"},
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_take_terminal,
         )
         os.close(theirs)
         self.shown = ""  # without escape sequences
@@ -62,6 +63,11 @@ class PseudoTerminal:
             self.process.kill()
             self.process.wait()
         os.close(self._ours)
+
+
+def _take_terminal() -> None:
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell that runs the tests in the background has it ignored
 
 
 @contextlib.contextmanager
