@@ -145,7 +145,8 @@ def test_vllm_serves_and_compiles_for_a_user_that_the_image_does_not_know() -> N
     options = (*HARDENED, *CACHES, *variables, "--user", "12345", *model_at(DEMO_MODEL))
     with container(*options) as server, server.client() as http:
         assert "Paris" in http.post("/invocations", json=QUESTION).json()["generated_text"]
-        wait_until(lambda: "the compiled code runs" in server.log, "the model is compiled", 300)
+        # The compiler has the lowest priority, and other containers may keep the processors busy.
+        wait_until(lambda: "the compiled code runs" in server.log, "the model is compiled", 1200)
         assert "Paris" in http.post("/invocations", json=QUESTION).json()["generated_text"]
         assert server.stop() == 0, server.log
 
