@@ -461,7 +461,7 @@ class Dispatcher:
         if not worker.is_retiring:
             self._suspect([job for job in jobs if not job.cancelled and worker.requests.has_begun(job)])
         began = [job for job in jobs if job.reply.terminal is None and worker.requests.has_begun(job)]
-        suspects = [job for job in began if job.deaths and job is not self._lone]
+        suspects = sum(job.deaths > 0 for job in began)
         for job in reversed(jobs):  # each goes to the head of the queue, so the oldest must be last
             self._retry_or_fail(worker, job, suspects)
         self.dispatch()
@@ -475,8 +475,10 @@ class Dispatcher:
             if job.fingerprint == quarantined:
                 logger.error("request %s has ended its worker twice; it is quarantined", job.request.request_id)
 
-    def _retry_or_fail(self, worker: WorkerProcess, job: Job, suspects: Sequence[Job]) -> None:
-        """Put `job` back into the queue, or fail it. `suspects` were running when another worker died before.
+    def _retry_or_fail(self, worker: WorkerProcess, job: Job, suspects: int) -> None:
+        """Put `job` back into the queue, or fail it.
+
+        `suspects` is how many of those that were running had been there when another worker died.
 
         A job that the handler had not begun cannot have killed the worker, so that it may be tried as often as needed.
         One that was running may have: it gets one more try. If several have had that, all but one are innocent. They
@@ -488,12 +490,14 @@ class Dispatcher:
             job.may_go_ahead = not job.is_ahead
             self._requeue(job)
             return
+        if job.reply.terminal is not None:
+            return
         job.deaths += 1
         if job.reply.head is not None or requests.batch_size is not None:
             job.fail(worker.cause)
         elif job.deaths == 1:
             self._requeue(job)
-        elif job in suspects and len(suspects) > 1:
+        elif job.deaths == 2 and suspects > 1:
             self._come_back(job)
             self._held_back.appendleft(job)
         else:
