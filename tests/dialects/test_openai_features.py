@@ -346,6 +346,18 @@ def test_tool_calls_in_a_stream() -> None:
     assert sent[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
+def test_each_call_has_one_piece_in_a_chunk() -> None:
+    """Tokens that come together bring the name of a call and its arguments in one delta."""
+    name, *arguments = ToolCallDelta(0, "call-1", "weather"), *(ToolCallDelta(0, arguments=text) for text in '{"}')
+    other = ToolCallDelta(1, "call-2", "clock", "{}")
+    deltas = [Delta("", tool_calls=(name, *arguments, other)), Delta("", (), "eos_token", Usage(3, 4))]
+    sent = chunks(answer(chat(tools=[WEATHER], stream=True), deltas))
+    assert sent[1]["choices"][0]["delta"]["tool_calls"] == [
+        {"index": 0, "id": "call-1", "type": "function", "function": {"name": "weather", "arguments": '{"}'}},
+        {"index": 1, "id": "call-2", "type": "function", "function": {"name": "clock", "arguments": "{}"}},
+    ]
+
+
 def test_one_tool_call_if_only_one_is_allowed() -> None:
     whole = json.loads(answer(chat(tools=[WEATHER], parallel_tool_calls=False), CALLS))
     assert [call["id"] for call in whole["choices"][0]["message"]["tool_calls"]] == ["call-1"]

@@ -121,14 +121,27 @@ def _token_fields(token: Token | TopToken, options: AnswerOptions) -> tuple[str,
     return token_label(token, options), finite(token.logprob), list(token.text.encode())
 
 
-def _piece(call: ToolCallDelta) -> _ToolCallPiece:
-    piece = _ToolCallPiece(call.index)
-    if call.id is not None:
-        piece.id, piece.type = call.id, "function"
-    if call.name is not None or call.arguments is not None:
-        name, arguments = call.name, call.arguments
-        piece.function = _FunctionPiece(UNSET if name is None else name, UNSET if arguments is None else arguments)
-    return piece
+def _pieces(calls: Sequence[ToolCallDelta]) -> list[_ToolCallPiece]:
+    """Return one piece for each call.
+
+    A delta of several tokens may have both the name of a call and arguments of it. Clients that keep the first list
+    of pieces as it is and add to it by index would take two pieces of one call for two calls.
+    """
+    pieces: dict[int, _ToolCallPiece] = {}
+    for call in calls:
+        piece = pieces.setdefault(call.index, _ToolCallPiece(call.index))
+        if call.id is not None:
+            piece.id, piece.type = call.id, "function"
+        if call.name is None and call.arguments is None:
+            continue
+        if piece.function is UNSET:
+            piece.function = _FunctionPiece()
+        if call.name is not None:
+            piece.function.name = call.name
+        if call.arguments is not None:
+            before = "" if piece.function.arguments is UNSET else piece.function.arguments
+            piece.function.arguments = before + call.arguments
+    return list(pieces.values())
 
 
 # --- the answers ---
@@ -299,7 +312,7 @@ class ChatStream(OpenAIExchange):
         if delta.reasoning:
             chunk.reasoning = chunk.reasoning_content = delta.reasoning
         if calls:
-            chunk.tool_calls = [_piece(call) for call in calls]
+            chunk.tool_calls = _pieces(calls)
         if delta.text or not (delta.reasoning or calls):
             chunk.content = delta.text
         return chunk
