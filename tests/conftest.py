@@ -121,11 +121,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesTogethe
     return FilesTogether(config, log) if config.getoption("dist") == "loadfile" else None
 
 
+_STARTED = pytest.StashKey[float]()
+
+
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show the last lines of the running servers' logs with a test that failed."""
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show what the running servers logged during a test that failed."""
     report = yield
-    if report.failed and (logged := last_lines()):
+    started = item.stash.setdefault(_STARTED, call.start)
+    if report.failed and (logged := last_lines(started)):
         report.sections.append(("Log of the servers", logged))
     return report
 

@@ -83,7 +83,7 @@ class Cluster:
 
     def lines(self, replica: str, text: str) -> int:
         """Return how many of the last lines of the log of a replica have `text`."""
-        return sum(text in line for line in list(self.processes[replica].log.tail))
+        return sum(text in line for line in self.processes[replica].log.last_lines())
 
     def streaming(self, tokens: int) -> Stream:
         return Stream(self.front_end, tokens)

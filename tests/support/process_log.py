@@ -15,9 +15,12 @@ _REPORTED_LINES = 60
 _open_logs: weakref.WeakSet[ProcessLog] = weakref.WeakSet()
 
 
-def last_lines() -> str:
-    """Return the last lines of every log that is still read, for the report of a test that failed."""
-    return "\n".join("".join(log.tail) for log in _open_logs)
+def last_lines(since: float) -> str:
+    """Return the last lines that every log got since a time of `time.time`, for the report of a test that failed.
+
+    Servers of the whole session run on beside tests that do not use them, and their lines would hide the failure.
+    """
+    return "\n".join(filter(None, ("".join(log.last_lines(since)) for log in list(_open_logs))))
 
 
 class ProcessLog:
@@ -30,7 +33,7 @@ class ProcessLog:
         assert stream is not None
         self.lines: list[str] = []
         """The lines that `wait_for` has seen; after `close`, all of them."""
-        self.tail: deque[str] = deque(maxlen=_REPORTED_LINES)
+        self._last: deque[tuple[float, str]] = deque(maxlen=_REPORTED_LINES)
         self._stream = stream
         self._unseen: SimpleQueue[str | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._read, daemon=True)
@@ -39,9 +42,13 @@ class ProcessLog:
 
     def _read(self) -> None:
         for line in self._stream:
-            self.tail.append(line)
+            self._last.append((time.time(), line))
             self._unseen.put(line)
         self._unseen.put(None)
+
+    def last_lines(self, since: float = 0.0) -> list[str]:
+        """Return the last lines of the log that came after a time of `time.time`."""
+        return [line for at, line in list(self._last) if at >= since]
 
     def wait_for(self, pattern: str, limit_s: float = LIMIT_S) -> re.Match[str]:
         """Return the match of the next line that has one; fail after `limit_s` seconds."""
