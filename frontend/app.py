@@ -31,8 +31,9 @@ from frontend.sagemaker_runtime import PATHS as SAGEMAKER_PATHS
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import BadParameterError, LmiServerError, ModelNotFoundError, RouteNotFoundError
 from lmi_server.dialects import routes
+from lmi_server.serving.models import Model
 from lmi_server.serving.pool_settings import ModelStatus
-from lmi_server.serving.registry import Model, ModelRegistry
+from lmi_server.serving.registry import ModelRegistry
 
 _EXACT = {
     "/invocations": routes.INVOCATIONS,

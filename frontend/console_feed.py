@@ -20,7 +20,7 @@ from frontend.model_metrics import FIRST_TIMES, GAPS
 from frontend.server_log import LogTail
 from lmi_server.contract.histogram import quantile
 from lmi_server.contract.secrets import SECRETS
-from lmi_server.serving.registry import Model
+from lmi_server.serving.models import Model
 
 _INTERVAL_S = 1.0
 _AT_ONCE = 50  # models that are read before requests get a turn: a millisecond

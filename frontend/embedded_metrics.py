@@ -17,7 +17,7 @@ from frontend.metrics import Metrics
 from frontend.model_metrics import ModelMetrics
 from frontend.server_log import WrittenLines
 from lmi_server.contract.histogram import Histogram, quantile
-from lmi_server.serving.registry import Model
+from lmi_server.serving.models import Model
 
 _LOGGER = "emf"
 _INTERVAL_S = 60.0

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from frontend.management import model_source
 from frontend.management_access import RegistrationLimits, leads_up
 from lmi_server.contract.errors import ModelNotFoundError
-from lmi_server.serving.registry import Model, ModelRegistry
+from lmi_server.serving.models import Model
+from lmi_server.serving.registry import ModelRegistry
 
 # LMI's names in requests, and the parameters of a registration that they stand for.
 _PARAMETERS = {

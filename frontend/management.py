@@ -21,9 +21,10 @@ from lmi_server.contract.errors import BadParameterError
 from lmi_server.contract.protocol import LOG_OFF
 from lmi_server.contract.secrets import SECRETS, masked_url
 from lmi_server.serving.model_store import ModelSource, name_of
+from lmi_server.serving.models import Endpoint, Model
 from lmi_server.serving.pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus
-from lmi_server.serving.registry import Endpoint, Model, ModelRegistry
+from lmi_server.serving.registry import ModelRegistry
 from lmi_server.supervisor.replicas import Replicas
 
 _UNCHANGED = -1

@@ -28,8 +28,8 @@ from frontend.request_families import request_families
 from frontend.vllm_metrics import vllm_families
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.metrics import Metric
+from lmi_server.serving.models import Model
 from lmi_server.serving.pool import WorkerPool
-from lmi_server.serving.registry import Model
 
 PLAIN = "text/plain"
 """What a scraper accepts that says nothing else: Prometheus' text format."""

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.machine.file_state import FileState
-from lmi_server.serving.registry import Model, ModelRegistry
+from lmi_server.serving.models import Model
+from lmi_server.serving.registry import ModelRegistry
 from lmi_server.serving.reload import configuration_state
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ from prometheus_client.core import Metric as Family
 
 from frontend.metric_families import counter, gauge, histogram
 from lmi_server.machine.process_tree import tree_resident_bytes
+from lmi_server.serving.models import Model
 from lmi_server.serving.pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus
-from lmi_server.serving.registry import Model
 from lmi_server.serving.reload import ReloadStatus
 
 _NOT_A_NAME = re.compile(r"[^a-zA-Z0-9_]")

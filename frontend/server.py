@@ -48,7 +48,8 @@ from lmi_server.machine.environment import process_environment, without_secrets_
 from lmi_server.machine.inventory import this_machine, with_gpu_memory
 from lmi_server.serving.fetch_model import Inspect
 from lmi_server.serving.model_store import ModelSource
-from lmi_server.serving.registry import Model, ModelRegistry
+from lmi_server.serving.models import Model
+from lmi_server.serving.registry import ModelRegistry
 from lmi_server.supervisor.orphans import Orphans
 
 logger = logging.getLogger(__name__)

@@ -24,9 +24,10 @@ from lmi_server.ray.remote_replicas import ClusterPool
 from lmi_server.serving.adapter_store import LoadedElsewhere
 from lmi_server.serving.adapters import RegisteredAdapter
 from lmi_server.serving.model_store import ModelSource
+from lmi_server.serving.models import Model
 from lmi_server.serving.pool import WorkerPool
 from lmi_server.serving.pool_settings import PoolSettings
-from lmi_server.serving.registry import Model, ModelRegistry
+from lmi_server.serving.registry import ModelRegistry
 
 logger = logging.getLogger(__name__)
 

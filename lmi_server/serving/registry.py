@@ -11,7 +11,6 @@ import logging
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,134 +28,23 @@ from lmi_server.contract.errors import (
     ModelLoadError,
     ModelMemoryError,
     ModelNotFoundError,
-    ModelNotReadyError,
 )
 from lmi_server.contract.metrics import Metric, MetricSink, unrecorded
-from lmi_server.contract.protocol import Load
-from lmi_server.machine.devices import plan_devices
-from lmi_server.machine.environment import is_multi_model, process_environment
-from lmi_server.machine.file_state import FileState
-from lmi_server.machine.inventory import this_machine
-from lmi_server.machine.mpi import NO_MPIRUN, find_mpirun
+from lmi_server.machine.environment import is_multi_model
 from lmi_server.serving.adapter_store import AdapterStore, fetch_from_store
-from lmi_server.serving.adapters import RegisteredAdapter, adapters_in
 from lmi_server.serving.fetch_model import FetchedModel, Inspect, fetch_directory, fetch_model
 from lmi_server.serving.model_memory import memory_shortage
 from lmi_server.serving.model_store import HUB_VARIABLES, ModelSource
+from lmi_server.serving.models import Endpoint, Model
+from lmi_server.serving.plan_pool import plan_pool, refuse_adapters_without_lora
 from lmi_server.serving.pool import WorkerPool
-from lmi_server.serving.pool_settings import ModelStatus, PoolSettings
-from lmi_server.serving.reload import Reload, ReloadStatus, configuration_state
+from lmi_server.serving.pool_settings import ModelStatus
+from lmi_server.serving.reload import Reload, configuration_state
 from lmi_server.supervisor.log import LEVELS
-from lmi_server.supervisor.worker_process import MpiLauncher
 
 logger = logging.getLogger(__name__)
 
 _RELOAD_DRAIN_S = 600.0  # for the requests of the workers that a reload replaces; as when a model is scaled down
-
-
-class Model:
-    """One version of a model, from its registration to its end.
-
-    `reload` is the last attempt to load it again, and `reloads` counts how they ended. `directory` is the local one
-    with its configuration, None before it is there; `configured_by` is the state of that file when it was read.
-    """
-
-    def __init__(self, source: ModelSource, at_startup: bool) -> None:
-        self.source = source
-        self.at_startup = at_startup
-        self.registered_at = time.time()
-        self.directory: Path | None = None
-        self.configured_by: FileState = None
-        self.reload: Reload | None = None
-        self.reloads: Counter[ReloadStatus] = Counter()
-        self.resolved: ResolvedModel | None = None
-        self.pool: WorkerPool | None = None
-        self.failed: LmiServerError | None = None  # why there will be no pool
-        self.settled = asyncio.Event()
-        self.task: asyncio.Task[None] | None = None
-
-    @property
-    def name(self) -> str:
-        return self.source.name
-
-    @property
-    def version(self) -> str | None:
-        return self.source.version
-
-    @property
-    def label(self) -> str:
-        return self.source.label
-
-    @property
-    def status(self) -> ModelStatus:
-        if self.failed is not None:
-            return ModelStatus.FAILED
-        return ModelStatus.PENDING if self.pool is None else self.pool.status
-
-    @property
-    def failure(self) -> LmiServerError | None:
-        """Return why the model is FAILED."""
-        return self.failed or (None if self.pool is None else self.pool.failure)
-
-    @property
-    def runs_user_code(self) -> bool:
-        """Return whether the user's own code gets the bytes of a request as they were sent."""
-        return self.resolved is not None and self.resolved.spec.runs_user_code
-
-    @property
-    def adapter_names(self) -> list[str]:
-        return [] if self.pool is None else self.pool.adapters.names
-
-    @property
-    def is_reloading(self) -> bool:
-        return self.reload is not None and self.reload.status is ReloadStatus.LOADING
-
-    async def until_reloaded(self) -> None:
-        """Wait until the model is not being loaded again: what changes its pool now would be lost then."""
-        while self.reload is not None and self.is_reloading:
-            await self.reload.ended()
-
-    def loaded(self) -> WorkerPool:
-        """Return the pool. Raises ModelNotReadyError if there is none yet, or never will be."""
-        if self.pool is None:
-            reason = "it is loading" if self.failed is None else self.failed.message
-            raise ModelNotReadyError(f"Model is not ready: {self.name}: {reason}")
-        return self.pool
-
-
-class Endpoint:
-    """The versions of one model. Requests that name no version go to them in turn."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.models: list[Model] = []
-        self._turn = 0
-
-    @property
-    def status(self) -> ModelStatus:
-        """Return the status of the version that is worst off."""
-        return max((model.status for model in self.models), key=list(ModelStatus).index)
-
-    def choose(self, version: str | None) -> Model:
-        """Return the model of that version, or the next one that can serve. Raises ModelNotFoundError."""
-        if version is not None:
-            return self.version(version)
-        if len(self.models) == 1:
-            return self.models[0]
-        # Versions that are loading or broken get no requests, unless there are no others: these then say why.
-        able = [model for model in self.models if model.status is ModelStatus.HEALTHY] or self.models
-        self._turn += 1
-        return able[self._turn % len(able)]
-
-    def choose_preferring(self, version: str | None) -> Model:
-        """Return the model of that version if there is one, otherwise what `choose` returns without a version."""
-        return self.choose(version if any(model.version == version for model in self.models) else None)
-
-    def version(self, version: str | None) -> Model:
-        for model in self.models:
-            if model.version == version:
-                return model
-        raise ModelNotFoundError(f"Model or workflow not found: {self.name}/{version}")
 
 
 class ModelRegistry:
@@ -436,10 +324,10 @@ class ModelRegistry:
         fetched = replace(fetched, resolved=replace(fetched.resolved, name=model.name))
         self._settle_configuration(model, fetched.resolved)
         await self._make_room(model, fetched.resolved)
-        settings = self._pool_settings(model.source, fetched)
+        settings = plan_pool(model.source, fetched, self._environment, self._log_levels)
         if before is not None:
             settings = await before.succeed(settings)
-            _refuse_adapters_without_lora(settings, fetched.resolved)
+            refuse_adapters_without_lora(settings, fetched.resolved)
         pool = WorkerPool(settings, self._on_metric)
         pool.on_demand = self._adapter_store(pool, fetched.resolved)
         return pool
@@ -539,46 +427,6 @@ class ModelRegistry:
         others = {alias: target for alias, target in self._aliases.items() if target is not endpoint}
         self._aliases = others | {alias: endpoint for names in given for alias in names if alias != endpoint.name}
 
-    def _pool_settings(self, source: ModelSource, fetched: FetchedModel) -> PoolSettings:
-        resolved = fetched.resolved
-        serving, options = resolved.serving, resolved.options
-        accelerator, devices = resolved.spec.devices(this_machine(self._environment))
-        return PoolSettings(
-            load=Load(
-                model_name=resolved.name,
-                model_dir=resolved.model_dir,
-                handler=resolved.handler,
-                options=resolved.options.dump(),
-                options_type=resolved.spec.options,
-                passed_through=dict(resolved.options.passed_through),
-                served_names=list(resolved.served_names),
-                log_level=self._log_levels[""],
-                log_levels={name: level for name, level in self._log_levels.items() if name},
-                batch_size=serving.batch_size,
-                memory_limit_mb=serving.max_worker_memory_mb,
-            ),
-            version=source.version,
-            device_sets=plan_devices(
-                serving.load_on_devices, options.gpus_per_worker(len(devices)), devices, accelerator
-            ),
-            python=fetched.python,
-            environment=_worker_variables(resolved.worker_environment, fetched.python_path),
-            mpi=None if options.ranks is None else self._mpi_launcher(options.ranks),
-            adapters=_adapters_beside(source, resolved),
-            min_workers=serving.min_workers,
-            max_workers=max(serving.min_workers, serving.max_workers),
-            max_in_flight=options.max_rolling_batch_size,
-            max_batch_delay_s=serving.max_batch_delay / 1000,
-            job_queue_size=serving.job_queue_size,
-            max_queue_delay_s=None if options.max_queue_delay_ms is None else options.max_queue_delay_ms / 1000,
-            model_loading_timeout_s=options.model_loading_timeout,
-            predict_timeout_s=options.predict_timeout,
-            max_idle_s=serving.max_idle_time,
-            parallel_loading=options.parallel_loading,
-            retry_threshold=serving.retry_threshold,
-            quarantine_s=serving.quarantine_time,
-        )
-
     def set_log_level(self, level: str, name: str = "") -> None:
         """Set the level ("INFO", ...) of the logger `name` in this process and every worker, present and future.
 
@@ -590,13 +438,6 @@ class ModelRegistry:
             LEVELS[name] = logging.getLogger(name).level
         for pool in self._pools():
             pool.set_log_level(level, name)
-
-    def _mpi_launcher(self, ranks: int) -> MpiLauncher:
-        mpirun = find_mpirun(self._environment)
-        if mpirun is None:
-            raise ModelLoadError(NO_MPIRUN)
-        logger.info("%s %s starts %d ranks: %s", mpirun.implementation, mpirun.version, ranks, mpirun.path)
-        return MpiLauncher(mpirun, ranks)
 
     # --- the end ---
 
@@ -620,35 +461,6 @@ class ModelRegistry:
     def _pools(self) -> list[WorkerPool]:
         models = [*self.models, *self._coming.values()]
         return [*(model.pool for model in models if model.pool is not None), *self._ending]
-
-
-def _refuse_adapters_without_lora(settings: PoolSettings, resolved: ResolvedModel) -> None:
-    """Raise ConfigurationError if calls have registered adapters, and the model takes none any more."""
-    if settings.adapters and not resolved.options.enable_lora:
-        names = ", ".join(sorted(registered.name for registered in settings.adapters))
-        raise ConfigurationError(
-            f"option.enable_lora is not true any more, and adapters are registered: {names}; unregister them first"
-        )
-
-
-def _adapters_beside(source: ModelSource, resolved: ResolvedModel) -> tuple[RegisteredAdapter, ...]:
-    """Return the adapters in the directory of the model and in that of its weights, if LoRA is enabled."""
-    options = resolved.options
-    places = dict.fromkeys([resolved.model_dir, *([options.model_id] if options.model_id else [])])
-    adapters = adapters_in([Path(place, options.adapters) for place in places])
-    if adapters and not options.enable_lora:
-        names = ", ".join(registered.name for registered in adapters)
-        logger.warning("model %s: adapters %s are not served; set option.enable_lora=true", source.label, names)
-        return ()
-    return adapters
-
-
-def _worker_variables(own: Mapping[str, str], python_path: Sequence[str]) -> dict[str, str]:
-    """Return a model's `own` variables with a PYTHONPATH on which what is in `python_path` comes first."""
-    if not python_path:
-        return dict(own)
-    inherited = own.get("PYTHONPATH") or process_environment().get("PYTHONPATH")
-    return {**own, "PYTHONPATH": os.pathsep.join([*python_path, *([inherited] if inherited else [])])}
 
 
 def _unregistered(model: Model) -> ModelNotFoundError:

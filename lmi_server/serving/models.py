@@ -1,0 +1,121 @@
+"""A model of the server: one version of it, and the versions that share a name."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from pathlib import Path
+
+from lmi_server.configuration.resolve import ResolvedModel
+from lmi_server.contract.errors import LmiServerError, ModelNotFoundError, ModelNotReadyError
+from lmi_server.machine.file_state import FileState
+from lmi_server.serving.model_store import ModelSource
+from lmi_server.serving.pool import WorkerPool
+from lmi_server.serving.pool_settings import ModelStatus
+from lmi_server.serving.reload import Reload, ReloadStatus
+
+
+class Model:
+    """One version of a model, from its registration to its end.
+
+    `reload` is the last attempt to load it again, and `reloads` counts how they ended. `directory` is the local one
+    with its configuration, None before it is there; `configured_by` is the state of that file when it was read.
+    """
+
+    def __init__(self, source: ModelSource, at_startup: bool) -> None:
+        self.source = source
+        self.at_startup = at_startup
+        self.registered_at = time.time()
+        self.directory: Path | None = None
+        self.configured_by: FileState = None
+        self.reload: Reload | None = None
+        self.reloads: Counter[ReloadStatus] = Counter()
+        self.resolved: ResolvedModel | None = None
+        self.pool: WorkerPool | None = None
+        self.failed: LmiServerError | None = None  # why there will be no pool
+        self.settled = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def version(self) -> str | None:
+        return self.source.version
+
+    @property
+    def label(self) -> str:
+        return self.source.label
+
+    @property
+    def status(self) -> ModelStatus:
+        if self.failed is not None:
+            return ModelStatus.FAILED
+        return ModelStatus.PENDING if self.pool is None else self.pool.status
+
+    @property
+    def failure(self) -> LmiServerError | None:
+        """Return why the model is FAILED."""
+        return self.failed or (None if self.pool is None else self.pool.failure)
+
+    @property
+    def runs_user_code(self) -> bool:
+        """Return whether the user's own code gets the bytes of a request as they were sent."""
+        return self.resolved is not None and self.resolved.spec.runs_user_code
+
+    @property
+    def adapter_names(self) -> list[str]:
+        return [] if self.pool is None else self.pool.adapters.names
+
+    @property
+    def is_reloading(self) -> bool:
+        return self.reload is not None and self.reload.status is ReloadStatus.LOADING
+
+    async def until_reloaded(self) -> None:
+        """Wait until the model is not being loaded again: what changes its pool now would be lost then."""
+        while self.reload is not None and self.is_reloading:
+            await self.reload.ended()
+
+    def loaded(self) -> WorkerPool:
+        """Return the pool. Raises ModelNotReadyError if there is none yet, or never will be."""
+        if self.pool is None:
+            reason = "it is loading" if self.failed is None else self.failed.message
+            raise ModelNotReadyError(f"Model is not ready: {self.name}: {reason}")
+        return self.pool
+
+
+class Endpoint:
+    """The versions of one model. Requests that name no version go to them in turn."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.models: list[Model] = []
+        self._turn = 0
+
+    @property
+    def status(self) -> ModelStatus:
+        """Return the status of the version that is worst off."""
+        return max((model.status for model in self.models), key=list(ModelStatus).index)
+
+    def choose(self, version: str | None) -> Model:
+        """Return the model of that version, or the next one that can serve. Raises ModelNotFoundError."""
+        if version is not None:
+            return self.version(version)
+        if len(self.models) == 1:
+            return self.models[0]
+        # Versions that are loading or broken get no requests, unless there are no others: these then say why.
+        able = [model for model in self.models if model.status is ModelStatus.HEALTHY] or self.models
+        self._turn += 1
+        return able[self._turn % len(able)]
+
+    def choose_preferring(self, version: str | None) -> Model:
+        """Return the model of that version if there is one, otherwise what `choose` returns without a version."""
+        return self.choose(version if any(model.version == version for model in self.models) else None)
+
+    def version(self, version: str | None) -> Model:
+        for model in self.models:
+            if model.version == version:
+                return model
+        raise ModelNotFoundError(f"Model or workflow not found: {self.name}/{version}")
