@@ -83,10 +83,14 @@ check: $(SETUP) ## Run ruff, mypy and the tests that are not slow (two to three 
 
 # One core compiles the kernels while the other runs the linters. Several processes of the tests, and both ranks of a
 # split model, would each compile them otherwise.
+#
+# Whatever else runs on the machine can make a server of a test too late. So what failed has a second try, alone, up to
+# the first that fails again; the names of all are printed, since a test that passes only alone is to be mended, too.
 test: $(SETUP) demo-model embedding-model ## Run ruff, mypy and every test (twenty minutes)
 	@$(MAKE) --no-print-directory $(KERNELS) & compilation=$$!; \
 	$(MAKE) --no-print-directory lint; linted=$$?; wait $$compilation && exit $$linted
-	$(PYTEST)
+	$(PYTEST) || { test $$? -eq 1 && echo "What failed is tried again, alone:" && \
+	  $(BIN)/python -m pytest -v --maxfail 1 --last-failed --last-failed-no-failures none; }
 
 fuzz: $(SETUP) ## Run the fuzzing tests with many random examples, and schemathesis (needs the network)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --hypothesis-profile=long tests/fuzz
