@@ -8,16 +8,18 @@ from xdist.scheduler import LoadFileScheduling
 # Files whose tests share servers of the session run in one process, as if they were one file.
 AS_ONE_FILE = {
     f"tests/engines/vllm/{name}.py": "tests/engines/vllm/test_vllm.py"
-    for name in ("test_vllm_openai", "test_vllm_pooling")
+    for name in ("test_constraint_bounds", "test_vllm_openai", "test_vllm_pooling")
 }
 # Without the slow tests, most of what these folders take is the import of their libraries: once is enough.
 TOGETHER_WITHOUT_SLOW = ("artifacts", "configuration", "dialects", "engines", "unit")
-# A process that starts a long file last would work on while the others have nothing left to do.
+# A process that starts a long file last would work on while the others have nothing left to do. The tests of hosting
+# wait more than they compute.
 LONGEST = (
     "engines/vllm/test_vllm",
     "engines/deepspeed/",
     "engines/vllm/",
     "chaos/",
+    "hosting/",
     "ray/",
     "packaging/",
     "engines/rolling_batch/",
