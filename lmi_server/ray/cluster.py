@@ -2,20 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import signal
+import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 
 from lmi_server.contract.errors import ConfigurationError
+from lmi_server.machine.environment import set_variables
 from lmi_server.ray.application import INGRESS, IngressSettings, application
 from lmi_server.ray.deployment import APPLICATION, Deployment
 
+logger = logging.getLogger(__name__)
+
 ADDRESS = "RAY_ADDRESS"
 EVERYWHERE = ("0.0.0.0", "::")
+
+_THIS_MACHINE = ("127.0.0.1", "localhost")
+_CONNECT_S = 10.0
+_POLL_S = 5.0
+_LOCAL: Mapping[str, Any] = {
+    "address": "local",
+    # Ten processes with 900 MiB, which nothing here asks, and whose start may take Ray beyond its limits.
+    "include_dashboard": False,
+    "log_to_driver": True,
+    # By themselves, the processes that Ray starts give way to all others (a niceness of 15).
+    "_system_config": {"worker_niceness": 0},
+}
+# Each of Ray's loops that runs ten times a second takes some percent of a processor from the models.
+_LOCAL_VARIABLES: Mapping[str, str] = {
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "0",  # with each call by a handle, of which there are few
+}
+_NO_ANSWER = (RayError, RayServeException, TimeoutError)
 
 
 def deploy(models: Sequence[Deployment], settings: IngressSettings, environment: Mapping[str, str]) -> Iterator[str]:
@@ -23,15 +49,15 @@ def deploy(models: Sequence[Deployment], settings: IngressSettings, environment:
 
     Without RAY_ADDRESS a local cluster is started, which lives until SIGTERM or SIGINT. Raises ConfigurationError.
     """
-    address = environment.get(ADDRESS)
-    _join(address)
+    address = _join(environment)
     try:
         # The front ends of this project take the requests; Ray's proxies would only take a port.
         serve.start(proxy_location="Disabled")
-        serve.run(application(models, settings), name=APPLICATION, route_prefix=None)
-    except (RuntimeError, ValueError) as error:
-        raise ConfigurationError(f"the models cannot be deployed: {error}") from error
-    front_end = serve.get_deployment_handle(INGRESS, APPLICATION).remote().result()
+        with _messages_of_ray() if address is not None else contextlib.nullcontext():
+            serve.run(application(models, settings), name=APPLICATION, route_prefix=None)
+        front_end = serve.get_deployment_handle(INGRESS, APPLICATION).remote().result()
+    except (RuntimeError, ValueError, *_NO_ANSWER) as error:
+        raise ConfigurationError(f"the models cannot be deployed: {_one_line(error)}") from error
     host = front_end["host"] if settings.host in EVERYWHERE else settings.host
     yield f"serving {', '.join(model.model_id for model in models)} on http://{host}:{front_end['port']}"
     if address is None:
@@ -44,15 +70,45 @@ def deploy(models: Sequence[Deployment], settings: IngressSettings, environment:
         ray.shutdown()
 
 
+@contextlib.contextmanager
+def _messages_of_ray() -> Iterator[None]:
+    """Log what Ray says of deployments while the block waits for them, each text once.
+
+    Of a local cluster Ray itself prints the log of its controller.
+    """
+    done = threading.Event()
+    threading.Thread(target=_log_messages, args=(done,), name="messages", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+def _log_messages(done: threading.Event) -> None:
+    logged: set[str] = set()
+    while not done.wait(_POLL_S):
+        with contextlib.suppress(*_NO_ANSWER):  # the next look may get one; whoever waits for the end hears of errors
+            found = serve.status().applications.get(APPLICATION)
+            texts = {} if found is None else {name: each.message for name, each in found.deployments.items()}
+            for line in {f"{name}: {_one_line(text)}" for name, text in texts.items() if text} - logged:
+                logged.add(line)
+                logger.warning("%s", line)
+
+
 def status(environment: Mapping[str, str]) -> dict[str, Any]:
     """Return how the application is: its state, its front ends, and the replicas of each model.
 
     Raises ConfigurationError if there is no cluster, or nothing is deployed on it.
     """
-    if ADDRESS not in environment:
+    if not environment.get(ADDRESS):
         raise ConfigurationError(f"{ADDRESS} is not set; set it to the address of the cluster, or to auto")
-    _join(environment[ADDRESS])
-    found = serve.status().applications.get(APPLICATION)
+    _join(environment)
+    try:
+        found = serve.status().applications.get(APPLICATION)
+    except _NO_ANSWER as error:
+        raise ConfigurationError(
+            f"{ADDRESS} = {environment[ADDRESS]}: Ray Serve does not answer; {_one_line(error)}"
+        ) from error
     if found is None:
         raise ConfigurationError("nothing is deployed on the cluster; run lmi-server ray deploy")
     return {
@@ -69,11 +125,49 @@ def status(environment: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _join(address: str | None) -> None:
-    """Join the cluster at `address`, or start one if it is None. Raises ConfigurationError if there is none."""
-    # By themselves, the processes that Ray starts give way to all others (a niceness of 15).
-    own: dict[str, Any] = {"address": "local", "log_to_driver": True, "_system_config": {"worker_niceness": 0}}
+def _join(environment: Mapping[str, str]) -> str | None:
+    """Join the cluster at RAY_ADDRESS, and return this address; start a cluster and return None if it is not set.
+
+    Raises ConfigurationError if there is none.
+    """
+    address = environment.get(ADDRESS) or None
+    if address is None:
+        set_variables({name: value for name, value in _LOCAL_VARIABLES.items() if name not in environment})
+    else:
+        _refuse_if_silent(address)
     try:
-        ray.init(namespace="lmi-server", **({"address": address, "log_to_driver": False} if address else own))
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigurationError(f"{ADDRESS} = {address or ''}: the cluster cannot be joined; {error}") from error
+        ray.init(
+            namespace="lmi-server", **(_LOCAL if address is None else {"address": address, "log_to_driver": False})
+        )
+    except Exception as error:  # Ray raises no narrower class if a node or its dashboard does not start in time
+        raise ConfigurationError(_why_none(address, error)) from error
+    return address
+
+
+def _refuse_if_silent(address: str) -> None:
+    """Raise ConfigurationError if nothing listens at `host:port`, which Ray tries for minutes."""
+    host, _, port = address.rpartition(":")
+    if "://" in address or not (host and port.isdecimal()):
+        return  # auto, or one that Ray judges at once
+    host = ray.util.get_node_ip_address() if host in _THIS_MACHINE else host.strip("[]")  # as Ray reads it
+    try:
+        socket.create_connection((host, int(port)), _CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigurationError(
+            f"{ADDRESS} = {address}: no cluster listens there ({error}); set it to the address that ray start --head"
+            " printed, or to auto for the cluster of this machine"
+        ) from error
+
+
+def _why_none(address: str | None, error: Exception) -> str:
+    reason = _one_line(error)
+    if address is not None:
+        return f"{ADDRESS} = {address}: the cluster cannot be joined; {reason}"
+    return (
+        f"no cluster of Ray can be started on this machine; {reason.rstrip('.')}. Ray gives a node half a minute, which"
+        f" a busy machine may exceed: try again, or run ray start --head first and set {ADDRESS}=auto"
+    )
+
+
+def _one_line(text: object) -> str:
+    return " ".join(str(text).split())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import pytest
 from ray_helpers import LIMIT_S, RayCluster, echo_model, loaded, tiny_models_of_a_cluster
 from waiting import wait_until
 
+from lmi_server.contract.errors import ConfigurationError
 from lmi_server.ray.deployment import ActorOptions, Autoscaling, Deployment, Placement, deployment_of
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install lmi-server[ray]")
@@ -73,6 +75,37 @@ def ranked(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
     bundle = {"CPU": 1.0, "GPU": 1.0, "neuron_cores": 1.0}
     actor = ActorOptions(num_cpus=1, num_gpus=1, resources={"neuron_cores": 1})
     return replace(deployment_of(directory, {}), num_workers=2, actor=actor, placement=Placement((bundle, bundle)))
+
+
+def test_a_cluster_that_nobody_listens_for_is_refused_at_once() -> None:
+    """By itself, Ray tries for minutes, and logs five warnings per minute that do not name the variable."""
+    from lmi_server.ray.cluster import status
+
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        address = f"localhost:{silent.getsockname()[1]}"
+        with pytest.raises(ConfigurationError, match=f"RAY_ADDRESS = {address}: no cluster listens there .*to auto"):
+            status({"RAY_ADDRESS": address})
+
+
+def test_a_node_that_does_not_start_in_time_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's time-out is a fake here, with Ray's words, its class and a line more: no test can cause it."""
+    import ray
+
+    from lmi_server.ray.application import IngressSettings
+    from lmi_server.ray.cluster import deploy
+
+    def time_out(**_: object) -> None:
+        raise Exception("The current node timed out during startup.\nThis could happen because")
+
+    monkeypatch.setattr(ray, "init", time_out)
+    for name in ("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS"):
+        monkeypatch.setenv(name, "1")  # a value that the user has set is kept, and this process stays as it is
+    with pytest.raises(ConfigurationError) as refused:
+        list(deploy([], IngressSettings(), dict(os.environ)))
+    assert refused.value.message.startswith("no cluster of Ray can be started on this machine; The current node timed")
+    assert "run ray start --head first and set RAY_ADDRESS=auto" in refused.value.message
+    assert "\n" not in refused.value.message
 
 
 def test_models_are_served_as_on_one_machine(
