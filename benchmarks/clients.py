@@ -3,120 +3,189 @@
     python -m benchmarks.clients --guidellm /path/to/bin/guidellm
     python -m benchmarks.clients --guidellm /path/to/bin/guidellm --model models/smollm2-135m-instruct
 
-Without --model the server is the echo handler with a fixed time per token, which takes next to no processor time: what
-the clients take from the server does not matter then. Each client runs alone, `--rounds` times in turn; the figures are
-the medians of the rounds. guidellm needs an environment of its own.
+Without --model the server is `benchmarks.paced_server`, which sends tokens at fixed times and takes next to no
+processor time: what the clients take from it does not matter then. It records the times, so that each client is also
+compared with what was true of its own requests. With a model, clients and server share the processors, and what a
+client takes of them (printed, as cores) slows the server down; requests per second of the server's processor time do
+not depend on that. Each client runs alone, `--rounds` times in turn; the figures are the medians of the rounds.
+guidellm needs an environment of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+from lmi_server.bench.records import Record, summary
 from lmi_server.machine.ports import free_port
 from lmi_server.machine.process_tree import end_with_parent
+from lmi_server.machine.process_usage import usage
 
 ROOT = Path(__file__).parents[1]
 TOKENIZER = ROOT / "models" / "smollm2-135m-instruct"
 START_S = 900
+SAMPLE_S = 0.2
+ESTABLISHED = "01"  # in /proc/net/tcp
+LATENCIES = ("ttft", "tpot", "itl", "e2el")
+STATISTICS = ("mean", "median", "p99")
 Figures = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Server:
+    """The server that all clients ask. `is_paced`: it knows what was true."""
+
+    url: str
+    pid: int
+    is_paced: bool
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Seconds of processor time that the client and the server have taken at a moment."""
+
+    at: float
+    client_s: float
+    server_s: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Processor time per second of a run."""
+
+    client_cores: float
+    server_cores: float
 
 
 def main() -> None:
     """Run the clients and print a table."""
     asked = _arguments()
-    with tempfile.TemporaryDirectory() as directory, _server(asked, Path(directory)) as url:
+    with tempfile.TemporaryDirectory() as directory, _server(asked, Path(directory)) as server:
         clients: dict[str, Callable[[], Figures]] = {
-            "ours": lambda: _ours(asked, url, Path(directory)),
-            "vllm": lambda: _vllm(asked, url, Path(directory)),
+            "ours": lambda: _ours(asked, server, Path(directory)),
+            "vllm": lambda: _vllm(asked, server, Path(directory)),
         }
         if asked.guidellm:
-            clients["guidellm"] = lambda: _guidellm(asked, url, Path(directory))
+            clients["guidellm"] = lambda: _guidellm(asked, server, Path(directory))
         rounds: dict[str, list[Figures]] = {name: [] for name in clients}
+        truths: dict[str, list[Figures]] = {name: [] for name in clients}
         for number in range(asked.rounds):
             for name, run in clients.items():
                 rounds[name].append(run())
+                if server.is_paced:
+                    truths[name].append(_truth(server, asked.requests))
                 print(f"round {number + 1}, {name}: done", file=sys.stderr)
-    _print({name: _medians(found) for name, found in rounds.items()})
+    found = {name: _medians(figures) for name, figures in rounds.items()}
+    _print(found)
+    if asked.model is None:
+        _print_truths(found, {name: _medians(figures) for name, figures in truths.items()})
+    if asked.json_file:
+        asked.json_file.write_text(json.dumps({"clients": rounds, "true": truths}, indent=2) + "\n")
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="model directory; without it, the echo handler with fixed times")
-    parser.add_argument("--token-ms", type=float, default=20, help="time per token of the echo handler")
+    parser.add_argument("--model", type=Path, help="model directory; without it, the server with fixed times")
+    parser.add_argument("--first-ms", type=float, default=200, help="time to the first token of that server")
+    parser.add_argument("--token-ms", type=float, default=20, help="time per further token of that server")
     parser.add_argument("--guidellm", help="the command guidellm; without it, that client is left out")
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--requests", type=int, default=160)
     parser.add_argument("--input-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, dest="json_file", help="file for the figures of each round")
     return parser.parse_args()
 
 
 @contextlib.contextmanager
-def _server(asked: argparse.Namespace, directory: Path) -> Iterator[str]:
-    """Serve the model, or the echo handler, at the URL."""
-    model = asked.model
-    if model is None:
-        model = directory / "echo"
-        model.mkdir()
-        properties = f"option.entryPoint=djl_python.echo\noption.echo_delay_ms={asked.token_ms:g}\n"
-        (model / "serving.properties").write_text(properties)
+def _server(asked: argparse.Namespace, directory: Path) -> Iterator[Server]:
+    """Serve the model, or tokens at fixed times."""
     port = free_port(None)
-    command = [sys.executable, "-m", "lmi_server", "serve", str(model), "--host", "127.0.0.1", "--port", str(port)]
+    if asked.model is None:
+        arguments: list[object] = ["benchmarks.paced_server", port, asked.first_ms, asked.token_ms]
+    else:
+        arguments = ["lmi_server", "serve", asked.model, "--host", "127.0.0.1", "--port", port]
+    command = [sys.executable, "-m", *map(str, arguments)]
     with (directory / "log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=end_with_parent)
     try:
-        _await(process, f"http://127.0.0.1:{port}", directory / "log")
-        yield f"http://127.0.0.1:{port}"
+        server = Server(f"http://127.0.0.1:{port}", process.pid, asked.model is None)
+        _await(process, server, directory / "log")
+        yield server
     finally:
         process.terminate()
         process.wait()
 
 
-def _await(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+def _await(process: subprocess.Popen[bytes], server: Server, log: Path) -> None:
     deadline = time.monotonic() + START_S
     while process.poll() is None and time.monotonic() < deadline:
-        with contextlib.suppress(OSError), urlopen(f"{url}/metrics", timeout=5) as answer:
-            if any(line.startswith(b"lmi_model_ready") and line.endswith(b" 1.0\n") for line in answer):
+        with contextlib.suppress(OSError), urlopen(f"{server.url}/metrics", timeout=5) as answer:
+            if server.is_paced or any(_is_ready(line) for line in answer):
                 return
         time.sleep(0.2)
     raise SystemExit(f"the server does not start:\n{log.read_text()}")
 
 
+def _is_ready(line: bytes) -> bool:
+    return line.startswith(b"lmi_model_ready") and line.endswith(b" 1.0\n")
+
+
+def _truth(server: Server, requests: int) -> Figures:
+    """Return the figures of the last requests of a client as the paced server wrote them: those before were to try."""
+    with urlopen(f"{server.url}/records", timeout=60) as answer:
+        seen = json.load(answer)[-requests:]
+    records = [
+        Record(
+            due=request["begin"],
+            sent=request["begin"],
+            first=request["tokens"][0],
+            end=request["tokens"][-1],
+            gaps=[after - before for before, after in itertools.pairwise(request["tokens"])],
+            events=len(request["tokens"]),
+        )
+        for request in seen
+    ]
+    return _of_summary(summary(records, {}))
+
+
+def _of_summary(run: Mapping[str, Any]) -> Figures:
+    latencies = {f"{name} {statistic}": run[f"{name}_ms"][statistic] for name in LATENCIES for statistic in STATISTICS}
+    return {"requests/s": run["requests_per_s"], "output tokens/s": run["output_tokens_per_s"], **latencies}
+
+
 # --- the clients ---
 
 
-def _ours(asked: argparse.Namespace, url: str, directory: Path) -> Figures:
+def _ours(asked: argparse.Namespace, server: Server, directory: Path) -> Figures:
     shape = ["--input-tokens", asked.input_tokens, "--output-tokens", asked.output_tokens]
     load = ["--concurrency", asked.concurrency, "--requests", asked.requests, "--json", directory / "ours.json"]
     # A tokenizer of the model, as the others have it; the words of the echo handler are no tokens of it.
     tokens = ["--tokenizer", TOKENIZER] if asked.model else []
-    _run([sys.executable, "-m", "lmi_server", "bench", url, *shape, *load, *tokens])
+    cost = _run([sys.executable, "-m", "lmi_server", "bench", server.url, *shape, *load, *tokens], asked, server)
     (run,) = json.loads((directory / "ours.json").read_text())["runs"].values()
-    latencies = {
-        f"{name} {statistic}": run[f"{name}_ms"][statistic]
-        for name in ("ttft", "tpot", "itl", "e2el")
-        for statistic in ("mean", "median", "p99")
-    }
-    return {"requests/s": run["requests_per_s"], "output tokens/s": run["output_tokens_per_s"], **latencies}
+    return _with_cost(_of_summary(run), cost)
 
 
-def _vllm(asked: argparse.Namespace, url: str, directory: Path) -> Figures:
+def _vllm(asked: argparse.Namespace, server: Server, directory: Path) -> Figures:
     options = {
         "backend": "openai",
-        "base-url": url,
+        "base-url": server.url,
         "endpoint": "/v1/completions",
         "model": "lmi",
         "tokenizer": TOKENIZER,
@@ -130,19 +199,19 @@ def _vllm(asked: argparse.Namespace, url: str, directory: Path) -> Figures:
         "result-filename": "vllm.json",
     }
     words = [word for name, value in options.items() for word in (f"--{name}", value)]
-    _run([sys.executable, ROOT / "tests" / "models" / "vllm_bench.py", "--save-result", "--ignore-eos", *words])
+    script = ROOT / "tests" / "models" / "vllm_bench.py"
+    cost = _run([sys.executable, script, "--save-result", "--ignore-eos", *words], asked, server)
     found = json.loads((directory / "vllm.json").read_text())
     latencies = {
-        f"{name} {statistic}": found[f"{statistic}_{name}_ms"]
-        for name in ("ttft", "tpot", "itl", "e2el")
-        for statistic in ("mean", "median", "p99")
+        f"{name} {statistic}": found[f"{statistic}_{name}_ms"] for name in LATENCIES for statistic in STATISTICS
     }
-    return {"requests/s": found["request_throughput"], "output tokens/s": found["output_throughput"], **latencies}
+    rates = {"requests/s": found["request_throughput"], "output tokens/s": found["output_throughput"]}
+    return _with_cost({**rates, **latencies}, cost)
 
 
-def _guidellm(asked: argparse.Namespace, url: str, directory: Path) -> Figures:
+def _guidellm(asked: argparse.Namespace, server: Server, directory: Path) -> Figures:
     options = {
-        "backend": f"kind=openai_http,target={url},model=lmi,request_format=/v1/completions",
+        "backend": f"kind=openai_http,target={server.url},model=lmi,request_format=/v1/completions",
         "profile": f"kind=concurrent,streams={asked.concurrency}",
         "constraint": f"kind=max_requests,count={asked.requests}",
         "tokenizer": f"kind=hf_auto,model={TOKENIZER}",
@@ -150,17 +219,18 @@ def _guidellm(asked: argparse.Namespace, url: str, directory: Path) -> Figures:
         "output": f"kind=json,path={directory / 'guidellm.json'}",
     }
     words = [word for name, value in options.items() for word in (f"--{name}", value)]
-    _run([asked.guidellm, "run", *words, "--disable-console"])
+    cost = _run([asked.guidellm, "run", *words, "--disable-console"], asked, server)
     (benchmark,) = json.loads((directory / "guidellm.json").read_text())["benchmarks"]
     metrics = benchmark["metrics"]
     # Its inter-token latency is a mean per request, which is TPOT elsewhere; its own TPOT has the first token in it.
     names = {"ttft": "time_to_first_token_ms", "tpot": "inter_token_latency_ms"}
-    return {
+    figures = {
         "requests/s": _successful(metrics["requests_per_second"])["mean"],
         "output tokens/s": _successful(metrics["output_tokens_per_second"])["mean"],
         **{f"{name} {key}": value for name, metric in names.items() for key, value in _statistics(metrics[metric], 1)},
         **{f"e2el {key}": value for key, value in _statistics(metrics["request_latency"], 1000)},
     }
+    return _with_cost(figures, cost)
 
 
 def _statistics(metric: Mapping[str, Any], factor: float) -> Iterator[tuple[str, float]]:
@@ -175,11 +245,48 @@ def _successful(metric: Mapping[str, Any]) -> Mapping[str, Any]:
     return found
 
 
-def _run(command: list[Any]) -> None:
+def _run(command: list[Any], asked: argparse.Namespace, server: Server) -> Cost:
+    """Run a client; return what it and the server took meanwhile."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, env=environment, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(map(str, command))} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
+    words = [str(word) for word in command]
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(words, stdout=output, stderr=output, env=environment)
+        ended = threading.Event()
+        samples: list[Sample] = []
+        port = int(server.url.rpartition(":")[2])
+
+        def watch() -> None:
+            while not ended.wait(SAMPLE_S):
+                if _connections(port) > asked.concurrency // 2:  # while it loads, it asks for one thing at a time
+                    samples.append(Sample(time.monotonic(), usage(process.pid).cpu_s, usage(server.pid).cpu_s))
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        try:
+            process.wait()
+        finally:
+            ended.set()
+            thread.join()
+        if process.returncode:
+            output.seek(0)
+            raise SystemExit(f"{' '.join(words)} ended with {process.returncode}:\n{output.read()}")
+    if len(samples) < 2:
+        raise SystemExit(f"{words[0]} ended before its use of the processors was seen; give more --requests")
+    seconds = samples[-1].at - samples[0].at
+    client, own = samples[-1].client_s - samples[0].client_s, samples[-1].server_s - samples[0].server_s
+    return Cost(client / seconds, own / seconds)
+
+
+def _connections(port: int) -> int:
+    """Return how many connections are open to the port of this machine."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(int(row[1].rpartition(":")[2], 16) == port and row[3] == ESTABLISHED for row in rows)
+
+
+def _with_cost(figures: Figures, cost: Cost) -> Figures:
+    per_server_s = figures["requests/s"] / cost.server_cores if cost.server_cores else 0.0
+    cores = {"client, cores": cost.client_cores, "server, cores": cost.server_cores}
+    return {**figures, **cores, "requests/server CPU s": per_server_s}
 
 
 # --- what is printed ---
@@ -194,8 +301,22 @@ def _print(found: Mapping[str, Figures]) -> None:
     print("".join(f"{title:>16}" for title in ("", *found, *(f"ours/{name}" for name in others))))
     for name, value in found["ours"].items():
         cells = [f"{figures[name]:.2f}" if name in figures else "" for figures in found.values()]
-        ratios = [f"{value / found[other][name]:.3f}" if name in found[other] else "" for other in others]
+        ratios = [_ratio(value, found[other].get(name)) for other in others]
         print("".join(f"{cell:>16}" for cell in (name, *cells, *ratios)))
+
+
+def _print_truths(found: Mapping[str, Figures], truths: Mapping[str, Figures]) -> None:
+    """Print what was true of each client's requests, and what it said as a multiple of that."""
+    print("\nas the server wrote them:")
+    print("".join(f"{title:>16}" for title in ("", *truths, *(f"{name}/true" for name in truths))))
+    for name in truths["ours"]:
+        values = [f"{figures[name]:.2f}" for figures in truths.values()]
+        ratios = [_ratio(found[client].get(name), figures[name]) for client, figures in truths.items()]
+        print("".join(f"{cell:>16}" for cell in (name, *values, *ratios)))
+
+
+def _ratio(value: float | None, other: float | None) -> str:
+    return f"{value / other:.3f}" if value is not None and other else ""
 
 
 if __name__ == "__main__":

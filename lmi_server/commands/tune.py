@@ -23,9 +23,10 @@ from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.environment import process_environment
 from lmi_server.machine.whole_files import write_text
 from lmi_server.tune.adapter_costs import BASE, Cost, adapter_costs
+from lmi_server.tune.confirmation import Confirmation, candidate_of, chosen, confirm
 from lmi_server.tune.measurement import Limits, Load, Measurement
-from lmi_server.tune.outcome import Trial, best_of, pareto
-from lmi_server.tune.report import Found, cost_table, sections
+from lmi_server.tune.outcome import Trial, pareto
+from lmi_server.tune.report import Found, confirmed, cost_table, sections
 from lmi_server.tune.result import as_json, difference, tuned_properties
 from lmi_server.tune.server import MODEL, trial_server
 from lmi_server.tune.space import Space, check_space, grid, parse_space, space_of_script
@@ -63,6 +64,14 @@ def tune(
     adapters: Annotated[
         str | None, typer.Option(help="Adapters by weight, such as base=1,french=3, as they will be used.")
     ] = None,
+    pairs: Annotated[
+        int,
+        typer.Option(
+            "--confirm",
+            min=0,
+            help="Turns in which the best setting and the configuration as it is are measured again; 0 for none.",
+        ),
+    ] = 6,
     load_timeout: Annotated[float, typer.Option(help="Seconds in which the model must load.")] = 1800,
     study: Annotated[Path, typer.Option(help="SQLite file of the search; the same call goes on where it was.")] = Path(
         "lmi-tune.sqlite"
@@ -98,6 +107,7 @@ def tune(
                 api=api,
                 workload=_workload(data, input_tokens, output_tokens, shared_prefix, variables),
                 weights=parse_weights(adapters),
+                pairs=pairs,
                 load_timeout_s=load_timeout,
                 study=study,
                 seed=seed,
@@ -124,6 +134,7 @@ class _Asked:
     api: str
     workload: Workload
     weights: Mapping[str, float]
+    pairs: int
     load_timeout_s: float
     study: Path
     seed: int
@@ -162,13 +173,18 @@ def _search(asked: _Asked) -> None:
         )
         for trial in search.run(asked.trials, measurement):
             console.print(_line(trial), markup=False, highlight=False, soft_wrap=True)
-        costs = _costs(search, measurement, asked, load)
-    _report(console, asked, search.trials, search.importances, costs)
+        confirmation = _confirmation(search, measurement, asked.pairs)
+        costs = _costs(search, measurement, asked, load, chosen(search.trials, confirmation))
+    _report(console, asked, _found(asked, search, confirmation, costs))
 
 
-def _costs(search: Search, measurement: Measurement, asked: _Asked, load: Load) -> list[Cost]:
+def _confirmation(search: Search, measurement: Measurement, pairs: int) -> Confirmation | None:
+    candidate = candidate_of(search.trials)
+    return confirm(candidate, pairs, measurement, search.remembered) if candidate is not None and pairs else None
+
+
+def _costs(search: Search, measurement: Measurement, asked: _Asked, load: Load, best: Trial | None) -> list[Cost]:
     """Return what the adapters in the traffic cost with the best setting; nothing if there are none."""
-    best = best_of(search.trials)
     if best is None or not set(asked.weights) - {BASE}:
         return []
 
@@ -181,72 +197,58 @@ def _costs(search: Search, measurement: Measurement, asked: _Asked, load: Load) 
     return [Cost(**cost) for cost in search.remembered(f"adapter costs of trial {best.number}", measure)]
 
 
-def _report(
-    console: Console,
-    asked: _Asked,
-    trials: Sequence[Trial],
-    importances: Mapping[str, float],
-    costs: Sequence[Cost],
-) -> None:
-    best = best_of(trials)
+def _found(asked: _Asked, search: Search, confirmation: Confirmation | None, costs: Sequence[Cost]) -> Found:
+    trials = search.trials
+    best = chosen(trials, confirmation)
     before = asked.properties.read_text(encoding="utf-8")
     baseline = next((trial for trial in trials if trial.number < 0), None)
-    after = tuned_properties(before, best, baseline) if best is not None and best.settings else before
-    changes = difference(before, after, str(asked.properties))
-    _print(console, trials, importances, costs, changes)  # first: the files may not be writable
-    if asked.json_file is not None:
-        found = as_json(trials, best, importances, costs)
-        write_text(asked.json_file, json.dumps(found, indent=2) + "\n")
-    if asked.report is not None:
-        _write_report(asked.report, asked, _found(asked, trials, importances, costs, changes))
-    if best is None:
-        raise typer.Exit(1)
-    if best.settings and asked.applies:
-        write_text(asked.properties, after)
-        console.print(f"{asked.properties} is changed.", highlight=False, soft_wrap=True)
-    elif best.settings:
-        console.print("Nothing is changed; --apply writes this.")
-
-
-def _print(
-    console: Console,
-    trials: Sequence[Trial],
-    importances: Mapping[str, float],
-    costs: Sequence[Cost],
-    changes: str,
-) -> None:
-    best = best_of(trials)
-    if best is None:
-        console.print("No setting keeps the limits; the lines above say why.", style="red")
-        return
-    console.print(_front(pareto(trials, "e2el_ms")))
-    for key, importance in importances.items():
-        console.print(f"{key}: {importance:.0%} of the differences", highlight=False)
-    if costs:
-        console.print(_rich(cost_table(costs), "what adapters cost"))
-    if best.settings:
-        console.print(changes, markup=False, highlight=False, soft_wrap=True)
-    else:
-        console.print("The configuration as it is is the best that was found.")
-
-
-def _found(
-    asked: _Asked,
-    trials: Sequence[Trial],
-    importances: Mapping[str, float],
-    costs: Sequence[Cost],
-    changes: str,
-) -> Found:
+    after = before
+    if best is not None and best.settings:
+        after = tuned_properties(before, best, baseline, confirmation)
     return Found(
         trials=trials,
         space=asked.space,
-        importances=importances,
+        importances=search.importances,
+        confirmation=confirmation,
         costs=costs,
         concurrency=asked.concurrency,
         has_data=isinstance(asked.workload, Recorded),
         unused_adapters=sorted({path.name for path in asked.directory.glob("adapters/*/")} - set(asked.weights)),
-        difference=changes,
+        after=after,
+        difference=difference(before, after, str(asked.properties)),
     )
+
+
+def _report(console: Console, asked: _Asked, found: Found) -> None:
+    _print(console, found)  # first: the files may not be writable
+    if asked.json_file is not None:
+        write_text(asked.json_file, json.dumps(as_json(found), indent=2) + "\n")
+    if asked.report is not None:
+        _write_report(asked.report, asked, found)
+    if found.best is None:
+        raise typer.Exit(1)
+    if found.best.settings and asked.applies:
+        write_text(asked.properties, found.after)
+        console.print(f"{asked.properties} is changed.", highlight=False, soft_wrap=True)
+    elif found.best.settings:
+        console.print("Nothing is changed; --apply writes this.")
+
+
+def _print(console: Console, found: Found) -> None:
+    if found.best is None:
+        console.print("No setting keeps the limits; the lines above say why.", style="red")
+        return
+    console.print(_front(pareto(found.trials, "e2el_ms")))
+    for key, importance in found.importances.items():
+        console.print(f"{key}: {importance:.0%} of the differences", highlight=False)
+    if found.costs:
+        console.print(_rich(cost_table(found.costs), "what adapters cost"))
+    if found.confirmation is not None:
+        console.print(confirmed(found), markup=False, highlight=False, soft_wrap=True)
+    if found.best.settings:
+        console.print(found.difference, markup=False, highlight=False, soft_wrap=True)
+    elif found.confirmation is None:
+        console.print("The configuration as it is is the best that was found.")
 
 
 def _write_report(path: Path, asked: _Asked, found: Found) -> None:

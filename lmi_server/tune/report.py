@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from lmi_server.bench.page import Plot, Section, Table, scattered
 from lmi_server.tune.adapter_costs import Cost
-from lmi_server.tune.outcome import Trial, best_of, pareto
+from lmi_server.tune.confirmation import Confirmation, chosen
+from lmi_server.tune.outcome import Trial, pareto
 from lmi_server.tune.space import Choices, Range, Space
 
 _UNIMPORTANT = 0.05
@@ -17,16 +18,23 @@ _NOISE = 0.03
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """All that a report is made of."""
+    """All that a report is made of; `after` is the new serving.properties, and `difference` what differs in it."""
 
     trials: Sequence[Trial]
     space: Space
     importances: Mapping[str, float]
+    confirmation: Confirmation | None = None
     costs: Sequence[Cost] = ()
     concurrency: int = 0
     has_data: bool = False
     unused_adapters: Sequence[str] = ()
+    after: str = ""
     difference: str = ""
+
+    @property
+    def best(self) -> Trial | None:
+        """Return the trial to keep; None if no setting keeps the limits."""
+        return chosen(self.trials, self.confirmation)
 
     @property
     def baseline(self) -> Trial | None:
@@ -59,14 +67,35 @@ _COST_TEXT = [
 
 
 def _result(found: Found) -> list[str]:
-    best, baseline = best_of(found.trials), found.baseline
+    best, baseline = found.best, found.baseline
     if best is None or best.outcome.value is None:
         return ["No setting keeps the limits; the table of all trials says why."]
     text = f"The best of {len(found.trials)} settings gives {best.outcome.value:.1f} output tokens/s: {_name(best)}."
     before = None if baseline is None else baseline.outcome.value
     if not before:
         return [text, "The configuration as it is gives none within the limits."]
+    if found.confirmation is not None:
+        return [text, confirmed(found)] if best.settings else [confirmed(found)]
     return [text, f"That is {best.outcome.value / before:.2f} times the {before:.1f} of the configuration as it is."]
+
+
+def confirmed(found: Found) -> str:
+    """Return what the runs in turns say of the best setting and the configuration as it is."""
+    confirmation = found.confirmation
+    assert confirmation is not None
+    name = _name(next(trial for trial in found.trials if trial.number == confirmation.trial))
+    pairs = f"{len(confirmation.pairs)} pairs of runs in turns"
+    if confirmation.ratio is None or confirmation.interval is None:
+        reasons = "; ".join(confirmation.reasons)
+        return f"In {pairs}, {name} or the configuration as it is gave nothing once: {reasons}. Nothing is to change."
+    low, high = confirmation.interval
+    text = (
+        f"In {pairs}, {name} gives {confirmation.ratio:.3f} times the throughput of the configuration as it is"
+        f" ({low:.3f} to {high:.3f}, {confirmation.confidence:.0%} sure)"
+    )
+    if confirmation.is_better:
+        return f"{text}."
+    return f"{text}: that may be chance, and the configuration as it is stays."
 
 
 def _table(title: str, trials: Sequence[Trial]) -> Table:
@@ -145,7 +174,7 @@ def next_steps(found: Found) -> list[str]:
 
 
 def _of_best(found: Found) -> Iterator[str]:
-    best, baseline = best_of(found.trials), found.baseline
+    best, baseline = found.best, found.baseline
     if best is None:
         yield "No setting keeps the limits: raise them, or send fewer requests at a time by --concurrency."
         return
@@ -158,8 +187,18 @@ def _of_best(found: Found) -> Iterator[str]:
             f"search with --concurrency {best.outcome.concurrency} too."
         )
     before = baseline.outcome.value if baseline else None
-    if before and best.settings and (best.outcome.value or 0) < (1 + _NOISE) * before:
+    confirmation = found.confirmation
+    if confirmation is not None:
+        if _is_open(confirmation):
+            yield "The runs in turns do not tell which is better: use more --requests, or more pairs (--confirm)."
+    elif before and best.settings and (best.outcome.value or 0) < (1 + _NOISE) * before:
         yield "The best is within 3 % of the configuration as it is, which may be chance: use more --requests."
+
+
+def _is_open(confirmation: Confirmation) -> bool:
+    """Whether the best setting may be more than a few percent better, and may be no better."""
+    interval = confirmation.interval
+    return interval is None or interval[0] <= 1 < 1 + _NOISE < interval[1]
 
 
 def _edge(values: Choices | Range, value: str) -> tuple[str, str] | None:

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from lmi_server.tune.adapter_costs import Cost
+from lmi_server.tune.confirmation import Confirmation
 from lmi_server.tune.outcome import Trial
+from lmi_server.tune.report import Found
 
 _MARK = "# lmi-server tune: "
 
 
-def tuned_properties(text: str, best: Trial, baseline: Trial | None) -> str:
+def tuned_properties(text: str, best: Trial, baseline: Trial | None, confirmation: Confirmation | None = None) -> str:
     """Return a serving.properties with the settings of `best`; each has a comment of where it comes from.
 
     A key that the file has keeps its place; comments of an earlier search about it are replaced.
     """
     lines = text.splitlines()
     for key, value in best.settings.items():
-        comment = f"{_MARK}trial {best.number}, {_figures(best)}{_compared(best, baseline)}"
+        comment = f"{_MARK}trial {best.number}, {_figures(best)}{_compared(baseline, confirmation)}"
         place = next((number for number, line in enumerate(lines) if _is_entry(line, key)), None)
         if place is None:
             lines += [comment, f"{key}={value}"]
@@ -38,14 +38,13 @@ def difference(before: str, after: str, name: str) -> str:
     )
 
 
-def as_json(
-    trials: Sequence[Trial], best: Trial | None, importances: Mapping[str, float], costs: Sequence[Cost]
-) -> dict[str, Any]:
+def as_json(found: Found) -> dict[str, Any]:
     """Return all that was found, for a file."""
     return {
-        "best": None if best is None else best.number,
-        "importances": dict(importances),
-        "adapter_costs": [asdict(cost) for cost in costs],
+        "best": None if found.best is None else found.best.number,
+        "confirmation": None if found.confirmation is None else _confirmation(found.confirmation),
+        "importances": dict(found.importances),
+        "adapter_costs": [asdict(cost) for cost in found.costs],
         "trials": [
             {
                 "number": trial.number,
@@ -57,8 +56,20 @@ def as_json(
                 "load_s": trial.outcome.load_s,
                 "figures": dict(trial.outcome.figures),
             }
-            for trial in trials
+            for trial in found.trials
         ],
+    }
+
+
+def _confirmation(confirmation: Confirmation) -> dict[str, Any]:
+    return {
+        "trial": confirmation.trial,
+        "output_tokens_per_s": [list(pair) for pair in confirmation.pairs],
+        "ratio": confirmation.ratio,
+        "interval": confirmation.interval,
+        "confidence": confirmation.confidence,
+        "is_better": confirmation.is_better,
+        "reasons": list(confirmation.reasons),
     }
 
 
@@ -68,9 +79,12 @@ def _figures(trial: Trial) -> str:
     return f"{tokens:.1f} output tokens/s at {trial.outcome.concurrency} requests, p99 end to end {seconds:.2f} s"
 
 
-def _compared(best: Trial, baseline: Trial | None) -> str:
+def _compared(baseline: Trial | None, confirmation: Confirmation | None) -> str:
     before = None if baseline is None else baseline.outcome.value
-    return "" if before is None else f" (before: {before:.1f} output tokens/s)"
+    if before is None:
+        return ""
+    times = "" if confirmation is None else f"; {confirmation.ratio:.2f} times that in {len(confirmation.pairs)} pairs"
+    return f" (before: {before:.1f} output tokens/s{times})"
 
 
 def _is_entry(line: str, key: str) -> bool:

@@ -27,6 +27,7 @@ from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.ports import free_port
 from lmi_server.machine.process_usage import listener
 from lmi_server.tune.adapter_costs import Cost
+from lmi_server.tune.confirmation import Confirmation, candidate_of, chosen, confirm
 from lmi_server.tune.measurement import Limits
 from lmi_server.tune.merging import merge
 from lmi_server.tune.outcome import Outcome, Trial, best_of, pareto
@@ -59,7 +60,7 @@ def tune(model: Path, *arguments: str, **variables: str) -> subprocess.Completed
 @pytest.mark.slow
 def test_the_best_setting_is_found_and_written_on_request(model: Path) -> None:
     arguments = ("--option", "max_rolling_batch_size=1,8", "--option", "pythonExecutable=nowhere,python3")
-    done = tune(model, *arguments, "--grid", "--json", "found.json")
+    done = tune(model, *arguments, "--grid", "--confirm", "2", "--json", "found.json")
     assert (done.returncode, done.stderr) == (0, "")
     found = json.loads((model.parent / "found.json").read_text())
     trials = {tuple(trial["settings"].values()): trial for trial in found["trials"]}
@@ -69,14 +70,20 @@ def test_the_best_setting_is_found_and_written_on_request(model: Path) -> None:
     best = next(trial for trial in found["trials"] if trial["number"] == found["best"])
     assert best["settings"] == {"option.max_rolling_batch_size": "8", "option.pythonExecutable": "python3"}
     assert best["output_tokens_per_s"] > 2 * trials[()]["output_tokens_per_s"]
+    assert found["confirmation"]["trial"] == best["number"]
+    assert found["confirmation"]["is_better"]
+    assert len(found["confirmation"]["output_tokens_per_s"]) == 2
+    assert "In 2 pairs of runs in turns, max_rolling_batch_size=8, pythonExecutable=python3 gives " in done.stdout
     assert "+option.max_rolling_batch_size=8" in done.stdout
     assert (model / "serving.properties").read_text() == PROPERTIES
-    again = tune(model, *arguments, "--grid", "--apply")
+    again = tune(model, *arguments, "--grid", "--confirm", "2", "--apply", "--report", "report.md")
     assert "trial 0" not in again.stdout.split("none is both")[0]  # nothing was tried again
     lines = (model / "serving.properties").read_text().splitlines()
     assert lines[1] == "# at a time"
     assert lines[2].startswith("# lmi-server tune: trial ")
+    assert lines[2].endswith(" times that in 2 pairs)")
     assert lines[3] == "option.max_rolling_batch_size=8"
+    assert f"gives {found['confirmation']['ratio']:.3f} times" in (model.parent / "report.md").read_text()  # not again
 
 
 @pytest.mark.slow
@@ -102,7 +109,7 @@ def test_a_search_goes_on_after_it_was_killed(model: Path) -> None:
     process.wait()
     process.stdout.close()
     wait_until(lambda: not Path(f"/proc/{server}/cmdline").exists() or _is_dead(server), "no server is left behind")
-    done = tune(model, "--option", arguments[0], "--trials", "2", "--requests", "64")
+    done = tune(model, "--option", arguments[0], "--trials", "2", "--requests", "64", "--confirm", "0")
     assert done.returncode == 0
     assert "as it is: " not in done.stdout.split("none is both")[0]
     assert len([line for line in done.stdout.splitlines() if line.startswith("trial ")]) == 1
@@ -172,7 +179,7 @@ def test_adapters_are_in_the_traffic_and_the_report_has_what_they_cost(model: Pa
     for name in ("french", "german"):
         (model / "adapters" / name).mkdir(parents=True)
     arguments = ("--option", "max_rolling_batch_size=8", "--adapters", "base=1,french=3", "--report", "report.html")
-    done = tune(model, *arguments, "--json", "found.json")
+    done = tune(model, *arguments, "--confirm", "2", "--json", "found.json")
     assert (done.returncode, done.stderr) == (0, "")
     base, one, every, merged = json.loads((model.parent / "found.json").read_text())["adapter_costs"]
     assert [cost["traffic"] for cost in (base, one, every)] == ["base", "one adapter, french", "all, by their weights"]
@@ -311,6 +318,90 @@ def test_a_full_disk_is_said_and_loses_no_trial(tmp_path: Path) -> None:
 
 def outcome(value: float | None, p99: float) -> Outcome:
     return Outcome(value, 4, {"e2el_ms": {"p99": p99}})
+
+
+# --- the confirmation ---
+
+
+def valued(number: int, value: float | None, is_pruned: bool = False) -> Trial:
+    return Trial(number, {} if number < 0 else {"option.a": str(number)}, Outcome(value, 4, {}, is_pruned=is_pruned))
+
+
+def test_the_best_other_setting_is_measured_beside_the_configuration_as_it_is() -> None:
+    trials = [valued(-1, 100.0), valued(1, 90.0), valued(2, 95.0), valued(3, None), valued(4, 99.0, is_pruned=True)]
+    assert candidate_of(trials) is trials[2]
+    assert candidate_of([valued(-1, None), valued(1, 90.0)]) is None  # anything is better
+    assert candidate_of([valued(-1, 100.0), valued(3, None)]) is None
+
+
+def test_runs_take_turns_and_are_remembered() -> None:
+    runs: list[bool] = []
+    kept: dict[str, Any] = {}
+
+    def measure(settings: Mapping[str, str], best: float) -> Outcome:
+        if len(runs) == 5:
+            raise KeyboardInterrupt
+        runs.append(bool(settings))
+        return Outcome(110.0 if settings else 100.0)
+
+    def remembered(name: str, make: Any) -> Any:
+        if name not in kept:
+            kept[name] = json.loads(json.dumps(make()))
+        return kept[name]
+
+    with pytest.raises(KeyboardInterrupt):
+        confirm(valued(1, 120.0), 4, measure, remembered)
+    assert runs == [False, True, True, False, False]
+    del runs[:]
+    found = confirm(valued(1, 120.0), 4, measure, remembered)
+    assert runs == [True, True, False]  # the others were known
+    assert found.pairs == [(110.0, 100.0)] * 4
+    assert found.ratio == pytest.approx(1.1)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "interval", "confidence", "is_better"),
+    [
+        ([1.02, 1.05, 1.03, 1.01, 1.04, 1.06], (1.01, 1.06), 1 - 2 / 2**6, True),
+        ([1.2, 1.1, 1.3, 0.99, 1.2, 1.2], (0.99, 1.3), 1 - 2 / 2**6, False),
+        ([0.5, *[1.1] * 8], (1.1, 1.1), 1 - 2 * 10 / 2**9, True),  # of 9, one at each end may be anything
+        ([1.1], (1.1, 1.1), 0.0, True),
+    ],
+)
+def test_one_lucky_run_does_not_win(
+    ratios: list[float], interval: tuple[float, float], confidence: float, is_better: bool
+) -> None:
+    found = Confirmation(1, [(100 * ratio, 100.0) for ratio in ratios])
+    assert found.interval == pytest.approx(interval)
+    assert found.confidence == pytest.approx(confidence)
+    assert found.is_better is is_better
+    trials = [valued(-1, 100.0), valued(1, 130.0)]
+    assert chosen(trials, found) is trials[is_better]
+    assert chosen(trials, None) is trials[1]
+
+
+def test_a_setting_that_breaks_the_limits_once_is_not_confirmed() -> None:
+    outcomes = iter([Outcome(100.0), Outcome(120.0), Outcome(None, reason="p99 of e2el is 9 s"), Outcome(100.0)])
+    confirmation = confirm(valued(1, 120.0), 2, lambda settings, best: next(outcomes), lambda name, make: make())
+    assert confirmation.interval is None
+    assert not confirmation.is_better
+    asked = replace(found(valued(-1, 100.0), valued(1, 120.0)), confirmation=confirmation)
+    text = markdown("Search", sections(asked))
+    assert "a=1 or the configuration as it is gave nothing once: p99 of e2el is 9 s. Nothing is to change." in text
+
+
+def test_the_report_says_what_the_pairs_leave_open() -> None:
+    trials = [valued(-1, 100.0), valued(1, 104.0)]
+    better = Confirmation(1, [(ratio, 1.0) for ratio in (1.02, 1.03, 1.04, 1.05, 1.06, 1.07)])
+    told = found(*trials, confirmation=better)
+    assert "gives 1.045 times the throughput of the configuration as it is (1.020 to 1.070, 97% sure)." in markdown(
+        "Search", sections(told)
+    )
+    unclear = replace(told, confirmation=Confirmation(1, [(ratio, 1.0) for ratio in (0.98, 1.03, 1.04, 1.05)]))
+    assert "that may be chance, and the configuration as it is stays." in markdown("Search", sections(unclear))
+    assert any("use more --requests, or more pairs" in step for step in next_steps(unclear))
+    equal = replace(told, confirmation=Confirmation(1, [(ratio, 1.0) for ratio in (0.98, 1.0, 1.01, 1.02)]))
+    assert not any("use more --requests" in step for step in next_steps(equal))
 
 
 def test_the_front_leaves_out_what_is_worse_in_both() -> None:

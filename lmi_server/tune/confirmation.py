@@ -1,0 +1,134 @@
+"""Whether the best setting of a search is better than the configuration as it is, or was lucky in its one run.
+
+The best of many runs is the best partly by chance: of forty settings that are all alike, one comes out several percent
+ahead. So the two are measured again, in turns, and each turn of the one is compared with that of the other beside it:
+what changes slowly, such as the clock of the processor or the load of other programs, is the same for both.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lmi_server.tune.outcome import Measure, Trial, best_of
+
+_CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmation:
+    """The setting of a trial beside the configuration as it is, in turns.
+
+    pairs: the values (output tokens/s within the limits) of the setting and of the configuration as it is, a pair for
+    each turn; None if a run had no value, and then `reasons` says why.
+    """
+
+    trial: int
+    pairs: Sequence[tuple[float | None, float | None]]
+    reasons: Sequence[str] = ()
+
+    @property
+    def ratios(self) -> list[float]:
+        """Return the setting's value in each pair, as a multiple of the other one, in increasing order."""
+        return sorted(setting / before for setting, before in self.pairs if setting is not None and before)
+
+    @property
+    def ratio(self) -> float | None:
+        """Return the median of the ratios; None if a run had no value."""
+        return statistics.median(self.ratios) if self._is_whole else None
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Return the narrowest bounds that hold the true median with `confidence`; None if a run had no value."""
+        left_out = self._left_out
+        return (self.ratios[left_out], self.ratios[-1 - left_out]) if self._is_whole else None
+
+    @property
+    def confidence(self) -> float:
+        """Return the probability that the interval holds the true median.
+
+        Each ratio is above the true median with probability one half, whatever the runs are distributed like. So the
+        interval from the k-th lowest ratio to the k-th highest one misses it with a probability of the binomial
+        distribution. It is 97 % from the lowest to the highest of 6, and less than 95 % with fewer.
+        """
+        return _held(len(self.ratios), self._left_out)
+
+    @property
+    def is_better(self) -> bool:
+        """Whether the setting is faster even at the lower end of the interval."""
+        return self.interval is not None and self.interval[0] > 1
+
+    @property
+    def _is_whole(self) -> bool:
+        return bool(self.pairs) and len(self.ratios) == len(self.pairs)
+
+    @property
+    def _left_out(self) -> int:
+        """Return how many ratios at each end can be left out of the interval."""
+        count = len(self.ratios)
+        return max((k for k in range((count + 1) // 2) if _held(count, k) >= _CONFIDENCE), default=0)
+
+
+def _held(count: int, left_out: int) -> float:
+    """Return the probability that the median lies between `count` values, without `left_out` at each end."""
+    return 1 - 2 * sum(math.comb(count, k) for k in range(left_out + 1)) / 2**count if count else 0.0
+
+
+def candidate_of(trials: Sequence[Trial]) -> Trial | None:
+    """Return the trial to compare with the configuration as it is: the best of the others; None if there is no need.
+
+    It is compared also if the configuration as it is had the highest value, which may be luck as well.
+    """
+    baseline = next((trial for trial in trials if trial.number < 0), None)
+    if baseline is None or baseline.outcome.value is None:
+        return None
+    return max(
+        (t for t in trials if t.number >= 0 and t.outcome.value is not None and not t.outcome.is_pruned),
+        key=lambda trial: trial.outcome.value or 0.0,
+        default=None,
+    )
+
+
+def chosen(trials: Sequence[Trial], confirmation: Confirmation | None) -> Trial | None:
+    """Return the trial to keep: the configuration as it is, unless the best setting was confirmed, if it was measured.
+
+    None if no trial has a value.
+    """
+    if confirmation is None:
+        return best_of(trials)
+    number = confirmation.trial if confirmation.is_better else -1
+    return next(trial for trial in trials if trial.number == number)
+
+
+Remembered = Callable[[str, Callable[[], Sequence[Any]]], Sequence[Any]]
+"""Returns what the function returned for a name, now or in an earlier call of the search (`Search.remembered`)."""
+
+
+def confirm(candidate: Trial, pairs: int, measure: Measure, remembered: Remembered) -> Confirmation:
+    """Measure the setting and the configuration as it is `pairs` times each, in turns.
+
+    The one that comes first changes from pair to pair. `remembered` keeps each run, so that a search that was stopped
+    goes on behind the last of them.
+    """
+    found: list[tuple[float | None, float | None]] = []
+    reasons: dict[str, None] = {}
+
+    def run(settings: Mapping[str, str], pair: int) -> float | None:
+        def judged() -> Sequence[Any]:
+            outcome = measure(settings, 0.0)
+            return [outcome.value, outcome.reason]
+
+        whose = f"trial {candidate.number}" if settings else f"as it is, beside trial {candidate.number}"
+        value, reason = remembered(f"pair {pair}: {whose}", judged)
+        if value is None:
+            reasons[reason] = None
+        return value
+
+    for pair in range(pairs):
+        order = (candidate.settings, {}) if pair % 2 else ({}, candidate.settings)
+        first, second = (run(settings, pair) for settings in order)
+        found.append((first, second) if pair % 2 else (second, first))
+    return Confirmation(candidate.number, found, tuple(reasons))
