@@ -122,6 +122,8 @@ def confirm(candidate: Trial, pairs: int, measure: Measure, remembered: Remember
             return [outcome.value, outcome.reason]
 
         whose = f"trial {candidate.number}" if settings else f"as it is, beside trial {candidate.number}"
+        value: float | None
+        reason: str
         value, reason = remembered(f"pair {pair}: {whose}", judged)
         if value is None:
             reasons[reason] = None

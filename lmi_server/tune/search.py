@@ -123,9 +123,14 @@ class Search:
                 yield found[-1]
 
     def remembered(self, name: str, make: Callable[[], Any]) -> Any:
-        """Return what `make` returned for this name, now or in an earlier call of the search; values of JSON."""
+        """Return what `make` returned for this name, now or in an earlier call of the search; values of JSON.
+
+        Raises ConfigurationError if it cannot be kept, as on a full disk.
+        """
         if name not in self._study.user_attrs:
-            self._study.set_user_attr(name, make())
+            made = make()
+            with _told_of(self._path):
+                self._study.set_user_attr(name, made)
         return self._study.user_attrs[name]
 
     def _tell(self, trial: optuna.Trial, outcome: Outcome) -> None:

@@ -309,6 +309,8 @@ def test_a_full_disk_is_said_and_loses_no_trial(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, before[1]))
         with pytest.raises(ConfigurationError, match=r"study cannot be written: .*the trials before are kept"):
             list(searching(path, space).run(9, bulky))
+        with pytest.raises(ConfigurationError, match="study cannot be written"):
+            searching(path, space).remembered("pair 0", lambda: "x" * 100_000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     search = searching(path, space)
