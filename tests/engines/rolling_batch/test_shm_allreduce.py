@@ -39,8 +39,12 @@ class Group:
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolExecutor]:
-    """Start a process for each rank of the largest group, once this one has compiled the kernels for all of them."""
-    directory, context = tmp_path_factory.mktemp("alone"), multiprocessing.get_context("spawn")
+    """Start a process for each rank of the largest group, once this one has compiled the kernels for all of them.
+
+    They are forks of a process that has imported torch.
+    """
+    directory, context = tmp_path_factory.mktemp("alone"), multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["handlers.rolling_batch.shm_allreduce"])
     use_kernels(directory)
     every_rank = context.Barrier(max(SIZES))
     with ProcessPoolExecutor(max(SIZES), context, meet, (directory, every_rank)) as pool:
