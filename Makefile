@@ -75,11 +75,14 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reor
 test-unit: $(SETUP) ## Run the tests that start no server and load no model (half a minute)
 	$(PYTEST) -m "not slow" tests/unit tests/configuration tests/dialects
 
-# mypy is one process, and the tests wait now and then: side by side they leave no core idle.
+# mypy is one process, and the tests wait now and then: side by side they leave no core idle. One process runs the tests
+# of engines, so that the others need not import torch and transformers.
 check: $(SETUP) ## Run ruff, mypy and the tests that are not slow (two to three minutes)
 	@{ $(LINT); } > $(VENV)/lint.log 2>&1 & linting=$$!; \
-	$(PYTEST) -m "not slow"; tested=$$?; \
-	wait $$linting; linted=$$?; cat $(VENV)/lint.log; exit $$((tested + linted))
+	$(BIN)/python -m pytest -m "not slow" tests/engines > $(VENV)/engines.log 2>&1 & engines=$$!; \
+	$(PYTEST) -m "not slow" --ignore tests/engines; others=$$?; \
+	wait $$engines; engines=$$?; wait $$linting; linted=$$?; \
+	cat $(VENV)/engines.log $(VENV)/lint.log; exit $$((others + engines + linted))
 
 # One core compiles the kernels while the other runs the linters. Several processes of the tests, and both ranks of a
 # split model, would each compile them otherwise.

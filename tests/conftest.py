@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -93,6 +94,16 @@ def _missing_packages(path: Path) -> list[str]:
     name = path.relative_to(TESTS).as_posix()
     needed = (package for start, packages in _NEEDED_PACKAGES.items() if name.startswith(start) for package in packages)
     return [package for package in needed if find_spec(package) is None]
+
+
+_SLOW_MODULE = re.compile(r"^pytestmark = \[?pytest\.mark\.slow\b", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out modules whose tests are all slow where these are not wanted: what they import takes seconds."""
+    if config.getoption("markexpr") != "not slow" or not collection_path.match("test_*.py"):
+        return None
+    return bool(_SLOW_MODULE.search(collection_path.read_text(encoding="utf-8"))) or None
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:

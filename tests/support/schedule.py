@@ -11,7 +11,7 @@ AS_ONE_FILE = {
     for name in ("test_constraint_bounds", "test_vllm_openai", "test_vllm_pooling")
 }
 # Without the slow tests, most of what these folders take is the import of their libraries: once is enough.
-TOGETHER_WITHOUT_SLOW = ("artifacts", "configuration", "dialects", "engines", "unit")
+TOGETHER_WITHOUT_SLOW = ("artifacts", "configuration", "dialects", "unit")
 # A process that starts a long file last would work on while the others have nothing left to do. The tests of hosting
 # wait more than they compute.
 LONGEST = (
