@@ -370,7 +370,7 @@ def _refused(
 def _address(scope: Scope) -> str:
     """Return the address of the client, "" on a Unix socket."""
     client = scope["client"]
-    return str(client[0]) if client else ""
+    return client[0] if client else ""
 
 
 async def _relay(route: str, job: Job, response: Response, statuses: Mapping[type[LmiServerError], int]) -> int:

@@ -14,16 +14,14 @@ class RequestReports:
     def __init__(self, log: RequestLog | None, tracing: Tracing | None) -> None:
         self._log = log
         self._tracing = tracing
+        self.begin = _untraced if tracing is None else tracing.begin
+        """Returns the span of a request with these headers, as `Tracing.begin` does; None if it is not traced."""
 
     @classmethod
     def of(cls, settings: ServerSettings) -> RequestReports | None:
         """Return what the settings ask for, None if that is nothing. Raises ConfigurationError."""
         log, tracing = RequestLog.of(settings), Tracing.of(settings)
         return None if log is None and tracing is None else cls(log, tracing)
-
-    def begin(self, properties: dict[str, str]) -> RequestTrace | None:
-        """Return the span of a request with these headers, as `Tracing.begin` does; None if it is not traced."""
-        return None if self._tracing is None else self._tracing.begin(properties)
 
     def ended(self, request: EndedRequest, trace: RequestTrace | None) -> None:
         """Report a request that has ended."""
@@ -38,3 +36,7 @@ class RequestReports:
             self._log.flush()
         if self._tracing is not None:
             await self._tracing.close()
+
+
+def _untraced(properties: dict[str, str]) -> RequestTrace | None:
+    return None

@@ -8,8 +8,9 @@
       format                             the rest of the answer is written and sent
       execute                            instead of these three, if nothing is known of tokens
 
-All times are known when the request has ended, so that its spans are made then. A span of the SDK's tracer, which
-measures them itself, costs several times as much.
+All times are known when the request has ended, so that its spans are made then, as the bytes that are sent
+(`frontend/otlp.py`). A span of the SDK's tracer, which measures them itself, costs many times as much. The SDK's queue
+and its exporter keep these bytes and send them.
 """
 
 from __future__ import annotations
@@ -17,27 +18,23 @@ from __future__ import annotations
 import functools
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from typing import NamedTuple
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
-from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import SpanContext, SpanKind, TraceFlags, TraceState
-from opentelemetry.trace.status import Status, StatusCode
-from opentelemetry.util.types import AttributeValue
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
+from opentelemetry.trace import SpanContext, TraceFlags, TraceState
 
+from frontend import otlp
 from frontend.lmi_metrics import CLIENT_GONE
 from frontend.request_record import EndedRequest
 from frontend.tracing import RequestTrace
 from lmi_server.dialects import routes
 
 _NAME = "lmi-server"
-_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
-_UNSET, _FAILED = Status(StatusCode.UNSET), Status(StatusCode.ERROR)
+_SAMPLED = SpanContext(1, 1, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
 _CHAT, _TEXT = "chat", "text_completion"
 # gen_ai.operation.name by route; other routes have one if text was generated.
 _OPERATIONS = {
@@ -54,17 +51,32 @@ class _Phase(NamedTuple):
     failed: bool = False
 
 
-class _HashedResource(Resource):  # type: ignore[misc]  # mypy skips OpenTelemetry
-    """A resource with a hash that is computed once: the SDK computes it for each span, a quarter of the cost."""
+class _Written:
+    """All spans of a request. The SDK's queue takes it for one span, of which it reads `context` only."""
 
-    @functools.cached_property
-    def _hash(self) -> int:
-        return int(super().__hash__())
+    __slots__ = ("spans",)
 
-    def __hash__(self) -> int:
-        return self._hash
+    context = _SAMPLED
 
-    __eq__ = Resource.__eq__
+    def __init__(self, spans: bytes) -> None:
+        self.spans = spans
+
+
+class _Exporter(OTLPSpanExporter):  # type: ignore[misc]  # mypy skips OpenTelemetry
+    """Sends spans that are written already, under one resource."""
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(endpoint)
+        resource = Resource.create()
+        if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
+            resource = resource.merge(Resource({SERVICE_NAME: _NAME}))
+        self._resource = resource
+        self._scope = (_NAME, version(_NAME))
+
+    def export(self, spans: Sequence[_Written]) -> SpanExportResult:
+        written = [each.spans for each in spans]
+        body = otlp.request(self._resource.attributes, self._resource.schema_url, self._scope, written)
+        return SpanExportResult.SUCCESS if self._client.export(body).success else SpanExportResult.FAILURE
 
 
 class OpenTelemetrySpans:
@@ -74,59 +86,44 @@ class OpenTelemetrySpans:
     """
 
     def __init__(self, endpoint: str) -> None:
-        self._processor = BatchSpanProcessor(OTLPSpanExporter(endpoint))
-        self._scope = InstrumentationScope(_NAME, version(_NAME))
-        resource = Resource.create()
-        if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
-            resource = resource.merge(Resource({SERVICE_NAME: _NAME}))
-        self._resource = _HashedResource(resource.attributes, resource.schema_url)
+        self._processor = BatchSpanProcessor(_Exporter(endpoint))
 
     def write(self, trace: RequestTrace, request: EndedRequest) -> None:
         """Send the span of a request and those of its phases, soon."""
-        record = request.record
-        offset = time.time() - time.monotonic()
-        state = TraceState.from_header([trace.state]) if trace.state else None
-        own = self._context(trace, trace.span_id, state)
-        parent = self._context(trace, trace.parent_id, state, is_remote=True) if trace.parent_id else None
-        operation = _operation(request)
-        whole = _Phase(
-            f"{operation or request.route} {request.model}".strip(), record.arrived, record.ended, _fails(request)
-        )
-        self._send(whole, offset, own, parent, SpanKind.SERVER, _attributes(request, operation))
-        for phase in _phases(request):
-            context = self._context(trace, f"{random.getrandbits(64) or 1:x}", state)
-            self._send(phase, offset, context, own, SpanKind.INTERNAL, {})
+        self._processor.on_end(_Written(written(trace, request, time.time() - time.monotonic())))
 
     def close(self) -> None:
         self._processor.shutdown()
 
-    def _context(
-        self, trace: RequestTrace, span_id: str, state: TraceState | None, is_remote: bool = False
-    ) -> SpanContext:
-        return SpanContext(int(trace.trace_id, 16), int(span_id, 16), is_remote, _SAMPLED, state)
 
-    def _send(
-        self,
-        phase: _Phase,
-        offset: float,
-        context: SpanContext,
-        parent: SpanContext | None,
-        kind: SpanKind,
-        attributes: dict[str, AttributeValue],
-    ) -> None:
-        span = ReadableSpan(
-            phase.name,
-            context,
-            parent,
-            self._resource,
-            attributes,
-            kind=kind,
-            status=_FAILED if phase.failed else _UNSET,
-            start_time=int((phase.began + offset) * 1e9),
-            end_time=int((phase.ended + offset) * 1e9),
-            instrumentation_scope=self._scope,
+def written(trace: RequestTrace, request: EndedRequest, offset: float) -> bytes:
+    """Return the spans of a request as OTLP has them; `offset` is what time.time() is ahead of time.monotonic()."""
+    record = request.record
+    state = _state(trace.state) if trace.state else ""
+    trace_id, own, parent = (bytes.fromhex(digits) for digits in (trace.trace_id, trace.span_id, trace.parent_id))
+    operation = _operation(request)
+    spans = [
+        otlp.span(
+            (trace_id, own, parent),
+            f"{operation or request.route} {request.model}".strip(),
+            otlp.SERVER,
+            (int((record.arrived + offset) * 1e9), int((record.ended + offset) * 1e9)),
+            _attributes(request, operation),
+            state=state,
+            failed=_fails(request),
+            is_remote=bool(parent),
         )
-        self._processor.on_end(span)
+    ]
+    for phase in _phases(request):
+        ids = (trace_id, (random.getrandbits(64) or 1).to_bytes(8), own)
+        times = (int((phase.began + offset) * 1e9), int((phase.ended + offset) * 1e9))
+        spans.append(otlp.span(ids, phase.name, otlp.INTERNAL, times, state=state, failed=phase.failed))
+    return b"".join(spans)
+
+
+def _state(header: str) -> str:
+    """Return a header tracestate without what is not valid in it."""
+    return str(TraceState.from_header([header]).to_header())
 
 
 def _fails(request: EndedRequest) -> bool:
@@ -138,33 +135,38 @@ def _operation(request: EndedRequest) -> str:
     return _OPERATIONS.get(request.route, "" if request.record.summary is None else _TEXT)
 
 
-def _attributes(request: EndedRequest, operation: str) -> dict[str, AttributeValue]:
+def _attributes(request: EndedRequest, operation: str) -> bytes:
     """Return what the semantic conventions for HTTP and generative AI name, and what is the server's own."""
     record = request.record
-    attributes: dict[str, AttributeValue] = {
-        "http.response.status_code": record.code,
-        "lmi.request.id": request.id,
-        "lmi.route": request.route,
-    }
+    attributes = [
+        _often("http.response.status_code", record.code),
+        otlp.attribute("lmi.request.id", request.id),
+        _often("lmi.route", request.route),
+    ]
     if request.client:
-        attributes["client.address"] = request.client
+        attributes.append(_often("client.address", request.client))
     if record.code >= 400:
-        attributes["error.type"] = request.error or str(record.code)
+        attributes.append(_often("error.type", request.error or str(record.code)))
     if operation:
-        attributes |= {"gen_ai.operation.name": operation, "gen_ai.provider.name": _NAME}
+        attributes += [_often("gen_ai.operation.name", operation), _often("gen_ai.provider.name", _NAME)]
         if request.model:
-            attributes |= {"gen_ai.request.model": request.model, "gen_ai.response.model": request.model}
+            attributes.append(_often("gen_ai.request.model", request.model))
+            attributes.append(_often("gen_ai.response.model", request.model))
     summary = record.summary
     if summary is not None:
-        attributes["gen_ai.usage.input_tokens"] = summary.prompt_tokens
-        attributes["gen_ai.usage.output_tokens"] = summary.output_tokens
-        attributes["gen_ai.usage.cache_read.input_tokens"] = summary.cached_tokens
-        attributes["gen_ai.response.finish_reasons"] = (summary.finish_reason,)
+        attributes.append(_often("gen_ai.usage.input_tokens", summary.prompt_tokens))
+        attributes.append(_often("gen_ai.usage.output_tokens", summary.output_tokens))
+        attributes.append(_often("gen_ai.usage.cache_read.input_tokens", summary.cached_tokens))
+        attributes.append(_often("gen_ai.response.finish_reasons", (summary.finish_reason,)))
         if summary.adapter:
-            attributes["lmi.adapter"] = summary.adapter
+            attributes.append(_often("lmi.adapter", summary.adapter))
         if (first_token_s := record.first_token_s) is not None:
-            attributes["gen_ai.response.time_to_first_chunk"] = first_token_s
-    return attributes
+            attributes.append(otlp.attribute("gen_ai.response.time_to_first_chunk", first_token_s))
+    return b"".join(attributes)
+
+
+# The same few values come again and again.
+_often = functools.lru_cache(1024)(otlp.attribute)
 
 
 def _phases(request: EndedRequest) -> Iterator[_Phase]:

@@ -16,6 +16,7 @@ from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import ConfigurationError
 
 _FLUSH_S = 5.0
+_random = random.random
 
 
 class RequestTrace(msgspec.Struct, gc=False):
@@ -74,7 +75,7 @@ class Tracing:
         header = properties.get("traceparent")
         parent = None if header is None else parse_traceparent(header)
         if parent is None:
-            if random.random() >= self._ratio:
+            if _random() >= self._ratio:
                 return None
             trace = RequestTrace(_random_id(128), _random_id(64))
         elif parent.is_sampled:
