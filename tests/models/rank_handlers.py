@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,9 @@ class RankHandler(EchoHandler):
 
     def follow(self, model_dir: str, options: Any) -> None:
         self._join(Path(model_dir))
-        assert self._world.bcast(None) == "stop"
+        while not self._world.iprobe(source=0):  # a rank that waits in a collective keeps a core busy
+            time.sleep(0.02)
+        assert self._world.recv(source=0) == "stop"
 
     def _join(self, directory: Path) -> None:
         rank = own_rank().rank
@@ -47,4 +50,5 @@ class RankHandler(EchoHandler):
         assert self._world.allgather(rank) == list(range(own_rank().size))
 
     async def stop(self) -> None:
-        self._world.bcast("stop")
+        for rank in range(1, own_rank().size):
+            self._world.send("stop", dest=rank)
