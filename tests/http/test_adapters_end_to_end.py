@@ -67,7 +67,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     keys = ["option.enable_lora=true", "option.dtype=fp32", "minWorkers=2", "maxWorkers=2", "option.threads=1"]
     (directory / "serving.properties").write_text("\n".join([*keys, "option.parallel_loading=true"]))
     save_adapter(tiny_model("llama"), directory / "adapters" / "beside", seed=4)
-    with running(directory) as server:
+    with running(directory, libraries="transformers") as server:
         for _ in range(2):
             server.log_line(r"\] ready: process")
         yield Served(server, directory / "adapters")

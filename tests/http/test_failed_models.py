@@ -35,7 +35,7 @@ FAILING = {
 }
 
 
-# A server that starts treats all errors of a load alike, and each load of these imports torch.
+# A server that starts treats all errors of a load alike.
 ONLY_REGISTERED = {"cut", "huge"}
 AT_START = FAILING.keys() - ONLY_REGISTERED
 
@@ -99,7 +99,8 @@ def grow(weights: Path) -> None:
 @pytest.fixture(scope="module")
 def server(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     downloads = str(tmp_path_factory.mktemp("downloads"))
-    with running("--model-store", store, variables={"SERVING_DOWNLOAD_DIR": downloads}) as server:
+    variables = {"SERVING_DOWNLOAD_DIR": downloads}
+    with running("--model-store", store, variables=variables, libraries="transformers") as server:
         wait_until(lambda: "PENDING" not in server.http.get("/models").text, "every model is loaded or has failed")
         yield server
 

@@ -36,7 +36,8 @@ def server(demo_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     home = tmp_path_factory.mktemp("home")
     path = home / "smol.yaml"
     path.write_text(MODEL_FILE.format(weights=demo_model_dir))
-    with running(Server(path, variables={**os.environ, "SERVING_DOWNLOAD_DIR": str(home)})) as server:
+    variables = {**os.environ, "SERVING_DOWNLOAD_DIR": str(home)}
+    with running(Server(path, variables=variables, libraries="transformers")) as server:
         yield server
 
 

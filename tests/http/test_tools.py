@@ -38,7 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
     model = save_scripted_model(tmp_path_factory.mktemp("scripted"), SCRIPTS)
     options = {"dtype": "fp32", "reasoning_parser": "qwen3", "enable_reasoning": "true", "kv_cache_memory_gb": "0.1"}
-    with serving(tmp_path_factory.mktemp("served"), model, **options) as server:
+    with serving(tmp_path_factory.mktemp("served"), model, libraries="transformers", **options) as server:
         yield server
 
 

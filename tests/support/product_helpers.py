@@ -48,7 +48,7 @@ class Server:
             assert "could not" not in line[0], line.string
         except AssertionError:  # it would take the processor from the tests that follow
             self.process.kill()
-            self._log.close()
+            self._close_output()
             self.process.wait(60)
             raise
         self.model = directory.name.replace("-", "_")
@@ -70,10 +70,13 @@ class Server:
     def stop(self) -> int:
         self.http.close()
         self.process.terminate()
+        self._close_output()
+        return self.process.wait(60)
+
+    def _close_output(self) -> None:
         self._log.close()
         if self.process.stdout is not None:
             self.process.stdout.close()
-        return self.process.wait(60)
 
 
 @contextlib.contextmanager

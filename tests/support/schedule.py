@@ -5,10 +5,24 @@ from __future__ import annotations
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-# Files whose tests share servers of the session run in one process, as if they were one file.
+# Files whose tests share servers of the session run in one process, as if they were one file. So do files whose servers
+# are forks of one process that has imported transformers (forked_servers.py), and those that install the wheel.
+_LIKE_TEST_VLLM = ("test_constraint_bounds", "test_vllm_openai", "test_vllm_pooling")
+_FORKS_WITH_TRANSFORMERS = (
+    "engines/huggingface/test_unbatched",
+    "engines/tasks/test_tasks_http",
+    "http/test_adapters_end_to_end",
+    "http/test_client_libraries",
+    "http/test_console_browser",
+    "http/test_failed_models",
+    "http/test_model_file_end_to_end",
+    "http/test_tools",
+)
+_OF_THE_WHEEL = ("test_extras", "test_installed")
 AS_ONE_FILE = {
-    f"tests/engines/vllm/{name}.py": "tests/engines/vllm/test_vllm.py"
-    for name in ("test_constraint_bounds", "test_vllm_openai", "test_vllm_pooling")
+    **{f"tests/engines/vllm/{name}.py": "tests/engines/vllm/test_vllm.py" for name in _LIKE_TEST_VLLM},
+    **{f"tests/{name}.py": "tests/engines/rolling_batch/test_lmi_requests.py" for name in _FORKS_WITH_TRANSFORMERS},
+    **{f"tests/packaging/{name}.py": "tests/packaging/test_one_extra.py" for name in _OF_THE_WHEEL},
 }
 # Without the slow tests, most of what these folders take is the import of their libraries: once is enough.
 TOGETHER_WITHOUT_SLOW = ("artifacts", "configuration", "dialects", "unit")

@@ -29,7 +29,7 @@ def test_codegen_is_served_in_static_batches_unless_a_rolling_batch_is_asked_for
     model, directory = random_model(config), tmp_path / "codegen"
     model.save_pretrained(directory)
     byte_tokenizer().save_pretrained(directory)
-    with serving(tmp_path, directory) as server:
+    with serving(tmp_path, directory, libraries="transformers") as server:
         assert any("CodeGenForCausalLM cannot run under the rolling batch" in line for line in server.lines)
         body = {"inputs": "hello", "parameters": {"max_new_tokens": 4, "details": True}}
         (answer,) = server.http.post("/invocations", json=body).json()
