@@ -20,7 +20,9 @@ def main():
     more = sys.argv[1:]
     extras = [f"--extra={name}" for name in (*setup.RUN_EXTRAS, *setup.ENGINE_EXTRAS, *setup.TEST_EXTRAS, *EXTRAS)]
     compile_lock(setup.LOCK, [str(setup.SETTINGS), *extras, *setup.pinned_by_hand(), *more])
-    compile_lock(setup.CLIENT_LOCK, ["-", "--constraint", str(setup.CLIENT_CONSTRAINTS), *more], setup.extra("clients"))
+    clients = ["-", "--constraint", str(setup.CLIENT_CONSTRAINTS), *more]
+    compile_lock(setup.CLIENT_LOCK, clients, setup.extra("clients"))
+    compile_lock(setup.SAGEMAKER_LOCK, clients, setup.extra("sagemaker"))
     bare = [f"{name}=={version}" for name, version in versions().items() if name in BARE]
     compile_lock(setup.BARE_LOCK, ["-", "--no-deps"], bare)
 

@@ -1,9 +1,9 @@
 """Makes the virtual environment of a checkout: `python3.11 scripts/setup_environment.py run|test|image [EXTRA...]`.
 
 `run` installs the server, the huggingface handler and what the demo model is built with; `test` installs every engine
-that has a package for this machine, the tests and the benchmarks beside it, and in an environment of their own the
-clients of docs/clients.md. `image` installs what the server and the extras that are named need, but not the server:
-docker/Dockerfile adds that in a layer of its own. All of them need the Python Package Index only.
+that has a package for this machine, the tests and the benchmarks beside it, and in environments of their own the
+clients of docs/clients.md and SageMaker's SDK. `image` installs what the server and the extras that are named need, but
+not the server: docker/Dockerfile adds that in a layer of its own. All of them need the Python Package Index only.
 
 uv does the work: it installs in a fraction of pip's time, and it can override what a package demands of another one. It
 does not read pip's configuration, so this script hands over the indexes, links and certificates that pip is set to.
@@ -30,6 +30,8 @@ CONSTRAINTS = ROOT / "constraints.txt"
 OVERRIDES = ROOT / "scripts" / "overrides.txt"
 # The clients of docs/clients.md want other versions of packages than the engines do.
 CLIENTS = VENV / "clients"
+# SageMaker's SDK wants an older package than LiteLLM does, which is among them.
+SAGEMAKER = VENV / "sagemaker"
 # Debian's package of Prometheus, unpacked: the queries of deploy/ are tested with it.
 PROMETHEUS = VENV / "prometheus"
 # A Chromium without windows that brings the libraries that it needs: the console is tested with it.
@@ -48,6 +50,7 @@ CLIENT_CONSTRAINTS = ROOT / "scripts" / "clients.txt"
 # Version and hashes of every package but torch, whose build depends on the machine; scripts/lock.py writes them.
 LOCK = ROOT / "scripts" / "locks" / "environment.txt"
 CLIENT_LOCK = ROOT / "scripts" / "locks" / "clients.txt"
+SAGEMAKER_LOCK = ROOT / "scripts" / "locks" / "sagemaker.txt"
 BARE_LOCK = ROOT / "scripts" / "locks" / "bare.txt"
 
 RUN_EXTRAS = ("huggingface",)
@@ -263,13 +266,20 @@ def install_weights(environment, *packages):
 
 
 def install_clients(environment):
-    """Make the environment of the clients; where they cannot be had, their tests are skipped."""
-    python = CLIENTS / "bin" / "python"
+    """Make the environments of the clients; where they cannot be had, their tests are skipped."""
+    install_beside(environment, CLIENTS, "clients", CLIENT_LOCK, "the clients of docs/clients.md")
+    install_beside(environment, SAGEMAKER, "sagemaker", SAGEMAKER_LOCK, "SageMaker's SDK")
+
+
+def install_beside(environment, directory, name, lock, what):
+    """Install the extra `name` into an environment of its own."""
+    python = directory / "bin" / "python"
     if not python.exists():
-        subprocess.run([str(UV), "venv", "--quiet", "--python", str(PYTHON), str(CLIENTS)], env=environment, check=True)
-    where = ("--python", str(python), "--constraint", str(CLIENT_CONSTRAINTS), "--constraint", str(CLIENT_LOCK))
-    if not uv(environment, "install", *where, *extra("clients"), required=False):
-        say("NOT INSTALLED, so their tests are skipped: the clients of docs/clients.md (the reason is above)")
+        made = [str(UV), "venv", "--quiet", "--python", str(PYTHON), str(directory)]
+        subprocess.run(made, env=environment, check=True)
+    where = ("--python", str(python), "--constraint", str(CLIENT_CONSTRAINTS), "--constraint", str(lock))
+    if not uv(environment, "install", *where, *extra(name), required=False):
+        say(f"NOT INSTALLED, so their tests are skipped: {what} (the reason is above)")
 
 
 def unpack_prometheus():

@@ -86,41 +86,6 @@ def test_what_does_not_stream_comes_in_one_event(client: Any) -> None:
     assert json.loads(parts(answer))["accept"] == "text/plain"
 
 
-# What Predictor(..., serializer=JSONSerializer(), deserializer=JSONDeserializer()) of SageMaker's SDK 2.257 was seen to
-# send. The SDK itself would bring sixty packages.
-OF_THE_PREDICTOR = {"content-type": "application/json", "amz-sdk-request": "attempt=1; max=3"}
-
-
-def test_the_predictor_of_sagemakers_sdk_predicts(server: Server) -> None:
-    sent = b'{"inputs": "a b", "parameters": {"max_new_tokens": 3}}'
-    headers = {**OF_THE_PREDICTOR, "accept": "application/json", "x-amzn-sagemaker-custom-attributes": "x=y"}
-    answer = server.http.post("/endpoints/model/invocations", content=sent, headers=headers)
-    assert (answer.headers["content-type"], answer.json()) == ("application/json", {"generated_text": " a b a"})
-
-
-def test_the_predictor_of_sagemakers_sdk_streams(server: Server) -> None:
-    from botocore.eventstream import EventStreamBuffer
-
-    sent = b'{"inputs": "a b", "parameters": {"max_new_tokens": 3}, "stream": true}'
-    headers = {**OF_THE_PREDICTOR, "x-amzn-sagemaker-accept": "application/json"}
-    answer = server.http.post("/endpoints/model/invocations-response-stream", content=sent, headers=headers)
-    buffer = EventStreamBuffer()
-    buffer.add_data(answer.content)
-    lines = b"".join(event.payload for event in buffer).splitlines(keepends=True)
-    assert [json.loads(line)["token"]["text"] for line in lines] == [" a", " b", " a"]
-    assert lines[-1].endswith(b"\n"), "its LineIterator waits for ever for the end of the last line"
-
-
-@pytest.mark.parametrize(
-    ("content_type", "sent"),
-    [("text/csv", b"1,2\n3,4"), ("application/x-npy", b"\x93NUMPY\x01\x00v\x00"), ("application/jsonlines", b"[1]\n")],
-)
-def test_its_other_serializers_reach_the_model(server: Server, content_type: str, sent: bytes) -> None:
-    headers = {"content-type": content_type, "accept": "*/*", "x-amzn-sagemaker-inference-component": "own"}
-    answer = server.http.post("/endpoints/all/invocations", content=sent, headers=headers)
-    assert (answer.status_code, answer.json()["content-type"]) == (200, content_type)
-
-
 @pytest.mark.parametrize("call", ["invoke_endpoint", "invoke_endpoint_with_response_stream"])
 @pytest.mark.parametrize("status", [400, 404, 503])
 def test_an_error_of_the_model_is_a_model_error(client: Any, call: str, status: int) -> None:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import httpx
 import pytest
 from paths import BUILT_MODELS, ROOT
+from sagemaker_helpers import deployed_locally
 from waiting import wait_until
 
 IMAGE = os.environ.get("LMI_TEST_IMAGE", "")
@@ -210,6 +211,18 @@ def test_a_multi_model_endpoint_of_sagemaker(tmp_path: Path) -> None:
         assert http.delete("/models/a").status_code == 200
         assert http.post("/models/a/invoke", json=[1]).status_code == 404
         assert server.stop() == 0, server.log
+
+
+def test_the_local_mode_of_sagemakers_sdk_deploys_the_image(tmp_path: Path) -> None:
+    """What stands in for docker reads the SDK's compose file alone; the container is one of the image."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model.py").write_text(OWN_CODE)
+    with tarfile.open(tmp_path / "model" / "model.tar.gz", "w:gz") as archive:
+        archive.add(tmp_path / "model.py", "model.py")
+    tmp_path.chmod(0o755)
+    archive_path = tmp_path / "model" / "model.tar.gz"
+    answer, batch_size, _ = deployed_locally(tmp_path / "sdk", archive_path, [DOCKER, "run"], SLIM)
+    assert (answer, batch_size) == ({"a": 1}, 2)
 
 
 def test_the_server_is_configured_as_in_the_containers_of_lmi(tmp_path: Path) -> None:

@@ -32,7 +32,8 @@ def locked() -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("versions", "locks"), [("CONSTRAINTS", ("LOCK", "BARE_LOCK")), ("CLIENT_CONSTRAINTS", ("CLIENT_LOCK",))]
+    ("versions", "locks"),
+    [("CONSTRAINTS", ("LOCK", "BARE_LOCK")), ("CLIENT_CONSTRAINTS", ("SAGEMAKER_LOCK", "CLIENT_LOCK"))],
 )
 def test_the_versions_that_are_asked_for_are_locked(versions: str, locks: tuple[str, ...]) -> None:
     script = setup_script()

@@ -45,7 +45,8 @@ def test_torch_arguments_decide_before_anything_else(monkeypatch: pytest.MonkeyP
 def test_the_versions_of_clients_are_those_of_the_extra() -> None:
     script = setup_script()
     pinned = {line.partition("==")[0] for line in script.CLIENT_CONSTRAINTS.read_text().splitlines()[1:]}
-    assert pinned == {re.split(r"[^\w-]", requirement)[0] for requirement in script.extra("clients")}
+    asked = [*script.extra("clients"), *script.extra("sagemaker")]
+    assert pinned == {re.split(r"[^\w-]", requirement)[0] for requirement in asked}
 
 
 def test_what_pip_is_configured_with_reaches_uv(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
