@@ -6,6 +6,7 @@ Python between calls, which is most of its time if the model is small.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,12 @@ from handlers.rolling_batch.attention import SlotAttention, StepRows, as_numpy
 from handlers.rolling_batch.cpu_kernels.arguments import DecodeRows, LayerArrays, LayerSettings
 from handlers.rolling_batch.decoder_layers import FusedDecoderLayer
 from handlers.rolling_batch.fusion import close
+from handlers.rolling_batch.kernel_choice import ALL, Borders, Work
 from handlers.rolling_batch.linears import TiledLinear
 from handlers.rolling_batch.sharding import RowParallelLinear
 from handlers.rolling_batch.shm_allreduce import ONE_RANK, ShmAllReduce
+
+_PLACES = 4  # of the KV cache that are written while passes are measured
 
 
 class DecoderModel:
@@ -40,10 +44,14 @@ class DecoderModel:
         self._shared = ONE_RANK if shm is None else shm.shared(torch.bfloat16)
         self._attention = attention
         self._kernel = decoder_layers
+        self.most_rows = ALL  # more are left to the layers
 
     @classmethod
-    def of(cls, model: Any, attention: SlotAttention) -> DecoderModel | None:
-        """Return it for a model whose modules are fused; None if the kernel would not compute what the model does."""
+    def of(cls, model: Any, attention: SlotAttention, borders: Borders) -> DecoderModel | None:
+        """Return it for a model whose modules are fused.
+
+        None if the kernel would not compute what the model does, or if the layers are faster one by one.
+        """
         if not _is_llama(model) or attention.kept(0) is None:
             return None
         layers = list(model.model.layers)
@@ -56,7 +64,39 @@ class DecoderModel:
         if len(kinds) > 1 or [layer.index for layer in layers] != list(range(len(layers))):
             return None
         found = cls(model, attention)
-        return found if found._computes_the_same_as(model) else None
+        if not found._computes_the_same_as(model):
+            return None
+        found.most_rows = found._border(model, borders)
+        return found if found.most_rows else None
+
+    def _border(self, model: Any, borders: Borders) -> int:
+        """Return the number of rows up to which the call is faster than the layers one by one."""
+        linears = [linear for layer in model.model.layers for linear in _computed(layer)]
+        least = min(linear.most_rows for linear in linears)
+        if least == ALL or len(self._shared.blocks) > 1:
+            return least  # ranks measure at different times, and a pass takes all of them
+        shapes = ", ".join(
+            f"{linear.in_features} x {linear.out_features}" for linear in _computed(model.model.layers[0])
+        )
+
+        def passes(compute: Callable[[torch.Tensor, torch.Tensor, np.ndarray], object]) -> Callable[[int], Work]:
+            def of(rows: int) -> Work:
+                ids, places, kept = torch.zeros((1, rows), dtype=torch.long), np.arange(rows) % _PLACES, np.arange(rows)
+
+                def work() -> object:
+                    self._attention.begin(StepRows(np.zeros(rows, np.int64), places, []))
+                    return compute(ids, torch.from_numpy(places)[None], kept)
+
+                return work
+
+            return of
+
+        def layer_by_layer(ids: torch.Tensor, positions: torch.Tensor, kept: np.ndarray) -> object:
+            return model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=kept).logits
+
+        with torch.inference_mode():
+            name = f"{len(model.model.layers)} decoder layers at once ({shapes})"
+            return borders.border(name, passes(self.logits), passes(layer_by_layer))
 
     def _computes_the_same_as(self, model: Any) -> bool:
         """Compare logits: a model may scale embeddings or logits, or do anything else outside its layers."""
@@ -72,11 +112,11 @@ class DecoderModel:
     def logits(self, ids: torch.Tensor, positions: torch.Tensor, kept: np.ndarray) -> torch.Tensor | None:
         """Token ids and positions, both (1, rows) -> logits of the rows `kept`, (1, kept, vocabulary).
 
-        None if the kernel cannot compute the pass: it has prompt chunks, or a hook (a LoRA adapter's) changes what a
-        linear layer computes.
+        None if the kernel does not compute the pass: it has prompt chunks, more rows than are faster so, or padding, or
+        a hook (a LoRA adapter's) changes what a linear layer computes.
         """
         rows = self._attention.single_rows()
-        if rows is None or any(self._hooks):
+        if rows is None or len(rows[0]) != ids.shape[1] or ids.shape[1] > self.most_rows or any(self._hooks):
             return None
         hidden = self._embed(ids)
         cosines, sines = self._rotary(hidden, positions)
@@ -104,12 +144,16 @@ def _linears(layer: FusedDecoderLayer) -> list[nn.Module]:
 def _is_tiled(layer: FusedDecoderLayer) -> bool:
     """Whether all linear layers are laid out in tiles, and none adds a bias after the sum over the ranks."""
     summed = [module for module in _linears(layer) if isinstance(module, RowParallelLinear)]
-    computed = [module for module in _linears(layer) if not isinstance(module, RowParallelLinear)]
     return (
         len(summed) in (0, 2)
         and all(module.bias is None for module in summed)
-        and all(isinstance(module, TiledLinear) for module in computed)
+        and all(isinstance(module, TiledLinear) for module in _computed(layer))
     )
+
+
+def _computed(layer: FusedDecoderLayer) -> list[Any]:
+    """Return the modules that compute linear layers, without those that sum their results over the ranks."""
+    return [module for module in _linears(layer) if not isinstance(module, RowParallelLinear)]
 
 
 def _shm(layer: FusedDecoderLayer) -> ShmAllReduce | None:

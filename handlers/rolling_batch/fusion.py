@@ -16,14 +16,18 @@ import torch
 from torch import nn
 
 from handlers.rolling_batch.attention import as_numpy
+from handlers.rolling_batch.kernel_choice import Borders
 from handlers.rolling_batch.linears import is_plain, lay_out_linears
 from handlers.rolling_batch.sharding import RowParallelLinear
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
-def fuse(model: nn.Module) -> dict[str, int]:
-    """Replace modules of `model`, on the CPU in float32 or bfloat16; return how many of each kind."""
+def fuse(model: nn.Module, borders: Borders) -> dict[str, int]:
+    """Replace modules of `model`, on the CPU in float32 or bfloat16; return how many of each kind.
+
+    `borders` say which kernel computes how many rows of a linear layer.
+    """
     counts = {"norms": 0, "attentions": 0, "mlps": 0, "linears": 0}
     for module in list(model.modules()):
         counts["attentions"] += _fuse_projections(module)
@@ -31,7 +35,7 @@ def fuse(model: nn.Module) -> dict[str, int]:
             counts["norms"] += _replace(module, name, child, _is_rms_norm, FusedRMSNorm)
             counts["mlps"] += _replace(module, name, child, _is_gated_mlp, FusedGatedMLP)
     if next(model.parameters()).dtype == torch.bfloat16:
-        counts["linears"] = lay_out_linears(model)
+        counts["linears"] = lay_out_linears(model, borders)
     return counts
 
 

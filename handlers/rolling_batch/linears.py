@@ -7,6 +7,9 @@ compiled code by the shapes of the operands, which for few rows takes as long as
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,8 +17,11 @@ import torch
 from torch import nn
 
 from handlers.rolling_batch.attention import as_numpy
+from handlers.rolling_batch.kernel_choice import ALL, Borders, Work
 
 _DECODE_ROWS = 32  # the number of rows that oneDNN lays weights out for; it computes others with the same layout
+# Bytes of weights that are measured: more than caches hold if they are to be read, fewer from _MANY_ROWS rows on.
+_READ, _MULTIPLIED, _MANY_ROWS = 32 * 2**20, 8 * 2**20, 64
 
 
 def is_plain(module: Any) -> bool:
@@ -29,48 +35,79 @@ def is_plain(module: Any) -> bool:
     return not (module._forward_pre_hooks or module._forward_hooks) and module.weight.is_floating_point()
 
 
-def lay_out_linears(model: nn.Module) -> int:
+def lay_out_linears(model: nn.Module, borders: Borders) -> int:
     """Replace the plain bfloat16 linear layers of `model` by the kind that is fastest on this CPU; return how many."""
     packs = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    count = 0
+    places: dict[tuple[int, int, bool], list[tuple[nn.Module, str]]] = {}
     for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if not is_plain(child):
-                continue
-            if _suits_tiles(child, packs):
-                setattr(module, name, TiledLinear(child))
-            elif packs:
-                setattr(module, name, PackedLinear(child))
-            else:
-                continue
+        for name, child in module.named_children():
+            if is_plain(child) and child.weight.dtype == torch.bfloat16:
+                places.setdefault((*child.weight.shape, child.bias is not None), []).append((module, name))
+    count = 0
+    for shape, alike in places.items():
+        kind = _kind([getattr(*place) for place in alike], borders) if packs else _tiled(shape[1])
+        for place in alike if kind is not None else ():
+            setattr(*place, kind(getattr(*place)))
             count += 1
     return count
 
 
-def _suits_tiles(linear: nn.Linear, packs: bool) -> bool:
-    """Return whether the project's kernel is the fastest one for a layer; `packs` says whether oneDNN has one.
+Kind = Callable[[nn.Linear], nn.Module]
 
-    Without AVX-512 it has none, and torch converts the weight to float32 in every call.
-    """
-    from handlers.rolling_batch.cpu_kernels.intrinsics import TILES_ARE_FASTEST
 
-    fastest = TILES_ARE_FASTEST or not packs
-    return fastest and linear.weight.dtype == torch.bfloat16 and linear.in_features % 2 == 0
+def _tiled(inputs: int) -> Kind | None:
+    """Without AVX-512 oneDNN has no bfloat16, and torch converts a weight to float32 in every call."""
+    return TiledLinear if inputs % 2 == 0 else None
+
+
+def _kind(linears: list[nn.Linear], borders: Borders) -> Kind:
+    """Return how to compute linear layers of one shape: by the project's kernel, by oneDNN, or each up to some rows."""
+    first = linears[0]
+    if first.in_features % 2:
+        return PackedLinear
+    shared = _reads_tiles(first)
+    sample = [linears[: max(1, read // first.weight.nbytes)] for read in (_READ, _MULTIPLIED)]
+    built = [(TiledLinear(linear), PackedLinear(linear)) for linear in sample[0]]
+
+    def passes(place: int) -> Callable[[int], Work]:
+        def of(rows: int) -> Work:
+            hidden = torch.ones((rows, first.in_features), dtype=torch.bfloat16)
+            modules = [pair[place] for pair in built[: len(sample[rows >= _MANY_ROWS])]]
+            return lambda: [module(hidden) for module in modules]
+
+        return of
+
+    biased = "" if first.bias is None else " and bias"
+    with torch.inference_mode():
+        border = borders.border(f"{first.in_features} x {first.out_features}{biased}", passes(0), passes(1))
+    if border == ALL or (border >= _DECODE_ROWS and not shared):
+        return TiledLinear
+    return partial(TiledLinear, most_rows=border) if shared else PackedLinear
+
+
+def _reads_tiles(linear: nn.Linear) -> bool:
+    """Whether oneDNN lays this weight out as the project's kernel does, so that both can read one copy of it."""
+    packed = _packed(linear)
+    laid, words = _laid_weight(linear.weight.detach()), _words(packed)
+    return words is not None and np.array_equal(words, laid.reshape(-1))
 
 
 class TiledLinear(nn.Module):
     """A linear layer of bfloat16 that the project's own kernel computes, with its weight in that kernel's layout.
 
-    With many rows it is as fast as oneDNN, with few twice as fast, because no code is looked up. A row gets the same
-    bits whatever other rows are in the batch, which oneDNN does not promise.
+    No code is looked up, which is most of the time that oneDNN takes for few rows. A row gets the same bits whatever
+    other rows are in the batch, which oneDNN does not promise. More than `most_rows` rows are left to oneDNN, which
+    reads the same copy of the weight; oneDNN has to lay out its shape in the same way.
     """
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, most_rows: int = ALL) -> None:
         super().__init__()
         from handlers.rolling_batch.cpu_kernels.linear import linear as kernel
 
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.laid = _laid_weight(linear.weight.detach())
+        self.most_rows = most_rows
+        self._packed = None if most_rows == ALL else PackedLinear(linear)
+        self.laid = _laid_weight(linear.weight.detach()) if self._packed is None else self._packed.laid()
         self.added = as_numpy(torch.empty(0, dtype=torch.bfloat16) if linear.bias is None else linear.bias.detach())
         self._kernel = kernel
         self._threads = torch.get_num_threads()
@@ -78,6 +115,8 @@ class TiledLinear(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """(..., in_features) -> (..., out_features)."""
         rows = hidden.reshape(-1, self.in_features).contiguous()
+        if self._packed is not None and len(rows) > self.most_rows:
+            return self._packed(hidden)
         out = rows.new_empty((rows.shape[0], self.out_features))
         self._kernel(as_numpy(rows), self.laid, self.added, as_numpy(out), self._threads)
         return out.view(*hidden.shape[:-1], self.out_features)
@@ -104,13 +143,42 @@ class PackedLinear(nn.Module):
     The operators are those that the freezing pass of torch.compile emits for a constant weight.
     """
 
+    most_rows = 0  # that the project's kernel computes
+
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _DECODE_ROWS)
+        self._weight = _packed(linear)
         self._bias = None if linear.bias is None else linear.bias.detach()
         self._linear = torch.ops.mkldnn._linear_pointwise.default
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """(..., in_features) -> (..., out_features)."""
         return self._linear(hidden, self._weight, self._bias, "none", [], "")
+
+    def laid(self) -> np.ndarray:
+        """Return the weight as a view in the form of `_laid_weight`, if oneDNN has laid it out so."""
+        from handlers.rolling_batch.cpu_kernels.intrinsics import TILE_COLUMNS
+
+        words = _words(self._weight)
+        assert words is not None
+        return words.reshape(-1, self.in_features // 2, TILE_COLUMNS)
+
+
+def _packed(linear: nn.Linear) -> torch.Tensor:
+    """Return the weight as oneDNN lays it out: a tensor that only oneDNN's operators take."""
+    laid: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _DECODE_ROWS)
+    return laid
+
+
+def _words(packed: torch.Tensor) -> np.ndarray | None:
+    """Return the memory of a weight that oneDNN has laid out, (words,) uint32; None if torch does not say where it is.
+
+    torch.compile asks for it in this way to write such weights into a file.
+    """
+    if not hasattr(torch.ops.mkldnn, "data_ptr") or not hasattr(torch.ops.mkldnn, "_nbytes"):
+        return None
+    count = torch.ops.mkldnn._nbytes(packed) // 4
+    memory: Any = (ctypes.c_uint32 * count).from_address(torch.ops.mkldnn.data_ptr(packed))
+    memory.owner = packed  # the array keeps its memory alive
+    return np.frombuffer(memory, np.uint32)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from handlers.checkpoints.placement import is_spread, main_device
+from handlers.rolling_batch import kernel_choice
 from handlers.rolling_batch.attention import (
     ChunkRows,
     SlotAttention,
@@ -37,6 +38,7 @@ from handlers.rolling_batch.decoder_layers import fuse_decoder_layers
 from handlers.rolling_batch.decoder_model import DecoderModel
 from handlers.rolling_batch.fusion import fuse
 from handlers.rolling_batch.kv_cache import KVCache, LayerShape
+from handlers.rolling_batch.linears import PackedLinear, TiledLinear
 from handlers.rolling_batch.lora import LoraLayers
 from handlers.rolling_batch.scheduler import Chunk, Sequence, StepPlan
 from handlers.rolling_batch.slots import Copy
@@ -80,11 +82,14 @@ class ModelRunner:
         self._communicator = communicator
         on_cpu = self._device.type == "cpu" and self._dtype in (torch.bfloat16, torch.float32)
         # The check and the probe come first: both need the modules as they were loaded.
-        self.fused: dict[str, int] = fuse(model) if on_cpu and is_local and not is_spread(model) else {}
+        fuses = on_cpu and is_local and not is_spread(model)
+        self._borders = kernel_choice.measured_borders() if fuses else kernel_choice.Borders()
+        self.fused: dict[str, int] = fuse(model, self._borders) if fuses else {}
         self._keeps_rows = _keeps_rows(model)
         self.cache: KVCache
         self._attention: SlotAttention
         self._decoder: DecoderModel | None = None
+        self._unpadded_rows = 0  # up to which passes are not padded
         self._lora: LoraLayers | None = None  # None until the first adapter
         self._step: Step  # computes rows that decode, if `_passes` are used
         self._passes: DecodePasses | None = None
@@ -128,8 +133,11 @@ class ModelRunner:
         self._step = DecodeStep(self._model, self._attention)
         if self.fused:
             self.fused["decoder_layers"] = fuse_decoder_layers(self._model, self._attention_layers, self._attention)
-            self._decoder = DecoderModel.of(self._model, self._attention) if self._keeps_rows else None
+            if self._keeps_rows:
+                self._decoder = DecoderModel.of(self._model, self._attention, self._borders)
             self.fused["models"] = int(self._decoder is not None)
+            self._unpadded_rows = 0 if self._decoder is None else _rows_without_onednn(self._model)
+            self._borders.keep()
 
     def compile(self, rows: int, compiler: Compile = torch_compile) -> bool:
         """Compile decoding of up to `rows` rows; return whether steps run the compiled code."""
@@ -300,8 +308,12 @@ class ModelRunner:
             else:
                 source = sources.get(slot, slot)
                 chunks.append(ChunkRows(slot, chunk.start, chunk.end, first, len(token_ids), source))
-        if self._device.type == "cpu" and self._decoder is None:  # with a decoder no linear layer is oneDNN's
-            token_ids, positions, keep = _padded(token_ids), _padded(positions), _padded(keep)
+        if self._device.type == "cpu":
+            at_once = self._decoder.most_rows if self._decoder is not None and not chunks else 0
+            if len(token_ids) > max(at_once, self._unpadded_rows):
+                token_ids, positions = _padded(token_ids), _padded(positions)
+            if len(keep) > self._unpadded_rows:
+                keep = _padded(keep)
         return Pass(token_ids, positions, slots, chunks, keep, plan.trims, plan.copies)
 
     def _row_by_row(self, chunk: Chunk, source: int) -> bool:
@@ -447,6 +459,12 @@ def _padded(rows: list[int]) -> list[int]:
     """
     step = next((step for limit, step in _ROW_STEPS if len(rows) <= limit), _LAST_ROW_STEP)
     return rows + [0] * (-len(rows) % step)
+
+
+def _rows_without_onednn(model: Any) -> int:
+    """Return up to how many rows oneDNN computes no linear layer of a fused model."""
+    linears = (module for module in model.modules() if isinstance(module, (TiledLinear, PackedLinear)))
+    return min((linear.most_rows for linear in linears), default=0)
 
 
 def _adapters(plan: StepPlan) -> list[Any]:

@@ -12,6 +12,7 @@ import torch
 from tiny_models import CONTEXT, byte_tokenizer
 
 from handlers.rolling_batch.engine import RollingBatchEngine
+from handlers.rolling_batch.kernel_choice import Borders
 from handlers.rolling_batch.lora import LoraWeights
 from handlers.rolling_batch.model_runner import ModelRunner
 from handlers.rolling_batch.scheduler import Scheduler, SchedulerLimits
@@ -19,6 +20,11 @@ from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.generation import Delta, SamplingParameters
 
 EOS = 258
+
+
+def tiles_for_any_rows() -> Borders:
+    """Return borders of a machine on which the project's kernels are the fastest for any number of rows."""
+    return Borders(seconds=lambda work: 0.0)
 
 
 @dataclass

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from numba import njit
+from numba.core import registry
 
 
 def sources_digest(folder: Path) -> str:
@@ -36,3 +37,9 @@ def kernel(signatures: Any = None, **options: Any) -> Callable[[Callable[..., No
         return compiled
 
     return decorate
+
+
+def target() -> tuple[str, str, str]:
+    """Return what numba compiles for: the kind of machine, and the name and the features of its processor."""
+    found: tuple[str, str, str] = registry.cpu_target.target_context.codegen().magic_tuple()
+    return found

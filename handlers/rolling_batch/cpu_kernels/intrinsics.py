@@ -34,8 +34,6 @@ def _host_has(feature: str) -> bool:
 
 
 _MULTIPLIES_BFLOAT16 = _host_has("avx512bf16")
-# Whether the products of tiles here are the fastest that the processor has for bfloat16. With AMX, oneDNN's are faster.
-TILES_ARE_FASTEST = _MULTIPLIES_BFLOAT16 and not _host_has("amx-bf16")
 # The sums of a tile stay in vector registers: 4 by 64 of them fill 16 of the 32 registers of AVX-512, 4 by 16 fill 8 of
 # the 16 of AVX2, half as long. The rest is for operands.
 TILE_ROWS, TILE_COLUMNS = 4, 4 * _LANES if _host_has("avx512f") else _LANES

@@ -6,17 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from rolling_batch_helpers import tiles_for_any_rows
 from transformers import AutoModelForCausalLM
 
 from handlers.huggingface.kernel_compilation import save_small_llama
-from handlers.rolling_batch.cpu_kernels import intrinsics
+from handlers.rolling_batch import kernel_choice
 from handlers.rolling_batch.model_runner import ModelRunner
 
 pytestmark = pytest.mark.slow
 
 
 def test_every_part_of_the_small_model_is_fused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intrinsics, "TILES_ARE_FASTEST", True)  # as on processors with products in bfloat16
+    monkeypatch.setattr(kernel_choice, "measured_borders", tiles_for_any_rows)
     for seed in (0, 3, 7):
         torch.manual_seed(seed)
         save_small_llama(tmp_path, "bfloat16")

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rolling_batch_helpers import Engine, prompts
+from rolling_batch_helpers import Engine, prompts, tiles_for_any_rows
 from tiny_models import CONTEXT, tiny_model
 
+from handlers.rolling_batch import kernel_choice
 from handlers.rolling_batch.attention import ChunkRows, StepRows
-from handlers.rolling_batch.cpu_kernels import intrinsics
 from handlers.rolling_batch.lora import LoraPair
 from handlers.rolling_batch.model_runner import ModelRunner
 
@@ -23,7 +23,7 @@ OF_LLAMAS_STRUCTURE = ["llama", "llama_with_biases", "qwen2", "mistral_with_wind
 @pytest.fixture(autouse=True)
 def tiles_on_any_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use tiles whatever the processor: where they are slower, they are still correct."""
-    monkeypatch.setattr(intrinsics, "TILES_ARE_FASTEST", True)
+    monkeypatch.setattr(kernel_choice, "measured_borders", tiles_for_any_rows)
 
 
 def runner_of(model: Any) -> ModelRunner:

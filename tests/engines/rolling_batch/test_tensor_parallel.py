@@ -26,7 +26,6 @@ from mpi_helpers import (
 from server_helpers import Server, make_model
 from tiny_models import CONTEXT, FAMILIES, byte_tokenizer, random_model
 
-from handlers.rolling_batch.cpu_kernels.intrinsics import TILES_ARE_FASTEST
 from handlers.rolling_batch.sharding import check_degree
 from lmi_server.contract.errors import ModelLoadError
 
@@ -112,8 +111,7 @@ def test_in_bfloat16_the_log_probabilities_stay_near_those_of_float32(
     keys = {**MPI_KEYS, "dtype": "bf16"}
     directory = make_model(tmp_path / "model", HUGGING_FACE, model_id=reference[0], **keys)
     with clean(directory) as server:
-        used = server.log_line(r"fused_modules=\{.*'models': (\d)")
-        assert used[1] == str(int(TILES_ARE_FASTEST))
+        server.log_line(r"fused_modules=\{.*'decoder_layers': [1-9]")
 
         async def ask() -> list[dict[str, Any]]:
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=60) as client:

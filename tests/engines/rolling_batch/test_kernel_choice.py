@@ -1,0 +1,246 @@
+"""Which kernel computes how many rows follows from what was measured, and the results are right whichever it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from rolling_batch_helpers import Engine, prompts
+from tiny_models import CONTEXT, tiny_model
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from handlers.rolling_batch import kernel_choice
+from handlers.rolling_batch.decoder_layers import FusedDecoderLayer
+from handlers.rolling_batch.kernel_choice import ALL, Borders, Work
+from handlers.rolling_batch.linears import PackedLinear, TiledLinear, lay_out_linears
+from handlers.rolling_batch.model_runner import ModelRunner
+
+_needs_onednn = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN multiplies no bfloat16 here"
+)
+Times = Callable[[type[nn.Module], int], float]
+
+
+def few(rows: int) -> Work:
+    return lambda: ("few", rows)
+
+
+def many(rows: int) -> Work:
+    return lambda: ("many", rows)
+
+
+def costing(few_seconds: Callable[[int], float], many_seconds: Callable[[int], float]) -> Callable[[Work], float]:
+    def seconds(work: Work) -> float:
+        kind, rows = work()  # type: ignore[misc]
+        return few_seconds(rows) if kind == "few" else many_seconds(rows)
+
+    return seconds
+
+
+@pytest.mark.parametrize(
+    ("few_seconds", "border"),
+    [
+        (lambda rows: rows, 4),
+        (lambda rows: rows / 2, 8),
+        (lambda rows: rows / 3, 16),
+        (lambda rows: rows / 40, 128),
+        (lambda rows: 9.0, 0),
+        (lambda rows: 1.0, ALL),
+        (lambda rows: 5.0, ALL),
+        (lambda rows: 5.5, ALL),  # a gain of a tenth is none
+    ],
+)
+def test_the_border_is_where_the_second_way_becomes_faster(few_seconds: Callable[[int], float], border: int) -> None:
+    assert Borders(seconds=costing(few_seconds, lambda rows: 5.0)).border("x", few, many) == border
+
+
+def test_the_time_that_other_programs_take_moves_no_border() -> None:
+    delays = iter([100.0, 0.0, 0.0, 0.0, 0.0, 0.0, 30.0, 90.0] * 99)
+    clean = costing(lambda rows: rows / 2, lambda rows: 5.0)
+    assert Borders(seconds=lambda work: clean(work) + next(delays)).border("x", few, many) == 8
+
+
+def test_a_border_is_measured_once_for_each_machine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", kernel_choice.__name__)
+    kept, measured = tmp_path / "borders.json", []
+
+    def seconds(work: Work) -> float:
+        measured.append(work())
+        return costing(lambda rows: rows, lambda rows: 5.0)(work)
+
+    for machine, names, is_new in (("a", "xy", True), ("a", "xz", True), ("b", "x", True), ("a", "xyz", False)):
+        borders = Borders(kept, machine, seconds)
+        assert [borders.border(name, few, many) for name in names] == [4] * len(names)
+        borders.keep()
+        assert bool(measured) is is_new
+        assert ("as measured before" in caplog.messages[-1]) is not is_new
+        measured.clear()
+    assert "x: up to 4" in caplog.messages[-1]
+    assert [path.name for path in tmp_path.iterdir()] == ["borders.json"]
+
+
+def test_what_a_busy_machine_measured_is_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each turn takes a long time, of which the thread computes a little."""
+    caplog.set_level("INFO", kernel_choice.__name__)
+    kept = tmp_path / "borders.json"
+
+    def seconds(work: Work) -> float:
+        time.sleep(0.02)
+        return costing(lambda rows: 1e-6 * rows, lambda rows: 5e-6)(work)
+
+    borders = Borders(kept, "a", seconds)
+    assert borders.border("x", few, many) == 4
+    borders.keep()
+    assert not kept.exists()
+    assert "other programs" in caplog.messages[-1]
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"a": 1}', '{"a": {"x": "4"}}', '{"a": {"x": -1}}', "\0"])
+def test_a_damaged_file_is_measured_anew(tmp_path: Path, content: str) -> None:
+    kept = tmp_path / "borders.json"
+    kept.write_text(content)
+    for seconds in (costing(lambda rows: rows, lambda rows: 5.0), lambda work: pytest.fail("it is measured again")):
+        borders = Borders(kept, "a", seconds)
+        assert borders.border("x", few, many) == 4
+        borders.keep()
+
+
+def test_a_file_that_cannot_be_written_is_named_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", kernel_choice.__name__)
+    borders = Borders(tmp_path / "missing" / "borders.json", "a", costing(lambda rows: 1.0, lambda rows: 5.0))
+    assert borders.border("x", few, many) == ALL
+    borders.keep()
+    assert "not kept" in caplog.messages[-1]
+    assert "missing" in caplog.messages[-1]
+
+
+def test_this_machine_has_a_name_and_a_file_beside_the_compiled_kernels() -> None:
+    borders = kernel_choice.measured_borders()
+    assert borders._file is not None
+    assert borders._file.parent.is_dir()
+    assert f"{torch.get_num_threads()} threads" in borders._machine
+
+
+class ModuleTimer:
+    """Takes the sum of `seconds` of the modules that the work calls, by their class and their number of rows."""
+
+    def __init__(self, seconds: Times) -> None:
+        self._seconds = seconds
+        self._sum = 0.0
+
+    def __call__(self, work: Work) -> float:
+        self._sum = 0.0
+        hook = register_module_forward_pre_hook(self._add)
+        work()
+        hook.remove()
+        return self._sum
+
+    def _add(self, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        if inputs:
+            self._sum += self._seconds(type(module), inputs[0].shape[:-1].numel())
+
+
+def tiles_up_to(border: int) -> Times:
+    """Return times with which tiles are the faster linear layers up to `border` rows."""
+
+    def seconds(kind: type[nn.Module], rows: int) -> float:
+        if kind is TiledLinear:
+            return 1.0 if rows <= border else 9.0
+        return 3.0 if kind is PackedLinear else 0.0
+
+    return seconds
+
+
+@_needs_onednn
+@pytest.mark.parametrize("border", [0, 8, 64, ALL])
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "bias"), [(64, 128, False), (96, 130, True), (100, 200, True), (3, 5, True)]
+)
+def test_a_linear_layer_is_computed_as_was_measured_and_right(
+    border: int, inputs: int, outputs: int, bias: bool
+) -> None:
+    chance = torch.Generator().manual_seed(inputs)
+    plain = [nn.Linear(inputs, outputs, bias=bias, dtype=torch.bfloat16) for _ in range(2)]
+    for linear in plain:
+        nn.init.normal_(linear.weight, generator=chance)
+    model = nn.Sequential(*plain)
+    assert lay_out_linears(model, Borders(seconds=ModuleTimer(tiles_up_to(border)))) == 2
+    for linear, laid in zip(plain, model, strict=True):
+        if inputs == 3:  # words of the tiles hold two inputs
+            assert type(laid) is PackedLinear
+        elif type(laid) is TiledLinear:
+            assert laid.most_rows in {border, ALL}
+            assert border > 8 or laid.most_rows == border
+        else:  # oneDNN lays this shape out in another way, and only one copy is kept
+            assert border <= 8
+        for rows in (1, 8, 9, 64, 65, 300):
+            hidden = torch.randn((1, rows, inputs), generator=chance).bfloat16()
+            expected = linear.double()(hidden.double())
+            linear.bfloat16()
+            torch.testing.assert_close(laid(hidden).double(), expected, rtol=2**-7, atol=inputs**0.5 * 1e-2)
+
+
+@_needs_onednn
+def test_shapes_are_measured_apart() -> None:
+    model = nn.Sequential(nn.Linear(64, 128, dtype=torch.bfloat16), nn.Linear(128, 64, dtype=torch.bfloat16))
+    borders = Borders()
+    borders._known = {"64 x 128 and bias": 16, "128 x 64 and bias": 1}
+    lay_out_linears(model, borders)
+    assert [layer.most_rows for layer in model] == [16, 1]
+
+
+@pytest.fixture
+def timer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Times], None]:
+    """Return a function that sets the times of modules for all models that are loaded in the test."""
+
+    def use(seconds: Times) -> None:
+        monkeypatch.setattr(kernel_choice, "measured_borders", lambda: Borders(seconds=ModuleTimer(seconds)))
+
+    return use
+
+
+@_needs_onednn
+@pytest.mark.slow
+@pytest.mark.parametrize("border", [0, 1, 4, 16])
+def test_answers_are_near_those_of_float32_wherever_the_border_is(border: int, timer: Callable[[Times], None]) -> None:
+    """Requests join and leave, so that steps have more rows than the border, and fewer."""
+    timer(tiles_up_to(border))
+    engine, exact = Engine(tiny_model("llama", torch.bfloat16)), tiny_model("llama")
+    kinds = {module.most_rows for module in engine.model.modules() if isinstance(module, TiledLinear)}
+    assert kinds == {border}
+    asked = [
+        (prompt, engine.add(prompt, max_new_tokens=3 * number + 1, logprobs=0, ignore_eos=True)[1])
+        for number, prompt in enumerate(prompts(9))
+    ]
+    engine.run()
+    for prompt, answer in asked:
+        with torch.inference_mode():
+            rows = exact(torch.tensor([[*prompt, *answer.tokens]])).logits[0].log_softmax(-1)
+        expected = [float(rows[len(prompt) - 1 + i, token]) for i, token in enumerate(answer.tokens)]
+        found = [token.logprob for delta in answer.deltas for token in delta.tokens]
+        assert found == pytest.approx(expected, abs=0.25)
+
+
+@_needs_onednn
+@pytest.mark.slow
+@pytest.mark.parametrize(("border", "most_rows"), [(0, None), (4, 4), (ALL, ALL)])
+def test_one_call_computes_all_layers_up_to_where_it_was_the_faster_way(
+    border: int, most_rows: int | None, timer: Callable[[Times], None]
+) -> None:
+    """Only the layers one by one call modules for layers; these gain or lose a hundred seconds each."""
+    of_linears = tiles_up_to(4)
+
+    def seconds(kind: type[nn.Module], rows: int) -> float:
+        if kind is FusedDecoderLayer:
+            return 100.0 if rows <= border else -100.0
+        return of_linears(kind, rows)
+
+    timer(seconds)
+    runner = ModelRunner(tiny_model("llama", torch.bfloat16), CONTEXT)
+    runner.prepare(4, CONTEXT)
+    assert (None if runner._decoder is None else runner._decoder.most_rows) == most_rows
+    assert runner.fused["models"] == int(most_rows is not None)
