@@ -72,7 +72,7 @@ class DecoderModel:
     def _border(self, model: Any, borders: Borders) -> int:
         """Return the number of rows up to which the call is faster than the layers one by one."""
         linears = [linear for layer in model.model.layers for linear in _computed(layer)]
-        least = min(linear.most_rows for linear in linears)
+        least: int = min(linear.most_rows for linear in linears)
         if least == ALL or len(self._shared.blocks) > 1:
             return least  # ranks measure at different times, and a pass takes all of them
         shapes = ", ".join(

@@ -167,13 +167,27 @@ class RollingBatchHandler(SchedulingHandler):
 
     def load_engine(self, model_dir: str, options: Any) -> LoadedEngine:
         try:
+            from handlers.rolling_batch import first_compilation
+
+            compilation = first_compilation.start(model_dir, options)
             with model_imports.without_triton():
                 from handlers.rolling_batch.engine_loading import load_engine
         except ImportError as error:
             raise ModelLoadError(
                 f"the rolling batch needs the extra 'huggingface' ({error}); install lmi-server[huggingface]"
             ) from error
-        return load_engine(lambda: self._load_with_template(model_dir, options), options)
+
+        def load() -> LoadedModel:
+            loaded = self._load_with_template(model_dir, options)
+            if compilation is not None:
+                compilation.wait()
+            return loaded
+
+        try:
+            return load_engine(load, options)
+        finally:
+            if compilation is not None:
+                compilation.close()
 
     def _load_with_template(self, model_dir: str, options: RollingBatchOptions) -> LoadedModel:
         loaded = self.load_model(model_dir, options)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from handlers.rolling_batch.first_compilation import compiled_kernels
 from lmi_server.machine.environment import process_environment
 
 _log = logging.getLogger(__name__)
@@ -127,13 +128,12 @@ def _told(border: int) -> str:
 def measured_borders() -> Borders:
     """Return the borders of this machine for the number of threads that torch has now."""
     from handlers.rolling_batch.cpu_kernels.compilation import SOURCES, target
-    from handlers.rolling_batch.cpu_kernels.linear import linear
 
     hidden = process_environment().get("ONEDNN_MAX_CPU_ISA", "")  # of the processor's instructions
     kind, processor, features = target()
     versions = hashlib.sha256(" ".join((kind, features, hidden, torch.__version__, SOURCES)).encode())
     threads = f"{torch.get_num_threads()} threads of {os.cpu_count()}"
-    return Borders(Path(linear.stats.cache_path) / _FILE, f"{processor}, {threads}, {versions.hexdigest()[:16]}")
+    return Borders(compiled_kernels() / _FILE, f"{processor}, {threads}, {versions.hexdigest()[:16]}")
 
 
 def _read(path: Path | None) -> dict[str, dict[str, int]]:
@@ -154,7 +154,7 @@ def _are_borders(found: object) -> bool:
 def _write(path: Path, machine: str, borders: Mapping[str, int]) -> None:
     """Add borders to the file, which is whole at any time. Raises OSError."""
     kept = _read(path)
-    kept[machine] = kept.get(machine, {}) | borders
+    kept[machine] = {**kept.get(machine, {}), **borders}
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as written:
         json.dump(kept, written)
     os.replace(written.name, path)

@@ -46,7 +46,9 @@ def lay_out_linears(model: nn.Module, borders: Borders) -> int:
     count = 0
     for shape, alike in places.items():
         kind = _kind([getattr(*place) for place in alike], borders) if packs else _tiled(shape[1])
-        for place in alike if kind is not None else ():
+        if kind is None:
+            continue
+        for place in alike:
             setattr(*place, kind(getattr(*place)))
             count += 1
     return count

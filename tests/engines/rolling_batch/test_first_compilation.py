@@ -1,0 +1,96 @@
+"""Kernels are compiled beside the imports of a first start, for the types that models call them with."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numba
+import pytest
+import torch
+from rolling_batch_helpers import Engine, prompts, tiles_for_any_rows
+from tiny_models import tiny_model
+
+from handlers.huggingface.options import HuggingFaceOptions
+from handlers.rolling_batch import first_compilation, kernel_choice
+from handlers.rolling_batch.engine_loading import warm_up
+from handlers.rolling_batch.first_compilation import FirstCompilation, decoding_kernels, other_kernels
+from handlers.rolling_batch.prompts import PromptEncoder
+
+
+@pytest.fixture
+def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A place of its own for the file that says that kernels are compiled."""
+    monkeypatch.setattr(first_compilation, "compiled_marker", lambda element: tmp_path / element)
+    return tmp_path / "uint16"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("element", "dtype"), [("uint16", torch.bfloat16), ("float32", torch.float32)])
+def test_a_model_calls_the_kernels_with_the_types_that_they_are_compiled_for(
+    element: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_choice, "measured_borders", tiles_for_any_rows)
+    engine = Engine(tiny_model("llama", dtype))
+    warm_up(engine.engine, PromptEncoder(engine.tokenizer))
+    for prompt in prompts(3):
+        engine.add(prompt, max_new_tokens=3)
+    engine.run()
+    for kernel, arguments in (*decoding_kernels(element), *other_kernels(element)):
+        assert tuple(map(numba.typeof, arguments)) in kernel.signatures, kernel
+
+
+@pytest.mark.slow
+def test_kernels_are_compiled_by_processes_at_the_first_start_only(marker: Path, tmp_path: Path) -> None:
+    options = HuggingFaceOptions.model_validate({"dtype": "bf16"})
+    compilation = first_compilation.start(str(tmp_path), options)
+    assert compilation is not None
+    compilation.wait()
+    compilation.close()
+    assert marker.exists()
+    assert first_compilation.start(str(tmp_path), options) is None
+
+
+def test_a_process_that_fails_leaves_the_kernels_to_the_worker(
+    marker: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    compilation = FirstCompilation("uint16", marker)
+    compilation.wait()
+    compilation.close()
+    assert not marker.exists()
+    assert "failed with exit codes [1, 1]" in caplog.text
+
+
+def test_a_load_that_fails_ends_the_processes(marker: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sleeping = tmp_path / "sleeping"
+    sleeping.write_text("#!/bin/sh\nexec sleep 1000\n")
+    sleeping.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(sleeping))
+    compilation = FirstCompilation("uint16", marker)
+    compilation.close()
+    assert all(process.returncode is not None for process in compilation._processes)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "config", "element"),
+    [
+        ("bf16", None, "uint16"),
+        ("fp32", None, "float32"),
+        ("fp16", None, None),
+        ("auto", {"dtype": "bfloat16"}, "uint16"),
+        ("auto", {"torch_dtype": "float32"}, "float32"),
+        ("auto", {"dtype": "float16"}, None),
+        ("auto", {}, None),
+        ("auto", [], None),
+        ("auto", None, None),
+    ],
+)
+def test_the_type_of_elements_is_that_of_the_model(
+    dtype: str, config: object, element: str | None, tmp_path: Path
+) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    assert first_compilation._element(tmp_path, HuggingFaceOptions.model_validate({"dtype": dtype})) == element
