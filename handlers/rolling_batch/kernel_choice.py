@@ -30,12 +30,15 @@ Seconds = Callable[[Work], float]  # runs the work; returns how long it took
 
 ROWS = (1, 4, 16, 64, 256)  # numbers of rows that are measured, until the second way is faster
 ALL = sys.maxsize  # the border if the first way is at least as fast with any number of rows
-# Rounds in which each way has a turn. The first one may compile code; of all, the fastest counts. If that leaves open
-# which way is the faster one, further rounds follow, for some time.
-_ROUNDS, _MOST_ROUNDS, _MOST_SECONDS = 3, 12, 0.04
-# The second way has to gain this much, because the first one gives a row the same bits in any batch; and more on a busy
-# machine, whose times differ by more. It is busy if the work took much longer than this thread computed.
-_LEAST_GAIN, _OPEN, _BUSY = 1.15, 1.5, 2
+# Both ways have as many turns, and the fastest of each counts: the first one may compile code, and others are disturbed
+# by other programs. The turns end when the difference is clear, or after some time of this thread.
+_LEAST_TURNS, _CLEAR_TURNS, _MOST_TURNS, _SECONDS = 3, 6, 60, 0.04
+# The second way has to gain this much, because the first one gives a row the same bits in any batch.
+_LEAST_GAIN, _CLEAR_GAIN = 1.15, 1.5
+# If the work took much longer than this thread computed, other programs had the cores. Then the threads wait for each
+# other in all turns, which says nothing about the kernels.
+_BUSY, _DELAY = 1.5, 0.02
+_MOST_SECONDS = 3.0  # in all
 _FILE = "measured_borders.json"
 
 
@@ -53,64 +56,59 @@ def thread_seconds(work: Work) -> float:
 class Borders:
     """The borders of this machine: those in the file `kept`, if there is one, and those measured from now on.
 
-    `machine` names everything but the shapes that the times depend on.
+    `machine` names everything but the shapes that the times depend on. Measuring takes little more than `most_seconds`.
     """
 
-    def __init__(self, kept: Path | None = None, machine: str = "", seconds: Seconds = thread_seconds) -> None:
+    def __init__(
+        self,
+        kept: Path | None = None,
+        machine: str = "",
+        seconds: Seconds = thread_seconds,
+        most_seconds: float = _MOST_SECONDS,
+    ) -> None:
         self._file = kept
         self._machine = machine
         self._seconds = seconds
+        self._most_seconds = most_seconds
         self._known = _read(kept).get(machine, {})
-        self._asked: dict[str, int] = {}
+        self._asked: dict[str, int | None] = {}
         self._spent = 0.0  # seconds
-        self._busy = False  # whether other programs had most of the machine while something was measured
 
     def border(self, name: str, few: Callable[[int], Work], many: Callable[[int], Work]) -> int:
         """Return the number of rows up to which `few(rows)` is the faster work, 0 if never, ALL if always.
 
-        Equal names mean equal times.
+        Equal names mean equal times. It is ALL as well if it could not be measured, because the machine is busy.
         """
-        if name not in self._known:
+        border = self._known.get(name)
+        if border is None:
             began = time.perf_counter()
-            self._known[name] = self._measured(few, many)
+            border = self._measured(few, many, began + self._most_seconds - self._spent)
             self._spent += time.perf_counter() - began
-        self._asked[name] = self._known[name]
-        return self._known[name]
+            if border is not None:
+                self._known[name] = border
+        self._asked[name] = border
+        return ALL if border is None else border
 
-    def _measured(self, few: Callable[[int], Work], many: Callable[[int], Work]) -> int:
+    def _measured(self, few: Callable[[int], Work], many: Callable[[int], Work], end: float) -> int | None:
         border = 0
         for rows in ROWS:
-            if not self._is_faster(few(rows), many(rows)):
-                between = round((border * rows) ** 0.5)
-                return between if between > border and self._is_faster(few(between), many(between)) else border
+            is_faster = _is_faster(few(rows), many(rows), self._seconds, end)
+            if is_faster is None:
+                return None
+            if not is_faster:
+                between = math.isqrt(border * rows)
+                if between > border and _is_faster(few(between), many(between), self._seconds, end):
+                    return between
+                return border
             border = rows
         return ALL
 
-    def _is_faster(self, few: Work, many: Work) -> bool:
-        fewest = most = math.inf
-        computed, began = 0.0, time.perf_counter()
-        for turn in range(1, _MOST_ROUNDS + 1):
-            times = self._seconds(few), self._seconds(many)
-            fewest, most, computed = min(fewest, times[0]), min(most, times[1]), computed + sum(times)
-            is_clear = not most / _OPEN < fewest / _LEAST_GAIN < most * _OPEN
-            passed = time.perf_counter() - began
-            if turn >= _ROUNDS and (is_clear or passed > _MOST_SECONDS):
-                break
-        is_busy = passed > _BUSY * computed + _MOST_SECONDS
-        self._busy |= is_busy
-        return fewest <= (_OPEN if is_busy else _LEAST_GAIN) * most
-
     def keep(self) -> None:
-        """Log the borders that were asked for since the last call, and write new ones into the file.
-
-        What was measured on a busy machine holds for this load only.
-        """
+        """Log the borders that were asked for since the last call, and write new ones into the file."""
         if not self._asked:
             return
         origin = "as measured before" if not self._spent else f"measured in {self._spent:.2f} s"
-        if self._busy:
-            origin += ", not kept because other programs took most of the processor"
-        elif self._spent and self._file is not None:
+        if self._spent and self._file is not None:
             try:
                 _write(self._file, self._machine, self._known)
                 origin += f", kept in {self._file}"
@@ -121,7 +119,26 @@ class Borders:
         self._asked, self._spent = {}, 0.0
 
 
-def _told(border: int) -> str:
+def _is_faster(few: Work, many: Work, seconds: Seconds, end: float) -> bool | None:
+    """Return whether `few` is the faster work; None if other programs have the cores, or `end` is reached."""
+    fewest = most = math.inf
+    computed, began = 0.0, time.perf_counter()
+    for turn in range(1, _MOST_TURNS + 1):
+        times = seconds(few), seconds(many)
+        fewest, most, computed = min(fewest, times[0]), min(most, times[1]), computed + sum(times)
+        if time.perf_counter() >= end:
+            return None
+        is_clear = not most / _CLEAR_GAIN < fewest / _LEAST_GAIN < most * _CLEAR_GAIN
+        if (turn >= _LEAST_TURNS and computed > _SECONDS) or (turn >= _CLEAR_TURNS and is_clear):
+            break
+    if time.perf_counter() - began > _BUSY * computed + _DELAY:
+        return None
+    return fewest <= _LEAST_GAIN * most
+
+
+def _told(border: int | None) -> str:
+    if border is None:
+        return "any, not measured because other programs took the processor"
     return "any" if border == ALL else f"up to {border}" if border else "none"
 
 

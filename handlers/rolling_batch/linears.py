@@ -8,6 +8,7 @@ compiled code by the shapes of the operands, which for few rows takes as long as
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from handlers.rolling_batch.attention import as_numpy
 from handlers.rolling_batch.kernel_choice import ALL, Borders, Work
 
 _DECODE_ROWS = 32  # the number of rows that oneDNN lays weights out for; it computes others with the same layout
-# Bytes of weights that are measured: more than caches hold if they are to be read, fewer from _MANY_ROWS rows on.
+# Bytes of weights that are measured: more than caches hold if reading them counts, fewer from _MANY_ROWS rows on.
 _READ, _MULTIPLIED, _MANY_ROWS = 32 * 2**20, 8 * 2**20, 64
 
 
@@ -74,8 +75,8 @@ def _kind(linears: list[nn.Linear], borders: Borders) -> Kind:
     def passes(place: int) -> Callable[[int], Work]:
         def of(rows: int) -> Work:
             hidden = torch.ones((rows, first.in_features), dtype=torch.bfloat16)
-            modules = [pair[place] for pair in built[: len(sample[rows >= _MANY_ROWS])]]
-            return lambda: [module(hidden) for module in modules]
+            modules = itertools.cycle([pair[place] for pair in built[: len(sample[rows >= _MANY_ROWS])]])
+            return lambda: next(modules)(hidden)
 
         return of
 
