@@ -51,6 +51,7 @@ def tune(
     max_p99_e2el: Annotated[str | None, typer.Option(help="Limit of the p99 end to end, such as 13s.")] = None,
     max_p99_ttft: Annotated[str | None, typer.Option(help="Limit of the p99 to the first token, as 500ms.")] = None,
     max_p99_tpot: Annotated[str | None, typer.Option(help="Limit of the p99 per output token, such as 50ms.")] = None,
+    max_p99_itl: Annotated[str | None, typer.Option(help="Limit of the p99 from token to token, as 200ms.")] = None,
     min_cache_hit: Annotated[
         str | None, typer.Option(help="Share of prompt tokens that must come from the prefix cache, such as 30%.")
     ] = None,
@@ -100,7 +101,7 @@ def tune(
                 space=space,
                 is_grid=use_grid,
                 trials=trials,
-                p99_s=_limits(max_p99_e2el, max_p99_ttft, max_p99_tpot, variables),
+                p99_s=_limits(max_p99_e2el, max_p99_ttft, max_p99_tpot, max_p99_itl, variables),
                 min_cache_hit=_share(min_cache_hit, variables),
                 concurrency=concurrency,
                 requests=requests,
@@ -299,9 +300,11 @@ def _properties_of(directory: Path) -> Path:
     return path
 
 
-def _limits(e2el: str | None, ttft: str | None, tpot: str | None, variables: Mapping[str, str]) -> dict[str, float]:
+def _limits(
+    e2el: str | None, ttft: str | None, tpot: str | None, itl: str | None, variables: Mapping[str, str]
+) -> dict[str, float]:
     script = variables.get("MAX_LATENCY_ALLOWED_MS", "").strip()
-    given = {"e2el": e2el or (f"{script}ms" if script else None), "ttft": ttft, "tpot": tpot}
+    given = {"e2el": e2el or (f"{script}ms" if script else None), "ttft": ttft, "tpot": tpot, "itl": itl}
     return {name: _seconds(f"--max-p99-{name}", text) for name, text in given.items() if text is not None}
 
 

@@ -103,9 +103,11 @@ def _table(title: str, trials: Sequence[Trial]) -> Table:
     for trial in trials:
         outcome = trial.outcome
         value = "" if outcome.value is None else f"{outcome.value:.1f}"
-        cells = [value, str(outcome.concurrency or ""), _p99(trial, "e2el_ms"), _p99(trial, "ttft_ms"), outcome.reason]
+        p99s = [_p99(trial, latency) for latency in ("e2el_ms", "ttft_ms", "itl_ms")]
+        cells = [value, str(outcome.concurrency or ""), *p99s, outcome.reason]
         rows.append([_name(trial), *cells])
-    return Table(title, ("settings", "output tokens/s", "requests", "p99 end to end, ms", "p99 TTFT, ms", ""), rows)
+    columns = ("settings", "output tokens/s", "requests", "p99 end to end, ms", "p99 TTFT, ms", "p99 ITL, ms", "")
+    return Table(title, columns, rows)
 
 
 def _name(trial: Trial) -> str:

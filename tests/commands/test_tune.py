@@ -208,6 +208,7 @@ def test_adapters_are_in_the_traffic_and_the_report_has_what_they_cost(model: Pa
         (["--option", "a=2:1"], '--option "a=2:1" is not allowed'),
         (["--option", "echo_delay_ms=0:1", "--grid"], "--grid needs a step for the range of option.echo_delay_ms"),
         (["--option", "echo_delay_ms=1", "--max-p99-ttft", "soon"], '--max-p99-ttft "soon" is not allowed'),
+        (["--option", "echo_delay_ms=1", "--max-p99-itl", "0ms"], '--max-p99-itl "0ms" is not allowed'),
         (["--option", "echo_delay_ms=1", "--min-cache-hit", "x"], '--min-cache-hit "x" is not allowed'),
     ],
 )
@@ -455,6 +456,7 @@ def test_a_report_in_markdown() -> None:
     assert "```\n-a\n+b\n```" in text
     assert "| one | 15.0 (+50%) | 4.0 |" in text
     assert "no \\| peft" in text
+    assert "p99 ITL, ms" in text
 
 
 @pytest.mark.slow
@@ -481,6 +483,7 @@ def test_limits_say_what_broke_them() -> None:
     figures: dict[str, Any] = {"e2el_ms": {"p99": 2500}, "ttft_ms": {}, "prompt_tokens": 100, "cached_tokens": 20}
     assert Limits({"e2el": 3.0}, 0.2).broken_by(figures) == ""
     assert Limits({"e2el": 2.0}).broken_by(figures) == "p99 of e2el is 2.50 s, more than 2"
+    assert Limits({"itl": 0.1}).broken_by({**figures, "itl_ms": {"p99": 320}}) == "p99 of itl is 0.32 s, more than 0.1"
     assert Limits({}, 0.3).broken_by(figures) == "20% of prompt tokens were in the cache, less than 30%"
 
 
