@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import httptools
 import uvloop
@@ -43,8 +43,7 @@ class Connection(asyncio.Protocol):
         self._url = self._body = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._transport = transport
+        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's have other classes
 
     def data_received(self, data: bytes) -> None:
         self._parser.feed_data(data)
