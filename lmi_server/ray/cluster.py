@@ -36,10 +36,13 @@ _LOCAL: Mapping[str, Any] = {
     # By themselves, the processes that Ray starts give way to all others (a niceness of 15).
     "_system_config": {"worker_niceness": 0},
 }
-# Each of Ray's loops that runs ten times a second takes some percent of a processor from the models.
+# What Ray's processes do all the time, whether anybody asks or not, they take from the models. Nobody reads what they
+# collect, since there is no dashboard.
 _LOCAL_VARIABLES: Mapping[str, str] = {
-    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "1",
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "0",  # with each call by a handle, of which there are few
+    "RAY_task_events_report_interval_ms": "0",  # never
+    "REPORTER_UPDATE_INTERVAL_MS": "60000",
 }
 _NO_ANSWER = (RayError, RayServeException, TimeoutError)
 
@@ -57,7 +60,8 @@ def deploy(models: Sequence[Deployment], settings: IngressSettings, environment:
             serve.run(application(models, settings), name=APPLICATION, route_prefix=None)
         front_end = serve.get_deployment_handle(INGRESS, APPLICATION).remote().result()
     except (RuntimeError, ValueError, *_NO_ANSWER) as error:
-        raise ConfigurationError(f"the models cannot be deployed: {_one_line(error)}") from error
+        reasons = "; ".join([_one_line(error), *_messages()])
+        raise ConfigurationError(f"the models cannot be deployed: {reasons}") from error
     host = front_end["host"] if settings.host in EVERYWHERE else settings.host
     yield f"serving {', '.join(model.model_id for model in models)} on http://{host}:{front_end['port']}"
     if address is None:
@@ -87,12 +91,26 @@ def _messages_of_ray() -> Iterator[None]:
 def _log_messages(done: threading.Event) -> None:
     logged: set[str] = set()
     while not done.wait(_POLL_S):
-        with contextlib.suppress(*_NO_ANSWER):  # the next look may get one; whoever waits for the end hears of errors
-            found = serve.status().applications.get(APPLICATION)
-            texts = {} if found is None else {name: each.message for name, each in found.deployments.items()}
-            for line in {f"{name}: {_one_line(text)}" for name, text in texts.items() if text} - logged:
-                logged.add(line)
-                logger.warning("%s", line)
+        for message in _messages():
+            if message not in logged:
+                logged.add(message)
+                logger.warning("%s", message)
+
+
+def _messages() -> list[str]:
+    """Return what Ray says of each deployment; nothing if it does not answer, of which whoever waits for it hears."""
+    with contextlib.suppress(*_NO_ANSWER):
+        found = serve.status().applications.get(APPLICATION)
+        said = {} if found is None else {name: each.message for name, each in found.deployments.items()}
+        return [f"{name}: {shortened(message)}" for name, message in said.items() if message]
+    return []
+
+
+def shortened(message: str) -> str:
+    """Return a message of Ray Serve as one line: of the traceback of a replica, only its last line."""
+    text, _, traceback = message.partition(" Error:")
+    reasons = [line.strip() for line in traceback.splitlines() if line.strip()]
+    return _one_line(" ".join([text, *(reason.removeprefix("RuntimeError: ") for reason in reasons[-1:])]))
 
 
 def status(environment: Mapping[str, str]) -> dict[str, Any]:

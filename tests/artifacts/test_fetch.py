@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import subprocess
@@ -30,6 +31,7 @@ from lmi_server.artifacts.fetch import (
 )
 from lmi_server.artifacts.progress import Progress
 from lmi_server.contract.errors import ArtifactError, ConfigurationError
+from lmi_server.ray.model_files import deployments
 from lmi_server.serving.fetch_model import fetch_model
 
 BROKEN_INDEX = {"PATH": os.environ["PATH"], "PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": "http://127.0.0.1:1/simple"}
@@ -154,6 +156,27 @@ async def test_an_archive_on_s3_is_extracted(tmp_path: Path, s3: S3) -> None:
     settings = artifact_settings(str(tmp_path / "downloads"), s3.variables)
     directory = await fetch_model_directory(f"s3://{BUCKET}/packed/model.tar.gz", settings)
     assert (directory.name, [path.name for path in directory.iterdir()]) == ("model", ["config"])
+
+
+@on_loop
+async def test_the_weights_of_a_file_of_rayllm_come_from_its_mirror(tmp_path: Path, s3: S3) -> None:
+    """So they do for each replica of a cluster, which is given the mirror in the place of a model directory."""
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 32}
+    config |= {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 77}
+    for name, content in (("config.json", json.dumps(config).encode()), ("model.safetensors", b"w" * 1000)):
+        s3.put(f"mirror/{name}", content)
+    model_file = tmp_path / "m.yaml"
+    mirror = f"s3_mirror_config: {{bucket_uri: s3://{BUCKET}/mirror}}"
+    model_file.write_text(f"engine_config:\n  model_id: team/name\n  hf_model_id: not/had\n  {mirror}\n")
+    settings = artifact_settings(str(tmp_path / "downloads"), s3.variables)
+    directory = await fetch_model_directory(str(model_file), settings)
+    fetched = await fetch_model(directory, {}, {}, settings)
+    assert "team/name" in fetched.resolved.served_names
+    [deployment] = await asyncio.to_thread(deployments, [str(model_file)], s3.variables)
+    assert deployment.url == f"s3://{BUCKET}/mirror"
+    of_replica = await fetch_model_directory(deployment.url, settings)
+    for place in (Path(str(fetched.resolved.options.model_id)), of_replica):
+        assert (place / "model.safetensors").read_bytes() == b"w" * 1000
 
 
 @on_loop

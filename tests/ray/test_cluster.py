@@ -25,6 +25,7 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install lmi-server[
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray's own warnings
 
 
+FIXED = 2  # replicas of a model; each start of one takes some seconds of a processor
 until = partial(wait_until, limit_s=LIMIT_S)
 
 
@@ -39,8 +40,8 @@ def cluster() -> Iterator[RayCluster]:
 
 @pytest.fixture(scope="module")
 def fixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a model of which there are always three replicas."""
-    return echo_model(tmp_path_factory.mktemp("models") / "fixed", 5, minWorkers=3, maxWorkers=3)
+    """Return a model of which there are always as many replicas."""
+    return echo_model(tmp_path_factory.mktemp("models") / "fixed", 5, minWorkers=FIXED, maxWorkers=FIXED)
 
 
 @pytest.fixture(scope="module")
@@ -92,27 +93,39 @@ def test_a_node_that_does_not_start_in_time_is_an_error_of_one_line(monkeypatch:
     """Ray's time-out is a fake here, with Ray's words, its class and a line more: no test can cause it."""
     import ray
 
+    from lmi_server.ray import cluster
     from lmi_server.ray.application import IngressSettings
-    from lmi_server.ray.cluster import deploy
 
     def time_out(**_: object) -> None:
         raise Exception("The current node timed out during startup.\nThis could happen because")
 
     monkeypatch.setattr(ray, "init", time_out)
-    for name in ("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS"):
+    for name in cluster._LOCAL_VARIABLES:
         monkeypatch.setenv(name, "1")  # a value that the user has set is kept, and this process stays as it is
     with pytest.raises(ConfigurationError) as refused:
-        list(deploy([], IngressSettings(), dict(os.environ)))
+        list(cluster.deploy([], IngressSettings(), dict(os.environ)))
     assert refused.value.message.startswith("no cluster of Ray can be started on this machine; The current node timed")
     assert "run ray start --head first and set RAY_ADDRESS=auto" in refused.value.message
     assert "\n" not in refused.value.message
+
+
+def test_a_replica_that_cannot_start_is_told_in_one_line() -> None:
+    from lmi_server.ray.cluster import shortened
+
+    failed = (
+        "A replica failed. Retrying 2 more time(s). Error:\n\x1b[36mray::ServeReplica\x1b[39m (pid=1)\n  raise it\n"
+    )
+    assert shortened(f"{failed}RuntimeError: model.py is gone\n\n") == (
+        "A replica failed. Retrying 2 more time(s). model.py is gone"
+    )
+    assert shortened("More than 30s to be scheduled.\nResources: {}") == "More than 30s to be scheduled. Resources: {}"
 
 
 def test_models_are_served_as_on_one_machine(
     cluster: RayCluster, fixed: Path, scaled: Deployment, ranked: Deployment, asleep: Deployment
 ) -> None:
     cluster.deploy(deployment_of(fixed, {}), scaled, ranked, asleep)
-    cluster.until_ready("fixed", 3)
+    cluster.until_ready("fixed", FIXED)
     cluster.until_ready("scaled", 1)
     body = {"model": "fixed", "messages": [{"role": "user", "content": "a b"}], "max_tokens": 2}
     assert cluster.http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"] == " a b"
@@ -128,7 +141,7 @@ def test_status_names_the_replicas(cluster: RayCluster) -> None:
     )
     status = json.loads(shown.stdout)
     assert status["status"] == "RUNNING"
-    assert status["deployments"]["fixed"]["replicas"] == {"RUNNING": 3}
+    assert status["deployments"]["fixed"]["replicas"] == {"RUNNING": FIXED}
 
 
 def test_a_replica_sees_the_devices_of_all_its_ranks(cluster: RayCluster) -> None:
@@ -156,8 +169,8 @@ def test_a_request_wakes_a_model_without_replicas(cluster: RayCluster) -> None:
 def test_a_killed_replica_costs_streams_alone(cluster: RayCluster) -> None:
     with loaded(cluster, "fixed") as load:
         cluster.kill(cluster.replicas("fixed")[0])
-        until(lambda: cluster.ready("fixed") < 3, "the front end has lost a replica")
-        cluster.until_ready("fixed", 3)
+        until(lambda: cluster.ready("fixed") < FIXED, "the front end has lost a replica")
+        cluster.until_ready("fixed", FIXED)
     assert set(load.endings) == {"200"}
     assert set(load.streams) <= {"whole", "error"}
 
@@ -180,7 +193,7 @@ def test_a_new_version_replaces_replicas_and_loses_nothing(
     with loaded(cluster, "fixed") as load:
         cluster.deploy(deployment_of(fixed, {}), scaled, ranked, asleep)
         until(lambda: not before & set(cluster.replicas("fixed")), "every replica is a new one")
-        cluster.until_ready("fixed", 3)
+        cluster.until_ready("fixed", FIXED)
     assert set(load.endings) == {"200"}
     assert set(load.streams) == {"whole"}
     assert others & set(cluster.replicas("scaled"))  # a model that is the same keeps its replicas
@@ -200,7 +213,7 @@ def test_a_front_end_that_dies_costs_its_own_connections_alone(cluster: RayClust
     assert set(load.streams) == {"whole"}
     assert set(lost.endings) <= LOST
     until(lambda: dying.process not in {each.process for each in cluster.front_ends()}, "Ray has started another one")
-    cluster.until_ready("fixed", 3)
+    cluster.until_ready("fixed", FIXED)
 
 
 def test_a_node_that_dies_costs_its_connections_and_streams_alone(cluster: RayCluster) -> None:
@@ -217,7 +230,7 @@ def test_a_node_that_dies_costs_its_connections_and_streams_alone(cluster: RayCl
     again = cluster.front_ends()
     assert kept in again
     assert dying.node not in {each.node for each in again}
-    cluster.until_ready("fixed", 3)
+    cluster.until_ready("fixed", FIXED)
 
 
 @pytest.fixture(scope="module")

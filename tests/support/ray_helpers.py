@@ -26,6 +26,11 @@ os.environ |= {
     "RAY_health_check_period_ms": "1000",
     "RAY_worker_niceness": "0",  # with Ray's 15, replicas hardly run beside anything else that computes
     "RAY_prestart_worker_first_driver": "0",  # processes that wait for work, which never comes
+    # What Ray's processes do all the time, whether something happens or not.
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "0",
+    "RAY_task_events_report_interval_ms": "0",
+    "REPORTER_UPDATE_INTERVAL_MS": "600000",
 }
 LIMIT_S = 600.0  # for all that Ray does: it starts processes that take seconds each, on a machine that may be busy
 
@@ -40,9 +45,10 @@ class RayCluster:
 
         self._ray, self._serve = ray, serve
         devices = {"num_gpus": 2, "resources": {"neuron_cores": 2}}
-        head = {"num_cpus": 8, **devices, "include_dashboard": False, "include_log_monitor": False}
+        node = {"num_cpus": 8, "include_log_monitor": False}
+        head = {**node, **devices, "include_dashboard": False}
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
-        self._others = [self._cluster.add_node(num_cpus=8, wait=False) for _ in range(2)]
+        self._others = [self._cluster.add_node(**node, wait=False) for _ in range(2)]
         self._cluster.wait_for_nodes(LIMIT_S)
         ray.init(address=self._cluster.address, namespace="lmi-server", log_to_driver=False)
         serve.start(proxy_location="Disabled")
