@@ -9,9 +9,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
 
 from prometheus_client.core import Exemplar
 from prometheus_client.core import Metric as Family
+
+from frontend.metric_families import HistogramFamily
+from lmi_server.contract.histogram import Histogram, written_bounds
 
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 _CREATED = "_created"
@@ -25,6 +29,10 @@ def text_format(families: Iterable[Family]) -> bytes:
         name = f"{family.name}_total" if family.type == "counter" else family.name
         kind = "untyped" if family.type == "unknown" else family.type
         lines += _head(name, kind, family.documentation)
+        if isinstance(family, HistogramFamily) and not family.has_samples:
+            for labels, histogram, scale in family.entries:
+                lines += _histogram(family.name, labels, histogram, scale)
+            continue
         lines += [f"{sample.name}{_labels(sample.labels)} {_number(sample.value)}\n" for sample in family.samples]
     return "".join(lines).encode()
 
@@ -41,6 +49,10 @@ def open_metrics(families: Iterable[Family]) -> bytes:
         if family.name.endswith(_CREATED) and family.name.removesuffix(_CREATED) in by_name:
             continue
         lines += _head(family.name, family.type, family.documentation)
+        if isinstance(family, HistogramFamily) and not family.has_samples:
+            for entry in family.entries:
+                lines += _with_exemplars(_histogram(family.name, *entry), entry[1])
+            continue
         for sample in family.samples:
             exemplar = _exemplar(sample.exemplar) if sample.exemplar else ""
             lines.append(f"{sample.name}{_labels(sample.labels)} {_number(sample.value)}{exemplar}\n")
@@ -50,6 +62,27 @@ def open_metrics(families: Iterable[Family]) -> bytes:
 def _head(name: str, kind: str, text: str) -> Iterator[str]:
     yield f"# HELP {name} {text.translate(_HELP_ESCAPES)}\n"
     yield f"# TYPE {name} {kind}\n"
+
+
+def _histogram(name: str, labels: Mapping[str, str], histogram: Histogram, scale: float) -> list[str]:
+    """Return the lines of a histogram, those of its buckets first."""
+    *buckets, count, total = _beginnings(name, tuple(labels.items()), tuple(histogram.bounds), scale)
+    counts = list(accumulate(histogram.counts))
+    lines = [f"{beginning}{each}.0\n" for beginning, each in zip(buckets, counts, strict=True)]
+    return [*lines, f"{count}{counts[-1]}.0\n", f"{total}{_number(histogram.sum * scale)}\n"]
+
+
+def _with_exemplars(lines: list[str], histogram: Histogram) -> list[str]:
+    for index, (trace_id, value, at) in histogram.exemplars.items():
+        lines[index] = f'{lines[index][:-1]} # {{trace_id="{trace_id}"}} {_number(value)} {at}\n'
+    return lines
+
+
+@functools.lru_cache(2048)
+def _beginnings(name: str, labels: tuple[tuple[str, str], ...], bounds: tuple[float, ...], scale: float) -> list[str]:
+    """Return what the lines of a histogram have in front of their numbers: of the buckets, the count and the sum."""
+    buckets = [f"{name}_bucket{_written_labels((*labels, ('le', bound)))} " for bound in written_bounds(bounds, scale)]
+    return [*buckets, *(f"{name}_{what}{_written_labels(labels)} " for what in ("count", "sum"))]
 
 
 def _labels(labels: Mapping[str, str]) -> str:

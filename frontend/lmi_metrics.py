@@ -13,9 +13,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily
 from prometheus_client.core import Metric as Family
 
+from frontend.metric_families import histogram
 from lmi_server.contract.errors import ConfigurationError, HandlerError, LmiServerError, RequestError, ServingError
 from lmi_server.contract.histogram import Histogram
 from lmi_server.contract.metrics import COUNTER, GAUGE, HISTOGRAM, Metric
@@ -212,10 +213,9 @@ def _host_counter(name: str, count: int) -> Family:
 
 def _latencies(name: str, histograms: Mapping[str, list[Histogram]]) -> Family:
     """Return a family in microseconds by the name of the model; all versions of a model count together."""
-    family = HistogramMetricFamily(name, "Unit: Microseconds.", labels=("Model",))
+    totals = {}
     for model, versions in histograms.items():
-        total = Histogram(versions[0].bounds)
-        for histogram in versions:
-            total.add(histogram)
-        family.add_metric((model,), total.cumulative(_MICROSECONDS), total.sum * _MICROSECONDS)
-    return family
+        totals[model] = Histogram(versions[0].bounds)
+        for each in versions:
+            totals[model].add(each)
+    return histogram(name, "Unit: Microseconds.", totals, "Model", _MICROSECONDS)

@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from frontend.engine_metrics import joined
 from frontend.exposition import open_metrics, text_format
 from frontend.lmi_metrics import LmiMetrics
+from frontend.metric_families import labelled
 from frontend.metric_log import MetricLog
 from frontend.model_metrics import LoggedModelMetrics, ModelMetrics
 from frontend.pool_families import memory_families, pool_families
@@ -134,7 +135,8 @@ class Metrics:
                 series.settle()
                 for name in self._names:
                     if name in _OF_ENGINES:
-                        yield from _labelled(_OF_ENGINES[name](series, pool), pool.label)
+                        # The metrics of every engine have the label `model` here.
+                        yield from labelled(_OF_ENGINES[name](series, pool), "model", pool.label)
 
     def _families(self) -> Iterator[Family]:
         self._drop_gone()
@@ -170,14 +172,6 @@ def _chosen(families: Iterable[Family], names: Collection[str]) -> Iterator[Fami
     for family in families:
         if not wanted or wanted & {family.name, *(sample.name for sample in family.samples)}:
             yield family
-
-
-def _labelled(families: Iterable[Family], model: str) -> Iterator[Family]:
-    """Add the label `model`, which the metrics of every engine have here."""
-    for family in families:
-        for sample in family.samples:
-            sample.labels["model"] = model
-        yield family
 
 
 def _merged(families: Iterable[Family]) -> Iterable[Family]:

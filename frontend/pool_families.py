@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -81,7 +82,13 @@ def memory_families(processes: Mapping[tuple[str, str], int]) -> list[Family]:
     workers = gauge(
         "lmi_worker_resident_memory_bytes", "Memory of a worker and its processes in RAM.", ("model", "worker"), memory
     )
-    return [workers, *ProcessCollector(pid=os.getpid, registry=None).collect()]
+    return [workers, *_own_process().collect()]
+
+
+@functools.cache
+def _own_process() -> ProcessCollector:
+    """Return the one for this process. It asks once when the machine was started."""
+    return ProcessCollector(pid=os.getpid, registry=None)
 
 
 def _handler_gauges(pools: Sequence[WorkerPool]) -> Iterator[Family]:

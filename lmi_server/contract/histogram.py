@@ -59,7 +59,7 @@ class Histogram:
         """Return for each upper bound, times `scale`, how many values are not above it, as Prometheus has it."""
         total = 0
         buckets: list[tuple[str, float]] = []
-        for bound, count in zip(_written_bounds(tuple(self.bounds), scale), self.counts, strict=True):
+        for bound, count in zip(written_bounds(tuple(self.bounds), scale), self.counts, strict=True):
             total += count
             buckets.append((bound, total))
         return buckets
@@ -82,10 +82,10 @@ def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> fl
 
 
 @functools.lru_cache(64)
-def _written_bounds(bounds: tuple[float, ...], scale: float) -> list[str]:
+def written_bounds(bounds: tuple[float, ...], scale: float) -> list[str]:
+    """Return the upper bounds of all buckets, times `scale`, as Prometheus' own clients write them."""
     return [_written(bound * scale) for bound in (*bounds, math.inf)]
 
 
 def _written(bound: float) -> str:
-    """Return a bound as Prometheus' own clients write it."""
     return "+Inf" if math.isinf(bound) else str(float(round(bound, 9)))
