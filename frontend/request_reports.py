@@ -14,8 +14,8 @@ class RequestReports:
     def __init__(self, log: RequestLog | None, tracing: Tracing | None) -> None:
         self._log = log
         self._tracing = tracing
+        # Returns the span of a request with these headers, None if it is not traced.
         self.begin = _untraced if tracing is None else tracing.begin
-        """Returns the span of a request with these headers, as `Tracing.begin` does; None if it is not traced."""
 
     @classmethod
     def of(cls, settings: ServerSettings) -> RequestReports | None:
@@ -30,10 +30,14 @@ class RequestReports:
         if self._log is not None:
             self._log.add(request)
 
-    async def close(self) -> None:
-        """Write and send what waits."""
+    def flush(self) -> None:
+        """Write what waits for the log."""
         if self._log is not None:
             self._log.flush()
+
+    async def close(self) -> None:
+        """Write and send what waits."""
+        self.flush()
         if self._tracing is not None:
             await self._tracing.close()
 

@@ -35,6 +35,7 @@ from frontend.management_access import Access
 from frontend.metric_log import AccessLog, MetricLog, log_files
 from frontend.metrics import Metrics
 from frontend.model_watch import ModelWatch
+from frontend.request_reports import RequestReports
 from frontend.server_log import BackgroundLog, background_log
 from frontend.tls import Certificate, names_certificate
 from lmi_server.artifacts.fetch import artifact_settings
@@ -136,6 +137,7 @@ class _Server:
         logs = settings.written_logs
         self._access = Access.of(settings, environment)
         self._metrics = Metrics(lambda: self._models.models, MetricLog(logs) if logs else None, settings.metric_names)
+        self._reports: RequestReports | None = None
         self._orphans = Orphans()
         self._failed = False  # a model of the start could not be loaded
         artifacts = artifact_settings(settings.download_dir, environment)
@@ -145,8 +147,21 @@ class _Server:
         self._models.unloads_idle = settings.unload_idle_models
 
     async def serve(self) -> int:
+        """Serve until the end; return the exit code of the process."""
+        try:
+            return await self._serve()
+        finally:
+            self._write_reports()
+
+    def _write_reports(self) -> None:
+        """Write what waits to be logged of requests that have ended, however the server ends."""
+        if self._reports is not None:
+            self._reports.flush()
+
+    async def _serve(self) -> int:
         models, metrics = self._models, self._metrics
         relay = Relay(models, metrics, self._settings, self._access)
+        self._reports = relay.reports
         management_place = self._listeners[1].place if len(self._listeners) > 1 else None
         console = None
         if self._settings.console:
@@ -241,6 +256,7 @@ class _Server:
             logger.warning("second signal: ending at once")
             self._models.kill()
             self._orphans.end()
+            self._write_reports()
             self._log.close()
             os._exit(1)
 

@@ -174,7 +174,7 @@ class _DroppingHandler(QueueHandler):
         # After a drop the queue must be half empty before it takes records again. Otherwise a reader that is too slow
         # would get single lines between reports of what is missing, instead of whole passages.
         if self._dropped and self.queue.qsize() > self.queue.maxsize // 2:
-            self._dropped += 1
+            self._dropped += _lines(record)
             return
         try:
             report = self._take_report()
@@ -182,7 +182,7 @@ class _DroppingHandler(QueueHandler):
                 self.queue.put_nowait(report)
             self.queue.put_nowait(record)
         except queue.Full:
-            self._dropped += 1
+            self._dropped += _lines(record)
 
     def take_report(self) -> logging.LogRecord | None:
         """Return a record that says how many were dropped, None if none were; start to count anew."""
@@ -195,6 +195,10 @@ class _DroppingHandler(QueueHandler):
             return None
         text = f"{dropped} lines were not logged, because the log is read too slowly"
         return logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, None, None)
+
+
+def _lines(record: logging.LogRecord) -> int:
+    return record.msg.count("\n") + 1 if isinstance(record, WrittenLines) else 1
 
 
 class _Listener(QueueListener):

@@ -179,14 +179,19 @@ def test_a_drain_has_an_end(tmp_path: Path) -> None:
         assert server.ended() == 0
 
 
-def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
-    with serving(tmp_path, libraries="") as server, connect(server, raw_request("wait")):
+def test_a_second_signal_ends_at_once_and_no_line_of_the_log_is_lost(tmp_path: Path) -> None:
+    variables = {"SERVING_ACCESS_LOG": "text"}
+    with (
+        serving(tmp_path, libraries="", variables=variables) as server,
+        connect(server, raw_request("wait")),
+    ):
         worker = server.worker_pid()
         server.until("lmi_requests_in_flight", 1)
-        server.process.terminate()
-        server.log_line("draining")
-        server.process.terminate()
+        server.invoke("a", headers={"x-request-id": "the-last"})
+        server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(signal.SIGINT)
         assert server.ended() == 1
+        assert "id=the-last " in "".join(server.lines)
         assert is_gone(worker)
 
 
