@@ -32,12 +32,12 @@ ROWS = (1, 4, 16, 64, 256)  # numbers of rows that are measured, until the secon
 ALL = sys.maxsize  # the border if the first way is at least as fast with any number of rows
 # Both ways have as many turns, and the fastest of each counts: the first one may compile code, and others are disturbed
 # by other programs. The turns end when the difference is clear, or after some time of this thread.
-_LEAST_TURNS, _CLEAR_TURNS, _MOST_TURNS, _SECONDS = 3, 6, 60, 0.04
+_LEAST_TURNS, _CLEAR_TURNS, _MOST_TURNS, _SECONDS = 3, 10, 60, 0.04
 # The second way has to gain this much, because the first one gives a row the same bits in any batch.
 _LEAST_GAIN, _CLEAR_GAIN = 1.15, 1.5
 # If the work took much longer than this thread computed, other programs had the cores. Then the threads wait for each
 # other in all turns, which says nothing about the kernels.
-_BUSY, _DELAY = 1.5, 0.02
+_BUSY, _DELAY = 1.5, 0.003
 _MOST_SECONDS = 3.0  # in all
 _FILE = "measured_borders.json"
 
@@ -73,6 +73,8 @@ class Borders:
         self._known = _read(kept).get(machine, {})
         self._asked: dict[str, int | None] = {}
         self._spent = 0.0  # seconds
+        self._is_new = False  # whether something was measured that the file lacks
+        self._is_busy = False  # whether other programs were seen to have the cores
 
     def border(self, name: str, few: Callable[[int], Work], many: Callable[[int], Work]) -> int:
         """Return the number of rows up to which `few(rows)` is the faster work, 0 if never, ALL if always.
@@ -82,10 +84,13 @@ class Borders:
         border = self._known.get(name)
         if border is None:
             began = time.perf_counter()
-            border = self._measured(few, many, began + self._most_seconds - self._spent)
+            end = began + self._most_seconds - self._spent
+            border = self._measured(few, many, end)
             self._spent += time.perf_counter() - began
             if border is not None:
-                self._known[name] = border
+                self._known[name], self._is_new = border, True
+            elif time.perf_counter() < end:
+                self._is_busy = True
         self._asked[name] = border
         return ALL if border is None else border
 
@@ -104,19 +109,24 @@ class Borders:
         return ALL
 
     def keep(self) -> None:
-        """Log the borders that were asked for since the last call, and write new ones into the file."""
+        """Log the borders that were asked for since the last call, and write new ones into the file.
+
+        What was measured before other programs were seen may be wrong, and holds for this load only.
+        """
         if not self._asked:
             return
         origin = "as measured before" if not self._spent else f"measured in {self._spent:.2f} s"
-        if self._spent and self._file is not None:
+        if self._is_new and not self._is_busy and self._file is not None:
             try:
                 _write(self._file, self._machine, self._known)
                 origin += f", kept in {self._file}"
             except OSError as error:
                 origin += f", not kept: {error}"
+        if None in self._asked.values():
+            origin += ", but for what there was no time for or other programs took the processor"
         borders = (f"{name}: {_told(border)}" for name, border in sorted(self._asked.items()))
         _log.info("Rows that the project's kernels compute, %s. %s", origin, "; ".join(borders))
-        self._asked, self._spent = {}, 0.0
+        self._asked, self._spent, self._is_new = {}, 0.0, False
 
 
 def _is_faster(few: Work, many: Work, seconds: Seconds, end: float) -> bool | None:
@@ -138,7 +148,7 @@ def _is_faster(few: Work, many: Work, seconds: Seconds, end: float) -> bool | No
 
 def _told(border: int | None) -> str:
     if border is None:
-        return "any, not measured because other programs took the processor"
+        return "any (not measured)"
     return "any" if border == ALL else f"up to {border}" if border else "none"
 
 

@@ -104,8 +104,25 @@ def test_what_a_busy_machine_would_measure_is_left_to_the_next_load(
     borders = patient(kept, "a", seconds)
     assert borders.border("x", few, many) == ALL
     borders.keep()
-    assert "x: any, not measured because other programs took the processor" in caplog.messages[-1]
+    assert "x: any (not measured)" in caplog.messages[-1]
+    assert "other programs took the processor" in caplog.messages[-1]
     assert patient(kept, "a", lambda work: 1e6 * timer(work)).border("x", few, many) == 4
+
+
+def test_what_was_measured_before_the_machine_was_seen_busy_is_not_kept(tmp_path: Path) -> None:
+    kept, timer = tmp_path / "borders.json", costing(lambda rows: 1e-6 * rows, lambda rows: 5e-6)
+    is_busy = False
+
+    def seconds(work: Work) -> float:
+        time.sleep(0.01 * is_busy)
+        return timer(work) * (1 if is_busy else 1e6)
+
+    borders = patient(kept, "a", seconds)
+    assert borders.border("x", few, many) == 4
+    is_busy = True
+    assert borders.border("y", few, many) == ALL
+    borders.keep()
+    assert not kept.exists()
 
 
 def test_what_there_was_no_time_to_measure_is_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -114,7 +131,7 @@ def test_what_there_was_no_time_to_measure_is_not_kept(tmp_path: Path, caplog: p
     borders = Borders(kept, "a", timer, most_seconds=0)
     assert borders.border("x", few, many) == ALL
     borders.keep()
-    assert "x: any, not measured" in caplog.messages[-1]
+    assert "x: any (not measured)" in caplog.messages[-1]
     assert patient(kept, "a", timer).border("x", few, many) == 4
 
 
