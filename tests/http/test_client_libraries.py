@@ -139,8 +139,7 @@ CLASSES = {"openai": OPENAI_CLASSES, "anthropic": ANTHROPIC_CLASSES, "langchain_
 @pytest.fixture(scope="module")
 def server(demo_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     settings = {"kv_cache_memory_gb": "0.5", "served_model_name": "smollm2_135m_instruct"}
-    directory = tmp_path_factory.mktemp("served")
-    with serving(directory, demo_model_dir, libraries="transformers", **settings) as server:
+    with serving(tmp_path_factory.mktemp("served"), demo_model_dir, **settings) as server:
         yield server
 
 

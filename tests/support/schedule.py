@@ -12,7 +12,6 @@ _FORKS_WITH_TRANSFORMERS = (
     "engines/huggingface/test_unbatched",
     "engines/tasks/test_tasks_http",
     "http/test_adapters_end_to_end",
-    "http/test_client_libraries",
     "http/test_console_browser",
     "http/test_failed_models",
     "http/test_model_file_end_to_end",
