@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from artifact_helpers import BUCKET, S3, s3_server
-from sagemaker_helpers import sagemaker_runtime
+from sagemaker_helpers import sagemaker_runtime, sdk_scripts
 from server_helpers import Server, make_model, request, running
 from waiting import wait_until
 
@@ -72,12 +73,35 @@ def test_an_input_on_s3_has_its_output_there(client: Any, s3: S3) -> None:
     assert json.loads(written(s3, answer["OutputLocation"])) == {"generated_text": " a b c"}
 
 
-def test_the_async_predictor_of_sagemakers_sdk_names_no_type(client: Any, s3: S3) -> None:
-    s3.put("in/of-the-sdk.json", body("a b"))
-    answer = client.invoke_endpoint_async(
-        EndpointName="model", InputLocation=f"s3://{BUCKET}/in/of-the-sdk.json", Accept="application/json"
-    )
-    assert json.loads(written(s3, answer["OutputLocation"])) == {"generated_text": " a b a"}
+# Its own `predict` would keep the process until it has looked for a failure for the last time.
+PREDICTOR = """
+import json, time
+from sagemaker.base_deserializers import JSONDeserializer
+from sagemaker.base_serializers import JSONSerializer
+from sagemaker.exceptions import ObjectNotExistedError
+from sagemaker.predictor import Predictor
+from sagemaker.predictor_async import AsyncPredictor
+from sagemaker.session import Session
+
+serializers = {"serializer": JSONSerializer(), "deserializer": JSONDeserializer()}
+predictor = AsyncPredictor(Predictor("model", Session(), **serializers))
+asked = {"inputs": "a b", "parameters": {"max_new_tokens": 3}}
+answer = predictor.predict_async(asked, input_path="s3://BUCKET/in/of-the-sdk.json")
+for _ in range(1200):
+    try:
+        print(json.dumps(answer.get_result()))
+        break
+    except ObjectNotExistedError:
+        time.sleep(0.25)
+"""
+
+
+def test_the_async_predictor_of_sagemakers_sdk(server: Server, s3: S3, tmp_path: Path) -> None:
+    """It names no type of the input but that of the object, and waits for the output on S3."""
+    url = f"http://127.0.0.1:{server.port}"
+    code = PREDICTOR.replace("BUCKET", BUCKET)
+    ran = sdk_scripts(tmp_path, {"async": code}, **s3.variables, AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME=url)
+    assert json.loads(ran.output("async").splitlines()[-1]) == {"generated_text": " a b a"}
 
 
 def test_an_input_may_come_with_the_request(client: Any, s3: S3) -> None:

@@ -141,9 +141,13 @@ def test_the_demo_model_is_served_with_a_read_only_root(user: str, kernels_of_th
         assert server.stop() == 0, server.log
 
 
-def test_vllm_serves_and_compiles_for_a_user_that_the_image_does_not_know() -> None:
-    variables = ("--env", "OPTION_ROLLING_BATCH=vllm", "--env", "OPTION_KV_CACHE_MEMORY_GB=0.5")
-    options = (*HARDENED, *CACHES, *variables, "--user", "12345", *model_at(DEMO_MODEL))
+def test_vllm_serves_and_compiles_for_a_user_that_the_image_does_not_know(tmp_path: Path) -> None:
+    """The demo model's own serving.properties names another handler, so it is a data source beside the model here."""
+    tmp_path.chmod(0o755)
+    weights = "/opt/ml/additional-model-data-sources/base"
+    lines = [f"option.model_id={weights}", "option.rolling_batch=vllm", "option.kv_cache_memory_gb=0.5"]
+    (tmp_path / "serving.properties").write_text("\n".join(["engine=Python", *lines]))
+    options = (*HARDENED, *CACHES, "--volume", f"{DEMO_MODEL}:{weights}:ro", "--user", "12345", *model_at(tmp_path))
     with container(*options) as server, server.client() as http:
         assert "Paris" in http.post("/invocations", json=QUESTION).json()["generated_text"]
         # The compiler has the lowest priority, and other containers may keep the processors busy.

@@ -112,6 +112,12 @@ def test_only_engines_that_compile_at_run_time_have_a_compiler() -> None:
     assert compilers == {"cpu", "cuda"}
 
 
+def test_the_image_that_has_vllm_for_processors_has_what_that_is_linked_with() -> None:
+    """The base image has no libnuma; without it vLLM warns, and fails when it loads a model."""
+    _, lines = stages()["cpu"]
+    assert any("apt-get install" in line and " libnuma1 " in line for line in lines)
+
+
 def test_a_stage_declares_the_arguments_that_it_uses() -> None:
     """buildah hands an argument on to no other stage. The installation of packages reads some as variables."""
     for name, (_, lines) in stages().items():
