@@ -68,7 +68,7 @@ def _kind(linears: list[nn.Linear], borders: Borders) -> Kind:
     first = linears[0]
     if first.in_features % 2:
         return PackedLinear
-    shared = _reads_tiles(first)
+    shared = reads_tiles(first)
     sample = [linears[: max(1, read // first.weight.nbytes)] for read in (_READ, _MULTIPLIED)]
     built = [(TiledLinear(linear), PackedLinear(linear)) for linear in sample[0]]
 
@@ -88,7 +88,7 @@ def _kind(linears: list[nn.Linear], borders: Borders) -> Kind:
     return partial(TiledLinear, most_rows=border) if shared else PackedLinear
 
 
-def _reads_tiles(linear: nn.Linear) -> bool:
+def reads_tiles(linear: nn.Linear) -> bool:
     """Whether oneDNN lays this weight out as the project's kernel does, so that both can read one copy of it."""
     packed = _packed(linear)
     laid, words = _laid_weight(linear.weight.detach()), _words(packed)

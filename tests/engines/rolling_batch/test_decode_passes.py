@@ -172,7 +172,7 @@ class FakeCompiler:
 def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let float32 run on torch's operators on the CPU, as it does on a GPU."""
     monkeypatch.setattr(attention, "_operators", attention._TorchAttention)
-    monkeypatch.setattr(model_runner, "fuse", lambda model: {})
+    monkeypatch.setattr(model_runner, "fuse", lambda model, borders: {})
 
 
 def one_layer() -> Any:
