@@ -76,11 +76,11 @@ test-unit: $(SETUP) ## Run the tests that start no server and load no model (hal
 	$(PYTEST) -m "not slow" tests/unit tests/configuration tests/dialects
 
 # mypy is one process, and the tests wait now and then: side by side they leave no core idle. One process runs the tests
-# of engines, so that the others need not import torch and transformers.
+# of engines, so that the others need not import torch and transformers. Five others, because their tests wait more.
 check: $(SETUP) ## Run ruff, mypy and the tests that are not slow (two to three minutes)
 	@{ $(LINT); } > $(VENV)/lint.log 2>&1 & linting=$$!; \
 	$(BIN)/python -m pytest -m "not slow" tests/engines > $(VENV)/engines.log 2>&1 & engines=$$!; \
-	$(PYTEST) -m "not slow" --ignore tests/engines; others=$$?; \
+	$(PYTEST) -n 5 -m "not slow" --ignore tests/engines; others=$$?; \
 	wait $$engines; engines=$$?; wait $$linting; linted=$$?; \
 	cat $(VENV)/engines.log $(VENV)/lint.log; exit $$((others + engines + linted))
 
@@ -89,7 +89,7 @@ check: $(SETUP) ## Run ruff, mypy and the tests that are not slow (two to three 
 #
 # Whatever else runs on the machine can make a server of a test too late. So what failed has a second try, alone, up to
 # the first that fails again; the names of all are printed, since a test that passes only alone is to be mended, too.
-test: $(SETUP) demo-model embedding-model ## Run ruff, mypy and every test (twenty minutes)
+test: $(SETUP) demo-model embedding-model ## Run ruff, mypy and every test (fifteen minutes)
 	@$(MAKE) --no-print-directory $(KERNELS) & compilation=$$!; \
 	$(MAKE) --no-print-directory lint; linted=$$?; wait $$compilation && exit $$linted
 	$(PYTEST) || { test $$? -eq 1 && echo "What failed is tried again, alone:" && \
