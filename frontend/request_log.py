@@ -2,7 +2,7 @@
 
 Lines are made of some dozens of requests at a time, while the processor's caches still have these. They are written a
 tenth of a second after the first of them, as one record of the server's log, because each record wakes the thread that
-writes, which takes the interpreter from the event loop. So a line costs about a microsecond. Headers, queries and
+writes, which takes the interpreter from the event loop. A line costs about three microseconds. Headers, queries and
 bodies are not in a line; the body is, if `log_prompts` asks for it.
 """
 

@@ -8,9 +8,9 @@ compiled code by the shapes of the operands, which for few rows takes as long as
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -70,12 +70,15 @@ def _kind(linears: list[nn.Linear], borders: Borders) -> Kind:
         return PackedLinear
     shared = reads_tiles(first)
     sample = [linears[: max(1, read // first.weight.nbytes)] for read in (_READ, _MULTIPLIED)]
-    built = [(TiledLinear(linear), PackedLinear(linear)) for linear in sample[0]]
+
+    @functools.cache  # only if the border is not known yet
+    def built() -> list[tuple[TiledLinear, PackedLinear]]:
+        return [(TiledLinear(linear), PackedLinear(linear)) for linear in sample[0]]
 
     def passes(place: int) -> Callable[[int], Work]:
         def of(rows: int) -> Work:
             hidden = torch.ones((rows, first.in_features), dtype=torch.bfloat16)
-            modules = itertools.cycle([pair[place] for pair in built[: len(sample[rows >= _MANY_ROWS])]])
+            modules = itertools.cycle([pair[place] for pair in built()[: len(sample[rows >= _MANY_ROWS])]])
             return lambda: next(modules)(hidden)
 
         return of
@@ -85,7 +88,7 @@ def _kind(linears: list[nn.Linear], borders: Borders) -> Kind:
         border = borders.border(f"{first.in_features} x {first.out_features}{biased}", passes(0), passes(1))
     if border == ALL or (border >= _DECODE_ROWS and not shared):
         return TiledLinear
-    return partial(TiledLinear, most_rows=border) if shared else PackedLinear
+    return functools.partial(TiledLinear, most_rows=border) if shared else PackedLinear
 
 
 def reads_tiles(linear: nn.Linear) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from tiny_models import CONTEXT, byte_tokenizer
 
@@ -118,3 +119,16 @@ def generated(model: Any, prompt: list[int], max_new_tokens: int, **parameters: 
 def prompts(count: int, seed: int = 1) -> list[list[int]]:
     chance = random.Random(seed)
     return [[chance.randrange(256) for _ in range(chance.choice([1, 2, 7, 16, 17, 40, 90]))] for _ in range(count)]
+
+
+def check_log_probabilities(exact: Any, asked: Iterable[tuple[list[int], Received]]) -> None:
+    """Compare the log probability of each output token with that of the model in float32.
+
+    They are compared along the tokens that came, because rounding may flip a near tie.
+    """
+    for prompt, answer in asked:
+        with torch.inference_mode():
+            rows = exact(torch.tensor([[*prompt, *answer.tokens]])).logits[0].log_softmax(-1)
+        expected = [float(rows[len(prompt) - 1 + i, token]) for i, token in enumerate(answer.tokens)]
+        found = [token.logprob for delta in answer.deltas for token in delta.tokens]
+        assert found == pytest.approx(expected, abs=0.25)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from rolling_batch_helpers import Engine, prompts
+from rolling_batch_helpers import Engine, check_log_probabilities, prompts
 from tiny_models import CONTEXT, tiny_model
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -261,12 +261,7 @@ def test_answers_are_near_those_of_float32_wherever_the_border_is(border: int, t
         for number, prompt in enumerate(prompts(9))
     ]
     engine.run()
-    for prompt, answer in asked:
-        with torch.inference_mode():
-            rows = exact(torch.tensor([[*prompt, *answer.tokens]])).logits[0].log_softmax(-1)
-        expected = [float(rows[len(prompt) - 1 + i, token]) for i, token in enumerate(answer.tokens)]
-        found = [token.logprob for delta in answer.deltas for token in delta.tokens]
-        assert found == pytest.approx(expected, abs=0.25)
+    check_log_probabilities(exact, asked)
 
 
 @_needs_shared_weights
