@@ -46,7 +46,7 @@ class EmbeddedMetrics:
         """Write a line for each model."""
         lines = [json.dumps(self._line(model)) for model in self._models()]
         if lines:
-            logging.getLogger(_LOGGER).handle(WrittenLines(_LOGGER, "\n".join(lines)))
+            logging.getLogger(_LOGGER).handle(WrittenLines(_LOGGER, lines))
 
     def _line(self, model: Model) -> dict[str, Any]:
         series = self._metrics.of(model)

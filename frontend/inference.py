@@ -64,6 +64,7 @@ _CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
 # Bounded in length, because int() takes quadratic time in the number of digits.
 _INTEGER = re.compile(r"-?[0-9]{1,10}")
 _SHORT_BODY = 64 * 1024
+_PROMPT_BYTES = 8192  # of a body, in the access log
 _MALFORMED = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 _PRIORITIES = range(-(2**31), 2**31)
 
@@ -99,6 +100,7 @@ class Relay:
         self._models = models
         self._metrics = metrics
         self.reports = RequestReports.of(settings)
+        self._logs_prompts = settings.log_prompts and settings.access_log != "off"
         self._max_request_size = settings.max_request_size
         self._request_id_header = settings.request_id_header.lower()
         self._statuses = error_statuses(settings)
@@ -179,7 +181,8 @@ class Relay:
         if self.reports is not None:
             terminal = job.reply.terminal
             kind = terminal.kind if isinstance(terminal, Error) else ""
-            ended = EndedRequest(record, request_id, model.label, route, _address(scope), kind, job.attempts, body)
+            prompt = body[:_PROMPT_BYTES] if self._logs_prompts and body else None
+            ended = EndedRequest(record, request_id, model.label, route, _address(scope), kind, job.attempts, prompt)
             self.reports.ended(ended, trace)
         if status >= 424:
             self._count_failure(counts, status, job)

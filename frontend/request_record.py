@@ -9,7 +9,7 @@ import msgspec
 from lmi_server.contract.protocol import Summary
 
 
-class RequestRecord(msgspec.Struct, gc=False):
+class RequestRecord(msgspec.Struct, gc=False, array_like=True):
     """One request that a worker answered. Times are those of time.monotonic().
 
     `code` is the status under which it counts, `trace_id` that of the client's trace, "" for none.
@@ -45,12 +45,12 @@ class RequestRecord(msgspec.Struct, gc=False):
         return self.sent - self.arrived + summary.prefill_s
 
 
-class EndedRequest(msgspec.Struct, gc=False):
+class EndedRequest(msgspec.Struct, gc=False, array_like=True):
     """What the access log and traces show of a request.
 
     `model` is the label of the model, "" for none; `client` is an address, "" on a Unix socket; `error` is the kind of
-    an error. `attempts` are the times at which workers got it and lost it again. `body` is not kept unless prompts are
-    logged.
+    an error. `attempts` are the times at which workers got it and lost it again. `prompt` is how the body begins, if
+    prompts are logged. As msgpack the fields are positional (`array_like`), which takes half the time.
     """
 
     record: RequestRecord
@@ -60,4 +60,4 @@ class EndedRequest(msgspec.Struct, gc=False):
     client: str
     error: str = ""
     attempts: Sequence[tuple[float, float]] = ()
-    body: bytes | None = None
+    prompt: bytes | None = None

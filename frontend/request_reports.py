@@ -37,7 +37,8 @@ class RequestReports:
 
     async def close(self) -> None:
         """Write and send what waits."""
-        self.flush()
+        if self._log is not None:
+            self._log.close()
         if self._tracing is not None:
             await self._tracing.close()
 

@@ -15,9 +15,10 @@ import queue
 import select
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from logging.handlers import QueueHandler, QueueListener
+from typing import Protocol
 
 from lmi_server.contract.secrets import SECRETS
 
@@ -39,11 +40,39 @@ def visible(text: str) -> str:
     return text if text.isprintable() else text.translate(_ESCAPES)
 
 
+class Lines(Protocol):
+    """Lines of text that may be made only when they are written, in the thread that writes the log."""
+
+    @property
+    def count(self) -> int:
+        """How many lines there are."""
+
+    @property
+    def size(self) -> int:
+        """How much memory they take until then, in bytes."""
+
+    def __str__(self) -> str:
+        """Return the text."""
+
+
 class WrittenLines(logging.LogRecord):
     """Lines that are complete, and go into the log as they are."""
 
-    def __init__(self, name: str, lines: str) -> None:
-        super().__init__(name, logging.INFO, __file__, 0, lines, None, None)
+    def __init__(self, name: str, lines: Lines | Sequence[str]) -> None:
+        self.lines = _MadeLines(lines) if isinstance(lines, Sequence) else lines
+        super().__init__(name, logging.INFO, __file__, 0, self.lines, None, None)
+
+
+class _MadeLines:
+    """Lines whose text is there."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        self._text = "\n".join(lines)
+        self.count = len(lines)
+        self.size = len(self._text)
+
+    def __str__(self) -> str:
+        return self._text
 
 
 class JsonFormatter(logging.Formatter):
@@ -51,7 +80,7 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         if isinstance(record, WrittenLines):
-            return str(record.msg)
+            return record.getMessage()
         entry = {
             "log": "server",
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
@@ -66,7 +95,7 @@ class LineFormatter(logging.Formatter):
     """Hides secrets, escapes control characters and indents further lines, so that nobody can forge a record."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return str(record.msg) if isinstance(record, WrittenLines) else super().format(record)
+        return record.getMessage() if isinstance(record, WrittenLines) else super().format(record)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name is that of logging
         record.message = SECRETS.masked(record.message)
@@ -87,10 +116,10 @@ class LogTail:
         self._lines: deque[tuple[int, str]] = deque(maxlen=_KEPT_LINES)
         self._added = 0
 
-    def add(self, line: str) -> None:
-        """Keep a line as it was written, without its secrets."""
+    def add(self, text: str) -> None:
+        """Keep what was written, without its secrets: one record of the log."""
         self._added += 1
-        self._lines.append((self._added, line[:_LONGEST_KEPT]))
+        self._lines.append((self._added, text[:_LONGEST_KEPT]))
 
     def since(self, number: int) -> list[tuple[int, str]]:
         """Return the kept lines behind the one of this number (0: all), each with its own number."""
@@ -158,6 +187,8 @@ class _RecordQueue(queue.Queue[logging.LogRecord | None]):
 
 
 def _size(record: logging.LogRecord | None) -> int:
+    if isinstance(record, WrittenLines):
+        return _RECORD_BYTES + record.lines.size
     return _RECORD_BYTES + (0 if record is None else len(record.msg))
 
 
@@ -169,6 +200,10 @@ class _DroppingHandler(QueueHandler):
     def __init__(self, records: _RecordQueue) -> None:
         super().__init__(records)
         self._dropped = 0
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        """Have the text made here, but for lines that the writing thread makes."""
+        return record if isinstance(record, WrittenLines) else super().prepare(record)
 
     def enqueue(self, record: logging.LogRecord) -> None:
         # After a drop the queue must be half empty before it takes records again. Otherwise a reader that is too slow
@@ -198,7 +233,7 @@ class _DroppingHandler(QueueHandler):
 
 
 def _lines(record: logging.LogRecord) -> int:
-    return record.msg.count("\n") + 1 if isinstance(record, WrittenLines) else 1
+    return record.lines.count if isinstance(record, WrittenLines) else 1
 
 
 class _Listener(QueueListener):
@@ -246,7 +281,8 @@ class _DescriptorHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         text = self.format(record)
         if self._tail is not None:
-            self._tail.add(text)
+            for part in text.rsplit("\n", _KEPT_LINES) if isinstance(record, WrittenLines) else (text,):
+                self._tail.add(part)
         left = memoryview(f"{text}\n".encode(errors="backslashreplace"))
         with contextlib.suppress(OSError):  # whoever read the log is gone
             while left:
