@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import logging
 import re
 import threading
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from waiting import wait_until
 
 from frontend.console_feed import ConsoleFeed
 from frontend.metrics import Metrics
-from frontend.server_log import LogTail
+from frontend.server_log import LogTail, WrittenLines, background_log
 
 REMOTE = {"x-forwarded-for": "203.0.113.7"}  # what a proxy on this machine says of a client elsewhere
 BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
@@ -276,3 +277,10 @@ def test_the_tail_of_the_log_is_bounded() -> None:
     assert [number for number, _ in kept] == list(range(1501, 2001))
     assert max(len(line) for _, line in kept) == 4096
     assert tail.since(1999)[0][1].startswith("1999 ")
+
+
+def test_the_tail_has_each_line_of_a_record_of_many(tmp_path: Path) -> None:
+    with open(tmp_path / "log", "wb") as output, background_log(output.fileno(), "json") as log:
+        logging.getLogger("many").handle(WrittenLines("many", [f"line {number}" for number in range(600)]))
+    assert [line for _, line in log.tail.since(0)][-500:] == [f"line {number}" for number in range(100, 600)]
+    assert len((tmp_path / "log").read_bytes().splitlines()) == 600
