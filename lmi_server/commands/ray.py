@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from lmi_server.commands.terminal import plain_configuration_errors
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.environment import process_environment
 from lmi_server.machine.whole_files import write_text
+from lmi_server.ray.authentication import send_token
 from lmi_server.ray.model_files import deployments, described
 from lmi_server.ray.serve_config import serve_config
 
@@ -37,6 +39,7 @@ def deploy(
     with plain_configuration_errors():
         environment = process_environment()
         found = deployments(models, environment)
+        _prepare(environment)
         try:
             from lmi_server.ray import cluster
             from lmi_server.ray.application import IngressSettings
@@ -51,11 +54,19 @@ def deploy(
 def status() -> None:
     """Print the state of the application on the cluster that RAY_ADDRESS names, as JSON."""
     with plain_configuration_errors():
+        environment = process_environment()
+        _prepare(environment)
         try:
             from lmi_server.ray import cluster
         except ImportError as error:
             raise ConfigurationError(NOT_INSTALLED) from error
-        typer.echo(json.dumps(cluster.status(process_environment()), indent=2))
+        typer.echo(json.dumps(cluster.status(environment), indent=2))
+
+
+def _prepare(environment: Mapping[str, str]) -> None:
+    """Set what Ray reads when it is imported."""
+    if environment.get("RAY_ADDRESS"):
+        send_token(environment)
 
 
 @app.command()

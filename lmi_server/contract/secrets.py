@@ -21,8 +21,13 @@ _SHORTEST = 6  # a shorter value would hide parts of ordinary words
 class Secrets:
     """The values that are known to be secret, wherever they turn up."""
 
-    def __init__(self) -> None:
-        self._values: tuple[str, ...] = ()  # replaced, never changed: other threads read it
+    def __init__(self, values: tuple[str, ...] = ()) -> None:
+        self._values = values  # replaced, never changed: other threads read it
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """The secret values themselves, for a process that masks for this one."""
+        return self._values
 
     def add(self, value: str) -> None:
         """Hide this value from now on."""

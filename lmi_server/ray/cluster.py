@@ -180,7 +180,10 @@ def _refuse_if_silent(address: str) -> None:
 def _why_none(address: str | None, error: Exception) -> str:
     reason = _one_line(error)
     if address is not None:
-        return f"{ADDRESS} = {address}: the cluster cannot be joined; {reason}"
+        return (
+            f"{ADDRESS} = {address}: the cluster cannot be joined; {reason}. If it asks for a token, set"
+            " RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file that has it"
+        )
     return (
         f"no cluster of Ray can be started on this machine; {reason.rstrip('.')}. Ray gives a node half a minute, which"
         f" a busy machine may exceed: try again, or run ray start --head first and set {ADDRESS}=auto"
