@@ -195,9 +195,10 @@ class _KernelAttention:
     def __init__(self, cache: KVCache) -> None:
         from handlers.rolling_batch.cpu_kernels import attention as kernels
 
+        dtype = as_numpy(cache.keys[0]).dtype
         self._kernel = kernels.slot_attention
-        self._write = kernels.write_rows
-        self._chunk_kernel = kernels.chunk_attention(as_numpy(cache.keys[0]).dtype)
+        self._write = kernels.write_rows(dtype)
+        self._chunk_kernel = kernels.chunk_attention(dtype)
         self._keys = [as_numpy(keys) for keys in cache.keys]
         self._values = [as_numpy(values) for values in cache.values]
 

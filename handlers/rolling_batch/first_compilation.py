@@ -133,23 +133,23 @@ def decoding_kernels(element: str) -> Iterator[Call]:
 
 def other_kernels(element: str) -> Iterator[Call]:
     """Yield the kernels of samplers, single modules and prompts, as `decoding_kernels` does."""
+    from handlers.rolling_batch.cpu_kernels import attention
     from handlers.rolling_batch.cpu_kernels import rows as kernels
 
     rows, logits, masks = _array(element, 2), _array("float32", 2), _array("uint32", 2)
     places, chances, keys = _array("int64", 1), _array("float32", 1), _array("uint64", 1)
-    yield kernels.rms_norm, (rows, _array(element, 1), 1.0, rows)
-    yield kernels.rotate, (rows, rows, rows, 1)
-    yield kernels.silu_and_mul, (rows, rows)
     yield kernels.argmax_rows, (rows, places)
     yield kernels.log_sum_exp_rows, (rows, chances)
     yield kernels.masked_argmax_rows, (rows, places, masks, places)
     yield kernels.mask_rows, (logits, places, masks)
     yield kernels.draw_rows, (logits, keys, chances, chances, places)
     yield kernels.draw_columns, (logits, _array("int64", 2), keys, places)
-    # Last, because importing it compiles a kernel that `decoding_kernels` compiles as well.
-    from handlers.rolling_batch.cpu_kernels.attention import chunk_attention
-
-    chunk_attention(np.dtype(element))
+    for compiled_now in (attention.write_rows, attention.chunk_attention):
+        compiled_now(np.dtype(element))
+    # Last, because `decoder_layers` contains these: the other process has mostly compiled them by now.
+    yield kernels.rms_norm, (rows, _array(element, 1), 1.0, rows)
+    yield kernels.rotate, (rows, rows, rows, 1)
+    yield kernels.silu_and_mul, (rows, rows)
 
 
 def _array(element: str, dimensions: int) -> np.ndarray:

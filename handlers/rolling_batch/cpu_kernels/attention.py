@@ -12,12 +12,12 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import njit, prange, types
+from numba import types
 from numba.np.numpy_support import from_dtype
 
 from handlers.rolling_batch.cpu_kernels.arguments import AttentionSettings, SeenColumns, SlotSpan
-from handlers.rolling_batch.cpu_kernels.compilation import kernel
-from handlers.rolling_batch.cpu_kernels.inlined import dealt, exp
+from handlers.rolling_batch.cpu_kernels.compilation import kernel, kernel_part
+from handlers.rolling_batch.cpu_kernels.inlined import exp
 from handlers.rolling_batch.cpu_kernels.intrinsics import (
     TILE_COLUMNS,
     TILE_ROWS,
@@ -26,24 +26,32 @@ from handlers.rolling_batch.cpu_kernels.intrinsics import (
     load,
     store,
     word,
+    words_of,
 )
+from handlers.rolling_batch.cpu_kernels.parallel import in_threads
 
 
-def _of_rows(element):
-    """Return the signature of `write_rows` for rows of any strides, and caches of an element type."""
+@functools.cache
+def write_rows(dtype: np.dtype[Any]) -> Callable[..., None]:
+    """Return the kernel that writes each row's key and value into its slot, for elements of a type.
+
+    Its arrays are as for `slot_attention`. It is compiled now for rows of any strides, for the reason that
+    `chunk_attention` gives.
+    """
+    element = from_dtype(dtype)
     rows, cache, places = (
         types.Array(*shape) for shape in ((element, 3, "A"), (element, 4, "C"), (types.int64, 1, "C"))
     )
-    return types.void(rows, rows, cache, cache, places, places)
+    return kernel(types.void(rows, rows, cache, cache, places, places))(_write_rows)
 
 
-@kernel([_of_rows(types.uint16), _of_rows(types.float32)], parallel=True)
-def write_rows(key, value, keys, values, slots, positions):
-    """Write each row's key and value into its slot; arrays as for `slot_attention`.
+def _write_rows(key, value, keys, values, slots, positions):
+    in_threads(_write_some, len(slots), (key, value, keys, values, slots, positions))
 
-    It is compiled for rows of any strides, for the reason that `chunk_attention` gives.
-    """
-    for row in prange(len(slots)):
+
+@kernel_part()
+def _write_some(first, last, key, value, keys, values, slots, positions):
+    for row in range(first, last):
         for kv_head in range(key.shape[0]):
             slot_key = keys[slots[row], kv_head, positions[row]]
             slot_value = values[slots[row], kv_head, positions[row]]
@@ -53,7 +61,7 @@ def write_rows(key, value, keys, values, slots, positions):
                 slot_value[d] = value[kv_head, row, d]
 
 
-@kernel(parallel=True, fastmath=True)
+@kernel()
 def slot_attention(query, key, value, keys, values, slots, positions, out, settings):
     """Write each row's key and value into its slot; then each row attends to its slot up to its own position.
 
@@ -64,58 +72,62 @@ def slot_attention(query, key, value, keys, values, slots, positions, out, setti
     All heads that share keys and values (a group) are one piece of work, so that these are read from memory once. The
     loops over the head's dimensions are innermost and without branches: LLVM makes vector instructions of them.
     """
+    in_threads(_write_some, len(slots), (key, value, keys, values, slots, positions))
+    in_threads(_attend_rows, settings.threads, (query, keys, values, slots, positions, out, settings))
+
+
+@kernel_part(fastmath=True)
+def _attend_rows(first_thread, last_thread, query, keys, values, slots, positions, out, settings):
     scaling, softcap = np.float32(settings.scaling), np.float32(settings.softcap)
     window, threads = settings.window, settings.threads
-    dim, value_dim, kv_heads = query.shape[2], value.shape[2], key.shape[0]
+    dim, value_dim, kv_heads = query.shape[2], values.shape[3], keys.shape[1]
     group = query.shape[0] // kv_heads
-    write_rows(key, value, keys, values, slots, positions)
     pieces = len(slots) * kv_heads
-    for work in prange(-(-pieces // threads) * threads):
-        piece = dealt(work, pieces, threads)
-        if piece >= pieces:
-            continue
-        row, kv_head = piece // kv_heads, piece % kv_heads
-        slot, last = slots[row], positions[row]
-        slot_keys, slot_values = keys[slot, kv_head], values[slot, kv_head]
-        begin = max(0, last + 1 - window) if window > 0 else 0
-        count = last + 1 - begin
-        scaled = np.empty((group, dim), np.float32)
-        scores = np.empty((group, count), np.float32)
-        mixed = np.zeros((group, value_dim), np.float32)
-        for g in range(group):
-            for d in range(dim):
-                scaled[g, d] = load(query[kv_head * group + g, row, d]) * scaling
-        for t in range(count):
+    for thread in range(first_thread, last_thread):
+        # Neighbouring pieces, the rows of one sequence say, cost about the same: threads take turns with them.
+        for piece in range(thread, pieces, threads):
+            row, kv_head = piece // kv_heads, piece % kv_heads
+            slot, last = slots[row], positions[row]
+            slot_keys, slot_values = keys[slot, kv_head], values[slot, kv_head]
+            begin = max(0, last + 1 - window) if window > 0 else 0
+            count = last + 1 - begin
+            scaled = np.empty((group, dim), np.float32)
+            scores = np.empty((group, count), np.float32)
+            mixed = np.zeros((group, value_dim), np.float32)
             for g in range(group):
-                score = np.float32(0)
                 for d in range(dim):
-                    score += scaled[g, d] * load(slot_keys[begin + t, d])
-                scores[g, t] = score
-        for g in range(group):
-            if softcap > 0:
-                for t in range(count):
-                    scores[g, t] = softcap * math.tanh(scores[g, t] / softcap)
-            highest = np.float32(-np.inf)
+                    scaled[g, d] = load(query[kv_head * group + g, row, d]) * scaling
             for t in range(count):
-                highest = larger(highest, scores[g, t])
-            total = np.float32(0)
-            for t in range(count):
-                weight = exp(scores[g, t] - highest)
-                scores[g, t] = weight
-                total += weight
-            for t in range(count):
-                scores[g, t] /= total
-        for t in range(count):
+                for g in range(group):
+                    score = np.float32(0)
+                    for d in range(dim):
+                        score += scaled[g, d] * load(slot_keys[begin + t, d])
+                    scores[g, t] = score
             for g in range(group):
-                weight = scores[g, t]
+                if softcap > 0:
+                    for t in range(count):
+                        scores[g, t] = softcap * math.tanh(scores[g, t] / softcap)
+                highest = np.float32(-np.inf)
+                for t in range(count):
+                    highest = larger(highest, scores[g, t])
+                total = np.float32(0)
+                for t in range(count):
+                    weight = exp(scores[g, t] - highest)
+                    scores[g, t] = weight
+                    total += weight
+                for t in range(count):
+                    scores[g, t] /= total
+            for t in range(count):
+                for g in range(group):
+                    weight = scores[g, t]
+                    for d in range(value_dim):
+                        mixed[g, d] += weight * load(slot_values[begin + t, d])
+            for g in range(group):
                 for d in range(value_dim):
-                    mixed[g, d] += weight * load(slot_values[begin + t, d])
-        for g in range(group):
-            for d in range(value_dim):
-                out[row, kv_head * group + g, d] = store(mixed[g, d], out[row, 0, 0])
+                    out[row, kv_head * group + g, d] = store(mixed[g, d], out[row, 0, 0])
 
 
-@njit(inline="always")
+@kernel_part(forceinline=True)
 def _seen(first_own, last_own, row, start, begin, window):
     """Return the columns that a row of a chunk may see, as three numbers: (first shared, first own, behind the last).
 
@@ -128,7 +140,7 @@ def _seen(first_own, last_own, row, start, begin, window):
     return min(max(0, seen - window - begin), shared), own + max(0, seen - window - start), last
 
 
-@njit(fastmath=True, inline="always")
+@kernel_part(fastmath=True)
 def _softmax(score, weight, low, shared, own, last, scaling, softcap):
     """Write the softmax over columns `low:shared` and `own:last` of `score` to `weight`; `score` is overwritten."""
     highest, total, factor = np.float32(-np.inf), np.float32(0), scaling
@@ -155,7 +167,7 @@ def _softmax(score, weight, low, shared, own, last, scaling, softcap):
             weighed[t] = store(scored[t] * share, weight[0])
 
 
-@kernel(parallel=True)
+@kernel_part()
 def _laid_out(keys, values, slot, offset, columns):
     """Return keys and values of a slot, `columns` of them from `offset` on, in the layout that `add_product` reads.
 
@@ -167,7 +179,14 @@ def _laid_out(keys, values, slot, offset, columns):
     tiles, value_words = -(-columns // TILE_COLUMNS), -(-columns // of_word)
     laid_keys = np.empty((kv_heads, tiles, -(-dim // of_word), TILE_COLUMNS), np.uint32)
     laid_values = np.empty((kv_heads, value_words, -(-value_dim // TILE_COLUMNS) * TILE_COLUMNS), np.uint32)
-    for work in prange(kv_heads * tiles):
+    in_threads(_lay_out, kv_heads * tiles, (keys, values, slot, offset, columns, laid_keys, laid_values))
+    return laid_keys, laid_values
+
+
+@kernel_part()
+def _lay_out(first_work, last_work, keys, values, slot, offset, columns, laid_keys, laid_values):
+    tiles, dim, value_dim, of_word = laid_keys.shape[1], keys.shape[3], values.shape[3], 4 // keys.itemsize
+    for work in range(first_work, last_work):
         head, tile = work // tiles, work % tiles
         first, last = tile * TILE_COLUMNS, min((tile + 1) * TILE_COLUMNS, columns)
         laid, key = laid_keys[head, tile], keys[slot, head, offset + first : offset + last]
@@ -185,7 +204,6 @@ def _laid_out(keys, values, slot, offset, columns):
             )
             for d in range(value_dim):
                 laid_values[head, place, d] = word(value[d], neighbour[d])
-    return laid_keys, laid_values
 
 
 @functools.cache
@@ -202,7 +220,7 @@ def chunk_attention(dtype: np.dtype[Any]) -> Callable[..., None]:
     groups = (SlotSpan(0, 0, 0), SeenColumns(0, 0, no_rows, no_rows), AttentionSettings(1.0, 0, 0.0, 1))
     span, columns, settings = map(numba.typeof, groups)
     signature = types.void(query, cache, cache, span, columns, out, settings)
-    return kernel(signature, parallel=True, fastmath=True)(_chunk_attention)
+    return kernel(signature)(_chunk_attention)
 
 
 def _chunk_attention(query, keys, values, span, columns, out, settings):
@@ -218,47 +236,61 @@ def _chunk_attention(query, keys, values, span, columns, out, settings):
     Only products of tiles are worth computing, so a tile also computes scores that some of its rows may not see; the
     softmax leaves these at weight zero. Tiles of columns that no row sees are skipped.
     """
-    slot, offset = span.slot, span.first
+    farthest = columns.last_own[0]
+    for last in columns.last_own:
+        farthest = max(farthest, last)
+    laid_keys, laid_values = _laid_out(keys, values, span.slot, span.first, farthest)
+    in_threads(_attend_tiles, settings.threads, (query, laid_keys, laid_values, farthest, columns, out, settings))
+
+
+@kernel_part(fastmath=True)
+def _attend_tiles(first_thread, last_thread, query, laid_keys, laid_values, seen, columns, out, settings):
     start, begin, first_own, last_own = columns.start, columns.begin, columns.first_own, columns.last_own
     scaling, softcap = np.float32(settings.scaling), np.float32(settings.softcap)
     window, threads = settings.window, settings.threads
-    kv_heads, dim, value_dim, seen = keys.shape[1], keys.shape[3], values.shape[3], last_own.max()
+    dim, value_dim, kv_heads, of_word = query.shape[2], out.shape[2], len(laid_keys), 4 // query.itemsize
     group, like = query.shape[0] // kv_heads, query[0, 0, 0]
-    laid_keys, laid_values = _laid_out(keys, values, slot, offset, seen)
     tiles, key_words, value_words = laid_keys.shape[1], laid_keys.shape[2], laid_values.shape[1]
-    rows, shared, of_word = len(first_own) * group, start - begin, 4 // keys.itemsize
+    rows, shared = len(first_own) * group, start - begin
     units, shared_words = -(-rows // TILE_ROWS), -(-shared // of_word)
-    pieces = kv_heads * units
-    for work in prange(-(-pieces // threads) * threads):
-        piece = dealt(work, pieces, threads)
-        if piece >= pieces:
-            continue
-        head, first = piece // units, piece % units * TILE_ROWS
-        queries = np.zeros((TILE_ROWS, key_words * of_word), query.dtype)
-        lowest, nearest, farthest = seen, seen, 0
-        for r in range(TILE_ROWS):  # the last tile may hold a row several times
-            row = min(first + r, rows - 1)
-            for d in range(dim):
-                queries[r, d] = query[head * group + row % group, row // group, d]
-            low, own, last = _seen(first_own, last_own, row // group, start, begin, window)
-            lowest, nearest, farthest = min(lowest, low), min(nearest, own), max(farthest, last)
-        scores = np.zeros((TILE_ROWS, tiles * TILE_COLUMNS), np.float32)
-        for tile in range(lowest // TILE_COLUMNS, -(-farthest // TILE_COLUMNS)):
-            column = tile * TILE_COLUMNS
-            if column < shared or column + TILE_COLUMNS > nearest:  # else only columns of other sequences
-                add_product(queries.view(np.uint32), 0, key_words, laid_keys[head, tile], scores, column, like)
-        weights = np.zeros((TILE_ROWS, value_words * of_word), query.dtype)
-        for r in range(TILE_ROWS):
-            row = min(first + r, rows - 1)
-            low, own, last = _seen(first_own, last_own, row // group, start, begin, window)
-            _softmax(scores[r], weights[r], low, shared, own, last, scaling, softcap)
-        mixed = np.zeros((TILE_ROWS, laid_values.shape[2]), np.float32)
-        low_word, own_word = lowest // of_word, max(shared_words, nearest // of_word)
-        for column in range(0, value_dim, TILE_COLUMNS):
-            for begins, ends in ((low_word, shared_words), (own_word, -(-farthest // of_word))):
-                area = laid_values[head, begins:, column : column + TILE_COLUMNS]
-                add_product(weights.view(np.uint32), begins, ends - begins, area, mixed, column, like)
-        for r in range(min(TILE_ROWS, rows - first)):
-            row = first + r
-            for d in range(value_dim):
-                out[row // group, head * group + row % group, d] = store(mixed[r, d], like)
+    queries = np.zeros((TILE_ROWS, key_words * of_word), query.dtype)
+    scores = np.empty((TILE_ROWS, tiles * TILE_COLUMNS), np.float32)
+    weights = np.empty((TILE_ROWS, value_words * of_word), query.dtype)
+    mixed = np.empty((TILE_ROWS, laid_values.shape[2]), np.float32)
+    for thread in range(first_thread, last_thread):
+        for piece in range(thread, kv_heads * units, threads):
+            head, first = piece // units, piece % units * TILE_ROWS
+            lowest, nearest, farthest = seen, seen, 0
+            for r in range(TILE_ROWS):  # the last tile may hold a row several times
+                row = min(first + r, rows - 1)
+                for d in range(dim):
+                    queries[r, d] = query[head * group + row % group, row // group, d]
+                low, own, last = _seen(first_own, last_own, row // group, start, begin, window)
+                lowest, nearest, farthest = min(lowest, low), min(nearest, own), max(farthest, last)
+            _fill(scores, np.float32(0))
+            for tile in range(lowest // TILE_COLUMNS, -(-farthest // TILE_COLUMNS)):
+                column = tile * TILE_COLUMNS
+                if column < shared or column + TILE_COLUMNS > nearest:  # else only columns of other sequences
+                    add_product(words_of(queries), 0, key_words, laid_keys[head, tile], scores, column, like)
+            _fill(weights, store(np.float32(0), like))
+            for r in range(TILE_ROWS):
+                row = min(first + r, rows - 1)
+                low, own, last = _seen(first_own, last_own, row // group, start, begin, window)
+                _softmax(scores[r], weights[r], low, shared, own, last, scaling, softcap)
+            _fill(mixed, np.float32(0))
+            low_word, own_word = lowest // of_word, max(shared_words, nearest // of_word)
+            for column in range(0, value_dim, TILE_COLUMNS):
+                for begins, ends in ((low_word, shared_words), (own_word, -(-farthest // of_word))):
+                    area = laid_values[head, begins:, column : column + TILE_COLUMNS]
+                    add_product(words_of(weights), begins, ends - begins, area, mixed, column, like)
+            for r in range(min(TILE_ROWS, rows - first)):
+                row = first + r
+                for d in range(value_dim):
+                    out[row // group, head * group + row % group, d] = store(mixed[r, d], like)
+
+
+@kernel_part()
+def _fill(array, number):
+    for row in range(array.shape[0]):
+        for column in range(array.shape[1]):
+            array[row, column] = number

@@ -1,4 +1,4 @@
-"""The decorator of every kernel: numba's `njit`, whose compiled code is valid until a source file here changes."""
+"""The decorators of kernels and of their parts: numba's `njit`. Compiled code is valid until a source here changes."""
 
 from __future__ import annotations
 
@@ -20,6 +20,19 @@ def sources_digest(folder: Path) -> str:
 
 
 SOURCES = sources_digest(Path(__file__).parent)
+# C code does not call kernels, and a division by zero raises no error. Code for both takes long to compile.
+_LEAST_CODE = {"no_cfunc_wrapper": True, "error_model": "numpy"}
+
+
+def kernel_part(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Compile a function that only kernels call, never Python, when a kernel that calls it is compiled.
+
+    Without what Python would need to call it, numba has much less to compile.
+    """
+    decorate: Callable[[Callable[..., Any]], Callable[..., Any]] = njit(
+        no_cpython_wrapper=True, **_LEAST_CODE, **options
+    )
+    return decorate
 
 
 def kernel(signatures: Any = None, **options: Any) -> Callable[[Callable[..., None]], Callable[..., Any]]:
@@ -33,7 +46,7 @@ def kernel(signatures: Any = None, **options: Any) -> Callable[[Callable[..., No
 
     def decorate(function: Callable[..., None]) -> Callable[..., Any]:
         function.__qualname__ = f"{function.__name__}_{SOURCES}"
-        compiled: Callable[..., Any] = njit(signatures, nogil=True, cache=True, **options)(function)
+        compiled: Callable[..., Any] = njit(signatures, nogil=True, cache=True, **_LEAST_CODE, **options)(function)
         return compiled
 
     return decorate

@@ -6,28 +6,28 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from handlers.rolling_batch.cpu_kernels.arguments import AttentionSettings, LayerArrays
 from handlers.rolling_batch.cpu_kernels.attention import slot_attention
-from handlers.rolling_batch.cpu_kernels.compilation import kernel
-from handlers.rolling_batch.cpu_kernels.intrinsics import array_at, load, store
+from handlers.rolling_batch.cpu_kernels.compilation import kernel, kernel_part
+from handlers.rolling_batch.cpu_kernels.intrinsics import array_at, heads_of, load, reshaped, store
 from handlers.rolling_batch.cpu_kernels.linear import linear
 from handlers.rolling_batch.cpu_kernels.rows import rms_norm, rotate, silu_and_mul
 from handlers.rolling_batch.cpu_kernels.shared_memory import all_reduce
 
 
-@kernel(fastmath=True)
+@kernel_part(fastmath=True)
 def _add_rows(rows, added, shared):
     """Add `added`, or the sum of all ranks' if the model is split, to `rows`: (n, width) uint16 both."""
     if len(shared.blocks) > 1:
-        all_reduce(added.reshape(-1), added.reshape(-1), shared)
+        every = reshaped(added, (added.size,))
+        all_reduce(every, every, shared)
     for n in range(rows.shape[0]):
         for d in range(rows.shape[1]):
             rows[n, d] = store(load(rows[n, d]) + load(added[n, d]), rows[n, d])
 
 
-@njit(inline="always")  # as a kernel of its own LLVM would compile it, with all kernels that it calls, twice
+@kernel_part(inline="always")  # as a kernel of its own LLVM would compile it, with all kernels that it calls, twice
 def _decoder_layer(rows, layer, window, settings, shared):
     """Compute one layer, for LayerArrays of it and the `window` that it sees."""
     hidden, threads = rows.hidden, settings.threads
@@ -39,12 +39,12 @@ def _decoder_layer(rows, layer, window, settings, shared):
     projected = np.empty((count, (heads + 2 * kv_heads) * dim), np.uint16)
     linear(normed, layer.qkv, layer.qkv_bias, projected, threads)
     rotate(projected, rows.cosines, rows.sines, heads + kv_heads)
-    by_head = projected.reshape((count, heads + 2 * kv_heads, dim)).transpose((1, 0, 2))
+    by_head = heads_of(projected, dim)
     query, key, value = by_head[:heads], by_head[heads : heads + kv_heads], by_head[heads + kv_heads :]
     attended = np.zeros((count, heads, dim), np.uint16)
     attention = AttentionSettings(settings.scaling, window, settings.softcap, threads)
     slot_attention(query, key, value, layer.keys, layer.values, rows.slots, rows.positions, attended, attention)
-    linear(attended.reshape((count, heads * dim)), layer.o, layer.o_bias, added, threads)
+    linear(reshaped(attended, (count, heads * dim)), layer.o, layer.o_bias, added, threads)
     _add_rows(hidden, added, shared)
     rms_norm(hidden, layer.post_norm, settings.post_epsilon, normed)
     gate_and_up, activated = np.empty((count, 2 * inner), np.uint16), np.empty((count, inner), np.uint16)

@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 
+from handlers.rolling_batch.cpu_kernels.compilation import kernel_part
 from handlers.rolling_batch.cpu_kernels.intrinsics import larger, power_of_two
 
 
-@njit(fastmath=True, inline="always")
+@kernel_part(fastmath=True, forceinline=True)
 def exp(x):
     """Return e ** x in float32, to about one unit in the last place, for x from -87 to 88.
 
@@ -34,7 +34,7 @@ def exp(x):
     return p * power_of_two(np.int32(whole))
 
 
-@njit(inline="always")
+@kernel_part(forceinline=True)
 def uniform_of(key, token):
     """Return the uniform random number of a token under a uint64 key, above 0, at most 1; see gumbel.py."""
     word = key + np.uint64(token) * np.uint64(0x9E3779B97F4A7C15)
@@ -44,13 +44,13 @@ def uniform_of(key, token):
     return (np.float32(np.int32(word >> np.uint64(33))) + np.float32(0.5)) * np.float32(2.0**-31)
 
 
-@njit(inline="always")
+@kernel_part(forceinline=True)
 def gumbel_of(key, token):
     """Return the Gumbel noise of a token under a uint64 key."""
     return np.float32(-math.log(-math.log1p(-uniform_of(key, token))))
 
 
-@njit(fastmath=True)
+@kernel_part(fastmath=True)
 def drawn_from(row, key, least):
     """Return the index of the greatest sum of logit and Gumbel noise among the logits of `least` and more.
 
@@ -73,7 +73,7 @@ def drawn_from(row, key, least):
     return drawn
 
 
-@njit(fastmath=True)
+@kernel_part(fastmath=True)
 def tokens_above(row, logit, highest):
     """Return the mass of the tokens with a greater logit, as a sum of exp(logit - highest), and the least of these."""
     mass, least = np.float32(0), np.float32(3e38)
@@ -82,15 +82,3 @@ def tokens_above(row, logit, highest):
             mass += exp(row[v] - highest)
             least = min(least, row[v])
     return mass, least
-
-
-@njit(inline="always")
-def dealt(work, count, threads):
-    """Return which of `count` pieces of work to do as number `work`; `count` or more means none.
-
-    prange gives each thread a run of neighbouring numbers, of which there are `-(-count // threads) * threads`. Pieces
-    next to each other cost about the same (the rows of one sequence, say), so that a run of them would leave threads
-    idle. Here they are dealt to the threads in turns.
-    """
-    share = -(-count // threads)
-    return work % share * threads + work // share

@@ -16,6 +16,7 @@ import numba
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.imputils import impl_ret_borrowed
 from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 
@@ -126,6 +127,56 @@ def array_at(context, address, like):
         return array._getvalue()
 
     return like(types.uintp, like), build
+
+
+@intrinsic
+def words_of(context, array):
+    """Return a contiguous array of two dimensions as one of uint32, for `add_product`: see `word`."""
+
+    def build(ctx, builder, sig, args):
+        given = ctx.make_array(sig.args[0])(ctx, builder, args[0])
+        rows, columns = cgutils.unpack_tuple(builder, given.shape)
+        width = builder.sdiv(builder.mul(columns, given.itemsize), ctx.get_constant(types.intp, 4))
+        return _view(ctx, builder, sig, args, (rows, width))
+
+    return types.Array(types.uint32, 2, "C")(array), build
+
+
+@intrinsic
+def reshaped(context, array, shape):
+    """Return a contiguous array in another shape, unchecked. `reshape` takes longer to compile."""
+
+    def build(ctx, builder, sig, args):
+        return _view(ctx, builder, sig, args, cgutils.unpack_tuple(builder, args[1]))
+
+    return array.copy(ndim=len(shape))(array, shape), build
+
+
+@intrinsic
+def heads_of(context, rows, dim):
+    """Return rows of heads beside each other, (n, heads * dim), as (heads, n, dim)."""
+
+    def build(ctx, builder, sig, args):
+        given = ctx.make_array(sig.args[0])(ctx, builder, args[0])
+        count, width = cgutils.unpack_tuple(builder, given.shape)
+        stride, size = cgutils.unpack_tuple(builder, given.strides)
+        strides = (builder.mul(args[1], size), stride, size)
+        return _view(ctx, builder, sig, args, (builder.sdiv(width, args[1]), count, args[1]), strides)
+
+    return rows.copy(ndim=3, layout="A")(rows, dim), build
+
+
+def _view(ctx, builder, sig, args, shape, strides=None):
+    """Return the first argument's memory as an array of a shape, with strides in bytes; contiguous without strides."""
+    given = ctx.make_array(sig.args[0])(ctx, builder, args[0])
+    array = ctx.make_array(sig.return_type)(ctx, builder)
+    size = ctx.get_constant(types.intp, sig.return_type.dtype.bitwidth // 8)
+    if strides is None:
+        strides = [size]
+        for length in reversed(shape[1:]):
+            strides.insert(0, builder.mul(strides[0], length))
+    populate_array(array, builder.bitcast(given.data, array.data.type), shape, strides, size, given.meminfo)
+    return impl_ret_borrowed(ctx, builder, sig.return_type, array._getvalue())
 
 
 @intrinsic

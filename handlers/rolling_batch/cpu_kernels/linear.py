@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import prange
 
-from handlers.rolling_batch.cpu_kernels.compilation import kernel
-from handlers.rolling_batch.cpu_kernels.intrinsics import TILE_COLUMNS, TILE_ROWS, add_product, load, store
+from handlers.rolling_batch.cpu_kernels.compilation import kernel, kernel_part
+from handlers.rolling_batch.cpu_kernels.intrinsics import TILE_COLUMNS, TILE_ROWS, add_product, load, store, words_of
+from handlers.rolling_batch.cpu_kernels.parallel import in_threads
 
 # A panel of weights is multiplied in sections of _MOST_WORDS words (128 KiB with AVX-512), which stay in the L2 cache
 # while up to _MOST_TILES tiles of rows use them. The sums of these tiles are kept from section to section.
@@ -17,7 +17,7 @@ _MOST_WORDS = 512
 _MOST_TILES = 64
 
 
-@kernel(parallel=True)
+@kernel()
 def linear(rows, weight, bias, out, threads):
     """`rows @ weight.T + bias` -> out (n, out_features), for elements of bfloat16.
 
@@ -28,33 +28,43 @@ def linear(rows, weight, bias, out, threads):
     a row are added up in the same order whatever the other rows are: a request gets the same bits in any batch. The
     last rows, fewer than a tile, are padded with zeros.
     """
+    count, words = len(rows), weight.shape[1]
+    row_words = words_of(rows)
+    whole = count // TILE_ROWS * TILE_ROWS
+    rest = np.zeros((TILE_ROWS, words), np.uint32)
+    for row in range(whole, count):
+        for word in range(words):
+            rest[row - whole, word] = row_words[row, word]
+    in_threads(_linear, threads, (row_words, rest, weight, bias, out, threads))
+
+
+@kernel_part()
+def _linear(first_thread, last_thread, rows, rest, weight, bias, out, threads):
+    """Compute the panels of some threads, for rows as words; `rest` has those of the last tile, if it is not whole."""
     count, width = out.shape
     panels, words, _ = weight.shape
-    whole, tiles, like = count // TILE_ROWS, -(-count // TILE_ROWS), rows.dtype.type(0)
-    row_words = rows.view(np.uint32)
-    rest = np.zeros((TILE_ROWS, words), np.uint32)
-    for row in range(whole * TILE_ROWS, count):
-        rest[row - whole * TILE_ROWS] = row_words[row]
-    for thread in prange(threads):
-        sums = np.empty((_MOST_TILES * TILE_ROWS, TILE_COLUMNS), np.float32)
-        for panel in range(panels * thread // threads, panels * (thread + 1) // threads):
-            column = panel * TILE_COLUMNS
-            columns = min(TILE_COLUMNS, width - column)
-            for begin in range(0, tiles, _MOST_TILES):
-                end = min(begin + _MOST_TILES, tiles)
-                sums[: (end - begin) * TILE_ROWS] = 0
-                for first in range(0, words, _MOST_WORDS):
-                    most, right = min(_MOST_WORDS, words - first), weight[panel, first:]
-                    for tile in range(begin, end):
-                        left = row_words[tile * TILE_ROWS : (tile + 1) * TILE_ROWS] if tile < whole else rest
-                        totals = sums[(tile - begin) * TILE_ROWS : (tile - begin + 1) * TILE_ROWS]
-                        add_product(left, first, most, right, totals, 0, like)
-                for row in range(begin * TILE_ROWS, min(end * TILE_ROWS, count)):
-                    total, target = sums[row - begin * TILE_ROWS], out[row, column : column + columns]
-                    if len(bias):
-                        added = bias[column : column + columns]
-                        for c in range(columns):
-                            target[c] = store(total[c] + load(added[c]), like)
-                    else:
-                        for c in range(columns):
-                            target[c] = store(total[c], like)
+    whole, tiles, like = count // TILE_ROWS, -(-count // TILE_ROWS), out.dtype.type(0)
+    sums = np.empty((_MOST_TILES * TILE_ROWS, TILE_COLUMNS), np.float32)
+    for panel in range(panels * first_thread // threads, panels * last_thread // threads):
+        column = panel * TILE_COLUMNS
+        columns = min(TILE_COLUMNS, width - column)
+        for begin in range(0, tiles, _MOST_TILES):
+            end = min(begin + _MOST_TILES, tiles)
+            for row in range((end - begin) * TILE_ROWS):
+                for c in range(TILE_COLUMNS):
+                    sums[row, c] = 0
+            for first in range(0, words, _MOST_WORDS):
+                most, right = min(_MOST_WORDS, words - first), weight[panel, first:]
+                for tile in range(begin, end):
+                    left = rows[tile * TILE_ROWS : (tile + 1) * TILE_ROWS] if tile < whole else rest
+                    totals = sums[(tile - begin) * TILE_ROWS : (tile - begin + 1) * TILE_ROWS]
+                    add_product(left, first, most, right, totals, 0, like)
+            for row in range(begin * TILE_ROWS, min(end * TILE_ROWS, count)):
+                total, target = sums[row - begin * TILE_ROWS], out[row, column : column + columns]
+                if len(bias):
+                    added = bias[column : column + columns]
+                    for c in range(columns):
+                        target[c] = store(total[c] + load(added[c]), like)
+                else:
+                    for c in range(columns):
+                        target[c] = store(total[c], like)

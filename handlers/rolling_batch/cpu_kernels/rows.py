@@ -8,18 +8,23 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import prange
 
-from handlers.rolling_batch.cpu_kernels.compilation import kernel
+from handlers.rolling_batch.cpu_kernels.compilation import kernel, kernel_part
 from handlers.rolling_batch.cpu_kernels.inlined import drawn_from, exp, gumbel_of, tokens_above
 from handlers.rolling_batch.cpu_kernels.intrinsics import larger, load, store
+from handlers.rolling_batch.cpu_kernels.parallel import in_threads
 
 
-@kernel(parallel=True, fastmath=True)
+@kernel()
 def rms_norm(rows, weight, eps, out):
     """`rows / rms(rows) * weight`: (n, width) -> (n, width), rounded before the product, as by Llama's norm."""
+    in_threads(_rms_norm, len(rows), (rows, weight, eps, out))
+
+
+@kernel_part(fastmath=True)
+def _rms_norm(first, last, rows, weight, eps, out):
     width = rows.shape[1]
-    for n in prange(rows.shape[0]):
+    for n in range(first, last):
         squares = np.float32(0)
         for d in range(width):
             element = load(rows[n, d])
@@ -30,46 +35,61 @@ def rms_norm(rows, weight, eps, out):
             out[n, d] = store(normed * load(weight[d]), rows[n, d])
 
 
-@kernel(parallel=True, fastmath=True)
+@kernel()
 def silu_and_mul(gate_up, out):
     """`silu(gate) * up` of a fused projection: (n, 2 * width) -> (n, width).
 
     The activation is rounded to the element type before it is multiplied, as in transformers' own code.
     """
+    in_threads(_silu_and_mul, len(out), (gate_up, out))
+
+
+@kernel_part(fastmath=True)
+def _silu_and_mul(first, last, gate_up, out):
     width = out.shape[1]
-    for n in prange(out.shape[0]):
+    for n in range(first, last):
         for d in range(width):
             gate = load(gate_up[n, d])
             activated = load(store(gate / (np.float32(1) + exp(-gate)), gate_up[n, d]))
             out[n, d] = store(activated * load(gate_up[n, width + d]), gate_up[n, d])
 
 
-@kernel(parallel=True, fastmath=True)
+@kernel()
 def rotate(rows, cosines, sines, heads):
     """Apply rotary position embeddings in place to the first `heads` heads of each row (Su et al., RoFormer, 2021).
 
     rows (n, width) of heads beside each other; cosines, sines (n, dim): the halves of a head form its pairs.
     """
+    in_threads(_rotate, len(rows), (rows, cosines, sines, heads))
+
+
+@kernel_part(fastmath=True)
+def _rotate(first, last, rows, cosines, sines, heads):
     dim = cosines.shape[1]
     half = dim // 2
-    for n in prange(rows.shape[0]):
+    for n in range(first, last):
         for head in range(heads):
-            first = head * dim
+            begin = head * dim
             for d in range(half):
-                low, high = load(rows[n, first + d]), load(rows[n, first + half + d])
+                low, high = load(rows[n, begin + d]), load(rows[n, begin + half + d])
                 turned_low = low * load(cosines[n, d]) - high * load(sines[n, d])
                 turned_high = high * load(cosines[n, half + d]) + low * load(sines[n, half + d])
-                rows[n, first + d] = store(turned_low, rows[n, first])
-                rows[n, first + half + d] = store(turned_high, rows[n, first])
+                rows[n, begin + d] = store(turned_low, rows[n, begin])
+                rows[n, begin + half + d] = store(turned_high, rows[n, begin])
 
 
-@kernel(parallel=True, fastmath=True)
+@kernel()
 def argmax_rows(logits, best):
     """Write the index of the greatest logit of each row, the first of equals: (n, vocabulary) -> best (n,) int64."""
+    in_threads(_argmax_rows, len(logits), (logits, best))
+
+
+@kernel_part(fastmath=True)
+def _argmax_rows(first, last, logits, best):
     width = logits.shape[1]
     # Vector instructions find the greatest logit of a block; its index is searched in the best block only.
     block = 1024
-    for n in prange(logits.shape[0]):
+    for n in range(first, last):
         best[n] = 0
         best_block, highest = 0, np.float32(-np.inf)
         for start in range(0, width, block):
@@ -84,10 +104,15 @@ def argmax_rows(logits, best):
                 break
 
 
-@kernel(parallel=True, fastmath=True)
+@kernel()
 def log_sum_exp_rows(logits, result):
     """Write log(sum(exp(row))) of each row: (n, vocabulary) -> result (n,) float32."""
-    for n in prange(logits.shape[0]):
+    in_threads(_log_sum_exp_rows, len(logits), (logits, result))
+
+
+@kernel_part(fastmath=True)
+def _log_sum_exp_rows(first, last, logits, result):
+    for n in range(first, last):
         highest = np.float32(-np.inf)
         for v in range(logits.shape[1]):
             highest = larger(highest, load(logits[n, v]))
@@ -97,7 +122,7 @@ def log_sum_exp_rows(logits, result):
         result[n] = highest + math.log(total)
 
 
-@kernel(parallel=True, fastmath=True)
+@kernel()
 def draw_rows(logits, keys, top_p, min_p, drawn):
     """Write the index of the greatest sum of logit and Gumbel noise among the tokens that `top_p` and `min_p` leave.
 
@@ -106,7 +131,12 @@ def draw_rows(logits, keys, top_p, min_p, drawn):
     What is left are the tokens from some logit on. Instead of sorting for it, the tokens with a smaller logit than any
     one that proves to be outside are left out, and another one is drawn.
     """
-    for n in prange(logits.shape[0]):
+    in_threads(_draw_rows, len(logits), (logits, keys, top_p, min_p, drawn))
+
+
+@kernel_part(fastmath=True)
+def _draw_rows(first, last, logits, keys, top_p, min_p, drawn):
+    for n in range(first, last):
         row = logits[n]
         highest = np.float32(-3e38)
         for v in range(len(row)):
@@ -126,10 +156,15 @@ def draw_rows(logits, keys, top_p, min_p, drawn):
                 drawn[n] = drawn_from(row, keys[n], least)
 
 
-@kernel(parallel=True, fastmath=True)
+@kernel()
 def draw_columns(logits, ids, keys, drawn):
     """Write the column of the greatest sum of logit and Gumbel noise: logits, ids (n, m), keys (n,) -> drawn (n,)."""
-    for n in prange(logits.shape[0]):
+    in_threads(_draw_columns, len(logits), (logits, ids, keys, drawn))
+
+
+@kernel_part(fastmath=True)
+def _draw_columns(first, last, logits, ids, keys, drawn):
+    for n in range(first, last):
         drawn[n] = 0
         highest = np.float32(-3e38)
         for column in range(logits.shape[1]):
@@ -138,15 +173,20 @@ def draw_columns(logits, ids, keys, drawn):
                 drawn[n], highest = column, total
 
 
-@kernel(parallel=True, fastmath=True)
+@kernel()
 def masked_argmax_rows(logits, rows, masks, best):
     """Write the index of the greatest logit that a mask allows: rows (n,) of logits, masks (n, words) -> best (n,).
 
     A mask has a bit per logit, the lowest first. Most words are zero where a grammar allows little, and all ones inside
     texts; both are fast.
     """
+    in_threads(_masked_argmax_rows, len(rows), (logits, rows, masks, best))
+
+
+@kernel_part(fastmath=True)
+def _masked_argmax_rows(first, last, logits, rows, masks, best):
     width = logits.shape[1]
-    for n in prange(rows.shape[0]):
+    for n in range(first, last):
         row = rows[n]
         best[n] = 0
         highest = np.float32(-np.inf)
@@ -169,11 +209,16 @@ def masked_argmax_rows(logits, rows, masks, best):
                         best[n], highest = v, value
 
 
-@kernel(parallel=True)
+@kernel()
 def mask_rows(logits, rows, masks):
     """Set the logits that the masks do not allow to minus infinity, in place; the arguments of `masked_argmax_rows`."""
+    in_threads(_mask_rows, len(rows), (logits, rows, masks))
+
+
+@kernel_part()
+def _mask_rows(first, last, logits, rows, masks):
     width = logits.shape[1]
-    for n in prange(rows.shape[0]):
+    for n in range(first, last):
         row = rows[n]
         for w in range((width + 31) // 32):
             bits = masks[n, w] if w < masks.shape[1] else np.uint32(0)

@@ -19,19 +19,19 @@ import numpy as np
 from numba import types
 
 from handlers.rolling_batch.cpu_kernels.arguments import CACHE_LINE
-from handlers.rolling_batch.cpu_kernels.compilation import kernel
+from handlers.rolling_batch.cpu_kernels.compilation import kernel, kernel_part
 from handlers.rolling_batch.cpu_kernels.intrinsics import load, load_acquire, store, store_release
 
 _yield_core = types.ExternalFunction("sched_yield", types.int32())
 
 
-@kernel()
+@kernel_part()
 def _publish(shared, count):
     """Let the other ranks read what this rank has written so far: its blocks up to number `count`."""
     store_release(shared.counters + np.uintp(shared.rank * CACHE_LINE), count)
 
 
-@kernel()
+@kernel_part()
 def _wait_for_all(shared, count):
     """Wait until every rank has published its block number `count`."""
     for other in range(len(shared.blocks)):
@@ -42,7 +42,7 @@ def _wait_for_all(shared, count):
                 _yield_core()
 
 
-@kernel()
+@kernel_part()
 def _published(shared):
     """Return how many blocks this rank has published."""
     return load_acquire(shared.counters + np.uintp(shared.rank * CACHE_LINE))
@@ -92,9 +92,10 @@ def gather_columns(part, out, shared):
             place, size = count & 1, end - begin
             if rank:
                 for row in range(first, last):
-                    blocks[rank, place, (row - first) * size : (row - first + 1) * size] = part[row, begin:end]
+                    _copy(part[row, begin:end], blocks[rank, place, (row - first) * size :])
             else:
-                out[first:last, begin:end] = part[first:last, begin:end]
+                for row in range(first, last):
+                    _copy(part[row, begin:end], out[row, begin:])
             count += 1
             _publish(shared, count)
             _wait_for_all(shared, count)
@@ -102,4 +103,11 @@ def gather_columns(part, out, shared):
                 for other in range(1, ranks):
                     for row in range(first, last):
                         theirs = blocks[other, place, (row - first) * size : (row - first + 1) * size]
-                        out[row, other * width + begin : other * width + end] = theirs
+                        _copy(theirs, out[row, other * width + begin :])
+
+
+@kernel_part()
+def _copy(source, target):
+    """Copy an array (n,) to the beginning of another one. An assignment to a slice takes seconds to compile."""
+    for place in range(len(source)):
+        target[place] = source[place]
