@@ -86,6 +86,9 @@ class DraftModel:
     def observe(self, request_id: str, drafted: int, accepted: int) -> None:
         self._drafts[request_id].acceptance.observe(drafted, accepted)
 
+    def timed(self, rows: int, seconds: float) -> None:
+        """Learn nothing: the costs were measured at load, those of the smaller model among them."""
+
     def propose(
         self, wanted: Sequence[tuple[scheduler.Sequence, int]], rows: int, room: int
     ) -> Mapping[scheduler.Sequence, list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -94,10 +95,11 @@ class RollingBatchEngine:
         self._mask_thread = ThreadPoolExecutor(1, "grammar-masks")
         self._recorder = StepRecorder(scheduler)
         self._drafter: Drafter | None = None
+        self._clock: Callable[[], float] = time.perf_counter
 
-    def speculate(self, drafter: Drafter) -> None:
-        """Draft tokens for the requests to come."""
-        self._drafter = drafter
+    def speculate(self, drafter: Drafter, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Draft tokens for the requests to come. The drafter learns from `clock`, in seconds, how long steps take."""
+        self._drafter, self._clock = drafter, clock
 
     @property
     def vocabulary(self) -> int:
@@ -266,6 +268,7 @@ class RollingBatchEngine:
             on_begin = self._requests[sequence.request_id].on_begin
             if on_begin is not None:
                 on_begin()
+        began = self._clock()
         masks = self._begin_masks() if self._grammars else None
         logits = self._runner.run(plan, {chunk.sequence.request_id for chunk in plan.prefill if self._scores(chunk)})
         self._scheduler.advance(plan)
@@ -275,6 +278,9 @@ class RollingBatchEngine:
         count = len(logits.sampled)
         self._choose(logits.sampled, logits.logits[:count])
         accepted = self._verify(plan, logits) if plan.drafts else 0
+        if self._drafter is not None and plan.decode and not plan.prefill:
+            rows = len(plan.decode) + sum(map(len, plan.drafts.values()))
+            self._drafter.timed(rows, self._clock() - began)
         self._recorder.end(plan, count + accepted, accepted)
 
     def _choose(self, sequences: list[Sequence], logits: Tensor) -> None:

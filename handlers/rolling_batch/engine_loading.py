@@ -33,6 +33,7 @@ from handlers.rolling_batch.options import RollingBatchOptions
 from handlers.rolling_batch.prompts import PromptEncoder
 from handlers.rolling_batch.scheduler import Scheduler, SchedulerLimits, Sequence, StepPlan
 from handlers.rolling_batch.speculation import Speculation
+from handlers.rolling_batch.step_times import LearntStepTimes
 from lmi_server.contract.errors import (
     LmiServerError,
     ModelLoadError,
@@ -307,7 +308,7 @@ def _speculate(
         return {}
     seconds, share = step_seconds(runner)
     if loaded.draft is None:
-        engine.speculate(Speculation(options.speculative_length, share))
+        engine.speculate(Speculation(options.speculative_length, LearntStepTimes(share)), _clock(runner))
         return {"row_share": round(share, 3)}
     with _refusals(loaded.draft.model):
         drafting = loaded.draft.runner()
@@ -326,15 +327,25 @@ def step_seconds(runner: ModelRunner) -> tuple[float, float]:
     """Measure a decoding step with one row in seconds, and how much longer each further row takes, as a share."""
     sequence = Sequence("measure", [0, 0], 1, _MEASURED_ROWS + 1, slot=0, computed=1)
 
+    clock = _clock(runner)
+
     def seconds(drafted: int) -> float:
         plan = StepPlan([sequence], [], drafts={sequence: [0] * drafted} if drafted else {})
-        began = time.perf_counter()
+        began = clock()
         runner.run(plan, set()).logits[0, 0].item()  # waits for the device
-        return time.perf_counter() - began
+        return clock() - began
 
     one, several = (min(seconds(drafted) for _ in range(_MEASUREMENTS)) for drafted in (0, _MEASURED_ROWS))
     runner.cache.trim(0, 0)
     return one, max((several - one) / _MEASURED_ROWS / one, 0.0)
+
+
+def _clock(runner: ModelRunner) -> Callable[[], float]:
+    """Return what times steps: on the CPU it counts the processor time of this thread, which computes a part of each.
+
+    So the turns of other programs do not count, as in `kernel_choice.thread_seconds`.
+    """
+    return time.thread_time if runner.device.type == "cpu" else time.perf_counter
 
 
 def warm_up(engine: RollingBatchEngine, prompts: PromptEncoder, tokens: int = 4) -> None:

@@ -8,16 +8,19 @@ sampler would have chosen token by token. Each of these tokens is drawn with the
 (`gumbel.py`). So sampling too gives exactly the tokens that it gives without drafts, and a draft is accepted with the
 probability of its tokens, as in speculative sampling (Leviathan et al., 2023).
 
-Further rows of a step cost time. A token is proposed if its chance of being accepted is higher than the share that a
-row has in the time of the step, since otherwise the batch generates fewer tokens per second with it.
+Further rows of a step cost time (`step_times.py`). A step gets the drafts with which it generates the most tokens per
+second, as far as their chances of being accepted say, and none if that is not clearly more than without. Both follow
+from what was measured, so that a batch whose kernels are busy gets none.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from handlers.rolling_batch import scheduler
+from handlers.rolling_batch.step_times import StepTimes
 
 if TYPE_CHECKING:
     from handlers.rolling_batch.sampler import SamplingState
@@ -26,6 +29,10 @@ _NGRAMS = (3, 2)  # tokens that have to be the same; the longer one first
 _FIRST_CHANCE = 0.5  # that the next drafted token is accepted, before anything is known
 _SMOOTHING = 0.25  # weight of the newest draft
 _RECOVERY = 0.01  # by which the chance returns to the first one with each token, so that drafts are tried again
+_LEAST_GAIN = 1.05  # times the tokens per second without drafts
+# What a token that comes earlier is worth in a large batch, beside one that comes earlier to a single sequence. A
+# sequence that ends sooner saves a row of the steps to come, and not the steps, which the others still need.
+_WORTH_IN_BATCH = 0.5
 
 
 class Drafter(Protocol):
@@ -50,6 +57,10 @@ class Drafter(Protocol):
 
     def observe(self, request_id: str, drafted: int, accepted: int) -> None:
         """Learn from a draft of which the first `accepted` tokens were right, and the next one, if any, was not."""
+        ...
+
+    def timed(self, rows: int, seconds: float) -> None:
+        """Learn how long a step took that had `rows` rows, drafts among them, and no prompts."""
         ...
 
 
@@ -78,26 +89,37 @@ class Acceptance:
 
 
 class PromptLookup:
-    """The drafts of one sequence: up to `length` tokens that followed the newest occurrence of its last words."""
+    """The drafts of one sequence: up to `length` tokens that followed the newest occurrence of its last words.
+
+    Whether a draft would have been right shows in the tokens that come, also if nobody computed it. So a sequence that
+    begins to repeat itself is noticed without any cost.
+    """
 
     def __init__(self, length: int) -> None:
         self._length = length
         self._followers: dict[tuple[int, ...], int] = {}  # where the token behind an n-gram is
         self._indexed = 0  # tokens whose n-grams are in `_followers`
+        self._draft: list[int] = []  # what should follow the first `_indexed` tokens
         self.acceptance = Acceptance()
 
-    def propose(self, tokens: Sequence[int], most: int, least_chance: float) -> list[int]:
-        """Return a draft of up to `most` tokens; each is accepted with a chance of `least_chance` or more."""
+    def propose(self, tokens: Sequence[int]) -> list[int]:
+        """Return a draft, which is empty if the last words are new."""
+        self._compare(tokens[self._indexed :])
         self._index(tokens)
-        length = min(most, self.acceptance.promising(self._length, least_chance))
-        if length <= 0:
-            self.acceptance.recover()
-            return []
+        self._draft = []
         for size in _NGRAMS:
             place = self._followers.get(tuple(tokens[-size:]))
             if place is not None:
-                return _continued(tokens, place, length)
-        return []
+                self._draft = _continued(tokens, place, self._length)
+                break
+        return self._draft
+
+    def _compare(self, come: Sequence[int]) -> None:
+        """Learn from the tokens that have come since the last draft."""
+        pairs = list(zip(self._draft, come, strict=False))
+        right = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if pairs:
+            self.acceptance.observe(len(pairs), right)
 
     def _index(self, tokens: Sequence[int]) -> None:
         """Add the n-grams in front of tokens that are new. The last words themselves have no token behind them."""
@@ -116,14 +138,11 @@ def _continued(tokens: Sequence[int], place: int, length: int) -> list[int]:
 
 
 class Speculation:
-    """Drafts by prompt lookup of up to `length` tokens for each sequence of a batch.
+    """Drafts by prompt lookup of up to `length` tokens for each sequence of a batch, if it pays by `times`."""
 
-    `row_share` is the time that a further row adds to a step, as a share of the time of a step with one row.
-    """
-
-    def __init__(self, length: int, row_share: float) -> None:
+    def __init__(self, length: int, times: StepTimes) -> None:
         self._length = length
-        self._row_share = row_share
+        self._times = times
         self._lookups: dict[str, PromptLookup] = {}
 
     def add(self, request_id: str, sampling: SamplingState) -> None:
@@ -135,21 +154,37 @@ class Speculation:
     def propose(
         self, wanted: Sequence[tuple[scheduler.Sequence, int]], rows: int, room: int
     ) -> Mapping[scheduler.Sequence, list[int]]:
-        drafts: dict[scheduler.Sequence, list[int]] = {}
+        found: list[tuple[float, scheduler.Sequence, list[int]]] = []  # a draft up to one of its tokens, and its chance
         for sequence, most in wanted:
             lookup = self._lookups.get(sequence.request_id)
-            if lookup is None or min(most, room) <= 0:
+            if lookup is None:
                 continue
-            tokens = lookup.propose(sequence.tokens, min(most, room), self.least_chance(rows))
-            if tokens:
-                drafts[sequence] = tokens
-                rows += len(tokens)
-                room -= len(tokens)
-        return drafts
+            draft, chance = lookup.propose(sequence.tokens)[: max(most, 0)], lookup.acceptance.chance
+            found += [(chance**size, sequence, draft[:size]) for size in range(1, len(draft) + 1)]
+        found = sorted(found, key=lambda entry: entry[0], reverse=True)[: max(room, 0)]
+        count = worthwhile([chance for chance, *_ in found], rows, self._times)
+        return {sequence: draft for _, sequence, draft in found[:count]}  # the longest one of each sequence comes last
 
     def observe(self, request_id: str, drafted: int, accepted: int) -> None:
-        self._lookups[request_id].acceptance.observe(drafted, accepted)
+        """Learn nothing: the next draft compares the last one with what has come."""
 
-    def least_chance(self, rows: int) -> float:
-        """Return the chance above which a further row pays in a step that has `rows` rows already."""
-        return self._row_share * rows / (1 + self._row_share * (rows - 1))
+    def timed(self, rows: int, seconds: float) -> None:
+        self._times.observe(rows, seconds)
+
+
+def worthwhile(chances: Sequence[float], rows: int, times: StepTimes) -> int:
+    """Return how many drafted tokens make a step of `rows` rows, one per sequence, generate the most per second.
+
+    `chances` has the chances that they are accepted, the highest first. There is none if a step without drafts was not
+    measured lately, so that there is something to compare with.
+    """
+    if not chances or not times.knows(rows):
+        return 0
+    worth = 1 - (1 - _WORTH_IN_BATCH) * (1 - 1 / rows)
+    best, count, tokens = _LEAST_GAIN * rows / times(rows), 0, float(rows)
+    for drafted, chance in enumerate(chances, start=1):
+        tokens += worth * chance
+        rate = tokens / times(rows + drafted)
+        if rate > best:
+            best, count = rate, drafted
+    return count

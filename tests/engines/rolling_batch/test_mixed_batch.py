@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from adapter_helpers import read_adapter, save_adapter, with_adapter
-from rolling_batch_helpers import EOS, Engine, Received, generated, prompts
+from rolling_batch_helpers import EOS, Engine, GivenStepTimes, Received, generated, prompts
 from tiny_models import tiny_model
 
 from handlers.chats.required import call_constraint
@@ -59,7 +59,7 @@ class Mixed(Engine):
 
     def __init__(self, model: Any) -> None:
         super().__init__(model, slots=8, kv_tokens=260, conservativeness=0.05)
-        self.engine.speculate(Speculation(4, 0.0))
+        self.engine.speculate(Speculation(4, GivenStepTimes(0.0)))
         grammars = TokenGrammars(self.tokenizer, self.engine.vocabulary, [EOS])
         self.grammars = [one and grammars.compile(grammar_text(one)) for one in CONSTRAINTS]
 

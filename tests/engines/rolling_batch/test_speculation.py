@@ -10,57 +10,99 @@ from typing import Any
 import pytest
 import torch
 from adapter_helpers import read_adapter, save_adapter
-from rolling_batch_helpers import Engine, Received, prompts
+from rolling_batch_helpers import Engine, GivenStepTimes, Received, prompts
 from tiny_models import CONTEXT, tiny_model
 
 from handlers.rolling_batch.draft_model import DraftModel, StepCosts
 from handlers.rolling_batch.model_runner import ModelRunner
+from handlers.rolling_batch.sampler import SamplingState
 from handlers.rolling_batch.scheduler import Sequence
-from handlers.rolling_batch.speculation import PromptLookup, Speculation
+from handlers.rolling_batch.speculation import PromptLookup, Speculation, worthwhile
+from lmi_server.contract.generation import SamplingParameters
 
 pytestmark = pytest.mark.slow
 
-SHARE = 0.05  # of a step, that a further row takes
+
+class Tiles:
+    """Times of steps that compute tiles of four rows: 10 ms, and 7 ms for each tile."""
+
+    def __call__(self, rows: int) -> float:
+        return 0.010 + 0.007 * -(-rows // 4)
+
+    def knows(self, rows: int) -> bool:
+        return True
+
+    def observe(self, rows: int, seconds: float) -> None:
+        pass
 
 
-def speculating(model: Any, length: int = 4, row_share: float = SHARE, **limits: Any) -> Engine:
+def speculating(model: Any, length: int = 4, row_share: float = 0.05, **limits: Any) -> Engine:
     engine = Engine(model, **limits)
-    engine.engine.speculate(Speculation(length, row_share))
+    engine.engine.speculate(Speculation(length, GivenStepTimes(row_share)))
     return engine
 
 
 def test_a_draft_is_what_followed_the_longest_and_newest_match() -> None:
-    lookup = PromptLookup(3)
     tokens = [1, 2, 3, 4, 5, 9, 2, 3, 6, 7, 1, 2, 3]
-    assert lookup.propose(tokens, 3, 0.0) == [4, 5, 9]  # three tokens match; with two, [6, 7, 1] would
-    assert lookup.propose([*tokens, 8, 2, 3], 3, 0.0) == [8, 2, 3]
-    assert lookup.propose([*tokens, 8, 2, 3, 60, 61], 3, 0.0) == []
+    lookup = PromptLookup(3)
+    assert lookup.propose(tokens) == [4, 5, 9]  # three tokens match; with two, [6, 7, 1] would
+    assert lookup.propose([*tokens, 8, 2, 3]) == [8, 2, 3]
+    assert lookup.propose([*tokens, 8, 2, 3, 60, 61]) == []
 
 
-def test_a_request_whose_drafts_fail_gets_fewer_and_then_none_until_it_has_gone_on_for_a_while() -> None:
-    lookup, tokens = PromptLookup(5), [1, 2, 3] * 4
-    lengths = []
-    for _ in range(12):
-        draft = lookup.propose(tokens, 5, 0.1)
-        lengths.append(len(draft))
-        if draft:
-            lookup.acceptance.observe(len(draft), 0)
-    assert lengths[0] == 3
-    assert lengths[:6] == sorted(lengths[:6], reverse=True)
-    assert lengths.count(0) > 4
-    assert max(lengths[6:]) == 1
-    assert any(lookup.propose(tokens, 5, 0.1) for _ in range(100))
-    for _ in range(10):
-        lookup.acceptance.observe(5, 5)
-    assert len(lookup.propose(tokens, 5, 0.1)) == 5
+def test_a_sequence_learns_from_what_comes_whether_its_drafts_are_right_also_if_they_are_not_computed() -> None:
+    lookup, tokens = PromptLookup(4), [1, 2, 3, 4]
+    chances = []
+    for token in [1, 2, 3, 4] * 4:
+        lookup.propose(tokens)
+        chances.append(lookup.acceptance.chance)
+        tokens.append(token)
+    assert chances[:3] == [0.5] * 3  # the words are new, so that there is no draft
+    assert chances[3:] == sorted(chances[3:])
+    assert chances[-1] > 0.9
+    expected = lookup.propose(tokens)
+    lookup.propose([*tokens, expected[0] + 9])
+    assert lookup.acceptance.chance < 0.75 * chances[-1] + 0.01
 
 
-def test_a_full_batch_has_to_expect_more_of_a_draft_than_a_small_one() -> None:
-    speculation = Speculation(5, SHARE)
-    chances = [speculation.least_chance(rows) for rows in (1, 8, 64)]
-    assert chances == sorted(chances)
-    assert chances[0] == SHARE
-    assert chances[-1] > 0.75
+def test_of_several_tokens_that_come_at_once_those_behind_the_first_wrong_one_say_nothing() -> None:
+    chances = []
+    for come in ([1, 2, 9, 4], [1, 2, 9, 9]):
+        lookup, tokens = PromptLookup(4), [1, 2, 3, 4, 1, 2, 3, 4]
+        assert lookup.propose(tokens) == [1, 2, 3, 4]
+        lookup.propose([*tokens, *come])
+        chances.append(lookup.acceptance.chance)
+    assert chances[0] == chances[1]
+    assert 0.5 < chances[0] < 0.7  # two were right, one was wrong
+
+
+def test_a_step_gets_as_many_drafted_tokens_as_make_it_generate_most_per_second() -> None:
+    chances = [0.8**size for size in range(1, 9)]
+    # One tile has 1 + 0.8 + 0.64 + 0.51 tokens in 17 ms, which is 174 per second; two tiles have 4.16 in 24 ms, 173.
+    assert worthwhile(chances, 1, Tiles()) == 3
+    assert worthwhile([0.95**size for size in range(1, 9)], 1, Tiles()) == 7
+    assert worthwhile([], 1, Tiles()) == 0
+
+
+def test_a_batch_that_fills_its_tiles_gets_no_drafts_unless_nearly_all_of_them_are_right() -> None:
+    assert worthwhile([0.8] * 8, 8, Tiles()) == 0
+    assert worthwhile([0.8] * 1, 7, Tiles()) == 1  # a free row of the tile
+    assert worthwhile([0.5] * 3, 8, GivenStepTimes(0.0)) == 3  # of a device on which rows take no time
+    assert worthwhile([0.01] * 8, 8, GivenStepTimes(0.0)) == 0  # no gain worth having
+
+
+def test_the_drafts_of_a_batch_go_to_the_sequences_whose_drafts_are_right() -> None:
+    speculation = Speculation(4, Tiles())
+    entries = [Sequence(name, [1, 2, 3, 4] * 2, 8, 100) for name in ("wrong", "right")]
+    for entry in entries:
+        speculation.add(entry.request_id, SamplingState(SamplingParameters(), entry.tokens))
+    for place in range(12):
+        drafts = speculation.propose([(entry, 50) for entry in entries], 2, 100)
+        entries[0].tokens.append((3, 1, 4, 2)[place % 4] if place % 3 else 7)
+        entries[1].tokens.append(1 + place % 4)
+    assert {entry.request_id: len(draft) for entry, draft in drafts.items()} == {"right": 2}
+    assert speculation.propose([(entries[1], 1)], 1, 100)[entries[1]] == [1]  # one more token may be generated
+    assert speculation.propose([(entries[1], 50)], 1, 0) == {}  # no room in the KV cache
 
 
 def run_mixed(engine: Engine, adapter: Any = None) -> list[Received]:
