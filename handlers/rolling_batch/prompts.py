@@ -27,8 +27,10 @@ class PromptEncoder:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._length = TextLength(tokenizer)
-        # One thread, so that any number of long prompts takes one core at most.
+        # One thread for each, so that any number of long prompts takes one core at most. The thread that gives way to
+        # others must hardly ever have the GIL: whoever waits for that would wait as long as others have the cores.
         self._thread = ThreadPoolExecutor(1, "tokenize", initializer=_yield_to_others)
+        self._python_thread = ThreadPoolExecutor(1, "prompts")
         # transformers' wrapper sets truncation and padding of the backend in every call, which fails while another
         # thread decodes with it. Calling the backend itself, with both switched off once, is safe from any thread.
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -55,13 +57,9 @@ class PromptEncoder:
         text = await self._text(request)
         if not truncate:
             self._length.check(text, limit)
-        # A long text would block the event loop for milliseconds. A short one is not worth the change of threads.
+        # A long text would block the event loop. A short one is not worth the change of threads.
         special = request.add_special_tokens and request.prompt is not None  # a chat template writes them itself
-        ids = (
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._tokenize_long, text, special)
-            if len(text) > LONG_TEXT_CHARS
-            else self.tokenize(text, special)
-        )
+        ids = await self._tokenize_long(text, special) if len(text) > LONG_TEXT_CHARS else self.tokenize(text, special)
         return (ids[-truncate:], text) if truncate else (ids, text)
 
     async def _text(self, request: GenerationRequest) -> str:
@@ -69,13 +67,19 @@ class PromptEncoder:
             return request.prompt
         if len(request.messages or ()) < _MANY_MESSAGES:
             return self._render(request)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._render, request)
+        return await asyncio.get_running_loop().run_in_executor(self._python_thread, self._render, request)
 
-    def _tokenize_long(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Do what `tokenize` does, without the GIL: `encode` would keep it to the end, `encode_batch_fast` does not."""
+    async def _tokenize_long(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Do what `tokenize` does beside the event loop, and without the GIL: `encode` would keep that to the end.
+
+        The list of ids takes some milliseconds with the GIL. So it is not made in the thread that gives way to others.
+        """
+        run = asyncio.get_running_loop().run_in_executor
         if self._backend is None:
-            return self.tokenize(text, add_special_tokens)
-        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+            return await run(self._python_thread, self.tokenize, text, add_special_tokens)
+        encode = functools.partial(self._backend.encode_batch_fast, [text], add_special_tokens=add_special_tokens)
+        encodings = await run(self._thread, encode)
+        ids: list[int] = encodings[0].ids
         return ids
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
