@@ -19,6 +19,7 @@ _COMPLETE |= dict.fromkeys(("ByteLevel", "Digits", "Metaspace", "Split"), 1)
 
 # The steps that leave every word of printable ASCII in a token of its own.
 _BY_WORD = frozenset({"BertNormalizer", "BertPreTokenizer", "Whitespace", "WhitespaceSplit", "Lowercase"})
+_TO_SPACES = str.maketrans("\t\n\r", "   ")
 
 
 class TextLength:
@@ -38,9 +39,9 @@ class TextLength:
             return 0
         if self.longest_token:
             return -(-len(text) // self.longest_token)
-        if self._counts_words and text.isascii():
-            words = text.split()
-            return len(words) if "".join(words).isprintable() else 0
+        # BERT drops control characters, of which str.split() takes some for spaces.
+        if self._counts_words and text.isascii() and text.translate(_TO_SPACES).isprintable():
+            return len(text.split())
         return 0
 
     def check(self, text: str, limit: int) -> None:
