@@ -72,17 +72,20 @@ lint: $(SETUP) ## Run ruff and mypy
 JOBS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 2
 
+UNITS := tests/unit tests/configuration tests/dialects
 test-unit: $(SETUP) ## Run the tests that start no server and load no model (half a minute)
-	$(PYTEST) -m "not slow" tests/unit tests/configuration tests/dialects
+	$(PYTEST) -m "not slow" $(UNITS)
 
 # mypy is one process, and the tests wait now and then: side by side they leave no core idle. One process runs the tests
-# of engines, so that the others need not import torch and transformers. Five others, because their tests wait more.
-check: $(SETUP) ## Run ruff, mypy and the tests that are not slow (two to three minutes)
+# of engines, so that the others need not import torch and transformers; one runs those that compute without waiting.
+# Four share the others, whose tests wait more: each of the four must collect them all.
+check: $(SETUP) ## Run ruff, mypy and the tests that are not slow (two minutes)
 	@{ $(LINT); } > $(VENV)/lint.log 2>&1 & linting=$$!; \
 	$(BIN)/python -m pytest -m "not slow" tests/engines > $(VENV)/engines.log 2>&1 & engines=$$!; \
-	$(PYTEST) -n 5 -m "not slow" --ignore tests/engines; others=$$?; \
-	wait $$engines; engines=$$?; wait $$linting; linted=$$?; \
-	cat $(VENV)/engines.log $(VENV)/lint.log; exit $$((others + engines + linted))
+	$(BIN)/python -m pytest -m "not slow" $(UNITS) > $(VENV)/units.log 2>&1 & units=$$!; \
+	$(PYTEST) -n 4 -m "not slow" $(addprefix --ignore=,tests/engines $(UNITS)); others=$$?; \
+	wait $$engines; engines=$$?; wait $$units; units=$$?; wait $$linting; linted=$$?; \
+	cat $(VENV)/engines.log $(VENV)/units.log $(VENV)/lint.log; exit $$((others + engines + units + linted))
 
 # One core compiles the kernels while the other runs the linters. Several processes of the tests, and both ranks of a
 # split model, would each compile them otherwise.

@@ -5,7 +5,7 @@ leave the others be, unless SERVING_WAIT_MODEL_LOADING says otherwise. For tests
 
 `python fault_server.py --template FD [LIBRARIES]` is the process that tests/support/forked_servers.py talks to over a
 socket: it imports everything once, and forks for every server and every run of `lmi-server` that is asked for. With
-LIBRARIES, a name of forked_workers.py, the workers of these servers are forks as well.
+LIBRARIES, a name of forked_workers.py, the workers of these servers are forks as well, and it forks for workers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from frontend.server import run
 from lmi_server.commands.cli import app
@@ -56,7 +56,7 @@ def fork(connection: socket.socket) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.freeze()
     while True:
-        data, descriptors, *_ = socket.recv_fds(connection, 1 << 20, 2)
+        data, descriptors, *_ = socket.recv_fds(connection, 1 << 20, 4)
         if not data:
             return
         asked = json.loads(data)
@@ -64,14 +64,16 @@ def fork(connection: socket.socket) -> None:
         connection.send(str(answer).encode())
 
 
-def _fork(asked: dict[str, Any], connection: socket.socket, outputs: Sequence[int]) -> int:
+def _fork(asked: dict[str, Any], connection: socket.socket, descriptors: Sequence[int]) -> int:
     pid = os.fork()
     if pid == 0:
         connection.close()
-        for number, file in zip((2, 1), reversed(outputs), strict=False):
+        if asked["what"] == "worker":
+            _be_worker(asked, descriptors)
+        for number, file in zip((2, 1), reversed(descriptors), strict=False):
             os.dup2(file, number)
         os._exit(_run(asked))
-    for file in outputs:
+    for file in descriptors:
         os.close(file)
     return pid
 
@@ -91,6 +93,17 @@ def _run(asked: dict[str, Any]) -> int:
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
+
+
+def _be_worker(asked: dict[str, Any], descriptors: Sequence[int]) -> NoReturn:
+    """Run the worker program; its command line names the descriptors by their numbers in the process that asks."""
+    *inherited, stdout, stderr = descriptors
+    here = {f"fd:{there}": f"fd:{number}" for there, number in zip(asked["inherited"], inherited, strict=True)}
+    os.chdir(asked["directory"])
+    os.environ.clear()
+    program = importlib.import_module("forked_workers")
+    program.run([here.get(word, word) for word in asked["arguments"]], asked["variables"], (stdout, stderr), inherited)
+    raise AssertionError("the program ends its process")
 
 
 def command(arguments: Sequence[str]) -> int:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import asyncio.subprocess
 import contextlib
 import gc
 import logging
@@ -18,7 +17,8 @@ import traceback
 from asyncio.subprocess import Process
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
-from typing import cast
+
+from forked_process import as_process
 
 from handlers.checkpoints.options import THREAD_VARIABLES
 from handlers.vllm.options import VllmOptions
@@ -71,52 +71,14 @@ async def _execute(command: Sequence[str], variables: Mapping[str, str], inherit
     outputs = os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:
-        _run(command, variables, [writing for _, writing in outputs], inherited)
+        run(command, variables, [writing for _, writing in outputs], inherited)
     for _, writing in outputs:
         os.close(writing)
-    readers = [await _reader(reading) for reading, _ in outputs]
-    return cast(Process, _ForkedWorker(pid, *readers))
+    stdout, stderr = (reading for reading, _ in outputs)
+    return await as_process(pid, stdout, stderr, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
-async def _reader(descriptor: int) -> asyncio.StreamReader:
-    reader = asyncio.StreamReader()
-    loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb"))
-    return reader
-
-
-class _ForkedWorker:
-    """What lmi_server/supervisor uses of asyncio's Process."""
-
-    def __init__(self, pid: int, stdout: asyncio.StreamReader, stderr: asyncio.StreamReader) -> None:
-        self.pid = pid
-        self.stdout = stdout
-        self.stderr = stderr
-        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._handle = os.pidfd_open(pid)
-        asyncio.get_running_loop().add_reader(self._handle, self._on_end)
-
-    @property
-    def returncode(self) -> int | None:
-        return self._ended.result() if self._ended.done() else None
-
-    async def wait(self) -> int:
-        return await asyncio.shield(self._ended)
-
-    def kill(self) -> None:
-        if self._ended.done():
-            raise ProcessLookupError
-        signal.pidfd_send_signal(self._handle, signal.SIGKILL)
-
-    def _on_end(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._handle)
-        os.close(self._handle)
-        self._ended.set_result(os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]))
-
-
-def _run(
-    command: Sequence[str], variables: Mapping[str, str], outputs: Iterable[int], inherited: Sequence[int]
-) -> None:
+def run(command: Sequence[str], variables: Mapping[str, str], outputs: Iterable[int], inherited: Sequence[int]) -> None:
     """Be the process that `command` starts."""
     code = 1
     try:

@@ -1,7 +1,8 @@
-"""Servers and commands as forks of one process that has imported everything: another one costs no imports."""
+"""Servers, commands and workers as forks of one process that has imported everything: one more costs no imports."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -12,12 +13,16 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from asyncio.subprocess import Process
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from forked_process import as_process
 from paths import TESTS
 from relay_helpers import HANDLERS
+
+from lmi_server.supervisor import launch
 
 SCRIPT = TESTS / "models" / "fault_server.py"
 
@@ -95,6 +100,34 @@ def run_command(*arguments: str, env: Mapping[str, str], cwd: Path) -> subproces
     return subprocess.CompletedProcess(arguments, code, *printed)
 
 
+@contextlib.contextmanager
+def forked_workers() -> Iterator[None]:
+    """Have the pools of this process start their workers as forks: for tests of what comes after the start."""
+    spawn, launch._execute = launch._execute, fork_worker
+    try:
+        yield
+    finally:
+        launch._execute = spawn
+
+
+def parent_of_workers() -> int:
+    """Return the process whose forks the workers are with `forked_workers`."""
+    return _template("worker").pid
+
+
+async def fork_worker(command: Sequence[str], variables: Mapping[str, str], inherited: Sequence[int] = ()) -> Process:
+    """Start the worker that `command` starts, as a fork; it has `variables` beside those of this process."""
+    template = _template("worker")
+    (stdout, of_stdout), (stderr, of_stderr) = os.pipe(), os.pipe()
+    outputs = [of_stdout, of_stderr]
+    try:
+        pid = template.fork("worker", command, {**os.environ, **variables}, os.getcwd(), outputs, inherited)
+    finally:
+        for descriptor in outputs:
+            os.close(descriptor)
+    return await as_process(pid, stdout, stderr, lambda: template.exit_code(pid))
+
+
 class _Template:
     """The process that forks; it ends with this one."""
 
@@ -103,17 +136,28 @@ class _Template:
         with others:
             command = [sys.executable, str(SCRIPT), "--template", str(others.fileno())]
             command += [libraries] if libraries else []
-            paths = {"PYTHONPATH": os.pathsep.join([HANDLERS, str(TESTS.parent)])}
+            paths = {"PYTHONPATH": os.pathsep.join([HANDLERS, str(TESTS / "support"), str(TESTS.parent)])}
             self._process = subprocess.Popen(command, env=os.environ | paths, pass_fds=[others.fileno()])
         self._lock = threading.Lock()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def fork(
-        self, what: str, arguments: Sequence[str], variables: Mapping[str, str], directory: str, outputs: Sequence[int]
+        self,
+        what: str,
+        arguments: Sequence[str],
+        variables: Mapping[str, str],
+        directory: str,
+        outputs: Sequence[int],
+        inherited: Sequence[int] = (),
     ) -> int:
         """Return the process id of a fork, whose last outputs (standard output, standard error) are these files."""
         asked = {"what": what, "arguments": arguments, "variables": dict(variables), "directory": directory}
+        asked["inherited"] = inherited
         with self._lock:
-            socket.send_fds(self._connection, [json.dumps(asked).encode()], outputs)
+            socket.send_fds(self._connection, [json.dumps(asked).encode()], [*inherited, *outputs])
             return self._answer()
 
     def exit_code(self, pid: int) -> int:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+_CPU = torch.device("cpu")
 _aten = torch.ops.aten
 # These take tensors of two devices: copies between them, and rows chosen by indices on the CPU.
 _CROSSING = {_aten.copy_, _aten._to_copy}
@@ -60,35 +60,53 @@ class SimulatedDevices(TorchDispatchMode):
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    device = _device(func, tensors, args, kwargs)
+    """Compute `func` on the CPU.
+
+    Each operation of a model comes here, so this walks the arguments itself: torch's pytree takes longer than that.
+    """
+    tensors: list[torch.Tensor] = []
+    named: list[torch.device] = []
+    args = [_on_cpu(value, tensors, named) for value in args]
+    kwargs = {name: _on_cpu(value, tensors, named) for name, value in kwargs.items()}
+    device = named[0] if named else _device(func, tensors)
     if func.overloadpacket is _aten._fused_sdp_choice:
         return _MATH
-    out = func(*pytree.tree_map(_values, args), **pytree.tree_map(_values, kwargs))
+    out = func(*args, **kwargs)
     if device.type != "meta":
         return out
     changed = {id(leaf.values): leaf for leaf in tensors if isinstance(leaf, SimulatedTensor) and leaf.device == device}
-    return pytree.tree_map(
-        lambda leaf: changed.get(id(leaf), SimulatedTensor(leaf, device)) if isinstance(leaf, torch.Tensor) else leaf,
-        out,
-    )
+    return _simulated(out, changed, device)
 
 
-def _device(func: Any, tensors: list[torch.Tensor], args: Any, kwargs: dict[str, Any]) -> torch.device:
+def _on_cpu(value: Any, tensors: list[torch.Tensor], named: list[torch.device]) -> Any:
+    """Return an argument as it is computed with; the tensors and the devices in it are added to these lists."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return value.values if isinstance(value, SimulatedTensor) else value
+    if isinstance(value, torch.device):
+        named.append(value)
+        return _CPU
+    if isinstance(value, list | tuple):
+        return [_on_cpu(part, tensors, named) for part in value]
+    return value
+
+
+def _simulated(value: Any, changed: dict[int, SimulatedTensor], device: torch.device) -> Any:
+    """Return a result as tensors of `device`; those that the operation has changed in place stay what they are."""
+    if isinstance(value, torch.Tensor):
+        same = changed.get(id(value))
+        return SimulatedTensor(value, device) if same is None else same
+    if isinstance(value, list | tuple):
+        return type(value)(_simulated(part, changed, device) for part in value)
+    return value
+
+
+def _device(func: Any, tensors: list[torch.Tensor]) -> torch.device:
     """Return where the result is. Raises AssertionError if the operation mixes devices."""
-    named = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.device)]
-    if named:
-        return named[0]
     if func.overloadpacket in _CROSSING or func.overloadpacket in _INDEXING:
         indices = tensors[1:] if func.overloadpacket in _INDEXING else []
-        assert all(leaf.device in (tensors[0].device, torch.device("cpu")) for leaf in indices), f"{func}: {tensors}"
+        assert all(leaf.device in (tensors[0].device, _CPU) for leaf in indices), f"{func}: {tensors}"
         return tensors[0].device
     devices = {leaf.device for leaf in tensors if leaf.dim() or leaf.device.type != "cpu"}
     assert len(devices) <= 1, f"{func} mixes {devices}"
-    return next(iter(devices), torch.device("cpu"))
-
-
-def _values(leaf: Any) -> Any:
-    if isinstance(leaf, torch.device):
-        return torch.device("cpu")
-    return leaf.values if isinstance(leaf, SimulatedTensor) else leaf
+    return next(iter(devices), _CPU)

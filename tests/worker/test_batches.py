@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_servers import forked_workers
 from relay_helpers import HANDLERS, on_loop, pool_settings
 
 from lmi_server.contract.protocol import End, Error, Input, Load, Reply
@@ -31,13 +32,14 @@ async def pool_of(
 ) -> AsyncIterator[WorkerPool]:
     load = Load("model", str(directory), handler, {"model_id": str(directory)}, ["model"], batch_size=batch_size)
     pool = WorkerPool(pool_settings(load, min_workers=workers, max_workers=workers, **settings))
-    pool.start()
-    try:
-        while pool.ready_workers < workers and pool.failure is None:  # noqa: ASYNC110 - the pool has no event for it
-            await asyncio.sleep(0.001)
-        yield pool
-    finally:
-        await pool.stop()
+    with forked_workers():
+        pool.start()
+        try:
+            while pool.ready_workers < workers and pool.failure is None:  # noqa: ASYNC110 - the pool has no event for it
+                await asyncio.sleep(0.001)
+            yield pool
+        finally:
+            await pool.stop()
 
 
 def submit(pool: WorkerPool, body: str) -> Job:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
@@ -14,6 +15,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from forked_servers import forked_workers, parent_of_workers
 from relay_helpers import FAULTS, HANDLERS, load_of, on_loop, pool_settings
 
 from lmi_server.contract.errors import (
@@ -42,15 +44,17 @@ def _fault_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def pool_of(
-    directory: Path, handler: str = FAULTS, options: dict[str, str] | None = None, **changes: Any
+    directory: Path, handler: str = FAULTS, options: dict[str, str] | None = None, spawned: bool = False, **changes: Any
 ) -> AsyncIterator[WorkerPool]:
+    """Start a pool whose workers are forks, or `spawned` as those of users are."""
     pool = WorkerPool(pool_settings(load_of(directory, handler, options or {}), **changes))
-    pool.start()
-    try:
-        await pool.settled()
-        yield pool
-    finally:
-        await pool.stop()
+    with contextlib.nullcontext() if spawned else forked_workers():
+        pool.start()
+        try:
+            await pool.settled()
+            yield pool
+        finally:
+            await pool.stop()
 
 
 def submit(pool: WorkerPool, prompt: str, stream: bool = False, priority: int = 3, tokens: int = 3, **more: Any) -> Job:
@@ -91,7 +95,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @on_loop
 async def test_it_answers(tmp_path: Path) -> None:
-    async with pool_of(tmp_path, min_workers=2, max_workers=2) as pool:
+    async with pool_of(tmp_path, spawned=True, min_workers=2, max_workers=2) as pool:
         assert await answer(submit(pool, "a b c")) == " a b c"
         job = submit(pool, "a b c", stream=True)
         await started(job)
@@ -638,7 +642,7 @@ async def test_the_worker_ends_with_exit_code_0_and_leaves_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    async with pool_of(tmp_path) as pool:
+    async with pool_of(tmp_path, spawned=True) as pool:
         assert len(children()) == 1
         assert pool.worker_gauges()
     assert "exited with code 0" in caplog.text
@@ -666,7 +670,8 @@ def children() -> list[str]:
 
     That one is there from the first test that shares memory or spawns with multiprocessing.
     """
-    started = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    parents = (parent_of_workers(), os.getpid())
+    started = [pid for parent in parents for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
     return [pid for pid in started if pid not in EARLIER and b"multiprocessing.resource_tracker" not in command_of(pid)]
 
 

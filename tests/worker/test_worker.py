@@ -8,13 +8,14 @@ import signal
 import socket
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from forked_servers import fork_worker
 from relay_helpers import FAULTS, HANDLERS, load_of, on_loop
 
 from lmi_server.contract.link import WorkerLink, worker_link
@@ -77,31 +78,42 @@ class Worker:
 
 
 @asynccontextmanager
-async def worker_of(directory: Path, handler: str = FAULTS, **options: str) -> AsyncIterator[Worker]:
+async def worker_of(
+    directory: Path, handler: str = FAULTS, spawned: bool = False, **options: str
+) -> AsyncIterator[Worker]:
+    """Start a worker that is a fork, or `spawned` as a server does it."""
     worker = Worker()
     ours, theirs = socket.socketpair()
     await asyncio.get_running_loop().create_unix_connection(lambda: worker.link, sock=ours)
     with theirs:
-        worker.process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "lmi_server.worker", "--link", f"fd:{theirs.fileno()}"),
-            stdin=DEVNULL,
-            stderr=PIPE,
-            start_new_session=True,
-            pass_fds=(theirs.fileno(),),
-            env=os.environ | {"PYTHONPATH": HANDLERS},
-        )
+        command = (sys.executable, "-m", "lmi_server.worker", "--link", f"fd:{theirs.fileno()}")
+        start = spawn_worker if spawned else fork_worker
+        worker.process = await start(command, {"PYTHONPATH": HANDLERS}, (theirs.fileno(),))
     worker.link.send(load_of(directory, handler, options))
     try:
         await worker.until(lambda: worker.of(Ready) or worker.of(Failed))
         yield worker
     finally:
         worker.link.close()
-        await worker.process.communicate()
+        assert worker.process.stderr is not None
+        await worker.process.stderr.read()
+        await worker.process.wait()
+
+
+async def spawn_worker(command: Sequence[str], variables: Mapping[str, str], inherited: Sequence[int]) -> Process:
+    return await asyncio.create_subprocess_exec(
+        *command,
+        stdin=DEVNULL,
+        stderr=PIPE,
+        start_new_session=True,
+        pass_fds=inherited,
+        env=os.environ | variables,
+    )
 
 
 @on_loop
 async def test_a_stream_is_head_chunks_end(tmp_path: Path) -> None:
-    async with worker_of(tmp_path) as worker:
+    async with worker_of(tmp_path, spawned=True) as worker:
         worker.submit(1, "a b", tokens=1000)
         head, *chunks, end = await worker.ended(1)
         assert head == Head(1, 200, [("content-type", "application/jsonlines")])
@@ -226,7 +238,7 @@ async def test_a_command_that_the_handler_does_not_support_is_refused(tmp_path: 
 @pytest.mark.parametrize("how", ["message", "signal"])
 @on_loop
 async def test_a_shutdown_finishes_what_runs(tmp_path: Path, how: str) -> None:
-    async with worker_of(tmp_path) as worker:
+    async with worker_of(tmp_path, spawned=True) as worker:
         worker.submit(1, "a", tokens=20_000)
         await worker.until(lambda: worker.items(1))
         if how == "signal":
@@ -262,7 +274,7 @@ async def test_what_arrives_after_the_shutdown_is_left_to_another_worker(tmp_pat
 
 @on_loop
 async def test_it_ends_with_its_front_end(tmp_path: Path) -> None:
-    async with worker_of(tmp_path) as worker:
+    async with worker_of(tmp_path, spawned=True) as worker:
         worker.submit(1, "a", tokens=100_000_000)
         await worker.until(lambda: worker.items(1))
         worker.link.close()
@@ -271,7 +283,7 @@ async def test_it_ends_with_its_front_end(tmp_path: Path) -> None:
 
 @on_loop
 async def test_a_failed_load_says_why_and_ends(tmp_path: Path) -> None:
-    async with worker_of(tmp_path, "fault_handlers:FailingHandler") as worker:
+    async with worker_of(tmp_path, "fault_handlers:FailingHandler", spawned=True) as worker:
         assert worker.of(Failed) == [Failed("ModelLoadError", "the weights are missing")]
         await worker.lost.wait()
         assert await worker.process.wait() == 1
