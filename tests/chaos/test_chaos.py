@@ -20,8 +20,9 @@ import psutil
 import pytest
 from chaos_attacks import ATTACKED, Attacks
 from chaos_clients import WAYS, Ending, Question, ask, echo_question, own_question, plainly, real_question
-from mpi_helpers import children, litter
+from mpi_helpers import litter
 from own_code_helpers import make_own
+from processes import children
 from server_helpers import Server, make_model, running
 from waiting import wait_until
 

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from forked_servers import run_command
+from processes import children, is_running
 from waiting import wait_until
 
 from lmi_server.bench.page import markdown
@@ -104,11 +105,11 @@ def test_a_search_goes_on_after_it_was_killed(model: Path) -> None:
     assert process.stdout is not None
     before = [process.stdout.readline(), process.stdout.readline()]
     assert before[0].startswith("as it is: ")
-    server = _child(process.pid)
+    server = children(process.pid)[0]
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
-    wait_until(lambda: not Path(f"/proc/{server}/cmdline").exists() or _is_dead(server), "no server is left behind")
+    wait_until(lambda: not is_running(server), "no server is left behind")
     done = tune(model, "--option", arguments[0], "--trials", "2", "--requests", "64", "--confirm", "0")
     assert done.returncode == 0
     assert "as it is: " not in done.stdout.split("none is both")[0]
@@ -142,7 +143,7 @@ def test_a_port_that_is_taken_and_a_server_that_is_killed_cost_one_trial(model: 
         # Its socket closes some time before all of its threads have ended.
         wait_until(lambda: measure({}, 0.0).value is not None, "a server in its place")
     assert len(pids) == 2
-    assert all(not Path(f"/proc/{pid}").exists() or _is_dead(pid) for pid in pids)
+    assert all(not is_running(pid) for pid in pids)
 
 
 @contextlib.contextmanager
@@ -161,14 +162,6 @@ def always_answering(answer: bytes) -> Iterator[int]:
         yield listening.getsockname()[1]
         listening.shutdown(socket.SHUT_RDWR)
     thread.join(60)
-
-
-def _child(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
-
-
-def _is_dead(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 @pytest.mark.slow

@@ -324,6 +324,29 @@ def test_recommendations_without_a_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("properties", "machine", "threads"),
+    [
+        ("", {}, None),  # the library starts one for each core itself
+        ("minWorkers=2", {}, 4),
+        ("maxWorkers=3", {}, 2),
+        ("minWorkers=20", {}, 1),
+        ("", {"cores": 3}, 3),  # a container's quota, of which libraries know nothing
+        ("minWorkers=2", {"omp_threads": 5, "cores": 5}, None),
+        ("minWorkers=2\noption.threads=7", {}, 7),
+        ("minWorkers=2", {"gpus": (Gpu("0", 24 * GIB),)}, None),
+        ("minWorkers=2\noption.rolling_batch=vllm", {}, 4),
+        ("minWorkers=2\noption.rolling_batch=deepspeed\noption.tensor_parallel_degree=2", {}, 2),
+    ],
+)
+def test_workers_on_the_cpu_divide_the_cores(
+    tmp_path: Path, properties: str, machine: dict[str, Any], threads: int | None
+) -> None:
+    found = explained(tmp_path, properties, replace(NO_GPU, **{"cores": 8, "seen_cores": 8} | machine))
+    values = {option.key: option.value for option in found.options}
+    assert values["option.threads"] == threads
+
+
+@pytest.mark.parametrize(
     ("properties", "uncompiled"),
     [
         ("option.enable_lora=true", True),

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import psutil
 from chaos_clients import Ending, Question, ask, echo_question, plainly, post
-from mpi_helpers import children
+from processes import children
 
 from lmi_server.machine.process_tree import session_members
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from processes import children
 from server_helpers import Server, running
 
 from lmi_server.machine.process_tree import session_members
@@ -30,18 +31,6 @@ def clean(*directories: Path) -> Iterator[Server]:
         if server.process.returncode is None:
             assert server.stop() == 0
     assert not litter(server.process.pid)
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def is_running(pid: int) -> bool:
-    """Return whether a process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False
 
 
 def group_members(server: int) -> list[int]:

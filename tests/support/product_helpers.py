@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 from forked_servers import ForkedCommand
 from process_log import LIMIT_S, ProcessLog
+from processes import worker_of
 from waiting import wait_until
 
 COMMANDS = Path(sys.executable).parent
@@ -65,7 +66,7 @@ class Server:
         wait_until(lambda: self.gauge(name) == value, f"{name} is {value}")
 
     def worker_pid(self) -> int:
-        return int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()[0])
+        return worker_of(self.process.pid)
 
     def stop(self) -> int:
         self.http.close()

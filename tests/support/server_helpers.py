@@ -15,6 +15,7 @@ import httpx
 from forked_servers import ForkedServer
 from paths import TESTS
 from process_log import ProcessLog
+from processes import worker_of
 from relay_helpers import FAULTS, HANDLERS
 from waiting import wait_until
 
@@ -51,8 +52,7 @@ class Server:
         return self._log.wait_for(pattern)
 
     def worker_pid(self) -> int:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return int(children[0])
+        return worker_of(self.process.pid)
 
     def metric(self, name: str, model: str = "model") -> float | None:
         """Return a gauge or counter; None if there is none, as for those of a handler while no worker is ready."""

@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from mpi_helpers import SHARED_MEMORY, clean, group_members, is_running, litter, ranks_of
+from mpi_helpers import SHARED_MEMORY, clean, group_members, litter, ranks_of
+from processes import is_running
 from server_helpers import Server, make_model, serving
 from waiting import wait_until
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from mpi_helpers import is_running
 from own_code_helpers import make_own
+from processes import is_running
 from server_helpers import Server, running
 from waiting import wait_until
 

@@ -20,10 +20,10 @@ from mpi_helpers import (
     clean,
     generated,
     group_members,
-    is_running,
     process_of_rank,
 )
 from pipeline_helpers import ask, started
+from processes import is_running
 from server_helpers import Server
 from tiny_models import byte_tokenizer, random_model, tiny_model
 from tiny_tasks import make_task_model

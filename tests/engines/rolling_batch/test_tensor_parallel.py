@@ -19,10 +19,10 @@ from mpi_helpers import (
     clean,
     generated,
     group_members,
-    is_running,
     leave_after_a_token,
     process_of_rank,
 )
+from processes import is_running
 from server_helpers import Server, make_model
 from tiny_models import CONTEXT, FAMILIES, byte_tokenizer, random_model
 

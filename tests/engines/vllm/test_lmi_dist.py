@@ -14,8 +14,9 @@ from typing import Any
 import httpx
 import pytest
 from adapter_helpers import save_adapter, with_adapter
-from mpi_helpers import group_members, is_running, litter, process_of_rank
+from mpi_helpers import group_members, litter, process_of_rank
 from paths import SAMPLES
+from processes import is_running
 from product_helpers import Server, serving
 from rolling_batch_helpers import generated
 from tiny_models import byte_tokenizer
