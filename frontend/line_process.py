@@ -87,10 +87,8 @@ class LineProcess:
 def main(fd: int) -> None:
     """Answer requests that come over the file descriptor, until its other end is closed."""
     os.nice(_NICENESS)
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # those of a group of processes; the server decides when this one ends
+    # They go to all processes of a terminal. The server decides when this one ends.
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     decoder = msgspec.msgpack.Decoder(Batches)
     with contextlib.suppress(EOFError, OSError), Connection(fd) as connection:

@@ -105,7 +105,11 @@ class TransformersOptions(ModelOptions):
     save_mp_checkpoint_path: str | None = Field(
         None, description="Directory to write quantised weights to while the model loads."
     )
-    threads: PositiveInt | None = Field(None, description="Threads that a worker uses inside an operation on the CPU.")
+    threads: PositiveInt | None = Field(
+        None,
+        description="Threads that a worker uses inside an operation on the CPU. By default the workers of the model"
+        " (maxWorkers) divide the cores that the server may use.",
+    )
 
     @property
     def placement(self) -> str | Mapping[str, str | int] | None:

@@ -130,7 +130,11 @@ class DeepSpeedOptions(RollingBatchOptions):
     device: Annotated[
         int, Field(ge=0), Allowed("an integer of 0 or more"), NoEffect("each process uses the GPU of its rank")
     ] = Field(0, description="GPU of the process.")
-    threads: PositiveInt | None = Field(None, description="Threads of an operation on the CPU, per rank.")
+    threads: PositiveInt | None = Field(
+        None,
+        description="Threads of an operation on the CPU, per rank. By default all ranks of the model's workers"
+        " (maxWorkers) divide the cores that the server may use.",
+    )
 
     @property
     def streams(self) -> bool:

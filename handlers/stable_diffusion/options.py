@@ -89,7 +89,11 @@ class StableDiffusionOptions(ModelOptions):
     low_cpu_mem_usage: Annotated[bool, NoEffect("diffusers always loads this way")] = Field(
         False, description="Load weights one by one instead of twice the model's memory."
     )
-    threads: PositiveInt | None = Field(None, description="Threads that a worker uses inside an operation on the CPU.")
+    threads: PositiveInt | None = Field(
+        None,
+        description="Threads that a worker uses inside an operation on the CPU. By default the workers of the model"
+        " (maxWorkers) divide the cores that the server may use.",
+    )
 
     @property
     def ranks(self) -> int | None:

@@ -175,8 +175,8 @@ class VllmEngineOptions(ModelOptions):
     )
     threads: PositiveInt | None = Field(
         None,
-        description="Threads of an operation on the CPU, if the engine is in the worker's process; the default without"
-        " GPUs is one per core.",
+        description="Threads of an operation on the CPU, if the engine is in the worker's process. By default, without"
+        " GPUs, the workers of the model (maxWorkers) divide the cores that the server may use.",
     )
     kv_cache_memory_gb: PositiveFloat | None = Field(
         None,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from lmi_server.configuration.handlers import HandlerSpec, HandlerTable, load_options_type
 from lmi_server.configuration.layers import Given
-from lmi_server.configuration.options import ServingOptions
+from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.devices import ALL_DEVICES, NEURON, plan_devices
 from lmi_server.machine.inventory import Machine
@@ -55,6 +55,7 @@ def recommend(spec: HandlerSpec, given: Given, task: str | None, machine: Machin
     options_type = load_options_type(spec)
     recommended = {**_for_task(spec, given, task), **options_type.recommended(machine)}
     recommended |= _for_handler(spec, given, machine)
+    recommended |= _threads(options_type, given, machine)
     if "maxWorkers" not in given:
         recommended |= _most_workers(spec, given, machine)
     if machine.gpus and any(_says_true(given, key) for key in _ONE_WORKER_OF_ONE_GPU):
@@ -62,6 +63,22 @@ def recommend(spec: HandlerSpec, given: Given, task: str | None, machine: Machin
     if any(_says_true(given, key) for key in options_type.one_worker_keys):
         recommended["maxWorkers"] = "1"
     return recommended
+
+
+def _threads(options_type: type[ModelOptions], given: Given, machine: Machine) -> Mapping[str, str]:
+    """Return option.threads: the share of the cores that each process of several workers has, or under a quota.
+
+    Libraries start a thread for each core that they see. Where processes have more threads than there are cores, each
+    operation waits for threads that have no core, and the workers together are several times as slow as one.
+    """
+    has_key = any(option.field == "threads" for option in options_type.declared())
+    if not has_key or machine.device_kind != "cpu" or machine.omp_threads is not None:
+        return {}
+    workers = max(_number(given, "minWorkers"), _number(given, "maxWorkers"))
+    share = max(1, machine.cores // workers)
+    if share >= machine.seen_cores:
+        return {}
+    return {"option.threads": str(max(1, share // (_number(given, _DEGREE) * _stages(given))))}
 
 
 def _most_workers(spec: HandlerSpec, given: Given, machine: Machine) -> Mapping[str, str]:
@@ -133,7 +150,12 @@ def batches_statically(given: Given) -> bool:
 
 
 def _stages(given: Given) -> int:
-    source = given.get("option.pipeline_parallel_degree")
+    return _number(given, "option.pipeline_parallel_degree")
+
+
+def _number(given: Given, key: str) -> int:
+    """Return the value of a key; 1 if it is not set, 0 or no number."""
+    source = given.get(key)
     return int(source.raw) if source is not None and source.raw.isdecimal() and int(source.raw) else 1
 
 

@@ -19,6 +19,8 @@ from lmi_server.machine.memory import free_and_total
 from lmi_server.machine.mpi import MpiRun, find_mpirun
 
 _CONTAINER_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of CPU time (or "max") in a period, and the period
+# The same two numbers in version 1 of control groups, -1 for no quota.
+_OLD_QUOTA = [Path("/sys/fs/cgroup/cpu") / name for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +28,17 @@ class Machine:
     """Main memory in bytes, visible devices, the Python packages of engines that are installed, the MPI launcher.
 
     `gpus` are NVIDIA's, or AMD's if `gpu_accelerator` says so. `neuron_cores` is empty if there are Neuron devices, but
-    no neuron-ls that says how many cores they have. `cores` is the number of cores that a process may use at once.
-    `cpu_workers` is LMI's number of workers that share the cores under load: cores / OMP_NUM_THREADS, or 2 if that is
-    not set.
+    no neuron-ls that says how many cores they have. `cores` is the number of cores that a process may use at once,
+    under a container's quota and OMP_NUM_THREADS; `seen_cores` is the number that libraries find, which know nothing of
+    quotas (0: not known). `omp_threads` is OMP_NUM_THREADS. `cpu_workers` is LMI's number of workers that share the
+    cores under load: cores / OMP_NUM_THREADS, or 2 if that is not set.
     """
 
     total_bytes: int
     available_bytes: int
     cores: int = 1
+    seen_cores: int = 0
+    omp_threads: int | None = None
     cpu_workers: int = 1
     gpus: tuple[Gpu, ...] = ()
     gpu_accelerator: Accelerator = NVIDIA
@@ -73,6 +78,8 @@ def this_machine(environment: Mapping[str, str], engines: Iterable[str] = ()) ->
         total_bytes=total,
         available_bytes=available,
         cores=min(cores, threads or cores),
+        seen_cores=len(os.sched_getaffinity(0)),
+        omp_threads=threads,
         cpu_workers=max(1, cores // threads) if threads else 2,
         gpus=gpus,
         gpu_accelerator=accelerator,
@@ -129,9 +136,10 @@ def with_gpu_memory(machine: Machine, environment: Mapping[str, str]) -> Machine
 def _cores() -> int:
     """Return the number of cores that affinity and the container's quota allow."""
     limits = [len(os.sched_getaffinity(0))]
-    quota, _, period = (_CONTAINER_QUOTA.read_text() if _CONTAINER_QUOTA.is_file() else "max").strip().partition(" ")
-    if quota.isdecimal() and period.isdecimal():
-        limits.append(math.ceil(int(quota) / int(period)))
+    files = [_CONTAINER_QUOTA] if _CONTAINER_QUOTA.is_file() else _OLD_QUOTA
+    words = [word for file in files if file.is_file() for word in file.read_text().split()]
+    if len(words) == 2 and all(map(str.isdecimal, words)):
+        limits.append(math.ceil(int(words[0]) / int(words[1])))
     return max(1, min(limits))
 
 
