@@ -41,13 +41,18 @@ class PseudoTerminal:
     def type(self, keys: str) -> None:
         os.write(self._ours, keys.encode())
 
-    def until(self, text: str, limit_s: float = 120.0) -> str:
-        """Read until `text` was shown; return what was shown since the last call, to the end of `text`."""
+    def until(self, text: str, limit_s: float = 120.0, keys: str = "") -> str:
+        """Read until `text` was shown; return what was shown since the last call, to the end of `text`.
+
+        `keys` are typed whenever nothing is shown for a second.
+        """
         deadline = time.monotonic() + limit_s
         while text not in self.shown:
             assert time.monotonic() < deadline, f"the terminal does not show {text!r}: {self.shown!r}"
             if select.select([self._ours], [], [], 1.0)[0]:
                 self.shown = _ESCAPES.sub("", self.shown + os.read(self._ours, 65536).decode("utf-8", "replace"))
+            elif keys:
+                self.type(keys)
         found, _, self.shown = self.shown.partition(text)
         return found + text
 
