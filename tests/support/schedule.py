@@ -26,7 +26,7 @@ AS_ONE_FILE = {
 # Without the slow tests, most of what these folders take is the import of their libraries: once is enough.
 TOGETHER_WITHOUT_SLOW = ("artifacts", "configuration", "dialects", "unit")
 # A process that starts a long file last would work on while the others have nothing left to do. The tests of hosting
-# wait more than they compute.
+# wait more than they compute. Those of artifacts wait for servers of storage, and are one file without the slow ones.
 LONGEST = (
     "engines/vllm/test_vllm",
     "engines/deepspeed/",
@@ -34,6 +34,7 @@ LONGEST = (
     "chaos/",
     "hosting/",
     "ray/",
+    "artifacts/",
     "packaging/",
     "engines/rolling_batch/",
     "engines/tasks/",
