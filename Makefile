@@ -81,7 +81,7 @@ test-unit: $(SETUP) ## Run the tests that start no server and load no model (hal
 # Four share the others, whose tests wait more: each of the four must collect them all.
 check: $(SETUP) ## Run ruff, mypy and the tests that are not slow (two minutes)
 	@{ $(LINT); } > $(VENV)/lint.log 2>&1 & linting=$$!; \
-	$(BIN)/python -m pytest -m "not slow" tests/engines > $(VENV)/engines.log 2>&1 & engines=$$!; \
+	GOMP_SPINCOUNT=0 $(BIN)/python -m pytest -m "not slow" tests/engines > $(VENV)/engines.log 2>&1 & engines=$$!; \
 	$(BIN)/python -m pytest -m "not slow" $(UNITS) > $(VENV)/units.log 2>&1 & units=$$!; \
 	$(PYTEST) -n 4 -m "not slow" $(addprefix --ignore=,tests/engines $(UNITS)); others=$$?; \
 	wait $$engines; engines=$$?; wait $$units; units=$$?; wait $$linting; linted=$$?; \

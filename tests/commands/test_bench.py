@@ -238,6 +238,7 @@ def whole(body: bytes) -> bytes:
     return b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
 
 
+@pytest.mark.slow
 def test_a_kept_connection_that_the_server_has_closed_is_no_error(tmp_path: Path) -> None:
     def answer(connection: socket.socket, number: int) -> None:
         connection.recv(65536)

@@ -257,6 +257,7 @@ def parabola(settings: Mapping[str, str], best: float) -> Outcome:
     return Outcome(10_000 - (x - 70) ** 2, 1, {"e2el_ms": {"p99": x}})
 
 
+@pytest.mark.slow
 def test_the_search_comes_near_the_best_in_few_trials(tmp_path: Path) -> None:
     search = searching(tmp_path / "study", {"option.x": Range(0, 1000)})
     tried = list(search.run(30, parabola))
@@ -268,6 +269,7 @@ def test_the_search_comes_near_the_best_in_few_trials(tmp_path: Path) -> None:
     assert list(search.run(30, parabola)) == []
 
 
+@pytest.mark.slow
 def test_an_option_that_ends_trials_early_is_important(tmp_path: Path) -> None:
     def measured(settings: Mapping[str, str], best: float) -> Outcome:
         slow = settings.get("option.a") == "slow"

@@ -144,6 +144,7 @@ def exchanged(server: Server, parts: list[bytes]) -> bytes:
             return b""
 
 
+@pytest.mark.slow
 @budget(400)
 @given(st.lists(messages(), min_size=1, max_size=3), st.integers(0, 400), st.booleans())
 def test_any_bytes_are_answered_or_end_the_connection(server: Server, sent: list[bytes], cut: int, whole: bool) -> None:

@@ -96,6 +96,7 @@ for _ in range(1200):
 """
 
 
+@pytest.mark.slow
 def test_the_async_predictor_of_sagemakers_sdk(server: Server, s3: S3, tmp_path: Path) -> None:
     """It names no type of the input but that of the object, and waits for the output on S3."""
     url = f"http://127.0.0.1:{server.port}"

@@ -247,6 +247,7 @@ def test_a_model_that_has_failed_is_loaded_again(server: Server, tmp_path: Path)
     assert server.http.delete("/models/late").status_code == 200
 
 
+@pytest.mark.slow
 def test_a_changed_file_is_loaded_and_a_broken_one_is_not(tmp_path: Path) -> None:
     model = make_own(tmp_path / "model", CODE, greeting="one")
     with running(model, libraries="worker", variables={"SERVING_RELOAD_ON_CHANGE": "true"}) as server:

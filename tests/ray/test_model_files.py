@@ -146,6 +146,7 @@ def test_the_config_file_holds_the_whole_deployment(tmp_path: Path, environment:
     assert [model.options() for model in again] == [model.options() for model in found]
 
 
+@pytest.mark.slow
 def test_ray_accepts_the_config_file(tmp_path: Path, environment: dict[str, str]) -> None:
     schema: Any = pytest.importorskip("ray.serve.schema")
     found = deployments([str(folder_with(tmp_path))], environment, CPU)

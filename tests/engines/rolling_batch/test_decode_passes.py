@@ -87,6 +87,7 @@ def test_replayed_steps_give_the_tokens_of_the_model(devices: None, family: str)
     assert len(capture.graphs) == 4  # and nothing is recorded while requests run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recorded", [False, True], ids=["eager", "graphs"])
 def test_adapters_share_a_gpu_with_requests_that_have_none(devices: None, tmp_path: Path, recorded: bool) -> None:
     """Steps with a row that has an adapter run eagerly; steps before and behind them are replayed."""

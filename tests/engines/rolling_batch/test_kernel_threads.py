@@ -57,6 +57,7 @@ def test_each_number_is_in_the_share_of_one_thread(count: int, threads: int) -> 
     assert runs.sum() == min(count, threads)
 
 
+@pytest.mark.slow
 def test_a_kernel_from_disk_finds_the_threads(tmp_path: Path) -> None:
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     found = [

@@ -83,6 +83,7 @@ def test_what_the_library_cannot_compile_is_refused_in_its_words() -> None:
     assert "x-guidance" not in unknown
 
 
+@pytest.mark.slow
 def test_a_grammar_that_takes_too_much_ends_a_process_of_its_own() -> None:
     """The library computes for half a minute here, and for the memory of the next one there is a bound."""
 
