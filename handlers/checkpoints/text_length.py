@@ -10,7 +10,8 @@ from lmi_server.contract.errors import ContextLengthError
 LONG_TEXT_CHARS = 20_000
 """Shorter texts are tokenized at once, in milliseconds."""
 
-_BYTES = 256
+_ASCII = 128
+_CONTINUATIONS = range(0x80, 0xC0)  # of UTF-8: each character that is not ASCII has such bytes
 
 # The steps of a tokenizer that leave every character of a text in some token, with the most characters that become one.
 # NFC joins up to four: a Greek letter with three accents.
@@ -31,6 +32,7 @@ class TextLength:
     def __init__(self, tokenizer: Any) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self.longest_token = 0 if backend is None else _longest_token(backend)
+        self._dropped = _dropped(backend) if self.longest_token else ()
         self._counts_words = backend is not None and _counts_words(backend)
 
     def least_tokens(self, text: str) -> int:
@@ -38,7 +40,7 @@ class TextLength:
         if len(text) <= LONG_TEXT_CHARS:
             return 0
         if self.longest_token:
-            return -(-len(text) // self.longest_token)
+            return -(-(len(text) - sum(map(text.count, self._dropped))) // self.longest_token)
         # BERT drops control characters, of which str.split() takes some for spaces.
         if self._counts_words and text.isascii() and text.translate(_TO_SPACES).isprintable():
             return len(text.split())
@@ -46,7 +48,8 @@ class TextLength:
 
     def check(self, text: str, limit: int) -> None:
         """Raise ContextLengthError if a prompt has `limit` tokens or more in any case, which leaves no room."""
-        least = self.least_tokens(text)
+        # The beginning of a text says enough, and takes no more than milliseconds however long the text is.
+        least = self.least_tokens(text[: 2 * limit * self.longest_token] if self.longest_token else text)
         if limit and least >= limit:
             raise ContextLengthError(
                 f"This model's maximum context length is {limit} tokens. However, the prompt has {len(text)}"
@@ -65,7 +68,7 @@ def _longest_token(backend: Any) -> int:
         return 0
     vocabulary = backend.get_vocab(with_added_tokens=True)
     if any(step["type"] == "ByteLevel" for step in steps):
-        knows_all = sum(symbol in vocabulary for symbol in _byte_symbols()) == _BYTES
+        knows_all = all(_symbol(byte) in vocabulary for byte in _CONTINUATIONS)
     else:
         knows_all = backend.model.byte_fallback
     # Added tokens may take any amount of the space around them.
@@ -75,10 +78,23 @@ def _longest_token(backend: Any) -> int:
     return max(_COMPLETE.get(step["type"], 1) for step in [*steps, {"type": ""}]) * max(map(len, vocabulary))
 
 
-def _byte_symbols() -> list[str]:
-    from tokenizers import pre_tokenizers
+def _dropped(backend: Any) -> tuple[str, ...]:
+    """Return the characters of which a tokenizer of bytes leaves nothing, because it lacks their symbols.
 
-    return list(pre_tokenizers.ByteLevel.alphabet())
+    Tokenizers that were trained on texts may lack those of control characters, as SmolLM2's does. Bytes that are in no
+    text, or begin rare characters, may be missing as well. The other bytes of a character have their tokens then.
+    """
+    steps = [*_steps(backend.normalizer), *_steps(backend.pre_tokenizer)]
+    if backend.model.unk_token or not any(step["type"] == "ByteLevel" for step in steps):
+        return ()
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    return tuple(chr(byte) for byte in range(_ASCII) if _symbol(byte) not in vocabulary)
+
+
+def _symbol(byte: int) -> str:
+    """Return the character that stands for a byte in tokens of bytes, as GPT-2 has them."""
+    printable = (*range(33, 127), *range(161, 173), *range(174, 256))
+    return chr(byte) if byte in printable else chr(256 + byte - sum(other < byte for other in printable))
 
 
 def _is_complete(step: dict[str, Any]) -> bool:

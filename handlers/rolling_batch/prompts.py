@@ -45,8 +45,8 @@ class PromptEncoder:
     async def encode(self, request: GenerationRequest, limit: int = 0) -> tuple[list[int], str]:
         """Return the token ids and the text of the request's prompt.
 
-        Raises RequestError if the chat cannot be rendered, ContextLengthError if the prompt obviously has `limit`
-        tokens or more (0: any number).
+        Raises RequestError if the chat cannot be rendered, ContextLengthError if a long prompt has `limit` tokens or
+        more (0: any number).
         """
         truncate = request.sampling.truncate
         if isinstance(request.prompt, tuple):
@@ -59,7 +59,10 @@ class PromptEncoder:
             self._length.check(text, limit)
         # A long text would block the event loop. A short one is not worth the change of threads.
         special = request.add_special_tokens and request.prompt is not None  # a chat template writes them itself
-        ids = await self._tokenize_long(text, special) if len(text) > LONG_TEXT_CHARS else self.tokenize(text, special)
+        if len(text) > LONG_TEXT_CHARS:
+            ids = await self._tokenize_long(text, special, 0 if truncate else limit)
+        else:
+            ids = self.tokenize(text, special)
         return (ids[-truncate:], text) if truncate else (ids, text)
 
     async def _text(self, request: GenerationRequest) -> str:
@@ -69,16 +72,19 @@ class PromptEncoder:
             return self._render(request)
         return await asyncio.get_running_loop().run_in_executor(self._python_thread, self._render, request)
 
-    async def _tokenize_long(self, text: str, add_special_tokens: bool) -> list[int]:
+    async def _tokenize_long(self, text: str, add_special_tokens: bool, limit: int) -> list[int]:
         """Do what `tokenize` does beside the event loop, and without the GIL: `encode` would keep that to the end.
 
-        The list of ids takes some milliseconds with the GIL. So it is not made in the thread that gives way to others.
+        The list of ids takes milliseconds for each 100,000 with the GIL. So it is not made in the thread that gives way
+        to others, and not at all for a prompt that is refused. Raises ContextLengthError as `encode`.
         """
         run = asyncio.get_running_loop().run_in_executor
         if self._backend is None:
             return await run(self._python_thread, self.tokenize, text, add_special_tokens)
         encode = functools.partial(self._backend.encode_batch_fast, [text], add_special_tokens=add_special_tokens)
         encodings = await run(self._thread, encode)
+        if 0 < limit <= len(encodings[0]):
+            raise ContextLengthError.of(len(encodings[0]), 0, limit)
         ids: list[int] = encodings[0].ids
         return ids
 

@@ -15,7 +15,7 @@ from handlers.checkpoints import text_length
 from handlers.checkpoints.text_length import TextLength
 from lmi_server.contract.errors import ContextLengthError
 
-TEXTS = st.text() | st.text("ab \n\t.é\u0301\u1f82\u200b中", max_size=200)
+TEXTS = st.text() | st.text("ab \n\t.\x04é\u0301\u1f82\u200b中\U00040000", max_size=200)
 
 
 def wordpiece(strip: bool = False) -> PreTrainedTokenizerFast:
@@ -40,8 +40,19 @@ def stripping() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def lacking() -> PreTrainedTokenizerFast:
+    """Return a tokenizer that drops a control character, and the first byte of rare characters, as SmolLM2's does."""
+    known = byte_tokenizer().get_vocab()
+    left = [token for token in sorted(known, key=known.__getitem__) if token not in (ENQUIRY, RARE)]
+    backend = Tokenizer(models.BPE({token: place for place, token in enumerate(left)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+ENQUIRY, RARE = "\u0104", "\u00f1"  # the symbols of the bytes 04 and F1
 TOKENIZERS = {
     "bytes": byte_tokenizer(),
+    "lacking": lacking(),
     "composing": composing(),
     "stripping": stripping(),
     "sentencepiece": sentencepiece_tokenizer(),
@@ -53,6 +64,7 @@ TOKENIZERS = {
 @given(TEXTS)
 @example("0\x1f")  # a space for Python, and nothing for BERT
 @example("0\x0b")
+@example("a\x04\U00040000")
 @settings(max_examples=100, deadline=None)
 def test_no_text_has_fewer_tokens(name: str, text: str) -> None:
     tokenizer = TOKENIZERS[name]
@@ -65,7 +77,15 @@ def test_no_text_has_fewer_tokens(name: str, text: str) -> None:
 
 def test_the_bound_is_known_where_it_can_be() -> None:
     known: dict[str, Any] = {name: TextLength(found).least_tokens("a b" * 10_000) for name, found in TOKENIZERS.items()}
-    assert known == {"bytes": 6000, "composing": 1500, "stripping": 0, "sentencepiece": 5000, "wordpiece": 10_001}
+    assert known == {
+        "bytes": 6000,
+        "lacking": 6000,
+        "composing": 1500,
+        "stripping": 0,
+        "sentencepiece": 5000,
+        "wordpiece": 10_001,
+    }
+    assert TextLength(lacking()).least_tokens("ab\x04" * 10_000) == 4000
     assert TextLength(wordpiece(strip=True)).least_tokens("a b" * 10_000) == 0
     assert TextLength(None).least_tokens("a b" * 10_000) == 0
 

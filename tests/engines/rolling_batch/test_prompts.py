@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 from tiny_models import byte_tokenizer
+from tokenizers import AddedToken
 
 from handlers.checkpoints.text_length import LONG_TEXT_CHARS
 from handlers.rolling_batch.prompts import PromptEncoder
+from lmi_server.contract.errors import ContextLengthError
 from lmi_server.contract.generation import GenerationRequest, SamplingParameters
 
 pytestmark = pytest.mark.slow
@@ -38,6 +40,9 @@ class Watched:
         watched = self
 
         class Encoding:
+            def __len__(self) -> int:
+                return len(encoding)
+
             @property
             def ids(self) -> list[int]:
                 watched.listing = threading.get_ident(), niceness()
@@ -59,3 +64,19 @@ def test_the_thread_that_gives_way_to_others_does_nothing_that_keeps_the_gil() -
     assert watched.encoding[0] != threading.get_ident()
     assert watched.encoding[1] > niceness()
     assert watched.listing[1] == niceness()
+
+
+def test_of_a_prompt_that_is_refused_no_list_is_made() -> None:
+    """Its length shows only when it is tokenized, because the tokenizer may drop any amount of space."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([AddedToken("<mask>", lstrip=True)])
+    encoder = PromptEncoder(tokenizer)
+    encoder._backend = watched = Watched(encoder._backend)
+    text = "word " * LONG_TEXT_CHARS
+    request = GenerationRequest(request_id="1", prompt=text, sampling=SamplingParameters())
+    count = len(encoder.tokenize(text))
+    with pytest.raises(ContextLengthError, match=f"the prompt has {count} tokens"):
+        asyncio.run(encoder.encode(request, count))
+    assert watched.encoding is not None
+    assert watched.listing is None
+    assert len(asyncio.run(encoder.encode(request, count + 1))[0]) == count
