@@ -49,7 +49,8 @@ class TextLength:
     def check(self, text: str, limit: int) -> None:
         """Raise ContextLengthError if a prompt has `limit` tokens or more in any case, which leaves no room."""
         # The beginning of a text says enough, and takes no more than milliseconds however long the text is.
-        least = self.least_tokens(text[: 2 * limit * self.longest_token] if self.longest_token else text)
+        enough = max(2 * limit * self.longest_token, 2 * LONG_TEXT_CHARS)
+        least = self.least_tokens(text[:enough] if self.longest_token else text)
         if limit and least >= limit:
             raise ContextLengthError(
                 f"This model's maximum context length is {limit} tokens. However, the prompt has {len(text)}"
