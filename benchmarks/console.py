@@ -15,7 +15,6 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +25,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.generation import wait_until_ready
 from benchmarks.relay import Server
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def measure(streams: int, seconds: float) -> None:
             sys.executable, "-m", "lmi_server", "serve", str(directory), "--port", "{port}", log=Path(parent) / "log"
         )
         try:
-            wait(server.port)
+            wait_until_ready(server.port)
             for page in opened(server.port):
                 with ThreadPoolExecutor(streams) as pool:
                     tokens = round((seconds + 2 * SETTLE_S) * 1000 / TOKEN_MS)
@@ -111,17 +111,6 @@ def measure(streams: int, seconds: float) -> None:
     table.add_row("ms between drawings, longest", f"{max(gaps):,.0f}", "at most 1,000")
     table.add_row("MiB of the page's objects, before and after", f"{before:.2f}, {after:.2f}", "flat")
     Console(width=120).print(table)
-
-
-def wait(port: int) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        try:
-            if httpx.get(f"http://127.0.0.1:{port}/ping").status_code == 200:
-                return
-        except httpx.TransportError:
-            time.sleep(0.1)
-    sys.exit("the server did not start within a minute")
 
 
 def main() -> None:

@@ -10,8 +10,9 @@ from lmi_server.contract.errors import ContextLengthError
 LONG_TEXT_CHARS = 20_000
 """Shorter texts are tokenized at once, in milliseconds."""
 
-_ASCII = 128
-_CONTINUATIONS = range(0x80, 0xC0)  # of UTF-8: each character that is not ASCII has such bytes
+_ASCII = "".join(map(chr, range(0x80)))
+# Two bytes each in UTF-8. The second ones are all bytes that may follow the first one of a character.
+_CONTINUATIONS = "".join(map(chr, range(0x80, 0xC0)))
 
 # The steps of a tokenizer that leave every character of a text in some token, with the most characters that become one.
 # NFC joins up to four: a Greek letter with three accents.
@@ -69,7 +70,7 @@ def _longest_token(backend: Any) -> int:
         return 0
     vocabulary = backend.get_vocab(with_added_tokens=True)
     if any(step["type"] == "ByteLevel" for step in steps):
-        knows_all = all(_symbol(byte) in vocabulary for byte in _CONTINUATIONS)
+        knows_all = vocabulary.keys() >= set(_symbols(_CONTINUATIONS)[1::2])
     else:
         knows_all = backend.model.byte_fallback
     # Added tokens may take any amount of the space around them.
@@ -88,14 +89,16 @@ def _dropped(backend: Any) -> tuple[str, ...]:
     steps = [*_steps(backend.normalizer), *_steps(backend.pre_tokenizer)]
     if backend.model.unk_token or not any(step["type"] == "ByteLevel" for step in steps):
         return ()
-    vocabulary = backend.get_vocab(with_added_tokens=True)
-    return tuple(chr(byte) for byte in range(_ASCII) if _symbol(byte) not in vocabulary)
+    symbols = zip(_ASCII, _symbols(_ASCII), strict=True)
+    return tuple(character for character, symbol in symbols if backend.token_to_id(symbol) is None)
 
 
-def _symbol(byte: int) -> str:
-    """Return the character that stands for a byte in tokens of bytes, as GPT-2 has them."""
-    printable = (*range(33, 127), *range(161, 173), *range(174, 256))
-    return chr(byte) if byte in printable else chr(256 + byte - sum(other < byte for other in printable))
+def _symbols(text: str) -> str:
+    """Return the characters that stand for the bytes of a text in tokens of bytes."""
+    from tokenizers import pre_tokenizers
+
+    [(symbols, _)] = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
+    return str(symbols)
 
 
 def _is_complete(step: dict[str, Any]) -> bool:
