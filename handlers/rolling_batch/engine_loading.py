@@ -132,17 +132,20 @@ def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -
         with enough_for_steps(runner, limits.kv_tokens, step):
             runner.prepare(limits.slots, max_len)
         decoding = _speed_up_decoding(runner, limits.max_running, options)
+        drafting = _drafting_runner(loaded, limits.max_running)
+    threads = torch.get_num_threads()
+    _use_helpers(runner, drafting)
     engine = RollingBatchEngine(runner, Scheduler(limits), tokenizer, eos_token_ids(model, tokenizer), max_len)
     prompts, chats = PromptEncoder(tokenizer), ModelChats(tokenizer, options)
     with enough_for_steps(runner, limits.kv_tokens, step):
         warm_up(engine, prompts, 4 if runner.device.type == "cpu" else min(step.idle_chunk, max_len - 2))
-    drafting = _speculate(engine, runner, loaded, limits.max_running, options)
+    drafts = _speculate(engine, runner, drafting, options)
     details = {
         "model": type(model).__name__,
         "dtype": str(runner.dtype).removeprefix("torch."),
         "device": str(runner.device),
         "ranks": own_rank().size,
-        "threads": torch.get_num_threads(),
+        "threads": threads,
         "max_model_len": max_len,
         "max_running_requests": limits.max_running,
         "kv_cache_tokens": limits.kv_tokens,
@@ -153,7 +156,7 @@ def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -
         **chats.details,
         "fused_modules": runner.fused,
         **decoding,
-        **drafting,
+        **drafts,
         "load_seconds": round(time.perf_counter() - began, 1),
     }
     return LoadedEngine(engine, prompts, max_len, limits.kv_tokens, details, chats)
@@ -300,19 +303,39 @@ class _AnyToken:
         return
 
 
+def _drafting_runner(loaded: LoadedModel, slots: int) -> ModelRunner | None:
+    """Return the runner of the draft model, if there is one."""
+    if loaded.draft is None:
+        return None
+    with _refusals(loaded.draft.model):
+        drafting = loaded.draft.runner()
+        drafting.prepare(slots, loaded.draft.max_len)
+    return drafting
+
+
+def _use_helpers(runner: ModelRunner, drafting: ModelRunner | None) -> None:
+    """Let helper threads compute the kernels, in place of OpenMP's, if all of a step are kernels of this project.
+
+    They need the cores to themselves: OpenMP's threads go on for a while after each operation, waiting for the next
+    one. So torch computes in one thread what is left for it.
+    """
+    if runner.has_only_kernels and (drafting is None or drafting.has_only_kernels):
+        from handlers.rolling_batch.cpu_kernels import helpers
+
+        if helpers.start(torch.get_num_threads()):
+            torch.set_num_threads(1)
+
+
 def _speculate(
-    engine: RollingBatchEngine, runner: ModelRunner, loaded: LoadedModel, slots: int, options: RollingBatchOptions
+    engine: RollingBatchEngine, runner: ModelRunner, drafting: ModelRunner | None, options: RollingBatchOptions
 ) -> dict[str, Any]:
     """Let the engine draft tokens as the options say. Return what was decided."""
     if options.speculative_draft_model is None:
         return {}
     seconds, share = step_seconds(runner)
-    if loaded.draft is None:
+    if drafting is None:
         engine.speculate(Speculation(options.speculative_length, LearntStepTimes(share)), _clock(runner))
         return {"row_share": round(share, 3)}
-    with _refusals(loaded.draft.model):
-        drafting = loaded.draft.runner()
-        drafting.prepare(slots, loaded.draft.max_len)
     draft_seconds, draft_share = step_seconds(drafting)
     costs = StepCosts(share, draft_seconds / seconds, draft_share * draft_seconds / seconds)
     engine.speculate(DraftModel(drafting, options.speculative_length, runner.vocabulary, costs))

@@ -37,6 +37,7 @@ from handlers.rolling_batch.decode_passes import (
 from handlers.rolling_batch.decoder_layers import fuse_decoder_layers
 from handlers.rolling_batch.decoder_model import DecoderModel
 from handlers.rolling_batch.fusion import fuse
+from handlers.rolling_batch.kernel_choice import ALL
 from handlers.rolling_batch.kv_cache import KVCache, LayerShape
 from handlers.rolling_batch.linears import PackedLinear, TiledLinear
 from handlers.rolling_batch.lora import LoraLayers
@@ -165,6 +166,11 @@ class ModelRunner:
         self._passes = passes
         _log.info("%s: decoding runs as %d CUDA graphs", GRAPH_KEY, passes.shapes)
         return passes.shapes
+
+    @property
+    def has_only_kernels(self) -> bool:
+        """Whether the project's kernels compute all but a few small operations of each pass."""
+        return self._decoder is not None and self._unpadded_rows == ALL
 
     def _passes_of(self, step: Step, rows: int, capture: Capture) -> DecodePasses:
         return DecodePasses(step, rows, self.cache.max_len, self._device, capture)

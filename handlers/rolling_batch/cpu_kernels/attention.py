@@ -28,7 +28,7 @@ from handlers.rolling_batch.cpu_kernels.intrinsics import (
     word,
     words_of,
 )
-from handlers.rolling_batch.cpu_kernels.parallel import in_threads
+from handlers.rolling_batch.cpu_kernels.parallel import in_threads, shares_of
 
 
 @functools.cache
@@ -73,19 +73,20 @@ def slot_attention(query, key, value, keys, values, slots, positions, out, setti
     loops over the head's dimensions are innermost and without branches: LLVM makes vector instructions of them.
     """
     in_threads(_write_some, len(slots), (key, value, keys, values, slots, positions))
-    in_threads(_attend_rows, settings.threads, (query, keys, values, slots, positions, out, settings))
+    shares = shares_of(settings.threads)
+    in_threads(_attend_rows, shares, (query, keys, values, slots, positions, out, settings, shares))
 
 
 @kernel_part(fastmath=True)
-def _attend_rows(first_thread, last_thread, query, keys, values, slots, positions, out, settings):
+def _attend_rows(first_share, last_share, query, keys, values, slots, positions, out, settings, shares):
     scaling, softcap = np.float32(settings.scaling), np.float32(settings.softcap)
-    window, threads = settings.window, settings.threads
+    window = settings.window
     dim, value_dim, kv_heads = query.shape[2], values.shape[3], keys.shape[1]
     group = query.shape[0] // kv_heads
     pieces = len(slots) * kv_heads
-    for thread in range(first_thread, last_thread):
-        # Neighbouring pieces, the rows of one sequence say, cost about the same: threads take turns with them.
-        for piece in range(thread, pieces, threads):
+    for share in range(first_share, last_share):
+        # Neighbouring pieces, the rows of one sequence say, cost about the same: shares take turns with them.
+        for piece in range(share, pieces, shares):
             row, kv_head = piece // kv_heads, piece % kv_heads
             slot, last = slots[row], positions[row]
             slot_keys, slot_values = keys[slot, kv_head], values[slot, kv_head]
@@ -240,14 +241,15 @@ def _chunk_attention(query, keys, values, span, columns, out, settings):
     for last in columns.last_own:
         farthest = max(farthest, last)
     laid_keys, laid_values = _laid_out(keys, values, span.slot, span.first, farthest)
-    in_threads(_attend_tiles, settings.threads, (query, laid_keys, laid_values, farthest, columns, out, settings))
+    shares = shares_of(settings.threads)
+    in_threads(_attend_tiles, shares, (query, laid_keys, laid_values, farthest, columns, out, settings, shares))
 
 
 @kernel_part(fastmath=True)
-def _attend_tiles(first_thread, last_thread, query, laid_keys, laid_values, seen, columns, out, settings):
+def _attend_tiles(first_share, last_share, query, laid_keys, laid_values, seen, columns, out, settings, shares):
     start, begin, first_own, last_own = columns.start, columns.begin, columns.first_own, columns.last_own
     scaling, softcap = np.float32(settings.scaling), np.float32(settings.softcap)
-    window, threads = settings.window, settings.threads
+    window = settings.window
     dim, value_dim, kv_heads, of_word = query.shape[2], out.shape[2], len(laid_keys), 4 // query.itemsize
     group, like = query.shape[0] // kv_heads, query[0, 0, 0]
     tiles, key_words, value_words = laid_keys.shape[1], laid_keys.shape[2], laid_values.shape[1]
@@ -257,8 +259,8 @@ def _attend_tiles(first_thread, last_thread, query, laid_keys, laid_values, seen
     scores = np.empty((TILE_ROWS, tiles * TILE_COLUMNS), np.float32)
     weights = np.empty((TILE_ROWS, value_words * of_word), query.dtype)
     mixed = np.empty((TILE_ROWS, laid_values.shape[2]), np.float32)
-    for thread in range(first_thread, last_thread):
-        for piece in range(thread, kv_heads * units, threads):
+    for share in range(first_share, last_share):
+        for piece in range(share, kv_heads * units, shares):
             head, first = piece // units, piece % units * TILE_ROWS
             lowest, nearest, farthest = seen, seen, 0
             for r in range(TILE_ROWS):  # the last tile may hold a row several times

@@ -24,14 +24,12 @@ SOURCES = sources_digest(Path(__file__).parent)
 _LEAST_CODE = {"no_cfunc_wrapper": True, "error_model": "numpy"}
 
 
-def kernel_part(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def kernel_part(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Compile a function that only kernels call, never Python, when a kernel that calls it is compiled.
 
     Without what Python would need to call it, numba has much less to compile.
     """
-    decorate: Callable[[Callable[..., Any]], Callable[..., Any]] = njit(
-        no_cpython_wrapper=True, **_LEAST_CODE, **options
-    )
+    decorate: Callable[[Callable[..., Any]], Any] = njit(no_cpython_wrapper=True, **_LEAST_CODE, **options)
     return decorate
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from handlers.rolling_batch.cpu_kernels.compilation import kernel, kernel_part
 from handlers.rolling_batch.cpu_kernels.intrinsics import TILE_COLUMNS, TILE_ROWS, add_product, load, store, words_of
-from handlers.rolling_batch.cpu_kernels.parallel import in_threads
+from handlers.rolling_batch.cpu_kernels.parallel import in_threads, shares_of
 
 # A panel of weights is multiplied in sections of _MOST_WORDS words (128 KiB with AVX-512), which stay in the L2 cache
 # while up to _MOST_TILES tiles of rows use them. The sums of these tiles are kept from section to section.
@@ -24,8 +24,8 @@ def linear(rows, weight, bias, out, threads):
     rows (n, in_features), contiguous; weight (panels, in_features / 2, TILE_COLUMNS) uint32, of which a word holds the
     weights of two inputs in one output; bias (out_features or 0,). threads: how many share the work.
 
-    Each thread has panels of its own: it reads its part of the weights once, and writes columns of its own. The sums of
-    a row are added up in the same order whatever the other rows are: a request gets the same bits in any batch. The
+    Each share of the work has panels of its own: their weights are read once, and their columns written. The sums of a
+    row are added up in the same order whatever the other rows are: a request gets the same bits in any batch. The
     last rows, fewer than a tile, are padded with zeros.
     """
     count, words = len(rows), weight.shape[1]
@@ -35,17 +35,18 @@ def linear(rows, weight, bias, out, threads):
     for row in range(whole, count):
         for word in range(words):
             rest[row - whole, word] = row_words[row, word]
-    in_threads(_linear, threads, (row_words, rest, weight, bias, out, threads))
+    shares = shares_of(threads)
+    in_threads(_linear, shares, (row_words, rest, weight, bias, out, shares))
 
 
 @kernel_part()
-def _linear(first_thread, last_thread, rows, rest, weight, bias, out, threads):
-    """Compute the panels of some threads, for rows as words; `rest` has those of the last tile, if it is not whole."""
+def _linear(first_share, last_share, rows, rest, weight, bias, out, shares):
+    """Compute the panels of some shares, for rows as words; `rest` has those of the last tile, if it is not whole."""
     count, width = out.shape
     panels, words, _ = weight.shape
     whole, tiles, like = count // TILE_ROWS, -(-count // TILE_ROWS), out.dtype.type(0)
     sums = np.empty((_MOST_TILES * TILE_ROWS, TILE_COLUMNS), np.float32)
-    for panel in range(panels * first_thread // threads, panels * last_thread // threads):
+    for panel in range(panels * first_share // shares, panels * last_share // shares):
         column = panel * TILE_COLUMNS
         columns = min(TILE_COLUMNS, width - column)
         for begin in range(0, tiles, _MOST_TILES):

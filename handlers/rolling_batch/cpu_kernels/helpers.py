@@ -1,0 +1,56 @@
+"""The helper threads of the kernels (see parallel.py), and whether there are any."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+
+from handlers.rolling_batch.cpu_kernels.atomics import MACHINE_IS_KNOWN
+from handlers.rolling_batch.cpu_kernels.parallel import STATE, STOP, THREADS, help_compute, wake_helpers
+
+MOST_THREADS = 16
+"""All threads take pieces of work from one counter; of more threads each would wait for the others there."""
+
+_END_LIMIT_S = 1.0
+_helpers: list[threading.Thread] = []
+
+
+def start(threads: int) -> bool:
+    """Let `threads` threads compute the kernels, the calling one and helpers; return whether they do.
+
+    They do not for one thread, for more than MOST_THREADS, or on a processor whose instructions are not known here:
+    then the kernels run in numba's threads.
+    """
+    if not 1 < threads <= MOST_THREADS or not MACHINE_IS_KNOWN:
+        return False
+    while len(_helpers) < threads - 1:
+        number = len(_helpers)
+        helper = threading.Thread(target=help_compute, args=(number,), name=f"kernels-{number}", daemon=True)
+        _helpers.append(helper)
+        helper.start()
+    STATE[THREADS] = threads
+    return True
+
+
+def stop() -> None:
+    """End the helpers; kernels run in numba's threads again. No kernel may run meanwhile."""
+    if not _helpers:
+        return
+    STATE[THREADS], STATE[STOP] = 0, 1
+    wake_helpers()
+    for helper in _helpers:
+        helper.join(_END_LIMIT_S)
+    _helpers.clear()
+    STATE[STOP] = 0
+
+
+def _forget() -> None:
+    """A forked process has no threads but one."""
+    _helpers.clear()
+    STATE[:] = 0
+
+
+# The code that helpers run is gone once the interpreter has ended.
+atexit.register(stop)
+os.register_at_fork(after_in_child=_forget)
