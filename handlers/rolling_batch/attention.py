@@ -193,12 +193,13 @@ class _KernelAttention:
     single_area = 2048
 
     def __init__(self, cache: KVCache) -> None:
-        from handlers.rolling_batch.cpu_kernels import attention as kernels
+        from handlers.rolling_batch.cpu_kernels.attention import slot_attention, write_rows
+        from handlers.rolling_batch.cpu_kernels.chunk_attention import chunk_attention
 
         dtype = as_numpy(cache.keys[0]).dtype
-        self._kernel = kernels.slot_attention
-        self._write = kernels.write_rows(dtype)
-        self._chunk_kernel = kernels.chunk_attention(dtype)
+        self._kernel = slot_attention
+        self._write = write_rows(dtype)
+        self._chunk_kernel = chunk_attention(dtype)
         self._keys = [as_numpy(keys) for keys in cache.keys]
         self._values = [as_numpy(values) for values in cache.values]
 

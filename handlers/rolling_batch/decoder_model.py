@@ -142,12 +142,12 @@ def _linears(layer: FusedDecoderLayer) -> list[nn.Module]:
 
 
 def _is_tiled(layer: FusedDecoderLayer) -> bool:
-    """Whether all linear layers are laid out in tiles, and none adds a bias after the sum over the ranks."""
+    """Whether all linear layers are laid out in panels without padded inputs, and no bias follows the ranks' sum."""
     summed = [module for module in _linears(layer) if isinstance(module, RowParallelLinear)]
     return (
         len(summed) in (0, 2)
         and all(module.bias is None for module in summed)
-        and all(isinstance(module, TiledLinear) for module in _computed(layer))
+        and all(isinstance(module, TiledLinear) and not module.is_padded for module in _computed(layer))
     )
 
 

@@ -134,7 +134,8 @@ def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -
         decoding = _speed_up_decoding(runner, limits.max_running, options)
         drafting = _drafting_runner(loaded, limits.max_running)
     threads = torch.get_num_threads()
-    _use_helpers(runner, drafting)
+    if runner.use_helpers() and drafting is not None:
+        drafting.use_helpers()
     engine = RollingBatchEngine(runner, Scheduler(limits), tokenizer, eos_token_ids(model, tokenizer), max_len)
     prompts, chats = PromptEncoder(tokenizer), ModelChats(tokenizer, options)
     with enough_for_steps(runner, limits.kv_tokens, step):
@@ -311,19 +312,6 @@ def _drafting_runner(loaded: LoadedModel, slots: int) -> ModelRunner | None:
         drafting = loaded.draft.runner()
         drafting.prepare(slots, loaded.draft.max_len)
     return drafting
-
-
-def _use_helpers(runner: ModelRunner, drafting: ModelRunner | None) -> None:
-    """Let helper threads compute the kernels, in place of OpenMP's, if all of a step are kernels of this project.
-
-    They need the cores to themselves: OpenMP's threads go on for a while after each operation, waiting for the next
-    one. So torch computes in one thread what is left for it.
-    """
-    if runner.has_only_kernels and (drafting is None or drafting.has_only_kernels):
-        from handlers.rolling_batch.cpu_kernels import helpers
-
-        if helpers.start(torch.get_num_threads()):
-            torch.set_num_threads(1)
 
 
 def _speculate(

@@ -114,6 +114,7 @@ class TiledLinear(nn.Module):
         self.most_rows = most_rows
         self._packed = None if most_rows == ALL else PackedLinear(linear)
         self.laid = _laid_weight(linear.weight.detach()) if self._packed is None else self._packed.laid()
+        self.is_padded = self.laid.shape[1] * 2 > self.in_features
         self.added = as_numpy(torch.empty(0, dtype=torch.bfloat16) if linear.bias is None else linear.bias.detach())
         self._kernel = kernel
         self._threads = torch.get_num_threads()
@@ -129,16 +130,17 @@ class TiledLinear(nn.Module):
 
 
 def _laid_weight(weight: torch.Tensor) -> np.ndarray:
-    """(out_features, in_features) bfloat16 -> (panels, in_features / 2, TILE_COLUMNS) uint32.
+    """(out_features, in_features) bfloat16 -> (panels, words, PANEL_COLUMNS) uint32.
 
-    A panel has the weights of TILE_COLUMNS outputs. Each of its words has those of two neighbouring inputs, as the
-    bfloat16 instruction of AVX-512 takes them. Zeros fill up the last panel.
+    A panel has the weights of PANEL_COLUMNS outputs. Each of its words has those of two neighbouring inputs, as the
+    bfloat16 instructions of AVX-512 and AMX take them. Zeros fill up the last panel, and the last words of each.
     """
-    from handlers.rolling_batch.cpu_kernels.intrinsics import TILE_COLUMNS
+    from handlers.rolling_batch.cpu_kernels.linear import PANEL_COLUMNS, PANEL_WORDS
 
-    panels = -(-weight.shape[0] // TILE_COLUMNS)
-    padded = nn.functional.pad(weight, (0, 0, 0, panels * TILE_COLUMNS - weight.shape[0]))
-    words = padded.contiguous().view(torch.int32).unflatten(0, (panels, TILE_COLUMNS))
+    outputs, inputs = weight.shape
+    panels = -(-outputs // PANEL_COLUMNS)
+    padded = nn.functional.pad(weight, (0, -inputs % (2 * PANEL_WORDS), 0, panels * PANEL_COLUMNS - outputs))
+    words = padded.contiguous().view(torch.int32).unflatten(0, (panels, PANEL_COLUMNS))
     laid: np.ndarray = words.transpose(1, 2).contiguous().numpy().view(np.uint32)
     return laid
 
@@ -164,11 +166,11 @@ class PackedLinear(nn.Module):
 
     def laid(self) -> np.ndarray:
         """Return the weight as a view in the form of `_laid_weight`, if oneDNN has laid it out so."""
-        from handlers.rolling_batch.cpu_kernels.intrinsics import TILE_COLUMNS
+        from handlers.rolling_batch.cpu_kernels.linear import PANEL_COLUMNS
 
         words = _words(self._weight)
         assert words is not None
-        return words.reshape(-1, self.in_features // 2, TILE_COLUMNS)
+        return words.reshape(-(-self.out_features // PANEL_COLUMNS), -1, PANEL_COLUMNS)
 
 
 def _packed(linear: nn.Linear) -> torch.Tensor:

@@ -37,10 +37,10 @@ from handlers.rolling_batch.decode_passes import (
 from handlers.rolling_batch.decoder_layers import fuse_decoder_layers
 from handlers.rolling_batch.decoder_model import DecoderModel
 from handlers.rolling_batch.fusion import fuse
-from handlers.rolling_batch.kernel_choice import ALL
 from handlers.rolling_batch.kv_cache import KVCache, LayerShape
 from handlers.rolling_batch.linears import PackedLinear, TiledLinear
 from handlers.rolling_batch.lora import LoraLayers
+from handlers.rolling_batch.pass_threads import begin_pass, start_helpers
 from handlers.rolling_batch.scheduler import Chunk, Sequence, StepPlan
 from handlers.rolling_batch.slots import Copy
 from handlers.rolling_batch.step_messages import Measure, Pass, Prepare, Stop, decode, encode
@@ -91,6 +91,7 @@ class ModelRunner:
         self._attention: SlotAttention
         self._decoder: DecoderModel | None = None
         self._unpadded_rows = 0  # up to which passes are not padded
+        self._has_helpers = False
         self._lora: LoraLayers | None = None  # None until the first adapter
         self._step: Step  # computes rows that decode, if `_passes` are used
         self._passes: DecodePasses | None = None
@@ -167,10 +168,15 @@ class ModelRunner:
         _log.info("%s: decoding runs as %d CUDA graphs", GRAPH_KEY, passes.shapes)
         return passes.shapes
 
-    @property
-    def has_only_kernels(self) -> bool:
-        """Whether the project's kernels compute all but a few small operations of each pass."""
-        return self._decoder is not None and self._unpadded_rows == ALL
+    def use_helpers(self) -> bool:
+        """Let helper threads compute passes that need no OpenMP, if there are such; return whether there are."""
+        self._has_helpers = self._decoder is not None and start_helpers()
+        return self._has_helpers
+
+    def _has_only_kernels(self, rows: int, kept: int, chunks: list[ChunkRows]) -> bool:
+        """Whether the project's kernels compute all but a few small operations of a pass."""
+        at_once = self._decoder.most_rows if self._decoder is not None and not chunks else 0
+        return rows <= max(at_once, self._unpadded_rows) and kept <= self._unpadded_rows
 
     def _passes_of(self, step: Step, rows: int, capture: Capture) -> DecodePasses:
         return DecodePasses(step, rows, self.cache.max_len, self._device, capture)
@@ -260,6 +266,8 @@ class ModelRunner:
             assert self._passes is not None
             logits = self._passes.logits(step.token_ids, step.positions, step.slots)
             return logits if step.keep == list(range(len(logits))) else logits[step.keep]
+        if self._has_helpers:
+            begin_pass(self._has_only_kernels(len(step.token_ids), len(step.keep), step.chunks))
         singles = np.array(step.positions[: len(step.slots)], np.int64)
         self._attention.begin(StepRows(np.array(step.slots, np.int64), singles, step.chunks))
         with torch.inference_mode():
@@ -315,8 +323,7 @@ class ModelRunner:
                 source = sources.get(slot, slot)
                 chunks.append(ChunkRows(slot, chunk.start, chunk.end, first, len(token_ids), source))
         if self._device.type == "cpu":
-            at_once = self._decoder.most_rows if self._decoder is not None and not chunks else 0
-            if len(token_ids) > max(at_once, self._unpadded_rows):
+            if not self._has_only_kernels(len(token_ids), 0, chunks):
                 token_ids, positions = _padded(token_ids), _padded(positions)
             if len(keep) > self._unpadded_rows:
                 keep = _padded(keep)

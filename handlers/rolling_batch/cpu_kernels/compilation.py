@@ -10,6 +10,8 @@ from typing import Any
 from numba import njit
 from numba.core import registry
 
+from handlers.rolling_batch.cpu_kernels import amx
+
 
 def sources_digest(folder: Path) -> str:
     """Return a digest of all Python files in `folder`."""
@@ -20,6 +22,7 @@ def sources_digest(folder: Path) -> str:
 
 
 SOURCES = sources_digest(Path(__file__).parent)
+_CHOSEN = "amx" if amx.IS_USABLE else "vectors"  # not by the processor's features alone, as numba thinks
 # C code does not call kernels, and a division by zero raises no error. Code for both takes long to compile.
 _LEAST_CODE = {"no_cfunc_wrapper": True, "error_model": "numpy"}
 
@@ -39,11 +42,11 @@ def kernel(signatures: Any = None, **options: Any) -> Callable[[Callable[..., No
     numba looks compiled code up by the function's qualified name, and uses it as long as date and size of the
     function's own file are the same. But a kernel contains the functions that it calls: after a change of another
     file, intrinsics.py say, numba would run kernels that contain its former functions. So the name carries a digest of
-    every source file of this folder.
+    every source file of this folder, and whether tile registers were usable, which the system decides too.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., Any]:
-        function.__qualname__ = f"{function.__name__}_{SOURCES}"
+        function.__qualname__ = f"{function.__name__}_{SOURCES}_{_CHOSEN}"
         compiled: Callable[..., Any] = njit(signatures, nogil=True, cache=True, **_LEAST_CODE, **options)(function)
         return compiled
 
@@ -51,6 +54,6 @@ def kernel(signatures: Any = None, **options: Any) -> Callable[[Callable[..., No
 
 
 def target() -> tuple[str, str, str]:
-    """Return what numba compiles for: the kind of machine, and the name and the features of its processor."""
-    found: tuple[str, str, str] = registry.cpu_target.target_context.codegen().magic_tuple()
-    return found
+    """Return what is compiled for: the kind of machine, and the name of its processor and what is used of it."""
+    kind, name, features = registry.cpu_target.target_context.codegen().magic_tuple()
+    return kind, name, f"{features},{_CHOSEN}"

@@ -17,10 +17,10 @@ _helpers: list[threading.Thread] = []
 
 
 def start(threads: int) -> bool:
-    """Let `threads` threads compute the kernels, the calling one and helpers; return whether they do.
+    """Start helpers, so that `threads` threads can compute, the calling one and helpers; return whether there are any.
 
-    They do not for one thread, for more than MOST_THREADS, or on a processor whose instructions are not known here:
-    then the kernels run in numba's threads.
+    There are none for one thread, for more than MOST_THREADS, or on a processor whose instructions are not known here:
+    then the kernels run in numba's threads. Helpers sleep until `use`.
     """
     if not 1 < threads <= MOST_THREADS or not MACHINE_IS_KNOWN:
         return False
@@ -29,8 +29,21 @@ def start(threads: int) -> bool:
         helper = threading.Thread(target=help_compute, args=(number,), name=f"kernels-{number}", daemon=True)
         _helpers.append(helper)
         helper.start()
-    STATE[THREADS] = threads
     return True
+
+
+def threads() -> int:
+    """Return how many threads compute with all helpers, the calling one included."""
+    return len(_helpers) + 1
+
+
+def use(on: bool) -> None:
+    """Let the helpers compute the kernels from now on, or numba's threads. It changes no result."""
+    STATE[THREADS] = threads() if on and _helpers else 0
+
+
+def are_used() -> bool:
+    return bool(STATE[THREADS])
 
 
 def stop() -> None:

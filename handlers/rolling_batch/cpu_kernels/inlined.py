@@ -82,3 +82,23 @@ def tokens_above(row, logit, highest):
             mass += exp(row[v] - highest)
             least = min(least, row[v])
     return mass, least
+
+
+@kernel_part(forceinline=True)
+def seen_columns(first_own, last_own, row, start, begin, window):
+    """Return the columns that a row of a chunk may see, as three numbers: (first shared, first own, behind the last).
+
+    It sees the shared columns from the first number on, and those from the second number up to the third.
+    """
+    own, last, shared = first_own[row], last_own[row], start - begin
+    seen = start + last - own  # tokens up to the row's own
+    if window <= 0:
+        return 0, own, last
+    return min(max(0, seen - window - begin), shared), own + max(0, seen - window - start), last
+
+
+@kernel_part()
+def fill(array, number):
+    for row in range(array.shape[0]):
+        for column in range(array.shape[1]):
+            array[row, column] = number

@@ -23,7 +23,7 @@ from numba.np.arrayobj import populate_array
 _LANES = 16  # float32 elements of a vector; if the processor's are shorter, LLVM uses several of them
 
 
-def _host_has(feature: str) -> bool:
+def host_has(feature: str) -> bool:
     """Whether the processor that kernels are compiled for has a feature; numba's settings may name another one."""
     config = numba.config
     if config.CPU_NAME is not None or config.CPU_FEATURES is not None or not config.ENABLE_AVX:
@@ -34,10 +34,10 @@ def _host_has(feature: str) -> bool:
         return False
 
 
-_MULTIPLIES_BFLOAT16 = _host_has("avx512bf16")
+_MULTIPLIES_BFLOAT16 = host_has("avx512bf16")
 # The sums of a tile stay in vector registers: 4 by 64 of them fill 16 of the 32 registers of AVX-512, 4 by 16 fill 8 of
 # the 16 of AVX2, half as long. The rest is for operands.
-TILE_ROWS, TILE_COLUMNS = 4, 4 * _LANES if _host_has("avx512f") else _LANES
+TILE_ROWS, TILE_COLUMNS = 4, 4 * _LANES if host_has("avx512f") else _LANES
 
 
 @intrinsic

@@ -1,4 +1,4 @@
-"""The product of a linear layer of bfloat16."""
+"""The product of a linear layer of bfloat16: in vector registers, or in the tile registers of AMX."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 # numba infers the types of a kernel from its arguments; annotations would have no effect, and docstrings give shapes.
@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import numpy as np
 
+from handlers.rolling_batch.cpu_kernels import amx
 from handlers.rolling_batch.cpu_kernels.compilation import kernel, kernel_part
 from handlers.rolling_batch.cpu_kernels.intrinsics import TILE_COLUMNS, TILE_ROWS, add_product, load, store, words_of
 from handlers.rolling_batch.cpu_kernels.parallel import in_threads, shares_of
 
-# A panel of weights is multiplied in sections of _MOST_WORDS words (128 KiB with AVX-512), which stay in the L2 cache
-# while up to _MOST_TILES tiles of rows use them. The sums of these tiles are kept from section to section.
+PANEL_COLUMNS = amx.PANEL_COLUMNS if amx.IS_USABLE else TILE_COLUMNS
+"""How many outputs a panel of weights has."""
+PANEL_WORDS = amx.STEP_WORDS if amx.IS_USABLE else 1
+"""The number of words of a panel is a multiple of this: zeros fill it up."""
+
+# In vector registers a panel is multiplied in sections of _MOST_WORDS words (128 KiB with AVX-512), which stay in the
+# L2 cache while up to _MOST_TILES tiles of rows use them. The sums of these tiles are kept from section to section.
 _MOST_WORDS = 512
 _MOST_TILES = 64
 
@@ -21,34 +27,36 @@ _MOST_TILES = 64
 def linear(rows, weight, bias, out, threads):
     """`rows @ weight.T + bias` -> out (n, out_features), for elements of bfloat16.
 
-    rows (n, in_features), contiguous; weight (panels, in_features / 2, TILE_COLUMNS) uint32, of which a word holds the
-    weights of two inputs in one output; bias (out_features or 0,). threads: how many share the work.
+    rows (n, in_features), contiguous; weight (panels, words, PANEL_COLUMNS) uint32, of which a word holds the weights
+    of two inputs in one output; bias (out_features or 0,). threads: how many share the work.
 
     Each share of the work has panels of its own: their weights are read once, and their columns written. The sums of a
-    row are added up in the same order whatever the other rows are: a request gets the same bits in any batch. The
-    last rows, fewer than a tile, are padded with zeros.
+    row are added up in the same order whatever the other rows are: a request gets the same bits in any batch.
     """
-    count, words = len(rows), weight.shape[1]
-    row_words = words_of(rows)
+    _multiply(words_of(rows), weight, bias, out, threads)
+
+
+@kernel_part()
+def _multiply_in_vectors(rows, weight, bias, out, threads):
+    """Compute `linear` for rows as words. The last rows, fewer than a tile, are padded with zeros."""
+    count, words = rows.shape
     whole = count // TILE_ROWS * TILE_ROWS
     rest = np.zeros((TILE_ROWS, words), np.uint32)
     for row in range(whole, count):
         for word in range(words):
-            rest[row - whole, word] = row_words[row, word]
+            rest[row - whole, word] = rows[row, word]
     shares = shares_of(threads)
-    in_threads(_linear, shares, (row_words, rest, weight, bias, out, shares))
+    in_threads(_in_vectors, shares, (rows, rest, weight, bias, out, shares))
 
 
 @kernel_part()
-def _linear(first_share, last_share, rows, rest, weight, bias, out, shares):
+def _in_vectors(first_share, last_share, rows, rest, weight, bias, out, shares):
     """Compute the panels of some shares, for rows as words; `rest` has those of the last tile, if it is not whole."""
-    count, width = out.shape
+    count = len(out)
     panels, words, _ = weight.shape
     whole, tiles, like = count // TILE_ROWS, -(-count // TILE_ROWS), out.dtype.type(0)
     sums = np.empty((_MOST_TILES * TILE_ROWS, TILE_COLUMNS), np.float32)
     for panel in range(panels * first_share // shares, panels * last_share // shares):
-        column = panel * TILE_COLUMNS
-        columns = min(TILE_COLUMNS, width - column)
         for begin in range(0, tiles, _MOST_TILES):
             end = min(begin + _MOST_TILES, tiles)
             for row in range((end - begin) * TILE_ROWS):
@@ -60,12 +68,59 @@ def _linear(first_share, last_share, rows, rest, weight, bias, out, shares):
                     left = rows[tile * TILE_ROWS : (tile + 1) * TILE_ROWS] if tile < whole else rest
                     totals = sums[(tile - begin) * TILE_ROWS : (tile - begin + 1) * TILE_ROWS]
                     add_product(left, first, most, right, totals, 0, like)
-            for row in range(begin * TILE_ROWS, min(end * TILE_ROWS, count)):
-                total, target = sums[row - begin * TILE_ROWS], out[row, column : column + columns]
-                if len(bias):
-                    added = bias[column : column + columns]
-                    for c in range(columns):
-                        target[c] = store(total[c] + load(added[c]), like)
-                else:
-                    for c in range(columns):
-                        target[c] = store(total[c], like)
+            _write_sums(sums, bias, out, begin * TILE_ROWS, min(end * TILE_ROWS, count), panel * TILE_COLUMNS)
+
+
+@kernel_part()
+def _write_sums(sums, bias, out, begin, end, column):
+    """Write the sums of rows `begin:end` as elements, with the bias added, if there is one, from `column` on."""
+    columns, like = min(PANEL_COLUMNS, out.shape[1] - column), out.dtype.type(0)
+    for row in range(begin, end):
+        total, target = sums[row - begin], out[row, column : column + columns]
+        if len(bias):
+            added = bias[column : column + columns]
+            for c in range(columns):
+                target[c] = store(total[c] + load(added[c]), like)
+        else:
+            for c in range(columns):
+                target[c] = store(total[c], like)
+
+
+@kernel_part()
+def _multiply_in_tile_registers(rows, weight, bias, out, threads):
+    """Compute `linear` for rows as words, which are padded with zeros if the panels have more words."""
+    count, words = rows.shape
+    shares = shares_of(threads)
+    if words == weight.shape[1]:
+        in_threads(_in_tile_registers, shares, (rows, weight, bias, out, shares))
+        return
+    padded = np.zeros((count, weight.shape[1]), np.uint32)
+    for row in range(count):
+        for word in range(words):
+            padded[row, word] = rows[row, word]
+    in_threads(_in_tile_registers, shares, (padded, weight, bias, out, shares))
+
+
+@kernel_part()
+def _in_tile_registers(first_share, last_share, rows, weight, bias, out, shares):
+    """Compute the panels of some shares, for rows as words."""
+    count, panels = len(rows), len(weight)
+    sums = np.empty((-(-count // amx.BLOCK_ROWS), amx.BLOCK_ROWS, amx.PANEL_COLUMNS), np.float32)
+    configured = 0
+    for panel in range(panels * first_share // shares, panels * last_share // shares):
+        for block in range(len(sums)):
+            begin = block * amx.BLOCK_ROWS
+            of_block = min(amx.BLOCK_ROWS, count - begin)
+            if of_block != configured:
+                amx.configure_tiles(of_block)
+                configured = of_block
+            amx.multiply_block(rows, begin, of_block, weight[panel], sums[block], block == 0)
+        # After all blocks, because a thread that reads sums at once would wait for the tile registers to be stored.
+        for block in range(len(sums)):
+            begin = block * amx.BLOCK_ROWS
+            end = min(begin + amx.BLOCK_ROWS, count)
+            _write_sums(sums[block], bias, out, begin, end, panel * amx.PANEL_COLUMNS)
+    amx.release_tiles()
+
+
+_multiply = _multiply_in_tile_registers if amx.IS_USABLE else _multiply_in_vectors

@@ -1,0 +1,176 @@
+"""Products of bfloat16 in the tile registers of AMX, which Intel's Xeon processors have since Sapphire Rapids.
+
+A tile register holds 16 rows of 64 bytes. One instruction multiplies 16 rows of 32 elements on the left by 32 elements
+of 16 columns on the right: 16 times what an instruction of AVX-512 does. See "Intrinsics for Advanced Matrix
+Extensions" in Intel's Intrinsics Guide, and the chapter on AMX in Intel's optimization manual.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# llvmlite and numba's typing objects are untyped.
+
+from __future__ import annotations
+
+import ctypes
+import platform
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from handlers.rolling_batch.cpu_kernels.intrinsics import host_has
+
+BLOCK_ROWS, PANEL_COLUMNS, STEP_WORDS = 32, 32, 16
+"""How many rows `multiply_block` multiplies at most; how many columns a panel has; the inner dimension's granularity.
+
+STEP_WORDS are the words of two elements that one instruction multiplies: the inner dimension is a multiple of them.
+"""
+
+_ROWS, _BYTES, _PANEL_BYTES = 16, 64, 4 * PANEL_COLUMNS  # of a tile register; of the columns of one word of a panel
+# Sums are in registers 0 to 3: those of the upper 16 rows by the left and right half of the panel, then the lower ones.
+# Both halves of the rows and of the panel follow.
+_SUMS, _UPPER, _LOWER, _LEFT, _RIGHT = ((0, 1), (2, 3)), 4, 5, 6, 7
+# The panel is asked for this many bytes before it is read. Then memory delivers at its full rate, and without it a
+# tenth less (measured on a Xeon with 2 cores; 4 KiB and 16 KiB were no better).
+_AHEAD_BYTES = 8192
+
+_INT, _INT32, _INT8 = ir.IntType(64), ir.IntType(32), ir.IntType(8)
+_POINTER, _VOID = _INT8.as_pointer(), ir.VoidType()
+
+
+def _allowed() -> bool:
+    """Ask Linux for the use of the tile registers by this process and those that it starts; return the answer.
+
+    A process has to ask before the first use (Linux 5.16 or later; see arch_prctl(2), ARCH_REQ_XCOMP_PERM). Threads
+    that the process has already may use them as well.
+    """
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    try:
+        return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
+    except (OSError, AttributeError):
+        return False
+
+
+IS_USABLE = (
+    platform.machine() == "x86_64"
+    and platform.system() == "Linux"
+    and host_has("amx-bf16")
+    and host_has("avx512f")
+    and _allowed()
+)
+"""Whether the kernels multiply bfloat16 in tile registers: the processor has them, and the system lets us use them."""
+
+
+@intrinsic
+def configure_tiles(context, rows):
+    """Let the tile registers hold blocks of `rows` rows, 1 to BLOCK_ROWS. This sets all registers to zero."""
+
+    def build(ctx, builder, sig, args):
+        kind = ir.ArrayType(_INT8, 64)
+        memory = cgutils.alloca_once(builder, kind)
+        builder.store(ir.Constant(kind, None), memory)
+        settings = builder.bitcast(memory, _POINTER)
+
+        def put(value, place):
+            builder.store(value, builder.gep(settings, [_INT(place)]))
+
+        full = _INT(_ROWS)
+        has_lower = builder.icmp_signed(">", args[0], full)
+        upper = builder.select(has_lower, full, args[0])
+        # Registers that are not used have one row.
+        lower = builder.select(has_lower, builder.sub(args[0], full), _INT(1))
+        put(_INT8(1), 0)  # palette 1: eight registers
+        rows_of = {_UPPER: upper, _LOWER: lower, _LEFT: full, _RIGHT: full}
+        rows_of |= {register: count for row, count in zip(_SUMS, (upper, lower), strict=True) for register in row}
+        for register, count in rows_of.items():
+            put(_INT8(_BYTES), 16 + 2 * register)
+            put(builder.trunc(count, _INT8), 48 + register)
+        _instruction(builder, "ldtilecfg", settings)
+        return ctx.get_dummy_value()
+
+    return types.void(types.intp), build
+
+
+@intrinsic
+def release_tiles(context):
+    """Say that this thread does not use the tile registers any more, so that they need not be saved."""
+
+    def build(ctx, builder, sig, args):
+        _instruction(builder, "tilerelease")
+        return ctx.get_dummy_value()
+
+    return types.void(), build
+
+
+@intrinsic
+def multiply_block(context, rows, first_row, count, panel, sums, is_first):
+    """Write the product of a block of rows and a panel to `sums` (BLOCK_ROWS, PANEL_COLUMNS) float32.
+
+    rows (n, m) uint32, of which `count` rows from `first_row` on are the block, as many as `configure_tiles` was told,
+    and of these the first words; panel (words, PANEL_COLUMNS) uint32, of as many words, a multiple of STEP_WORDS. Both
+    are contiguous; rows of `sums` may be apart. Words hold two elements of bfloat16. `is_first`: whether the panel
+    comes from memory. Nothing is checked.
+    """
+
+    def build(ctx, builder, sig, args):
+        rows, panel, sums = (ctx.make_array(sig.args[place])(ctx, builder, args[place]) for place in (0, 3, 4))
+        stride = builder.mul(builder.extract_value(rows.shape, 1), _INT(4))
+        upper = builder.add(builder.ptrtoint(rows.data, _INT), builder.mul(args[1], stride))
+        steps = builder.sdiv(builder.extract_value(panel.shape, 0), _INT(STEP_WORDS))
+        left = (upper, stride)
+        right = (builder.ptrtoint(panel.data, _INT), steps, args[5])
+        out = (builder.ptrtoint(sums.data, _INT), builder.extract_value(sums.strides, 0))
+        with builder.if_else(builder.icmp_signed("<=", args[2], _INT(_ROWS))) as (short, long):
+            with short:
+                _multiply(builder, 1, left, right, out)
+            with long:
+                _multiply(builder, 2, left, right, out)
+        return ctx.get_dummy_value()
+
+    return types.void(rows, types.intp, types.intp, panel, sums, types.boolean), build
+
+
+def _multiply(builder, halves, left, right, out):
+    """Multiply 16 rows, or two `halves` of 16. `left`, `out`: address, bytes from row to row; `right`: of the panel."""
+    (rows, stride), (panel, steps, is_first), (sums, width) = left, right, out
+    places = [
+        (register, builder.add(builder.add(sums, builder.mul(width, _INT(half * _ROWS))), _INT(place * _BYTES)))
+        for half in range(halves)
+        for place, register in enumerate(_SUMS[half])
+    ]
+    for register, _ in places:
+        _instruction(builder, "tilezero", register)
+    with cgutils.for_range(builder, steps) as loop:
+        across, down = (builder.mul(loop.index, _INT(size)) for size in (_BYTES, STEP_WORDS * _PANEL_BYTES))
+        of_rows, of_panel = builder.add(rows, across), builder.add(panel, down)
+        for half, register in enumerate((_UPPER, _LOWER)[:halves]):
+            begin = builder.add(of_rows, builder.mul(stride, _INT(half * _ROWS)))
+            _instruction(builder, "tileloadd64", register, begin, stride)
+        with builder.if_then(is_first, likely=True):
+            for ahead in range(0, STEP_WORDS * _PANEL_BYTES, _BYTES):
+                _prefetch(builder, builder.add(of_panel, _INT(_AHEAD_BYTES + ahead)))
+        for place, column in enumerate((_LEFT, _RIGHT)):
+            begin = builder.add(of_panel, _INT(place * _BYTES))
+            _instruction(builder, "tileloadd64", column, begin, _INT(_PANEL_BYTES))
+            for half, register in enumerate((_UPPER, _LOWER)[:halves]):
+                _instruction(builder, "tdpbf16ps", _SUMS[half][place], register, column)
+    for register, begin in places:
+        _instruction(builder, "tilestored64", register, begin, width)
+
+
+def _instruction(builder, name, *operands):
+    """Call LLVM's intrinsic of an instruction: numbers are registers, the first of several others is an address."""
+    given = [_INT8(operand) if isinstance(operand, int) else operand for operand in operands]
+    places = [place for place, operand in enumerate(operands) if not isinstance(operand, int)]
+    if places and given[places[0]].type == _INT:
+        given[places[0]] = builder.inttoptr(given[places[0]], _POINTER)
+    kind = ir.FunctionType(_VOID, [operand.type for operand in given])
+    builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}"), given)
+
+
+def _prefetch(builder, address):
+    """Ask for a cache line that will be read, into all caches. Where no memory is, nothing happens."""
+    kind = ir.FunctionType(_VOID, [_POINTER, _INT32, _INT32, _INT32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    for_reading, all_caches, data = _INT32(0), _INT32(3), _INT32(1)
+    builder.call(function, [builder.inttoptr(address, _POINTER), for_reading, all_caches, data])
