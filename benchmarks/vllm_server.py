@@ -1,6 +1,6 @@
 """Compares this server with vLLM's own OpenAI server: same model, same client, same machine, in one run.
 
-    python -m benchmarks.vllm_server [PART ...] [--concurrency N ...] [--runs N]
+    python -m benchmarks.vllm_server [PART ...] [--concurrency N ...] [--runs N] [--rolling-batch scheduler]
 
 The loads are completions of 64 tokens (end of sequence ignored) at 1, 8, 32 and 64 connections that always have a
 request open; and 300 requests of one token whose prompts of 512 tokens share the first 448.
@@ -8,6 +8,8 @@ request open; and 300 requests of one token whose prompts of 512 tokens share th
 - `defaults-*` run both servers without settings. vLLM's server compiles the model before it is ready and this one
   afterwards, so that the measurement waits until this one has compiled it.
 - `same-*` run both with the same settings of vLLM's engine.
+- `--rolling-batch scheduler` compares this project's own rolling batch in place of its vllm handler, in `same-*` with
+  as many sequences and tokens.
 - `cpu` subtracts the CPU time of the engine alone, measured without any server, from that of all processes of a server.
 
 Both servers run at the same time and take turns. Between its turns a signal holds vLLM's server, because it computes
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import random
@@ -29,7 +32,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -155,19 +159,19 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def ours(settings: Mapping[str, Any] | None) -> Iterator[Server]:
-    """Run this server with `rolling_batch=vllm`, and otherwise its defaults or the given engine settings."""
+def ours(settings: Mapping[str, Any] | None, rolling_batch: str = "vllm") -> Iterator[Server]:
+    """Run this server with a rolling batch, and otherwise its defaults or the given engine settings."""
     with tempfile.TemporaryDirectory() as parent:
         directory = Path(parent) / NAME
         directory.mkdir()
-        options: dict[str, Any] = {"model_id": MODEL.resolve(), "rolling_batch": "vllm"}
+        options: dict[str, Any] = {"model_id": MODEL.resolve(), "rolling_batch": rolling_batch}
         if settings is not None:
             options |= {
                 "max_rolling_batch_size": settings["max_num_seqs"],
                 "max_model_len": settings["max_model_len"],
-                "kv_cache_memory_gb": settings["kv_gib"],
-                "compilation": "start",
             }
+            if rolling_batch == "vllm":
+                options |= {"kv_cache_memory_gb": settings["kv_gib"], "compilation": "start"}
         lines = [f"option.{name}={value}" for name, value in options.items()]
         (directory / "serving.properties").write_text("\n".join(lines))
         port = free_port()
@@ -200,7 +204,12 @@ def theirs(settings: Mapping[str, Any] | None) -> Iterator[Server]:
         server.stop()
 
 
-SERVERS = {OURS: ours, THEIRS: theirs}
+Start = Callable[[Mapping[str, Any] | None], AbstractContextManager[Server]]
+
+
+def servers_of(rolling_batch: str) -> dict[str, Start]:
+    """Return how the two servers are started."""
+    return {OURS: functools.partial(ours, rolling_batch=rolling_batch), THEIRS: theirs}
 
 
 # --- what is measured ---
@@ -286,10 +295,10 @@ async def warm(server: Server) -> None:
 
 
 @contextlib.contextmanager
-def both(settings: Mapping[str, Any] | None) -> Iterator[dict[str, Server]]:
+def both(starts: Mapping[str, Start], settings: Mapping[str, Any] | None) -> Iterator[dict[str, Server]]:
     """Start both servers, warm them up, and print the CPU time that each takes while it idles."""
     with contextlib.ExitStack() as stack:
-        servers = {name: stack.enter_context(start(settings)) for name, start in SERVERS.items()}
+        servers = {name: stack.enter_context(start(settings)) for name, start in starts.items()}
         for server in servers.values():
             server.wait_until_compiled()
             uvloop.run(warm(server))
@@ -416,11 +425,11 @@ def _add_cpu(comparison: Comparison, figures: Mapping[str, Figures], runs: int) 
     comparison.add("    CPU seconds, all but the engine", own.cpu - engine, their.cpu - engine, 0.6, at_most=True)
 
 
-def ready() -> Table:
+def ready(starts: Mapping[str, Start]) -> Table:
     """Start both servers in turns with their defaults; return a table of the seconds to the first status 200."""
-    seconds: dict[str, list[float]] = {name: [] for name in SERVERS}
+    seconds: dict[str, list[float]] = {name: [] for name in starts}
     for _ in range(STARTS):
-        for name, start in SERVERS.items():
+        for name, start in starts.items():
             with start(None) as server:
                 seconds[name].append(server.ready_s)
     comparison = Comparison(READY)
@@ -429,13 +438,13 @@ def ready() -> Table:
     return comparison.table
 
 
-def report(parts: Sequence[str], concurrencies: Sequence[int], runs: int) -> None:
+def report(starts: Mapping[str, Start], parts: Sequence[str], concurrencies: Sequence[int], runs: int) -> None:
     console = Console(width=110)
     if READY in parts:
-        console.print(ready())
+        console.print(ready(starts))
     loads = [name for name in PARTS if name in parts]
     for same, names in groupby(loads, lambda name: PARTS[name].same):
-        with both(SAME if same else None) as servers:
+        with both(starts, SAME if same else None) as servers:
             for name in names:
                 console.print(run_part(name, servers, concurrencies, runs))
 
@@ -445,6 +454,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join([READY, *PARTS])} (default: all)")
     parser.add_argument("--concurrency", type=int, nargs="+", default=CONCURRENCIES, help="only these")
     parser.add_argument("--runs", type=int, default=RUNS, help="runs of each load on each server")
+    parser.add_argument("--rolling-batch", choices=("vllm", "scheduler"), default="vllm", help="of this server")
     parser.add_argument("--engine", action="store_true", help="run only the engine and print its figures as JSON")
     arguments = parser.parse_args()
     signal.signal(
@@ -456,7 +466,12 @@ def main() -> None:
     if arguments.engine:
         print(json.dumps(engine_runs(arguments.runs)))
     else:
-        report(arguments.parts or [READY, *PARTS], arguments.concurrency, arguments.runs)
+        report(
+            servers_of(arguments.rolling_batch),
+            arguments.parts or [READY, *PARTS],
+            arguments.concurrency,
+            arguments.runs,
+        )
 
 
 if __name__ == "__main__":
