@@ -70,7 +70,10 @@ class DecoderModel:
         return found if found.most_rows else None
 
     def _border(self, model: Any, borders: Borders) -> int:
-        """Return the number of rows up to which the call is faster than the layers one by one."""
+        """Return the number of rows up to which the call is faster than the layers one by one.
+
+        It is while these use the same kernels for all their linear layers, and may be with more rows.
+        """
         linears = [linear for layer in model.model.layers for linear in _computed(layer)]
         least: int = min(linear.most_rows for linear in linears)
         if least == ALL or len(self._shared.blocks) > 1:
@@ -96,7 +99,7 @@ class DecoderModel:
 
         with torch.inference_mode():
             name = f"{len(model.model.layers)} decoder layers at once ({shapes})"
-            return borders.border(name, passes(self.logits), passes(layer_by_layer))
+            return borders.border(name, passes(self.logits), passes(layer_by_layer), least)
 
     def _computes_the_same_as(self, model: Any) -> bool:
         """Compare logits: a model may scale embeddings or logits, or do anything else outside its layers."""

@@ -76,16 +76,17 @@ class Borders:
         self._is_new = False  # whether something was measured that the file lacks
         self._is_busy = False  # whether other programs were seen to have the cores
 
-    def border(self, name: str, few: Callable[[int], Work], many: Callable[[int], Work]) -> int:
+    def border(self, name: str, few: Callable[[int], Work], many: Callable[[int], Work], least: int = 0) -> int:
         """Return the number of rows up to which `few(rows)` is the faster work, 0 if never, ALL if always.
 
-        Equal names mean equal times. It is ALL as well if it could not be measured, because the machine is busy.
+        Up to `least` rows it is known to be the faster one, which is not measured. Equal names mean equal times. It is
+        ALL as well if it could not be measured, because the machine is busy.
         """
         border = self._known.get(name)
         if border is None:
             began = time.perf_counter()
             end = began + self._most_seconds - self._spent
-            border = self._measured(few, many, end)
+            border = self._measured(few, many, least, end)
             self._spent += time.perf_counter() - began
             if border is not None:
                 self._known[name], self._is_new = border, True
@@ -94,9 +95,9 @@ class Borders:
         self._asked[name] = border
         return ALL if border is None else border
 
-    def _measured(self, few: Callable[[int], Work], many: Callable[[int], Work], end: float) -> int | None:
-        border = 0
-        for rows in ROWS:
+    def _measured(self, few: Callable[[int], Work], many: Callable[[int], Work], least: int, end: float) -> int | None:
+        border = least
+        for rows in (rows for rows in ROWS if rows > least):
             is_faster = _is_faster(few(rows), many(rows), self._seconds, end)
             if is_faster is None:
                 return None

@@ -18,7 +18,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from handlers.rolling_batch.cpu_kernels.intrinsics import host_has
+from handlers.rolling_batch.cpu_kernels.intrinsics import host_has, prefetch_line
 
 BLOCK_ROWS, PANEL_COLUMNS, STEP_WORDS = 32, 32, 16
 """How many rows `multiply_block` multiplies at most; how many columns a panel has; the inner dimension's granularity.
@@ -34,7 +34,7 @@ _SUMS, _UPPER, _LOWER, _LEFT, _RIGHT = ((0, 1), (2, 3)), 4, 5, 6, 7
 # tenth less (measured on a Xeon with 2 cores; 4 KiB and 16 KiB were no better).
 _AHEAD_BYTES = 8192
 
-_INT, _INT32, _INT8 = ir.IntType(64), ir.IntType(32), ir.IntType(8)
+_INT, _INT8 = ir.IntType(64), ir.IntType(8)
 _POINTER, _VOID = _INT8.as_pointer(), ir.VoidType()
 
 
@@ -148,7 +148,7 @@ def _multiply(builder, halves, left, right, out):
             _instruction(builder, "tileloadd64", register, begin, stride)
         with builder.if_then(is_first, likely=True):
             for ahead in range(0, STEP_WORDS * _PANEL_BYTES, _BYTES):
-                _prefetch(builder, builder.add(of_panel, _INT(_AHEAD_BYTES + ahead)))
+                prefetch_line(builder, builder.add(of_panel, _INT(_AHEAD_BYTES + ahead)))
         for place, column in enumerate((_LEFT, _RIGHT)):
             begin = builder.add(of_panel, _INT(place * _BYTES))
             _instruction(builder, "tileloadd64", column, begin, _INT(_PANEL_BYTES))
@@ -166,11 +166,3 @@ def _instruction(builder, name, *operands):
         given[places[0]] = builder.inttoptr(given[places[0]], _POINTER)
     kind = ir.FunctionType(_VOID, [operand.type for operand in given])
     builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}"), given)
-
-
-def _prefetch(builder, address):
-    """Ask for a cache line that will be read, into all caches. Where no memory is, nothing happens."""
-    kind = ir.FunctionType(_VOID, [_POINTER, _INT32, _INT32, _INT32])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    for_reading, all_caches, data = _INT32(0), _INT32(3), _INT32(1)
-    builder.call(function, [builder.inttoptr(address, _POINTER), for_reading, all_caches, data])

@@ -16,8 +16,21 @@ from numba.np.numpy_support import from_dtype
 
 from handlers.rolling_batch.cpu_kernels.compilation import kernel, kernel_part
 from handlers.rolling_batch.cpu_kernels.inlined import exp
-from handlers.rolling_batch.cpu_kernels.intrinsics import larger, load, store
+from handlers.rolling_batch.cpu_kernels.intrinsics import (
+    LANES,
+    WIDE_COLUMNS,
+    add_weighted,
+    add_weighted_wide,
+    dot,
+    larger,
+    load,
+    prefetch,
+    store,
+)
 from handlers.rolling_batch.cpu_kernels.parallel import in_threads, shares_of
+
+# All heads of a group add the values of so many tokens before others are read: they are in the L1 cache meanwhile.
+_NEAR_TOKENS = 64
 
 
 @functools.cache
@@ -58,8 +71,7 @@ def slot_attention(query, key, value, keys, values, slots, positions, out, setti
     are read. keys, values: (slots, kv_heads, max_len, dim), contiguous. slots, positions: (n,) int64, several rows may
     be of one slot. out: (rows, heads, value_dim), contiguous. settings: AttentionSettings.
 
-    All heads that share keys and values (a group) are one piece of work, so that these are read from memory once. The
-    loops over the head's dimensions are innermost and without branches: LLVM makes vector instructions of them.
+    All heads that share keys and values (a group) are one piece of work, so that these are read from memory once.
     """
     in_threads(_write_some, len(slots), (key, value, keys, values, slots, positions))
     shares = shares_of(settings.threads)
@@ -73,6 +85,8 @@ def _attend_rows(first_share, last_share, query, keys, values, slots, positions,
     dim, value_dim, kv_heads = query.shape[2], values.shape[3], keys.shape[1]
     group = query.shape[0] // kv_heads
     pieces = len(slots) * kv_heads
+    of_vector = LANES * 4 // query.itemsize
+    vectors, wide, narrow = dim // of_vector, value_dim // WIDE_COLUMNS * WIDE_COLUMNS, value_dim // LANES * LANES
     for share in range(first_share, last_share):
         # Neighbouring pieces, the rows of one sequence say, cost about the same: shares take turns with them.
         for piece in range(share, pieces, shares):
@@ -81,18 +95,24 @@ def _attend_rows(first_share, last_share, query, keys, values, slots, positions,
             slot_keys, slot_values = keys[slot, kv_head], values[slot, kv_head]
             begin = max(0, last + 1 - window) if window > 0 else 0
             count = last + 1 - begin
-            scaled = np.empty((group, dim), np.float32)
+            following = min(piece + shares, pieces - 1)
+            next_slot, next_last = slots[following // kv_heads], positions[following // kv_heads]
+            next_begin = max(0, next_last + 1 - window) if window > 0 else 0
+            next_count = next_last + 1 - next_begin
+            next_keys = keys[next_slot, following % kv_heads, next_begin:]
+            own = np.empty((group, dim), query.dtype)
             scores = np.empty((group, count), np.float32)
             mixed = np.zeros((group, value_dim), np.float32)
             for g in range(group):
                 for d in range(dim):
-                    scaled[g, d] = load(query[kv_head * group + g, row, d]) * scaling
+                    own[g, d] = query[kv_head * group + g, row, d]
             for t in range(count):
+                prefetch(slot_values, begin + t)
                 for g in range(group):
-                    score = np.float32(0)
-                    for d in range(dim):
-                        score += scaled[g, d] * load(slot_keys[begin + t, d])
-                    scores[g, t] = score
+                    score = dot(own, g, slot_keys, begin + t, vectors)
+                    for d in range(vectors * of_vector, dim):
+                        score += load(own[g, d]) * load(slot_keys[begin + t, d])
+                    scores[g, t] = score * scaling
             for g in range(group):
                 if softcap > 0:
                     for t in range(count):
@@ -107,11 +127,19 @@ def _attend_rows(first_share, last_share, query, keys, values, slots, positions,
                     total += weight
                 for t in range(count):
                     scores[g, t] /= total
-            for t in range(count):
+            seen_values = slot_values[begin : last + 1]
+            for first in range(0, count, _NEAR_TOKENS):
+                end = min(first + _NEAR_TOKENS, count)
+                for t in range(first, min(end, next_count)):
+                    prefetch(next_keys, t)
                 for g in range(group):
-                    weight = scores[g, t]
-                    for d in range(value_dim):
-                        mixed[g, d] += weight * load(slot_values[begin + t, d])
+                    for d in range(0, wide, WIDE_COLUMNS):
+                        add_weighted_wide(scores, g, seen_values, first, end, mixed, d)
+                    for d in range(wide, narrow, LANES):
+                        add_weighted(scores, g, seen_values, first, end, mixed, d)
+                    for d in range(narrow, value_dim):
+                        for t in range(first, end):
+                            mixed[g, d] += scores[g, t] * load(seen_values[t, d])
             for g in range(group):
                 for d in range(value_dim):
                     out[row, kv_head * group + g, d] = store(mixed[g, d], out[row, 0, 0])
