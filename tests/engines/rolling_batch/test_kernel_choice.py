@@ -274,7 +274,7 @@ def test_one_call_computes_all_layers_up_to_where_it_was_the_faster_way(
 ) -> None:
     """Only the layers one by one call modules for layers, which gain or lose time in this test.
 
-    Up to as many rows as the project's kernel computes in all of them, the call is the faster way without a measurement.
+    Up to as many rows as the kernel computes in all linear layers, the call is faster without a measurement.
     """
     of_linears = tiles_up_to(tiles)
 
