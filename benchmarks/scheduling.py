@@ -1,6 +1,6 @@
 """Measures the scheduling of the rolling batch with the demo model, over HTTP, streaming.
 
-    python -m benchmarks.scheduling [shared] [mixed] [scarce] [queue] [long]
+    python -m benchmarks.scheduling [shared] [mixed] [scarce] [queue] [long] [busy]
 
 Each load has its own server:
 
@@ -9,6 +9,7 @@ Each load has its own server:
 - scarce: 32 requests with KV memory for a third of what they need at most, beside the same requests with enough of it
 - queue: 32 requests with one of two prefixes of 1,024 tokens, of which two run at a time, under lpm and fcfs in turns
 - long: one request beside prompts of two million words, which are refused, and of 200,000, which are tokenized
+- busy: one request beside a process that keeps one core busy, and alone
 
 Without names, all loads run.
 """
@@ -280,6 +281,26 @@ def beside_long_prompts() -> dict[str, float]:
     return {"ITL median": statistics.median(gaps), "ITL p99": percentile(gaps, 0.99)}
 
 
+def spin() -> None:
+    while True:
+        pass
+
+
+def beside_a_busy_process() -> dict[str, float]:
+    """Return the inter-token latency of a request alone, and while a process keeps one core busy."""
+    with serving(MODEL, 8) as (_, port):
+        warm_up(port)
+        load = Load(words(16, random.Random(5)), 300)
+        alone = asyncio.run(stream(port, load)).gaps
+        other = multiprocessing.get_context("spawn").Process(target=spin, daemon=True)
+        other.start()
+        time.sleep(1)  # until it is busy
+        beside = asyncio.run(stream(port, load)).gaps
+        other.terminate()
+    figures = {"alone": statistics.median(alone), "beside": statistics.median(beside)}
+    return figures | {"alone p99": percentile(alone, 0.99), "beside p99": percentile(beside, 0.99)}
+
+
 PARTS = {
     "shared prefix": shared_prefix,
     "mixed lengths": mixed_lengths,
@@ -290,6 +311,7 @@ PARTS = {
     "full lengths, enough": lambda: scarce_memory(full_lengths(), 1.0),
     "queue": long_queue,
     "long prompts": beside_long_prompts,
+    "busy process": beside_a_busy_process,
 }
 
 Row = tuple[str, str, str]
@@ -357,12 +379,24 @@ def long_rows() -> Iterator[Row]:
     )
 
 
+def busy_rows() -> Iterator[Row]:
+    found = run_apart("busy process")
+    for name, end in (("median", ""), ("p99", " p99")):
+        beside, alone = found[f"beside{end}"], found[f"alone{end}"]
+        yield (
+            f"inter-token latency beside a process that keeps one core busy / alone, {name}",
+            f"{beside * 1e3:.1f} ms / {alone * 1e3:.1f} ms",
+            f"{beside / alone:.2f}",
+        )
+
+
 LOADS = {
     "shared": shared_rows,
     "mixed": mixed_rows,
     "scarce": scarce_rows,
     "queue": queue_rows,
     "long": long_rows,
+    "busy": busy_rows,
 }
 
 

@@ -258,12 +258,12 @@ def dot(context, left, left_row, right, right_row, vectors):
 
     def build(ctx, builder, sig, args):
         of_words, of_sums = ir.VectorType(ir.IntType(32), LANES), ir.VectorType(ir.FloatType(), LANES)
-        begins = [_row(ctx, builder, sig, args, place) for place in (0, 2)]
+        one, other = (_row(ctx, builder, sig, args, place) for place in (0, 2))
         total = cgutils.alloca_once_value(builder, ir.Constant(of_sums, None))
         with cgutils.for_range(builder, args[4]) as loop:
             offset = builder.mul(loop.index, ir.Constant(ir.IntType(64), 4 * LANES))
-            words = [_loaded(builder, builder.add(begin, offset), of_words) for begin in begins]
-            builder.store(_multiply_add(builder, *words, builder.load(total), like), total)
+            left, right = (_loaded(builder, builder.add(begin, offset), of_words) for begin in (one, other))
+            builder.store(_multiply_add(builder, left, right, builder.load(total), like), total)
         kind = ir.FunctionType(ir.FloatType(), [ir.FloatType(), of_sums])
         function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.fadd.v{LANES}f32")
         return builder.call(function, [ir.Constant(ir.FloatType(), 0), builder.load(total)], fastmath=("fast",))

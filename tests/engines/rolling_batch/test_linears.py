@@ -6,12 +6,14 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from handlers.rolling_batch.attention import as_numpy
+from handlers.rolling_batch.cpu_kernels import amx
 from handlers.rolling_batch.cpu_kernels.linear import linear as kernel
 from handlers.rolling_batch.linears import PackedLinear, TiledLinear
 
@@ -80,3 +82,24 @@ def test_the_tiles_are_chosen_where_onednn_multiplies_no_bfloat16() -> None:
     command = [sys.executable, "-c", _KINDS]
     found = subprocess.run(command, env=os.environ | _AVX2, capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["1", "TiledLinear", "Linear", "Linear"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the instruction sets of other processors are not hidden")
+def test_processors_with_shorter_vectors_and_without_tile_registers_compute_the_same(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "bias or bits or agree"]
+    other = _AVX2 | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    finished = subprocess.run(command, env=os.environ | other, capture_output=True, text=True, check=False, timeout=600)
+    assert finished.returncode == 0, finished.stdout[-3000:]
+
+
+class _RefusingLibrary:
+    """A fake C library of a system that lets no process use the tile registers, as Linux before 5.16 does."""
+
+    def syscall(self, *_: int) -> int:
+        return -1
+
+
+def test_tile_registers_that_the_system_does_not_give_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(amx.ctypes, "CDLL", lambda _: _RefusingLibrary())
+    assert not amx._allowed()
