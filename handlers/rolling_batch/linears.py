@@ -112,8 +112,10 @@ class TiledLinear(nn.Module):
 
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.most_rows = most_rows
-        self._packed = None if most_rows == ALL else PackedLinear(linear)
-        self.laid = _laid_weight(linear.weight.detach()) if self._packed is None else self._packed.laid()
+        packed = None if most_rows == ALL else PackedLinear(linear)
+        self.laid = _laid_weight(linear.weight.detach()) if packed is None else packed.laid()
+        # Not the module: as one of the model's it would count as a layer that oneDNN computes with any number of rows.
+        self._by_onednn = None if packed is None else packed.forward
         self.is_padded = self.laid.shape[1] * 2 > self.in_features
         self.added = as_numpy(torch.empty(0, dtype=torch.bfloat16) if linear.bias is None else linear.bias.detach())
         self._kernel = kernel
@@ -122,8 +124,8 @@ class TiledLinear(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """(..., in_features) -> (..., out_features)."""
         rows = hidden.reshape(-1, self.in_features).contiguous()
-        if self._packed is not None and len(rows) > self.most_rows:
-            return self._packed(hidden)
+        if self._by_onednn is not None and len(rows) > self.most_rows:
+            return self._by_onednn(hidden)
         out = rows.new_empty((rows.shape[0], self.out_features))
         self._kernel(as_numpy(rows), self.laid, self.added, as_numpy(out), self._threads)
         return out.view(*hidden.shape[:-1], self.out_features)
