@@ -49,7 +49,7 @@ STATE = STATE[-STATE.ctypes.data % 64 // 8 :][:_WORDS]
 _SYMBOL = "lmi_kernel_threads"
 llvmlite.binding.add_symbol(_SYMBOL, STATE.ctypes.data)  # compiled code finds it by this name, also when it is loaded
 
-# Pieces for each thread: more than one, so that a thread that comes late or loses its core leaves the others some of its
+# Pieces for each thread: more than one, so that a thread that comes late or loses its core leaves others some of its
 # share. With four, steps took 3 % longer on a quiet machine, and were no shorter beside a busy process.
 _PIECES = 2
 _MOST_PIECES = 2**16 - 1
