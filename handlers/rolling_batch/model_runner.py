@@ -175,8 +175,14 @@ class ModelRunner:
 
     def _has_only_kernels(self, rows: int, kept: int, chunks: list[ChunkRows]) -> bool:
         """Whether the project's kernels compute all but a few small operations of a pass."""
-        at_once = self._decoder.most_rows if self._decoder is not None and not chunks else 0
+        at_once = 0
+        if self._decoder is not None and not chunks and not self._has_adapters():
+            at_once = self._decoder.most_rows
         return rows <= max(at_once, self._unpadded_rows) and kept <= self._unpadded_rows
+
+    def _has_adapters(self) -> bool:
+        """Whether a row of the pass has an adapter."""
+        return self._lora is not None and self._lora.is_active
 
     def _passes_of(self, step: Step, rows: int, capture: Capture) -> DecodePasses:
         return DecodePasses(step, rows, self.cache.max_len, self._device, capture)
@@ -218,9 +224,9 @@ class ModelRunner:
         plan = self._arranged(plan)
         keep, sampled, prompt_rows = _rows_to_keep(plan, prompt_scored)
         draft_rows = _draft_rows(plan, keep)
-        step = self._lay_out(plan, keep)
         if self._lora is not None:
             self._lora.begin(_adapters(plan), keep)
+        step = self._lay_out(plan, keep)
         self._broadcast(step)
         try:
             return StepLogits(self._compute(step)[: len(keep)], sampled, prompt_rows, draft_rows)
@@ -277,7 +283,7 @@ class ModelRunner:
         """Whether a graph computes the pass: no chunks, no adapters, and no more rows than there are sequences."""
         if self._passes is None or step.chunks or len(step.slots) > self._passes.most_rows:
             return False
-        return self._lora is None or not self._lora.is_active
+        return not self._has_adapters()
 
     def _copy(self, copies: list[Copy]) -> None:
         for copy in copies:
