@@ -136,6 +136,7 @@ def other_kernels(element: str) -> Iterator[Call]:
     from handlers.rolling_batch.cpu_kernels import rows as kernels
     from handlers.rolling_batch.cpu_kernels.attention import write_rows
     from handlers.rolling_batch.cpu_kernels.chunk_attention import chunk_attention
+    from handlers.rolling_batch.cpu_kernels.parallel import help_compute, wake_helpers
 
     rows, logits, masks = _array(element, 2), _array("float32", 2), _array("uint32", 2)
     places, chances, keys = _array("int64", 1), _array("float32", 1), _array("uint64", 1)
@@ -145,6 +146,8 @@ def other_kernels(element: str) -> Iterator[Call]:
     yield kernels.mask_rows, (logits, places, masks)
     yield kernels.draw_rows, (logits, keys, chances, chances, places)
     yield kernels.draw_columns, (logits, _array("int64", 2), keys, places)
+    yield help_compute, (0,)
+    yield wake_helpers, ()
     for compiled_now in (write_rows, chunk_attention):
         compiled_now(np.dtype(element))
     # Last, because `decoder_layers` contains these: the other process has mostly compiled them by now.

@@ -15,6 +15,7 @@ from tiny_models import tiny_model
 
 from handlers.huggingface.options import HuggingFaceOptions
 from handlers.rolling_batch import first_compilation, kernel_choice
+from handlers.rolling_batch.cpu_kernels import helpers
 from handlers.rolling_batch.engine_loading import warm_up
 from handlers.rolling_batch.first_compilation import FirstCompilation, decoding_kernels, other_kernels
 from handlers.rolling_batch.prompts import PromptEncoder
@@ -38,6 +39,8 @@ def test_a_model_calls_the_kernels_with_the_types_that_they_are_compiled_for(
     for prompt in prompts(3):
         engine.add(prompt, max_new_tokens=3)
     engine.run()
+    assert helpers.start(2)
+    helpers.stop()
     for kernel, arguments in (*decoding_kernels(element), *other_kernels(element)):
         assert tuple(map(numba.typeof, arguments)) in kernel.signatures, kernel
 

@@ -256,6 +256,7 @@ def test_answers_are_near_those_of_float32_wherever_the_border_is(border: int, t
     engine, exact = Engine(tiny_model("llama", torch.bfloat16)), tiny_model("llama")
     kinds = {module.most_rows for module in engine.model.modules() if isinstance(module, TiledLinear)}
     assert kinds == {border}
+    assert engine.runner._unpadded_rows == border
     asked = [
         (prompt, engine.add(prompt, max_new_tokens=3 * number + 1, logprobs=0, ignore_eos=True)[1])
         for number, prompt in enumerate(prompts(9))
