@@ -204,7 +204,7 @@ class _KernelAttention:
         self._values = [as_numpy(values) for values in cache.values]
 
     def harmless(self, states: torch.Tensor) -> torch.Tensor:
-        """Return keys or values as they are: these kernels read only what a row sees."""
+        """Return keys or values as they are: these kernels give no weight to what a row does not see."""
         return states
 
     def kept(self, layer: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,7 +1,7 @@
 """Products of bfloat16 in the tile registers of AMX, which Intel's Xeon processors have since Sapphire Rapids.
 
 A tile register holds 16 rows of 64 bytes. One instruction multiplies 16 rows of 32 elements on the left by 32 elements
-of 16 columns on the right: 16 times what an instruction of AVX-512 does. See "Intrinsics for Advanced Matrix
+of 16 columns on the right, which takes 256 instructions of AVX-512. See "Intrinsics for Advanced Matrix
 Extensions" in Intel's Intrinsics Guide, and the chapter on AMX in Intel's optimization manual.
 """
 
@@ -39,10 +39,10 @@ _POINTER, _VOID = _INT8.as_pointer(), ir.VoidType()
 
 
 def _allowed() -> bool:
-    """Ask Linux for the use of the tile registers by this process and those that it starts; return the answer.
+    """Ask Linux for the use of the tile registers in this process, by all of its threads; return the answer.
 
-    A process has to ask before the first use (Linux 5.16 or later; see arch_prctl(2), ARCH_REQ_XCOMP_PERM). Threads
-    that the process has already may use them as well.
+    Each program has to ask before the first use (Linux 5.16 or later: "Using XSTATE features in user space
+    applications" in the kernel's documentation, ARCH_REQ_XCOMP_PERM).
     """
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
     try:

@@ -95,6 +95,7 @@ def _attend_rows(first_share, last_share, query, keys, values, slots, positions,
             slot_keys, slot_values = keys[slot, kv_head], values[slot, kv_head]
             begin = max(0, last + 1 - window) if window > 0 else 0
             count = last + 1 - begin
+            # Memory delivers all the time: values while scores are computed, and then the next piece's keys.
             following = min(piece + shares, pieces - 1)
             next_slot, next_last = slots[following // kv_heads], positions[following // kv_heads]
             next_begin = max(0, next_last + 1 - window) if window > 0 else 0

@@ -24,6 +24,7 @@ from handlers.rolling_batch.cpu_kernels.intrinsics import (
     TILE_COLUMNS,
     TILE_ROWS,
     add_product,
+    finite,
     larger,
     store,
     word,
@@ -150,7 +151,8 @@ def _laid_out(keys, values, slot, offset, columns):
 
     keys (slots, kv_heads, max_len, dim), values (slots, kv_heads, max_len, value_dim): contiguous. Keys are transposed
     by tiles of columns: (kv_heads, tiles, words of a key, TILE_COLUMNS). Each word of the values holds the elements of
-    neighbouring columns: (kv_heads, words of all columns, value_dim rounded up to TILE_COLUMNS).
+    neighbouring columns: (kv_heads, words of all columns, value_dim rounded up to TILE_COLUMNS). Zeros replace values
+    that are not finite: rows of other sequences in a tile multiply them by zero, which would make their sums NaN.
     """
     kv_heads, dim, value_dim, of_word = keys.shape[1], keys.shape[3], values.shape[3], 4 // keys.itemsize
     tiles, value_words = -(-columns // TILE_COLUMNS), -(-columns // of_word)
@@ -180,4 +182,4 @@ def _lay_out(first_work, last_work, keys, values, slot, offset, columns, laid_ke
                 values[slot, head, min(column + of_word, offset + columns) - 1],
             )
             for d in range(value_dim):
-                laid_values[head, place, d] = word(value[d], neighbour[d])
+                laid_values[head, place, d] = word(finite(value[d]), finite(neighbour[d]))

@@ -12,7 +12,7 @@ import numpy as np
 from handlers.rolling_batch.cpu_kernels import amx
 from handlers.rolling_batch.cpu_kernels.compilation import kernel_part
 from handlers.rolling_batch.cpu_kernels.inlined import exp, fill, seen_columns
-from handlers.rolling_batch.cpu_kernels.intrinsics import larger, store, word, words_of
+from handlers.rolling_batch.cpu_kernels.intrinsics import finite, larger, store, word, words_of
 from handlers.rolling_batch.cpu_kernels.parallel import in_threads, shares_of
 
 # Columns whose scores are computed before their weights, of BLOCK_ROWS rows: both stay in the L2 cache (384 KiB). Half
@@ -53,7 +53,8 @@ def _lay_out_panels(first_work, last_work, cached, laid_keys, laid_values):
     """Lay out keys and values as `multiply_block` reads panels; the keys are transposed. Zeros fill them up.
 
     cached: keys and values as for `_laid_out`, slot, offset, columns. laid_keys (kv_heads, panels of columns, words of
-    a key, PANEL_COLUMNS); laid_values (kv_heads, panels of a value, words of columns, PANEL_COLUMNS).
+    a key, PANEL_COLUMNS); laid_values (kv_heads, panels of a value, words of columns, PANEL_COLUMNS). Zeros replace
+    values that are not finite, for the reason that `_laid_out` gives.
     """
     keys, values, slot, offset, columns = cached
     panels, words = laid_keys.shape[1], laid_keys.shape[2]
@@ -84,11 +85,11 @@ def _lay_out_panels(first_work, last_work, cached, laid_keys, laid_values):
                     value = values[slot, head, offset + even, begin : begin + count]
                     neighbour = values[slot, head, offset + odd, begin : begin + count]
                     for d in range(count):
-                        target[d] = word(value[d], neighbour[d])
+                        target[d] = word(finite(value[d]), finite(neighbour[d]))
                 elif even < columns:
                     value = values[slot, head, offset + even, begin : begin + count]
                     for d in range(count):
-                        target[d] = word(value[d], zero)
+                        target[d] = word(finite(value[d]), zero)
 
 
 @kernel_part(fastmath=True)
@@ -100,6 +101,7 @@ def _attend_blocks(first_share, last_share, query, laid_keys, laid_values, seen,
     rows, shared = len(first_own) * group, start - begin
     units = -(-rows // amx.BLOCK_ROWS)
     queries = np.zeros((amx.BLOCK_ROWS, 2 * laid_keys.shape[2]), query.dtype)
+    # Rows are a cache line longer than needed: with a power of two all would compete for the same places of the cache.
     scores = np.empty((amx.BLOCK_ROWS, _SECTION + 16), np.float32)
     weights = np.empty((amx.BLOCK_ROWS, _SECTION + 32), query.dtype)
     product = np.empty((amx.BLOCK_ROWS, of_panel), np.float32)

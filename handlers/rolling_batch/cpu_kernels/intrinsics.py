@@ -71,6 +71,19 @@ def store(context, value, like):
 
 
 @intrinsic
+def finite(context, element):
+    """Return an element, or zero in place of an infinity or NaN, whose exponent bits are all set."""
+    width, exponent = (32, 0x7F800000) if element == types.float32 else (16, 0x7F80)
+
+    def build(ctx, builder, sig, args):
+        kind = ir.IntType(width)
+        set_bits = builder.and_(builder.bitcast(args[0], kind), kind(exponent))
+        return builder.select(builder.icmp_unsigned("==", set_bits, kind(exponent)), args[0].type(0), args[0])
+
+    return element(element), build
+
+
+@intrinsic
 def larger(context, one, other):
     """Return the larger of two float32, neither NaN. Unlike `max`, which minds NaN, loops of it become vectors."""
     flags = ("nnan", "nsz")

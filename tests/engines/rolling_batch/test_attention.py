@@ -80,6 +80,11 @@ def test_chunks_that_share_tokens_of_another_slot_attend_as_if_these_were_their_
         cache.copy(0, slot, start)
     expected = attended({})
     assert float((shared - expected).norm() / expected.norm()) < error
+    # What one sequence computes that is not finite leaves the others as they are.
+    key[:, :, 70], value[:, :, 70] = float("nan"), float("inf")
+    spoilt = attended({1: 0, 2: 0, 3: 0, 4: 0})
+    others = torch.arange(rows) != 70
+    assert torch.equal(spoilt[0, others], shared[0, others])
 
 
 @pytest.mark.slow
