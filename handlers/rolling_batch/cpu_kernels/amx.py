@@ -10,15 +10,13 @@ Extensions" in Intel's Intrinsics Guide, and the chapter on AMX in Intel's optim
 
 from __future__ import annotations
 
-import ctypes
-import platform
-
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from handlers.rolling_batch.cpu_kernels.intrinsics import host_has, prefetch_line
+from lmi_server.machine.tile_registers import ask_for_tile_registers
 
 BLOCK_ROWS, PANEL_COLUMNS, STEP_WORDS = 32, 32, 16
 """How many rows `multiply_block` multiplies at most; how many columns a panel has; the inner dimension's granularity.
@@ -38,26 +36,7 @@ _INT, _INT8 = ir.IntType(64), ir.IntType(8)
 _POINTER, _VOID = _INT8.as_pointer(), ir.VoidType()
 
 
-def _allowed() -> bool:
-    """Ask Linux for the use of the tile registers in this process, by all of its threads; return the answer.
-
-    Each program has to ask before the first use (Linux 5.16 or later: "Using XSTATE features in user space
-    applications" in the kernel's documentation, ARCH_REQ_XCOMP_PERM).
-    """
-    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
-    try:
-        return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
-    except (OSError, AttributeError):
-        return False
-
-
-IS_USABLE = (
-    platform.machine() == "x86_64"
-    and platform.system() == "Linux"
-    and host_has("amx-bf16")
-    and host_has("avx512f")
-    and _allowed()
-)
+IS_USABLE = host_has("amx-bf16") and host_has("avx512f") and ask_for_tile_registers()
 """Whether the kernels multiply bfloat16 in tile registers: the processor has them, and the system lets us use them."""
 
 

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from handlers.rolling_batch.attention import as_numpy
-from handlers.rolling_batch.cpu_kernels import amx
 from handlers.rolling_batch.cpu_kernels.linear import linear as kernel
 from handlers.rolling_batch.linears import PackedLinear, TiledLinear
+from lmi_server.machine import tile_registers
 
 
 def plain(inputs: int, outputs: int, bias: bool) -> nn.Linear:
@@ -101,5 +101,5 @@ class _RefusingLibrary:
 
 
 def test_tile_registers_that_the_system_does_not_give_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(amx.ctypes, "CDLL", lambda _: _RefusingLibrary())
-    assert not amx._allowed()
+    monkeypatch.setattr(tile_registers.ctypes, "CDLL", lambda _: _RefusingLibrary())
+    assert not tile_registers.ask_for_tile_registers()
