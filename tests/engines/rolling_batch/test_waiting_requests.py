@@ -18,7 +18,8 @@ pytestmark = pytest.mark.slow
 
 PREFIX = 64
 REQUESTS = 24
-TOKENS = 2 * (PREFIX + 8) + 24  # room for two requests, and for little of a third
+NEW_TOKENS = 24  # the others of a queue reach the scheduler while the first ones run
+TOKENS = 2 * (PREFIX + NEW_TOKENS + 6) + 24  # room for two requests, and for little of a third
 BYTES_PER_TOKEN = 512  # of the tiny model's KV cache in float32
 
 
@@ -39,7 +40,7 @@ def cached_tokens(server: Server) -> int:
     """Have requests with one of two prefixes wait; return how many of their prompt tokens were cached."""
     chance = random.Random(3)
     prompts = [[*chance.choice(([5] * PREFIX, [6] * PREFIX)), 7 + number] for number in range(REQUESTS)]
-    bodies = [{"model": "model", "prompt": prompt, "max_tokens": 2, "ignore_eos": True} for prompt in prompts]
+    bodies = [{"model": "model", "prompt": prompt, "max_tokens": NEW_TOKENS, "ignore_eos": True} for prompt in prompts]
     worker = server.worker_pid()
     os.kill(worker, signal.SIGSTOP)
     with ThreadPoolExecutor(REQUESTS) as threads:
