@@ -29,7 +29,6 @@ from handlers.vllm.turns import wait_in_turns
 from lmi_server.machine import model_imports
 from lmi_server.machine.memory import free_and_total
 from lmi_server.machine.process_tree import end_with_parent
-from lmi_server.machine.tile_registers import ask_for_tile_registers
 
 if TYPE_CHECKING:
     from handlers.vllm.compiled_code import UncompiledModel
@@ -145,7 +144,6 @@ def main() -> None:
     if os.getppid() != worker:  # it ended before end_with_parent could see it
         return
     model_imports.prepare()
-    ask_for_tile_registers()
     os.nice(19)  # requests have the first claim on the cores
     with contextlib.suppress(OSError):
         _OOM_SCORE_ADJ.write_text("1000")  # and on the memory: the kernel kills this process before the worker

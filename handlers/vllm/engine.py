@@ -38,7 +38,6 @@ from lmi_server.contract.generation import Feature, GenerationRequest
 from lmi_server.contract.handler import ModelInfo
 from lmi_server.machine import model_imports
 from lmi_server.machine.environment import own_rank, process_environment
-from lmi_server.machine.tile_registers import ask_for_tile_registers
 
 _log = logging.getLogger(__name__)
 
@@ -120,7 +119,7 @@ def follow(model_dir: str, options: VllmEngineOptions) -> None:
     Raises ModelLoadError if vLLM refuses the configuration or cannot load the model.
     """
     _prepare_adapters(options)
-    prepare_threads(options)
+    set_threads(options)
     config = create_engine_config(model_dir, options)
     with load_errors(CANNOT_LOAD):
         core = ranks.following_core(config)
@@ -128,9 +127,8 @@ def follow(model_dir: str, options: VllmEngineOptions) -> None:
     ranks.follow(core, Communicator(own_rank()))
 
 
-def prepare_threads(options: VllmEngineOptions) -> None:
-    """Set the number of threads of an operation on the CPU, and what they may use, for an engine in this process."""
-    ask_for_tile_registers()
+def set_threads(options: VllmEngineOptions) -> None:
+    """Set the number of threads of an operation on the CPU, for an engine in this process."""
     if options.threads is not None:
         torch.set_num_threads(options.threads)
 
@@ -198,7 +196,7 @@ async def _load_in_worker(
 
 
 def _build_in_worker(model_dir: str, options: VllmEngineOptions, statistics: Statistics) -> InProcessEngine:
-    prepare_threads(options)
+    set_threads(options)
     environment = process_environment()  # before vLLM writes into it; see compiled_code.compile_models
     if library.is_on_cpu() and options.compiles_in_background and not compiled_code.can_store_code():
         compiled_code.disable_compilation()

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from handlers.vllm import library
 from handlers.vllm.drivers import end_process
-from handlers.vllm.engine import CANNOT_LOAD, engine_details, prepare_threads
+from handlers.vllm.engine import CANNOT_LOAD, engine_details, set_threads
 from handlers.vllm.engine_config import create_engine_config, load_errors
 from handlers.vllm.options import VllmPoolingOptions
 from handlers.vllm.requests import CLIENT_ERRORS, as_request_error
@@ -67,7 +67,7 @@ class PoolingModel:
     def __init__(self, model_dir: str, options: VllmPoolingOptions) -> None:
         """Load the model. Raises ModelLoadError if vLLM refuses it, or if it makes neither embeddings nor classes."""
         began = time.perf_counter()
-        prepare_threads(options)
+        set_threads(options)
         config = create_engine_config(model_dir, options)
         with load_errors(CANNOT_LOAD):
             self._engine = library.in_process_engine(config, [])

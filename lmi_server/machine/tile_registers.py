@@ -13,7 +13,8 @@ def ask_for_tile_registers() -> bool:
 
     Each program has to ask before the first use (Linux 5.16 or later: "Using XSTATE features in user space
     applications" in the kernel's documentation, ARCH_REQ_XCOMP_PERM). oneDNN asks when it first uses them. vLLM's
-    attention on the CPU does not, and if nothing has asked before, the process dies of an illegal instruction.
+    attention on the CPU does not, and if nothing has asked before, the process dies of an illegal instruction. So this
+    is a plugin of vLLM (`vllm.general_plugins` in setup.cfg), which it calls in each of its processes.
     """
     if platform.machine() != "x86_64" or platform.system() != "Linux":
         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import subprocess
@@ -103,3 +104,8 @@ class _RefusingLibrary:
 def test_tile_registers_that_the_system_does_not_give_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tile_registers.ctypes, "CDLL", lambda _: _RefusingLibrary())
     assert not tile_registers.ask_for_tile_registers()
+
+
+def test_vllm_asks_for_the_tile_registers_in_each_of_its_processes() -> None:
+    found = importlib.metadata.entry_points(group="vllm.general_plugins", name="tile-registers")
+    assert [plugin.load() for plugin in found] == [tile_registers.ask_for_tile_registers]
