@@ -47,7 +47,7 @@ def are_used() -> bool:
 
 
 def stop() -> None:
-    """End the helpers; kernels run in numba's threads again. No kernel may run meanwhile."""
+    """End the helpers; kernels run in numba's threads again. One that runs meanwhile is computed to its end."""
     if not _helpers:
         return
     STATE[THREADS], STATE[STOP] = 0, 1

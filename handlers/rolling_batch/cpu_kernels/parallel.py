@@ -184,10 +184,13 @@ def help_compute(number):
 
 @kernel()
 def wake_helpers():
-    """Wake the helpers that sleep, by a region without pieces."""
+    """Wake the helpers that sleep, by a region without pieces, once no other region is open."""
+    while not replace(_word(_OWNED), 0, 1):
+        give_way()
     number = ((read(_word(_TICKET)) >> 32) + 1) & 0x7FFFFFFF
     write(_word(_TICKET), number << 32)
     wake(_word(_TICKET))
+    write(_word(_OWNED), 0)
 
 
 @intrinsic

@@ -85,6 +85,17 @@ def test_kernels_run_while_helpers_are_used_and_not_used_in_turns(threads: int) 
     assert (visits == 5000).all()
 
 
+def test_kernels_run_while_helpers_end_and_start_again(threads: int) -> None:
+    visits = np.zeros(64, np.int64)
+    caller = threading.Thread(target=_count_all, args=(visits, 20000), daemon=True)
+    caller.start()
+    while caller.is_alive():
+        helpers.stop()
+        assert helpers.start(threads)
+        helpers.use(True)
+    assert (visits == 20000).all()
+
+
 def test_helpers_without_work_sleep(threads: int) -> None:
     _count_all(np.zeros(64, np.int64), 10)
     time.sleep(0.05)
