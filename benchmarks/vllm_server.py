@@ -366,9 +366,24 @@ PARTS = {
     "cpu": Part(same=True, kind="cpu"),
 }
 READY = "ready"
-_AIMS = {("defaults-streaming", 64): 1.5, ("defaults-streaming", 32): 1.4, ("defaults-streaming", 8): 1.2}
-_AIMS |= {("defaults-streaming", 1): 1.1, ("same-streaming", 64): 1.03}
-_AIMS |= {(f"{settings}-prefix", PREFIX_CONNECTIONS): 1.0 for settings in ("defaults", "same")}
+Aims = Mapping[tuple[str, int], float]  # by part and connections: the least ratio of the rates
+_AIMS: Mapping[str, Aims] = {
+    "vllm": {
+        ("defaults-streaming", 1): 1.1,
+        ("defaults-streaming", 8): 1.2,
+        ("defaults-streaming", 32): 1.4,
+        ("defaults-streaming", 64): 1.5,
+        ("same-streaming", 64): 1.03,
+        **{(f"{settings}-prefix", PREFIX_CONNECTIONS): 1.0 for settings in ("defaults", "same")},
+    },
+    "scheduler": {
+        ("same-streaming", 1): 2.0,
+        ("same-streaming", 8): 2.0,
+        ("same-streaming", 32): 1.5,
+        ("same-streaming", 64): 1.5,
+    },
+}
+"""By the rolling batch of this server."""
 
 
 class Comparison:
@@ -385,10 +400,10 @@ class Comparison:
             verdict = f"{'<=' if at_most else '>='} {aim:g}{', missed' if missed else ''}"
         self.table.add_row(what, f"{own:.1f}", f"{their:.1f}", f"{ratio:.2f}", verdict)
 
-    def add_figures(self, part: str, load: Load, figures: Mapping[str, Figures]) -> None:
+    def add_figures(self, part: str, load: Load, figures: Mapping[str, Figures], aims: Aims) -> None:
         own, their = figures[OURS], figures[THEIRS]
         unit = "requests/s" if load.shares_prefix else "output tokens/s"
-        self.add(f"{load.connections} at once, {unit}", own.rate, their.rate, _AIMS.get((part, load.connections)))
+        self.add(f"{load.connections} at once, {unit}", own.rate, their.rate, aims.get((part, load.connections)))
         if load.stream:
             strict = 1.0 if part.startswith("defaults") else None
             other = their.latencies()
@@ -397,7 +412,7 @@ class Comparison:
         self.add("    CPU seconds", own.cpu, their.cpu)
 
 
-def run_part(name: str, servers: Mapping[str, Server], concurrencies: Sequence[int], runs: int) -> Table:
+def run_part(name: str, servers: Mapping[str, Server], aims: Aims, concurrencies: Sequence[int], runs: int) -> Table:
     """Run one part on both servers and return its table."""
     kind = PARTS[name].kind
     comparison = Comparison(name)
@@ -409,7 +424,7 @@ def run_part(name: str, servers: Mapping[str, Server], concurrencies: Sequence[i
     else:
         loads = [Load(connections, stream=kind == "streaming") for connections in concurrencies]
     for load in loads:
-        comparison.add_figures(name, load, uvloop.run(compare(servers, load, runs)))
+        comparison.add_figures(name, load, uvloop.run(compare(servers, load, runs)), aims)
     return comparison.table
 
 
@@ -438,15 +453,15 @@ def ready(starts: Mapping[str, Start]) -> Table:
     return comparison.table
 
 
-def report(starts: Mapping[str, Start], parts: Sequence[str], concurrencies: Sequence[int], runs: int) -> None:
-    console = Console(width=110)
+def report(rolling_batch: str, parts: Sequence[str], concurrencies: Sequence[int], runs: int) -> None:
+    console, starts = Console(width=110), servers_of(rolling_batch)
     if READY in parts:
         console.print(ready(starts))
     loads = [name for name in PARTS if name in parts]
     for same, names in groupby(loads, lambda name: PARTS[name].same):
         with both(starts, SAME if same else None) as servers:
             for name in names:
-                console.print(run_part(name, servers, concurrencies, runs))
+                console.print(run_part(name, servers, _AIMS[rolling_batch], concurrencies, runs))
 
 
 def main() -> None:
@@ -454,7 +469,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join([READY, *PARTS])} (default: all)")
     parser.add_argument("--concurrency", type=int, nargs="+", default=CONCURRENCIES, help="only these")
     parser.add_argument("--runs", type=int, default=RUNS, help="runs of each load on each server")
-    parser.add_argument("--rolling-batch", choices=("vllm", "scheduler"), default="vllm", help="of this server")
+    parser.add_argument("--rolling-batch", choices=_AIMS, default="vllm", help="of this server")
     parser.add_argument("--engine", action="store_true", help="run only the engine and print its figures as JSON")
     arguments = parser.parse_args()
     signal.signal(
@@ -466,12 +481,7 @@ def main() -> None:
     if arguments.engine:
         print(json.dumps(engine_runs(arguments.runs)))
     else:
-        report(
-            servers_of(arguments.rolling_batch),
-            arguments.parts or [READY, *PARTS],
-            arguments.concurrency,
-            arguments.runs,
-        )
+        report(arguments.rolling_batch, arguments.parts or [READY, *PARTS], arguments.concurrency, arguments.runs)
 
 
 if __name__ == "__main__":
