@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from handlers.rolling_batch.attention import SlotAttention, StepRows, as_numpy
+from handlers.rolling_batch.attention import SlotAttention, StepRows
 from handlers.rolling_batch.cpu_kernels.arguments import DecodeRows, LayerArrays, LayerSettings
 from handlers.rolling_batch.decoder_layers import FusedDecoderLayer
 from handlers.rolling_batch.fusion import close
 from handlers.rolling_batch.kernel_choice import ALL, Borders, Work
 from handlers.rolling_batch.linears import TiledLinear
+from handlers.rolling_batch.lookup_tables import RotaryTable, embedding_rows
 from handlers.rolling_batch.sharding import RowParallelLinear
 from handlers.rolling_batch.shm_allreduce import ONE_RANK, ShmAllReduce
 
@@ -32,7 +33,8 @@ class DecoderModel:
         from handlers.rolling_batch.cpu_kernels.decoder import decoder_layers
 
         base = model.model
-        self._embed, self._rotary, self._norm, self._head = base.embed_tokens, base.rotary_emb, base.norm, model.lm_head
+        self._norm, self._head = base.norm, model.lm_head
+        self._embed = embedding_rows(base.embed_tokens)
         layers: list[FusedDecoderLayer] = list(base.layers)
         arrays = [_arrays(layer, attention) for layer in layers]
         addresses = np.array([[array.ctypes.data for array in row] for row in arrays], np.uintp)
@@ -41,6 +43,7 @@ class DecoderModel:
         self._layers = (addresses, windows, arrays[0], _settings(layers[0]))
         self._hooks = [module._forward_hooks for layer in layers for module in _linears(layer)]
         shm = _shm(layers[0])
+        self._rotary = RotaryTable(base.rotary_emb, arrays[0].keys.shape[2], torch.bfloat16)
         self._shared = ONE_RANK if shm is None else shm.shared(torch.bfloat16)
         self._attention = attention
         self._kernel = decoder_layers
@@ -104,7 +107,7 @@ class DecoderModel:
     def _computes_the_same_as(self, model: Any) -> bool:
         """Compare logits: a model may scale embeddings or logits, or do anything else outside its layers."""
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(self._embed.weight.shape[0], (1, 7), generator=generator)
+        ids = torch.randint(model.model.embed_tokens.weight.shape[0], (1, 7), generator=generator)
         positions = torch.arange(7)[None]
         self._attention.begin(StepRows(np.zeros(7, np.int64), np.arange(7), []))
         with torch.inference_mode():
@@ -121,11 +124,12 @@ class DecoderModel:
         rows = self._attention.single_rows()
         if rows is None or len(rows[0]) != ids.shape[1] or ids.shape[1] > self.most_rows or any(self._hooks):
             return None
-        hidden = self._embed(ids)
-        cosines, sines = self._rotary(hidden, positions)
-        activations = DecodeRows(as_numpy(hidden[0]), as_numpy(cosines[0]), as_numpy(sines[0]), *rows)
-        self._kernel(activations, *self._layers, self._shared)
-        return self._head(self._norm(hidden[:, kept]))
+        hidden = self._embed(ids[0].numpy())
+        places = positions[0].numpy()
+        self._kernel(DecodeRows(hidden, *self._rotary.rows(places), *rows), *self._layers, self._shared)
+        if not np.array_equal(kept, np.arange(len(hidden))):
+            hidden = hidden.take(kept, axis=0)
+        return self._head(self._norm(torch.from_numpy(hidden).view(torch.bfloat16)[None]))
 
 
 def _is_llama(model: Any) -> bool:

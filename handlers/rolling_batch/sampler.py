@@ -161,6 +161,12 @@ def foresee(logits: torch.Tensor, states: list[SamplingState], places: list[int]
 
 def _infinite(logits: torch.Tensor, tokens: list[int]) -> list[int]:
     """Return the rows whose chosen logit is NaN or infinite: of NaN no token is the greatest, infinity is."""
+    if _has_kernels(logits):
+        bits = as_numpy(logits)[np.arange(len(tokens)), tokens]
+        # The exponent of what is not finite is all ones; numpy has no bfloat16 that it could ask.
+        lost = (bits & 0x7F80) == 0x7F80 if logits.dtype == torch.bfloat16 else ~np.isfinite(bits)
+        found: list[int] = lost.nonzero()[0].tolist()
+        return found
     chosen = logits[torch.arange(len(tokens)), tokens]
     rows: list[int] = [] if chosen.isfinite().all() else (~chosen.isfinite()).nonzero().flatten().tolist()
     return rows

@@ -15,7 +15,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from handlers.rolling_batch.cpu_kernels.intrinsics import host_has, prefetch_line
+from handlers.rolling_batch.cpu_kernels.intrinsics import LANES, BFloat16, host_has, prefetch_line
 from lmi_server.machine.tile_registers import ask_for_tile_registers
 
 BLOCK_ROWS, PANEL_COLUMNS, STEP_WORDS = 32, 32, 16
@@ -36,7 +36,7 @@ _INT, _INT8 = ir.IntType(64), ir.IntType(8)
 _POINTER, _VOID = _INT8.as_pointer(), ir.VoidType()
 
 
-IS_USABLE = host_has("amx-bf16") and host_has("avx512f") and ask_for_tile_registers()
+IS_USABLE = host_has("amx-bf16") and host_has("avx512bf16") and ask_for_tile_registers()
 """Whether the kernels multiply bfloat16 in tile registers: the processor has them, and the system lets us use them."""
 
 
@@ -107,6 +107,39 @@ def multiply_block(context, rows, first_row, count, panel, sums, is_first):
         return ctx.get_dummy_value()
 
     return types.void(rows, types.intp, types.intp, panel, sums, types.boolean), build
+
+
+@intrinsic
+def write_block(context, sums, count, out, first_row, column):
+    """Write the first `count` rows of `sums` (BLOCK_ROWS, PANEL_COLUMNS) float32 as bfloat16: rounded to even.
+
+    out (n, m) uint16, contiguous: they go to its rows from `first_row` on, and PANEL_COLUMNS columns from `column` on.
+    Nothing is checked.
+    """
+
+    def build(ctx, builder, sig, args):
+        sums, out = (ctx.make_array(sig.args[place])(ctx, builder, args[place]) for place in (0, 2))
+        source = builder.ptrtoint(sums.data, _INT)
+        width = builder.mul(builder.extract_value(out.shape, 1), _INT(2))
+        target = builder.add(
+            builder.add(builder.ptrtoint(out.data, _INT), builder.mul(args[4], _INT(2))), builder.mul(args[3], width)
+        )
+        half, both = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(BFloat16(), PANEL_COLUMNS)
+        convert = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(both, (half, half)), "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+        )
+        with cgutils.for_range(builder, args[1]) as loop:
+            line = builder.add(source, builder.mul(loop.index, _INT(4 * PANEL_COLUMNS)))
+            low, high = (
+                builder.load(builder.inttoptr(builder.add(line, _INT(place)), half.as_pointer()), align=4)
+                for place in (0, 4 * LANES)
+            )
+            place = builder.add(target, builder.mul(loop.index, width))
+            rounded = builder.call(convert, (high, low))  # the first operand becomes the upper half
+            builder.store(rounded, builder.inttoptr(place, both.as_pointer()), align=2)
+        return ctx.get_dummy_value()
+
+    return types.void(sums, types.intp, out, types.intp, types.intp), build
 
 
 def _multiply(builder, halves, left, right, out):

@@ -397,7 +397,7 @@ def _multiply_add(builder, left, right, total, like):
     if like == types.float32:
         pairs = [(left, right)]
     elif _MULTIPLIES_BFLOAT16:
-        halves = ir.VectorType(_BFloat16(), 2 * LANES)
+        halves = ir.VectorType(BFloat16(), 2 * LANES)
         function = cgutils.get_or_insert_function(
             builder.module,
             ir.FunctionType(of_sums, (of_sums, halves, halves)),
@@ -417,14 +417,14 @@ def _multiply_add(builder, left, right, total, like):
     return total
 
 
-class _BFloat16(ir.Type):
+class BFloat16(ir.Type):
     """LLVM's type bfloat, which llvmlite does not have."""
 
     def _to_string(self) -> str:
         return "bfloat"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat16)
+        return isinstance(other, BFloat16)
 
     def __hash__(self) -> int:
-        return hash(_BFloat16)
+        return hash(BFloat16)

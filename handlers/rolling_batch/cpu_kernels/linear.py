@@ -119,7 +119,11 @@ def _in_tile_registers(first_share, last_share, rows, weight, bias, out, shares)
         for block in range(len(sums)):
             begin = block * amx.BLOCK_ROWS
             end = min(begin + amx.BLOCK_ROWS, count)
-            _write_sums(sums[block], bias, out, begin, end, panel * amx.PANEL_COLUMNS)
+            column = panel * amx.PANEL_COLUMNS
+            if len(bias) == 0 and column + amx.PANEL_COLUMNS <= out.shape[1]:
+                amx.write_block(sums[block], end - begin, out, begin, column)
+            else:
+                _write_sums(sums[block], bias, out, begin, end, column)
     amx.release_tiles()
 
 

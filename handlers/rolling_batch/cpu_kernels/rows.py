@@ -48,10 +48,11 @@ def silu_and_mul(gate_up, out):
 def _silu_and_mul(first, last, gate_up, out):
     width = out.shape[1]
     for n in range(first, last):
+        gates, ups, target = gate_up[n, :width], gate_up[n, width:], out[n]
         for d in range(width):
-            gate = load(gate_up[n, d])
-            activated = load(store(gate / (np.float32(1) + exp(-gate)), gate_up[n, d]))
-            out[n, d] = store(activated * load(gate_up[n, width + d]), gate_up[n, d])
+            gate = load(gates[d])
+            activated = load(store(gate / (np.float32(1) + exp(-gate)), gates[d]))
+            target[d] = store(activated * load(ups[d]), gates[d])
 
 
 @kernel()
@@ -67,15 +68,18 @@ def rotate(rows, cosines, sines, heads):
 def _rotate(first, last, rows, cosines, sines, heads):
     dim = cosines.shape[1]
     half = dim // 2
+    # Slices, because numba lets an index be negative. LLVM turns a loop into vector instructions if it sees that none
+    # is, which it does for an index that begins at 0.
     for n in range(first, last):
+        low_cosines, high_cosines = cosines[n, :half], cosines[n, half:]
+        low_sines, high_sines = sines[n, :half], sines[n, half:]
         for head in range(heads):
             begin = head * dim
+            lows, highs = rows[n, begin : begin + half], rows[n, begin + half : begin + dim]
             for d in range(half):
-                low, high = load(rows[n, begin + d]), load(rows[n, begin + half + d])
-                turned_low = low * load(cosines[n, d]) - high * load(sines[n, d])
-                turned_high = high * load(cosines[n, half + d]) + low * load(sines[n, half + d])
-                rows[n, begin + d] = store(turned_low, rows[n, begin])
-                rows[n, begin + half + d] = store(turned_high, rows[n, begin])
+                low, high = load(lows[d]), load(highs[d])
+                lows[d] = store(low * load(low_cosines[d]) - high * load(low_sines[d]), lows[d])
+                highs[d] = store(high * load(high_cosines[d]) + low * load(high_sines[d]), highs[d])
 
 
 @kernel()
@@ -93,9 +97,9 @@ def _argmax_rows(first, last, logits, best):
         best[n] = 0
         best_block, highest = 0, np.float32(-np.inf)
         for start in range(0, width, block):
-            inside = np.float32(-np.inf)
-            for v in range(start, min(start + block, width)):
-                inside = larger(inside, load(logits[n, v]))
+            inside, part = np.float32(-np.inf), logits[n, start : min(start + block, width)]
+            for v in range(len(part)):
+                inside = larger(inside, load(part[v]))
             if inside > highest:
                 best_block, highest = start, inside
         for v in range(best_block, min(best_block + block, width)):
