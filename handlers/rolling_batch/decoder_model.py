@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from handlers.rolling_batch.attention import SlotAttention, StepRows
-from handlers.rolling_batch.cpu_kernels.arguments import DecodeRows, LayerArrays, LayerSettings
+from handlers.rolling_batch.cpu_kernels.arguments import Activations, DecodeRows, LayerArrays, LayerSettings
 from handlers.rolling_batch.decoder_layers import FusedDecoderLayer
-from handlers.rolling_batch.fusion import close
+from handlers.rolling_batch.fusion import FusedRMSNorm, close
 from handlers.rolling_batch.kernel_choice import ALL, Borders, Work
 from handlers.rolling_batch.linears import TiledLinear
 from handlers.rolling_batch.lookup_tables import RotaryTable, embedding_rows
@@ -33,14 +33,16 @@ class DecoderModel:
         from handlers.rolling_batch.cpu_kernels.decoder import decoder_layers
 
         base = model.model
-        self._norm, self._head = base.norm, model.lm_head
+        self._head = model.lm_head
         self._embed = embedding_rows(base.embed_tokens)
         layers: list[FusedDecoderLayer] = list(base.layers)
         arrays = [_arrays(layer, attention) for layer in layers]
         addresses = np.array([[array.ctypes.data for array in row] for row in arrays], np.uintp)
         windows = np.array([layer.settings["sliding_window"] or 0 for layer in layers], np.int64)
         self._arrays = arrays  # keeps them alive: the kernel gets addresses, except for the first layer's
-        self._layers = (addresses, windows, arrays[0], _settings(layers[0]))
+        norm, epsilon = base.norm.arguments
+        self._layers = (addresses, windows, arrays[0], norm, LayerSettings(*_settings(layers[0]), epsilon))
+        self._space = _space(arrays[0], 1)
         self._hooks = [module._forward_hooks for layer in layers for module in _linears(layer)]
         shm = _shm(layers[0])
         self._rotary = RotaryTable(base.rotary_emb, arrays[0].keys.shape[2], torch.bfloat16)
@@ -59,6 +61,8 @@ class DecoderModel:
             return None
         layers = list(model.model.layers)
         if not all(type(layer) is FusedDecoderLayer and layer.mlp.is_silu and _is_tiled(layer) for layer in layers):
+            return None
+        if type(model.model.norm) is not FusedRMSNorm:
             return None
         kinds = {
             (*_settings(layer), _shm(layer), *((array.shape, array.dtype) for array in _arrays(layer, attention)))
@@ -124,12 +128,28 @@ class DecoderModel:
         rows = self._attention.single_rows()
         if rows is None or len(rows[0]) != ids.shape[1] or ids.shape[1] > self.most_rows or any(self._hooks):
             return None
-        hidden = self._embed(ids[0].numpy())
-        places = positions[0].numpy()
-        self._kernel(DecodeRows(hidden, *self._rotary.rows(places), *rows), *self._layers, self._shared)
-        if not np.array_equal(kept, np.arange(len(hidden))):
-            hidden = hidden.take(kept, axis=0)
-        return self._head(self._norm(torch.from_numpy(hidden).view(torch.bfloat16)[None]))
+        hidden, places = self._embed(ids[0].numpy()), positions[0].numpy()
+        space = self._room(len(hidden))
+        self._kernel(DecodeRows(hidden, *self._rotary.rows(places), *rows), space, *self._layers, self._shared)
+        is_kept = len(kept) == len(hidden) and np.array_equal(kept, np.arange(len(kept)))
+        normed = space.normed if is_kept else space.normed.take(kept, axis=0)
+        return self._head(torch.from_numpy(normed).view(torch.bfloat16)[None])
+
+    def _room(self, rows: int) -> Activations:
+        """Return room for the activations of `rows` rows.
+
+        It is kept from pass to pass: the system would take such large blocks of memory back each time.
+        """
+        if len(self._space.normed) < rows:
+            self._space = _space(self._layers[2], rows)
+        return Activations(*(part[:rows] for part in self._space))
+
+
+def _space(layer: LayerArrays, rows: int) -> Activations:
+    kv_heads, dim, width = layer.keys.shape[1], layer.keys.shape[3], len(layer.norm)
+    heads, inner = layer.o.shape[1] * 2 // dim, layer.down.shape[1] * 2
+    shapes = (width,), (width,), ((heads + 2 * kv_heads) * dim,), (heads, dim), (2 * inner,), (inner,)
+    return Activations(*(np.empty((rows, *shape), np.uint16) for shape in shapes))
 
 
 def _is_llama(model: Any) -> bool:
@@ -167,10 +187,11 @@ def _shm(layer: FusedDecoderLayer) -> ShmAllReduce | None:
     return layer.o_proj.communicator.shm if isinstance(layer.o_proj, RowParallelLinear) else None
 
 
-def _settings(layer: FusedDecoderLayer) -> LayerSettings:
+def _settings(layer: FusedDecoderLayer) -> tuple[float, float, int, float, float]:
+    """Return what LayerSettings has of a layer."""
     scaling, softcap = layer.settings["scaling"] or layer.dim**-0.5, layer.settings["softcap"] or 0.0
-    epsilons = (norm.arguments[1] for norm in (layer.input_layernorm, layer.post_attention_layernorm))
-    return LayerSettings(float(scaling), float(softcap), torch.get_num_threads(), *epsilons)
+    epsilons = layer.input_layernorm.arguments[1], layer.post_attention_layernorm.arguments[1]
+    return float(scaling), float(softcap), torch.get_num_threads(), *epsilons
 
 
 def _arrays(layer: FusedDecoderLayer, attention: SlotAttention) -> LayerArrays:

@@ -108,6 +108,7 @@ def decoding_kernels(element: str) -> Iterator[Call]:
     """Yield the kernels that decode, with arguments of the types of a model whose elements are uint16 or float32."""
     from handlers.rolling_batch.cpu_kernels import attention
     from handlers.rolling_batch.cpu_kernels.arguments import (
+        Activations,
         AttentionSettings,
         DecodeRows,
         LayerArrays,
@@ -120,15 +121,17 @@ def decoding_kernels(element: str) -> Iterator[Call]:
     places, rows, cache = _array("int64", 1), _array(element, 2), _array(element, 4)
     heads = np.zeros((4, 4, 4), element)[:, :, ::2]  # of any strides
     settings = AttentionSettings(1.0, 0, 0.0, 1)
-    yield attention.slot_attention, (heads, heads, heads, cache, cache, places, places, _array(element, 3), settings)
+    attended = _array(element, 3)
+    yield attention.slot_attention, (heads, heads, heads, cache, cache, places, places, attended, settings)
     if element != "uint16":
         return
     bias, laid = _array(element, 1), _array("uint32", 3)
     yield linear, (rows, laid, bias, rows, 1)
     layer = LayerArrays(cache, cache, bias, laid, bias, laid, bias, bias, laid, bias, laid, bias)
     one_rank = SharedBlocks(heads, np.uintp(0), 0, _array("float32", 1))
-    of_layers = (_array("uint64", 2), places, layer, LayerSettings(1.0, 0.0, 1, 1.0, 1.0))
-    yield decoder_layers, (DecodeRows(rows, rows, rows, places, places), *of_layers, one_rank)
+    space = Activations(rows, rows, rows, attended, rows, rows)
+    of_layers = (_array("uint64", 2), places, layer, bias, LayerSettings(1.0, 0.0, 1, 1.0, 1.0, 1.0))
+    yield decoder_layers, (DecodeRows(rows, rows, rows, places, places), space, *of_layers, one_rank)
 
 
 def other_kernels(element: str) -> Iterator[Call]:

@@ -64,6 +64,21 @@ class DecodeRows(NamedTuple):
     positions: np.ndarray
 
 
+class Activations(NamedTuple):
+    """Room for what is between the parts of a layer, uint16: one row for each of DecodeRows.
+
+    normed, added (n, width); projected (n, (heads + 2 * kv_heads) * dim); attended (n, heads, dim); gate_up
+    (n, 2 * inner); activated (n, inner). All are contiguous.
+    """
+
+    normed: np.ndarray
+    added: np.ndarray
+    projected: np.ndarray
+    attended: np.ndarray
+    gate_up: np.ndarray
+    activated: np.ndarray
+
+
 class LayerArrays(NamedTuple):
     """The arrays of a decoder layer: caches as for `slot_attention`, norms (width,), linear layers as for `linear`."""
 
@@ -82,13 +97,17 @@ class LayerArrays(NamedTuple):
 
 
 class LayerSettings(NamedTuple):
-    """Numbers that all decoder layers of a model share; the first three as in AttentionSettings."""
+    """Numbers that all decoder layers of a model share; the first three as in AttentionSettings.
+
+    The others are of the norms: before attention, before the MLP, and behind the last layer.
+    """
 
     scaling: float
     softcap: float
     threads: int
     epsilon: float
     post_epsilon: float
+    last_epsilon: float
 
 
 class SharedBlocks(NamedTuple):

@@ -14,19 +14,21 @@ import numpy as np
 from numba import types
 from numba.np.numpy_support import from_dtype
 
-from handlers.rolling_batch.cpu_kernels.compilation import kernel, kernel_part
-from handlers.rolling_batch.cpu_kernels.inlined import exp
-from handlers.rolling_batch.cpu_kernels.intrinsics import (
-    LANES,
+from handlers.rolling_batch.cpu_kernels.attention_products import (
+    HAS_MANY_REGISTERS,
+    MOST_HEADS,
     WIDE_COLUMNS,
     add_weighted,
     add_weighted_wide,
+    add_weighted_wide_of_2,
+    add_weighted_wide_of_3,
     dot,
-    larger,
-    load,
+    dots,
     prefetch,
-    store,
 )
+from handlers.rolling_batch.cpu_kernels.compilation import kernel, kernel_part
+from handlers.rolling_batch.cpu_kernels.inlined import exp
+from handlers.rolling_batch.cpu_kernels.intrinsics import LANES, larger, load, store
 from handlers.rolling_batch.cpu_kernels.parallel import in_threads, shares_of
 
 # All heads of a group add the values of so many tokens before others are read: they are in the L1 cache meanwhile.
@@ -80,67 +82,110 @@ def slot_attention(query, key, value, keys, values, slots, positions, out, setti
 
 @kernel_part(fastmath=True)
 def _attend_rows(first_share, last_share, query, keys, values, slots, positions, out, settings, shares):
-    scaling, softcap = np.float32(settings.scaling), np.float32(settings.softcap)
-    window = settings.window
-    dim, value_dim, kv_heads = query.shape[2], values.shape[3], keys.shape[1]
+    softcap, window = np.float32(settings.softcap), settings.window
+    kv_heads, value_dim = keys.shape[1], values.shape[3]
     group = query.shape[0] // kv_heads
     pieces = len(slots) * kv_heads
-    of_vector = LANES * 4 // query.itemsize
-    vectors, wide, narrow = dim // of_vector, value_dim // WIDE_COLUMNS * WIDE_COLUMNS, value_dim // LANES * LANES
+    longest = np.int64(0)
+    for row in range(len(slots)):
+        longest = max(longest, positions[row] + 1)
+    if window > 0:
+        longest = min(longest, window)
+    own = np.empty((group, query.shape[2]), query.dtype)
+    scores, mixed = np.empty((group, longest), np.float32), np.empty((group, value_dim), np.float32)
     for share in range(first_share, last_share):
         # Neighbouring pieces, the rows of one sequence say, cost about the same: shares take turns with them.
         for piece in range(share, pieces, shares):
             row, kv_head = piece // kv_heads, piece % kv_heads
             slot, last = slots[row], positions[row]
-            slot_keys, slot_values = keys[slot, kv_head], values[slot, kv_head]
             begin = max(0, last + 1 - window) if window > 0 else 0
             count = last + 1 - begin
+            seen_keys, seen_values = keys[slot, kv_head, begin:], values[slot, kv_head, begin:]
             # Memory delivers all the time: values while scores are computed, and then the next piece's keys.
             following = min(piece + shares, pieces - 1)
             next_slot, next_last = slots[following // kv_heads], positions[following // kv_heads]
             next_begin = max(0, next_last + 1 - window) if window > 0 else 0
-            next_count = next_last + 1 - next_begin
-            next_keys = keys[next_slot, following % kv_heads, next_begin:]
-            own = np.empty((group, dim), query.dtype)
-            scores = np.empty((group, count), np.float32)
-            mixed = np.zeros((group, value_dim), np.float32)
+            next_keys, next_count = keys[next_slot, following % kv_heads, next_begin:], next_last + 1 - next_begin
             for g in range(group):
-                for d in range(dim):
+                for d in range(query.shape[2]):
                     own[g, d] = query[kv_head * group + g, row, d]
-            for t in range(count):
-                prefetch(slot_values, begin + t)
-                for g in range(group):
-                    score = dot(own, g, slot_keys, begin + t, vectors)
-                    for d in range(vectors * of_vector, dim):
-                        score += load(own[g, d]) * load(slot_keys[begin + t, d])
-                    scores[g, t] = score * scaling
+            _score_tokens(own, seen_keys, count, np.float32(settings.scaling), scores, seen_values)
             for g in range(group):
+                weights = scores[g, :count]
                 if softcap > 0:
                     for t in range(count):
-                        scores[g, t] = softcap * math.tanh(scores[g, t] / softcap)
-                highest = np.float32(-np.inf)
-                for t in range(count):
-                    highest = larger(highest, scores[g, t])
-                total = np.float32(0)
-                for t in range(count):
-                    weight = exp(scores[g, t] - highest)
-                    scores[g, t] = weight
-                    total += weight
-                for t in range(count):
-                    scores[g, t] /= total
-            seen_values = slot_values[begin : last + 1]
+                        weights[t] = softcap * math.tanh(weights[t] / softcap)
+                _softmax(weights)
+                for d in range(value_dim):
+                    mixed[g, d] = 0
             for first in range(0, count, _NEAR_TOKENS):
                 end = min(first + _NEAR_TOKENS, count)
                 for t in range(first, min(end, next_count)):
                     prefetch(next_keys, t)
-                for g in range(group):
-                    for d in range(0, wide, WIDE_COLUMNS):
-                        add_weighted_wide(scores, g, seen_values, first, end, mixed, d)
-                    for d in range(wide, narrow, LANES):
-                        add_weighted(scores, g, seen_values, first, end, mixed, d)
-                    for d in range(narrow, value_dim):
-                        for t in range(first, end):
-                            mixed[g, d] += scores[g, t] * load(seen_values[t, d])
+                _add_values(scores, seen_values, first, end, mixed)
             for g in range(group):
                 for d in range(value_dim):
                     out[row, kv_head * group + g, d] = store(mixed[g, d], out[row, 0, 0])
+
+
+@kernel_part(fastmath=True)
+def _score_tokens(own, keys, count, scaling, scores, values):
+    """Write the scores of the first `count` tokens for all heads of a group; ask for the values of these tokens."""
+    group, dim = own.shape
+    of_vector = LANES * 4 // own.itemsize
+    vectors = dim // of_vector
+    if HAS_MANY_REGISTERS and count >= LANES:
+        for first in range(0, count, LANES):
+            begin = min(first, count - LANES)  # the last ones overlap with those before
+            for t in range(first, min(first + LANES, count)):
+                prefetch(values, t)
+            for g in range(group):
+                dots(own, g, keys, begin, vectors, scaling, scores, begin)
+                for d in range(vectors * of_vector, dim):
+                    for t in range(begin, begin + LANES):
+                        scores[g, t] += load(own[g, d]) * load(keys[t, d]) * scaling
+        return
+    for t in range(count):
+        prefetch(values, t)
+        for g in range(group):
+            score = dot(own, g, keys, t, vectors)
+            for d in range(vectors * of_vector, dim):
+                score += load(own[g, d]) * load(keys[t, d])
+            scores[g, t] = score * scaling
+
+
+@kernel_part(fastmath=True)
+def _softmax(scores):
+    """Turn the scores of one head into weights, in place."""
+    highest = np.float32(-np.inf)
+    for t in range(len(scores)):
+        highest = larger(highest, scores[t])
+    total = np.float32(0)
+    for t in range(len(scores)):
+        weight = exp(scores[t] - highest)
+        scores[t] = weight
+        total += weight
+    for t in range(len(scores)):
+        scores[t] /= total
+
+
+@kernel_part(fastmath=True)
+def _add_values(weights, values, first, end, sums):
+    """Add the weighted values of tokens `first:end` to the sums of all heads of a group."""
+    group, dim = sums.shape
+    wide, narrow = dim // WIDE_COLUMNS * WIDE_COLUMNS, dim // LANES * LANES
+    for g in range(0, group, MOST_HEADS):
+        heads = min(MOST_HEADS, group - g)
+        for d in range(0, wide, WIDE_COLUMNS):
+            if heads == 3:
+                add_weighted_wide_of_3(weights, g, values, first, end, sums, d)
+            elif heads == 2:
+                add_weighted_wide_of_2(weights, g, values, first, end, sums, d)
+            else:
+                add_weighted_wide(weights, g, values, first, end, sums, d)
+    for g in range(group):
+        for d in range(wide, narrow, LANES):
+            add_weighted(weights, g, values, first, end, sums, d)
+        for d in range(narrow, dim):
+            for t in range(first, end):
+                sums[g, d] += weights[g, t] * load(values[t, d])

@@ -250,101 +250,15 @@ def add_product(context, left, first_word, words, right, sums, first_column, lik
             ]
             for row, pointer in zip(totals, lefts, strict=True):
                 one = builder.load(builder.gep(pointer, [loop.index]))
-                spread = _spread(builder, one, of_words)
+                factor = spread(builder, one, of_words)
                 for total, vector in zip(row, vectors, strict=True):
-                    builder.store(_multiply_add(builder, spread, vector, builder.load(total), like), total)
+                    builder.store(multiply_add(builder, factor, vector, builder.load(total), like), total)
         for row, target in zip(totals, targets, strict=True):
             for total, place in zip(row, target, strict=True):
                 builder.store(builder.load(total), place, align=4)
         return ctx.get_dummy_value()
 
     return types.void(left, types.intp, types.intp, right, sums, types.intp, like), build
-
-
-@intrinsic
-def dot(context, left, left_row, right, right_row, vectors):
-    """Return the product of the first elements of two rows, as float32: 16 words (see `word`) for each of `vectors`.
-
-    left, right: contiguous arrays of two dimensions whose elements have the same type. Nothing is checked.
-    """
-    like = left.dtype
-
-    def build(ctx, builder, sig, args):
-        of_words, of_sums = ir.VectorType(ir.IntType(32), LANES), ir.VectorType(ir.FloatType(), LANES)
-        one, other = (_row(ctx, builder, sig, args, place) for place in (0, 2))
-        total = cgutils.alloca_once_value(builder, ir.Constant(of_sums, None))
-        with cgutils.for_range(builder, args[4]) as loop:
-            offset = builder.mul(loop.index, ir.Constant(ir.IntType(64), 4 * LANES))
-            left, right = (_loaded(builder, builder.add(begin, offset), of_words) for begin in (one, other))
-            builder.store(_multiply_add(builder, left, right, builder.load(total), like), total)
-        kind = ir.FunctionType(ir.FloatType(), [ir.FloatType(), of_sums])
-        function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.fadd.v{LANES}f32")
-        return builder.call(function, [ir.Constant(ir.FloatType(), 0), builder.load(total)], fastmath=("fast",))
-
-    return types.float32(left, left_row, right, right_row, vectors), build
-
-
-def _weighted_sum(vectors):
-    """Return an intrinsic for columns that fill a number of vectors."""
-
-    @intrinsic
-    def add_weighted(context, weights, row, values, first, last, sums, column):
-        """Add `weights[row, t] * values[t]` for t from `first` to `last` - 1 to `sums[row]`.
-
-        weights (n, m), sums (n, columns): float32; values (m, columns): elements. All are contiguous. Columns from
-        `column` on are added, as many as this function is for. Nothing is checked.
-        """
-        element = values.dtype
-
-        def build(ctx, builder, sig, args):
-            of_sums, size = ir.VectorType(ir.FloatType(), LANES), element.bitwidth // 8
-            target = builder.add(
-                _row(ctx, builder, sig, args, 5, place=1), builder.mul(args[6], ir.Constant(ir.IntType(64), 4))
-            )
-            targets = [builder.add(target, ir.Constant(ir.IntType(64), 4 * LANES * place)) for place in range(vectors)]
-            totals = [cgutils.alloca_once_value(builder, _loaded(builder, place, of_sums)) for place in targets]
-            weight = _row(ctx, builder, sig, args, 0)
-            value = ctx.make_array(sig.args[2])(ctx, builder, args[2])
-            begin = builder.add(
-                builder.ptrtoint(value.data, ir.IntType(64)), builder.mul(args[6], ir.Constant(ir.IntType(64), size))
-            )
-            stride = builder.extract_value(value.strides, 0)
-            with cgutils.for_range_slice(builder, args[3], args[4], ir.Constant(ir.IntType(64), 1)) as (token, _):
-                place = builder.add(weight, builder.mul(token, ir.Constant(ir.IntType(64), 4)))
-                one = builder.load(builder.inttoptr(place, ir.FloatType().as_pointer()))
-                spread = _spread(builder, one, of_sums)
-                line = builder.add(begin, builder.mul(token, stride))
-                for number, total in enumerate(totals):
-                    address = builder.add(line, ir.Constant(ir.IntType(64), size * LANES * number))
-                    product = builder.fmul(_widened(builder, address, element), spread, flags=("fast",))
-                    builder.store(builder.fadd(product, builder.load(total), flags=("fast",)), total)
-            for place, total in zip(targets, totals, strict=True):
-                pointer = builder.inttoptr(place, of_sums.as_pointer())
-                builder.store(builder.load(total), pointer, align=4)
-            return ctx.get_dummy_value()
-
-        return types.void(weights, types.intp, values, types.intp, types.intp, sums, types.intp), build
-
-    return add_weighted
-
-
-WIDE_COLUMNS = 4 * LANES
-"""How many columns `add_weighted_wide` adds. So many sums hide that an addition has to wait for the one before it."""
-add_weighted, add_weighted_wide = _weighted_sum(1), _weighted_sum(4)
-
-
-@intrinsic
-def prefetch(context, array, row):
-    """Ask for a row of a contiguous array, which will be read soon. Where no memory is, nothing happens."""
-
-    def build(ctx, builder, sig, args):
-        found, line = ctx.make_array(sig.args[0])(ctx, builder, args[0]), ir.Constant(ir.IntType(64), 64)
-        begin = _row(ctx, builder, sig, args, 0)
-        with cgutils.for_range(builder, builder.sdiv(builder.extract_value(found.strides, 0), line)) as loop:
-            prefetch_line(builder, builder.add(begin, builder.mul(loop.index, line)))
-        return ctx.get_dummy_value()
-
-    return types.void(array, types.intp), build
 
 
 def prefetch_line(builder, address):
@@ -356,42 +270,20 @@ def prefetch_line(builder, address):
     builder.call(function, [builder.inttoptr(address, pointer), for_reading, all_caches, data])
 
 
-def _row(ctx, builder, sig, args, array, place=None):
-    """Return the address of a row: of the array at one place of the arguments, the number of the row is at another."""
-    found = ctx.make_array(sig.args[array])(ctx, builder, args[array])
-    number = args[array + 1 if place is None else place]
-    offset = builder.mul(number, builder.extract_value(found.strides, 0))
-    return builder.add(builder.ptrtoint(found.data, ir.IntType(64)), offset)
-
-
-def _loaded(builder, address, kind):
-    """Return the vector at an address; its elements, not more, are aligned to 2 bytes."""
-    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=2)
-
-
-def _widened(builder, address, element):
-    """Return a vector of elements at an address as float32."""
-    of_sums, of_words = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(ir.IntType(32), LANES)
-    if element == types.float32:
-        return _loaded(builder, address, of_sums)
-    wide = builder.zext(_loaded(builder, address, ir.VectorType(ir.IntType(16), LANES)), of_words)
-    return builder.bitcast(builder.shl(wide, ir.Constant(of_words, [16] * LANES)), of_sums)
-
-
 def _element(builder, array, row, column):
     """Return a pointer to an element of a contiguous array of two dimensions."""
     width = builder.extract_value(array.shape, 1)
     return builder.gep(array.data, [builder.add(builder.mul(ir.Constant(ir.IntType(64), row), width), column)])
 
 
-def _spread(builder, one, vector):
+def spread(builder, one, vector):
     """Return a vector with a number in every lane."""
     first = builder.insert_element(ir.Constant(vector, ir.Undefined), one, ir.Constant(ir.IntType(32), 0))
     lanes = ir.Constant(ir.VectorType(ir.IntType(32), vector.count), None)
     return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), lanes)
 
 
-def _multiply_add(builder, left, right, total, like):
+def multiply_add(builder, left, right, total, like):
     """Return `total + left * right` lane by lane; of bfloat16, the products of both elements are added."""
     of_sums = total.type
     if like == types.float32:

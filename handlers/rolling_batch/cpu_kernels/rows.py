@@ -23,16 +23,35 @@ def rms_norm(rows, weight, eps, out):
 
 @kernel_part(fastmath=True)
 def _rms_norm(first, last, rows, weight, eps, out):
-    width = rows.shape[1]
     for n in range(first, last):
-        squares = np.float32(0)
-        for d in range(width):
-            element = load(rows[n, d])
-            squares += element * element
-        factor = np.float32(1) / np.float32(math.sqrt(squares / width + eps))
-        for d in range(width):
-            normed = load(store(load(rows[n, d]) * factor, rows[n, d]))
-            out[n, d] = store(normed * load(weight[d]), rows[n, d])
+        _norm_row(rows[n], weight, eps, out[n])
+
+
+@kernel_part()
+def add_and_norm(rows, added, weight, eps, out):
+    """Add `added` to `rows`, in place, and write the RMS norm of the sums: all (n, width) but the weight (width,)."""
+    in_threads(_add_and_norm, len(rows), (rows, added, weight, eps, out))
+
+
+@kernel_part(fastmath=True)
+def _add_and_norm(first, last, rows, added, weight, eps, out):
+    for n in range(first, last):
+        row, more = rows[n], added[n]
+        for d in range(len(row)):
+            row[d] = store(load(row[d]) + load(more[d]), row[d])
+        _norm_row(row, weight, eps, out[n])
+
+
+@kernel_part(fastmath=True, forceinline=True)
+def _norm_row(row, weight, eps, out):
+    squares = np.float32(0)
+    for d in range(len(row)):
+        element = load(row[d])
+        squares += element * element
+    factor = np.float32(1) / np.float32(math.sqrt(squares / len(row) + eps))
+    for d in range(len(row)):
+        normed = load(store(load(row[d]) * factor, row[d]))
+        out[d] = store(normed * load(weight[d]), row[d])
 
 
 @kernel()
