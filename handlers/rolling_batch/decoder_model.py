@@ -18,7 +18,7 @@ from handlers.rolling_batch.cpu_kernels.arguments import Activations, DecodeRows
 from handlers.rolling_batch.decoder_layers import FusedDecoderLayer
 from handlers.rolling_batch.fusion import FusedRMSNorm, close
 from handlers.rolling_batch.kernel_choice import ALL, Borders, Work
-from handlers.rolling_batch.linears import TiledLinear
+from handlers.rolling_batch.linears import PackedLinear, TiledLinear
 from handlers.rolling_batch.lookup_tables import RotaryTable, embedding_rows
 from handlers.rolling_batch.sharding import RowParallelLinear
 from handlers.rolling_batch.shm_allreduce import ONE_RANK, ShmAllReduce
@@ -33,7 +33,9 @@ class DecoderModel:
         from handlers.rolling_batch.cpu_kernels.decoder import decoder_layers
 
         base = model.model
-        self._head = model.lm_head
+        self.head = model.lm_head
+        # Up to which the project's kernel computes the head.
+        self.most_head_rows: int = self.head.most_rows if isinstance(self.head, (TiledLinear, PackedLinear)) else 0
         self._embed = embedding_rows(base.embed_tokens)
         layers: list[FusedDecoderLayer] = list(base.layers)
         arrays = [_arrays(layer, attention) for layer in layers]
@@ -120,10 +122,15 @@ class DecoderModel:
         return computed is not None and close(expected, computed)
 
     def logits(self, ids: torch.Tensor, positions: torch.Tensor, kept: np.ndarray) -> torch.Tensor | None:
-        """Token ids and positions, both (1, rows) -> logits of the rows `kept`, (1, kept, vocabulary).
+        """Token ids and positions, both (1, rows) -> logits of the rows `kept`, (1, kept, vocabulary), or None."""
+        normed = self.normed(ids, positions, kept)
+        return None if normed is None else self.head(normed)
 
-        None if the kernel does not compute the pass: it has prompt chunks, more rows than are faster so, or padding, or
-        a hook (a LoRA adapter's) changes what a linear layer computes.
+    def normed(self, ids: torch.Tensor, positions: torch.Tensor, kept: np.ndarray) -> torch.Tensor | None:
+        """Token ids and positions, both (1, rows) -> what the head takes for the rows `kept`, (1, kept, width).
+
+        It is valid until the next pass. None if the kernel does not compute the pass: it has prompt chunks, more rows
+        than are faster so, or padding, or a hook (a LoRA adapter's) changes what a linear layer computes.
         """
         rows = self._attention.single_rows()
         if rows is None or len(rows[0]) != ids.shape[1] or ids.shape[1] > self.most_rows or any(self._hooks):
@@ -133,7 +140,7 @@ class DecoderModel:
         self._kernel(DecodeRows(hidden, *self._rotary.rows(places), *rows), space, *self._layers, self._shared)
         is_kept = len(kept) == len(hidden) and np.array_equal(kept, np.arange(len(kept)))
         normed = space.normed if is_kept else space.normed.take(kept, axis=0)
-        return self._head(torch.from_numpy(normed).view(torch.bfloat16)[None])
+        return torch.from_numpy(normed).view(torch.bfloat16)[None]
 
     def _room(self, rows: int) -> Activations:
         """Return room for the activations of `rows` rows.

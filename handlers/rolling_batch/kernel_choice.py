@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 Work = Callable[[], object]
 Seconds = Callable[[Work], float]  # runs the work; returns how long it took
 
-ROWS = (1, 4, 16, 64, 256)  # numbers of rows that are measured, until the second way is faster
+ROWS = (1, 4, 16, 64, 256, 1024)  # numbers of rows that are measured, until the second way is faster
 ALL = sys.maxsize  # the border if the first way is at least as fast with any number of rows
 # Both ways have as many turns, and the fastest of each counts: the first one may compile code, and others are disturbed
 # by other programs. The turns end when the difference is clear, or after some time of this thread.
@@ -159,7 +159,7 @@ def measured_borders() -> Borders:
 
     hidden = process_environment().get("ONEDNN_MAX_CPU_ISA", "")  # of the processor's instructions
     kind, processor, features = target()
-    versions = hashlib.sha256(" ".join((kind, features, hidden, torch.__version__, SOURCES)).encode())
+    versions = hashlib.sha256(" ".join((kind, features, hidden, torch.__version__, SOURCES, str(ROWS))).encode())
     threads = f"{torch.get_num_threads()} threads of {os.cpu_count()}"
     return Borders(compiled_kernels() / _FILE, f"{processor}, {threads}, {versions.hexdigest()[:16]}")
 

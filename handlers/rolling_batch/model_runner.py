@@ -173,12 +173,9 @@ class ModelRunner:
         self._has_helpers = self._decoder is not None and start_helpers()
         return self._has_helpers
 
-    def _has_only_kernels(self, rows: int, kept: int, chunks: list[ChunkRows]) -> bool:
-        """Whether the project's kernels compute all but a few small operations of a pass."""
-        at_once = 0
-        if self._decoder is not None and not chunks and not self._has_adapters():
-            at_once = self._decoder.most_rows
-        return rows <= max(at_once, self._unpadded_rows) and kept <= self._unpadded_rows
+    def _is_at_once(self, rows: int, chunks: list[ChunkRows]) -> bool:
+        """Whether one call of a kernel computes all layers for the rows of a pass."""
+        return self._decoder is not None and not chunks and not self._has_adapters() and rows <= self._decoder.most_rows
 
     def _has_adapters(self) -> bool:
         """Whether a row of the pass has an adapter."""
@@ -273,7 +270,8 @@ class ModelRunner:
             logits = self._passes.logits(step.token_ids, step.positions, step.slots)
             return logits if step.keep == list(range(len(logits))) else logits[step.keep]
         if self._has_helpers:
-            begin_pass(self._has_only_kernels(len(step.token_ids), len(step.keep), step.chunks))
+            rows, few = len(step.token_ids), self._unpadded_rows
+            begin_pass(self._is_at_once(rows, step.chunks) or max(rows, len(step.keep)) <= few)
         singles = np.array(step.positions[: len(step.slots)], np.int64)
         self._attention.begin(StepRows(np.array(step.slots, np.int64), singles, step.chunks))
         with torch.inference_mode():
@@ -329,7 +327,7 @@ class ModelRunner:
                 source = sources.get(slot, slot)
                 chunks.append(ChunkRows(slot, chunk.start, chunk.end, first, len(token_ids), source))
         if self._device.type == "cpu":
-            if not self._has_only_kernels(len(token_ids), 0, chunks):
+            if len(token_ids) > self._unpadded_rows and not self._is_at_once(len(token_ids), chunks):
                 token_ids, positions = _padded(token_ids), _padded(positions)
             if len(keep) > self._unpadded_rows:
                 keep = _padded(keep)
@@ -343,8 +341,10 @@ class ModelRunner:
         ids, places = (torch.tensor([numbers], device=self._device) for numbers in (token_ids, positions))
         # Not a tensor: accelerate would move that to the first device of a model, and the rows are on its last one.
         kept = np.array(keep, np.int64)
-        if self._decoder is not None and (logits := self._decoder.logits(ids, places, kept)) is not None:
-            return logits[0]
+        if self._decoder is not None and (normed := self._decoder.normed(ids, places, kept)) is not None:
+            if self._has_helpers:
+                begin_pass(len(kept) <= self._decoder.most_head_rows)  # the head is one operation of OpenMP's
+            return self._decoder.head(normed)[0]
         inputs = {"input_ids": ids, "position_ids": places, "use_cache": False}
         if self._keeps_rows:
             return self._model(**inputs, logits_to_keep=kept).logits[0]

@@ -3,7 +3,8 @@
 OpenMP's threads wait for each other in each of the hundreds of parallel regions of a pass, and whatever else runs on
 the machine delays them all; the helpers do not (see cpu_kernels/parallel.py). But torch and oneDNN have no other
 threads than OpenMP's. These go on for a while after each operation, waiting for the next one, as helpers do, and two
-kinds of threads that wait on the same cores would stand in each other's way. So one kind computes a whole pass.
+kinds of threads that wait on the same cores would stand in each other's way. So one kind computes a whole pass, or all
+of its layers.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def start_helpers() -> bool:
 
 
 def begin_pass(only_kernels: bool) -> None:
-    """Let helpers compute the next pass if the project's kernels compute all of it, or else OpenMP's threads.
+    """Let helpers compute the next pass, or its next part, if only the project's kernels do it; else OpenMP's threads.
 
     Beside helpers torch computes what is left for it, a few small operations, in the calling thread.
     """

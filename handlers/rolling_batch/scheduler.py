@@ -180,10 +180,10 @@ class Scheduler:
         retraction = self._retract()
         started = [] if retraction else self._admit()  # a sequence that was just retracted must not come back at once
         decode = [sequence for sequence in self.running if sequence.decoding]
-        budget = self.limits.chunk_size if decode else self.limits.chunk_size_when_idle
+        budget, of_prompt = self._prompt_tokens(len(decode))
         # Decoding sequences get their memory first; prompts take what is left in this step.
         room = self.limits.kv_tokens - self._running_tokens() - len(decode)
-        prefill = list(self._chunks(min(budget, room)))
+        prefill = list(self._chunks(min(budget, room), of_prompt))
         drafts = self._drafts(decode, room, draft) if draft is not None and not prefill else {}
         for sequence in decode:
             self.slots.reserve(sequence.slot, sequence.computed + 1 + len(drafts.get(sequence, ())))
@@ -191,6 +191,21 @@ class Scheduler:
             self.slots.reserve(chunk.sequence.slot, chunk.end)
         self._decay_ratio()
         return StepPlan(decode, prefill, *self.slots.step_planned(), started, retraction, drafts)
+
+    def _prompt_tokens(self, decoding: int) -> tuple[int, int]:
+        """Return how many prompt tokens a step computes beside a number of sequences that decode, and of one prompt.
+
+        These sequences wait meanwhile. So it is a chunk, unless more sequences than they wait for their first token,
+        after a burst of requests say: then it is so many times as much. Only short prompts count, which the larger step
+        completes. A long one gets no more than a chunk of any step.
+        """
+        chunk, most = self.limits.chunk_size, self.limits.chunk_size_when_idle
+        if not decoding:
+            return most, most
+        short = sum(
+            not sequence.decoding and len(sequence.tokens) - sequence.computed <= chunk for sequence in self.running
+        )
+        return max(chunk, min(most, chunk * short // decoding)), chunk
 
     def advance(self, plan: StepPlan) -> None:
         """Account for a plan that has been computed: its tokens are in the KV cache."""
@@ -328,12 +343,14 @@ class Scheduler:
         elif self.new_token_ratio > least:
             self.new_token_ratio = max(least, self.new_token_ratio - (self._start_ratio - least) / _RATIO_STEPS)
 
-    def _chunks(self, budget: int) -> Iterable[Chunk]:
+    def _chunks(self, budget: int, of_prompt: int) -> Iterable[Chunk]:
         for sequence in self.running:
             if budget <= 0:
                 return
             if not sequence.decoding:
-                end = min(len(sequence.tokens), sequence.computed + self._most_at_once(sequence, budget))
+                end = min(
+                    len(sequence.tokens), sequence.computed + self._most_at_once(sequence, min(budget, of_prompt))
+                )
                 budget -= end - sequence.computed
                 yield Chunk(sequence, sequence.computed, end)
 

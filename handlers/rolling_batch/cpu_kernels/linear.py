@@ -21,6 +21,8 @@ PANEL_WORDS = amx.STEP_WORDS if amx.IS_USABLE else 1
 # L2 cache while up to _MOST_TILES tiles of rows use them. The sums of these tiles are kept from section to section.
 _MOST_WORDS = 512
 _MOST_TILES = 64
+# In tile registers all panels multiply rows of so many bytes before the next ones: they stay in the L2 cache.
+_NEAR_BYTES = 2**20
 
 
 @kernel()
@@ -105,25 +107,27 @@ def _multiply_in_tile_registers(rows, weight, bias, out, threads):
 def _in_tile_registers(first_share, last_share, rows, weight, bias, out, shares):
     """Compute the panels of some shares, for rows as words."""
     count, panels = len(rows), len(weight)
-    sums = np.empty((-(-count // amx.BLOCK_ROWS), amx.BLOCK_ROWS, amx.PANEL_COLUMNS), np.float32)
+    most = max(_NEAR_BYTES // (4 * rows.shape[1]) // amx.BLOCK_ROWS, 1) * amx.BLOCK_ROWS
+    sums = np.empty((-(-min(count, most) // amx.BLOCK_ROWS), amx.BLOCK_ROWS, amx.PANEL_COLUMNS), np.float32)
     configured = 0
-    for panel in range(panels * first_share // shares, panels * last_share // shares):
-        for block in range(len(sums)):
-            begin = block * amx.BLOCK_ROWS
-            of_block = min(amx.BLOCK_ROWS, count - begin)
-            if of_block != configured:
-                amx.configure_tiles(of_block)
-                configured = of_block
-            amx.multiply_block(rows, begin, of_block, weight[panel], sums[block], block == 0)
-        # After all blocks, because a thread that reads sums at once would wait for the tile registers to be stored.
-        for block in range(len(sums)):
-            begin = block * amx.BLOCK_ROWS
-            end = min(begin + amx.BLOCK_ROWS, count)
+    for first in range(0, count, most):
+        last = min(first + most, count)
+        for panel in range(panels * first_share // shares, panels * last_share // shares):
+            for begin in range(first, last, amx.BLOCK_ROWS):
+                of_block = min(amx.BLOCK_ROWS, last - begin)
+                if of_block != configured:
+                    amx.configure_tiles(of_block)
+                    configured = of_block
+                block = sums[(begin - first) // amx.BLOCK_ROWS]
+                amx.multiply_block(rows, begin, of_block, weight[panel], block, begin == first)
+            # After all blocks, because a thread that reads sums at once would wait for the tile registers to be stored.
             column = panel * amx.PANEL_COLUMNS
-            if len(bias) == 0 and column + amx.PANEL_COLUMNS <= out.shape[1]:
-                amx.write_block(sums[block], end - begin, out, begin, column)
-            else:
-                _write_sums(sums[block], bias, out, begin, end, column)
+            for begin in range(first, last, amx.BLOCK_ROWS):
+                block, end = sums[(begin - first) // amx.BLOCK_ROWS], min(begin + amx.BLOCK_ROWS, last)
+                if len(bias) == 0 and column + amx.PANEL_COLUMNS <= out.shape[1]:
+                    amx.write_block(block, end - begin, out, begin, column)
+                else:
+                    _write_sums(block, bias, out, begin, end, column)
     amx.release_tiles()
 
 

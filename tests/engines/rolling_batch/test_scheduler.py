@@ -116,6 +116,27 @@ def test_a_chunk_is_filled_from_several_prompts() -> None:
     assert batch.step() == (["a", "b"], [("c", 10, 15)])
 
 
+def test_short_prompts_get_more_of_a_step_if_more_wait_than_decode() -> None:
+    batch = Batch(max_running=11)
+    batch.add(sequence("a", 2))
+    batch.step()
+    batch.add(*(sequence(name, 6) for name in "bcdefgh"))
+    assert batch.step() == (["a"], [(name, 0, 6) for name in "bcdefg"] + [("h", 0, 4)])  # no more than an idle step
+    batch.add(sequence("i", 6))
+    assert batch.step() == ([*"abcdefg"], [("h", 4, 6), ("i", 0, 6)])
+    batch.add(*(sequence(name, 9) for name in "jk"))
+    assert batch.step()[1] == [("j", 0, 9), ("k", 0, 1)]  # two wait, and nine decode
+
+
+def test_a_long_prompt_gets_a_chunk_of_any_step_beside_decoding() -> None:
+    batch = Batch(max_running=9)
+    batch.add(sequence("a", 2))
+    batch.step()
+    batch.add(sequence("b", 35), *(sequence(name, 6) for name in "cde"))
+    assert batch.step() == (["a"], [("b", 0, 10), *((name, 0, 6) for name in "cde")])
+    assert batch.step() == ([*"acde"], [("b", 10, 20)])
+
+
 def test_places_bound_the_batch_and_are_given_back() -> None:
     batch = Batch(max_running=2)
     waiting = [sequence(name, 10) for name in "abc"]
