@@ -363,20 +363,20 @@ def warm_up(engine: RollingBatchEngine, prompts: PromptEncoder, tokens: int = 4)
     """Run requests, so that kernels are compiled and buffers allocated before the model is ready.
 
     The prompt of the first has up to `tokens` tokens, more than four where a large step might lack memory. The others
-    draw their token in the two ways that have kernels, and choose it by the mask of a grammar: the first request that
+    draw their token in the three ways that have kernels, and choose it by the mask of a grammar: the first request that
     needs a kernel must not hold up its batch while it is compiled.
     """
     prompt = (prompts.tokenize("a b c") or [0])[:4]
     long = (prompt * tokens)[: max(tokens, len(prompt))]
     parameters = SamplingParameters(max_new_tokens=2, ignore_eos=True, logprobs=0)
     engine.add("warm-up", long, parameters, "", 0, lambda output: None)
-    for top_k in (0, 2):
-        drawn = SamplingParameters(max_new_tokens=1, ignore_eos=True, do_sample=True, top_k=top_k)
-        engine.add(f"warm-up {top_k}", prompt[:1], drawn, "", 0, lambda output: None)
+    for more in ({}, {"repetition_penalty": 1.5}, {"top_k": 2}):
+        drawn = SamplingParameters(max_new_tokens=1, ignore_eos=True, do_sample=True, **more)
+        engine.add(f"warm-up, drawn, {more}", prompt[:1], drawn, "", 0, lambda output: None)
     for biases in ({}, {0: 0.0}):
         masked = SamplingParameters(max_new_tokens=1, logit_bias=biases)
         anything = _AnyToken(engine.vocabulary)
-        engine.add(f"warm-up {biases}", prompt[:1], masked, "", 0, lambda output: None, grammar=anything)
+        engine.add(f"warm-up, masked, {biases}", prompt[:1], masked, "", 0, lambda output: None, grammar=anything)
     while engine.has_work:
         engine.step()
     engine.reset_stats()

@@ -147,7 +147,8 @@ def other_kernels(element: str) -> Iterator[Call]:
     yield kernels.log_sum_exp_rows, (rows, chances)
     yield kernels.masked_argmax_rows, (rows, places, masks, places)
     yield kernels.mask_rows, (logits, places, masks)
-    yield kernels.draw_rows, (logits, keys, chances, chances, places)
+    for drawn_from in {element: rows, "float32": logits}.values():
+        yield kernels.draw_rows, (drawn_from, chances, keys, chances, chances, places)
     yield kernels.draw_columns, (logits, _array("int64", 2), keys, places)
     yield help_compute, (0,)
     yield wake_helpers, ()

@@ -65,8 +65,9 @@ class TokenMask(Protocol):
 class SamplingState:
     """What the sampler keeps for one request: its parameters, its random numbers, the tokens seen so far.
 
-    `plain`: the token is the argmax of the unchanged logits. `masked`: it is the argmax of those that `grammar` and
-    `banned` allow. `banned` are the tokens that it must not choose.
+    `plain`: the token is the argmax of the unchanged logits. `unchanged`: it is drawn from them, as the kernel can.
+    `masked`: it is the argmax of those that `grammar` and `banned` allow. `banned` are the tokens that it must not
+    choose.
     """
 
     def __init__(
@@ -91,6 +92,8 @@ class SamplingState:
         changes_values = self._penalised or self._counted or bool(parameters.logit_bias)
         self.changes_logits = changes_values or banned is not None
         self.plain = parameters.greedy and not self.changes_logits and grammar is None
+        draws = not parameters.greedy and _way_to_draw(parameters, _CPU) is _draw_by_kernel
+        self.unchanged = draws and not self.changes_logits and grammar is None
         takes_greatest = parameters.greedy and not changes_values and grammar is not None
         self.masked = takes_greatest and (banned is None or banned.few)
 
@@ -117,6 +120,7 @@ class SamplingState:
             self.banned.output.append(token)
 
 
+_CPU = torch.device("cpu")
 _Draw = Callable[[torch.Tensor, list[SamplingState]], list[int]]
 
 
@@ -196,16 +200,22 @@ def score(logits: torch.Tensor, tokens: list[int], top: list[int]) -> list[Sampl
 def _choose(logits: torch.Tensor, states: list[SamplingState]) -> list[int]:
     if all(state.plain for state in states):
         return _argmax(logits)
-    # Rows that only need their argmax are spared the float32 copy of the vocabulary that all other sampling works on.
+    # Rows that kernels choose from are spared the float32 copy of the vocabulary that all other sampling works on.
     plain = [row for row, state in enumerate(states) if state.plain]
     masked = [row for row, state in enumerate(states) if state.masked]
-    others = [row for row, state in enumerate(states) if not (state.plain or state.masked)]
+    drawn = [row for row, state in enumerate(states) if state.unchanged] if _has_kernels(logits) else []
+    done = {*plain, *masked, *drawn}
+    others = [row for row in range(len(states)) if row not in done]
     tokens = [0] * len(states)
     if plain:
         for row, token in zip(plain, _argmax(logits[plain]), strict=True):
             tokens[row] = token
     if masked:
         for row, token in zip(masked, _masked_argmax(logits, masked, states), strict=True):
+            tokens[row] = token
+    if drawn:
+        part = logits if len(drawn) == len(states) else logits[drawn]
+        for row, token in zip(drawn, _draw_by_kernel(part, [states[row] for row in drawn]), strict=True):
             tokens[row] = token
     if not others:
         return tokens
@@ -342,7 +352,8 @@ def _draw_by_kernel(logits: torch.Tensor, states: list[SamplingState]) -> list[i
     top_p = np.array([state.parameters.top_p for state in states], np.float32)
     min_p = np.array([state.parameters.min_p for state in states], np.float32)
     drawn = np.empty(len(states), np.int64)
-    draw_rows(as_numpy(logits / _temperatures(logits, states)), keys, top_p, min_p, drawn)
+    temperatures = np.array([state.parameters.temperature for state in states], np.float32)
+    draw_rows(as_numpy(logits), temperatures, keys, top_p, min_p, drawn)
     return drawn.tolist()
 
 

@@ -10,7 +10,7 @@ import math
 import numpy as np
 
 from handlers.rolling_batch.cpu_kernels.compilation import kernel_part
-from handlers.rolling_batch.cpu_kernels.intrinsics import larger, power_of_two
+from handlers.rolling_batch.cpu_kernels.intrinsics import larger, load, power_of_two
 
 
 @kernel_part(fastmath=True, forceinline=True)
@@ -51,37 +51,64 @@ def gumbel_of(key, token):
 
 
 @kernel_part(fastmath=True)
-def drawn_from(row, key, least):
-    """Return the index of the greatest sum of logit and Gumbel noise among the logits of `least` and more.
+def greatest(row):
+    """Return the index of the greatest logit, the first of equals."""
+    # Vector instructions find the greatest logit of a block; its index is searched in the best block only.
+    block = 1024
+    best, highest = 0, np.float32(-np.inf)
+    for start in range(0, len(row), block):
+        inside, part = np.float32(-np.inf), row[start : min(start + block, len(row))]
+        for v in range(len(part)):
+            inside = larger(inside, load(part[v]))
+        if inside > highest:
+            best, highest = start, inside
+    for v in range(best, min(best + block, len(row))):
+        if load(row[v]) == highest:
+            return v
+    return 0
+
+
+@kernel_part(fastmath=True)
+def drawn_from(row, factor, key, best, least):
+    """Return the index of the greatest sum of logit and Gumbel noise, among the logits of `least` and more.
+
+    Logits are those of the row times a factor. `best` is the index of one of them, with which the search begins.
 
     The noise of a token is -log(-log(1 - u)) with u from the key and the token. That is at most -log(u), so that a
     token cannot win if exp(logit - highest) <= u. Vector instructions find the blocks that have tokens which can.
     """
-    drawn, highest = 0, np.float32(-3e38)
+    drawn, highest = best, load(row[best]) * factor + gumbel_of(key, best)
     block = 256
     for start in range(0, len(row), block):
-        end = min(start + block, len(row))
+        part = row[start : min(start + block, len(row))]
         lead = np.float32(-1)
-        for v in range(start, end):
-            lead = larger(lead, exp(row[v] - highest) - uniform_of(key, v) if row[v] >= least else np.float32(-1))
+        for v in range(len(part)):
+            logit = load(part[v]) * factor
+            ahead = exp(logit - highest) - uniform_of(key, start + v)
+            lead = larger(lead, ahead if logit >= least else np.float32(-1))
         if lead > np.float32(0):
-            for v in range(start, end):
-                if row[v] >= least and exp(row[v] - highest) > uniform_of(key, v):
-                    total = row[v] + gumbel_of(key, v)
+            for v in range(len(part)):
+                logit = load(part[v]) * factor
+                if logit >= least and exp(logit - highest) > uniform_of(key, start + v):
+                    total = logit + gumbel_of(key, start + v)
                     if total > highest:
-                        drawn, highest = v, total
+                        drawn, highest = start + v, total
     return drawn
 
 
 @kernel_part(fastmath=True)
-def tokens_above(row, logit, highest):
-    """Return the mass of the tokens with a greater logit, as a sum of exp(logit - highest), and the least of these."""
-    mass, least = np.float32(0), np.float32(3e38)
+def tokens_above(row, factor, logit, highest):
+    """Return the mass of the tokens with a greater logit, as a sum of exp(logit - highest), and the least of these.
+
+    Logits are those of the row times a factor.
+    """
+    mass, most = np.float32(0), np.float32(-3e38)
     for v in range(len(row)):
-        if row[v] > logit:
-            mass += exp(row[v] - highest)
-            least = min(least, row[v])
-    return mass, least
+        other = load(row[v]) * factor
+        is_above = other > logit
+        mass += exp(other - highest) if is_above else np.float32(0)
+        most = larger(most, -other if is_above else np.float32(-3e38))
+    return mass, -most
 
 
 @kernel_part(forceinline=True)

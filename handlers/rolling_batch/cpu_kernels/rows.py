@@ -10,7 +10,7 @@ import math
 import numpy as np
 
 from handlers.rolling_batch.cpu_kernels.compilation import kernel, kernel_part
-from handlers.rolling_batch.cpu_kernels.inlined import drawn_from, exp, gumbel_of, tokens_above
+from handlers.rolling_batch.cpu_kernels.inlined import drawn_from, exp, greatest, gumbel_of, tokens_above
 from handlers.rolling_batch.cpu_kernels.intrinsics import larger, load, store
 from handlers.rolling_batch.cpu_kernels.parallel import in_threads
 
@@ -107,24 +107,10 @@ def argmax_rows(logits, best):
     in_threads(_argmax_rows, len(logits), (logits, best))
 
 
-@kernel_part(fastmath=True)
+@kernel_part()
 def _argmax_rows(first, last, logits, best):
-    width = logits.shape[1]
-    # Vector instructions find the greatest logit of a block; its index is searched in the best block only.
-    block = 1024
     for n in range(first, last):
-        best[n] = 0
-        best_block, highest = 0, np.float32(-np.inf)
-        for start in range(0, width, block):
-            inside, part = np.float32(-np.inf), logits[n, start : min(start + block, width)]
-            for v in range(len(part)):
-                inside = larger(inside, load(part[v]))
-            if inside > highest:
-                best_block, highest = start, inside
-        for v in range(best_block, min(best_block + block, width)):
-            if load(logits[n, v]) == highest:
-                best[n] = v
-                break
+        best[n] = greatest(logits[n])
 
 
 @kernel()
@@ -146,37 +132,36 @@ def _log_sum_exp_rows(first, last, logits, result):
 
 
 @kernel()
-def draw_rows(logits, keys, top_p, min_p, drawn):
+def draw_rows(logits, temperatures, keys, top_p, min_p, drawn):
     """Write the index of the greatest sum of logit and Gumbel noise among the tokens that `top_p` and `min_p` leave.
 
-    logits (n, vocabulary) float32, keys (n,) uint64, top_p and min_p (n,) float32 -> drawn (n,) int64.
+    logits (n, vocabulary), which are divided by temperatures (n,) float32, keys (n,) uint64, top_p and min_p (n,)
+    float32 -> drawn (n,) int64.
 
     What is left are the tokens from some logit on. Instead of sorting for it, the tokens with a smaller logit than any
     one that proves to be outside are left out, and another one is drawn.
     """
-    in_threads(_draw_rows, len(logits), (logits, keys, top_p, min_p, drawn))
+    in_threads(_draw_rows, len(logits), (logits, temperatures, keys, top_p, min_p, drawn))
 
 
 @kernel_part(fastmath=True)
-def _draw_rows(first, last, logits, keys, top_p, min_p, drawn):
+def _draw_rows(first, last, logits, temperatures, keys, top_p, min_p, drawn):
     for n in range(first, last):
-        row = logits[n]
-        highest = np.float32(-3e38)
-        for v in range(len(row)):
-            highest = larger(highest, row[v])
-        least = np.float32(-3e38)
+        row, factor = logits[n], np.float32(1) / temperatures[n]
+        best = greatest(row)
+        highest, least = load(row[best]) * factor, np.float32(-3e38)
         if min_p[n] > 0:
             least = highest + np.float32(math.log(min_p[n]))
-        drawn[n] = drawn_from(row, keys[n], least)
+        drawn[n] = drawn_from(row, factor, keys[n], best, least)
         if top_p[n] < 1:
             mass = np.float32(0)
             for v in range(len(row)):
-                mass += exp(row[v] - highest)
+                mass += exp(load(row[v]) * factor - highest)
             while True:
-                above, least = tokens_above(row, row[drawn[n]], highest)
+                above, least = tokens_above(row, factor, load(row[drawn[n]]) * factor, highest)
                 if above < top_p[n] * mass or above == 0:
                     break
-                drawn[n] = drawn_from(row, keys[n], least)
+                drawn[n] = drawn_from(row, factor, keys[n], best, least)
 
 
 @kernel()

@@ -179,6 +179,21 @@ def test_rows_are_independent_of_their_neighbours() -> None:
     assert together == alone
 
 
+def test_bfloat16_logits_draw_what_their_float32_values_draw() -> None:
+    """Rows of all kinds stand beside each other, of which only some are converted."""
+    kinds: list[dict[str, Any]] = [{}, {"do_sample": False}, {"temperature": 0.3}, {"repetition_penalty": 1.5}]
+    kinds += [{"top_k": 20}, {"top_p": 0.6}, {"min_p": 0.1}, {"logit_bias": {7: 3.0}}, {"typical_p": 0.5}]
+    logits = torch.randn(12 * len(kinds), 5003, generator=torch.Generator().manual_seed(6)).bfloat16() * 2
+
+    def tokens(of_type: torch.Tensor) -> list[int]:
+        states = [state(seed, **{"do_sample": True} | kinds[seed % len(kinds)]) for seed in range(len(logits))]
+        return [chosen.token for chosen in sample(of_type, states)]
+
+    found = tokens(logits)
+    assert found == tokens(logits.float())
+    assert found != tokens(logits.flip(0))
+
+
 def test_presence_and_frequency_penalties_lower_what_was_generated() -> None:
     logits = torch.tensor([[3.0, 2.5, 0.0]])
     present = state(presence_penalty=0.4)
