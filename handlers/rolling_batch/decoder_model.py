@@ -76,6 +76,7 @@ class DecoderModel:
         if not found._computes_the_same_as(model):
             return None
         found.most_rows = found._border(model, borders)
+        found._space = _space(found._layers[2], 1)  # passes have fewer rows than were measured
         return found if found.most_rows else None
 
     def _border(self, model: Any, borders: Borders) -> int:

@@ -96,9 +96,13 @@ class Borders:
         return ALL if border is None else border
 
     def _measured(self, few: Callable[[int], Work], many: Callable[[int], Work], least: int, end: float) -> int | None:
-        border = least
+        border, took = least, 0.0
         for rows in (rows for rows in ROWS if rows > least):
+            began = time.perf_counter()
+            if rows == ROWS[-1] and (not took or rows / border * took > end - began):
+                return ALL  # with a large model one turn of so many rows might take longer than there is time
             is_faster = _is_faster(few(rows), many(rows), self._seconds, end)
+            took = time.perf_counter() - began
             if is_faster is None:
                 return None
             if not is_faster:

@@ -159,6 +159,19 @@ def test_a_file_that_cannot_be_written_is_named_in_the_log(tmp_path: Path, caplo
     assert "missing" in caplog.messages[-1]
 
 
+def test_rows_of_which_one_turn_would_take_too_long_are_not_measured() -> None:
+    asked: list[int] = []
+
+    def seconds(work: Work) -> float:
+        _, rows = work()  # type: ignore[misc]
+        asked.append(rows)
+        time.sleep(rows / 5000)
+        return float(rows)
+
+    assert Borders(seconds=seconds, most_seconds=1.2).border("slow", few, many) == ALL
+    assert max(asked) == 256
+
+
 def test_this_machine_has_a_name_and_a_file_beside_the_compiled_kernels() -> None:
     borders = kernel_choice.measured_borders()
     assert borders._file is not None
