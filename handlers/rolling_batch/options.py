@@ -40,9 +40,9 @@ class RollingBatchOptions(ParserOptions):
     chunked_prefill_size: ChunkSize | None = Field(
         None,
         description="Prompt tokens computed per step, also while others decode; -1 computes every prompt in one step."
-        " If not set, on the CPU 128 while others decode (up to 512 if more short prompts wait) and 512 while none does,"
-        " and on a GPU up to 2048 and 8192, as memory allows. Larger ones are a few percent faster in all, and stop the"
-        " streams of others for longer.",
+        " If not set, on the CPU 128 while others decode (up to 512 if more short prompts wait) and 512 while none"
+        " does, and on a GPU up to 2048 and 8192, as memory allows. Larger ones are a few percent faster in all, and"
+        " stop the streams of others for longer.",
     )
     max_running_requests: PositiveInt | None = Field(
         None, description="Requests that are decoded together; if not set, option.max_rolling_batch_size."

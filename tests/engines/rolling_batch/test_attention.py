@@ -1,4 +1,4 @@
-"""The kernels' attention of chunks against torch's own operators."""
+"""The kernels' attention of chunks and of decode rows against torch's own operators."""
 
 from __future__ import annotations
 
@@ -47,6 +47,40 @@ def test_a_chunk_attends_to_what_it_may_see(
     _KernelAttention(cache).attend_chunk(query, *kept, found, columns, settings)
     _TorchAttention(cache).attend_chunk(query.float(), *exact, expected, columns, settings)
     assert float((found.float() - expected).norm() / expected.norm()) < error
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 0.01)])
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (20, 0.0), (3, 4.0), (0, 4.0)])
+@pytest.mark.parametrize("heads", [1, 2, 3, 5, 7])  # that share keys and values
+@pytest.mark.parametrize("dims", [(64, 64), (80, 33), (16, 144), (128, 16)])
+def test_rows_attend_to_their_slots_whatever_their_lengths_are(
+    dtype: torch.dtype, error: float, window: int, softcap: float, heads: int, dims: tuple[int, int]
+) -> None:
+    """The kernel takes tokens in blocks, heads in groups and columns in vectors; none of these sizes divides all."""
+    chance = torch.Generator().manual_seed(1)
+    positions = np.array([0, 5, 15, 16, 17, 63, 64, 100, 31])
+    slots = np.arange(len(positions))[::-1].copy()
+    cache = KVCache([LayerShape(2, *dims)], len(slots), 101, dtype)
+    for area in (*cache.keys, *cache.values):
+        area[:] = torch.randn(area.shape, generator=chance).to(dtype)
+        for slot, position in zip(slots, positions, strict=True):
+            area[slot, :, position + 1 :] = torch.nan  # what no row may see
+    query, key, value = (
+        torch.randn((count, len(slots), dim), generator=chance).to(dtype)
+        for count, dim in ((2 * heads, dims[0]), (2, dims[0]), (2, dims[1]))
+    )
+    found = torch.zeros((len(slots), 2 * heads, dims[1]), dtype=dtype)
+    settings = AttentionSettings(0.3, window, softcap, torch.get_num_threads())
+    rows = StepRows(slots, positions, [])
+    _KernelAttention(cache).attend_single(0, query, key, value, rows, found, settings)
+    for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
+        begin = max(0, position + 1 - window) if window else 0
+        keys, values = (area[0][slot, :, begin : position + 1].double() for area in (cache.keys, cache.values))
+        assert torch.equal(keys[:, -1], key[:, row].double())
+        scores = torch.einsum("ghd,gtd->ght", query[:, row].double().view(2, heads, -1), keys) * 0.3
+        weights = (softcap * torch.tanh(scores / softcap) if softcap else scores).softmax(-1)
+        expected = torch.einsum("ght,gtd->ghd", weights, values).flatten(0, 1)
+        assert float((found[row].double() - expected).norm() / expected.norm()) < error
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 0.01), (torch.float16, 0.01)])
