@@ -92,7 +92,7 @@ class SamplingState:
         changes_values = self._penalised or self._counted or bool(parameters.logit_bias)
         self.changes_logits = changes_values or banned is not None
         self.plain = parameters.greedy and not self.changes_logits and grammar is None
-        draws = not parameters.greedy and _way_to_draw(parameters, _CPU) is _draw_by_kernel
+        draws = not parameters.greedy and _draws_from_all(parameters)
         self.unchanged = draws and not self.changes_logits and grammar is None
         takes_greatest = parameters.greedy and not changes_values and grammar is not None
         self.masked = takes_greatest and (banned is None or banned.few)
@@ -120,7 +120,6 @@ class SamplingState:
             self.banned.output.append(token)
 
 
-_CPU = torch.device("cpu")
 _Draw = Callable[[torch.Tensor, list[SamplingState]], list[int]]
 
 
@@ -342,7 +341,12 @@ def _draw_sampled(logits: torch.Tensor, states: list[SamplingState]) -> list[int
 def _way_to_draw(parameters: SamplingParameters, device: torch.device) -> _Draw:
     if parameters.typical_p < 1.0:
         return _draw_typical
-    return _draw_by_kernel if device.type == "cpu" and not parameters.top_k else _draw_from_best
+    return _draw_by_kernel if device.type == "cpu" and _draws_from_all(parameters) else _draw_from_best
+
+
+def _draws_from_all(parameters: SamplingParameters) -> bool:
+    """Whether a token is drawn from all tokens of and above some logit, which needs no sorting."""
+    return parameters.typical_p >= 1.0 and not parameters.top_k
 
 
 def _draw_by_kernel(logits: torch.Tensor, states: list[SamplingState]) -> list[int]:

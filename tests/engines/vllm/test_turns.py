@@ -90,25 +90,18 @@ def test_nothing_stopped_is_left_of_a_worker_that_dies() -> None:
     def stopped() -> bool:
         return all(compiler.status() == psutil.STATUS_STOPPED for compiler in compilers)
 
-    wait_until(stopped, "the compilers are stopped")
+    def is_caught_between_turns() -> bool:
+        """Stop the worker, so that the compilers get no turn until it is killed: one that runs goes on to its end."""
+        worker.send_signal(signal.SIGSTOP)
+        wait_until(lambda: seen.status() == psutil.STATUS_STOPPED, "the worker is stopped")
+        if stopped():
+            return True
+        worker.send_signal(signal.SIGCONT)
+        return False
+
+    wait_until(is_caught_between_turns, "the compilers are stopped")
     worker.kill()
     worker.wait()
     worker.stdin.close()
-
-    def status(compiler: psutil.Process) -> str:
-        try:
-            return str(compiler.status())
-        except psutil.NoSuchProcess:
-            return str(psutil.STATUS_ZOMBIE)
-
-    def runs(compiler: psutil.Process) -> bool:
-        return status(compiler) != psutil.STATUS_ZOMBIE
-
-    # What had a turn when the worker died goes on to its own end, as a compiler does; nothing waits to be continued.
-    wait_until(
-        lambda: not any(status(entry) == psutil.STATUS_STOPPED for entry in compilers),
-        "none is stopped",
-    )
-    wait_until(lambda: not runs(compilers[0]), "the compiler that the worker began has ended with it")
-    for entry in filter(runs, compilers):
-        entry.kill()
+    _, left = psutil.wait_procs(compilers, timeout=60)
+    assert [process for process in left if process.status() != psutil.STATUS_ZOMBIE] == []
