@@ -117,8 +117,9 @@ class Server:
 
     def pids(self) -> list[int]:
         """Return the server's process and its children."""
-        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
-        return [self._process.pid, *map(int, children)]
+        # A child belongs to the thread that started it.
+        threads = Path(f"/proc/{self._process.pid}/task").glob("*/children")
+        return [self._process.pid, *(int(pid) for thread in threads for pid in thread.read_text().split())]
 
     def cpu_s(self) -> float:
         """Return the CPU time that the server and its workers have used."""

@@ -26,13 +26,10 @@ from frontend.inference_response import Response
 from frontend.lmi_metrics import CLIENT_GONE
 from frontend.management_access import Access
 from frontend.metrics import Metrics
-from frontend.model_metrics import ModelMetrics
 from frontend.request_ids import new_request_id
-from frontend.request_record import EndedRequest, RequestRecord
-from frontend.request_reports import RequestReports
+from frontend.request_reports import AnsweredRequest, RequestReports
 from frontend.responses import error_statuses, standard_headers
-from frontend.trace_context import trace_id_of
-from frontend.tracing import RequestTrace
+from frontend.trace_context import RequestTrace
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import (
     BadParameterError,
@@ -43,7 +40,6 @@ from lmi_server.contract.errors import (
     PayloadTooLargeError,
     RequestError,
     RouteNotFoundError,
-    error_from_kind,
 )
 from lmi_server.contract.protocol import CANCELLED, DEFAULT_PRIORITY, End, Error, Head, Input, Reply
 from lmi_server.dialects.adapters import naming_adapter
@@ -64,7 +60,6 @@ _CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
 # Bounded in length, because int() takes quadratic time in the number of digits.
 _INTEGER = re.compile(r"-?[0-9]{1,10}")
 _SHORT_BODY = 64 * 1024
-_PROMPT_BYTES = 8192  # of a body, in the access log
 _MALFORMED = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 _PRIORITIES = range(-(2**31), 2**31)
 
@@ -88,8 +83,7 @@ class ClientGoneError(Exception):
 class Relay:
     """Answers inference requests. Set `draining` once the server shuts down.
 
-    `headers` are added to every answer; `error_rates` counts errors; `reports` are the access log and
-    traces, None if there are none.
+    `headers` are added to every answer; `error_rates` counts errors; `reports` gets every request that has ended.
     """
 
     def __init__(self, models: ModelRegistry, metrics: Metrics, settings: ServerSettings, access: Access) -> None:
@@ -99,8 +93,8 @@ class Relay:
         self.error_rates = ErrorRates(settings.error_rates)
         self._models = models
         self._metrics = metrics
-        self.reports = RequestReports.of(settings)
-        self._logs_prompts = settings.log_prompts and settings.access_log != "off"
+        self.reports = RequestReports(settings, metrics, self.error_rates)
+        self._begin_trace = self.reports.begin_trace
         self._max_request_size = settings.max_request_size
         self._request_id_header = settings.request_id_header.lower()
         self._statuses = error_statuses(settings)
@@ -114,7 +108,7 @@ class Relay:
         arrived = time.monotonic()
         properties, names = _properties(scope)
         request_id = properties.get(self._request_id_header) or properties.get(_INFERENCE_ID) or new_request_id()
-        trace = None if self.reports is None else self.reports.begin(properties)
+        trace = None if self._begin_trace is None else self._begin_trace(properties)
         connection = connection_of(scope)
         response = self._response(route, request_id, scope, send, trace)
         model: Model | None = None
@@ -157,15 +151,12 @@ class Relay:
             closes = self.draining or isinstance(error, PayloadTooLargeError)
             closes = closes or (body is None and not await self._skips_body(scope, receive))
             code = await self._refuse(model, route, error, closes, response)
-            if self.reports is not None:
-                refused = _refused(code, arrived, request_id, model, route, scope, trace, error.kind)
-                self.reports.ended(refused, trace)
+            self.reports.refused(code, arrived, request_id, model, route, scope, trace, error.kind)
             return
         except ClientGoneError:
             code = connection.refused_with or CLIENT_GONE
             self._metrics.of(model).refused(code)
-            if self.reports is not None:
-                self.reports.ended(_refused(code, arrived, request_id, model, route, scope, trace), trace)
+            self.reports.refused(code, arrived, request_id, model, route, scope, trace)
             return
         connection.watch(lambda: pool.cancel(job), job.reply)
         try:
@@ -175,17 +166,7 @@ class Relay:
             connection.unwatch()
             if pool.on_demand is not None:
                 pool.on_demand.release(received)
-        counts = self._metrics.of(model)
-        record = _record(status, job, arrived, properties.get("traceparent"))
-        counts.answered(record)
-        if self.reports is not None:
-            terminal = job.reply.terminal
-            kind = terminal.kind if isinstance(terminal, Error) else ""
-            prompt = body[:_PROMPT_BYTES] if self._logs_prompts and body else None
-            ended = EndedRequest(record, request_id, model.label, route, _address(scope), kind, job.attempts, prompt)
-            self.reports.ended(ended, trace)
-        if status >= 424:
-            self._count_failure(counts, status, job)
+        self.reports.answered(AnsweredRequest(status, arrived, time.monotonic(), model, job, body, scope, trace))
 
     async def refuse(self, route: str, error: LmiServerError, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer an inference request that is refused before it is read."""
@@ -194,8 +175,7 @@ class Relay:
         response = self._response(route, request_id, scope, send)
         closes = self.draining or not await self._skips_body(scope, receive)
         code = await self._refuse(None, route, error, closes, response)
-        if self.reports is not None:
-            self.reports.ended(_refused(code, arrived, request_id, None, route, scope, None, error.kind), None)
+        self.reports.refused(code, arrived, request_id, None, route, scope, kind=error.kind)
 
     def _response(
         self, route: str, request_id: str, scope: Scope, send: Send, trace: RequestTrace | None = None
@@ -206,16 +186,6 @@ class Relay:
         if route in ANTHROPIC_ROUTES:
             headers = [(b"request-id", request_id.encode("latin-1")), *headers]  # by which Anthropic's clients log it
         return Response(connection_of(scope), send, request_id, headers, scope)
-
-    def _count_failure(self, counts: ModelMetrics, status: int, job: Job) -> None:
-        error = None
-        terminal = job.reply.terminal
-        if isinstance(terminal, Error) and terminal.kind != CANCELLED:
-            error = _error_of(terminal)
-            self._metrics.failed(error)
-            if not job.sent_at:
-                counts.turned_away(error)
-        self.error_rates.count(status, error)
 
     def request_id(self, scope: Scope) -> str:
         """Return the id that the client gives the request, here or to SageMaker, or a new one."""
@@ -354,28 +324,6 @@ async def _submit_holding(
                 raise
 
 
-def _refused(
-    code: int,
-    arrived: float,
-    request_id: str,
-    model: Model | None,
-    route: str,
-    scope: Scope,
-    trace: RequestTrace | None,
-    kind: str = "",
-) -> EndedRequest:
-    """Return what is reported of a request that no worker saw."""
-    trace_id = "" if trace is None else trace.trace_id
-    record = RequestRecord(code, arrived, 0.0, 0.0, 0.0, time.monotonic(), None, trace_id)
-    return EndedRequest(record, request_id, "" if model is None else model.label, route, _address(scope), kind)
-
-
-def _address(scope: Scope) -> str:
-    """Return the address of the client, "" on a Unix socket."""
-    client = scope["client"]
-    return client[0] if client else ""
-
-
 async def _relay(route: str, job: Job, response: Response, statuses: Mapping[type[LmiServerError], int]) -> int:
     """Send the answer of `job` as it arrives; return its status."""
     reply = job.reply
@@ -411,17 +359,10 @@ async def _send_whole(
     assert isinstance(terminal, Error), "a stream has a head before its end"
     if terminal.kind == CANCELLED:
         return CLIENT_GONE
-    error = _error_of(terminal)
+    error = terminal.exception()
     status, headers, data = error_reply(route, response.shown(error), statuses, response.request_id)
     await response.whole(status, headers, data)
     return status
-
-
-def _error_of(terminal: Error) -> LmiServerError:
-    error = error_from_kind(terminal.kind, terminal.message, terminal.code)
-    if terminal.retry_after is not None:
-        error.retry_after = terminal.retry_after
-    return error
 
 
 def _status_of_end(route: str, terminal: Reply | End | Error, statuses: Mapping[type[LmiServerError], int]) -> int:
@@ -430,7 +371,7 @@ def _status_of_end(route: str, terminal: Reply | End | Error, statuses: Mapping[
         return terminal.status
     if terminal.kind == CANCELLED:
         return CLIENT_GONE
-    return error_reply(route, _error_of(terminal), statuses)[0]
+    return error_reply(route, terminal.exception(), statuses)[0]
 
 
 def _ending(route: str, head: Head, terminal: Reply | End | Error, response: Response) -> bytes:
@@ -438,7 +379,7 @@ def _ending(route: str, head: Head, terminal: Reply | End | Error, response: Res
     if not isinstance(terminal, Error):
         return b""
     content_type = next((value for name, value in head.headers if name == "content-type"), "")
-    error = _error_of(terminal)
+    error = terminal.exception()
     return error_event(route, content_type, response.shown(error), response.request_id)
 
 
@@ -533,18 +474,3 @@ def _check_percent_signs(*parts: bytes) -> None:
 def _last(entries: list[tuple[str, bytes]], key: str) -> str | None:
     values = [value.decode("utf-8", "replace") for name, value in entries if name == key]
     return values[-1] if values else None
-
-
-def _record(status: int, job: Job, arrived: float, traceparent: str | None) -> RequestRecord:
-    now = time.monotonic()
-    terminal = job.reply.terminal
-    return RequestRecord(
-        status,
-        arrived,
-        job.queued_at,
-        job.sent_at or now,
-        job.reply.first_byte_at or now,
-        now,
-        None if terminal is None or isinstance(terminal, Error) else terminal.summary,
-        "" if traceparent is None else trace_id_of(traceparent),
-    )

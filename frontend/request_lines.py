@@ -1,12 +1,9 @@
-"""The lines of the access log: what they say of a request, in JSON and as text.
-
-The event loop only hands ended requests over, as msgpack. The lines are made of it by the thread that writes the log,
-or, when there are many, in a process of their own (see `frontend/line_process.py`).
-"""
+"""The lines of the access log: what they say of a request, in JSON and as text."""
 
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
@@ -14,28 +11,13 @@ import msgspec
 
 from frontend.request_record import EndedRequest
 from frontend.server_log import visible
-from lmi_server.contract.secrets import Secrets
+from lmi_server.contract.secrets import SECRETS
 
-_DELETE = "\x7f"
+_DELETE = b"\x7f"
 _SECOND = 1e6  # in microseconds
 # What JSON leaves as it is, and may still move a cursor or end a line.
 _ODD = {code: f"\\u{code:04x}" for code in (*range(127, 160), 0x2028, 0x2029)}
-_LINE = msgspec.json.Encoder()
-_REQUESTS = msgspec.msgpack.Decoder(list[EndedRequest])
 _HEAD = ("time", "client", "route", "code", "duration_ms")  # what begins a line of text, without names
-
-
-class Batches(msgspec.Struct, array_like=True, gc=False):
-    """Requests whose lines are to be made: each batch is a list of EndedRequest, as msgpack.
-
-    `format` is a value of `access_log`; `offset` is what time.time() is ahead of time.monotonic(), in seconds;
-    `secrets` are the values that lines must not show.
-    """
-
-    format: str
-    offset: float
-    secrets: tuple[str, ...]
-    batches: list[bytes]
 
 
 class RequestLine(msgspec.Struct, gc=False, omit_defaults=True, tag="access", tag_field="log"):
@@ -59,58 +41,73 @@ class RequestLine(msgspec.Struct, gc=False, omit_defaults=True, tag="access", ta
     prompt: str = ""
 
 
-def lines_of(work: Batches) -> str:
-    """Return the lines of the requests, without secrets and control characters, and without a last line end."""
-    write = _FORMATS[work.format]
-    text = "\n".join(write(_lines(_REQUESTS.decode(batch), work.offset)) for batch in work.batches)
-    text = Secrets(work.secrets).masked(text)
-    return text if text.isascii() and _DELETE not in text else text.translate(_ODD)
+class RequestLines:
+    """Lines of requests, put one behind the other until the log is written.
 
-
-def _lines(requests: Sequence[EndedRequest], offset: float) -> list[RequestLine]:
-    """Return the lines of requests.
-
-    This is all in one loop, because each call of a function for each value would cost as much as the value.
-    Milliseconds are cut behind three digits: round() takes several times as long.
+    `format_name` is a value of `access_log`. `count` lines take `size` bytes.
     """
-    lines = []
-    at, stamp = -1, ""
-    for request in requests:
-        record = request.record
-        sent, ended, arrived, summary = record.sent, record.ended, record.arrived, record.summary
-        moment = int((ended + offset) * 1000)
-        if moment != at:
-            at, stamp = moment, _stamp(moment)
-        line = RequestLine(
-            stamp,
-            request.id,
-            request.model,
-            request.route,
-            record.code,
-            request.client,
-            (ended - arrived) * _SECOND // 1 / 1000,
-            (sent - record.queued) * _SECOND // 1 / 1000 if sent else None,
-        )
-        if summary is not None:
-            line.prompt_tokens = summary.prompt_tokens
-            line.output_tokens = summary.output_tokens
-            line.finish_reason = summary.finish_reason
-            line.adapter = summary.adapter
-            if summary.prefill_s is not None:
-                line.ttft_ms = (sent - arrived + summary.prefill_s) * _SECOND // 1 / 1000
-        if request.error:
-            line.error = request.error
-        if record.trace_id:
-            line.trace_id = record.trace_id
-        if request.prompt:
-            line.prompt = request.prompt.decode(errors="replace")
-        lines.append(line)
-    return lines
+
+    def __init__(self, format_name: str) -> None:
+        self.count = 0
+        self._encoded = bytearray()
+        self._encode = _FORMATS[format_name]
+        self._offset = time.time() - time.monotonic()
+        self._at, self._stamp = -1, ""
+
+    @property
+    def size(self) -> int:
+        return len(self._encoded)
+
+    def add(self, requests: Sequence[EndedRequest]) -> None:
+        """Add the lines of requests that have just ended.
+
+        This is all in one loop, because each call of a function for each value would cost as much as the value.
+        Milliseconds are cut behind three digits: round() takes several times as long.
+        """
+        lines = []
+        for request in requests:
+            record = request.record
+            sent, ended, arrived, summary = record.sent, record.ended, record.arrived, record.summary
+            moment = int((ended + self._offset) * 1000)
+            if moment != self._at:  # several requests end in one millisecond
+                self._at, self._stamp = moment, _stamp(moment)
+            line = RequestLine(
+                self._stamp,
+                request.id,
+                request.model,
+                request.route,
+                record.code,
+                request.client,
+                (ended - arrived) * _SECOND // 1 / 1000,
+                (sent - record.queued) * _SECOND // 1 / 1000 if sent else None,
+            )
+            if summary is not None:
+                line.prompt_tokens = summary.prompt_tokens
+                line.output_tokens = summary.output_tokens
+                line.finish_reason = summary.finish_reason
+                line.adapter = summary.adapter
+                if summary.prefill_s is not None:
+                    line.ttft_ms = (sent - arrived + summary.prefill_s) * _SECOND // 1 / 1000
+            if request.error:
+                line.error = request.error
+            if record.trace_id:
+                line.trace_id = record.trace_id
+            if request.prompt:
+                line.prompt = request.prompt.decode(errors="replace")
+            lines.append(line)
+        self._encoded += self._encode(lines)
+        self.count += len(lines)
+
+    def __bytes__(self) -> bytes:
+        """Return the lines, without secrets and control characters, each with its line end."""
+        encoded = bytes(self._encoded)
+        if encoded.isascii() and _DELETE not in encoded and not SECRETS.may_be_in(encoded):
+            return encoded
+        return SECRETS.masked(encoded.decode()).translate(_ODD).encode()
 
 
-@functools.lru_cache(256)
 def _stamp(milliseconds: int) -> str:
-    """Return a time.time() in ISO 8601, in UTC. Several requests end in one millisecond."""
+    """Return a time.time() in ISO 8601, in UTC."""
     second, rest = divmod(milliseconds, 1000)
     return f"{_second(second)}.{rest:03d}Z"
 
@@ -120,12 +117,11 @@ def _second(second: int) -> str:
     return datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%S")
 
 
-def _json(lines: Sequence[RequestLine]) -> str:
-    return _LINE.encode_lines(lines).decode().removesuffix("\n")
+_encode_lines = msgspec.json.Encoder().encode_lines
 
 
-def _text(lines: Sequence[RequestLine]) -> str:
-    return "\n".join(map(_words, lines))
+def _text(lines: Sequence[RequestLine]) -> bytes:
+    return "".join(map(_words, lines)).encode()
 
 
 def _words(line: RequestLine) -> str:
@@ -135,9 +131,9 @@ def _words(line: RequestLine) -> str:
         value = getattr(line, name)
         if value is not None and value != "":
             words.append(f"{name}={visible(value) if isinstance(value, str) else value}")
-    return " ".join(words)
+    return f"{' '.join(words)}\n"
 
 
 _NAMED = [field for field in RequestLine.__struct_fields__ if field not in _HEAD]
-_FORMATS: dict[str, Callable[[Sequence[RequestLine]], str]] = {"json": _json, "text": _text}
+_FORMATS: dict[str, Callable[[Sequence[RequestLine]], bytes]] = {"json": _encode_lines, "text": _text}
 """By the value of `access_log`."""

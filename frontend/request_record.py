@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import msgspec
 
+from frontend.trace_context import RequestTrace
 from lmi_server.contract.protocol import Summary
 
 
-class RequestRecord(msgspec.Struct, gc=False, array_like=True):
+class RequestRecord(msgspec.Struct, gc=False):
     """One request that a worker answered. Times are those of time.monotonic().
 
     `code` is the status under which it counts, `trace_id` that of the client's trace, "" for none.
@@ -45,12 +46,12 @@ class RequestRecord(msgspec.Struct, gc=False, array_like=True):
         return self.sent - self.arrived + summary.prefill_s
 
 
-class EndedRequest(msgspec.Struct, gc=False, array_like=True):
+class EndedRequest(msgspec.Struct, gc=False):
     """What the access log and traces show of a request.
 
     `model` is the label of the model, "" for none; `client` is an address, "" on a Unix socket; `error` is the kind of
     an error. `attempts` are the times at which workers got it and lost it again. `prompt` is how the body begins, if
-    prompts are logged. As msgpack the fields are positional (`array_like`), which takes half the time.
+    prompts are logged; `trace` is its own span, if it is traced.
     """
 
     record: RequestRecord
@@ -61,3 +62,4 @@ class EndedRequest(msgspec.Struct, gc=False, array_like=True):
     error: str = ""
     attempts: Sequence[tuple[float, float]] = ()
     prompt: bytes | None = None
+    trace: RequestTrace | None = None

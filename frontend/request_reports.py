@@ -1,47 +1,178 @@
-"""What is told of each request beside the metrics: the access log and traces, as far as settings ask for them."""
+"""What is told of each request once it has ended: metrics, and, as far as settings ask for them, access log and traces.
+
+The relay only leaves a request here. Requests end in groups, and whatever is done between two answers of a group delays
+the rest of it, and lets clients that would have found their next answer at once fall asleep. So the loop counts a group
+once it has written all of its answers, before it reads anything else, and writes lines and spans when it is idle.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from frontend.clients import Scope
+from frontend.error_rates import ErrorRates
+from frontend.idle_calls import call_when_idle
+from frontend.metrics import Metrics
+from frontend.model_metrics import ModelMetrics
 from frontend.request_log import RequestLog
-from frontend.request_record import EndedRequest
-from frontend.tracing import RequestTrace, Tracing
+from frontend.request_record import EndedRequest, RequestRecord
+from frontend.trace_context import RequestTrace, trace_id_of
+from frontend.tracing import Tracing
 from lmi_server.configuration.server_settings import ServerSettings
+from lmi_server.contract.protocol import CANCELLED, Error
+from lmi_server.serving.models import Model
+from lmi_server.supervisor.job import Job
+
+_PROMPT_BYTES = 8192  # of a body, in the access log
+_DELAY_S = 0.02  # lines and spans of many requests together cost less: their code is in the processor's caches then
+_FAILED = 424  # from this status on, the server or its model failed
+
+
+class AnsweredRequest(msgspec.Struct, gc=False):
+    """A request that a worker answered, as the relay leaves it.
+
+    `status` is that under which it counts. `arrived` and `ended` are those of time.monotonic().
+    """
+
+    status: int
+    arrived: float
+    ended: float
+    model: Model
+    job: Job
+    body: bytes
+    scope: Scope
+    trace: RequestTrace | None
 
 
 class RequestReports:
-    """The access log and the traces; either may be off."""
+    """Counts requests, and logs and traces them as far as the settings ask for it. Raises ConfigurationError."""
 
-    def __init__(self, log: RequestLog | None, tracing: Tracing | None) -> None:
-        self._log = log
-        self._tracing = tracing
-        # Returns the span of a request with these headers, None if it is not traced.
-        self.begin = _untraced if tracing is None else tracing.begin
+    def __init__(self, settings: ServerSettings, metrics: Metrics, error_rates: ErrorRates) -> None:
+        self._metrics = metrics
+        self._error_rates = error_rates
+        self._log = RequestLog.of(settings)
+        self._tracing = Tracing.of(settings)
+        self._logs_prompts = settings.log_prompts
+        self._answered: list[AnsweredRequest] = []  # and not counted yet
+        self._counted: list[EndedRequest] = []  # and neither logged nor traced yet
+        # Returns the span of a request with these headers, None if it is not traced. None if there are no traces.
+        self.begin_trace = None if self._tracing is None else self._tracing.begin
 
-    @classmethod
-    def of(cls, settings: ServerSettings) -> RequestReports | None:
-        """Return what the settings ask for, None if that is nothing. Raises ConfigurationError."""
-        log, tracing = RequestLog.of(settings), Tracing.of(settings)
-        return None if log is None and tracing is None else cls(log, tracing)
+    def answered(self, request: AnsweredRequest) -> None:
+        """Report a request that a worker answered, soon."""
+        answered = self._answered
+        if not answered:
+            asyncio.get_running_loop().call_soon(self._count)
+        answered.append(request)
 
-    def ended(self, request: EndedRequest, trace: RequestTrace | None) -> None:
-        """Report a request that has ended."""
-        if trace is not None and self._tracing is not None:
-            self._tracing.ended(trace, request)
+    def refused(
+        self,
+        code: int,
+        arrived: float,
+        request_id: str,
+        model: Model | None,
+        route: str,
+        scope: Scope,
+        trace: RequestTrace | None = None,
+        kind: str = "",
+    ) -> None:
+        """Log and trace a request that no worker saw, which the relay has counted; `kind` is that of an error."""
+        if self._log is None and trace is None:
+            return
+        self._write_all()  # lines stand in the order in which requests ended
+        trace_id = "" if trace is None else trace.trace_id
+        record = RequestRecord(code, arrived, 0.0, 0.0, 0.0, time.monotonic(), None, trace_id)
+        label = "" if model is None else model.label
+        self._write([EndedRequest(record, request_id, label, route, _address(scope), kind, trace=trace)])
+
+    def _count(self) -> None:
+        answered, self._answered = self._answered, []
+        is_logged, counted = self._log is not None, self._counted
+        was_empty = not counted
+        for request in answered:
+            record = _record(request)
+            model = request.model
+            counts = self._metrics.of(model)
+            counts.answered(record)
+            if record.code >= _FAILED:
+                self._count_failure(counts, request)
+            if is_logged or request.trace is not None:
+                job, client = request.job, request.scope["client"]
+                received, terminal = job.request, job.reply.terminal
+                ended = EndedRequest(
+                    record, received.request_id, model.label, received.route, client[0] if client else ""
+                )
+                if isinstance(terminal, Error):
+                    ended.error = terminal.kind
+                if job.attempts:
+                    ended.attempts = job.attempts
+                if self._logs_prompts and request.body:
+                    ended.prompt = request.body[:_PROMPT_BYTES]
+                ended.trace = request.trace
+                counted.append(ended)
+        if was_empty and counted:
+            asyncio.get_running_loop().call_later(_DELAY_S, call_when_idle, self._write_counted)
+
+    def _count_failure(self, counts: ModelMetrics, request: AnsweredRequest) -> None:
+        error = None
+        terminal = request.job.reply.terminal
+        if isinstance(terminal, Error) and terminal.kind != CANCELLED:
+            error = terminal.exception()
+            self._metrics.failed(error)
+            if not request.job.sent_at:
+                counts.turned_away(error)
+        self._error_rates.count(request.status, error)
+
+    def _write_all(self) -> None:
+        self._count()
+        self._write_counted()
+
+    def _write_counted(self) -> None:
+        counted, self._counted = self._counted, []
+        if counted:
+            self._write(counted)
+
+    def _write(self, ended: Sequence[EndedRequest]) -> None:
         if self._log is not None:
-            self._log.add(request)
+            self._log.add(ended)
+        if self._tracing is not None:
+            self._tracing.add(ended)
 
     def flush(self) -> None:
-        """Write what waits for the log."""
+        """Report what has ended, and write what waits for the log."""
+        self._write_all()
         if self._log is not None:
             self._log.flush()
 
     async def close(self) -> None:
         """Write and send what waits."""
-        if self._log is not None:
-            self._log.close()
+        self.flush()
         if self._tracing is not None:
             await self._tracing.close()
 
 
-def _untraced(properties: dict[str, str]) -> RequestTrace | None:
-    return None
+def _record(request: AnsweredRequest) -> RequestRecord:
+    job, ended = request.job, request.ended
+    reply = job.reply
+    terminal = reply.terminal
+    traceparent = job.request.properties.get("traceparent")
+    return RequestRecord(
+        request.status,
+        request.arrived,
+        job.queued_at,
+        job.sent_at or ended,
+        reply.first_byte_at or ended,
+        ended,
+        None if terminal is None or isinstance(terminal, Error) else terminal.summary,
+        "" if traceparent is None else trace_id_of(traceparent),
+    )
+
+
+def _address(scope: Scope) -> str:
+    """Return the address of the client, "" on a Unix socket."""
+    client = scope["client"]
+    return client[0] if client else ""

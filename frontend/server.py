@@ -198,8 +198,7 @@ class _Server:
         await models.drain(self._settings.drain_timeout)
         await app.finish()
         await serving
-        if relay.reports is not None:
-            await relay.reports.close()
+        await relay.reports.close()
         await models.stop()
         self._orphans.end()
         logger.info("stopped")

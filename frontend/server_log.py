@@ -41,7 +41,7 @@ def visible(text: str) -> str:
 
 
 class Lines(Protocol):
-    """Lines of text that may be made only when they are written, in the thread that writes the log."""
+    """Lines of text that may be completed only when they are written, in the thread that writes the log."""
 
     @property
     def count(self) -> int:
@@ -51,8 +51,8 @@ class Lines(Protocol):
     def size(self) -> int:
         """How much memory they take until then, in bytes."""
 
-    def __str__(self) -> str:
-        """Return the text."""
+    def __bytes__(self) -> bytes:
+        """Return the text in UTF-8, with a line end behind each line."""
 
 
 class WrittenLines(logging.LogRecord):
@@ -62,16 +62,19 @@ class WrittenLines(logging.LogRecord):
         self.lines = _MadeLines(lines) if isinstance(lines, Sequence) else lines
         super().__init__(name, logging.INFO, __file__, 0, self.lines, None, None)
 
+    def getMessage(self) -> str:  # noqa: N802 - the name is that of logging
+        return bytes(self.lines).decode().removesuffix("\n")
+
 
 class _MadeLines:
     """Lines whose text is there."""
 
     def __init__(self, lines: Sequence[str]) -> None:
-        self._text = "\n".join(lines)
+        self._text = "".join(f"{line}\n" for line in lines).encode()
         self.count = len(lines)
         self.size = len(self._text)
 
-    def __str__(self) -> str:
+    def __bytes__(self) -> bytes:
         return self._text
 
 
@@ -113,17 +116,30 @@ class LogTail:
     """The lines that were written last, for whoever looks at them later. One thread adds, another one reads."""
 
     def __init__(self) -> None:
-        self._lines: deque[tuple[int, str]] = deque(maxlen=_KEPT_LINES)
-        self._added = 0
+        self._parts: deque[tuple[int, int, bytes]] = deque()  # with the number of the last line, and how many it has
 
-    def add(self, text: str) -> None:
-        """Keep what was written, without its secrets: one record of the log."""
-        self._added += 1
-        self._lines.append((self._added, text[:_LONGEST_KEPT]))
+    def add(self, text: bytes, count: int = 1) -> None:
+        """Keep what was written, without its secrets: a record of the log, or as many as `count` lines."""
+        parts = self._parts
+        added = count + (parts[-1][0] if parts else 0)
+        parts.append((added, count, text))
+        while parts[0][0] <= added - _KEPT_LINES:
+            parts.popleft()
 
     def since(self, number: int) -> list[tuple[int, str]]:
         """Return the kept lines behind the one of this number (0: all), each with its own number."""
-        return [entry for entry in self._lines.copy() if entry[0] > number]
+        parts = self._parts.copy()
+        number = max(number, parts[-1][0] - _KEPT_LINES) if parts else 0
+        found: list[tuple[int, str]] = []
+        for last, count, text in parts:
+            if last > number:
+                lines = text.removesuffix(b"\n").split(b"\n") if count > 1 else (text,)
+                found += [(at, _shown(line)) for at, line in enumerate(lines, last - count + 1) if at > number]
+        return found
+
+
+def _shown(line: bytes) -> str:
+    return line.decode(errors="replace").removesuffix("\n")[:_LONGEST_KEPT]
 
 
 @contextlib.contextmanager
@@ -279,11 +295,13 @@ class _DescriptorHandler(logging.Handler):
         self.lock = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = self.format(record)
+        if isinstance(record, WrittenLines):
+            text, count = bytes(record.lines), record.lines.count
+        else:
+            text, count = f"{self.format(record)}\n".encode(errors="backslashreplace"), 1
         if self._tail is not None:
-            for part in text.rsplit("\n", _KEPT_LINES) if isinstance(record, WrittenLines) else (text,):
-                self._tail.add(part)
-        left = memoryview(f"{text}\n".encode(errors="backslashreplace"))
+            self._tail.add(text, count)
+        left = memoryview(text)
         with contextlib.suppress(OSError):  # whoever read the log is gone
             while left:
                 try:

@@ -30,7 +30,7 @@ from opentelemetry.trace import SpanContext, TraceFlags, TraceState
 from frontend import otlp
 from frontend.lmi_metrics import CLIENT_GONE
 from frontend.request_record import EndedRequest
-from frontend.tracing import RequestTrace
+from frontend.trace_context import RequestTrace
 from lmi_server.dialects import routes
 
 _NAME = "lmi-server"
@@ -88,15 +88,15 @@ class OpenTelemetrySpans:
     def __init__(self, endpoint: str) -> None:
         self._processor = BatchSpanProcessor(_Exporter(endpoint))
 
-    def write(self, trace: RequestTrace, request: EndedRequest) -> None:
+    def write(self, request: EndedRequest, trace: RequestTrace) -> None:
         """Send the span of a request and those of its phases, soon."""
-        self._processor.on_end(_Written(written(trace, request, time.time() - time.monotonic())))
+        self._processor.on_end(_Written(written(request, trace, time.time() - time.monotonic())))
 
     def close(self) -> None:
         self._processor.shutdown()
 
 
-def written(trace: RequestTrace, request: EndedRequest, offset: float) -> bytes:
+def written(request: EndedRequest, trace: RequestTrace, offset: float) -> bytes:
     """Return the spans of a request as OTLP has them; `offset` is what time.time() is ahead of time.monotonic()."""
     record = request.record
     state = _state(trace.state) if trace.state else ""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+import msgspec
+
 _TRACEPARENT = re.compile(r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _SAMPLED = 1
 
@@ -15,6 +17,23 @@ class TraceContext(NamedTuple):
     trace_id: str
     span_id: str
     is_sampled: bool
+
+
+class RequestTrace(msgspec.Struct, gc=False):
+    """The span of one request: its ids in hexadecimal digits, and the header tracestate that came with them.
+
+    `parent_id` is that of the client's span, "" for none.
+    """
+
+    trace_id: str
+    span_id: str
+    parent_id: str = ""
+    state: str = ""
+
+    @property
+    def header(self) -> str:
+        """The header traceparent of whatever this request causes."""
+        return f"00-{self.trace_id}-{self.span_id}-01"
 
 
 def parse_traceparent(header: str) -> TraceContext | None:

@@ -25,6 +25,8 @@ from typing import Any
 
 import msgspec
 
+from lmi_server.contract.errors import LmiServerError, error_from_kind
+
 DEFAULT_PRIORITY = 3
 
 LOG_OFF = "OFF"
@@ -283,6 +285,13 @@ class Error(Message, frozen=True):
     message: str
     code: int | None = None
     retry_after: int | None = None
+
+    def exception(self) -> LmiServerError:
+        """Return the exception that this stands for."""
+        error = error_from_kind(self.kind, self.message, self.code)
+        if self.retry_after is not None:
+            error.retry_after = self.retry_after
+        return error
 
 
 class Reply(Message, frozen=True):

@@ -51,6 +51,13 @@ class Secrets:
                 text = text.replace(value, HIDDEN)
         return masked_url(text) if "://" in text else text
 
+    def may_be_in(self, encoded: bytes) -> bool:
+        """Return whether `masked` may change this text, which is in UTF-8."""
+        # Most lines have no slash, and one character is found 50 times as fast as several.
+        if b"/" in encoded and b"://" in encoded:
+            return True
+        return any(value.encode(errors="replace") in encoded for value in self._values)
+
     def masked_query(self, query: str) -> str:
         """Return the query of a URL without the values that are secret, or hold something secret."""
         return "&".join(map(self._masked_parameter, query.split("&")))

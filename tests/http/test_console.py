@@ -261,7 +261,7 @@ async def test_a_page_that_reads_slowly_gets_what_it_missed_at_once() -> None:
     slow, quick = feed.events(), feed.events()
     await anext(slow)
     for number in range(3):
-        tail.add(f"line {number}")
+        tail.add(f"line {number}\n".encode())
         await anext(quick)
     seen = json.loads((await anext(slow)).removeprefix(b"data: "))
     assert [line for _, line in seen["log"]] == ["line 0", "line 1", "line 2"]
@@ -272,11 +272,23 @@ async def test_a_page_that_reads_slowly_gets_what_it_missed_at_once() -> None:
 def test_the_tail_of_the_log_is_bounded() -> None:
     tail = LogTail()
     for number in range(2000):
-        tail.add(f"{number} " + "x" * 10000)
+        tail.add(f"{number} {'x' * 10000}\n".encode())
     kept = tail.since(0)
     assert [number for number, _ in kept] == list(range(1501, 2001))
     assert max(len(line) for _, line in kept) == 4096
     assert tail.since(1999)[0][1].startswith("1999 ")
+
+
+def test_the_tail_keeps_the_last_of_many_lines_and_records_as_they_were() -> None:
+    tail = LogTail()
+    tail.add(b"".join(b"line %d\n" % number for number in range(1000)), 1000)
+    tail.add(b"an error\n  with a traceback\n")
+    tail.add(b"a\nb\n", 2)
+    kept = tail.since(0)
+    assert [number for number, _ in kept] == list(range(504, 1004))
+    assert [line for _, line in kept][-4:] == ["line 999", "an error\n  with a traceback", "a", "b"]
+    assert tail.since(1002) == [(1003, "b")]
+    assert tail.since(1003) == []
 
 
 def test_the_tail_has_each_line_of_a_record_of_many(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ class Kept:
     def __init__(self) -> None:
         self.traces: list[RequestTrace] = []
 
-    def write(self, trace: RequestTrace, request: EndedRequest) -> None:
+    def write(self, request: EndedRequest, trace: RequestTrace) -> None:
         self.traces.append(trace)
 
     def close(self) -> None:
@@ -172,9 +172,9 @@ def test_the_header(header: str, is_valid: bool) -> None:
 
 def test_without_traces_nothing_is_imported() -> None:
     code = (
-        "import sys, frontend.server; from frontend.request_reports import RequestReports\n"
+        "import sys, frontend.server; from frontend.tracing import Tracing\n"
         "from lmi_server.configuration.server_settings import ServerSettings\n"
-        "assert RequestReports.of(ServerSettings()) is None\n"
+        "assert Tracing.of(ServerSettings()) is None\n"
         "assert not [name for name in sys.modules if name.startswith('opentelemetry')]"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

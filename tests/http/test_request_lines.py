@@ -1,4 +1,4 @@
-"""Many lines of the access log are made in a process of their own; all are written, whatever becomes of it."""
+"""The lines of the access log: each request has one, in order and without secrets, however many end together."""
 
 from __future__ import annotations
 
@@ -6,17 +6,13 @@ import asyncio
 import json
 import logging
 import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import psutil
 import pytest
 
-from frontend.line_process import LineProcess
-from frontend.request_lines import Batches, lines_of
+from frontend.idle_calls import call_when_idle
 from frontend.request_log import RequestLog
 from frontend.request_record import EndedRequest, RequestRecord
 from frontend.server_log import BackgroundLog
@@ -32,22 +28,6 @@ def ended(number: int, model: str = "model") -> EndedRequest:
     return EndedRequest(record, f"id-{number}", model, "invocations", "127.0.0.1")
 
 
-def work(count: int) -> Batches:
-    batch = msgspec.msgpack.encode([ended(number) for number in range(count)])
-    return Batches("json", 1e9, (), [batch, batch])
-
-
-def children() -> set[int]:
-    return {child.pid for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE}
-
-
-@pytest.fixture
-def process() -> Iterator[LineProcess]:
-    process = LineProcess()
-    yield process
-    process.end()
-
-
 @pytest.fixture
 def written(tmp_path: Path) -> Iterator[Any]:
     """Return a function that adds requests to a log in JSON and returns the lines that are written of them."""
@@ -55,9 +35,9 @@ def written(tmp_path: Path) -> Iterator[Any]:
 
     def write(requests: list[EndedRequest]) -> list[dict[str, Any]]:
         async def add() -> None:
-            for request in requests:
-                log.add(request)
-            log.close()
+            for number in range(0, len(requests), 7):
+                log.add(requests[number : number + 7])
+            log.flush()
 
         fd = os.open(path, os.O_WRONLY | os.O_CREAT)
         log = RequestLog("json", 1.0)
@@ -69,39 +49,6 @@ def written(tmp_path: Path) -> Iterator[Any]:
         return [json.loads(line) for line in path.read_text().splitlines()]
 
     return write
-
-
-def test_the_process_makes_the_lines_that_the_server_would_make(process: LineProcess) -> None:
-    before = children()
-    assert process.lines_of(work(40)) == lines_of(work(40))
-    assert process.lines_of(work(3)) == lines_of(work(3))
-    assert len(children() - before) == 1
-    process.end()
-    assert children() == before
-    assert process.lines_of(work(3)) is None
-
-
-def test_a_process_that_was_killed_is_told_and_not_started_again(
-    process: LineProcess, caplog: pytest.LogCaptureFixture
-) -> None:
-    before = children()
-    assert process.lines_of(work(1)) is not None
-    [pid] = children() - before
-    os.kill(pid, signal.SIGKILL)
-    assert process.lines_of(work(1)) is None
-    assert process.lines_of(work(1)) is None
-    assert children() == before
-    [told] = caplog.messages
-    assert "the process that makes the lines of the access log failed" in told
-
-
-def test_signals_to_the_group_do_not_end_it(process: LineProcess) -> None:
-    before = children()
-    process.lines_of(work(1))
-    [pid] = children() - before
-    os.kill(pid, signal.SIGINT)
-    os.kill(pid, signal.SIGTERM)
-    assert process.lines_of(work(2)) == lines_of(work(2))
 
 
 @pytest.mark.parametrize("count", [1, 64, 1000])
@@ -121,7 +68,33 @@ def test_every_request_has_a_line_in_order_and_without_secrets(
     }
 
 
-def test_a_log_that_is_closed_at_once_loses_nothing(written: Any) -> None:
-    before = children()
+def test_a_log_that_is_flushed_at_once_loses_nothing(written: Any) -> None:
     assert len(written([ended(number) for number in range(5000)])) == 5000
-    assert children() == before
+
+
+def test_a_url_in_a_line_loses_its_password(written: Any) -> None:
+    [line] = written([ended(1, "https://me:hidden@host/model")])
+    assert line["model"] == "https://***@host/model"
+
+
+def test_work_for_an_idle_loop_waits_for_what_is_ready_and_no_longer_than_it_may() -> None:
+    events: list[str] = []
+
+    async def busy(passes: int) -> None:
+        for _ in range(passes):
+            deadline = asyncio.get_running_loop().time() + 0.001
+            while asyncio.get_running_loop().time() < deadline:
+                pass
+            events.append("busy")
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        call_when_idle(lambda: events.append("idle"))
+        await busy(3)
+        await asyncio.sleep(0.05)
+        call_when_idle(lambda: events.append("late"))
+        await busy(30)
+
+    asyncio.run(main())
+    assert events[:4] == ["busy", "busy", "busy", "idle"]
+    assert 4 < events.index("late") < len(events) - 5
