@@ -41,6 +41,8 @@ class RequestLog:
         """Write a line for each of the requests, soon."""
         if self._sample < 1:
             requests = [each for each in requests if each.record.code >= 400 or random.random() < self._sample]
+            if not requests:
+                return
         lines = self._lines
         if lines is None:
             lines = self._lines = RequestLines(self._format)
@@ -55,5 +57,5 @@ class RequestLog:
             self._timer.cancel()
             self._timer = None
         lines, self._lines = self._lines, None
-        if lines is not None and lines.count:
+        if lines is not None:
             self._logger.handle(WrittenLines(_LOGGER, lines))

@@ -24,11 +24,6 @@ class Secrets:
     def __init__(self, values: tuple[str, ...] = ()) -> None:
         self._values = values  # replaced, never changed: other threads read it
 
-    @property
-    def values(self) -> tuple[str, ...]:
-        """The secret values themselves, for a process that masks for this one."""
-        return self._values
-
     def add(self, value: str) -> None:
         """Hide this value from now on."""
         if len(value) >= _SHORTEST and value not in self._values:
