@@ -215,8 +215,9 @@ class AsyncJobs:
             if job is None and _is_gone(record.owner):
                 raise WorkerDiedError("the server ended while the job ran; send the request again")
             return _NOT_YET, _response_of(JobRecord(status=202), [], f"{token}{start or ''}")
-        if job is not None:
-            job.was_read = job.was_read or is_last
+        if job is not None and is_last:
+            async with job.saving:  # whoever has seen the end may rely on the store, also if this server dies now
+                job.was_read = True
         first = record if start == 0 else JobRecord(status=200, headers=_content_type(record))
         return first.reason, _response_of(first, items, None if is_last else f"{token}{end}")
 

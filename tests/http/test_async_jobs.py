@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,8 @@ import pytest
 from server_helpers import Server, make_model, request, running
 from waiting import wait_until
 
+from frontend.async_jobs import AsyncJobs, _Job
+from frontend.detached import DetachedRequest
 from frontend.job_store import DirectoryStore, DynamoStore, JobRecord, JobStore, S3Store, job_store
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import ConfigurationError
@@ -167,6 +171,32 @@ def test_answers_outlive_the_server_and_those_that_it_took_with_it_are_told(tmp_
         answer = page(server, lost, **key)
         assert (answer.status_code, "the server ended while the job ran" in answer.text) == (503, True)
         assert end(server, done).status_code == 401
+
+
+def test_the_end_of_an_answer_is_not_shown_before_it_is_stored(tmp_path: Path) -> None:
+    saving, stored = threading.Event(), threading.Event()
+
+    class SlowFakeStore(DirectoryStore):
+        def save(self, token: str, record: JobRecord) -> None:
+            saving.set()
+            assert stored.wait(10)
+            super().save(token, record)
+
+    async def read() -> tuple[bool, bytes]:
+        jobs = AsyncJobs(lambda *_: asyncio.sleep(0), None, None, ServerSettings())  # type: ignore[arg-type, return-value]
+        jobs._store = SlowFakeStore(tmp_path)
+        record = JobRecord(items=[b"answer"], status=200, finished=True, expires=time.time() + 60)
+        job = jobs._jobs["token"] = _Job("token", DetachedRequest(record))
+        task = asyncio.create_task(jobs._save(job))
+        await asyncio.to_thread(saving.wait, 10)
+        last = asyncio.create_task(jobs._page("token", 0, None))
+        await asyncio.sleep(0.1)
+        was_shown = last.done()
+        stored.set()
+        await task
+        return was_shown, bytes((await last)[1].body)
+
+    assert asyncio.run(read()) == (False, b"answer")
 
 
 # --- stores ---
