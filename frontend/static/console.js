@@ -13,6 +13,7 @@ function useStore() {
   const [, update] = useReducer((count) => count + 1, 0);
   useEffect(() => {
     store.listeners.add(update);
+    update();  // the server may have answered before this effect ran
     return () => store.listeners.delete(update);
   }, []);
 }
