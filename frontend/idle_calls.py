@@ -19,7 +19,7 @@ def call_when_idle(callback: Callable[[], None]) -> None:
     loop = asyncio.get_running_loop()
     clock = time.monotonic
     limit = clock() + _LIMIT_S
-    left = clock()
+    left = 0.0  # the first look comes before the loop has looked for what there is to read
 
     def look() -> None:
         nonlocal left

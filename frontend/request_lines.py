@@ -121,7 +121,7 @@ _encode_lines = msgspec.json.Encoder().encode_lines
 
 
 def _text(lines: Sequence[RequestLine]) -> bytes:
-    return "".join(map(_words, lines)).encode()
+    return "".join(map(_words, lines)).encode(errors="backslashreplace")
 
 
 def _words(line: RequestLine) -> str:

@@ -101,18 +101,19 @@ class RequestReports:
             if record.code >= _FAILED:
                 self._count_failure(counts, request)
             if is_logged or request.trace is not None:
-                job, client = request.job, request.scope["client"]
+                job = request.job
                 received, terminal = job.request, job.reply.terminal
                 ended = EndedRequest(
-                    record, received.request_id, model.label, received.route, client[0] if client else ""
+                    record,
+                    received.request_id,
+                    model.label,
+                    received.route,
+                    _address(request.scope),
+                    terminal.kind if isinstance(terminal, Error) else "",
+                    job.attempts,
+                    request.body[:_PROMPT_BYTES] if self._logs_prompts else None,
+                    request.trace,
                 )
-                if isinstance(terminal, Error):
-                    ended.error = terminal.kind
-                if job.attempts:
-                    ended.attempts = job.attempts
-                if self._logs_prompts and request.body:
-                    ended.prompt = request.body[:_PROMPT_BYTES]
-                ended.trace = request.trace
                 counted.append(ended)
         if was_empty and counted:
             asyncio.get_running_loop().call_later(_DELAY_S, call_when_idle, self._write_counted)

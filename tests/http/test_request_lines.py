@@ -98,3 +98,29 @@ def test_work_for_an_idle_loop_waits_for_what_is_ready_and_no_longer_than_it_may
     asyncio.run(main())
     assert events[:4] == ["busy", "busy", "busy", "idle"]
     assert 4 < events.index("late") < len(events) - 5
+
+
+def test_a_loop_that_has_something_to_read_is_not_idle() -> None:
+    events: list[str] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        reading, writing = os.pipe()
+
+        def read() -> None:
+            loop.remove_reader(reading)
+            os.read(reading, 1)
+            deadline = loop.time() + 0.001
+            while loop.time() < deadline:
+                pass
+            events.append("read")
+
+        loop.add_reader(reading, read)
+        os.write(writing, b"x")
+        call_when_idle(lambda: events.append("idle"))
+        await asyncio.sleep(0.05)
+        os.close(reading)
+        os.close(writing)
+
+    asyncio.run(main())
+    assert events == ["read", "idle"]
