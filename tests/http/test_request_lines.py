@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from frontend.idle_calls import call_when_idle
 from frontend.request_log import RequestLog
@@ -115,12 +116,15 @@ def test_a_loop_that_has_something_to_read_is_not_idle() -> None:
                 pass
             events.append("read")
 
+        def begin() -> None:
+            os.write(writing, b"x")
+            call_when_idle(lambda: events.append("idle"))
+
         loop.add_reader(reading, read)
-        os.write(writing, b"x")
-        call_when_idle(lambda: events.append("idle"))
+        loop.call_later(0.001, begin)
         await asyncio.sleep(0.05)
         os.close(reading)
         os.close(writing)
 
-    asyncio.run(main())
+    uvloop.run(main())
     assert events == ["read", "idle"]
