@@ -165,17 +165,17 @@ class ConsoleFeed:
             else None,
         }
         counts = self._counts(model, gauges, now)
-        if counts is not None:
-            history = self._history.setdefault(model.label, deque(maxlen=_LATENCY_SAMPLES + 1))
-            history.append(counts)
+        history = self._history.setdefault(model.label, deque(maxlen=_LATENCY_SAMPLES + 1))
+        history.append(counts)
+        if counts.requests or counts.tokens:
             row |= self._measured(history)
         return row
 
-    def _counts(self, model: Model, gauges: Mapping[str, float], now: float) -> _Counts | None:
-        """Return the counters of a model; None if it has had no request."""
+    def _counts(self, model: Model, gauges: Mapping[str, float], now: float) -> _Counts:
+        """Return the counters of a model. Those before its first request are needed to show this one."""
         series = self._metrics.counted(model)
         if series is None:
-            return None if not gauges.get("generated_tokens") else _Counts(now, gauges["generated_tokens"])
+            return _Counts(now, gauges.get("generated_tokens", 0.0))
         series.settle()
         adapters = series.adapters.values()
         # An engine that counts its tokens does so while it generates them, the front end when a request has ended.
