@@ -32,6 +32,7 @@ from rich.table import Table
 
 PROMPT = "The capital of France is"
 EVENT = b'{"token":{"id":0,"text":" capital","log_prob":0.0}}\n'
+_END_BYTES = 16
 CLOCK_TICK = os.sysconf("SC_CLK_TCK")
 
 
@@ -180,7 +181,7 @@ class Client(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
         self._head = b""
         self._received = 0
-        self._expected = 0
+        self._end = b""  # how the body of every answer ends
         self._sent_at = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -210,12 +211,12 @@ class Client(asyncio.Protocol):
     def _whole(self, data: bytes) -> bool:
         """Return whether the answer is complete.
 
-        All answers to one request have the length of the first, but for those that are traced: their heads have a line
-        more. A server writes a whole answer at once, so that nothing of it comes later.
+        All answers to one request have the same body, so that its end tells the end of an answer. Their heads differ:
+        that of an answer that is traced has a line more.
         """
-        if not self._expected:
+        if not self._end:
             self._head += data
-            head, separator, _ = self._head.partition(b"\r\n\r\n")
+            head, separator, body = self._head.partition(b"\r\n\r\n")
             if separator:
                 assert head.startswith(b"HTTP/1.1 200"), head
                 if b"transfer-encoding: chunked" in head:
@@ -223,8 +224,9 @@ class Client(asyncio.Protocol):
                     return data.endswith(b"0\r\n\r\n")
                 length = re.search(rb"content-length: (\d+)", head)
                 assert length is not None, head
-                self._expected = len(head) + 4 + int(length[1])
-        return self._received >= self._expected
+                if len(body) == int(length[1]):
+                    self._end = body[-_END_BYTES:]
+        return bool(self._end) and data.endswith(self._end)
 
     def close(self) -> None:
         if self._transport is not None:
