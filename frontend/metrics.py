@@ -43,6 +43,7 @@ class Metrics:
     """The metrics of one server; `models` returns the models that are registered at the moment.
 
     With a `log`, every event is also a line there. `names` says whose names are shown beside the own ones.
+    `before_reading` counts what has ended and waits to be counted.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Metrics:
         log: MetricLog | None = None,
         names: Collection[str] = ("djl_serving", "vllm"),
     ) -> None:
+        self.before_reading: Callable[[], None] = lambda: None
         self._models = models
         self._log = log
         self._names = names
@@ -106,6 +108,7 @@ class Metrics:
         pools = [model.pool for model in self._models() if model.pool is not None]
         memory = asyncio.create_task(asyncio.to_thread(memory_families, _processes(pools)))
         measured = await asyncio.gather(*(pool.engine_metrics() for pool in pools))
+        self.before_reading()
         engines = [
             *text_string_to_metric_families(joined(self._engine_texts(pools, measured)).decode()),
             *self._families_of_engines(pools),

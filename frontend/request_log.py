@@ -1,7 +1,7 @@
 """The access log: a line for each inference request, once its answer has ended.
 
 The event loop makes the lines, which takes about a microsecond for each. The thread that writes the log gets them a
-tenth of a second after the first of them, since each record wakes that thread, which takes the interpreter from the
+fifth of a second after the first of them, since each record wakes that thread, which takes the interpreter from the
 loop. Headers, queries and bodies are not in a line; the body is, if `log_prompts` asks for it.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Sequence
 
 from frontend.request_lines import RequestLines
@@ -19,7 +20,8 @@ from lmi_server.configuration.server_settings import ServerSettings
 
 _LOGGER = "access"
 _MOST = 1 << 20  # bytes
-_DELAY_S = 0.1
+_DELAY_S = 0.2
+_LIMIT_S = 0.25  # if no further request ends
 
 
 class RequestLog:
@@ -29,6 +31,7 @@ class RequestLog:
         self._format = format_name
         self._sample = sample
         self._lines: RequestLines | None = None  # that wait to be written
+        self._due = 0.0  # when they are to be written, by time.monotonic()
         self._timer: asyncio.TimerHandle | None = None
         self._logger = logging.getLogger(_LOGGER)
 
@@ -38,7 +41,11 @@ class RequestLog:
         return None if settings.access_log == "off" else cls(settings.access_log, settings.access_log_sample)
 
     def add(self, requests: Sequence[EndedRequest]) -> None:
-        """Write a line for each of the requests, soon."""
+        """Write a line for each of the requests, soon.
+
+        This is mostly called when the event loop is idle, so that lines that are due are better written here than by
+        the timer.
+        """
         if self._sample < 1:
             requests = [each for each in requests if each.record.code >= 400 or random.random() < self._sample]
             if not requests:
@@ -46,9 +53,10 @@ class RequestLog:
         lines = self._lines
         if lines is None:
             lines = self._lines = RequestLines(self._format)
-            self._timer = asyncio.get_running_loop().call_later(_DELAY_S, self.flush)
+            self._due = time.monotonic() + _DELAY_S
+            self._timer = asyncio.get_running_loop().call_later(_LIMIT_S, self.flush)
         lines.add(requests)
-        if lines.size >= _MOST:
+        if lines.size >= _MOST or time.monotonic() >= self._due:
             self.flush()
 
     def flush(self) -> None:

@@ -1,15 +1,14 @@
 """What is told of each request once it has ended: metrics, and, as far as settings ask for them, access log and traces.
 
 The relay only leaves a request here. Requests end in groups, and whatever is done between two answers of a group delays
-the rest of it, and lets clients that would have found their next answer at once fall asleep. So the loop counts a group
-once it has written all of its answers, before it reads anything else, and writes lines and spans when it is idle.
+the rest of it, and lets clients that would have found their next answer at once fall asleep. What is done before the
+loop reads the next requests delays those. So requests are reported when the loop is idle: while a worker has all that
+there is to do, this costs no time.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Sequence
 
 import msgspec
 
@@ -28,7 +27,6 @@ from lmi_server.serving.models import Model
 from lmi_server.supervisor.job import Job
 
 _PROMPT_BYTES = 8192  # of a body, in the access log
-_DELAY_S = 0.02  # lines and spans of many requests together cost less: their code is in the processor's caches then
 _FAILED = 424  # from this status on, the server or its model failed
 
 
@@ -57,17 +55,20 @@ class RequestReports:
         self._log = RequestLog.of(settings)
         self._tracing = Tracing.of(settings)
         self._logs_prompts = settings.log_prompts
-        self._answered: list[AnsweredRequest] = []  # and not counted yet
-        self._counted: list[EndedRequest] = []  # and neither logged nor traced yet
+        self._answered: list[AnsweredRequest] = []  # and not reported yet
+        self._waits = False  # for an idle loop
+        metrics.before_reading = self._report_answered
         # Returns the span of a request with these headers, None if it is not traced. None if there are no traces.
         self.begin_trace = None if self._tracing is None else self._tracing.begin
 
     def answered(self, request: AnsweredRequest) -> None:
-        """Report a request that a worker answered, soon."""
-        answered = self._answered
-        if not answered:
-            asyncio.get_running_loop().call_soon(self._count)
-        answered.append(request)
+        """Report a request that a worker answered, soon; at once if it failed, because /ping may depend on that."""
+        self._answered.append(request)
+        if request.status >= _FAILED:
+            self._report_answered()
+        elif not self._waits:
+            self._waits = True
+            call_when_idle(self._report_when_idle)
 
     def refused(
         self,
@@ -83,16 +84,20 @@ class RequestReports:
         """Log and trace a request that no worker saw, which the relay has counted; `kind` is that of an error."""
         if self._log is None and trace is None:
             return
-        self._write_all()  # lines stand in the order in which requests ended
+        self._report_answered()  # lines stand in the order in which requests ended
         trace_id = "" if trace is None else trace.trace_id
         record = RequestRecord(code, arrived, 0.0, 0.0, 0.0, time.monotonic(), None, trace_id)
         label = "" if model is None else model.label
         self._write([EndedRequest(record, request_id, label, route, _address(scope), kind, trace=trace)])
 
-    def _count(self) -> None:
+    def _report_when_idle(self) -> None:
+        self._waits = False
+        self._report_answered()
+
+    def _report_answered(self) -> None:
         answered, self._answered = self._answered, []
-        is_logged, counted = self._log is not None, self._counted
-        was_empty = not counted
+        is_logged = self._log is not None
+        written: list[EndedRequest] = []
         for request in answered:
             record = _record(request)
             model = request.model
@@ -114,9 +119,9 @@ class RequestReports:
                     request.body[:_PROMPT_BYTES] if self._logs_prompts else None,
                     request.trace,
                 )
-                counted.append(ended)
-        if was_empty and counted:
-            asyncio.get_running_loop().call_later(_DELAY_S, call_when_idle, self._write_counted)
+                written.append(ended)
+        if written:
+            self._write(written)
 
     def _count_failure(self, counts: ModelMetrics, request: AnsweredRequest) -> None:
         error = None
@@ -128,16 +133,7 @@ class RequestReports:
                 counts.turned_away(error)
         self._error_rates.count(request.status, error)
 
-    def _write_all(self) -> None:
-        self._count()
-        self._write_counted()
-
-    def _write_counted(self) -> None:
-        counted, self._counted = self._counted, []
-        if counted:
-            self._write(counted)
-
-    def _write(self, ended: Sequence[EndedRequest]) -> None:
+    def _write(self, ended: list[EndedRequest]) -> None:
         if self._log is not None:
             self._log.add(ended)
         if self._tracing is not None:
@@ -145,7 +141,7 @@ class RequestReports:
 
     def flush(self) -> None:
         """Report what has ended, and write what waits for the log."""
-        self._write_all()
+        self._report_answered()
         if self._log is not None:
             self._log.flush()
 

@@ -15,9 +15,6 @@ from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import ConfigurationError
 
 _FLUSH_S = 5.0
-# Spans are written some dozens at a time: one alone takes three times as long, because its code is in no cache.
-_TOGETHER = 64  # requests
-_DELAY_S = 0.2
 _random = random.random
 
 
@@ -37,8 +34,6 @@ class Tracing:
     def __init__(self, ratio: float, spans: SpanWriter) -> None:
         self._ratio = ratio
         self._spans = spans
-        self._waiting: list[tuple[EndedRequest, RequestTrace]] = []
-        self._timer: asyncio.TimerHandle | None = None
 
     @classmethod
     def of(cls, settings: ServerSettings) -> Tracing | None:
@@ -74,26 +69,13 @@ class Tracing:
 
     def add(self, requests: Sequence[EndedRequest]) -> None:
         """Send the spans of those of the requests that are traced, soon."""
-        traced = [(request, request.trace) for request in requests if request.trace is not None]
-        if not traced:
-            return
-        self._waiting += traced
-        if len(self._waiting) >= _TOGETHER:
-            self._write()
-        elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_DELAY_S, self._write)
-
-    def _write(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        waiting, self._waiting = self._waiting, []
-        for request, trace in waiting:
-            self._spans.write(request, trace)
+        for request in requests:
+            trace = request.trace
+            if trace is not None:
+                self._spans.write(request, trace)
 
     async def close(self) -> None:
         """Send what waits, for at most a few seconds: the collector may be gone."""
-        self._write()
         closing = threading.Thread(target=self._spans.close, daemon=True)
         closing.start()
         await asyncio.to_thread(closing.join, _FLUSH_S)
