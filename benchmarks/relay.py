@@ -32,7 +32,6 @@ from rich.table import Table
 
 PROMPT = "The capital of France is"
 EVENT = b'{"token":{"id":0,"text":" capital","log_prob":0.0}}\n'
-_END_BYTES = 16
 CLOCK_TICK = os.sysconf("SC_CLK_TCK")
 
 
@@ -179,9 +178,9 @@ class Client(asyncio.Protocol):
         self._request = request
         self._chunked = stream
         self._transport: asyncio.WriteTransport | None = None
-        self._head = b""
-        self._received = 0
-        self._end = b""  # how the body of every answer ends
+        self._has_begun = False  # the present answer
+        self._answer = b""  # what has come of it, if it is not in chunks
+        self._body_length = 0  # of every answer, 0 before the first
         self._sent_at = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -190,14 +189,14 @@ class Client(asyncio.Protocol):
 
     def _next(self) -> None:
         assert self._transport is not None
-        self._received = 0
+        self._has_begun, self._answer = False, b""
         self._sent_at = time.perf_counter()
         self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        if not self._received:
+        if not self._has_begun:
             self.latencies.append(time.perf_counter() - self._sent_at)
-        self._received += len(data)
+            self._has_begun = True
         if self._chunked:
             self.tokens += data.count(b'"token"')
             self.chunks += data.count(b"\r\n") // 2
@@ -211,22 +210,23 @@ class Client(asyncio.Protocol):
     def _whole(self, data: bytes) -> bool:
         """Return whether the answer is complete.
 
-        All answers to one request have the same body, so that its end tells the end of an answer. Their heads differ:
-        that of an answer that is traced has a line more.
+        All answers to one request have a body of the same length. Their heads differ: that of an answer that is traced
+        has a line more.
         """
-        if not self._end:
-            self._head += data
-            head, separator, body = self._head.partition(b"\r\n\r\n")
-            if separator:
-                assert head.startswith(b"HTTP/1.1 200"), head
-                if b"transfer-encoding: chunked" in head:
-                    self._chunked = True
-                    return data.endswith(b"0\r\n\r\n")
-                length = re.search(rb"content-length: (\d+)", head)
-                assert length is not None, head
-                if len(body) == int(length[1]):
-                    self._end = body[-_END_BYTES:]
-        return bool(self._end) and data.endswith(self._end)
+        self._answer += data
+        head_end = self._answer.find(b"\r\n\r\n") + 4
+        if head_end < 4:
+            return False
+        if not self._body_length:
+            head = self._answer[:head_end]
+            assert head.startswith(b"HTTP/1.1 200"), head
+            if b"transfer-encoding: chunked" in head:
+                self._chunked = True
+                return data.endswith(b"0\r\n\r\n")
+            length = re.search(rb"content-length: (\d+)", head)
+            assert length is not None, head
+            self._body_length = int(length[1])
+        return len(self._answer) >= head_end + self._body_length
 
     def close(self) -> None:
         if self._transport is not None:

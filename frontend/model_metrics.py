@@ -9,7 +9,7 @@ from typing import Any
 
 from frontend.lmi_metrics import CLIENT_GONE
 from frontend.metric_log import MetricLog
-from frontend.request_record import RequestRecord
+from frontend.request_record import FAILED, RequestRecord
 from lmi_server.contract.errors import DeadlineError, KeyBusyError, LmiServerError, QueueDelayError, QueueFullError
 from lmi_server.contract.histogram import Histogram
 from lmi_server.contract.protocol import Summary
@@ -29,7 +29,6 @@ _REASONS: Mapping[type[LmiServerError], str] = {
 }
 """Why requests are refused that the server could serve if it had less to do."""
 
-_FAILED = 424  # from this status on, the server or its model failed
 _UNSETTLED = 256  # records that wait for the histograms
 _MAX_ADAPTERS = 1000  # with series of their own; each takes memory for as long as the model is registered
 _OTHERS = "(others)"
@@ -139,7 +138,7 @@ class ModelMetrics:
 
     def _settle_others(self, codes: Sequence[int]) -> None:
         """Count requests that ended without a text; those that the client did wrong count by code only."""
-        cancelled, failed = codes.count(CLIENT_GONE), len([code for code in codes if code >= _FAILED])
+        cancelled, failed = codes.count(CLIENT_GONE), len([code for code in codes if code >= FAILED])
         for reason, count in (("cancelled", cancelled), ("error", failed - cancelled)):
             if count:
                 self._adapter("").ended(reason, count)

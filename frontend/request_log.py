@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
 from collections.abc import Sequence
 
+from frontend.idle_calls import call_when_idle
 from frontend.request_lines import RequestLines
 from frontend.request_record import EndedRequest
 from frontend.server_log import WrittenLines
@@ -21,7 +21,6 @@ from lmi_server.configuration.server_settings import ServerSettings
 _LOGGER = "access"
 _MOST = 1 << 20  # bytes
 _DELAY_S = 0.2
-_LIMIT_S = 0.25  # if no further request ends
 
 
 class RequestLog:
@@ -31,7 +30,6 @@ class RequestLog:
         self._format = format_name
         self._sample = sample
         self._lines: RequestLines | None = None  # that wait to be written
-        self._due = 0.0  # when they are to be written, by time.monotonic()
         self._timer: asyncio.TimerHandle | None = None
         self._logger = logging.getLogger(_LOGGER)
 
@@ -41,11 +39,7 @@ class RequestLog:
         return None if settings.access_log == "off" else cls(settings.access_log, settings.access_log_sample)
 
     def add(self, requests: Sequence[EndedRequest]) -> None:
-        """Write a line for each of the requests, soon.
-
-        This is mostly called when the event loop is idle, so that lines that are due are better written here than by
-        the timer.
-        """
+        """Write a line for each of the requests, soon."""
         if self._sample < 1:
             requests = [each for each in requests if each.record.code >= 400 or random.random() < self._sample]
             if not requests:
@@ -53,10 +47,9 @@ class RequestLog:
         lines = self._lines
         if lines is None:
             lines = self._lines = RequestLines(self._format)
-            self._due = time.monotonic() + _DELAY_S
-            self._timer = asyncio.get_running_loop().call_later(_LIMIT_S, self.flush)
+            self._timer = asyncio.get_running_loop().call_later(_DELAY_S, call_when_idle, self.flush)
         lines.add(requests)
-        if lines.size >= _MOST or time.monotonic() >= self._due:
+        if lines.size >= _MOST:
             self.flush()
 
     def flush(self) -> None:

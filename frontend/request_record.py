@@ -9,6 +9,9 @@ import msgspec
 from frontend.trace_context import RequestTrace
 from lmi_server.contract.protocol import Summary
 
+FAILED = 424
+"""From this status on, the server or its model failed; the client may also have gone (CLIENT_GONE)."""
+
 
 class RequestRecord(msgspec.Struct, gc=False):
     """One request that a worker answered. Times are those of time.monotonic().

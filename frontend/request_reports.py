@@ -18,7 +18,7 @@ from frontend.idle_calls import call_when_idle
 from frontend.metrics import Metrics
 from frontend.model_metrics import ModelMetrics
 from frontend.request_log import RequestLog
-from frontend.request_record import EndedRequest, RequestRecord
+from frontend.request_record import FAILED, EndedRequest, RequestRecord
 from frontend.trace_context import RequestTrace, trace_id_of
 from frontend.tracing import Tracing
 from lmi_server.configuration.server_settings import ServerSettings
@@ -27,7 +27,6 @@ from lmi_server.serving.models import Model
 from lmi_server.supervisor.job import Job
 
 _PROMPT_BYTES = 8192  # of a body, in the access log
-_FAILED = 424  # from this status on, the server or its model failed
 
 
 class AnsweredRequest(msgspec.Struct, gc=False):
@@ -64,7 +63,7 @@ class RequestReports:
     def answered(self, request: AnsweredRequest) -> None:
         """Report a request that a worker answered, soon; at once if it failed, because /ping may depend on that."""
         self._answered.append(request)
-        if request.status >= _FAILED:
+        if request.status >= FAILED:
             self._report_answered()
         elif not self._waits:
             self._waits = True
@@ -103,7 +102,7 @@ class RequestReports:
             model = request.model
             counts = self._metrics.of(model)
             counts.answered(record)
-            if record.code >= _FAILED:
+            if record.code >= FAILED:
                 self._count_failure(counts, request)
             if is_logged or request.trace is not None:
                 job = request.job

@@ -29,7 +29,7 @@ from opentelemetry.trace import SpanContext, TraceFlags, TraceState
 
 from frontend import otlp
 from frontend.lmi_metrics import CLIENT_GONE
-from frontend.request_record import EndedRequest
+from frontend.request_record import FAILED, EndedRequest
 from frontend.trace_context import RequestTrace
 from lmi_server.dialects import routes
 
@@ -127,8 +127,8 @@ def _state(header: str) -> str:
 
 
 def _fails(request: EndedRequest) -> bool:
-    """Return whether the server failed, and not the client: 424 is a failure of the model."""
-    return request.record.code >= 424 and request.record.code != CLIENT_GONE
+    """Return whether the server or the model failed, and not the client."""
+    return request.record.code >= FAILED and request.record.code != CLIENT_GONE
 
 
 def _operation(request: EndedRequest) -> str:
