@@ -54,8 +54,8 @@ class DecoderModel:
         self.most_rows = ALL  # more are left to the layers
 
     @classmethod
-    def of(cls, model: Any, attention: SlotAttention, borders: Borders) -> DecoderModel | None:
-        """Return it for a model whose modules are fused.
+    def of(cls, model: Any, attention: SlotAttention, borders: Borders, decode_rows: int = ALL) -> DecoderModel | None:
+        """Return it for a model whose modules are fused, and which never decodes more than `decode_rows` rows at once.
 
         None if the kernel would not compute what the model does, or if the layers are faster one by one.
         """
@@ -75,18 +75,18 @@ class DecoderModel:
         found = cls(model, attention)
         if not found._computes_the_same_as(model):
             return None
-        found.most_rows = found._border(model, borders)
+        found.most_rows = found._border(model, borders, decode_rows)
         found._space = _space(found._layers[2], 1)  # passes have fewer rows than were measured
         return found if found.most_rows else None
 
-    def _border(self, model: Any, borders: Borders) -> int:
+    def _border(self, model: Any, borders: Borders, decode_rows: int) -> int:
         """Return the number of rows up to which the call is faster than the layers one by one.
 
         It is while these use the same kernels for all their linear layers, and may be with more rows.
         """
         linears = [linear for layer in model.model.layers for linear in _computed(layer)]
         least: int = min(linear.most_rows for linear in linears)
-        if least == ALL or len(self._shared.blocks) > 1:
+        if least >= decode_rows or len(self._shared.blocks) > 1:
             return least  # ranks measure at different times, and a pass takes all of them
         shapes = ", ".join(
             f"{linear.in_features} x {linear.out_features}" for linear in _computed(model.model.layers[0])
@@ -109,7 +109,7 @@ class DecoderModel:
 
         with torch.inference_mode():
             name = f"{len(model.model.layers)} decoder layers at once ({shapes})"
-            return borders.border(name, passes(self.logits), passes(layer_by_layer), least)
+            return borders.border(name, passes(self.logits), passes(layer_by_layer), least, decode_rows)
 
     def _computes_the_same_as(self, model: Any) -> bool:
         """Compare logits: a model may scale embeddings or logits, or do anything else outside its layers."""

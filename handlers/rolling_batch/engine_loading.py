@@ -130,7 +130,7 @@ def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -
         _refuse_unsteady_rope(model.config, max_len)
         _refuse_chunked_attention(model.config, max_len)
         with enough_for_steps(runner, limits.kv_tokens, step):
-            runner.prepare(limits.slots, max_len)
+            runner.prepare(limits.slots, max_len, limits.max_running * (1 + _drafted(options)))
         decoding = _speed_up_decoding(runner, limits.max_running, options)
         drafting = _drafting_runner(loaded, limits.max_running)
     threads = torch.get_num_threads()
@@ -302,6 +302,11 @@ class _AnyToken:
 
     def accept(self, token: int) -> None:
         return
+
+
+def _drafted(options: RollingBatchOptions) -> int:
+    """Return how many tokens a step drafts at most for one sequence."""
+    return 0 if options.speculative_draft_model is None else options.speculative_length
 
 
 def _drafting_runner(loaded: LoadedModel, slots: int) -> ModelRunner | None:

@@ -1,6 +1,6 @@
 """Compiles the CPU kernels in processes of their own, while a worker imports the libraries that load its model.
 
-    python -m handlers.rolling_batch.first_compilation PARENT ELEMENT PART
+    python -m handlers.rolling_batch.first_compilation PARENT ELEMENT
 
 This is for the first start on a kind of processor: numba keeps what it compiles, and later starts find it. Imports keep
 one core busy, and no more, for about as long as two processes compile. What a worker needs beside these kernels it
@@ -9,19 +9,29 @@ compiles itself.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import logging
+import multiprocessing
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from handlers.rolling_batch.cpu_kernels.arguments import (
+    Activations,
+    AttentionSettings,
+    DecodeRows,
+    LayerArrays,
+    LayerSettings,
+    SharedBlocks,
+)
 from handlers.rolling_batch.options import RollingBatchOptions
 from lmi_server.machine.environment import own_rank, process_environment
 from lmi_server.machine.inventory import shown_gpus
@@ -42,23 +52,22 @@ class FirstCompilation:
         self._began = time.monotonic()
         self._marker = marker
         command = [sys.executable, "-P", "-m", "handlers.rolling_batch.first_compilation", str(os.getpid()), element]
-        self._processes = [subprocess.Popen([*command, part], stdin=subprocess.DEVNULL) for part in _PARTS]
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
     def wait(self) -> None:
         """Wait for the end. If a process fails, the kernels that it leaves are compiled by those who call them."""
-        codes = [process.wait() for process in self._processes]
+        code = self._process.wait()
         seconds = time.monotonic() - self._began
-        if any(codes):
-            _log.warning("Compiling kernels ahead failed with exit codes %s after %.1f s", codes, seconds)
+        if code:
+            _log.warning("Compiling kernels ahead failed with exit code %d after %.1f s", code, seconds)
             return
         _log.info("Kernels compiled after %.1f s", seconds)
         mark_compiled(self._marker)
 
     def close(self) -> None:
-        """End the processes that still run."""
-        for process in self._processes:
-            process.kill()
-            process.wait()
+        """End the processes if they still run."""
+        self._process.kill()
+        self._process.wait()
 
 
 def start(model_dir: str, options: RollingBatchOptions) -> FirstCompilation | None:
@@ -104,79 +113,91 @@ def _element(model_dir: Path, options: RollingBatchOptions) -> str | None:
     return _ELEMENTS.get(str(dtype))
 
 
+def first_kernels(element: str) -> Iterator[Call]:
+    """Yield a kernel that others contain, with arguments of the types of a model's, of elements uint16 or float32."""
+    from handlers.rolling_batch.cpu_kernels.rows import rms_norm
+
+    rows = _array(element, 2)
+    yield rms_norm, (rows, _array(element, 1), 1.0, rows)
+
+
 def decoding_kernels(element: str) -> Iterator[Call]:
-    """Yield the kernels that decode, with arguments of the types of a model whose elements are uint16 or float32."""
+    """Yield the kernels that decode, most that choose tokens, and those of helpers, as `first_kernels` does."""
     from handlers.rolling_batch.cpu_kernels import attention
-    from handlers.rolling_batch.cpu_kernels.arguments import (
-        Activations,
-        AttentionSettings,
-        DecodeRows,
-        LayerArrays,
-        LayerSettings,
-        SharedBlocks,
-    )
+    from handlers.rolling_batch.cpu_kernels import rows as kernels
     from handlers.rolling_batch.cpu_kernels.decoder import decoder_layers
-    from handlers.rolling_batch.cpu_kernels.linear import linear
+    from handlers.rolling_batch.cpu_kernels.parallel import help_compute, wake_helpers
 
     places, rows, cache = _array("int64", 1), _array(element, 2), _array(element, 4)
     heads = np.zeros((4, 4, 4), element)[:, :, ::2]  # of any strides
     settings = AttentionSettings(1.0, 0, 0.0, 1)
     attended = _array(element, 3)
     yield attention.slot_attention, (heads, heads, heads, cache, cache, places, places, attended, settings)
-    if element != "uint16":
-        return
-    bias, laid = _array(element, 1), _array("uint32", 3)
-    yield linear, (rows, laid, bias, rows, 1)
-    layer = LayerArrays(cache, cache, bias, laid, bias, laid, bias, bias, laid, bias, laid, bias)
-    one_rank = SharedBlocks(heads, np.uintp(0), 0, _array("float32", 1))
-    space = Activations(rows, rows, rows, attended, rows, rows)
-    of_layers = (_array("uint64", 2), places, layer, bias, LayerSettings(1.0, 0.0, 1, 1.0, 1.0, 1.0))
-    yield decoder_layers, (DecodeRows(rows, rows, rows, places, places), space, *of_layers, one_rank)
+    if element == "uint16":
+        bias, laid = _array(element, 1), _array("uint32", 3)
+        layer = LayerArrays(cache, cache, bias, laid, bias, laid, bias, bias, laid, bias, laid, bias)
+        space = Activations(rows, rows, rows, attended, rows, rows)
+        of_layers = (_array("uint64", 2), places, layer, bias, LayerSettings(1.0, 0.0, 1, 1.0, 1.0, 1.0))
+        of_rows = DecodeRows(rows, rows, rows, places, places)
+        one_rank = SharedBlocks(heads, np.uintp(0), 0, _array("float32", 1))
+        yield decoder_layers, (of_rows, space, *of_layers, one_rank)
+    logits, masks = _array("float32", 2), _array("uint32", 2)
+    yield kernels.argmax_rows, (rows, places)
+    yield kernels.log_sum_exp_rows, (rows, _array("float32", 1))
+    yield kernels.masked_argmax_rows, (rows, places, masks, places)
+    yield kernels.mask_rows, (logits, places, masks)
+    yield kernels.draw_columns, (logits, _array("int64", 2), _array("uint64", 1), places)
+    yield help_compute, (0,)
+    yield wake_helpers, ()
 
 
 def other_kernels(element: str) -> Iterator[Call]:
-    """Yield the kernels of samplers, single modules and prompts, as `decoding_kernels` does."""
+    """Yield the kernels of single modules, of prompts and those that draw tokens, as `first_kernels` does."""
     from handlers.rolling_batch.cpu_kernels import rows as kernels
     from handlers.rolling_batch.cpu_kernels.attention import write_rows
     from handlers.rolling_batch.cpu_kernels.chunk_attention import chunk_attention
-    from handlers.rolling_batch.cpu_kernels.parallel import help_compute, wake_helpers
+    from handlers.rolling_batch.cpu_kernels.linear import linear
 
-    rows, logits, masks = _array(element, 2), _array("float32", 2), _array("uint32", 2)
-    places, chances, keys = _array("int64", 1), _array("float32", 1), _array("uint64", 1)
-    yield kernels.argmax_rows, (rows, places)
-    yield kernels.log_sum_exp_rows, (rows, chances)
-    yield kernels.masked_argmax_rows, (rows, places, masks, places)
-    yield kernels.mask_rows, (logits, places, masks)
-    for drawn_from in {element: rows, "float32": logits}.values():
-        yield kernels.draw_rows, (drawn_from, chances, keys, chances, chances, places)
-    yield kernels.draw_columns, (logits, _array("int64", 2), keys, places)
-    yield help_compute, (0,)
-    yield wake_helpers, ()
-    for compiled_now in (write_rows, chunk_attention):
-        compiled_now(np.dtype(element))
-    # Last, because `decoder_layers` contains these: the other process has mostly compiled them by now.
-    yield kernels.rms_norm, (rows, _array(element, 1), 1.0, rows)
+    rows = _array(element, 2)
+    # First, because `decoder_layers` contains these: the other process finds them compiled when it comes to it.
+    if element == "uint16":
+        yield linear, (rows, _array("uint32", 3), _array(element, 1), rows, 1)
     yield kernels.rotate, (rows, rows, rows, 1)
     yield kernels.silu_and_mul, (rows, rows)
+    logits, places, chances, keys = _array("float32", 2), _array("int64", 1), _array("float32", 1), _array("uint64", 1)
+    for drawn_from in {element: rows, "float32": logits}.values():
+        yield kernels.draw_rows, (drawn_from, chances, keys, chances, chances, places)
+    for compiled_now in (write_rows, chunk_attention):
+        compiled_now(np.dtype(element))
 
 
 def _array(element: str, dimensions: int) -> np.ndarray:
     return np.zeros((4,) * dimensions, element)
 
 
-_PARTS: Mapping[str, Callable[[str], Iterator[Call]]] = {"decoding": decoding_kernels, "others": other_kernels}
-
-
-def main() -> None:
-    end_with_parent()
-    parent, element, part = sys.argv[1:]
-    if os.getppid() != int(parent):  # it ended before end_with_parent could see it
-        return
+def _compile(parent: int, kernels: Iterator[Call]) -> None:
+    """Compile kernels; the process ends with its parent."""
     import numba
 
-    for kernel, arguments in _PARTS[part](element):
+    end_with_parent()
+    if os.getppid() != parent:  # it ended before end_with_parent could see it
+        sys.exit(1)
+    for kernel, arguments in kernels:
         kernel.compile(tuple(map(numba.typeof, arguments)))
 
 
+def main() -> int:
+    parent, element = int(sys.argv[1]), sys.argv[2]
+    gc.disable()  # what numba makes of a kernel stays in use, so that a collection takes time and frees nothing
+    _compile(parent, first_kernels(element))
+    # Two processes do the rest. A fork has what numba needs half a second for when it first compiles.
+    fork = multiprocessing.get_context("fork")
+    others = fork.Process(target=_compile, args=(os.getpid(), other_kernels(element)))
+    others.start()
+    _compile(parent, decoding_kernels(element))
+    others.join()
+    return abs(others.exitcode or 0)
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -39,6 +39,7 @@ _LEAST_GAIN, _CLEAR_GAIN = 1.15, 1.5
 # other in all turns, which says nothing about the kernels.
 _BUSY, _DELAY = 1.5, 0.003
 _MOST_SECONDS = 3.0  # in all
+_LAST_SECONDS = 0.5  # for the most rows: the head of the model might take more than all else, and never has so many
 _FILE = "measured_borders.json"
 
 
@@ -76,17 +77,20 @@ class Borders:
         self._is_new = False  # whether something was measured that the file lacks
         self._is_busy = False  # whether other programs were seen to have the cores
 
-    def border(self, name: str, few: Callable[[int], Work], many: Callable[[int], Work], least: int = 0) -> int:
+    def border(
+        self, name: str, few: Callable[[int], Work], many: Callable[[int], Work], least: int = 0, most: int = ALL
+    ) -> int:
         """Return the number of rows up to which `few(rows)` is the faster work, 0 if never, ALL if always.
 
-        Up to `least` rows it is known to be the faster one, which is not measured. Equal names mean equal times. It is
-        ALL as well if it could not be measured, because the machine is busy.
+        Up to `least` rows it is known to be the faster one, and there are never more than `most`: neither is measured.
+        Equal names mean equal times. It is ALL as well if it could not be measured, because the machine is busy.
         """
+        name += "" if most >= ROWS[-1] else f" for up to {most} rows"
         border = self._known.get(name)
         if border is None:
             began = time.perf_counter()
             end = began + self._most_seconds - self._spent
-            border = self._measured(few, many, least, end)
+            border = self._measured(few, many, least, most, end)
             self._spent += time.perf_counter() - began
             if border is not None:
                 self._known[name], self._is_new = border, True
@@ -95,12 +99,14 @@ class Borders:
         self._asked[name] = border
         return ALL if border is None else border
 
-    def _measured(self, few: Callable[[int], Work], many: Callable[[int], Work], least: int, end: float) -> int | None:
+    def _measured(
+        self, few: Callable[[int], Work], many: Callable[[int], Work], least: int, most: int, end: float
+    ) -> int | None:
         border, took = least, 0.0
-        for rows in (rows for rows in ROWS if rows > least):
+        for rows in sorted({min(rows, most) for rows in ROWS if rows > least}):
             began = time.perf_counter()
-            if rows == ROWS[-1] and (not took or rows / border * took > end - began):
-                return ALL  # with a large model one turn of so many rows might take longer than there is time
+            if rows == ROWS[-1] and (not took or rows / border * took > min(end - began, _LAST_SECONDS)):
+                return ALL
             is_faster = _is_faster(few(rows), many(rows), self._seconds, end)
             took = time.perf_counter() - began
             if is_faster is None:

@@ -37,6 +37,7 @@ from handlers.rolling_batch.decode_passes import (
 from handlers.rolling_batch.decoder_layers import fuse_decoder_layers
 from handlers.rolling_batch.decoder_model import DecoderModel
 from handlers.rolling_batch.fusion import fuse
+from handlers.rolling_batch.kernel_choice import ALL
 from handlers.rolling_batch.kv_cache import KVCache, LayerShape
 from handlers.rolling_batch.linears import PackedLinear, TiledLinear
 from handlers.rolling_batch.lora import LoraLayers
@@ -119,16 +120,16 @@ class ModelRunner:
         with torch.inference_mode():
             self._forward([0] * rows, list(range(rows)), [rows - 1])
 
-    def prepare(self, slots: int, max_len: int) -> None:
-        """Allocate the KV cache: `slots` slots of up to `max_len` tokens.
+    def prepare(self, slots: int, max_len: int, decode_rows: int = ALL) -> None:
+        """Allocate the KV cache: `slots` slots of up to `max_len` tokens. A step decodes at most `decode_rows` rows.
 
         Raises UnsupportedAttentionError if the logits over that cache differ from the model's own.
         """
         self._broadcast(Prepare(slots, max_len))
-        self._allocate(slots, max_len)
+        self._allocate(slots, max_len, decode_rows)
         self._check.compare(self)
 
-    def _allocate(self, slots: int, max_len: int) -> None:
+    def _allocate(self, slots: int, max_len: int, decode_rows: int = ALL) -> None:
         self.cache = KVCache(self.layers, slots, max_len, self._dtype)
         self._attention = SlotAttention(self.cache, self._attention_name)
         self._model.set_attn_implementation(self._attention_name)
@@ -136,7 +137,7 @@ class ModelRunner:
         if self.fused:
             self.fused["decoder_layers"] = fuse_decoder_layers(self._model, self._attention_layers, self._attention)
             if self._keeps_rows:
-                self._decoder = DecoderModel.of(self._model, self._attention, self._borders)
+                self._decoder = DecoderModel.of(self._model, self._attention, self._borders, decode_rows)
             self.fused["models"] = int(self._decoder is not None)
             self._unpadded_rows = 0 if self._decoder is None else _rows_without_onednn(self._model)
             self._borders.keep()

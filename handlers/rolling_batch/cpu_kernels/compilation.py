@@ -11,6 +11,7 @@ from numba import njit
 from numba.core import registry
 
 from handlers.rolling_batch.cpu_kernels import amx
+from handlers.rolling_batch.cpu_kernels.part_compiler import PartCompiler
 
 
 def sources_digest(folder: Path) -> str:
@@ -30,9 +31,10 @@ _LEAST_CODE = {"no_cfunc_wrapper": True, "error_model": "numpy"}
 def kernel_part(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Compile a function that only kernels call, never Python, when a kernel that calls it is compiled.
 
-    Without what Python would need to call it, numba has much less to compile.
+    Without what Python would need to call it, and without machine code of its own, numba has much less to compile.
     """
-    decorate: Callable[[Callable[..., Any]], Any] = njit(no_cpython_wrapper=True, **_LEAST_CODE, **options)
+    least = {"no_cpython_wrapper": True, "pipeline_class": PartCompiler, **_LEAST_CODE}
+    decorate: Callable[[Callable[..., Any]], Any] = njit(**least, **options)
     return decorate
 
 

@@ -10,14 +10,16 @@ from pathlib import Path
 import numba
 import pytest
 import torch
+from processes import children, is_running
 from rolling_batch_helpers import Engine, prompts, tiles_for_any_rows
 from tiny_models import tiny_model
+from waiting import wait_until
 
 from handlers.huggingface.options import HuggingFaceOptions
 from handlers.rolling_batch import first_compilation, kernel_choice
 from handlers.rolling_batch.cpu_kernels import helpers
 from handlers.rolling_batch.engine_loading import warm_up
-from handlers.rolling_batch.first_compilation import FirstCompilation, decoding_kernels, other_kernels
+from handlers.rolling_batch.first_compilation import FirstCompilation, decoding_kernels, first_kernels, other_kernels
 from handlers.rolling_batch.prompts import PromptEncoder
 
 
@@ -41,7 +43,7 @@ def test_a_model_calls_the_kernels_with_the_types_that_they_are_compiled_for(
     engine.run()
     assert helpers.start(2)
     helpers.stop()
-    for kernel, arguments in (*decoding_kernels(element), *other_kernels(element)):
+    for kernel, arguments in (*first_kernels(element), *decoding_kernels(element), *other_kernels(element)):
         assert tuple(map(numba.typeof, arguments)) in kernel.signatures, kernel
 
 
@@ -64,7 +66,7 @@ def test_a_process_that_fails_leaves_the_kernels_to_the_worker(
     compilation.wait()
     compilation.close()
     assert not marker.exists()
-    assert "failed with exit codes [1, 1]" in caplog.text
+    assert "failed with exit code 1" in caplog.text
 
 
 def test_a_load_that_fails_ends_the_processes(marker: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -74,7 +76,18 @@ def test_a_load_that_fails_ends_the_processes(marker: Path, monkeypatch: pytest.
     monkeypatch.setattr(sys, "executable", str(sleeping))
     compilation = FirstCompilation("uint16", marker)
     compilation.close()
-    assert all(process.returncode is not None for process in compilation._processes)
+    assert compilation._process.returncode is not None
+
+
+@pytest.mark.slow
+def test_both_processes_end_with_the_load(marker: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))  # it is empty, so that compiling takes seconds
+    compilation = FirstCompilation("uint16", marker)
+    first = compilation._process.pid
+    wait_until(lambda: children(first), "the second process")
+    (second,) = children(first)
+    compilation.close()
+    wait_until(lambda: not is_running(second), "the end of the second process", limit_s=2)
 
 
 @pytest.mark.parametrize(

@@ -159,17 +159,33 @@ def test_a_file_that_cannot_be_written_is_named_in_the_log(tmp_path: Path, caplo
     assert "missing" in caplog.messages[-1]
 
 
-def test_rows_of_which_one_turn_would_take_too_long_are_not_measured() -> None:
+@pytest.mark.parametrize(("per_second", "most_seconds"), [(20_000, 0.3), (8000, math.inf)])
+def test_rows_that_would_take_too_long_are_not_measured(per_second: int, most_seconds: float) -> None:
     asked: list[int] = []
 
     def seconds(work: Work) -> float:
         _, rows = work()  # type: ignore[misc]
         asked.append(rows)
-        time.sleep(rows / 5000)
+        time.sleep(rows / per_second)
         return float(rows)
 
-    assert Borders(seconds=seconds, most_seconds=1.2).border("slow", few, many) == ALL
+    assert Borders(seconds=seconds, most_seconds=most_seconds).border("slow", few, many) == ALL
     assert max(asked) == 256
+
+
+@pytest.mark.parametrize(("few_seconds", "border"), [(lambda rows: 1.0, ALL), (lambda rows: rows / 5, 25)])
+def test_more_rows_than_there_can_be_are_not_measured(few_seconds: Callable[[int], float], border: int) -> None:
+    timer, asked = costing(few_seconds, lambda rows: 5.0), set()
+
+    def seconds(work: Work) -> float:
+        asked.add(work()[1])  # type: ignore[index]
+        return timer(work)
+
+    borders = patient(seconds=seconds)
+    assert borders.border("x", few, many, least=16, most=40) == border
+    assert {16 < rows <= 40 for rows in asked} == {True}
+    assert borders.border("x", few, many) != border or border == ALL  # another question
+    assert max(asked) > 40
 
 
 def test_this_machine_has_a_name_and_a_file_beside_the_compiled_kernels() -> None:
@@ -305,3 +321,24 @@ def test_one_call_computes_all_layers_up_to_where_it_was_the_faster_way(
     runner.prepare(4, CONTEXT)
     assert (None if runner._decoder is None else runner._decoder.most_rows) == most_rows
     assert runner.fused["models"] == int(most_rows is not None)
+
+
+@_needs_shared_weights
+@pytest.mark.slow
+def test_the_call_for_all_layers_is_not_measured_for_more_rows_than_a_step_can_decode(
+    timer: Callable[[Times], None],
+) -> None:
+    measured: list[int] = []
+    of_linears = tiles_up_to(16)
+
+    def seconds(kind: type[nn.Module], rows: int) -> float:
+        if kind is FusedDecoderLayer:
+            measured.append(rows)
+        return of_linears(kind, rows)
+
+    timer(seconds)
+    for decode_rows in (12, 24):
+        runner = ModelRunner(tiny_model("llama", torch.bfloat16), CONTEXT)
+        runner.prepare(4, CONTEXT, decode_rows)
+        assert runner._decoder is not None
+        assert max(measured, default=0) == (0 if decode_rows == 12 else 24)
