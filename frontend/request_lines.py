@@ -65,36 +65,39 @@ class RequestLines:
         Milliseconds are cut behind three digits: round() takes several times as long.
         """
         lines = []
+        offset, at, stamp = self._offset, self._at, self._stamp
         for request in requests:
-            record = request.record
-            sent, ended, arrived, summary = record.sent, record.ended, record.arrived, record.summary
-            moment = int((ended + self._offset) * 1000)
-            if moment != self._at:  # several requests end in one millisecond
-                self._at, self._stamp = moment, _stamp(moment)
+            sent, ended, arrived, summary = request.sent, request.ended, request.arrived, request.summary
+            moment = int((ended + offset) * 1000)
+            if moment != at:  # several requests end in one millisecond
+                at, stamp = moment, _stamp(moment)
+            prompt_tokens = output_tokens = ttft_ms = None
+            finish_reason = adapter = ""
+            if summary is not None:
+                prompt_tokens, output_tokens = summary.prompt_tokens, summary.output_tokens
+                finish_reason, adapter, prefill_s = summary.finish_reason, summary.adapter, summary.prefill_s
+                if prefill_s is not None:
+                    ttft_ms = (sent - arrived + prefill_s) * _SECOND // 1 / 1000
             line = RequestLine(
-                self._stamp,
+                stamp,
                 request.id,
                 request.model,
                 request.route,
-                record.code,
+                request.code,
                 request.client,
                 (ended - arrived) * _SECOND // 1 / 1000,
-                (sent - record.queued) * _SECOND // 1 / 1000 if sent else None,
+                (sent - request.queued) * _SECOND // 1 / 1000 if sent else None,
+                ttft_ms,
+                prompt_tokens,
+                output_tokens,
+                finish_reason,
+                adapter,
+                request.error,
+                request.trace_id,
+                request.prompt.decode(errors="replace") if request.prompt else "",
             )
-            if summary is not None:
-                line.prompt_tokens = summary.prompt_tokens
-                line.output_tokens = summary.output_tokens
-                line.finish_reason = summary.finish_reason
-                line.adapter = summary.adapter
-                if summary.prefill_s is not None:
-                    line.ttft_ms = (sent - arrived + summary.prefill_s) * _SECOND // 1 / 1000
-            if request.error:
-                line.error = request.error
-            if record.trace_id:
-                line.trace_id = record.trace_id
-            if request.prompt:
-                line.prompt = request.prompt.decode(errors="replace")
             lines.append(line)
+        self._at, self._stamp = at, stamp
         self._encoded += self._encode(lines)
         self.count += len(lines)
 

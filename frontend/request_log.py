@@ -41,7 +41,7 @@ class RequestLog:
     def add(self, requests: Sequence[EndedRequest]) -> None:
         """Write a line for each of the requests, soon."""
         if self._sample < 1:
-            requests = [each for each in requests if each.record.code >= 400 or random.random() < self._sample]
+            requests = [each for each in requests if each.code >= 400 or random.random() < self._sample]
             if not requests:
                 return
         lines = self._lines

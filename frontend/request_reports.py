@@ -85,9 +85,11 @@ class RequestReports:
             return
         self._report_answered()  # lines stand in the order in which requests ended
         trace_id = "" if trace is None else trace.trace_id
-        record = RequestRecord(code, arrived, 0.0, 0.0, 0.0, time.monotonic(), None, trace_id)
+        times = arrived, 0.0, 0.0, 0.0, time.monotonic()
         label = "" if model is None else model.label
-        self._write([EndedRequest(record, request_id, label, route, _address(scope), kind, trace=trace)])
+        self._write(
+            [EndedRequest(code, *times, None, trace_id, request_id, label, route, _address(scope), kind, trace=trace)]
+        )
 
     def _report_when_idle(self) -> None:
         self._waits = False
@@ -98,27 +100,15 @@ class RequestReports:
         is_logged = self._log is not None
         written: list[EndedRequest] = []
         for request in answered:
-            record = _record(request)
-            model = request.model
-            counts = self._metrics.of(model)
-            counts.answered(record)
-            if record.code >= FAILED:
-                self._count_failure(counts, request)
+            counts = self._metrics.of(request.model)
             if is_logged or request.trace is not None:
-                job = request.job
-                received, terminal = job.request, job.reply.terminal
-                ended = EndedRequest(
-                    record,
-                    received.request_id,
-                    model.label,
-                    received.route,
-                    _address(request.scope),
-                    terminal.kind if isinstance(terminal, Error) else "",
-                    job.attempts,
-                    request.body[:_PROMPT_BYTES] if self._logs_prompts else None,
-                    request.trace,
-                )
+                ended = _ended(request, request.body[:_PROMPT_BYTES] if self._logs_prompts else None)
+                counts.answered(ended)
                 written.append(ended)
+            else:
+                counts.answered(_record(request))
+            if request.status >= FAILED:
+                self._count_failure(counts, request)
         if written:
             self._write(written)
 
@@ -165,6 +155,37 @@ def _record(request: AnsweredRequest) -> RequestRecord:
         ended,
         None if terminal is None or isinstance(terminal, Error) else terminal.summary,
         "" if traceparent is None else trace_id_of(traceparent),
+    )
+
+
+def _ended(request: AnsweredRequest, prompt: bytes | None) -> EndedRequest:
+    """Return what `_record` does, with what log and traces show beside: one object takes less time than two."""
+    job, ended = request.job, request.ended
+    received, reply = job.request, job.reply
+    terminal = reply.terminal
+    summary, error = None, ""
+    if isinstance(terminal, Error):
+        error = terminal.kind
+    elif terminal is not None:
+        summary = terminal.summary
+    traceparent = received.properties.get("traceparent")
+    return EndedRequest(
+        request.status,
+        request.arrived,
+        job.queued_at,
+        job.sent_at or ended,
+        reply.first_byte_at or ended,
+        ended,
+        summary,
+        "" if traceparent is None else trace_id_of(traceparent),
+        received.request_id,
+        request.model.label,
+        received.route,
+        _address(request.scope),
+        error,
+        job.attempts,
+        prompt,
+        request.trace,
     )
 
 

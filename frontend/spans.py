@@ -98,7 +98,6 @@ class OpenTelemetrySpans:
 
 def written(request: EndedRequest, trace: RequestTrace, offset: float) -> bytes:
     """Return the spans of a request as OTLP has them; `offset` is what time.time() is ahead of time.monotonic()."""
-    record = request.record
     state = _state(trace.state) if trace.state else ""
     trace_id, own, parent = (bytes.fromhex(digits) for digits in (trace.trace_id, trace.span_id, trace.parent_id))
     operation = _operation(request)
@@ -107,7 +106,7 @@ def written(request: EndedRequest, trace: RequestTrace, offset: float) -> bytes:
             (trace_id, own, parent),
             f"{operation or request.route} {request.model}".strip(),
             otlp.SERVER,
-            (int((record.arrived + offset) * 1e9), int((record.ended + offset) * 1e9)),
+            (int((request.arrived + offset) * 1e9), int((request.ended + offset) * 1e9)),
             _attributes(request, operation),
             state=state,
             failed=_fails(request),
@@ -128,31 +127,30 @@ def _state(header: str) -> str:
 
 def _fails(request: EndedRequest) -> bool:
     """Return whether the server or the model failed, and not the client."""
-    return request.record.code >= FAILED and request.record.code != CLIENT_GONE
+    return request.code >= FAILED and request.code != CLIENT_GONE
 
 
 def _operation(request: EndedRequest) -> str:
-    return _OPERATIONS.get(request.route, "" if request.record.summary is None else _TEXT)
+    return _OPERATIONS.get(request.route, "" if request.summary is None else _TEXT)
 
 
 def _attributes(request: EndedRequest, operation: str) -> bytes:
     """Return what the semantic conventions for HTTP and generative AI name, and what is the server's own."""
-    record = request.record
     attributes = [
-        _often("http.response.status_code", record.code),
+        _often("http.response.status_code", request.code),
         otlp.attribute("lmi.request.id", request.id),
         _often("lmi.route", request.route),
     ]
     if request.client:
         attributes.append(_often("client.address", request.client))
-    if record.code >= 400:
-        attributes.append(_often("error.type", request.error or str(record.code)))
+    if request.code >= 400:
+        attributes.append(_often("error.type", request.error or str(request.code)))
     if operation:
         attributes += [_often("gen_ai.operation.name", operation), _often("gen_ai.provider.name", _NAME)]
         if request.model:
             attributes.append(_often("gen_ai.request.model", request.model))
             attributes.append(_often("gen_ai.response.model", request.model))
-    summary = record.summary
+    summary = request.summary
     if summary is not None:
         attributes.append(_often("gen_ai.usage.input_tokens", summary.prompt_tokens))
         attributes.append(_often("gen_ai.usage.output_tokens", summary.output_tokens))
@@ -160,7 +158,7 @@ def _attributes(request: EndedRequest, operation: str) -> bytes:
         attributes.append(_often("gen_ai.response.finish_reasons", (summary.finish_reason,)))
         if summary.adapter:
             attributes.append(_often("lmi.adapter", summary.adapter))
-        if (first_token_s := record.first_token_s) is not None:
+        if (first_token_s := request.first_token_s) is not None:
             attributes.append(otlp.attribute("gen_ai.response.time_to_first_chunk", first_token_s))
     return b"".join(attributes)
 
@@ -170,22 +168,21 @@ _often = functools.lru_cache(1024)(otlp.attribute)
 
 
 def _phases(request: EndedRequest) -> Iterator[_Phase]:
-    record = request.record
-    if not record.queued:  # it was refused
-        yield _Phase("receive", record.arrived, record.ended)
+    if not request.queued:  # it was refused
+        yield _Phase("receive", request.arrived, request.ended)
         return
-    yield _Phase("receive", record.arrived, record.queued)
-    waits = record.queued
+    yield _Phase("receive", request.arrived, request.queued)
+    waits = request.queued
     for sent, lost in request.attempts:
         yield _Phase("queue", waits, sent)
         yield _Phase("attempt", sent, lost, failed=True)
         waits = lost
-    yield _Phase("queue", waits, record.sent)
-    summary = record.summary
+    yield _Phase("queue", waits, request.sent)
+    summary = request.summary
     if summary is None or summary.prefill_s is None:
-        yield _Phase("execute", record.sent, record.ended)
+        yield _Phase("execute", request.sent, request.ended)
         return
-    first, last = record.sent + summary.prefill_s, record.sent + summary.generate_s
-    yield _Phase("prefill", record.sent, first)
+    first, last = request.sent + summary.prefill_s, request.sent + summary.generate_s
+    yield _Phase("prefill", request.sent, first)
     yield _Phase("decode", first, last)
-    yield _Phase("format", last, max(last, record.ended))
+    yield _Phase("format", last, max(last, request.ended))

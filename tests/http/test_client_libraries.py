@@ -197,4 +197,4 @@ def test_lm_eval(server: Server, demo_model_dir: Path) -> None:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert ran.returncode == 0, ran.stderr
-    assert re.search(r"little_choice.*\|acc +\|↑ +\| *0\.75\|", ran.stdout), ran.stdout
+    assert re.search(r"little_choice.*\|acc +\|↑ +\| *0\.750*\|", ran.stdout), ran.stdout

@@ -15,7 +15,7 @@ import uvloop
 
 from frontend.idle_calls import call_when_idle
 from frontend.request_log import RequestLog
-from frontend.request_record import EndedRequest, RequestRecord
+from frontend.request_record import EndedRequest
 from frontend.server_log import BackgroundLog
 from lmi_server.contract.protocol import Summary
 from lmi_server.contract.secrets import SECRETS
@@ -25,8 +25,8 @@ SECRET = "a-secret-of-this-test"
 
 def ended(number: int, model: str = "model") -> EndedRequest:
     summary = Summary("length", 5, 4, 0, 1, 0.25, 0.5, 0.25)
-    record = RequestRecord(200, 1.0, 1.125, 1.25, 1.5, 2.0, summary)
-    return EndedRequest(record, f"id-{number}", model, "invocations", "127.0.0.1")
+    times = 1.0, 1.125, 1.25, 1.5, 2.0
+    return EndedRequest(200, *times, summary, "", f"id-{number}", model, "invocations", "127.0.0.1")
 
 
 @pytest.fixture
