@@ -39,7 +39,7 @@ _LEAST_GAIN, _CLEAR_GAIN = 1.15, 1.5
 # other in all turns, which says nothing about the kernels.
 _BUSY, _DELAY = 1.5, 0.003
 _MOST_SECONDS = 3.0  # in all
-_LAST_SECONDS = 0.5  # for the most rows: the head of the model might take more than all else, and never has so many
+_LAST_SECONDS = 0.5  # for the last of ROWS: a large layer might take longer than all else, and the head has fewer rows
 _FILE = "measured_borders.json"
 
 
