@@ -25,8 +25,8 @@ class RequestRecord(msgspec.Struct, gc=False):
     sent: float
     first_byte: float
     ended: float
-    summary: Summary | None = None
-    trace_id: str = ""
+    summary: Summary | None
+    trace_id: str
 
     @property
     def queue_s(self) -> float:
@@ -50,17 +50,17 @@ class RequestRecord(msgspec.Struct, gc=False):
 
 
 class EndedRequest(RequestRecord, gc=False):
-    """What the access log and traces show of a request, in one object: each more costs requests per second.
+    """A record with what the access log and traces show beside. A second object for that would take longer to make.
 
     `model` is the label of the model, "" for none; `client` is an address, "" on a Unix socket; `error` is the kind of
     an error. `attempts` are the times at which workers got it and lost it again. `prompt` is how the body begins, if
     prompts are logged; `trace` is its own span, if it is traced.
     """
 
-    id: str = ""
-    model: str = ""
-    route: str = ""
-    client: str = ""
+    id: str
+    model: str
+    route: str
+    client: str
     error: str = ""
     attempts: Sequence[tuple[float, float]] = ()
     prompt: bytes | None = None

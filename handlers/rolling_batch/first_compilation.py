@@ -114,7 +114,10 @@ def _element(model_dir: Path, options: RollingBatchOptions) -> str | None:
 
 
 def first_kernels(element: str) -> Iterator[Call]:
-    """Yield a kernel that others contain, with arguments of the types of a model's, of elements uint16 or float32."""
+    """Yield a kernel that others contain, with arguments of the types that a model passes.
+
+    `element` is that of its activations, uint16 (bfloat16) or float32.
+    """
     from handlers.rolling_batch.cpu_kernels.rows import rms_norm
 
     rows = _array(element, 2)
